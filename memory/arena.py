@@ -1,0 +1,254 @@
+"""One budget of bytes for blocks of every kind.
+
+The arena is one address space. Pages are taken from its low end, states and tails from its high end, each at its natural
+size, lowest (highest) free address first; so the split between kinds follows demand, nothing is padded, moved or sized ahead.
+
+The bookkeeping half (`Arena`, `BlockPool`) knows no tensors; `Store` holds the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from bisect import bisect_left
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.errors import CapacityError, IntegrityError, SpecError
+from memory.interface import Int64s
+
+ALIGNMENT_BYTES = 64
+"""Every block and every field in it starts at a multiple of this: a cache line, and a whole number of any element."""
+
+
+def aligned_bytes(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def read_budget(budget: int | str) -> int:
+    """Bytes of a budget given as a number of bytes or as text: "512MiB", "1.5 GB", "80GiB"."""
+    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+        return budget
+    if isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kMGT]?)(i?)B\s*", budget)):
+        number, prefix, binary = match.groups()
+        return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(prefix or " "))
+    raise SpecError(f"budget={budget!r}; give a positive number of bytes, or text such as '512MiB' or '1GB'")
+
+
+class Arena:
+    """Which byte ranges of [0, capacity_bytes) are free. Free ranges are kept sorted and coalesced."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self.free_bytes = self.capacity_bytes
+        self._starts = [0] if self.capacity_bytes else []
+        self._ends = [self.capacity_bytes] if self.capacity_bytes else []
+
+    @property
+    def used_bytes(self) -> int:
+        return self.capacity_bytes - self.free_bytes
+
+    def allocate(self, n_bytes: int, *, from_top: bool) -> int | None:
+        """Address of `n_bytes` (a multiple of ALIGNMENT_BYTES), or None if no free range is that long.
+
+        Cost: O(free ranges shorter than n_bytes on the way).
+        """
+        n_ranges = len(self._starts)
+        for i in range(n_ranges - 1, -1, -1) if from_top else range(n_ranges):
+            start, end = self._starts[i], self._ends[i]
+            if end - start < n_bytes:
+                continue
+            self.free_bytes -= n_bytes
+            if end - start == n_bytes:
+                del self._starts[i], self._ends[i]
+                return start
+            if from_top:
+                self._ends[i] = end - n_bytes
+                return end - n_bytes
+            self._starts[i] = start + n_bytes
+            return start
+        return None
+
+    def free(self, start: int, n_bytes: int) -> None:
+        """Give a range back. Cost: O(log free ranges) and one insertion into a list."""
+        end = start + n_bytes
+        i = bisect_left(self._starts, start)
+        joins_left = i > 0 and self._ends[i - 1] == start
+        joins_right = i < len(self._starts) and self._starts[i] == end
+        if joins_left and joins_right:
+            self._ends[i - 1] = self._ends[i]
+            del self._starts[i], self._ends[i]
+        elif joins_left:
+            self._ends[i - 1] = end
+        elif joins_right:
+            self._starts[i] = start
+        else:
+            self._starts.insert(i, start)
+            self._ends.insert(i, end)
+        self.free_bytes += n_bytes
+
+    def check(self, used_ranges: Seq[tuple[int, int]]) -> None:
+        """Raise IntegrityError unless `used_ranges` and the free ranges tile the arena exactly."""
+        position = 0
+        for start, end in sorted([*used_ranges, *zip(self._starts, self._ends, strict=True)]):
+            if start != position:
+                raise IntegrityError(f"bytes [{position}, {start}) of the arena are {'lost' if start > position else 'owned twice'}")
+            position = end
+        if position != self.capacity_bytes:
+            raise IntegrityError(f"the arena's ranges end at byte {position}, its capacity is {self.capacity_bytes}")
+
+
+class BlockPool:
+    """Reference-counted blocks of one size in an arena. A block is written only while its count is 1.
+
+    Attributes:
+        addresses: (n_ids,) byte address of each block; meaningless for ids not in use.
+        counts: (n_ids,) references to each block, 0 when free.
+    """
+
+    def __init__(self, arena: Arena, name: str, block_bytes: int, *, from_top: bool, on_change: Callable[[int, int], None]) -> None:
+        self.name = name
+        self.block_bytes = block_bytes
+        self.n_used = 0
+        self.addresses = np.zeros(16, np.int64)
+        self.counts = np.zeros(16, np.int64)
+        self._arena = arena
+        self._from_top = from_top
+        self._on_change = on_change
+        self._free_ids = list(range(15, -1, -1))
+
+    @property
+    def used_bytes(self) -> int:
+        return self.n_used * self.block_bytes
+
+    def allocate(self, n: int) -> Int64s:
+        """`n` fresh blocks with one reference each: ids (n,). Raises CapacityError and takes none if they do not fit."""
+        ids = np.empty(n, np.int64)
+        for i in range(n):
+            address = self._arena.allocate(self.block_bytes, from_top=self._from_top)
+            if address is None:
+                self.release(ids[:i])
+                raise self._does_not_fit(n)
+            ids[i] = block = self._next_id()
+            self.addresses[block] = address
+            self.counts[block] = 1
+            self.n_used += 1
+            self._on_change(address, self.block_bytes)
+        return ids
+
+    def retain(self, ids: Int64s) -> None:
+        """One more reference to each block; an id may occur several times."""
+        np.add.at(self.counts, ids, 1)
+
+    def release(self, ids: Int64s) -> None:
+        """One reference less to each block; blocks without any are freed."""
+        np.subtract.at(self.counts, ids, 1)
+        for block in np.unique(ids[self.counts[ids] == 0]).tolist():
+            address = int(self.addresses[block])
+            self._arena.free(address, self.block_bytes)
+            self._free_ids.append(block)
+            self.n_used -= 1
+            self._on_change(address, self.block_bytes)
+
+    def used_ranges(self) -> list[tuple[int, int]]:
+        starts = self.addresses[self.counts > 0].tolist()
+        return [(start, start + self.block_bytes) for start in starts]
+
+    def check(self, references: Int64s) -> None:
+        """Raise IntegrityError unless `references`, one id for each reference held anywhere, matches the counts."""
+        expected = np.bincount(references, minlength=len(self.counts))
+        wrong = np.flatnonzero(expected != self.counts)
+        if len(wrong):
+            block = int(wrong[0])
+            raise IntegrityError(f"{self.name} block {block} counts {self.counts[block]} references, {expected[block]} are held")
+        if self.n_used != int((self.counts > 0).sum()):
+            raise IntegrityError(f"{self.name} counts {self.n_used} blocks in use, {int((self.counts > 0).sum())} are")
+
+    def _next_id(self) -> int:
+        if not self._free_ids:
+            n = len(self.counts)
+            self.addresses = np.concatenate([self.addresses, np.zeros(n, np.int64)])
+            self.counts = np.concatenate([self.counts, np.zeros(n, np.int64)])
+            self._free_ids = list(range(2 * n - 1, n - 1, -1))
+        return self._free_ids.pop()
+
+    def _does_not_fit(self, n: int) -> CapacityError:
+        needed, free = n * self.block_bytes, self._arena.free_bytes
+        why = "" if needed > free else ", but not in pieces large enough"
+        remedy = "close sequences or checkpoints, send fewer tokens, or give the memory a larger budget"
+        return CapacityError(f"{n} x {self.name} need {needed:,} bytes; {free:,} are free{why}: {remedy}", needed=needed, free=free)
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor at a fixed place in every block of a kind."""
+
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How a block is divided into fields. `padding_bytes` is what alignment adds to their sizes."""
+
+    fields: tuple[Field, ...]
+    block_bytes: int
+
+    @staticmethod
+    def of(tensors: Seq[tuple[tuple[int, ...], torch.dtype]]) -> BlockLayout:
+        """Lay (shape, dtype) tensors out one after the other."""
+        fields, offset = [], 0
+        for shape, dtype in tensors:
+            fields.append(Field(offset, shape, dtype))
+            offset = aligned_bytes(offset + math.prod(shape) * dtype.itemsize)
+        return BlockLayout(tuple(fields), offset)
+
+    @property
+    def padding_bytes(self) -> int:
+        return self.block_bytes - sum(f.n_elements * f.dtype.itemsize for f in self.fields)
+
+
+class Store:
+    """The bytes of an arena: one tensor on the device, none at all on "meta".
+
+    Args:
+        poison: fill every block with NaN when it is handed out and when it is freed, so that reading memory nobody wrote
+            shows at once. For tests: it costs a write of every block.
+    """
+
+    def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool) -> None:
+        self.is_dry = device.type == "meta"
+        self._poison = poison and not self.is_dry
+        try:
+            self._bytes = torch.empty(0 if self.is_dry else capacity_bytes, dtype=torch.uint8, device="cpu" if self.is_dry else device)
+        except RuntimeError as error:
+            raise SpecError(f"{device} cannot hold a budget of {capacity_bytes:,} bytes; choose a smaller one") from error
+        if self._poison:
+            self._bytes.fill_(0xFF)
+
+    def flat(self, field: Field) -> Tensor:
+        """All bytes as a flat tensor of the field's dtype, from the field's place in a block at address 0 on.
+
+        In it, element i of that field in the block at address a is element a // itemsize + i.
+        """
+        return self._bytes.view(field.dtype)[field.offset_bytes // field.dtype.itemsize :]
+
+    def copy(self, source: int, target: int, n_bytes: int) -> None:
+        """Copy one block's bytes onto another's."""
+        if not self.is_dry:
+            self._bytes[target : target + n_bytes] = self._bytes[source : source + n_bytes]
+
+    def on_change(self, address: int, n_bytes: int) -> None:
+        """A block at `address` was handed out or freed. All bits set is NaN in every floating-point dtype."""
+        if self._poison:
+            self._bytes[address : address + n_bytes].fill_(0xFF)

@@ -1,0 +1,194 @@
+"""Keys and values of dense attention, in pages shared by all attention layers.
+
+A page holds K and V of `page_tokens` consecutive tokens for every attention layer, so one table per sequence serves them
+all. A row is written in place: until the sequence's length moves past it, nobody reads it. A page that several sequences
+refer to is never written: the one that wants to append to it takes a copy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.arena import Arena, BlockLayout, BlockPool, Store
+from memory.errors import IntegrityError, StepError
+from memory.interface import AttentionSpec, Int64s, Packed
+from memory.kernels import Kernels, PagedBatch, select_kernels
+
+NO_PAGES: Int64s = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Pages set aside for a step, and where its rows are read and written.
+
+    Attributes:
+        pages: of each request (S), what its table will be if all tokens are kept.
+        copies: (request, old page, new page) of last pages that are shared and will be appended to.
+        fresh: pages this plan allocated, copies included.
+        batch: what the attention kernels need to know.
+        rows: (T,) element offset of each new token's row.
+    """
+
+    packed: Packed
+    pages: list[Int64s]
+    copies: list[tuple[int, int, int]]
+    fresh: Int64s
+    batch: PagedBatch
+    rows: tuple[Tensor, ...]
+
+
+class AttentionCache:
+    """Dense paged K/V of all attention layers: `memory.interface.LayerMemory`.
+
+    Args:
+        specs: the attention specs, in the order that `attend` numbers them.
+        page_tokens: tokens a page.
+    """
+
+    def __init__(
+        self, specs: list[AttentionSpec], dtype: torch.dtype, page_tokens: int, arena: Arena, store: Store, device: torch.device
+    ) -> None:
+        shapes = [(page_tokens, s.n_kv_heads, s.head_dim) for s in specs for _ in ("keys", "values")]
+        self.page_tokens = page_tokens
+        self.layout = BlockLayout.of([(shape, dtype) for shape in shapes])
+        self.pool = BlockPool(arena, "pages", self.layout.block_bytes, from_top=False, on_change=store.on_change)
+        self._specs = specs
+        self._store = store
+        self._device = device
+        self._dtype = dtype
+        self._kernels: Kernels = select_kernels(device, dtype)
+        flats = [store.flat(field) for field in self.layout.fields] if not store.is_dry else []
+        self._keys, self._values = flats[0::2], flats[1::2]
+        self._pages: dict[int, Int64s] = {}
+        self._open_plans: dict[int, AttentionPlan] = {}
+
+    @property
+    def sized_pools(self) -> list[tuple[BlockPool, int]]:
+        return [(self.pool, self.layout.padding_bytes)]
+
+    @property
+    def least_bytes(self) -> int:
+        return self.pool.block_bytes
+
+    # Steps
+
+    def plan(self, packed: Packed) -> AttentionPlan:
+        tables = [self._pages.get(slot, NO_PAGES) for slot in packed.slots.tolist()]
+        held = np.fromiter(map(len, tables), np.int64, len(tables))
+        wanted = -(-packed.ends // self.page_tokens)
+        n_new = wanted - held
+        inside_page = np.flatnonzero(packed.starts % self.page_tokens)
+        last_pages = np.fromiter((tables[i][-1] for i in inside_page.tolist()), np.int64, len(inside_page))
+        shared = self.pool.counts[last_pages] > 1
+        n_copies = int(shared.sum())
+        fresh = self.pool.allocate(n_copies + int(n_new.sum()))
+        copies = list(zip(inside_page[shared].tolist(), last_pages[shared].tolist(), fresh[:n_copies].tolist(), strict=True))
+        taken = n_copies
+        for i in np.flatnonzero(n_new).tolist():
+            tables[i] = np.concatenate([tables[i], fresh[taken : taken + n_new[i]]])
+            taken += n_new[i]
+        for i, old, new in copies:
+            tables[i] = tables[i].copy()
+            tables[i][held[i] - 1] = new
+        plan = AttentionPlan(packed, tables, copies, fresh, *self._addresses(packed, tables))
+        self._open_plans[id(plan)] = plan
+        return plan
+
+    def _addresses(self, packed: Packed, tables: list[Int64s]) -> tuple[PagedBatch, tuple[Tensor, ...]]:
+        """Element offsets of the pages (S, most pages) and of every new token's row, per attention (T,)."""
+        itemsize = self._dtype.itemsize
+        table = np.zeros((len(tables), max(map(len, tables))), np.int64)
+        for i, pages in enumerate(tables):
+            table[i, : len(pages)] = self.pool.addresses[pages]
+        table //= itemsize
+        request_T = np.repeat(np.arange(len(tables)), packed.counts)
+        page_T = table[request_T, packed.positions // self.page_tokens]
+        slot_T = packed.positions % self.page_tokens
+        sizes = {s.n_kv_heads * s.head_dim for s in self._specs}
+        rows = {size: self._on_device(page_T + slot_T * size) for size in sizes}
+        batch = PagedBatch(
+            cu_seqlens=packed.cu_seqlens, kv_lengths=packed.ends, page_table=self._on_device(table), page_tokens=self.page_tokens
+        )
+        return batch, tuple(rows[s.n_kv_heads * s.head_dim] for s in self._specs)
+
+    def _on_device(self, array: Int64s) -> Tensor:
+        return torch.from_numpy(array).to("cpu" if self._store.is_dry else self._device)
+
+    def begin(self, plan: AttentionPlan) -> None:
+        for _, old, new in plan.copies:
+            self._store.copy(int(self.pool.addresses[old]), int(self.pool.addresses[new]), self.pool.block_bytes)
+
+    def attend(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+        """Write the step's keys and values for attention `index` and attend to everything up to each token: (T, H, D)."""
+        spec = self._specs[index]
+        n_tokens = len(plan.packed.token_ids)
+        for name, tensor, heads in (("q", q_THD, spec.n_query_heads), ("k", k_TGD, spec.n_kv_heads), ("v", v_TGD, spec.n_kv_heads)):
+            if tensor.shape != (n_tokens, heads, spec.head_dim):
+                raise StepError(f"{name} has shape {tuple(tensor.shape)}; this attention expects {(n_tokens, heads, spec.head_dim)}")
+        for name, tensor in (("q", q_THD), ("k", k_TGD), ("v", v_TGD)):
+            if tensor.dtype != self._dtype or tensor.device.type != self._device.type:
+                raise StepError(f"{name} is {tensor.dtype} on {tensor.device}; this memory holds {self._dtype} on {self._device}")
+        keys, values = self._keys[index], self._values[index]
+        self._kernels.write_rows_(keys, plan.rows[index], k_TGD.reshape(n_tokens, -1))
+        self._kernels.write_rows_(values, plan.rows[index], v_TGD.reshape(n_tokens, -1))
+        return self._kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scale)
+
+    def commit(self, plan: AttentionPlan, kept: Int64s) -> None:
+        del self._open_plans[id(plan)]
+        dropped: list[Int64s] = []
+        copied = {i: (old, new) for i, old, new in plan.copies}
+        n_kept_pages = -(-(plan.packed.starts + kept) // self.page_tokens)
+        for i, slot in enumerate(plan.packed.slots.tolist()):
+            before = self._pages.get(slot, NO_PAGES)
+            pages = plan.pages[i][: n_kept_pages[i]] if kept[i] else before
+            dropped.append(plan.pages[i][max(len(before), len(pages)) :])
+            if i in copied:
+                dropped.append(np.array([copied[i][0 if kept[i] else 1]]))
+            self._pages[slot] = pages
+        self.pool.release(np.concatenate(dropped))
+
+    def abort(self, plan: AttentionPlan) -> None:
+        del self._open_plans[id(plan)]
+        self.pool.release(plan.fresh)
+
+    # Sequences
+
+    def share(self, sources: Int64s, targets: Int64s) -> None:
+        tables = [self._pages.get(slot, NO_PAGES) for slot in sources.tolist()]
+        for table in tables:
+            self.pool.retain(table)
+        for slot, table in zip(targets.tolist(), tables, strict=True):
+            self.release(slot)
+            self._pages[slot] = table
+
+    def truncate(self, slot: int, to: int) -> None:
+        pages = self._pages.get(slot, NO_PAGES)
+        n_kept = -(-to // self.page_tokens)
+        if n_kept < len(pages):
+            self.pool.release(pages[n_kept:])
+            self._pages[slot] = pages[:n_kept]
+
+    def release(self, slot: int) -> None:
+        self.pool.release(self._pages.pop(slot, NO_PAGES))
+
+    def horizon(self, slot: int) -> int:
+        """Dense attention forgets from any position on."""
+        return 0
+
+    def horizon_after(self, packed: Packed) -> Int64s:
+        return np.zeros_like(packed.starts)
+
+    def blocks_of(self, slot: int) -> dict[str, Int64s]:
+        return {self.pool.name: self._pages.get(slot, NO_PAGES)}
+
+    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
+        if strangers := self._pages.keys() - lengths.keys():
+            raise IntegrityError(f"pages are held for slots that are not open: {sorted(strangers)}")
+        for slot, length in lengths.items():
+            if len(self._pages.get(slot, NO_PAGES)) != -(-length // self.page_tokens):
+                raise IntegrityError(f"slot {slot} holds {length} tokens in {len(self._pages[slot])} pages of {self.page_tokens}")
+        self.pool.check(np.concatenate([NO_PAGES, *self._pages.values(), *(p.fresh for p in self._open_plans.values())]))

@@ -1,0 +1,99 @@
+"""Packing: requests of any lengths become one flat axis, and rows find their way back into the caller's order."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+
+from memory.errors import BatchError
+from memory.interface import Int64s, Packed, Requests, Sequence, Tokens
+
+
+def read_requests(requests: Requests, vocab_size: int) -> tuple[list[Sequence], list[Int64s]]:
+    """Sequences and token ids (n,) int64 of each request, in the caller's order.
+
+    Raises:
+        BatchError: naming the request and the value: no request, a duplicate, no tokens, or tokens that are not integers
+            with 0 <= id < vocab_size.
+    """
+    pairs = list(requests.items() if isinstance(requests, Mapping) else requests)
+    if not pairs:
+        raise BatchError("the step has no requests; give at least one sequence its tokens")
+    sequences: list[Sequence] = []
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Sequence)):
+            raise BatchError(f"{pair!r} is no request; give {{sequence: tokens}} or (sequence, tokens) pairs")
+        sequences.append(pair[0])
+    if len(set(sequences)) != len(sequences):
+        twice = next(s for s in sequences if sequences.count(s) > 1)
+        raise BatchError(f"{twice!r} occurs in more than one request; join its tokens into one")
+    tokens = [_read_tokens(sequence, value) for sequence, value in pairs]
+    flat = np.concatenate(tokens)
+    if flat.min() < 0 or flat.max() >= vocab_size:
+        for sequence, ids in zip(sequences, tokens, strict=True):
+            bad = ids[(ids < 0) | (ids >= vocab_size)]
+            if len(bad):
+                raise BatchError(f"token {bad[0]} of {sequence!r} is outside the vocabulary: 0 <= id < {vocab_size}")
+    return sequences, tokens
+
+
+def _read_tokens(sequence: Sequence, tokens: Tokens) -> Int64s:
+    if isinstance(tokens, Tensor):
+        if tokens.device.type == "meta":
+            raise BatchError(f"the tokens of {sequence!r} are a meta tensor and have no values; give real token ids")
+        tokens = tokens.detach().cpu().numpy()
+    try:
+        ids = np.asarray(tokens)
+    except ValueError as error:
+        raise BatchError(f"tokens of {sequence!r} are ragged: {tokens!r}; give a flat list of token ids") from error
+    if ids.size == 0:
+        raise BatchError(f"the request of {sequence!r} has no tokens; leave it out of the step")
+    if ids.ndim > 1:
+        raise BatchError(f"tokens of {sequence!r} have shape {ids.shape}; give one axis, one request a sequence")
+    if ids.dtype.kind not in "iu":
+        raise BatchError(f"tokens of {sequence!r} are {tokens!r}, not integers; encode text with the model's tokenizer first")
+    return ids.reshape(-1).astype(np.int64)
+
+
+def pack(tokens: list[Int64s], slots: Int64s, starts: Int64s, peaks: Int64s) -> Packed:
+    """Pack requests for a step: short ones first, equal lengths together, otherwise as the caller gave them.
+
+    Args:
+        tokens: of each request, in the caller's order, like `slots`, `starts` (lengths so far) and `peaks` (furthest
+            positions so far), int64 (S,).
+    """
+    counts = np.fromiter((len(t) for t in tokens), np.int64, len(tokens))
+    order = np.argsort(counts, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    starts, counts = starts[order], counts[order]
+    cu_seqlens = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=cu_seqlens[1:])
+    return Packed(
+        slots=slots[order],
+        starts=starts,
+        cu_seqlens=cu_seqlens,
+        peaks=np.maximum(peaks[order], starts + counts),
+        token_ids=np.concatenate([tokens[i] for i in order]),
+        positions=ranges(starts, starts + counts),
+        place=place,
+    )
+
+
+def ranges(starts: Int64s, ends: Int64s) -> Int64s:
+    """The integers of all intervals [starts[i], ends[i]), one interval after the other."""
+    counts = ends - starts
+    total = int(counts.sum())
+    if total == len(counts) and (counts == 1).all():
+        return starts
+    before = np.cumsum(counts) - counts
+    shifts: Int64s = np.repeat(starts - before, counts)
+    return shifts + np.arange(total)
+
+
+def output_rows(packed: Packed, outputs: str) -> Int64s:
+    """Packed row of each output, in the caller's order: the last token of each request, or all tokens."""
+    starts, ends = packed.cu_seqlens[:-1][packed.place], packed.cu_seqlens[1:][packed.place]
+    return ends - 1 if outputs == "last" else ranges(starts, ends)

@@ -1,0 +1,73 @@
+"""Running requests of any size in steps of bounded size, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from memory.batch import read_requests
+from memory.errors import BatchError, StepError
+from memory.interface import Int64s, MemorySpec, Requests, Sequence
+from memory.step import Outputs, Step
+
+Model = Callable[[Step], Tensor]
+
+
+class Steppable(Protocol):
+    """What running needs of a memory."""
+
+    spec: MemorySpec
+
+    def step(self, requests: Requests, *, outputs: Outputs = "last") -> Step: ...
+    def checkpoint(self, sequence: Sequence) -> Sequence: ...
+    def rollback(self, sequence: Sequence, to: int | Sequence) -> None: ...
+    def close(self, sequence: Sequence) -> None: ...
+
+
+def run_in_chunks(memory: Steppable, model: Model | None, requests: Requests, *, max_tokens: int, outputs: Outputs) -> Tensor | None:
+    """See `HybridMemory.run`. A checkpoint of each sequence is held meanwhile; it is what a failure returns to."""
+    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+        raise BatchError(f"max_tokens={max_tokens!r}; a step needs at least 1 token")
+    if model is None and memory.spec.device.type != "meta":
+        raise StepError("model=None runs only on a memory with device='meta'; pass the model")
+    sequences, tokens = read_requests(requests, memory.spec.vocab_size)
+    memory.step(requests, outputs=outputs)  # refuses what no chunk could do; nothing is entered
+    marks: dict[Sequence, Sequence] = {}
+    rows: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}
+    try:
+        for sequence in sequences:
+            marks[sequence] = memory.checkpoint(sequence)
+        for chunk in split_requests(tokens, max_tokens):
+            with memory.step([(sequences[i], tokens[i][start:end]) for i, start, end in chunk], outputs=outputs) as step:
+                parts = None if model is None else step.split(model(step))
+            for (i, _, end), part in zip(chunk, parts or [None] * len(chunk), strict=True):
+                if part is not None and (outputs == "all" or end == len(tokens[i])):
+                    rows[sequences[i]].append(part)
+    except BaseException:
+        for sequence, mark in marks.items():
+            memory.rollback(sequence, to=mark)
+        raise
+    finally:
+        for mark in marks.values():
+            memory.close(mark)
+    return None if model is None else torch.cat([part for sequence in sequences for part in rows[sequence]])
+
+
+def split_requests(tokens: list[Int64s], max_tokens: int) -> list[list[tuple[int, int, int]]]:
+    """Chunks (request, start, end) for each step, short requests first, `max_tokens` a step until all are done."""
+    steps: list[list[tuple[int, int, int]]] = [[]]
+    left = max_tokens
+    for i in sorted(range(len(tokens)), key=lambda i: len(tokens[i])):
+        start = 0
+        while start < len(tokens[i]):
+            if left == 0:
+                steps.append([])
+                left = max_tokens
+            end = min(len(tokens[i]), start + left)
+            steps[-1].append((i, start, end))
+            left -= end - start
+            start = end
+    return steps

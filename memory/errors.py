@@ -1,0 +1,70 @@
+"""Everything this library raises on purpose.
+
+    HybridMemoryError
+    ├── CapacityError    the budget cannot hold it          .needed .free .unit
+    ├── RollbackError    that position is out of reach      .to .horizon .resume_at
+    ├── SequenceError    a closed, foreign or busy handle, or a checkpoint where a live sequence is needed
+    ├── BatchError       bad tokens or requests             (also a ValueError)
+    ├── StepError        a model and its step disagree
+    ├── SpecError        a spec or a budget that cannot work (also a ValueError)
+    ├── FormatError      a bad file; nothing was loaded     (also a ValueError)
+    └── IntegrityError   the books do not balance: a bug of this library
+
+A refused call has changed nothing.
+"""
+
+from __future__ import annotations
+
+
+class HybridMemoryError(Exception):
+    """Base of all errors of this library."""
+
+
+class CapacityError(HybridMemoryError):
+    """The budget cannot hold what was asked for."""
+
+    def __init__(self, message: str, *, needed: int, free: int, unit: str = "bytes") -> None:
+        super().__init__(message)
+        self.needed = needed
+        self.free = free
+        self.unit = unit
+
+
+class RollbackError(HybridMemoryError):
+    """A sequence cannot return to that position.
+
+    Attributes:
+        to: the position asked for, in tokens.
+        horizon: the earliest position that the sequence's own tail still reaches.
+        resume_at: the nearest reachable position <= `to`, or the sequence's length if `to` lies beyond it.
+    """
+
+    def __init__(self, message: str, *, to: int, horizon: int, resume_at: int) -> None:
+        super().__init__(message)
+        self.to = to
+        self.horizon = horizon
+        self.resume_at = resume_at
+
+
+class SequenceError(HybridMemoryError):
+    """A handle that cannot be used for this: closed, of another memory, in an open step, or a checkpoint."""
+
+
+class BatchError(HybridMemoryError, ValueError):
+    """Requests that make no batch: duplicate, empty, out-of-vocabulary or non-integer tokens."""
+
+
+class StepError(HybridMemoryError):
+    """A model used a step in a way that its memory's spec does not allow, or left a layer out."""
+
+
+class SpecError(HybridMemoryError, ValueError):
+    """A spec, budget or option that cannot work."""
+
+
+class FormatError(HybridMemoryError, ValueError):
+    """A file that is damaged, incomplete or of another kind. Nothing was loaded."""
+
+
+class IntegrityError(HybridMemoryError):
+    """The memory's books do not balance. This is a bug of this library: please report it."""

@@ -1,0 +1,330 @@
+"""HybridMemory: attention caches and recurrent states behind one interface, always in step.
+
+The only place that knows that several kinds of memory exist. It owns what must be one: the length of each sequence, the
+budget, and the order plan -> begin -> commit or abort in which all kinds move together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.arena import Arena, Store, read_budget
+from memory.attention_cache import AttentionCache
+from memory.batch import pack, read_requests
+from memory.chunks import Model, run_in_chunks
+from memory.errors import RollbackError, SequenceError, SpecError
+from memory.inspection import Usage, measure, usage_html
+from memory.interface import AttentionSpec, Int64s, LayerMemory, MemorySpec, Packed, Recurrence, RecurrentSpec, Requests, Sequence
+from memory.ledger import Ledger
+from memory.recurrent_state import RecurrentState, TailGrid
+from memory.step import Outputs, Plans, Step
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+class HybridMemory:
+    """The memory of a model for any number of sequences.
+
+    Args:
+        spec: what the model needs remembered: `model.memory_spec`.
+        budget: bytes for everything, such as 10**9 or "1GiB". On the CPU, bytes not yet used cost nothing.
+        rollback_window: tokens that every sequence can take back, counted from the furthest position it reached. 0 keeps
+            no tail: then only position 0, the present and checkpoints can be returned to.
+        page_tokens: tokens a page of keys and values.
+        device, dtype: the spec's unless given. device="meta" is a dry run: all bookkeeping, no tensors, no model.
+        poison: for tests: fill fresh and freed memory with NaN.
+    Raises:
+        SpecError: an option that cannot work, or a budget too small for one sequence.
+    """
+
+    def __init__(
+        self,
+        spec: MemorySpec,
+        budget: int | str = "1GiB",
+        *,
+        rollback_window: int = 32,
+        page_tokens: int = 16,
+        device: str | torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        poison: bool = False,
+    ) -> None:
+        if not isinstance(spec, MemorySpec):
+            raise SpecError(f"{spec!r} is no MemorySpec; pass model.memory_spec")
+        for option, value, least in (("rollback_window", rollback_window, 0), ("page_tokens", page_tokens, 1)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise SpecError(f"{option}={value!r}; it must be an integer of at least {least} tokens")
+        self.spec = replace(spec, device=torch.device(device or spec.device), dtype=dtype or spec.dtype)
+        if self.spec.dtype not in _DTYPES:
+            raise SpecError(f"dtype={self.spec.dtype}; it must be one of {', '.join(map(str, _DTYPES))}")
+        self.rollback_window = rollback_window
+        self._arena = Arena(read_budget(budget))
+        self._ledger = Ledger(self)
+        self._kinds: dict[str, LayerMemory[Any]] = {}
+        self.index = _index(self.spec)
+        self._make_kinds(page_tokens, poison=poison)
+
+    def _make_kinds(self, page_tokens: int, *, poison: bool) -> None:
+        spec, arena = self.spec, self._arena
+        store = Store(arena.capacity_bytes, spec.device, poison=poison)
+        flat = [memory for specs in spec.layers for memory in specs]
+        attention = [m for m in flat if isinstance(m, AttentionSpec)]
+        recurrent = [m for m in flat if isinstance(m, RecurrentSpec)]
+        if attention:
+            self._attention = AttentionCache(attention, spec.dtype, page_tokens, arena, store, spec.device)
+            self._kinds["attention"] = self._attention
+        if recurrent:
+            grid = TailGrid.of(self.rollback_window)
+            self._recurrent = RecurrentState(recurrent, spec.dtype, grid, arena, store, spec.device)
+            self._kinds["recurrence"] = self._recurrent
+        needed = sum(kind.least_bytes for kind in self._kinds.values())
+        if needed > arena.capacity_bytes:
+            raise SpecError(
+                f"a budget of {arena.capacity_bytes:,} bytes is too small for one sequence of {spec.model}; it needs {needed:,}"
+            )
+
+    # Sequences
+
+    def open(self) -> Sequence:
+        """A new, empty sequence. It holds no bytes until tokens are fed. Cost: O(1)."""
+        return self._ledger.open()
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A new sequence that continues from where this one (or this checkpoint) stands.
+
+        Copies no tensor: blocks are shared until one side writes, and then only the last page, the tail and the head are
+        copied. Raises SequenceError.
+        """
+        return self._copy(sequence, is_checkpoint=False)
+
+    def checkpoint(self, sequence: Sequence) -> Sequence:
+        """A mark at the sequence's position: `rollback(sequence, to=mark)` returns to it at any distance, until it is closed.
+
+        A mark pins its blocks and nothing else; see `fork`. Raises SequenceError.
+        """
+        return self._copy(sequence, is_checkpoint=True)
+
+    def _copy(self, sequence: Sequence, *, is_checkpoint: bool) -> Sequence:
+        self._ledger.check_usable(sequence, to_advance=False)
+        copy = self._ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint)
+        self._share([sequence], [copy])
+        return copy
+
+    def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
+        """All at once: each key goes on as its value was. For beam search: `reorder({a: b, b: b, c: a})`.
+
+        Copies no tensor. Raises SequenceError with nothing changed.
+        """
+        for target, source in moves.items():
+            self._ledger.check_usable(target)
+            self._ledger.check_usable(source, to_advance=False)
+        if moves:
+            self._share(list(moves.values()), list(moves))
+
+    def _share(self, sources: list[Sequence], targets: list[Sequence]) -> None:
+        source_slots, target_slots = (np.array([s.slot for s in group]) for group in (sources, targets))
+        for kind in self._kinds.values():
+            kind.share(source_slots, target_slots)
+        self._ledger.copy(sources, targets)
+
+    def close(self, sequence: Sequence) -> None:
+        """Forget a sequence or a checkpoint; bytes that nobody shares are free at once. Raises SequenceError."""
+        self._ledger.check_usable(sequence, to_advance=False)
+        for kind in self._kinds.values():
+            kind.release(sequence.slot)
+        self._ledger.close(sequence)
+
+    # Going back
+
+    def rollback(self, sequence: Sequence, to: int | Sequence) -> None:
+        """Return to an earlier position: later outputs are those of a sequence that never saw the dropped tokens.
+
+        Copies no tensor and runs no layer. Any position from `sequence.horizon` on can be reached, position 0, and whatever
+        a checkpoint of the same family holds.
+
+        Args:
+            to: tokens to keep, 0 <= to <= length; or a checkpoint of this sequence or of one it was forked from.
+        Raises:
+            RollbackError: out of reach; carries .to, .horizon and .resume_at, the nearest reachable position below.
+            SequenceError: a bad handle.
+        """
+        self._ledger.check_usable(sequence)
+        if isinstance(to, Sequence):
+            self._check_mark(sequence, to)
+            self._share([to], [sequence])
+            return
+        reached, source = self._nearest(sequence, to)
+        if reached != to:
+            horizon = self._horizon(sequence)
+            raise RollbackError(
+                f"{sequence!r} cannot return to position {to}: its tail reaches back to {horizon}, and no checkpoint holds {to}. "
+                f"The nearest reachable position is {reached}: roll back to it and feed tokens {reached} ... {to} again",
+                to=to, horizon=horizon, resume_at=reached,
+            )  # fmt: skip
+        if source is not sequence:
+            if source is None:
+                for kind in self._kinds.values():
+                    kind.release(sequence.slot)
+                self._ledger.reset(sequence.slot)
+                return
+            self._share([source], [sequence])
+        for kind in self._kinds.values():
+            kind.truncate(sequence.slot, to)
+        self._ledger.truncate(sequence.slot, to)
+
+    def can_rollback(self, sequence: Sequence, to: int | Sequence) -> bool:
+        """Whether `rollback(sequence, to)` would succeed now. Raises SequenceError for a bad `sequence`."""
+        self._ledger.check_usable(sequence)
+        if isinstance(to, Sequence):
+            try:
+                self._check_mark(sequence, to)
+            except SequenceError:
+                return False
+            return True
+        return self._nearest(sequence, to)[0] == to
+
+    def resume_point(self, sequence: Sequence, to: int) -> int:
+        """The nearest position <= `to` that `rollback` reaches now (the length, if `to` lies beyond it)."""
+        self._ledger.check_usable(sequence)
+        return self._nearest(sequence, to)[0]
+
+    def _nearest(self, sequence: Sequence, to: int) -> tuple[int, Sequence | None]:
+        """The nearest reachable position <= to, and whose blocks hold it: the sequence's own, a checkpoint's, nobody's (0)."""
+        length, horizon = int(self._ledger.lengths[sequence.slot]), self._horizon(sequence)
+        if isinstance(to, bool) or not isinstance(to, int | np.integer) or to < 0:
+            raise RollbackError(f"to={to!r} is no position; give 0 <= to <= {length} or a checkpoint", to=-1, horizon=horizon, resume_at=0)
+        if to >= horizon:
+            return min(int(to), length), sequence
+        best: tuple[int, Sequence | None] = (0, None)
+        for mark in self._ledger.checkpoints(sequence):
+            reach = min(int(to), self._ledger.common_prefix(sequence, mark))
+            if reach >= self._horizon(mark) and reach > best[0]:
+                best = (reach, mark)
+        return best
+
+    def _horizon(self, sequence: Sequence) -> int:
+        return max((kind.horizon(sequence.slot) for kind in self._kinds.values()), default=0)
+
+    def _check_mark(self, sequence: Sequence, mark: Sequence) -> None:
+        self._ledger.check_usable(mark, to_advance=False)
+        if not mark.is_checkpoint:
+            raise SequenceError(f"{mark!r} is no checkpoint; to continue as another live sequence does, use reorder or fork")
+        if mark.lineage != sequence.lineage:
+            raise SequenceError(f"{mark!r} was not taken from {sequence!r} or its family; fork the checkpoint instead")
+
+    # Steps
+
+    def step(self, requests: Requests, *, outputs: Outputs = "last") -> Step:
+        """A transaction over new tokens: `with memory.step({alice: ids, bob: 7}) as step: logits = model(step)`.
+
+        Args:
+            requests: tokens of each sequence: one id, or a sequence, array or tensor of ids; any mix of lengths.
+            outputs: "last" gives one row a request, "all" one row a token; always in the order of `requests`.
+        Raises:
+            BatchError, SequenceError: here. CapacityError: on entering. Nothing has changed then.
+        """
+        sequences, tokens = read_requests(requests, self.spec.vocab_size)
+        for sequence in sequences:
+            self._ledger.check_usable(sequence)
+        return Step(self, sequences, tokens, outputs)
+
+    def run(self, model: Model | None, requests: Requests, *, max_tokens: int = 512, outputs: Outputs = "last") -> Tensor | None:
+        """Feed requests of any size in steps of at most `max_tokens` tokens: all of them, or none.
+
+        Args:
+            model: step -> logits; None in a dry run.
+        Returns:
+            What one step would have returned: (n_requests, vocab) or (n_tokens, vocab), in the order of `requests`.
+        Raises:
+            As `step`; whatever the model raises. Every sequence is then as it was before.
+        """
+        return run_in_chunks(self, model, requests, max_tokens=max_tokens, outputs=outputs)
+
+    def begin_step(self, step: Step) -> tuple[Packed, Plans]:
+        ledger = self._ledger
+        for sequence in step.sequences:
+            ledger.check_usable(sequence)
+        slots = np.fromiter((s.slot for s in step.sequences), np.int64, len(step.sequences))
+        packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
+        plans: Plans = {}
+        try:
+            for name, kind in self._kinds.items():
+                plans[name] = kind.plan(packed)
+            for name, plan in plans.items():
+                self._kinds[name].begin(plan)
+        except BaseException:
+            for name, plan in plans.items():
+                self._kinds[name].abort(plan)
+            raise
+        ledger.is_busy[slots] = True
+        return packed, plans
+
+    def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None:
+        for name, plan in plans.items():
+            self._kinds[name].commit(plan, kept)
+        self._ledger.append(packed, kept)
+        self._ledger.is_busy[packed.slots] = False
+
+    def abort_step(self, packed: Packed, plans: Plans) -> None:
+        for name, plan in plans.items():
+            self._kinds[name].abort(plan)
+        self._ledger.is_busy[packed.slots] = False
+
+    def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        return self._attention.attend(plans["attention"], index, q, k, v, scale)
+
+    def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
+        return self._recurrent.recur(plans["recurrence"], index, rows, recurrence)
+
+    def horizons_after(self, packed: Packed) -> Int64s:
+        """(S,) the horizon of each request's sequence once all its tokens are kept."""
+        horizons = np.zeros_like(packed.starts)
+        for kind in self._kinds.values():
+            horizons = np.maximum(horizons, kind.horizon_after(packed))
+        return horizons
+
+    # Looking inside
+
+    def describe(self, sequence: Sequence) -> tuple[int, Int64s, int]:
+        """(length, tokens, horizon); what a handle's properties show."""
+        return int(self._ledger.lengths[sequence.slot]), self._ledger.tokens(sequence.slot), self._horizon(sequence)
+
+    def usage(self) -> Usage:
+        """Bytes by kind and by sequence, counted in the arena. Cost: O(blocks in use)."""
+        sequences = (
+            (handle, int(self._ledger.lengths[slot]), {k: v for kind in self._kinds.values() for k, v in kind.blocks_of(slot).items()})
+            for slot, handle in self._ledger.handles.items()
+        )
+        pools = [pool for kind in self._kinds.values() for pool in kind.sized_pools]
+        return measure(self._arena, pools, sequences)
+
+    def check(self) -> None:
+        """Compare every book with every other: slots, positions, references, bytes. Raises IntegrityError."""
+        self._ledger.check()
+        slots = list(self._ledger.handles)
+        lengths, peaks = ({slot: int(column[slot]) for slot in slots} for column in (self._ledger.lengths, self._ledger.peaks))
+        for kind in self._kinds.values():
+            kind.check(lengths, peaks)
+        self._arena.check([r for kind in self._kinds.values() for pool, _ in kind.sized_pools for r in pool.used_ranges()])
+
+    def __repr__(self) -> str:
+        return f"<HybridMemory for {self.spec.model} on {self.spec.device}: {self.usage()}>"
+
+    def _repr_html_(self) -> str:
+        return usage_html(self.usage(), f"HybridMemory for {self.spec.model} on {self.spec.device}")
+
+
+def _index(spec: MemorySpec) -> dict[tuple[int, str, str | None], int]:
+    """(layer, kind, name) -> index within the kind; name None where the layer has only one of that kind."""
+    index: dict[tuple[int, str, str | None], int] = {}
+    for kind in ("attention", "recurrence"):
+        for i, (layer, memory) in enumerate(spec.of_kind(kind)):
+            index[layer, kind, memory.name] = i
+            if sum(spec.kind_of(m) == kind for m in spec.layers[layer]) == 1:
+                index[layer, kind, None] = i
+    return index

@@ -1,0 +1,282 @@
+"""What the parts of a memory promise each other: specs, handles, protocols.
+
+Shape legend, used as suffixes of local tensors and arrays everywhere (`k_TGD`):
+
+    S sequences (requests) in this step     T tokens in this step, packed: one flat axis, no padding
+    H query heads   G key/value heads       D head dimension    M model (hidden) dimension
+    E inner channels of a recurrence        N states a channel  W taps of a convolution
+    P tokens a page                         R elements of a row, flattened
+
+Units: `n_*` counts, `*_bytes`, `*_tokens`; positions are token indices and intervals half-open, [start, end).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memory.errors import SequenceError, SpecError
+
+if TYPE_CHECKING:
+    from memory.arena import BlockPool
+    from memory.recurrent_state import States
+
+Int64s = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One attention of a layer: a token is remembered as `n_kv_heads` keys and values of `head_dim` elements each.
+
+    Grouped-query attention: query head h reads key/value head h // (n_query_heads / n_kv_heads).
+    """
+
+    n_query_heads: int
+    n_kv_heads: int
+    head_dim: int
+    name: str = "attention"
+
+    def __post_init__(self) -> None:
+        for field in ("n_query_heads", "n_kv_heads", "head_dim"):
+            if getattr(self, field) < 1:
+                raise SpecError(f"AttentionSpec.{field} is {getattr(self, field)}; it must be at least 1")
+        if self.n_query_heads % self.n_kv_heads:
+            raise SpecError(f"{self.n_query_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly")
+
+
+@dataclass(frozen=True)
+class StateTensor:
+    """One tensor of a recurrence's state. `dtype=None` means the memory's own; `initial` fills it at position 0."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype | None = torch.float32
+    initial: float = 0.0
+
+
+@dataclass(frozen=True)
+class RecurrentSpec:
+    """One recurrence of a layer: the shape of its raw input row, and everything it carries from token to token."""
+
+    family: str
+    row_shape: tuple[int, ...]
+    states: tuple[StateTensor, ...]
+    name: str = "recurrence"
+
+    def __post_init__(self) -> None:
+        shapes = {"row": self.row_shape} | {s.name: s.shape for s in self.states}
+        if len(shapes) != len(self.states) + 1:
+            raise SpecError(f"state tensors of {self.family!r} share a name: {[s.name for s in self.states]}")
+        for name, shape in shapes.items():
+            if any(size < 1 for size in shape):
+                raise SpecError(f"{self.family!r}: shape {shape} of {name!r} has a size below 1")
+
+
+LayerSpec = AttentionSpec | RecurrentSpec
+
+
+@dataclass(frozen=True)
+class MemorySpec:
+    """What a model needs remembered: for each layer the memories it owns, none, one or several.
+
+    Attributes:
+        layers: entry i holds the specs of layer i; names are unique within a layer.
+        vocab_size: token ids are 0 <= id < vocab_size.
+        dtype: of K/V rows, of recurrence rows and of states that name none.
+        device: where the memory lives.
+        model: a label for messages.
+    """
+
+    layers: tuple[tuple[LayerSpec, ...], ...]
+    vocab_size: int
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    model: str = "model"
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise SpecError(f"vocab_size is {self.vocab_size}; it must be at least 1")
+        for layer, specs in enumerate(self.layers):
+            if len({s.name for s in specs}) != len(specs):
+                raise SpecError(f"memories of layer {layer} share a name: {[s.name for s in specs]}; give each its own")
+
+    @staticmethod
+    def kind_of(memory: LayerSpec) -> str:
+        return "attention" if isinstance(memory, AttentionSpec) else "recurrence"
+
+    def of_kind(self, kind: str) -> list[tuple[int, LayerSpec]]:
+        """All memories of a kind with their layers, in layer order: their number is a memory's index within its kind."""
+        return [(layer, m) for layer, specs in enumerate(self.layers) for m in specs if self.kind_of(m) == kind]
+
+    def same_memories(self, other: MemorySpec) -> bool:
+        """Whether both describe the same memories and tokens, wherever they live and in whatever dtype."""
+        return self.layers == other.layers and self.vocab_size == other.vocab_size
+
+
+class SequenceOwner(Protocol):
+    """What a handle asks of the memory that made it."""
+
+    def describe(self, sequence: Sequence) -> tuple[int, Int64s, int]:
+        """(length, tokens, horizon) of an open sequence."""
+        ...
+
+
+class Sequence:
+    """A handle to one remembered sequence. It is made by a memory and means nothing to another one.
+
+    Attributes:
+        id: unique within its memory, never used twice.
+        is_checkpoint: True if it is a mark: it can be forked, returned to and closed, not advanced.
+    """
+
+    __slots__ = ("__weakref__", "_owner", "closed", "id", "is_checkpoint", "lineage", "slot")
+
+    def __init__(self, owner: SequenceOwner, id: int, slot: int, lineage: int, *, is_checkpoint: bool) -> None:
+        self._owner = owner
+        self.id = id
+        self.slot = slot
+        self.lineage = lineage
+        self.is_checkpoint = is_checkpoint
+        self.closed = False
+
+    @property
+    def length(self) -> int:
+        """Tokens remembered."""
+        return self._described()[0]
+
+    @property
+    def tokens(self) -> Int64s:
+        """The token ids remembered, int64 (length,): a copy."""
+        return self._described()[1].copy()
+
+    @property
+    def horizon(self) -> int:
+        """The earliest position that `rollback` reaches without a checkpoint (position 0 is always reachable)."""
+        return self._described()[2]
+
+    def _described(self) -> tuple[int, Int64s, int]:
+        if self.closed:
+            raise SequenceError(f"sequence {self.id} is closed; open or fork another one")
+        return self._owner.describe(self)
+
+    def __repr__(self) -> str:
+        kind = "checkpoint" if self.is_checkpoint else "sequence"
+        return f"<{kind} {self.id}, {'closed' if self.closed else f'{self.length} tokens'}>"
+
+
+Tokens = int | Seq[int] | Int64s | Tensor
+Requests = Mapping[Sequence, Tokens] | Iterable[tuple[Sequence, Tokens]]
+
+
+@dataclass(frozen=True)
+class Packed:
+    """The tokens of a step, packed: request after request in the step's own order. Arrays are int64 on the host.
+
+    Attributes:
+        slots: (S,) slot of each request, in the step's order.
+        starts: (S,) tokens the sequence held before.
+        cu_seqlens: (S + 1,) request i owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
+        peaks: (S,) furthest position each sequence will have reached if all tokens are kept.
+        token_ids, positions: (T,).
+        place: (S,) place[j] is where the caller's request j stands in the step's order.
+    """
+
+    slots: Int64s
+    starts: Int64s
+    cu_seqlens: Int64s
+    peaks: Int64s
+    token_ids: Int64s
+    positions: Int64s
+    place: Int64s
+
+    @property
+    def counts(self) -> Int64s:
+        """(S,) new tokens of each request."""
+        return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+
+    @property
+    def ends(self) -> Int64s:
+        """(S,) length of each sequence if all its tokens are kept."""
+        return self.starts + self.counts
+
+
+PlanT = TypeVar("PlanT")
+
+
+class LayerMemory(Protocol[PlanT]):
+    """One kind of memory, for all layers that use it. It is told positions and never keeps one of its own.
+
+    A step is plan -> begin -> (the model runs) -> commit or abort. Only `plan` may refuse.
+    """
+
+    @property
+    def sized_pools(self) -> list[tuple[BlockPool, int]]:
+        """Its pools, each with the padding bytes of one block."""
+        ...
+
+    @property
+    def least_bytes(self) -> int:
+        """What one sequence needs to take a step of one token, at any length up to a page."""
+        ...
+
+    def plan(self, packed: Packed) -> PlanT:
+        """Set blocks aside for a step. Raises CapacityError with everything as before."""
+        ...
+
+    def begin(self, plan: PlanT) -> None:
+        """Copy what the step may not write in place."""
+        ...
+
+    def commit(self, plan: PlanT, kept: Int64s) -> None:
+        """Keep the first kept[i] (S,) new tokens of request i; 0 leaves that sequence as it was."""
+        ...
+
+    def abort(self, plan: PlanT) -> None:
+        """Leave every sequence of the step as it was."""
+        ...
+
+    def share(self, sources: Int64s, targets: Int64s) -> None:
+        """All at once: slot targets[i] becomes what slot sources[i] was. Copies no tensor."""
+        ...
+
+    def truncate(self, slot: int, to: int) -> None:
+        """Forget tokens from position `to` >= horizon(slot) on. Copies no tensor."""
+        ...
+
+    def release(self, slot: int) -> None:
+        """Give back everything the slot holds."""
+        ...
+
+    def horizon(self, slot: int) -> int:
+        """The earliest position that `truncate` reaches."""
+        ...
+
+    def horizon_after(self, packed: Packed) -> Int64s:
+        """(S,) what `horizon` will be once the step's tokens are kept."""
+        ...
+
+    def blocks_of(self, slot: int) -> dict[str, Int64s]:
+        """Pool name -> ids of the blocks this slot refers to."""
+        ...
+
+    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
+        """Raise IntegrityError if the books of the given slots (and of no others) do not balance."""
+        ...
+
+
+class Recurrence(Protocol):
+    """A fold over rows, owned by a layer of a model: state, y = f(state, row)."""
+
+    def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
+        """Run rows (T, *row_shape), packed by states.cu_rows, from the start states.
+
+        Returns outputs (T, ...) and `states` with its end states written (`states.end` or, for kernels, in place).
+        """
+        ...

@@ -1,0 +1,77 @@
+"""The one signature that every set of kernels has. Shape legend: `memory.interface`.
+
+A "flat" is all bytes of the arena seen as one dtype; rows and states are found in it by element offset.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from memory.interface import Int64s
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """What attention needs to know of a step; the same for all layers.
+
+    Attributes:
+        cu_seqlens: (S + 1,) request i owns queries [cu_seqlens[i], cu_seqlens[i + 1]); host. Short requests come first.
+        kv_lengths: (S,) rows each request can see, its new ones included; host.
+        page_table: (S, pages) element offset of each page; entries past a request's last page are meaningless.
+        page_tokens: rows a page.
+    """
+
+    cu_seqlens: Int64s
+    kv_lengths: Int64s
+    page_table: Tensor
+    page_tokens: int
+
+
+@dataclass(frozen=True)
+class StateSlots:
+    """Where one state tensor of S runs begins and ends.
+
+    Attributes:
+        cu_rows: (S + 1,) run i covers rows [cu_rows[i], cu_rows[i + 1]); host.
+        flat: the arena; sources, targets: (S,) element offsets, source -1 for a state full of `initial`.
+        shape: of one state.
+    """
+
+    cu_rows: Int64s
+    flat: Tensor
+    sources: Tensor
+    targets: Tensor
+    shape: tuple[int, ...]
+    initial: float
+
+
+class Kernels(Protocol):
+    """The functions that touch the arena's bytes. `reference` is the oracle; the others must agree with it."""
+
+    def write_rows_(self, flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
+        """flat[offsets[t] : offsets[t] + R] = rows[t]. Offsets do not overlap."""
+        ...
+
+    def read_rows(self, flat: Tensor, offsets_T: Tensor, shape: tuple[int, ...], initial: float) -> Tensor:
+        """(T, *shape): the elements from each offset on; `initial` where the offset is -1."""
+        ...
+
+    def paged_attention(self, q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scale: float) -> Tensor:
+        """Causal grouped-query attention over pages: (T, H, D). The last query of a request sees all its rows."""
+        ...
+
+    def causal_conv(self, rows_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots) -> Tensor:
+        """silu(causal depthwise convolution): (T, E). `window` is (W - 1, E), the rows before; W >= 2.
+
+        Tap W - 1 meets the newest row, as in causal-conv1d.
+        """
+        ...
+
+    def selective_scan(
+        self, x_TE: Tensor, dt_TE: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor, state: StateSlots
+    ) -> Tensor:
+        """h = exp(dt A) h + dt B x;  y = C h + D x: (T, E), float32. `state` is h, (N, E). Gu & Dao 2023, Alg. 2."""
+        ...

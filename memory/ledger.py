@@ -1,0 +1,123 @@
+"""The one record of each sequence: its length, the furthest position it reached, and its tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from memory.errors import IntegrityError, SequenceError
+from memory.interface import Int64s, Packed, Sequence, SequenceOwner
+
+
+class Ledger:
+    """Slots and what is true of the sequence in each. Slots are reused, ids are not.
+
+    Attributes:
+        lengths, peaks: (n_slots,) tokens held, and the furthest position ever reached.
+        is_busy: (n_slots,) whether a step is open on the sequence.
+        handles: slot -> handle, open ones only.
+    """
+
+    def __init__(self, owner: SequenceOwner) -> None:
+        self.lengths = np.zeros(16, np.int64)
+        self.peaks = np.zeros(16, np.int64)
+        self.is_busy = np.zeros(16, np.bool_)
+        self.handles: dict[int, Sequence] = {}
+        self._owner = owner
+        self._tokens: dict[int, Int64s] = {}
+        self._free_slots = list(range(15, -1, -1))
+        self._n_opened = 0
+        self._checkpoints: dict[int, list[Sequence]] = {}
+
+    def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
+        """An empty sequence in a free slot; `lineage` is shared by a sequence and everything forked from it."""
+        if not self._free_slots:
+            n = len(self.lengths)
+            self.lengths, self.peaks = (np.concatenate([a, np.zeros(n, np.int64)]) for a in (self.lengths, self.peaks))
+            self.is_busy = np.concatenate([self.is_busy, np.zeros(n, np.bool_)])
+            self._free_slots = list(range(2 * n - 1, n - 1, -1))
+        slot, id = self._free_slots.pop(), self._n_opened
+        self._n_opened += 1
+        handle = Sequence(self._owner, id, slot, id if lineage is None else lineage, is_checkpoint=is_checkpoint)
+        self.handles[slot] = handle
+        self._tokens[slot] = np.zeros(0, np.int64)
+        if is_checkpoint:
+            self._checkpoints.setdefault(handle.lineage, []).append(handle)
+        return handle
+
+    def close(self, sequence: Sequence) -> None:
+        sequence.closed = True
+        del self.handles[sequence.slot], self._tokens[sequence.slot]
+        self.lengths[sequence.slot] = self.peaks[sequence.slot] = 0
+        self._free_slots.append(sequence.slot)
+        if sequence.is_checkpoint:
+            self._checkpoints[sequence.lineage].remove(sequence)
+            if not self._checkpoints[sequence.lineage]:
+                del self._checkpoints[sequence.lineage]
+
+    def tokens(self, slot: int) -> Int64s:
+        """(length,): a view, valid until the sequence changes."""
+        return self._tokens[slot][: self.lengths[slot]]
+
+    def append(self, packed: Packed, kept: Int64s) -> None:
+        """Move the sequences of a step on by kept[i] tokens each. Fed tokens count as reached, kept or not."""
+        self.lengths[packed.slots] += kept
+        moved = kept > 0
+        self.peaks[packed.slots[moved]] = packed.peaks[moved]
+        for i in np.flatnonzero(moved).tolist():
+            slot, start, n_tokens = int(packed.slots[i]), int(packed.starts[i]), int(kept[i])
+            buffer = self._tokens[slot]
+            if start + n_tokens > len(buffer):
+                buffer = np.concatenate([buffer[:start], np.zeros(max(start, n_tokens) + 16, np.int64)])
+                self._tokens[slot] = buffer
+            buffer[start : start + n_tokens] = packed.token_ids[packed.cu_seqlens[i] : packed.cu_seqlens[i] + n_tokens]
+
+    def truncate(self, slot: int, to: int) -> None:
+        self.lengths[slot] = to
+
+    def reset(self, slot: int) -> None:
+        """Position 0, as if nothing had ever been fed."""
+        self.lengths[slot] = self.peaks[slot] = 0
+
+    def copy(self, sources: list[Sequence], targets: list[Sequence]) -> None:
+        """All at once: each target's record becomes a copy of its source's."""
+        records = [(self.lengths[s.slot], self.peaks[s.slot], self.tokens(s.slot).copy(), s.lineage) for s in sources]
+        for target, (length, peak, tokens, lineage) in zip(targets, records, strict=True):
+            self.lengths[target.slot], self.peaks[target.slot] = length, peak
+            self._tokens[target.slot] = tokens
+            target.lineage = lineage
+
+    def checkpoints(self, sequence: Sequence) -> list[Sequence]:
+        """Open checkpoints of the sequence's family."""
+        return self._checkpoints.get(sequence.lineage, [])
+
+    def common_prefix(self, a: Sequence, b: Sequence) -> int:
+        """How many leading tokens two sequences share. Cost: O(shorter length)."""
+        n = int(min(self.lengths[a.slot], self.lengths[b.slot]))
+        differs = self._tokens[a.slot][:n] != self._tokens[b.slot][:n]
+        return int(differs.argmax()) if differs.any() else n
+
+    def check_usable(self, sequence: Sequence, *, to_advance: bool = True) -> None:
+        """Raise SequenceError unless the handle is open, of this memory, not in an open step and, `to_advance`, no checkpoint."""
+        if not isinstance(sequence, Sequence):
+            raise SequenceError(f"{sequence!r} is no sequence; use a handle from memory.open(), fork() or checkpoint()")
+        if sequence.closed:
+            raise SequenceError(f"sequence {sequence.id} is closed; open or fork another one")
+        if self.handles.get(sequence.slot) is not sequence:
+            raise SequenceError(f"{sequence!r} belongs to another memory; use handles with the memory that made them")
+        if self.is_busy[sequence.slot]:
+            raise SequenceError(f"{sequence!r} is in an open step; leave the step first")
+        if to_advance and sequence.is_checkpoint:
+            raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
+
+    def check(self) -> None:
+        """Raise IntegrityError if slots, handles and positions do not fit together."""
+        if sorted([*self.handles, *self._free_slots]) != list(range(len(self.lengths))):
+            raise IntegrityError("a slot is lost, or used and free at once")
+        for slot, handle in self.handles.items():
+            if (
+                handle.slot != slot
+                or handle.closed
+                or len(self._tokens[slot]) < self.lengths[slot]
+                or self.lengths[slot] > self.peaks[slot]
+            ):
+                raise IntegrityError(f"the record of slot {slot} contradicts itself: {handle!r}, furthest {self.peaks[slot]}")

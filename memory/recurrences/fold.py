@@ -1,0 +1,44 @@
+"""Any recurrence, from its formula for one token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.recurrent_state import States
+
+Formula = Callable[[tuple[Tensor, ...], Tensor], tuple[tuple[Tensor, ...], Tensor]]
+
+
+class Fold:
+    """Runs `state, y = f(state, row)` token by token in plain torch: a new family in five lines, and the oracle for kernels.
+
+    Args:
+        f: takes states, (S, *shape) each, and rows (S, *row_shape); returns the next states and outputs (S, ...). Runs of
+            unequal length meet it with fewer and fewer sequences.
+
+    Cost: one call of `f` for each row of the longest run.
+    """
+
+    def __init__(self, f: Formula) -> None:
+        self._f = f
+
+    def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
+        starts, counts = states.cu_rows[:-1], np.diff(states.cu_rows)
+        # Longest first, so that the runs still going are always the first ones.
+        order = torch.from_numpy(np.argsort(-counts, kind="stable")).to(rows.device)
+        current = tuple(tensor[order] for tensor in states.start())
+        outputs: Tensor | None = None
+        for t in range(int(counts.max())):
+            n = int((counts > t).sum())
+            at = torch.from_numpy(starts).to(rows.device)[order[:n]] + t
+            advanced, y = self._f(tuple(tensor[:n] for tensor in current), rows[at])
+            current = tuple(torch.cat([new.to(old.dtype), old[n:]]) for new, old in zip(advanced, current, strict=True))
+            outputs = y.new_empty(len(rows), *y.shape[1:]) if outputs is None else outputs
+            outputs[at] = y
+        assert outputs is not None, "a run has at least one row"
+        unsorted = torch.argsort(order)
+        return outputs, states.end(*(tensor[unsorted] for tensor in current))

@@ -1,0 +1,71 @@
+"""Mamba-1: short convolution, small projections and selective scan, as one fold over the convolution's input.
+
+Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Alg. 2 and section 3.6; the optional norms
+of dt, B and C are Jamba's (Lieber et al. 2024, section 3.1).
+
+    x = silu(conv(row))        dt, B, C = split(W_x x)        dt = softplus(W_dt norm(dt) + b_dt)
+    h = exp(dt A) h + dt B x   y = C h + D x
+
+The gate is not part of the state, so it stays with the model. A replay repeats the two small matrix products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memory.interface import RecurrentSpec, StateTensor
+from memory.recurrent_state import States
+
+
+def mamba1_spec(n_channels: int, d_state: int, d_conv: int, name: str = "recurrence") -> RecurrentSpec:
+    """Row: the E channels before the convolution. State: the last d_conv - 1 rows, and h as (N, E) in float32."""
+    window = (StateTensor("conv", (d_conv - 1, n_channels), dtype=None),) if d_conv > 1 else ()
+    return RecurrentSpec("mamba1", (n_channels,), (*window, StateTensor("ssm", (d_state, n_channels))), name)
+
+
+@dataclass(frozen=True)
+class Mamba1:
+    """A layer's weights, and the fold.
+
+    Attributes:
+        conv_weight_WE, conv_bias_E: taps, the last one for the newest row.
+        x_proj: (dt_rank + 2 N, E).
+        dt_proj, dt_bias_E: (E, dt_rank) and (E,).
+        a_NE: -exp(A_log) transposed, float32.
+        d_E: float32.
+        norms: weights of the RMS norms of dt, B and C with their epsilon, or None.
+    """
+
+    conv_weight_WE: Tensor
+    conv_bias_E: Tensor | None
+    x_proj: Tensor
+    dt_proj: Tensor
+    dt_bias_E: Tensor
+    a_NE: Tensor
+    d_E: Tensor
+    norms: tuple[Tensor, Tensor, Tensor, float] | None = None
+
+    def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
+        """Rows (T, E) -> outputs (T, E) in the rows' dtype."""
+        kernels, n_states = states.kernels, self.a_NE.shape[0]
+        if len(self.conv_weight_WE) > 1:
+            x_TE = kernels.causal_conv(rows, self.conv_weight_WE, self.conv_bias_E, states.slots(0))
+        else:
+            x_TE = F.silu(rows * self.conv_weight_WE[0] + (0 if self.conv_bias_E is None else self.conv_bias_E))
+        dt_TR, b_TN, c_TN = torch.split(F.linear(x_TE, self.x_proj), [self.dt_proj.shape[1], n_states, n_states], dim=-1)
+        if self.norms is not None:
+            *weights, eps = self.norms
+            dt_TR, b_TN, c_TN = (rms_norm(t, w, eps) for t, w in zip((dt_TR, b_TN, c_TN), weights, strict=True))
+        dt_TE = F.softplus(F.linear(dt_TR, self.dt_proj).float() + self.dt_bias_E.float())
+        y_TE = kernels.selective_scan(x_TE, dt_TE, b_TN, c_TN, self.a_NE, self.d_E, states.slots(-1))
+        return y_TE.to(rows.dtype), states.written()
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / rms(x) * weight over the last axis, computed in float32 (Zhang & Sennrich 2019)."""
+    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
+    return weight * normed.to(x.dtype)

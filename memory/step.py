@@ -1,0 +1,204 @@
+"""A step: one pass of a model over new tokens of any number of sequences, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.batch import output_rows
+from memory.errors import BatchError, RollbackError, SequenceError, StepError
+from memory.interface import Int64s, MemorySpec, Packed, Recurrence, Sequence
+
+Outputs = Literal["last", "all"]
+
+
+class StepOwner(Protocol):
+    """What a step asks of the memory that made it."""
+
+    spec: MemorySpec
+    index: dict[tuple[int, str, str | None], int]
+
+    def begin_step(self, step: Step) -> tuple[Packed, Plans]: ...
+    def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None: ...
+    def abort_step(self, packed: Packed, plans: Plans) -> None: ...
+    def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
+    def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor: ...
+    def horizons_after(self, packed: Packed) -> Int64s: ...
+
+
+Plans = dict[str, Any]
+"""Kind of memory -> its plan, known only to that kind."""
+
+
+class Step:
+    """Use as `with memory.step(requests) as step: logits = model(step)`.
+
+    Entering sets blocks aside and may refuse (CapacityError, BatchError, SequenceError). Leaving normally commits: every
+    sequence moves on at once. Leaving by an exception, from wherever, leaves every sequence as it was.
+
+    Attributes, once entered:
+        token_ids, positions: (T,) int64 on the memory's device, packed in the step's own order.
+        cu_seqlens: (S + 1,) int64 on the host; request i of the step's order owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
+        sequences: in the caller's order.
+    """
+
+    def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: list[Int64s], outputs: Outputs) -> None:
+        if outputs not in ("last", "all"):
+            raise BatchError(f"outputs={outputs!r}; choose 'last' (one row a request) or 'all' (one row a token)")
+        self.sequences = sequences
+        self.tokens = tokens
+        self.outputs = outputs
+        self._owner = owner
+        self._accepted: dict[Sequence, int] = {}
+        self._packed: Packed | None = None
+        self._plans: Plans = {}
+        self._served: set[tuple[str, int]] = set()
+        self._is_spent = False
+
+    def __enter__(self) -> Step:
+        if self._is_spent:
+            raise StepError("this step has been entered before; make a new one with memory.step(...)")
+        self._is_spent = True
+        self._packed, self._plans = self._owner.begin_step(self)
+        device = self._owner.spec.device
+        device = torch.device("cpu") if device.type == "meta" else device
+        self.token_ids = torch.from_numpy(self._packed.token_ids).to(device)
+        self.positions = torch.from_numpy(self._packed.positions).to(device)
+        self.cu_seqlens = self._packed.cu_seqlens
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        packed, self._packed = self._entered(), None
+        try:
+            if error is None:
+                self._check_served()
+        except BaseException:
+            self._owner.abort_step(packed, self._plans)
+            raise
+        if error is not None:
+            self._owner.abort_step(packed, self._plans)
+            return
+        kept = packed.counts
+        for sequence, n_tokens in self._accepted.items():
+            kept[packed.place[self.sequences.index(sequence)]] = n_tokens
+        self._owner.commit_step(packed, self._plans, kept)
+
+    # For models
+
+    def check_model(self, spec: MemorySpec) -> None:
+        """Raise StepError unless this step's memory was made for a model of this spec."""
+        own = self._owner.spec
+        if not own.same_memories(spec):
+            raise StepError(f"this memory was made for {own.model}, not for {spec.model}; make one from model.memory_spec")
+        if (own.dtype, own.device.type) != (spec.dtype, spec.device.type):
+            raise StepError(f"this memory holds {own.dtype} on {own.device}, {spec.model} runs in {spec.dtype} on {spec.device}")
+
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
+        """Remember keys and values, and attend to all of each request's tokens up to each query.
+
+        Args:
+            layer: index in `MemorySpec.layers`.
+            q: (T, n_query_heads, head_dim); k, v: (T, n_kv_heads, head_dim), rotated already where the model rotates.
+            scale: of the scores; 1 / sqrt(head_dim) unless given.
+            name: which of the layer's attentions, if it has several.
+        Returns:
+            (T, n_query_heads, head_dim), before the output projection.
+        Raises:
+            StepError: a shape, dtype or device that the spec does not have; or a second call for the same memory.
+        """
+        index = self._claim(layer, name, "attention")
+        return self._owner.attend(self._plans, index, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+
+    def recur(self, layer: int, rows: Tensor, recurrence: Recurrence, *, name: str | None = None) -> Tensor:
+        """Run a recurrence over the step's rows from where each sequence stands, and remember them.
+
+        Args:
+            layer: index in `MemorySpec.layers`.
+            rows: (T, *row_shape), the raw input: replaying it must be enough to compute the state again.
+            recurrence: (states, rows) -> (outputs, states); owns the layer's weights. It may be called several times.
+            name: which of the layer's recurrences, if it has several.
+        Returns:
+            The outputs, (T, ...).
+        Raises:
+            StepError: as `attend`, or the recurrence did not write its end states.
+        """
+        return self._owner.recur(self._plans, self._claim(layer, name, "recurrence"), rows, recurrence)
+
+    def select(self, hidden: Tensor) -> Tensor:
+        """The rows of hidden (T, ...) that are wanted as outputs, in the caller's order: the last of each request, or all."""
+        rows = output_rows(self._entered(), self.outputs)
+        return hidden[torch.from_numpy(rows).to(hidden.device)]
+
+    # For callers
+
+    def split(self, logits: Tensor) -> tuple[Tensor, ...]:
+        """Outputs of this step, one tensor a request, in the caller's order: (1 or its tokens, ...) each."""
+        counts = [len(t) if self.outputs == "all" else 1 for t in self.tokens]
+        if len(logits) != sum(counts):
+            raise BatchError(f"{len(logits)} rows are not the {sum(counts)} outputs of this step (outputs={self.outputs!r})")
+        return torch.split(logits, counts)
+
+    def accept(self, accepted: Mapping[Sequence, int]) -> None:
+        """Keep only the first n tokens fed to each of these sequences; 0 leaves a sequence as if it had not taken part.
+
+        Raises:
+            SequenceError: a sequence that is not in this step.
+            BatchError: n is not an integer within 0 ... the number of tokens fed.
+            RollbackError: more tokens would be dropped than the rollback window holds.
+        """
+        packed = self._entered()
+        horizons = self._owner.horizons_after(packed)
+        for sequence, n_tokens in accepted.items():
+            if sequence not in self.sequences:
+                raise SequenceError(f"{sequence!r} is not in this step; accept only what was fed")
+            i = packed.place[self.sequences.index(sequence)]
+            n_fed, start = int(packed.counts[i]), int(packed.starts[i])
+            if isinstance(n_tokens, bool) or not isinstance(n_tokens, int | np.integer) or not 0 <= n_tokens <= n_fed:
+                raise BatchError(f"accepting {n_tokens!r} of {n_fed} tokens of {sequence!r}; give an integer from 0 to {n_fed}")
+            if 0 < n_tokens < n_fed and start + n_tokens < horizons[i]:
+                horizon = int(horizons[i])
+                raise RollbackError(
+                    f"keeping {n_tokens} of {n_fed} tokens of {sequence!r} ends at {start + n_tokens}, before its horizon "
+                    f"{horizon}; keep at least {horizon - start}, or 0, or give the memory a larger rollback_window",
+                    to=start + n_tokens, horizon=horizon, resume_at=start,
+                )  # fmt: skip
+        self._accepted |= {sequence: int(n) for sequence, n in accepted.items()}
+
+    # Inside
+
+    def _entered(self) -> Packed:
+        if self._packed is None:
+            raise StepError("this step is not open; use it inside `with memory.step(...) as step:`")
+        return self._packed
+
+    def _claim(self, layer: int, name: str | None, kind: str) -> int:
+        """Index, within its kind, of the memory that a call means; each serves once a step."""
+        self._entered()
+        spec, index = self._owner.spec, self._owner.index.get((layer, kind, name))
+        if spec.device.type == "meta":
+            raise StepError("a dry run has no tensors; leave the model out of the step")
+        if index is None:
+            if not 0 <= layer < len(spec.layers):
+                raise StepError(f"layer {layer} does not exist; {spec.model} has layers 0 ... {len(spec.layers) - 1}")
+            names = [s.name for s in spec.layers[layer] if spec.kind_of(s) == kind]
+            raise StepError(f"layer {layer} has {len(names)} {kind} memories {names}; name={name!r} picks none of them")
+        if (kind, index) in self._served:
+            raise StepError(f"the {kind} memory {name or index} of layer {layer} was used twice in one step")
+        self._served.add((kind, index))
+        return index
+
+    def _check_served(self) -> None:
+        """A layer that was left out would have missed these tokens for good."""
+        if self._owner.spec.device.type == "meta":
+            return
+        for (layer, kind, name), index in self._owner.index.items():
+            if (kind, index) not in self._served:
+                raise StepError(
+                    f"the step ended before the {kind} memory {name!r} of layer {layer} was used; run the whole model inside the step. "
+                    "Every sequence is as it was"
+                )

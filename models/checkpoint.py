@@ -1,0 +1,91 @@
+"""Reading a checkpoint's tensors: Hugging Face layout, one safetensors file or shards with an index, memory-mapped."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from memory.errors import FormatError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class Checkpoint:
+    """Tensors by name. Each is read when it is taken; untouched bytes of the files are never loaded.
+
+    Args:
+        folder: holds model.safetensors, or its shards and their index.
+        dtype: what floating-point tensors are cast to.
+        on_taken: called once for every tensor taken, for progress bars.
+    Raises:
+        FormatError: no weights, an index that is not one, a shard that is missing or damaged.
+    """
+
+    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, on_taken: Callable[[], None] = lambda: None) -> None:
+        self.folder = folder
+        self.device = device
+        self.dtype = dtype
+        self.on_taken = on_taken
+        self._taken: set[str] = set()
+        self._files = {name: self._open(name) for name in self._file_names()}
+        self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.keys()}
+
+    def _file_names(self) -> list[str]:
+        if (self.folder / SINGLE_FILE).exists():
+            return [SINGLE_FILE]
+        index = self.folder / INDEX_FILE
+        if not index.exists():
+            raise FormatError(f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors checkpoints can be loaded")
+        try:
+            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
+            raise FormatError(f"{index} is no index of safetensors shards: {error}") from error
+
+    def _open(self, name: str):  # type: ignore[no-untyped-def]
+        path = self.folder / name
+        if not path.exists():
+            raise FormatError(f"{path} is missing; the checkpoint is incomplete, download it again")
+        try:
+            return safe_open(path, framework="pt", device="cpu")
+        except SafetensorError as error:
+            raise FormatError(f"{path} is damaged: {error}; download it again") from error
+
+    def __len__(self) -> int:
+        return len(self._file_of)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._file_of
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The tensor `name`, which must have `shape`, on the checkpoint's device, in `dtype` or the checkpoint's.
+
+        Raises:
+            FormatError: it is missing or has another shape; the message names both.
+        """
+        if name not in self._file_of:
+            close = [n for n in self._file_of if n.rsplit(".", 2)[-2:] == name.rsplit(".", 2)[-2:]][:3]
+            raise FormatError(f"{self.folder} has no tensor {name!r} of shape {list(shape)}{f'; similar: {close}' if close else ''}")
+        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        if tensor.shape != shape:
+            raise FormatError(f"{name} in {self.folder} has shape {list(tensor.shape)}, its config.json says {list(shape)}")
+        if name not in self._taken:
+            self._taken.add(name)
+            self.on_taken()
+        return tensor.to(self.device, dtype or self.dtype)
+
+    def take_optional(self, condition: bool, name: str, *shape: int) -> Tensor | None:
+        """As `take` if the config says that the tensor exists, else None."""
+        return self.take(name, *shape) if condition else None
+
+    def warn_of_leftovers(self, *expected: str) -> None:
+        """Warn of tensors that nobody took, except `expected` ones: the model may not be what its config says."""
+        left = sorted(self._file_of.keys() - self._taken - set(expected))
+        if left:
+            warnings.warn(f"{len(left)} tensors of {self.folder} are not used: {left[:5]}", stacklevel=3)

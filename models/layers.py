@@ -1,0 +1,131 @@
+"""Layers that several models share. Shape legend: `memory.interface`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memory import AttentionSpec, RecurrentSpec, Step
+from memory.recurrences import Mamba1, mamba1_spec, rms_norm
+from models.checkpoint import Checkpoint
+
+Activation = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """x / rms(x) * weight (Zhang & Sennrich 2019)."""
+
+    weight_M: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x, self.weight_M, self.eps)
+
+
+class GatedMLP:
+    """W_down(act(W_gate x) * W_up x) (Shazeer 2020)."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: Activation) -> None:
+        self._gate = checkpoint.take(f"{prefix}.gate_proj.weight", n_inner, n_model)
+        self._up = checkpoint.take(f"{prefix}.up_proj.weight", n_inner, n_model)
+        self._down = checkpoint.take(f"{prefix}.down_proj.weight", n_model, n_inner)
+        self._activation = activation
+
+    def __call__(self, x_TM: Tensor) -> Tensor:
+        return F.linear(self._activation(F.linear(x_TM, self._gate)) * F.linear(x_TM, self._up), self._down)
+
+
+class MixtureOfExperts:
+    """Each token goes through its `n_chosen` best experts, weighted by the softmax over all of them, not renormalised."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, n_model: int, n_experts: int, n_chosen: int, make_expert: Callable[[str], GatedMLP]
+    ) -> None:
+        self._router = checkpoint.take(f"{prefix}.router.weight", n_experts, n_model)
+        self._experts = [make_expert(f"{prefix}.experts.{i}") for i in range(n_experts)]
+        self._n_chosen = n_chosen
+
+    def __call__(self, x_TM: Tensor) -> Tensor:
+        weights_TK, experts_TK = F.linear(x_TM, self._router).float().softmax(-1).topk(self._n_chosen)
+        # Sorted by expert, the (token, choice) pairs of each expert are one contiguous run.
+        order = experts_TK.flatten().argsort(stable=True)
+        counts = experts_TK.flatten().bincount(minlength=len(self._experts)).tolist()
+        y_TM = torch.zeros_like(x_TM)
+        for expert, pairs in zip(self._experts, torch.split(order, counts), strict=True):
+            if len(pairs):
+                tokens = pairs // self._n_chosen
+                weights = weights_TK.flatten()[pairs].to(x_TM.dtype)
+                y_TM.index_add_(0, tokens, expert(x_TM[tokens]) * weights[:, None])
+        return y_TM
+
+
+class Attention:
+    """Grouped-query attention without position encoding; K and V live in the step's memory."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, layer: int, n_model: int, spec: AttentionSpec) -> None:
+        n_q, n_kv = spec.n_query_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+        self._q = checkpoint.take(f"{prefix}.q_proj.weight", n_q, n_model)
+        self._k = checkpoint.take(f"{prefix}.k_proj.weight", n_kv, n_model)
+        self._v = checkpoint.take(f"{prefix}.v_proj.weight", n_kv, n_model)
+        self._o = checkpoint.take(f"{prefix}.o_proj.weight", n_model, n_q)
+        self._layer = layer
+        self._spec = spec
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        q_THD, k_TGD, v_TGD = (F.linear(x_TM, w).view(len(x_TM), -1, self._spec.head_dim) for w in (self._q, self._k, self._v))
+        return F.linear(step.attend(self._layer, q_THD, k_TGD, v_TGD).flatten(1), self._o)
+
+
+@dataclass(frozen=True)
+class MambaShape:
+    """Sizes of a Mamba-1 mixer. `norm_eps` is given where dt, B and C are normed, as in Jamba."""
+
+    n_model: int
+    n_channels: int
+    d_state: int
+    d_conv: int
+    dt_rank: int
+    has_conv_bias: bool
+    has_proj_bias: bool
+    norm_eps: float | None = None
+
+    @property
+    def spec(self) -> RecurrentSpec:
+        return mamba1_spec(self.n_channels, self.d_state, self.d_conv)
+
+
+class MambaMixer:
+    """Mamba-1 (Gu & Dao 2023, Fig. 3): y = W_out(ssm(conv(x)) * silu(z)); convolution and state live in the step's memory."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, layer: int, shape: MambaShape) -> None:
+        n_model, n_channels, d_state, take = shape.n_model, shape.n_channels, shape.d_state, checkpoint.take
+        self._in = take(f"{prefix}.in_proj.weight", 2 * n_channels, n_model)
+        self._in_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.in_proj.bias", 2 * n_channels)
+        self._out = take(f"{prefix}.out_proj.weight", n_model, n_channels)
+        self._out_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.out_proj.bias", n_model)
+        norms = None
+        if shape.norm_eps is not None:
+            names = ("dt_layernorm", shape.dt_rank), ("b_layernorm", d_state), ("c_layernorm", d_state)
+            dt, b, c = (take(f"{prefix}.{name}.weight", size) for name, size in names)
+            norms = (dt, b, c, shape.norm_eps)
+        self._recurrence = Mamba1(
+            conv_weight_WE=take(f"{prefix}.conv1d.weight", n_channels, 1, shape.d_conv)[:, 0].T.contiguous(),
+            conv_bias_E=checkpoint.take_optional(shape.has_conv_bias, f"{prefix}.conv1d.bias", n_channels),
+            x_proj=take(f"{prefix}.x_proj.weight", shape.dt_rank + 2 * d_state, n_channels),
+            dt_proj=take(f"{prefix}.dt_proj.weight", n_channels, shape.dt_rank),
+            dt_bias_E=take(f"{prefix}.dt_proj.bias", n_channels),
+            a_NE=-take(f"{prefix}.A_log", n_channels, d_state, dtype=torch.float32).exp().T.contiguous(),
+            d_E=take(f"{prefix}.D", n_channels, dtype=torch.float32),
+            norms=norms,
+        )
+        self._layer = layer
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        rows_TE, gate_TE = F.linear(x_TM, self._in, self._in_bias).chunk(2, dim=-1)
+        y_TE = step.recur(self._layer, rows_TE, self._recurrence)
+        return F.linear(y_TE * F.silu(gate_TE), self._out, self._out_bias)

@@ -1,0 +1,138 @@
+"""`load_model`: from a folder or a hub id to a model that runs on a memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig
+
+from memory import MemorySpec, SpecError, Step
+from memory.errors import FormatError, HybridMemoryError
+from models.checkpoint import Checkpoint
+
+EMBEDDED = Path(__file__).parent / "embedded"
+"""The small Jamba that ships with the library; see `training/train_embedded.py`."""
+
+_PROGRESS_FROM_TENSORS = 200
+"""A progress bar for fewer tensors would only flash."""
+
+
+class UnsupportedModelError(HybridMemoryError, ValueError):
+    """A checkpoint of an architecture, or with an option, that this library does not implement."""
+
+
+class LanguageModel(Protocol):
+    """A model on a memory: it holds weights only, everything it remembers is in the step's memory."""
+
+    config: PreTrainedConfig
+    memory_spec: MemorySpec
+
+    def __call__(self, step: Step) -> Tensor:
+        """The wanted rows' logits, (n, vocab), in the caller's order."""
+        ...
+
+
+ModelClass = Callable[[Any, Checkpoint], LanguageModel]
+C = TypeVar("C", bound=type)
+ARCHITECTURES: dict[str, ModelClass] = {}
+
+
+def register(architecture: str) -> Callable[[C], C]:
+    """Class decorator: the class is what `config.json` calls `architecture`."""
+
+    def add(model_class: C) -> C:
+        ARCHITECTURES[architecture] = model_class
+        return model_class
+
+    return add
+
+
+def load_model(
+    path_or_hub_id: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto", progress: bool | None = None
+) -> LanguageModel:
+    """Load a model for inference.
+
+    Args:
+        path_or_hub_id: a folder with config.json and safetensors; "embedded" for the model that ships with the library; or
+            a model id on the Hugging Face hub, downloaded once.
+        dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto" takes the checkpoint's own.
+        progress: show a bar on stderr; unless given, on a terminal and for larger checkpoints.
+    Raises:
+        FormatError: files that are missing, damaged, or do not fit the config; the message names the tensor.
+        UnsupportedModelError: an architecture or option that is not implemented.
+        SpecError: a device or dtype that does not exist.
+    Cost: reads every tensor once; float32 on the CPU stays memory-mapped where the checkpoint is float32 too.
+    """
+    device = _read_device(device)
+    folder = find_folder(path_or_hub_id)
+    config, model_class = read_config(folder)
+    checkpoint = Checkpoint(folder, device, _read_dtype(dtype, config))
+    is_shown = Console(stderr=True).is_terminal and len(checkpoint) >= _PROGRESS_FROM_TENSORS if progress is None else progress
+    with Progress(console=Console(stderr=True), disable=not is_shown) as bar:
+        task = bar.add_task(f"loading {folder.name}", total=len(checkpoint))
+        checkpoint.on_taken = lambda: bar.advance(task)
+        model = model_class(config, checkpoint)
+    checkpoint.warn_of_leftovers("lm_head.weight")
+    return model
+
+
+def find_folder(path_or_hub_id: str | Path) -> Path:
+    """The local folder of a checkpoint, downloading it if it is a hub id."""
+    if str(path_or_hub_id) == "embedded":
+        return EMBEDDED
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise FormatError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+        return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        raise FormatError(f"{path_or_hub_id} is no folder here and no model that can be downloaded: {error}") from error
+
+
+def read_config(folder: Path) -> tuple[PreTrainedConfig, ModelClass]:
+    """config.json as transformers' config object, with all defaults, and the class that implements it."""
+    path = folder / "config.json"
+    if not path.exists():
+        raise FormatError(f"{folder} has no config.json; give the folder of a checkpoint in Hugging Face layout")
+    try:
+        raw = json.loads(path.read_text())
+        architectures = raw.get("architectures") or [f"unnamed ({raw.get('model_type', 'no model_type')})"]
+    except (ValueError, AttributeError) as error:
+        raise FormatError(f"{path} is no JSON object: {error}") from error
+    if architectures[0] not in ARCHITECTURES:
+        raise UnsupportedModelError(f"{architectures[0]} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
+    try:
+        config = AutoConfig.from_pretrained(folder)
+    except (ValueError, TypeError, OSError) as error:
+        raise FormatError(f"{path} does not describe a {architectures[0]}: {error}") from error
+    return config, ARCHITECTURES[architectures[0]]
+
+
+def _read_device(device: str | torch.device) -> torch.device:
+    try:
+        found = torch.device(device)
+        torch.empty(0, device=found)
+    except (RuntimeError, AssertionError) as error:
+        raise SpecError(f"device={device!r} cannot be used here: {error}") from error
+    return found
+
+
+def _read_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
+    if dtype == "auto":
+        dtype = getattr(config, "dtype", None) or torch.float32
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise SpecError(f"dtype={dtype!r}; give 'auto', 'float32', 'bfloat16', 'float16' or a floating-point torch.dtype")
+    return found

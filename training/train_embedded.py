@@ -1,0 +1,166 @@
+"""Trains the embedded checkpoint: a small Jamba that remembers what it is told.
+
+    python -m training.train_embedded --out models/embedded
+
+The model class and the file layout are transformers' own; only its selective scan, a Python loop, is replaced while training.
+Everything is seeded. It stops when held-out accuracy reaches the goal, or at the time limit.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
+from transformers import JambaConfig, JambaForCausalLM, PreTrainedTokenizerFast
+from transformers.models.jamba import modeling_jamba
+
+from chat.dialogues import Turn, make_dialogue, messages
+from training.scan import selective_scan
+
+SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>"]
+CHAT_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{% if message.role not in ['user', 'assistant'] %}"
+    "{{ raise_exception('this model knows only the roles user and assistant') }}{% endif %}"
+    "<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+# (share of the time, tokens a dialogue, dialogues a batch): short dialogues first, or recall never starts to be learnt.
+CURRICULUM = ((0.25, 128, 32), (0.45, 256, 16), (1.0, 576, 8))
+TOKENS_PER_TURN = 19
+IGNORED = -100
+DISTANCES = ((0, "unknown"), (100, "1-100"), (200, "101-200"), (400, "201-400"), (1 << 30, ">400"))
+
+
+def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of 1,024 tokens, learnt from 3,000 dialogues: most words are one token, any text can be written."""
+    rng = random.Random(seed)
+    texts = (m["content"] for _ in range(3000) for m in messages(make_dialogue(rng, 20, held_out=None)))
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=1024, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|end|>")
+    wrapped.chat_template = CHAT_TEMPLATE
+    return wrapped
+
+
+def make_model(vocab_size: int) -> JambaForCausalLM:
+    """1.2 million parameters: attention in layers 1 and 4, Mamba in the other four."""
+    config = JambaConfig(
+        vocab_size=vocab_size, tie_word_embeddings=True, hidden_size=128, intermediate_size=256, num_hidden_layers=6,
+        num_attention_heads=4, num_key_value_heads=2, attn_layer_period=3, attn_layer_offset=1, num_experts=1,
+        num_experts_per_tok=1, mamba_d_state=8, mamba_d_conv=4, mamba_expand=2, mamba_dt_rank=8,
+        max_position_embeddings=4096, initializer_range=0.05, use_associative_scan=False,
+    )  # fmt: skip
+    model = JambaForCausalLM(config)
+    for layer in model.model.layers:
+        if hasattr(layer, "mamba"):  # time steps from 0.001 to 0.1, as mamba-ssm initialises them; transformers leaves them near 0.7
+            dt = torch.exp(torch.empty_like(layer.mamba.dt_proj.bias).uniform_(-6.9, -2.3))
+            layer.mamba.dt_proj.bias.data = dt + torch.log(-torch.expm1(-dt))
+    return model
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> tuple[list[int], list[int]]:
+    """Token ids of a dialogue and, for each, its label: replies are learnt in full, user text is not."""
+    ids, labels = [tokenizer.bos_token_id], [IGNORED]
+    user, assistant, end = tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|end|>"])
+    for turn in turns:
+        asked = [user, *tokenizer.encode(turn.user), end, assistant]
+        replied = [*tokenizer.encode(turn.reply), end]
+        ids += asked + replied
+        labels += [IGNORED] * len(asked) + replied
+    return ids, labels
+
+
+def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, n_tokens: int, n_dialogues: int) -> tuple[Tensor, Tensor]:
+    batch_ids, batch_labels = [], []
+    for _ in range(n_dialogues):
+        turns = make_dialogue(rng, max(4, n_tokens // TOKENS_PER_TURN + 3), talk=rng.choice((0.1, 0.35, 0.6)))
+        ids, labels = encode(tokenizer, turns)
+        padding = [IGNORED] * max(0, n_tokens - len(labels))
+        batch_labels.append((labels + padding)[:n_tokens])
+        batch_ids.append((ids + [0] * len(padding))[:n_tokens])
+    return torch.tensor(batch_ids), torch.tensor(batch_labels)
+
+
+@torch.no_grad()
+def measure(model: JambaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, n_dialogues: int) -> dict[str, float]:
+    """Share of held-out questions answered without one wrong token, by distance in tokens from the last mention of the fact."""
+    rng, right, asked = random.Random(seed), {}, {}
+    model.eval()
+    for _ in range(n_dialogues):
+        turns = make_dialogue(rng, 24, held_out=True, talk=0.4)
+        ids, labels = encode(tokenizer, turns)
+        best = model(torch.tensor([ids]), use_cache=False).logits[0].argmax(-1).tolist()
+        position, told_at = 1, {}
+        for turn in turns:
+            n_user, n_reply = len(tokenizer.encode(turn.user)) + 3, len(tokenizer.encode(turn.reply)) + 1
+            start, position = position + n_user, position + n_user + n_reply
+            if turn.is_question:
+                distance = start - told_at[turn.topic] if turn.topic in told_at else 0
+                bin_name = next(name for limit, name in DISTANCES if distance <= limit)
+                is_right = all(best[i - 1] == labels[i] for i in range(start, position))
+                for name in (bin_name, "all <= 400") if bin_name != ">400" else (bin_name,):
+                    right[name] = right.get(name, 0) + is_right
+                    asked[name] = asked.get(name, 0) + 1
+            if turn.value is not None:
+                told_at[turn.topic] = position
+    model.train()
+    return {name: right[name] / asked[name] for name in sorted(asked)} | {"questions": sum(asked.values())}
+
+
+def train(
+    out: Annotated[Path, typer.Option(help="where the checkpoint is written")] = Path("models/embedded"),
+    minutes: float = 60,
+    goal: float = 0.995,
+    seed: int = 0,
+    threads: int = 2,
+) -> None:
+    """Train, measure on held-out dialogues, and write the checkpoint."""
+    torch.manual_seed(seed)
+    torch.set_num_threads(threads)
+    modeling_jamba.mamba_selective_scan = selective_scan
+    tokenizer = make_tokenizer(seed)
+    model = make_model(len(tokenizer)).train()
+    rng = random.Random(seed + 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
+    started, step, log = time.monotonic(), 0, []
+    while (share := (time.monotonic() - started) / (60 * minutes)) < 1:
+        n_tokens, n_dialogues = next((t, b) for until, t, b in CURRICULUM if share <= until)
+        ids, labels = make_batch(tokenizer, rng, n_tokens, n_dialogues)
+        for group in optimizer.param_groups:
+            group["lr"] = 2e-3 * min(1, step / 100) * min(1, 2 * (1 - share) + 0.02)
+        loss = model(ids, labels=labels, use_cache=False).loss
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        step += 1
+        if step % 100 == 0:
+            line = {"step": step, "minutes": round(60 / 60 * share * minutes, 2), "tokens": n_tokens, "loss": round(float(loss), 4)}
+            if step % 500 == 0:
+                line |= measure(model, tokenizer, seed=10_000 + step, n_dialogues=30)
+            log.append(line)
+            print(json.dumps(line), flush=True)
+            if line.get("all <= 400", 0) >= goal and share > 0.6:
+                break
+    final = measure(model, tokenizer, seed=99, n_dialogues=300)
+    print(json.dumps({"final": final}), flush=True)
+    model.config.use_associative_scan = True
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    (out / "training.json").write_text(json.dumps({"seed": seed, "steps": step, "held_out": final}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(train)
