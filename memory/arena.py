@@ -219,7 +219,7 @@ class BlockLayout:
 
 
 class Store:
-    """The bytes of an arena: one tensor on the device, none at all on "meta".
+    """An arena with its bytes: one tensor on the device, none at all on "meta".
 
     Args:
         poison: fill every block with NaN when it is handed out and when it is freed, so that reading memory nobody wrote
@@ -227,10 +227,14 @@ class Store:
     """
 
     def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool) -> None:
+        self.arena = Arena(capacity_bytes)
+        self.device = device
         self.is_dry = device.type == "meta"
         self._poison = poison and not self.is_dry
         try:
-            self._bytes = torch.empty(0 if self.is_dry else capacity_bytes, dtype=torch.uint8, device="cpu" if self.is_dry else device)
+            self._bytes = torch.empty(
+                0 if self.is_dry else self.arena.capacity_bytes, dtype=torch.uint8, device="cpu" if self.is_dry else device
+            )
         except RuntimeError as error:
             raise SpecError(f"{device} cannot hold a budget of {capacity_bytes:,} bytes; choose a smaller one") from error
         if self._poison:
@@ -243,12 +247,19 @@ class Store:
         """
         return self._bytes.view(field.dtype)[field.offset_bytes // field.dtype.itemsize :]
 
+    def make_pool(self, name: str, block_bytes: int, *, from_top: bool) -> BlockPool:
+        return BlockPool(self.arena, name, block_bytes, from_top=from_top, on_change=self._poison_block)
+
+    def upload(self, array: Int64s) -> Tensor:
+        """A plan's array where the kernels want it."""
+        return torch.from_numpy(array).to("cpu" if self.is_dry else self.device)
+
     def copy(self, source: int, target: int, n_bytes: int) -> None:
         """Copy one block's bytes onto another's."""
         if not self.is_dry:
             self._bytes[target : target + n_bytes] = self._bytes[source : source + n_bytes]
 
-    def on_change(self, address: int, n_bytes: int) -> None:
-        """A block at `address` was handed out or freed. All bits set is NaN in every floating-point dtype."""
+    def _poison_block(self, address: int, n_bytes: int) -> None:
+        """All bits set is NaN in every floating-point dtype."""
         if self._poison:
             self._bytes[address : address + n_bytes].fill_(0xFF)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.arena import Arena, BlockLayout, BlockPool, Store
+from memory.arena import BlockLayout, BlockPool, Store
 from memory.errors import IntegrityError, StepError
 from memory.interface import AttentionSpec, Int64s, Packed
 from memory.kernels import Kernels, PagedBatch, select_kernels
@@ -49,19 +49,16 @@ class AttentionCache:
         page_tokens: tokens a page.
     """
 
-    def __init__(
-        self, specs: list[AttentionSpec], dtype: torch.dtype, page_tokens: int, arena: Arena, store: Store, device: torch.device
-    ) -> None:
+    def __init__(self, specs: list[AttentionSpec], dtype: torch.dtype, page_tokens: int, store: Store) -> None:
         shapes = [(page_tokens, s.n_kv_heads, s.head_dim) for s in specs for _ in ("keys", "values")]
         self.page_tokens = page_tokens
         self.layout = BlockLayout.of([(shape, dtype) for shape in shapes])
-        self.pool = BlockPool(arena, "pages", self.layout.block_bytes, from_top=False, on_change=store.on_change)
+        self.pool = store.make_pool("pages", self.layout.block_bytes, from_top=False)
         self._specs = specs
         self._store = store
-        self._device = device
         self._dtype = dtype
-        self._kernels: Kernels = select_kernels(device, dtype)
-        flats = [store.flat(field) for field in self.layout.fields] if not store.is_dry else []
+        self._kernels: Kernels = select_kernels(store.device, dtype)
+        flats = [] if store.is_dry else [store.flat(field) for field in self.layout.fields]
         self._keys, self._values = flats[0::2], flats[1::2]
         self._pages: dict[int, Int64s] = {}
         self._open_plans: dict[int, AttentionPlan] = {}
@@ -91,7 +88,7 @@ class AttentionCache:
         for i in np.flatnonzero(n_new).tolist():
             tables[i] = np.concatenate([tables[i], fresh[taken : taken + n_new[i]]])
             taken += n_new[i]
-        for i, old, new in copies:
+        for i, _, new in copies:
             tables[i] = tables[i].copy()
             tables[i][held[i] - 1] = new
         plan = AttentionPlan(packed, tables, copies, fresh, *self._addresses(packed, tables))
@@ -109,14 +106,11 @@ class AttentionCache:
         page_T = table[request_T, packed.positions // self.page_tokens]
         slot_T = packed.positions % self.page_tokens
         sizes = {s.n_kv_heads * s.head_dim for s in self._specs}
-        rows = {size: self._on_device(page_T + slot_T * size) for size in sizes}
+        rows = {size: self._store.upload(page_T + slot_T * size) for size in sizes}
         batch = PagedBatch(
-            cu_seqlens=packed.cu_seqlens, kv_lengths=packed.ends, page_table=self._on_device(table), page_tokens=self.page_tokens
+            cu_seqlens=packed.cu_seqlens, kv_lengths=packed.ends, page_table=self._store.upload(table), page_tokens=self.page_tokens
         )
         return batch, tuple(rows[s.n_kv_heads * s.head_dim] for s in self._specs)
-
-    def _on_device(self, array: Int64s) -> Tensor:
-        return torch.from_numpy(array).to("cpu" if self._store.is_dry else self._device)
 
     def begin(self, plan: AttentionPlan) -> None:
         for _, old, new in plan.copies:
@@ -130,8 +124,8 @@ class AttentionCache:
             if tensor.shape != (n_tokens, heads, spec.head_dim):
                 raise StepError(f"{name} has shape {tuple(tensor.shape)}; this attention expects {(n_tokens, heads, spec.head_dim)}")
         for name, tensor in (("q", q_THD), ("k", k_TGD), ("v", v_TGD)):
-            if tensor.dtype != self._dtype or tensor.device.type != self._device.type:
-                raise StepError(f"{name} is {tensor.dtype} on {tensor.device}; this memory holds {self._dtype} on {self._device}")
+            if tensor.dtype != self._dtype or tensor.device.type != self._store.device.type:
+                raise StepError(f"{name} is {tensor.dtype} on {tensor.device}; this memory holds {self._dtype} on {self._store.device}")
         keys, values = self._keys[index], self._values[index]
         self._kernels.write_rows_(keys, plan.rows[index], k_TGD.reshape(n_tokens, -1))
         self._kernels.write_rows_(values, plan.rows[index], v_TGD.reshape(n_tokens, -1))

@@ -14,15 +14,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.arena import Arena, Store, read_budget
+from memory.arena import Store, read_budget
 from memory.attention_cache import AttentionCache
 from memory.batch import pack, read_requests
 from memory.chunks import Model, run_in_chunks
 from memory.errors import RollbackError, SequenceError, SpecError
+from memory.folding import TailGrid
 from memory.inspection import Usage, measure, usage_html
 from memory.interface import AttentionSpec, Int64s, LayerMemory, MemorySpec, Packed, Recurrence, RecurrentSpec, Requests, Sequence
 from memory.ledger import Ledger
-from memory.recurrent_state import RecurrentState, TailGrid
+from memory.recurrent_state import RecurrentState
 from memory.step import Outputs, Plans, Step
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -63,30 +64,28 @@ class HybridMemory:
         if self.spec.dtype not in _DTYPES:
             raise SpecError(f"dtype={self.spec.dtype}; it must be one of {', '.join(map(str, _DTYPES))}")
         self.rollback_window = rollback_window
-        self._arena = Arena(read_budget(budget))
         self._ledger = Ledger(self)
         self._kinds: dict[str, LayerMemory[Any]] = {}
         self.index = _index(self.spec)
-        self._make_kinds(page_tokens, poison=poison)
+        self._make_kinds(read_budget(budget), page_tokens, poison=poison)
 
-    def _make_kinds(self, page_tokens: int, *, poison: bool) -> None:
-        spec, arena = self.spec, self._arena
-        store = Store(arena.capacity_bytes, spec.device, poison=poison)
+    def _make_kinds(self, budget_bytes: int, page_tokens: int, *, poison: bool) -> None:
+        spec = self.spec
+        store = Store(budget_bytes, spec.device, poison=poison)
+        self._arena = store.arena
         flat = [memory for specs in spec.layers for memory in specs]
         attention = [m for m in flat if isinstance(m, AttentionSpec)]
         recurrent = [m for m in flat if isinstance(m, RecurrentSpec)]
         if attention:
-            self._attention = AttentionCache(attention, spec.dtype, page_tokens, arena, store, spec.device)
+            self._attention = AttentionCache(attention, spec.dtype, page_tokens, store)
             self._kinds["attention"] = self._attention
         if recurrent:
             grid = TailGrid.of(self.rollback_window)
-            self._recurrent = RecurrentState(recurrent, spec.dtype, grid, arena, store, spec.device)
+            self._recurrent = RecurrentState(recurrent, spec.dtype, grid, store)
             self._kinds["recurrence"] = self._recurrent
         needed = sum(kind.least_bytes for kind in self._kinds.values())
-        if needed > arena.capacity_bytes:
-            raise SpecError(
-                f"a budget of {arena.capacity_bytes:,} bytes is too small for one sequence of {spec.model}; it needs {needed:,}"
-            )
+        if needed > budget_bytes:
+            raise SpecError(f"a budget of {budget_bytes:,} bytes is too small for one sequence of {spec.model}; give it {needed:,} or more")
 
     # Sequences
 

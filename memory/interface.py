@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -44,9 +44,9 @@ class AttentionSpec:
     name: str = "attention"
 
     def __post_init__(self) -> None:
-        for field in ("n_query_heads", "n_kv_heads", "head_dim"):
-            if getattr(self, field) < 1:
-                raise SpecError(f"AttentionSpec.{field} is {getattr(self, field)}; it must be at least 1")
+        for size in ("n_query_heads", "n_kv_heads", "head_dim"):
+            if getattr(self, size) < 1:
+                raise SpecError(f"AttentionSpec.{size} is {getattr(self, size)}; it must be at least 1")
         if self.n_query_heads % self.n_kv_heads:
             raise SpecError(f"{self.n_query_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly")
 
@@ -97,7 +97,7 @@ class MemorySpec:
     layers: tuple[tuple[LayerSpec, ...], ...]
     vocab_size: int
     dtype: torch.dtype = torch.float32
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     model: str = "model"
 
     def __post_init__(self) -> None:
@@ -199,7 +199,8 @@ class Packed:
     @property
     def counts(self) -> Int64s:
         """(S,) new tokens of each request."""
-        return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+        counts: Int64s = self.cu_seqlens[1:] - self.cu_seqlens[:-1]
+        return counts
 
     @property
     def ends(self) -> Int64s:

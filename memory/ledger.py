@@ -114,10 +114,6 @@ class Ledger:
         if sorted([*self.handles, *self._free_slots]) != list(range(len(self.lengths))):
             raise IntegrityError("a slot is lost, or used and free at once")
         for slot, handle in self.handles.items():
-            if (
-                handle.slot != slot
-                or handle.closed
-                or len(self._tokens[slot]) < self.lengths[slot]
-                or self.lengths[slot] > self.peaks[slot]
-            ):
-                raise IntegrityError(f"the record of slot {slot} contradicts itself: {handle!r}, furthest {self.peaks[slot]}")
+            length, peak = self.lengths[slot], self.peaks[slot]
+            if handle.slot != slot or handle.closed or not length <= min(peak, len(self._tokens[slot])):
+                raise IntegrityError(f"the record of slot {slot} contradicts itself: {handle!r}, furthest {peak}")

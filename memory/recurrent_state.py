@@ -10,11 +10,12 @@ A step runs each recurrence from the head (or, if a rollback made it stale, from
 rows. When the sequence has gone far enough the body moves up: the rows it passes are run from the old body into a new
 block, so an abort loses nothing. Blocks are reference-counted and never written while shared.
 
-Body positions lie on a grid: the last multiple of `fold_tokens` that is <= (furthest position reached) - `rollback_window`.
+`memory.folding` says when the body moves and what must run; here are the blocks and the bytes.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,42 +23,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memory.arena import Arena, BlockLayout, BlockPool, Store
+from memory.arena import BlockLayout, BlockPool, Store
 from memory.batch import ranges
 from memory.errors import CapacityError, IntegrityError, StepError
+from memory.folding import NOTHING, Columns, Pass, StateAddresses, TailGrid, schedule
 from memory.interface import Int64s, Packed, Recurrence, RecurrentSpec
 from memory.kernels import Kernels, StateSlots, select_kernels
 
 NO_ROWS: Int64s = np.zeros(0, np.int64)
-NOTHING = -1
-"""No block; as the address of a start state: the state at position 0."""
-
-
-@dataclass(frozen=True)
-class TailGrid:
-    """How far rollback reaches, how often the body moves, and how many rows that takes.
-
-    Attributes:
-        rollback_window: tokens that can always be taken back, counted from the furthest position reached.
-        fold_tokens: distance of two body positions.
-        tail_rows: rows of a sequence's ring. The first rollback_window + fold_tokens - 1 are what a tail can hold; the rest
-            lets a short step write in place.
-    """
-
-    rollback_window: int
-    fold_tokens: int
-    tail_rows: int
-
-    @staticmethod
-    def of(rollback_window: int) -> TailGrid:
-        """A quarter of the window: the tail stays within 1.4 windows, and replaying costs each row once more."""
-        if rollback_window == 0:
-            return TailGrid(0, 1, 0)
-        fold_tokens, in_place = max(4, rollback_window // 4), max(4, rollback_window // 8)
-        return TailGrid(rollback_window, fold_tokens, rollback_window + fold_tokens - 1 + in_place)
-
-    def body_at(self, peaks: Int64s) -> Int64s:
-        return np.maximum(0, (peaks - self.rollback_window) // self.fold_tokens * self.fold_tokens)
 
 
 class States:
@@ -125,34 +98,6 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Columns:
-    """One value for each sequence, by slot or by request: positions, and ids of blocks."""
-
-    body_at: Int64s
-    body: Int64s
-    head_at: Int64s
-    head: Int64s
-    tail: Int64s
-
-    @staticmethod
-    def empty(n: int) -> Columns:
-        return Columns(np.zeros(n, np.int64), *(np.full(n, NOTHING) for _ in range(4)))
-
-    def arrays(self) -> tuple[Int64s, ...]:
-        return self.body_at, self.body, self.head_at, self.head, self.tail
-
-    def blocks(self) -> tuple[Int64s, Int64s, Int64s]:
-        return self.body, self.head, self.tail
-
-    def take(self, slots: Int64s) -> Columns:
-        return Columns(*(array[slots] for array in self.arrays()))
-
-    def put(self, slots: Int64s, values: Columns) -> None:
-        for array, value in zip(self.arrays(), values.arrays(), strict=True):
-            array[slots] = value
-
-
-@dataclass(frozen=True)
 class RecurrentPlan:
     """Blocks set aside for a step, and what to run.
 
@@ -177,25 +122,21 @@ class RecurrentState:
         dtype: of rows, and of state tensors that name none.
     """
 
-    def __init__(
-        self, specs: list[RecurrentSpec], dtype: torch.dtype, grid: TailGrid, arena: Arena, store: Store, device: torch.device
-    ) -> None:
+    def __init__(self, specs: list[RecurrentSpec], dtype: torch.dtype, grid: TailGrid, store: Store) -> None:
         self.grid = grid
         self.state_layout = BlockLayout.of([(t.shape, t.dtype or dtype) for s in specs for t in s.states])
         self.tail_layout = BlockLayout.of([((grid.tail_rows, *s.row_shape), dtype) for s in specs])
-        state_bytes, tail_bytes = self.state_layout.block_bytes, self.tail_layout.block_bytes
-        self.bodies = BlockPool(arena, "body states", state_bytes, from_top=True, on_change=store.on_change)
-        self.heads = BlockPool(arena, "head states", state_bytes, from_top=True, on_change=store.on_change)
-        self.tails = BlockPool(arena, "tails", tail_bytes, from_top=True, on_change=store.on_change)
+        self.bodies = store.make_pool("body states", self.state_layout.block_bytes, from_top=True)
+        self.heads = store.make_pool("head states", self.state_layout.block_bytes, from_top=True)
+        self.tails = store.make_pool("tails", self.tail_layout.block_bytes, from_top=True)
         self._specs = specs
         self._dtype = dtype
         self._store = store
-        self._device = device
-        self._kernels: Kernels = select_kernels(device, dtype, *(f.dtype for f in self.state_layout.fields))
+        self._kernels: Kernels = select_kernels(store.device, dtype, *(f.dtype for f in self.state_layout.fields))
         self._slots = Columns.empty(16)
         self._open_plans: dict[int, RecurrentPlan] = {}
         self._state_sizes = {field.dtype.itemsize for field in self.state_layout.fields}
-        self._row_elements = [int(np.prod(s.row_shape)) for s in specs]
+        self._row_elements = [math.prod(s.row_shape) for s in specs]
         self._state_flats: list[list[Tensor]] = []
         self._tail_flats: list[Tensor] = []
         if not store.is_dry:
@@ -243,78 +184,48 @@ class RecurrentState:
             raise
         body, head, tail = blocks
         after = Columns(body_at, body, np.where(has_head, packed.ends, NOTHING), head, tail)
-        plan = RecurrentPlan(packed, before, after, self._runs(packed, before, after), self._writes(packed, after))
+        states = StateAddresses(
+            self._address(self.bodies, before.body), self._address(self.heads, before.head),
+            self._address(self.bodies, body), self._address(self.heads, head),
+        )  # fmt: skip
+        runs = [self._run(one_pass, packed, before.tail) for one_pass in schedule(packed, before, after, states)]
+        plan = RecurrentPlan(packed, before, after, runs, self._writes(packed, after))
         self._open_plans[id(plan)] = plan
         return plan
 
-    def _runs(self, packed: Packed, before: Columns, after: Columns) -> list[Run]:
-        """What to run, as intervals of positions cut at the new body's position and at the first new token."""
-        starts, ends, fold = packed.starts, packed.ends, after.body_at
-        new_body, new_head = self._address(self.bodies, after.body), self._address(self.heads, after.head)
-        old_body = self._address(self.bodies, before.body)
-        from_head = (before.head_at >= before.body_at) & (before.head_at <= starts)
-        at = np.where(from_head, before.head_at, before.body_at)
-        source = np.where(from_head, self._address(self.heads, before.head), old_body)
-        runs: list[Run] = []
-
-        # 1. Old rows up to the new body. A head beyond it is no help: then they run from the old body, beside the rest.
-        mask = (fold > before.body_at) & (fold <= starts)
-        chained = at < fold
-        begin = np.where(chained, at, before.body_at)
-        runs += self._run(mask, begin, fold, np.where(chained, source, old_body), new_body, before.tail, packed)
-        at, source = np.where(mask & chained, fold, at), np.where(mask & chained, new_body, source)
-        # 2. Old rows up to the first new token.
-        mask = at < starts
-        runs += self._run(mask, at, starts, source, new_head, before.tail, packed)
-        source = np.where(mask, new_head, source)
-        # 3. New rows up to the new body.
-        mask = fold > starts
-        runs += self._run(mask, starts, fold, source, new_body, None, packed)
-        source = np.where(mask, new_body, source)
-        # 4. New rows to the end.
-        return runs + self._run(ends > fold, np.maximum(starts, fold), ends, source, new_head, None, packed)
-
-    def _run(
-        self, mask: NDArray[np.bool_], begin: Int64s, end: Int64s, source: Int64s, target: Int64s, tail: Int64s | None, packed: Packed
-    ) -> list[Run]:
-        """The run over rows [begin[i], end[i]) of the requests in `mask`; no run if there are none."""
-        if not mask.any():
-            return []
-        begin, end = begin[mask], end[mask]
-        cu_rows = np.concatenate([[0], np.cumsum(end - begin)])
+    def _run(self, one_pass: Pass, packed: Packed, tails: Int64s) -> Run:
+        """A pass with its rows and states found for the kernels."""
+        counts = one_pass.end - one_pass.begin
+        cu_rows = np.concatenate([[0], np.cumsum(counts)])
         tail_rows = new_rows = None
-        if tail is not None:
-            tail_rows = self._ring(np.repeat(tail[mask], end - begin), ranges(begin, end))
+        if one_pass.is_replay:
+            tail_rows = self._ring(np.repeat(tails[one_pass.requests], counts), ranges(one_pass.begin, one_pass.end))
         elif cu_rows[-1] < len(packed.token_ids):
-            shift = packed.cu_seqlens[:-1][mask] - packed.starts[mask]
-            new_rows = self._on_device(ranges(begin + shift, end + shift))
-        sources, targets = self._elements(source[mask]), self._elements(target[mask])
-        return [Run(cu_rows, sources, targets, tail_rows, new_rows)]
+            shift = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]
+            new_rows = self._store.upload(ranges(one_pass.begin + shift, one_pass.end + shift))
+        return Run(cu_rows, self._elements(one_pass.source), self._elements(one_pass.target), tail_rows, new_rows)
 
     def _writes(self, packed: Packed, after: Columns) -> tuple[Tensor, dict[int, Tensor]]:
         """The new rows behind the new body go into the tail."""
         if not self.grid.tail_rows:
-            return self._on_device(NO_ROWS), {}
-        begin = np.minimum(np.maximum(packed.starts, after.body_at), packed.ends)
+            return self._store.upload(NO_ROWS), {}
+        begin = np.maximum(packed.starts, after.body_at)
         shift = packed.cu_seqlens[:-1] - packed.starts
         offsets = self._ring(np.repeat(after.tail, packed.ends - begin), ranges(begin, packed.ends))
-        return self._on_device(ranges(begin + shift, packed.ends + shift)), offsets
+        return self._store.upload(ranges(begin + shift, packed.ends + shift)), offsets
 
     def _ring(self, tails: Int64s, positions: Int64s) -> dict[int, Tensor]:
         """Elements a row -> element offset of each position's row in its tail block."""
         block = self.tails.addresses[tails] // self._dtype.itemsize
         slot = positions % self.grid.tail_rows
-        return {size: self._on_device(block + slot * size) for size in set(self._row_elements)}
+        return {size: self._store.upload(block + slot * size) for size in set(self._row_elements)}
 
     def _elements(self, addresses: Int64s) -> dict[int, Tensor]:
-        return {size: self._on_device(np.where(addresses < 0, NOTHING, addresses // size)) for size in self._state_sizes}
+        return {size: self._store.upload(np.where(addresses < 0, NOTHING, addresses // size)) for size in self._state_sizes}
 
     @staticmethod
     def _address(pool: BlockPool, ids: Int64s) -> Int64s:
         return np.where(ids < 0, NOTHING, pool.addresses[ids])
-
-    def _on_device(self, array: Int64s) -> Tensor:
-        return torch.from_numpy(array).to("cpu" if self._store.is_dry else self._device)
 
     def begin(self, plan: RecurrentPlan) -> None:
         before, after = plan.before, plan.after
@@ -330,8 +241,8 @@ class RecurrentState:
         spec, n_tokens = self._specs[index], len(plan.packed.token_ids)
         if rows.shape != (n_tokens, *spec.row_shape):
             raise StepError(f"rows have shape {tuple(rows.shape)}; {spec.family!r} expects {(n_tokens, *spec.row_shape)}")
-        if rows.dtype != self._dtype or rows.device.type != self._device.type:
-            raise StepError(f"rows are {rows.dtype} on {rows.device}; this memory holds {self._dtype} on {self._device}")
+        if rows.dtype != self._dtype or rows.device.type != self._store.device.type:
+            raise StepError(f"rows are {rows.dtype} on {rows.device}; this memory holds {self._dtype} on {self._store.device}")
         outputs: Tensor | None = None
         for run in plan.runs:
             states = States(spec, self._kernels, self._state_flats[index], run)

@@ -75,4 +75,6 @@ def _feed_forward(config: JambaConfig, checkpoint: Checkpoint, prefix: str, n_ex
 
     if n_experts == 1:
         return make_expert(prefix)
-    return MixtureOfExperts(checkpoint, prefix, config.hidden_size, n_experts, config.num_experts_per_tok, make_expert)
+    router = checkpoint.take(f"{prefix}.router.weight", n_experts, config.hidden_size)
+    experts = [make_expert(f"{prefix}.experts.{i}") for i in range(n_experts)]
+    return MixtureOfExperts(router, experts, config.num_experts_per_tok)

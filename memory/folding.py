@@ -1,0 +1,136 @@
+"""When bodies move, and which rows must run from which state: positions and addresses only, no tensors.
+
+    position 0 ......... body_at ............... head_at .... start ............ end
+                          | tail rows, verbatim ------------ | new rows of the step |
+
+A step needs each sequence's state at `start`, runs the new rows, and leaves a head at `end`. If `end` is far enough beyond
+the body, a new body is made on the way: among the old rows or, in a long prompt, among the new ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memory.interface import Int64s, Packed
+
+NOTHING = -1
+"""No block; as the address of a start state: the state at position 0."""
+
+
+@dataclass(frozen=True)
+class TailGrid:
+    """How far rollback reaches, how often the body moves, and how many rows that takes.
+
+    Body positions lie on a grid: the last multiple of `fold_tokens` <= (furthest position reached) - `rollback_window`. They
+    depend on nothing else, so reruns agree on them and prefixes can be shared.
+
+    Attributes:
+        rollback_window: tokens that can always be taken back, counted from the furthest position reached.
+        fold_tokens: distance of two body positions.
+        tail_rows: rows of a sequence's ring. The first rollback_window + fold_tokens - 1 are what a tail can hold; the rest
+            lets a short step write in place.
+    """
+
+    rollback_window: int
+    fold_tokens: int
+    tail_rows: int
+
+    @staticmethod
+    def of(rollback_window: int) -> TailGrid:
+        """A quarter of the window: a ring of 1.4 windows, and each row is run once more when the body passes it."""
+        if rollback_window == 0:
+            return TailGrid(0, 1, 0)
+        fold_tokens, in_place = max(4, rollback_window // 4), max(4, rollback_window // 8)
+        return TailGrid(rollback_window, fold_tokens, rollback_window + fold_tokens - 1 + in_place)
+
+    def body_at(self, peaks: Int64s) -> Int64s:
+        """Where the body of a sequence belongs that has reached `peaks`."""
+        return np.maximum(0, (peaks - self.rollback_window) // self.fold_tokens * self.fold_tokens)
+
+
+@dataclass(frozen=True)
+class Columns:
+    """One value for each sequence, by slot or by request: positions of body and head, and ids of blocks."""
+
+    body_at: Int64s
+    body: Int64s
+    head_at: Int64s
+    head: Int64s
+    tail: Int64s
+
+    @staticmethod
+    def empty(n: int) -> Columns:
+        return Columns(np.zeros(n, np.int64), *(np.full(n, NOTHING) for _ in range(4)))
+
+    def arrays(self) -> tuple[Int64s, ...]:
+        return self.body_at, self.body, self.head_at, self.head, self.tail
+
+    def blocks(self) -> tuple[Int64s, Int64s, Int64s]:
+        return self.body, self.head, self.tail
+
+    def take(self, slots: Int64s) -> Columns:
+        return Columns(*(array[slots] for array in self.arrays()))
+
+    def put(self, slots: Int64s, values: Columns) -> None:
+        for array, value in zip(self.arrays(), values.arrays(), strict=True):
+            array[slots] = value
+
+
+@dataclass(frozen=True)
+class StateAddresses:
+    """(S,) byte addresses of each request's states; NOTHING where there is none."""
+
+    old_body: Int64s
+    old_head: Int64s
+    new_body: Int64s
+    new_head: Int64s
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Runs that do not depend on each other, one for each of `requests`: rows [begin, end) from one state to another.
+
+    Attributes:
+        is_replay: the rows are old ones, from tails, and their outputs are not wanted.
+        source, target: byte addresses of the state before and after.
+    """
+
+    is_replay: bool
+    requests: Int64s
+    begin: Int64s
+    end: Int64s
+    source: Int64s
+    target: Int64s
+
+
+def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddresses) -> list[Pass]:
+    """The passes of a step, in the order in which they must run. Every new row is in exactly one pass that is no replay."""
+    starts, ends, fold = packed.starts, packed.ends, after.body_at
+    from_head = (before.head_at >= before.body_at) & (before.head_at <= starts)
+    at = np.where(from_head, before.head_at, before.body_at)
+    source = np.where(from_head, states.old_head, states.old_body)
+    passes: list[Pass] = []
+
+    def add(is_replay: bool, mask: NDArray[np.bool_], begin: Int64s, end: Int64s, source: Int64s, target: Int64s) -> None:
+        if mask.any():
+            passes.append(Pass(is_replay, np.flatnonzero(mask), begin[mask], end[mask], source[mask], target[mask]))
+
+    # 1. Old rows up to the new body. A head that stands beyond it cannot help: they run from the old body, beside the rest.
+    mask = (fold > before.body_at) & (fold <= starts)
+    is_chained = at < fold
+    add(True, mask, np.where(is_chained, at, before.body_at), fold, np.where(is_chained, source, states.old_body), states.new_body)
+    at, source = np.where(mask & is_chained, fold, at), np.where(mask & is_chained, states.new_body, source)
+    # 2. Old rows up to the first new one.
+    mask = at < starts
+    add(True, mask, at, starts, source, states.new_head)
+    source = np.where(mask, states.new_head, source)
+    # 3. New rows up to the new body.
+    mask = fold > starts
+    add(False, mask, starts, fold, source, states.new_body)
+    source = np.where(mask, states.new_body, source)
+    # 4. New rows to the end.
+    add(False, ends > fold, np.maximum(starts, fold), ends, source, states.new_head)
+    return passes
