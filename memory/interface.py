@@ -154,7 +154,8 @@ class Sequence:
     @property
     def tokens(self) -> Int64s:
         """The token ids remembered, int64 (length,): a copy."""
-        return self._described()[1].copy()
+        tokens: Int64s = self._described()[1].copy()
+        return tokens
 
     @property
     def horizon(self) -> int:
@@ -205,7 +206,8 @@ class Packed:
     @property
     def ends(self) -> Int64s:
         """(S,) length of each sequence if all its tokens are kept."""
-        return self.starts + self.counts
+        ends: Int64s = self.starts + self.counts
+        return ends
 
 
 PlanT = TypeVar("PlanT")

@@ -43,11 +43,9 @@ class GatedMLP:
 class MixtureOfExperts:
     """Each token goes through its `n_chosen` best experts, weighted by the softmax over all of them, not renormalised."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, prefix: str, n_model: int, n_experts: int, n_chosen: int, make_expert: Callable[[str], GatedMLP]
-    ) -> None:
-        self._router = checkpoint.take(f"{prefix}.router.weight", n_experts, n_model)
-        self._experts = [make_expert(f"{prefix}.experts.{i}") for i in range(n_experts)]
+    def __init__(self, router: Tensor, experts: list[GatedMLP], n_chosen: int) -> None:
+        self._router = router
+        self._experts = experts
         self._n_chosen = n_chosen
 
     def __call__(self, x_TM: Tensor) -> Tensor:
