@@ -3,7 +3,7 @@
     python -m training.train_embedded --out models/embedded
 
 The model class and the file layout are transformers' own; only its selective scan, a Python loop, is replaced while training.
-Everything is seeded. It stops when held-out accuracy reaches the goal, or at the time limit.
+Everything is seeded: 4,000 steps, about 40 minutes on 2 cores. Accuracy is measured on (topic, value) pairs never trained on.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ CHAT_TEMPLATE = (
     "<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-# (share of the time, tokens a dialogue, dialogues a batch): short dialogues first, or recall never starts to be learnt.
+# (share of the steps, tokens a dialogue, dialogues a batch): short dialogues first, or recall never starts to be learnt.
 CURRICULUM = ((0.25, 128, 32), (0.45, 256, 16), (1.0, 576, 8))
 TOKENS_PER_TURN = 19
 IGNORED = -100
+PEAK_RATE = 2e-3
 DISTANCES = ((0, "unknown"), (100, "1-100"), (200, "101-200"), (400, "201-400"), (1 << 30, ">400"))
 
 
@@ -120,9 +121,8 @@ def measure(model: JambaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: i
 
 
 def train(
-    out: Annotated[Path, typer.Option(help="where the checkpoint is written")] = Path("models/embedded"),
-    minutes: float = 60,
-    goal: float = 0.995,
+    out: Annotated[Path, typer.Option(help="folder the checkpoint is written to")] = Path("models/embedded"),
+    steps: Annotated[int, typer.Option(help="optimizer steps of about 4,000 tokens each")] = 4000,
     seed: int = 0,
     threads: int = 2,
 ) -> None:
@@ -133,33 +133,34 @@ def train(
     tokenizer = make_tokenizer(seed)
     model = make_model(len(tokenizer)).train()
     rng = random.Random(seed + 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.98), weight_decay=0.01)
-    started, step, log = time.monotonic(), 0, []
-    while (share := (time.monotonic() - started) / (60 * minutes)) < 1:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_RATE, betas=(0.9, 0.98), weight_decay=0.01)
+    started = time.monotonic()
+    for step in range(1, steps + 1):
+        share = step / steps
         n_tokens, n_dialogues = next((t, b) for until, t, b in CURRICULUM if share <= until)
         ids, labels = make_batch(tokenizer, rng, n_tokens, n_dialogues)
         for group in optimizer.param_groups:
-            group["lr"] = 2e-3 * min(1, step / 100) * min(1, 2 * (1 - share) + 0.02)
+            group["lr"] = PEAK_RATE * min(1, step / 100) * min(1, 2 * (1 - share) + 0.02)
         loss = model(ids, labels=labels, use_cache=False).loss
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        step += 1
         if step % 100 == 0:
-            line = {"step": step, "minutes": round(60 / 60 * share * minutes, 2), "tokens": n_tokens, "loss": round(float(loss), 4)}
-            if step % 500 == 0:
-                line |= measure(model, tokenizer, seed=10_000 + step, n_dialogues=30)
-            log.append(line)
-            print(json.dumps(line), flush=True)
-            if line.get("all <= 400", 0) >= goal and share > 0.6:
-                break
-    final = measure(model, tokenizer, seed=99, n_dialogues=300)
-    print(json.dumps({"final": final}), flush=True)
+            report = {
+                "step": step,
+                "minutes": round((time.monotonic() - started) / 60, 1),
+                "tokens": n_tokens,
+                "loss": round(float(loss), 4),
+            }
+            report |= measure(model, tokenizer, seed=10_000 + step, n_dialogues=20) if step % 500 == 0 else {}
+            print(json.dumps(report), flush=True)
+    held_out = measure(model, tokenizer, seed=99, n_dialogues=300)
+    print(json.dumps({"held_out": held_out}), flush=True)
     model.config.use_associative_scan = True
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)
-    (out / "training.json").write_text(json.dumps({"seed": seed, "steps": step, "held_out": final}, indent=2) + "\n")
+    (out / "training.json").write_text(json.dumps({"seed": seed, "steps": steps, "held_out": held_out}, indent=2) + "\n")
 
 
 if __name__ == "__main__":
