@@ -61,8 +61,10 @@ def _valued(thing: str, values: list[str]) -> Topic:
     )
 
 
+NAMED = ("cat", "dog", "sister", "brother", "boss", "neighbour", "teacher", "horse")
+
 TOPICS: dict[str, Topic] = {
-    **{name: _named(name) for name in ("cat", "dog", "sister", "brother", "boss", "neighbour", "teacher", "horse")},
+    **{name: _named(name) for name in NAMED},
     **{f"{what} colour": _valued(f"{what} colour", _COLOURS) for what in ("favourite", "car", "door")},
     **{f"{what} city": _valued(f"{what} city", _CITIES) for what in ("home", "favourite", "holiday")},
     **{f"{what} food": _valued(f"{what} food", _FOODS) for what in ("favourite", "party")},
@@ -121,12 +123,21 @@ def choose_value(rng: random.Random, topic: str, *, held_out: bool | None, but_n
     return rng.choice(values)
 
 
-def make_dialogue(rng: random.Random, n_turns: int, *, held_out: bool | None = False, talk: float = 0.35) -> list[Turn]:
+def invent_name(rng: random.Random) -> str:
+    """A name that nobody has: two or three syllables, several tokens. It cannot be known, only remembered."""
+    syllables = (rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.choice((2, 2, 3))))
+    return ("".join(syllables) + rng.choice(("", "", "n", "l", "x"))).capitalize()
+
+
+def make_dialogue(
+    rng: random.Random, n_turns: int, *, held_out: bool | None = False, talk: float = 0.35, invented: float = 0.0
+) -> list[Turn]:
     """A dialogue of `n_turns` turns that ends in a question.
 
     Args:
         held_out: which (topic, value) pairs it may use; see `choose_value`.
         talk: the share of small talk, which sets how far questions lie from their facts.
+        invented: the share of names that are made up.
     """
     known: dict[str, str] = {}
     turns: list[Turn] = []
@@ -139,7 +150,10 @@ def make_dialogue(rng: random.Random, n_turns: int, *, held_out: bool | None = F
             is_change = bool(known) and rng.random() < 0.25
             topic = rng.choice(sorted(known) if is_change else sorted(TOPICS))
             is_change = topic in known
-            value = choose_value(rng, topic, held_out=held_out, but_not=known.get(topic))
+            if topic in NAMED and rng.random() < invented:
+                value = invent_name(rng)
+            else:
+                value = choose_value(rng, topic, held_out=held_out, but_not=known.get(topic))
             turns.append(statement(rng, topic, value, is_change=is_change))
             known[topic] = value
         else:

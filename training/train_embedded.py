@@ -86,7 +86,9 @@ def encode(tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> tuple[list[
 def make_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random, n_tokens: int, n_dialogues: int) -> tuple[Tensor, Tensor]:
     batch_ids, batch_labels = [], []
     for _ in range(n_dialogues):
-        turns = make_dialogue(rng, max(4, n_tokens // TOKENS_PER_TURN + 3), talk=rng.choice((0.1, 0.35, 0.6)))
+        turns = make_dialogue(
+            rng, max(4, n_tokens // TOKENS_PER_TURN + 3), talk=rng.choice((0.1, 0.35, 0.6)), invented=rng.choice((0.0, 0.5))
+        )
         ids, labels = encode(tokenizer, turns)
         padding = [IGNORED] * max(0, n_tokens - len(labels))
         batch_labels.append((labels + padding)[:n_tokens])

@@ -1,0 +1,350 @@
+"""Invariant 4: after a rollback, later outputs are those of a sequence that never saw the dropped tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memory import HybridMemory, RollbackError, SequenceError
+from tests.subjects import Subject
+
+WINDOW = 8
+PROMPT = 21
+NEXT = ([3, 1, 4], [1], [5], [9, 2, 6, 5, 3], [5])
+"""Steps after the rollback: their logits are compared."""
+
+
+def ones(tokens: list[int]) -> list[list[int]]:
+    return [[t] for t in tokens]
+
+
+class Fault(Exception):
+    pass
+
+
+@pytest.mark.parametrize("k", range(1, WINDOW + 1))
+def test_dropped_decodes(subject: Subject, k: int) -> None:
+    """Whole steps are dropped, so the oracle's steps have the same shapes: equal bits."""
+    prompt, dropped = subject.tokens(PROMPT), subject.tokens(k, seed=1)
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [prompt, *ones(dropped)])
+    memory.rollback(sequence, to=PROMPT)
+    memory.check()
+    assert sequence.tokens.tolist() == prompt
+    expected = subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:]
+    subject.assert_same(subject.feed(memory, sequence, NEXT), expected, bits=True)
+
+
+@pytest.mark.parametrize("k", range(1, WINDOW + 1))
+def test_part_of_a_chunk(subject: Subject, k: int) -> None:
+    tokens = subject.tokens(PROMPT + WINDOW)
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [tokens[:7], tokens[7:]])
+    memory.rollback(sequence, to=len(tokens) - k)
+    expected = subject.fresh([tokens[:-k], *NEXT], WINDOW)[len(tokens) - k :]
+    subject.assert_same(subject.feed(memory, sequence, NEXT), expected)
+
+
+@pytest.mark.parametrize("k", range(2, WINDOW + 1))
+def test_two_rollbacks_in_a_row(subject: Subject, k: int) -> None:
+    prompt, dropped = subject.tokens(PROMPT), subject.tokens(k, seed=1)
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [prompt, *ones(dropped)])
+    memory.rollback(sequence, to=PROMPT + k // 2)
+    memory.rollback(sequence, to=PROMPT)
+    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:], bits=True)
+
+
+@pytest.mark.parametrize("k", range(1, WINDOW + 1))
+def test_rollback_then_other_tokens_then_rollback(subject: Subject, k: int) -> None:
+    """The window counts from the furthest position reached, however often a sequence went back and forth."""
+    prompt = subject.tokens(PROMPT)
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [prompt, *ones(subject.tokens(k, seed=1))])
+    for seed in (2, 3, 4):
+        memory.rollback(sequence, to=PROMPT)
+        subject.feed(memory, sequence, ones(subject.tokens(k, seed=seed)))
+    memory.rollback(sequence, to=PROMPT)
+    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:], bits=True)
+
+
+@pytest.mark.parametrize("k", range(1, WINDOW + 1))
+def test_rollback_of_a_fork(subject: Subject, k: int) -> None:
+    prompt, more = subject.tokens(PROMPT), subject.tokens(k, seed=1)
+    memory = subject.memory(WINDOW)
+    first = memory.open()
+    subject.feed(memory, first, [prompt, *ones(more)])
+    second = memory.fork(first)
+    memory.rollback(second, to=PROMPT)
+    subject.assert_same(subject.feed(memory, second, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:], bits=True)
+    expected = subject.fresh([prompt, *ones(more), *NEXT], WINDOW)[PROMPT + k :]
+    subject.assert_same(subject.feed(memory, first, NEXT), expected, bits=True)
+
+
+@pytest.mark.parametrize("k", range(1, WINDOW + 1))
+def test_fork_after_a_rollback(subject: Subject, k: int) -> None:
+    prompt = subject.tokens(PROMPT)
+    memory = subject.memory(WINDOW)
+    first = memory.open()
+    subject.feed(memory, first, [prompt, *ones(subject.tokens(k, seed=1))])
+    memory.rollback(first, to=PROMPT)
+    second = memory.fork(first)
+    expected = subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:]
+    subject.assert_same(subject.feed(memory, second, NEXT), expected, bits=True)
+    subject.assert_same(subject.feed(memory, first, NEXT), expected, bits=True)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3, WINDOW, 40])
+@pytest.mark.parametrize("where", ["before the model", "after the model"])
+def test_abort(subject: Subject, n_tokens: int, where: str) -> None:
+    prompt = subject.tokens(PROMPT)
+    memory = subject.memory(WINDOW)
+    sequence, bystander = memory.open(), memory.open()
+    subject.feed(memory, sequence, [prompt])
+    subject.feed(memory, bystander, [prompt])
+    used = memory.usage().used_bytes
+    with pytest.raises(Fault), memory.step({sequence: subject.tokens(n_tokens, seed=1), bystander: [1]}) as step:
+        if where == "after the model":
+            subject.model(step)
+        raise Fault
+    memory.check()
+    assert sequence.tokens.tolist() == prompt
+    assert memory.usage().used_bytes == used
+    expected = subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:]
+    subject.assert_same(subject.feed(memory, sequence, NEXT), expected, bits=True)
+    subject.assert_same(subject.feed(memory, bystander, NEXT), expected, bits=True)
+
+
+@pytest.mark.parametrize("layer_call", range(4))
+def test_abort_inside_a_layer(subject: Subject, layer_call: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel fails in the middle of the model."""
+    prompt = subject.tokens(PROMPT)
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [prompt])
+    calls = 0
+
+    def failing(method):  # type: ignore[no-untyped-def]
+        def call(*arguments, **options):  # type: ignore[no-untyped-def]
+            nonlocal calls
+            calls += 1
+            if calls > layer_call:
+                raise Fault
+            return method(*arguments, **options)
+
+        return call
+
+    with monkeypatch.context() as patch:
+        patch.setattr(HybridMemory, "attend", failing(HybridMemory.attend))
+        patch.setattr(HybridMemory, "recur", failing(HybridMemory.recur))
+        try:
+            with memory.step({sequence: subject.tokens(5, seed=1)}) as step:
+                subject.model(step)
+        except Fault:
+            pass
+        else:
+            pytest.skip("this model has fewer layers")
+    memory.check()
+    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:], bits=True)
+
+
+@pytest.mark.parametrize("n_accepted", range(WINDOW + 1))
+def test_accept_some_drafts(subject: Subject, n_accepted: int) -> None:
+    prompt, drafts = subject.tokens(PROMPT), subject.tokens(WINDOW, seed=1)
+    memory = subject.memory(WINDOW)
+    sequence, other = memory.open(), memory.open()
+    subject.feed(memory, sequence, [prompt])
+    with memory.step({other: prompt, sequence: drafts}, outputs="all") as step:
+        subject.model(step)
+        step.accept({sequence: n_accepted})
+    memory.check()
+    kept = drafts[:n_accepted]
+    assert sequence.tokens.tolist() == prompt + kept
+    assert other.tokens.tolist() == prompt
+    expected = subject.fresh([prompt, *([kept] if kept else []), *NEXT], WINDOW)[PROMPT + n_accepted :]
+    subject.assert_same(subject.feed(memory, sequence, NEXT), expected)
+    subject.assert_same(subject.feed(memory, other, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:])
+
+
+def test_speculative_rounds(subject: Subject) -> None:
+    """Round after round of drafts, each partly accepted: the tail is rewound while the body moves on beneath it."""
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    tokens = subject.tokens(3)
+    subject.feed(memory, sequence, [tokens])
+    for i in range(25):
+        drafts = subject.tokens(1 + i % WINDOW, seed=i)
+        n_accepted = i * 7 % (len(drafts) + 1)
+        with memory.step({sequence: drafts}) as step:
+            subject.model(step)
+            step.accept({sequence: n_accepted})
+        memory.check()
+        tokens = tokens + drafts[:n_accepted]
+    assert sequence.tokens.tolist() == tokens
+    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([tokens, *NEXT], WINDOW)[len(tokens) :])
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 4, 13, 64])
+def test_any_window_reaches_that_far(subject: Subject, window: int) -> None:
+    tokens = subject.tokens(90)
+    memory = subject.memory(window)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [tokens[:50], *ones(tokens[50:])])
+    assert sequence.horizon <= 90 - window
+    memory.rollback(sequence, to=90 - window)
+    expected = subject.fresh([tokens[: 90 - window], *NEXT], window)[90 - window :]
+    subject.assert_same(subject.feed(memory, sequence, NEXT), expected)
+
+
+def test_out_of_reach(subject: Subject) -> None:
+    """Beyond the window: an error that names the nearest reachable position, and nothing has changed."""
+    tokens = subject.tokens(60)
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [tokens])
+    if sequence.horizon == 0:
+        pytest.skip("attention alone reaches everything")
+    assert 60 - WINDOW - 4 < sequence.horizon <= 60 - WINDOW
+    to, used = sequence.horizon - 1, memory.usage()
+    assert not memory.can_rollback(sequence, to=to)
+    with pytest.raises(RollbackError, match=str(to)) as caught:
+        memory.rollback(sequence, to=to)
+    assert (caught.value.to, caught.value.horizon, caught.value.resume_at) == (to, sequence.horizon, 0)
+    assert memory.usage() == used
+    assert sequence.length == 60
+    assert memory.resume_point(sequence, to=to) == 0
+    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([tokens, *NEXT], WINDOW)[60:], bits=True)
+
+
+def test_accept_beyond_the_window_is_refused(subject: Subject) -> None:
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    with memory.step({sequence: subject.tokens(40)}) as step:
+        subject.model(step)
+        horizons = 40 - WINDOW
+        if subject.name != "toy-attention":
+            with pytest.raises(RollbackError):
+                step.accept({sequence: 5})
+        step.accept({sequence: horizons})
+    assert sequence.length == horizons
+    with memory.step({sequence: subject.tokens(40, seed=2)}) as step:
+        subject.model(step)
+        step.accept({sequence: 0})
+    expected = subject.fresh([subject.tokens(40)[:horizons], *NEXT], WINDOW)[horizons:]
+    subject.assert_same(subject.feed(memory, sequence, NEXT), expected)
+
+
+def test_position_zero_is_always_reachable(subject: Subject) -> None:
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [subject.tokens(50)])
+    memory.rollback(sequence, to=0)
+    memory.check()
+    assert sequence.length == 0
+    assert memory.usage().used_bytes == 0
+    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh(NEXT, WINDOW), bits=True)
+
+
+@pytest.mark.parametrize("distance", [1, WINDOW, 3 * WINDOW, 100])
+def test_checkpoint_at_any_distance(subject: Subject, distance: int) -> None:
+    prompt = subject.tokens(PROMPT)
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [prompt])
+    mark = memory.checkpoint(sequence)
+    expected = subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:]
+    for seed in (1, 2):
+        subject.feed(memory, sequence, [subject.tokens(distance, seed=seed)])
+        assert memory.can_rollback(sequence, to=mark)
+        memory.rollback(sequence, to=mark)
+        memory.check()
+        assert sequence.tokens.tolist() == prompt
+        subject.assert_same(subject.feed(memory, sequence, NEXT), expected, bits=True)
+
+
+def test_positions_below_a_checkpoint_are_reachable_through_it(subject: Subject) -> None:
+    tokens = subject.tokens(100)
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [tokens[:40]])
+    mark = memory.checkpoint(sequence)
+    subject.feed(memory, sequence, [tokens[40:]])
+    assert memory.resume_point(sequence, to=37) == 37
+    assert memory.resume_point(sequence, to=45) in (40, 45)
+    memory.rollback(sequence, to=37)
+    assert sequence.tokens.tolist() == tokens[:37]
+    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([tokens[:37], *NEXT], WINDOW)[37:])
+    assert mark.length == 40
+
+
+def test_a_checkpoint_of_other_tokens_is_no_help_for_a_position(subject: Subject) -> None:
+    """A checkpoint whose tokens have since been replaced may be returned to by name, never by position."""
+    tokens = subject.tokens(100)
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [tokens[:36], tokens[36:40]])
+    mark = memory.checkpoint(sequence)
+    memory.rollback(sequence, to=36)
+    others = [(t + 1) % 19 for t in tokens[36:100]]
+    subject.feed(memory, sequence, [others])
+    if subject.name != "toy-attention":
+        assert memory.resume_point(sequence, to=39) == 36
+    memory.rollback(sequence, to=mark)
+    assert sequence.tokens.tolist() == tokens[:40]
+
+
+def test_checkpoints_are_not_advanced(subject: Subject) -> None:
+    memory = subject.memory(WINDOW)
+    sequence, stranger = memory.open(), memory.open()
+    subject.feed(memory, sequence, [subject.tokens(5)])
+    mark = memory.checkpoint(sequence)
+    with pytest.raises(SequenceError, match="checkpoint"):
+        memory.step({mark: [1]})
+    with pytest.raises(SequenceError, match="family"):
+        memory.rollback(stranger, to=mark)
+    with pytest.raises(SequenceError, match="no checkpoint"):
+        memory.rollback(sequence, to=memory.fork(sequence))
+    assert not memory.can_rollback(stranger, to=mark)
+    live = memory.fork(mark)
+    assert not live.is_checkpoint
+    subject.feed(memory, live, NEXT)
+    memory.close(mark)
+    with pytest.raises(SequenceError, match="closed"):
+        memory.rollback(sequence, to=mark)
+
+
+@pytest.mark.parametrize("to", [-1, 22, True, 1.5, "3", None])
+def test_positions_that_are_none(subject: Subject, to: object) -> None:
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [subject.tokens(PROMPT)])
+    with pytest.raises(RollbackError):
+        memory.rollback(sequence, to=to)  # type: ignore[arg-type]
+    assert sequence.length == PROMPT
+
+
+def test_a_rollback_touches_no_byte(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It copies no tensor and runs no layer: with every way to a byte cut off, it still works."""
+    from memory.arena import Store
+
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [subject.tokens(PROMPT)])
+    fork = memory.fork(sequence)
+    subject.feed(memory, sequence, ones(subject.tokens(WINDOW - 1, seed=1)))
+
+    def touched(*_: object) -> None:
+        raise AssertionError("a rollback touched bytes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Store, "copy", touched)
+        patch.setattr(torch.Tensor, "copy_", touched)
+        memory.rollback(sequence, to=PROMPT)
+        memory.rollback(fork, to=PROMPT - 3)
+    memory.check()
+
+

@@ -1,0 +1,86 @@
+"""The models that every promise is tested on, and the oracle: a sequence that never saw what was dropped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM
+
+from memory import HybridMemory, Sequence
+from models import LanguageModel, load_model
+from tests.toy import Toy
+
+SUBJECTS = ("toy", "toy-attention", "toy-recurrent", "jamba", "mamba")
+NEARLY = 1e-5
+"""Of the logits' spread: what rounding may change where a step's shapes differ or a replay runs a matrix product."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, and whether equal steps must give equal bits after a replay."""
+
+    name: str
+    model: LanguageModel
+    is_exact: bool
+
+    def memory(self, rollback_window: int = 8, budget: int | str = "8MiB", page_tokens: int = 4) -> HybridMemory:
+        return HybridMemory(self.model.memory_spec, budget, rollback_window=rollback_window, page_tokens=page_tokens, poison=True)
+
+    def tokens(self, n_tokens: int, seed: int = 0) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, self.model.memory_spec.vocab_size, (n_tokens,), generator=generator).tolist()
+
+    def feed(self, memory: HybridMemory, sequence: Sequence, steps: Iterable[list[int]]) -> Tensor:
+        """Feed steps one after the other; the logits of all tokens, (n, vocab)."""
+        logits = []
+        for tokens in steps:
+            with memory.step({sequence: tokens}, outputs="all") as step:
+                logits.append(self.model(step))
+            memory.check()
+        return torch.cat(logits)
+
+    def fresh(self, steps: Iterable[list[int]], rollback_window: int = 8) -> Tensor:
+        """Logits of a sequence in a memory of its own that saw only these steps."""
+        memory = self.memory(rollback_window)
+        return self.feed(memory, memory.open(), steps)
+
+    def assert_same(self, actual: Tensor, expected: Tensor, *, bits: bool = False) -> None:
+        """Equal bits where `bits` is asked for and the model can promise it, else equal to rounding."""
+        assert actual.shape == expected.shape
+        assert torch.isfinite(actual).all(), "memory that nobody wrote was read"
+        if bits and self.is_exact:
+            assert torch.equal(actual, expected), f"bits differ: {(actual - expected).abs().max()}"
+        spread = float(expected.max() - expected.min())
+        worst = float((actual - expected).abs().max())
+        assert worst <= NEARLY * spread, f"{worst} is more than {NEARLY} of {spread}"
+
+
+def make_subject(name: str, folder: Path) -> Subject:
+    if name.startswith("toy"):
+        model = Toy(attention=name != "toy-recurrent", recurrent=name != "toy-attention")
+        return Subject(name, model, is_exact=True)  # type: ignore[arg-type]
+    torch.manual_seed(1)
+    write_checkpoint(name, folder)
+    return Subject(name, load_model(folder), is_exact=False)
+
+
+def write_checkpoint(name: str, folder: Path) -> None:
+    """A small random checkpoint, its weights enlarged until states matter."""
+    if name == "jamba":
+        config = JambaConfig(
+            vocab_size=53, hidden_size=24, intermediate_size=32, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2,
+            attn_layer_period=3, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, num_experts=3,
+            num_experts_per_tok=3, mamba_d_state=5, mamba_d_conv=4, mamba_dt_rank=3,
+        )  # fmt: skip
+        hf: torch.nn.Module = JambaForCausalLM(config)
+    else:
+        hf = MambaForCausalLM(MambaConfig(vocab_size=53, hidden_size=24, num_hidden_layers=3, state_size=5, conv_kernel=3))
+    with torch.no_grad():
+        for parameter_name, parameter in hf.named_parameters():
+            if parameter.dim() >= 2 and "A_log" not in parameter_name:
+                parameter.normal_(std=0.25 if "embed" not in parameter_name else 1.0)
+    hf.save_pretrained(folder)  # type: ignore[operator]
