@@ -150,7 +150,7 @@ def make_dialogue(
             is_change = bool(known) and rng.random() < 0.25
             topic = rng.choice(sorted(known) if is_change else sorted(TOPICS))
             is_change = topic in known
-            if topic in NAMED and rng.random() < invented:
+            if invented and topic in NAMED and rng.random() < invented:
                 value = invent_name(rng)
             else:
                 value = choose_value(rng, topic, held_out=held_out, but_not=known.get(topic))

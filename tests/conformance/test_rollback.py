@@ -18,7 +18,7 @@ def ones(tokens: list[int]) -> list[list[int]]:
     return [[t] for t in tokens]
 
 
-class Fault(Exception):
+class InjectedError(Exception):
     pass
 
 
@@ -107,10 +107,10 @@ def test_abort(subject: Subject, n_tokens: int, where: str) -> None:
     subject.feed(memory, sequence, [prompt])
     subject.feed(memory, bystander, [prompt])
     used = memory.usage().used_bytes
-    with pytest.raises(Fault), memory.step({sequence: subject.tokens(n_tokens, seed=1), bystander: [1]}) as step:
+    with pytest.raises(InjectedError), memory.step({sequence: subject.tokens(n_tokens, seed=1), bystander: [1]}) as step:
         if where == "after the model":
             subject.model(step)
-        raise Fault
+        raise InjectedError
     memory.check()
     assert sequence.tokens.tolist() == prompt
     assert memory.usage().used_bytes == used
@@ -133,7 +133,7 @@ def test_abort_inside_a_layer(subject: Subject, layer_call: int, monkeypatch: py
             nonlocal calls
             calls += 1
             if calls > layer_call:
-                raise Fault
+                raise InjectedError
             return method(*arguments, **options)
 
         return call
@@ -144,7 +144,7 @@ def test_abort_inside_a_layer(subject: Subject, layer_call: int, monkeypatch: py
         try:
             with memory.step({sequence: subject.tokens(5, seed=1)}) as step:
                 subject.model(step)
-        except Fault:
+        except InjectedError:
             pass
         else:
             pytest.skip("this model has fewer layers")
@@ -346,5 +346,3 @@ def test_a_rollback_touches_no_byte(subject: Subject, monkeypatch: pytest.Monkey
         memory.rollback(sequence, to=PROMPT)
         memory.rollback(fork, to=PROMPT - 3)
     memory.check()
-
-

@@ -1,0 +1,283 @@
+"""Many sequences: order, isolation, forks, reordering, capacity, and all or nothing."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from memory import CapacityError, HybridMemory, Sequence, SequenceError, StepError
+from tests.subjects import Subject
+
+WINDOW = 8
+NEXT = ([3, 1, 4], [1], [5])
+
+
+def test_every_split_of_a_prompt_equals_one_shot(subject: Subject) -> None:
+    tokens = subject.tokens(24)
+    expected = subject.fresh([tokens], WINDOW)
+    for first in range(1, 24):
+        for second in {first, (first + 24) // 2}:
+            parts = [part for part in (tokens[:first], tokens[first:second], tokens[second:]) if part]
+            subject.assert_same(subject.fresh(parts, WINDOW), expected)
+    subject.assert_same(subject.fresh([[t] for t in tokens], WINDOW), expected)
+
+
+def test_64_sequences_shuffled_equal_each_alone(subject: Subject) -> None:
+    """Mixed lengths, prompts beside single tokens, another order at every step; row i is request i's."""
+    rng = random.Random(0)
+    histories = [subject.tokens(rng.choice((1, 2, 5, 17, 33)), seed=i) for i in range(64)]
+    memory = subject.memory(WINDOW, budget="32MiB")
+    sequences = [memory.open() for _ in histories]
+    left = [list(h) for h in histories]
+    logits: list[list[torch.Tensor]] = [[] for _ in histories]
+    while any(left):
+        chosen = [i for i in range(64) if left[i] and rng.random() < 0.7]
+        rng.shuffle(chosen)
+        if not chosen:
+            continue
+        requests = {}
+        for i in chosen:
+            n_tokens = rng.choice((1, 1, 4, 20))
+            requests[sequences[i]] = left[i][:n_tokens]
+            left[i] = left[i][n_tokens:]
+        with memory.step(requests, outputs="all") as step:
+            for i, rows in zip(chosen, step.split(subject.model(step)), strict=True):
+                logits[i].append(rows)
+    memory.check()
+    for i in range(64):
+        subject.assert_same(torch.cat(logits[i]), subject.fresh([histories[i]], WINDOW))
+
+
+def test_last_rows_are_the_last_of_all_rows(subject: Subject) -> None:
+    memory = subject.memory(WINDOW)
+    a, b, c = (memory.open() for _ in range(3))
+    requests = {a: subject.tokens(30), b: [7], c: subject.tokens(3)}
+    with memory.step(requests) as step:
+        last = subject.model(step)
+    twins = {memory.open(): tokens for tokens in requests.values()}
+    with memory.step(twins, outputs="all") as step:
+        every = step.split(subject.model(step))
+    assert [len(rows) for rows in every] == [30, 1, 3]
+    subject.assert_same(last, torch.stack([rows[-1] for rows in every]))
+
+
+def test_what_one_sequence_does_changes_no_bit_of_another(subject: Subject) -> None:
+    """The same steps of a witness, with and without a neighbour that forks, rolls back, aborts and closes meanwhile."""
+
+    def witness(busy: bool) -> torch.Tensor:
+        memory = subject.memory(WINDOW, budget="4MiB")
+        sequence = memory.open()
+        rows = []
+        for i in range(20):
+            if busy:
+                neighbour = memory.open()
+                subject.feed(memory, neighbour, [subject.tokens(11 + i, seed=i)])
+                fork = memory.fork(neighbour)
+                memory.rollback(fork, to=11 + i - 3)
+                subject.feed(memory, fork, NEXT)
+                memory.close(neighbour)
+            rows.append(subject.feed(memory, sequence, [subject.tokens(1 + i % 4, seed=100 + i)]))
+        return torch.cat(rows)
+
+    assert torch.equal(witness(busy=True), witness(busy=False))
+
+
+def test_fork_shares_and_then_goes_its_own_way(subject: Subject) -> None:
+    tokens = subject.tokens(30)
+    memory = subject.memory(WINDOW)
+    first = memory.open()
+    subject.feed(memory, first, [tokens])
+    used = memory.usage().used_bytes
+    forks = [memory.fork(first) for _ in range(5)]
+    assert memory.usage().used_bytes == used
+    expected = subject.fresh([tokens, *NEXT], WINDOW)[30:]
+    requests = {fork: [3, 1, 4] for fork in forks}
+    with memory.step(requests, outputs="all") as step:
+        rows = step.split(subject.model(step))
+    for fork, row in zip(forks, rows, strict=True):
+        rest = subject.feed(memory, fork, NEXT[1:])
+        subject.assert_same(torch.cat([row, rest]), expected)
+    for fork in forks:
+        memory.close(fork)
+    memory.check()
+    assert memory.usage().used_bytes == used
+    subject.assert_same(subject.feed(memory, first, NEXT), expected, bits=True)
+
+
+def test_forks_of_a_long_sequence_cost_a_tail_a_head_and_a_page(subject: Subject) -> None:
+    """Even after each fork has gone on by a token of its own; by `usage` and by the arena's own count."""
+    memory = HybridMemory(subject.model.memory_spec, "64MiB", rollback_window=WINDOW, page_tokens=16)
+    sequence = memory.open()
+    memory.run(subject.model, {sequence: subject.tokens(4096)})
+    before = memory.usage()
+    forks = [memory.fork(sequence) for _ in range(8)]
+    with memory.step({fork: [i] for i, fork in enumerate(forks)}) as step:
+        subject.model(step)
+    after = memory.usage()
+    allowed = 8 * sum(after.block_bytes.get(kind, 0) for kind in ("tails", "head states", "pages"))
+    assert 0 < after.used_bytes - before.used_bytes <= allowed
+    assert after.used_bytes == sum(after.by_kind.values()) == after.budget_bytes - after.free_bytes
+    assert sum(u.private_bytes for u in after.by_sequence.values()) <= after.used_bytes
+    memory.check()
+
+
+def test_reorder_is_all_at_once(subject: Subject) -> None:
+    """a goes on as b was, c as a was, b stays: no matter in which order the pairs are given."""
+    memory = subject.memory(WINDOW)
+    a, b, c = (memory.open() for _ in range(3))
+    histories = {a: subject.tokens(20, seed=1), b: subject.tokens(9, seed=2), c: subject.tokens(33, seed=3)}
+    for sequence, tokens in histories.items():
+        subject.feed(memory, sequence, [tokens])
+    memory.reorder({a: b, b: b, c: a})
+    memory.check()
+    for sequence, source in ((a, b), (b, b), (c, a)):
+        tokens = histories[source]
+        assert sequence.tokens.tolist() == tokens
+        subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([tokens, *NEXT], WINDOW)[len(tokens) :], bits=True)
+    memory.reorder({a: c, c: a})
+    assert a.tokens.tolist()[:20] == histories[a]
+    memory.reorder({})
+    with pytest.raises(SequenceError):
+        memory.reorder({a: b, memory.checkpoint(b): a})
+    assert a.tokens.tolist()[:20] == histories[a]
+
+
+def test_beam_search_equals_scoring_every_beam_afresh(subject: Subject) -> None:
+    memory = subject.memory(WINDOW)
+    beams = [memory.open()]
+    with memory.step({beams[0]: subject.tokens(12)}) as step:
+        logits = subject.model(step)
+    beams += [memory.fork(beams[0]) for _ in range(3)]
+    scores = torch.full((4,), -torch.inf)
+    scores[0] = 0.0
+    logits = logits.expand(4, -1)
+    for _ in range(10):
+        total = scores[:, None] + logits.log_softmax(-1)
+        scores, flat = total.flatten().topk(4)
+        sources, tokens = flat // logits.shape[1], flat % logits.shape[1]
+        memory.reorder({beams[i]: beams[s] for i, s in enumerate(sources.tolist())})
+        with memory.step(dict(zip(beams, tokens.tolist(), strict=True))) as step:
+            logits = subject.model(step)
+        memory.check()
+    for i, beam in enumerate(beams):
+        subject.assert_same(logits[i : i + 1], subject.fresh([beam.tokens.tolist()], WINDOW)[-1:])
+
+
+# Capacity
+
+
+def test_capacity_is_refused_before_anything_changes(subject: Subject) -> None:
+    memory = HybridMemory(
+        subject.model.memory_spec, "24KiB" if subject.name.startswith("toy") else "128KiB", rollback_window=4, poison=True
+    )
+    sequences: list[Sequence] = []
+    tokens = subject.tokens(30)
+    with pytest.raises(CapacityError) as caught:
+        for _ in range(1000):
+            sequences.append(memory.open())
+            with memory.step({sequences[-1]: tokens, **({sequences[0]: [1]} if len(sequences) > 1 else {})}) as step:
+                subject.model(step)
+    memory.check()
+    assert caught.value.needed > 0
+    assert caught.value.unit == "bytes"
+    assert f"{caught.value.needed:,}" in str(caught.value)
+    n_fed = len(sequences) - 2
+    assert sequences[0].tokens.tolist() == tokens + [1] * n_fed
+    assert sequences[-1].length == 0
+    memory.close(sequences.pop(1))
+    expected = subject.fresh([tokens, *([[1]] * n_fed), *NEXT], 4)[30 + n_fed :]
+    subject.assert_same(subject.feed(memory, sequences[0], NEXT), expected, bits=True)
+    for sequence in sequences:
+        memory.close(sequence)
+    memory.check()
+    assert memory.usage().used_bytes == 0
+
+
+def test_the_split_follows_demand(subject: Subject) -> None:
+    """The same budget serves one long sequence, then many short ones, then a long one again."""
+    memory = subject.memory(4, budget="1MiB", page_tokens=4)
+    for _ in range(2):
+        long = memory.open()
+        memory.run(subject.model, {long: subject.tokens(1000)}, max_tokens=100)
+        memory.close(long)
+        short = [memory.open() for _ in range(60)]
+        memory.run(subject.model, {s: subject.tokens(3, seed=i) for i, s in enumerate(short)})
+        memory.check()
+        for sequence in short:
+            memory.close(sequence)
+        assert memory.usage().used_bytes == 0
+    usage = memory.usage()
+    assert usage.padding_bytes == 0
+
+
+# run
+
+
+def test_run_gives_what_one_step_would(subject: Subject) -> None:
+    requests = [subject.tokens(n, seed=n) for n in (70, 1, 33, 2, 1)]
+    memory = subject.memory(WINDOW)
+    with memory.step({memory.open(): t for t in requests}, outputs="all") as step:
+        expected = subject.model(step)
+    ends = np.cumsum([len(t) for t in requests]) - 1
+    for max_tokens in (1, 7, 32, 1000):
+        sequences = [memory.open() for _ in requests]
+        pairs = list(zip(sequences, requests, strict=True))
+        subject.assert_same(memory.run(subject.model, pairs, max_tokens=max_tokens), expected[ends])
+        assert [s.length for s in sequences] == [len(t) for t in requests]
+        again = [(memory.open(), tokens) for tokens in requests]
+        subject.assert_same(memory.run(subject.model, again, max_tokens=max_tokens, outputs="all"), expected)
+        for sequence, _ in pairs + again:
+            memory.close(sequence)
+    memory.check()
+
+
+def test_run_is_all_or_nothing(subject: Subject) -> None:
+    """The model fails in the fifth chunk: every sequence, whole chunks done or not, is as it was."""
+    memory = subject.memory(WINDOW)
+    old, new = memory.open(), memory.open()
+    prompt = subject.tokens(20)
+    subject.feed(memory, old, [prompt])
+    used, n_calls = memory.usage().used_bytes, 0
+
+    def failing(step):  # type: ignore[no-untyped-def]
+        nonlocal n_calls
+        n_calls += 1
+        if n_calls == 5:
+            raise RuntimeError("out of luck")
+        return subject.model(step)
+
+    with pytest.raises(RuntimeError, match="out of luck"):
+        memory.run(failing, {old: subject.tokens(50, seed=1), new: subject.tokens(30, seed=2)}, max_tokens=16)
+    memory.check()
+    assert (old.tokens.tolist(), new.length) == (prompt, 0)
+    assert memory.usage().used_bytes == used
+    assert len(memory.usage().by_sequence) == 2
+    subject.assert_same(subject.feed(memory, old, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[20:], bits=True)
+
+
+def test_a_step_without_its_model_is_refused(subject: Subject) -> None:
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    with pytest.raises(StepError, match="run the whole model"), memory.step({sequence: [1, 2]}):
+        pass
+    memory.check()
+    assert sequence.length == 0
+
+
+def test_a_busy_sequence_is_left_alone(subject: Subject) -> None:
+    memory = subject.memory(WINDOW)
+    sequence, other = memory.open(), memory.open()
+    with memory.step({sequence: [1, 2]}) as step:
+        for call in (memory.fork, memory.checkpoint, memory.close, lambda s: memory.rollback(s, to=0), lambda s: memory.step({s: [1]})):
+            with pytest.raises(SequenceError, match="open step"):
+                call(sequence)
+        subject.feed(memory, other, [[5, 6]])
+        memory.check()
+        subject.model(step)
+    memory.check()
+    assert (sequence.length, other.length) == (2, 2)
+    with pytest.raises(StepError, match="entered before"), step:
+        pass

@@ -1,0 +1,215 @@
+"""Anything, in any order: a hybrid memory against plain lists of tokens and an oracle that recomputes from scratch.
+
+`HYPOTHESIS_PROFILE=long` runs 1,000 examples.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from memory import BatchError, CapacityError, HybridMemory, RollbackError, Sequence, SequenceError
+from memory.arena import Store
+from tests.subjects import NEARLY
+from tests.toy import VOCAB, Toy
+
+MODEL = Toy()
+TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30)
+INDEX = st.integers(0, 1000)
+
+
+class InjectedError(Exception):
+    pass
+
+
+def recomputed(tokens: list[int]) -> torch.Tensor:
+    """Logits (n, vocab) of a sequence that saw these tokens in one step and nothing else."""
+    memory = HybridMemory(MODEL.memory_spec, "1MiB", poison=True)
+    with memory.step({memory.open(): tokens}, outputs="all") as step:
+        return MODEL(step)
+
+
+class Machine(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: dict[Sequence, list[int]] = {}
+        self.peaks: dict[Sequence, int] = {}
+        self.closed: list[Sequence] = []
+
+    @initialize(window=st.sampled_from([0, 1, 4, 9]), page_tokens=st.sampled_from([1, 3, 16]), kib=st.sampled_from([32, 64, 512]))
+    def make(self, window: int, page_tokens: int, kib: int) -> None:
+        self.window = window
+        self.memory = HybridMemory(MODEL.memory_spec, kib * 1024, rollback_window=window, page_tokens=page_tokens, poison=True)
+        for n_tokens in (7, 25):  # so that short examples have something to go back in
+            self.open()
+            self.step([(len(self.model) - 1, [i % VOCAB for i in range(n_tokens)])], [], None)
+
+    def pick(self, index: int, *, live: bool = True) -> Sequence | None:
+        found = [s for s in self.model if not (live and s.is_checkpoint)]
+        return found[index % len(found)] if found else None
+
+    @rule()
+    def open(self) -> None:
+        if len(self.model) < 8:
+            sequence = self.memory.open()
+            self.model[sequence], self.peaks[sequence] = [], 0
+
+    @rule(
+        picks=st.lists(st.tuples(INDEX, TOKENS), min_size=1, max_size=4),
+        accept=st.lists(st.floats(0, 1), max_size=4),
+        fault=st.sampled_from([None, None, None, "enter", "model", "kernel", "exit"]),
+    )
+    def step(self, picks: list[tuple[int, list[int]]], accept: list[float], fault: str | None) -> None:
+        requests = {s: tokens for i, tokens in picks if (s := self.pick(i))}
+        if not requests:
+            return
+        kept = {s: len(tokens) for s, tokens in requests.items()}
+        try:
+            with pytest.MonkeyPatch.context() as patch, self.memory.step(requests, outputs="all") as step:
+                if fault == "enter":
+                    raise InjectedError
+                if fault == "kernel":
+                    patch.setattr(HybridMemory, "recur", self.fail)
+                rows = step.split(MODEL(step))
+                if fault == "model":
+                    raise InjectedError
+                for share, (sequence, tokens) in zip(accept, requests.items(), strict=False):
+                    n_kept = round(share * len(tokens))
+                    try:
+                        step.accept({sequence: n_kept})
+                        kept[sequence] = n_kept
+                    except RollbackError:
+                        assert len(tokens) - n_kept > self.window
+                if fault == "exit":
+                    raise InjectedError
+        except InjectedError:
+            return
+        except CapacityError:
+            return
+        for (sequence, tokens), logits in zip(requests.items(), rows, strict=True):
+            before = self.model[sequence]
+            self.assert_close(logits, recomputed(before + tokens)[len(before) :])
+            if kept[sequence]:
+                self.peaks[sequence] = max(self.peaks[sequence], len(before) + len(tokens))
+                self.model[sequence] = before + tokens[: kept[sequence]]
+
+    @staticmethod
+    def fail(*_: object) -> None:
+        raise InjectedError
+
+    @staticmethod
+    def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+        spread = float(expected.max() - expected.min())
+        assert torch.isfinite(actual).all()
+        assert float((actual - expected).abs().max()) <= NEARLY * spread
+
+    @rule(index=INDEX, fault=st.booleans())
+    def fault_on_entering(self, index: int, fault: bool) -> None:
+        """Copying a shared block fails while the step is being set up."""
+        sequence = self.pick(index)
+        if sequence is None:
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Store, "copy", self.fail)
+            try:
+                with self.memory.step({sequence: [1]}) as step:
+                    MODEL(step)
+                    raise InjectedError
+            except (InjectedError, CapacityError):
+                pass
+
+    @rule(index=INDEX, back=st.integers(0, 40))
+    def rollback(self, index: int, back: int) -> None:
+        sequence = self.pick(index)
+        if sequence is None:
+            return
+        tokens = self.model[sequence]
+        to = max(0, len(tokens) - back)
+        must = to >= self.peaks[sequence] - self.window or to == 0
+        can = self.memory.can_rollback(sequence, to=to)
+        assert can or not must
+        resume_at = self.memory.resume_point(sequence, to=to)
+        assert self.memory.can_rollback(sequence, to=resume_at)
+        if not can:
+            with pytest.raises(RollbackError) as caught:
+                self.memory.rollback(sequence, to=to)
+            assert caught.value.resume_at == resume_at < to
+            return
+        horizon, marks = sequence.horizon, [s for s in self.model if s.is_checkpoint]
+        self.memory.rollback(sequence, to=to)
+        self.model[sequence] = tokens[:to]
+        if to == 0 and horizon > 0:
+            self.peaks[sequence] = 0
+        elif to < horizon:  # through a checkpoint, whose own furthest position counts from now on
+            self.peaks[sequence] = min(self.peaks[m] for m in marks if self.model[m][:to] == tokens[:to] and len(self.model[m]) >= to)
+
+    @rule(index=INDEX, mark=st.booleans())
+    def fork(self, index: int, mark: bool) -> None:
+        sequence = self.pick(index, live=False)
+        if sequence is not None and len(self.model) < 12:
+            copy = self.memory.checkpoint(sequence) if mark else self.memory.fork(sequence)
+            self.model[copy], self.peaks[copy] = list(self.model[sequence]), self.peaks[sequence]
+
+    @rule(index=INDEX, mark_index=INDEX)
+    def return_to_checkpoint(self, index: int, mark_index: int) -> None:
+        sequence, marks = self.pick(index), [s for s in self.model if s.is_checkpoint]
+        if sequence is None or not marks:
+            return
+        mark = marks[mark_index % len(marks)]
+        if mark.lineage != sequence.lineage:
+            with pytest.raises(SequenceError):
+                self.memory.rollback(sequence, to=mark)
+            return
+        self.memory.rollback(sequence, to=mark)
+        self.model[sequence], self.peaks[sequence] = list(self.model[mark]), self.peaks[mark]
+
+    @rule(pairs=st.lists(st.tuples(INDEX, INDEX), max_size=5))
+    def reorder(self, pairs: list[tuple[int, int]]) -> None:
+        moves = {t: s for a, b in pairs if (t := self.pick(a)) and (s := self.pick(b, live=False))}
+        self.memory.reorder(moves)
+        self.model |= {t: list(self.model[s]) for t, s in moves.items()}
+        self.peaks |= {t: self.peaks[s] for t, s in moves.items()}
+
+    @precondition(lambda self: self.model)
+    @rule(index=INDEX)
+    def close(self, index: int) -> None:
+        sequence = self.pick(index, live=False)
+        assert sequence is not None
+        self.memory.close(sequence)
+        del self.model[sequence], self.peaks[sequence]
+        self.closed.append(sequence)
+
+    @rule(index=INDEX)
+    def misuse(self, index: int) -> None:
+        if self.closed:
+            with pytest.raises(SequenceError):
+                self.memory.step({self.closed[index % len(self.closed)]: [1]})
+        sequence = self.pick(index)
+        if sequence is not None:
+            for bad in ([], [VOCAB], [-1], [0.5]):
+                with pytest.raises(BatchError):
+                    self.memory.step({sequence: bad})  # type: ignore[dict-item]
+
+    @invariant()
+    def books_balance(self) -> None:
+        if not hasattr(self, "memory"):
+            return
+        self.memory.check()
+        usage = self.memory.usage()
+        assert set(usage.by_sequence) == {s.id for s in self.model}
+        assert sum(usage.by_kind.values()) == usage.used_bytes
+        for sequence, tokens in self.model.items():
+            assert sequence.tokens.tolist() == tokens
+            assert sequence.horizon <= max(0, self.peaks[sequence] - self.window)
+
+    def teardown(self) -> None:
+        if hasattr(self, "memory"):
+            for sequence in list(self.model):
+                self.memory.close(sequence)
+            self.memory.check()
+            assert self.memory.usage().used_bytes == 0
+
+
+TestMachine = Machine.TestCase

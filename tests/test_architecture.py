@@ -1,0 +1,38 @@
+"""The house: which way imports run, how large files and functions may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCES = sorted(p for package in ("memory", "models", "chat", "training") for p in (ROOT / package).rglob("*.py"))
+
+
+def test_imports_run_one_way() -> None:
+    found = subprocess.run([sys.executable, "-m", "importlinter.cli", "lint"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_files_and_functions_stay_short(path: Path) -> None:
+    text = path.read_text()
+    assert text.count("\n") <= 400
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.end_lineno:
+            assert node.end_lineno - node.lineno <= 60, f"{node.name} has {node.end_lineno - node.lineno} lines"
+
+
+def test_memory_imports_nothing_heavy() -> None:
+    """`import memory` brings torch and numpy, not transformers, numba's compiler or triton."""
+    code = "import sys, memory; print([m for m in ('transformers', 'triton.language', 'safetensors', 'rich', 'typer') if m in sys.modules])"
+    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[]"
+
+
+def test_there_is_no_utils() -> None:
+    assert not [p for p in SOURCES if p.name == "utils.py"]

@@ -1,0 +1,394 @@
+"""HybridMemory at its edges: bad input, bytes as the spec says, dry runs, and what costs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import memory as library
+from memory import (
+    AttentionSpec,
+    BatchError,
+    HybridMemory,
+    HybridMemoryError,
+    IntegrityError,
+    MemorySpec,
+    RecurrentSpec,
+    RollbackError,
+    Sequence,
+    SequenceError,
+    SpecError,
+    StateTensor,
+    StepError,
+)
+from memory.recurrences import Fold, mamba1_spec
+from tests.toy import VOCAB, Toy
+
+
+@pytest.fixture
+def toy() -> Toy:
+    return Toy()
+
+
+@pytest.fixture
+def hybrid(toy: Toy) -> HybridMemory:
+    return HybridMemory(toy.memory_spec, "1MiB", rollback_window=4, poison=True)
+
+
+def feed(memory: HybridMemory, model: Toy, sequence: Sequence, tokens: object) -> torch.Tensor:
+    with memory.step({sequence: tokens}) as step:  # type: ignore[dict-item]
+        return model(step)
+
+
+# Bad input: a named error with the value and the remedy, nothing changed
+
+
+@pytest.mark.parametrize(
+    ("tokens", "named"),
+    [
+        ([], "no tokens"), ([VOCAB], f"token {VOCAB}"), ([0, -3], "token -3"), ([0.5], "0.5"), ("hello", "hello"), ([True], "True"),
+        ([[1, 2]], "shape"), ([[1], [2, 3]], "ragged"), (torch.zeros(3), "integers"), (torch.zeros(2, device="meta"), "meta"),
+        (None, "None"), ({1: 2}, "integers"), (np.zeros(0), "no tokens"),
+    ],
+)  # fmt: skip
+def test_bad_tokens(hybrid: HybridMemory, toy: Toy, tokens: object, named: str) -> None:
+    good, bad = hybrid.open(), hybrid.open()
+    with pytest.raises(BatchError, match=named), hybrid.step({good: [1], bad: tokens}) as step:  # type: ignore[dict-item]
+        toy(step)
+    hybrid.check()
+    assert good.length == bad.length == 0
+
+
+@pytest.mark.parametrize("tokens", [3, np.int32(3), [3], (3,), np.array([3], np.uint8), torch.tensor([3]), torch.tensor(3), range(3, 4)])
+def test_good_tokens(hybrid: HybridMemory, toy: Toy, tokens: object) -> None:
+    sequence = hybrid.open()
+    feed(hybrid, toy, sequence, tokens)
+    assert sequence.tokens.tolist() == [3]
+
+
+def test_bad_requests(hybrid: HybridMemory) -> None:
+    a = hybrid.open()
+    for requests, named in (({}, "no requests"), ([(a, [1]), (a, [2])], "more than one"), ([a], "no request"), ({"alice": [1]}, "alice")):
+        with pytest.raises(BatchError, match=named):
+            hybrid.step(requests)  # type: ignore[arg-type]
+    with pytest.raises(BatchError, match="'first'"):
+        hybrid.step({a: [1]}, outputs="first")  # type: ignore[arg-type]
+    for max_tokens in (0, -1, 1.5, True):
+        with pytest.raises(BatchError, match="max_tokens"):
+            hybrid.run(Toy(), {a: [1]}, max_tokens=max_tokens)  # type: ignore[arg-type]
+
+
+def test_bad_handles(hybrid: HybridMemory, toy: Toy) -> None:
+    a, other = hybrid.open(), HybridMemory(toy.memory_spec, "1MiB")
+    stranger = other.open()
+    hybrid.close(a)
+    calls = (
+        lambda s: hybrid.step({s: [1]}), hybrid.fork, hybrid.checkpoint, hybrid.close, lambda s: hybrid.rollback(s, to=0),
+        lambda s: hybrid.can_rollback(s, to=0), lambda s: hybrid.resume_point(s, to=0), lambda s: hybrid.reorder({s: s}),
+        lambda s: hybrid.run(toy, {s: [1]}),
+    )  # fmt: skip
+    for call in calls:
+        with pytest.raises(SequenceError, match="closed"):
+            call(a)
+        with pytest.raises(SequenceError, match="another memory"):
+            call(stranger)
+    for read in (lambda: a.length, lambda: a.tokens, lambda: a.horizon):
+        with pytest.raises(SequenceError, match="closed"):
+            read()
+    assert "closed" in repr(a)
+    with pytest.raises(SequenceError, match="no sequence"):
+        hybrid.fork(3)  # type: ignore[arg-type]
+
+
+def test_a_slot_is_reused_and_its_old_handle_stays_closed(hybrid: HybridMemory, toy: Toy) -> None:
+    a = hybrid.open()
+    feed(hybrid, toy, a, [1, 2, 3])
+    hybrid.close(a)
+    b = hybrid.open()
+    assert b.slot == a.slot
+    assert (b.id, b.length) == (a.id + 1, 0)
+    with pytest.raises(SequenceError):
+        hybrid.fork(a)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"budget": 0}, {"budget": -5}, {"budget": "lots"}, {"budget": 1.5}, {"budget": 2000}, {"budget": "1KiB"}, {"rollback_window": -1},
+        {"rollback_window": 2.5}, {"page_tokens": 0}, {"page_tokens": True}, {"dtype": torch.int32}, {"budget": 1 << 60},
+    ],
+)  # fmt: skip
+def test_bad_options(toy: Toy, options: dict[str, object]) -> None:
+    with pytest.raises(SpecError) as caught:
+        HybridMemory(toy.memory_spec, **options)  # type: ignore[arg-type]
+    value = str(next(iter(options.values())))
+    assert value in str(caught.value).replace(",", "") or value == "1KiB"
+
+
+def test_a_budget_for_one_sequence_is_named_and_enough(toy: Toy) -> None:
+    with pytest.raises(SpecError, match="too small") as caught:
+        HybridMemory(toy.memory_spec, 1024)
+    needed = int(str(caught.value).rsplit("give it ", 1)[1].split(" ")[0].replace(",", ""))
+    memory = HybridMemory(toy.memory_spec, needed)
+    sequence = memory.open()
+    for i in range(16):
+        feed(memory, toy, sequence, [i])
+    memory.check()
+
+
+def test_bad_specs() -> None:
+    for make in (
+        lambda: AttentionSpec(3, 2, 4), lambda: AttentionSpec(0, 1, 4), lambda: MemorySpec(((AttentionSpec(1, 1, 4),) * 2,), 10),
+        lambda: MemorySpec((), 0), lambda: RecurrentSpec("x", (0,), ()), lambda: HybridMemory("jamba"),  # type: ignore[arg-type]
+        lambda: RecurrentSpec("x", (2,), (StateTensor("a", (1,)), StateTensor("a", (1,)))),
+    ):  # fmt: skip
+        with pytest.raises(SpecError):
+            make()
+
+
+def test_another_models_memory(toy: Toy) -> None:
+    for spec, named in (
+        (replace(toy.memory_spec, layers=toy.memory_spec.layers[:1], model="tiny"), "made for tiny, not for toy"),
+        (replace(toy.memory_spec, dtype=torch.bfloat16), "bfloat16"),
+    ):
+        memory = HybridMemory(spec, "1MiB")
+        sequence = memory.open()
+        with pytest.raises(StepError, match=named), memory.step({sequence: [1]}) as step:
+            toy(step)
+        memory.check()
+        assert sequence.length == 0
+
+
+def test_layers_and_steps_that_disagree(hybrid: HybridMemory) -> None:
+    sequence = hybrid.open()
+    q, kv, rows = torch.zeros(2, 6, 4), torch.zeros(2, 2, 4), torch.zeros(2, 5)
+    keep = Fold(lambda state, row: (state, row))
+    bad = {
+        "shape": lambda step: step.attend(0, q[:1], kv, kv),
+        "float64": lambda step: step.attend(0, q.double(), kv, kv),
+        "meta": lambda step: step.attend(0, q, kv.to("meta"), kv),
+        "layer 9": lambda step: step.attend(9, q, kv, kv),
+        "0 attention memories": lambda step: step.attend(1, q, kv, kv),
+        "picks none": lambda step: step.recur(1, rows, keep),
+        "rows have shape": lambda step: step.recur(1, rows[:, :4], keep, name="slow"),
+        "rows are": lambda step: step.recur(1, rows.double(), keep, name="slow"),
+        "end states": lambda step: step.recur(1, rows, lambda states, rows: (rows, states), name="slow"),
+        "end state 'mean'": lambda step: step.recur(1, rows, lambda states, rows: (rows, states.end(rows[:1, :2])), name="slow"),
+        "twice": lambda step: [step.attend(0, q, kv, kv) for _ in range(2)],
+    }
+    for named, call in bad.items():
+        with pytest.raises(StepError, match=named), hybrid.step({sequence: [1, 2]}) as step:
+            call(step)
+        hybrid.check()
+    assert sequence.length == 0
+    step = hybrid.step({sequence: [1, 2]})
+    with pytest.raises(StepError, match="not open"):
+        step.attend(0, q, kv, kv)
+
+
+def test_bad_accepts(hybrid: HybridMemory, toy: Toy) -> None:
+    a, b = hybrid.open(), hybrid.open()
+    with hybrid.step({a: [1, 2, 3]}) as step:
+        logits = toy(step)
+        for n_tokens in (-1, 4, 1.0, True, None):
+            with pytest.raises(BatchError):
+                step.accept({a: n_tokens})  # type: ignore[dict-item]
+        with pytest.raises(SequenceError):
+            step.accept({b: 1})
+        with pytest.raises(BatchError, match="rows"):
+            step.split(logits[:0])
+        step.accept({a: np.int64(2)})
+    assert a.tokens.tolist() == [1, 2]
+
+
+def test_every_error_is_ours() -> None:
+    errors = [getattr(library, name) for name in library.__all__ if name.endswith("Error")]
+    assert len(errors) == 9
+    assert all(issubclass(error, HybridMemoryError) for error in errors)
+    assert [name for name in library.__all__ if not hasattr(library, name)] == []
+
+
+# Bytes
+
+
+def test_bytes_are_what_the_spec_says(toy: Toy) -> None:
+    """Pages, states and tails of each sequence, and their sum in the arena."""
+    window, page_tokens = 8, 16
+    memory = HybridMemory(toy.memory_spec, "1MiB", rollback_window=window, page_tokens=page_tokens)
+    a, b = memory.open(), memory.open()
+    feed(memory, toy, a, [1] * 40)
+    feed(memory, toy, b, [2] * 5)
+    usage = memory.usage()
+    # Layer 0: 2 heads of 4, layer 2: 1 head of 4; keys and values; float32. Every field is a multiple of 64 bytes here.
+    page_bytes = 2 * page_tokens * (2 * 4 + 1 * 4) * 4
+    state_bytes = 4 * (64 // 4) * 4 + 4 * 4 * 4  # four tensors of 5 elements, each in 64 bytes, and a 4 x 4 matrix
+    assert usage.block_bytes == {
+        "pages": page_bytes,
+        "body states": state_bytes,
+        "head states": state_bytes,
+        "tails": usage.block_bytes["tails"],
+    }
+    tail_rows = window + 4 - 1 + 4
+    row_elements = 5 + 5 + 8
+    assert 0 <= usage.block_bytes["tails"] - tail_rows * row_elements * 4 < 3 * 64
+    assert usage.by_sequence[a.id].by_kind == {
+        "pages": 3 * page_bytes, "body states": state_bytes, "head states": state_bytes, "tails": usage.block_bytes["tails"]
+    }  # fmt: skip
+    assert usage.by_sequence[b.id].by_kind == {
+        "pages": page_bytes, "body states": 0, "head states": state_bytes, "tails": usage.block_bytes["tails"]
+    }  # fmt: skip
+    assert sum(s.total_bytes for s in usage.by_sequence.values()) == sum(usage.by_kind.values()) == usage.used_bytes
+    assert usage.used_bytes + usage.free_bytes == usage.budget_bytes == 1 << 20
+    hidden = usage.padding_bytes
+    assert hidden == 3 * (4 * (64 - 20)) + 2 * (usage.block_bytes["tails"] - tail_rows * row_elements * 4)
+
+
+def test_shared_bytes(hybrid: HybridMemory, toy: Toy) -> None:
+    a = hybrid.open()
+    feed(hybrid, toy, a, [1] * 40)
+    alone = hybrid.usage().by_sequence[a.id]
+    assert (alone.shared_bytes, alone.private_bytes) == (0, alone.total_bytes)
+    fork = hybrid.fork(a)
+    both = hybrid.usage().by_sequence
+    assert both[a.id].private_bytes == both[fork.id].private_bytes == 0
+    hybrid.close(a)
+    assert hybrid.usage().by_sequence[fork.id] == replace(alone, id=fork.id)
+
+
+def test_a_window_costs_rows_not_states() -> None:
+    """A Mamba-1 layer with 16 states a channel, bfloat16 rows and float32 state: 64 tokens back cost 2.6 states at most."""
+    spec = MemorySpec(((mamba1_spec(4096, 16, 4),),), vocab_size=10, dtype=torch.bfloat16, device=torch.device("meta"))
+    memory = HybridMemory(spec, "1GiB", rollback_window=64)
+    sequence = memory.open()
+    memory.run(None, {sequence: [1] * 500})
+    usage = memory.usage().by_sequence[sequence.id].by_kind
+    state_bytes = memory.usage().block_bytes["body states"]
+    assert state_bytes == 16 * 4096 * 4 + 3 * 4096 * 2
+    assert usage["tails"] / state_bytes <= 2.6
+    assert usage["body states"] == usage["head states"] == state_bytes
+
+
+def test_decoding_holds_at_most_three_states_and_its_rows() -> None:
+    spec = MemorySpec(((mamba1_spec(256, 16, 4),),) * 3, vocab_size=10, device=torch.device("meta"))
+    memory = HybridMemory(spec, "1GiB", rollback_window=32)
+    sequence = memory.open()
+    most = 0
+    for _ in range(200):
+        with memory.step({sequence: [1]}):
+            usage = memory.usage()
+            most = max(most, usage.by_kind["body states"] + usage.by_kind["head states"])
+            assert usage.by_kind["tails"] == usage.block_bytes["tails"]
+    assert most == 3 * memory.usage().block_bytes["body states"]
+
+
+def test_layouts_of_real_models_hardly_pad() -> None:
+    """Jamba-1.5-Mini's sizes: 4 attention and 28 Mamba layers. Alignment adds less than 3 %."""
+    attention, mamba = AttentionSpec(32, 8, 128), mamba1_spec(8192, 16, 4)
+    layers = tuple((attention if i % 8 == 4 else mamba,) for i in range(32))
+    memory = HybridMemory(MemorySpec(layers, 65536, torch.bfloat16, torch.device("meta")), "80GiB", rollback_window=64)
+    for _ in range(50):
+        memory.run(None, {memory.open(): [1] * 1000})
+    usage = memory.usage()
+    assert usage.padding_bytes <= 0.03 * usage.used_bytes
+    assert usage.block_bytes["pages"] == 2 * 4 * 16 * 8 * 128 * 2
+    memory.check()
+
+
+# Dry runs, slots, models that remember nothing
+
+
+def test_a_dry_run_keeps_the_same_books(toy: Toy) -> None:
+    real = HybridMemory(toy.memory_spec, "1MiB", rollback_window=4)
+    dry = HybridMemory(toy.memory_spec, "1MiB", rollback_window=4, device="meta")
+    for memory, model in ((real, toy), (dry, None)):
+        a = memory.open()
+        memory.run(model, {a: [1] * 50})
+        b = memory.fork(a)
+        memory.run(model, {a: [2], b: [3] * 7})
+        memory.rollback(b, to=52)
+        memory.checkpoint(b)
+        memory.check()
+    assert real.usage() == dry.usage()
+    with pytest.raises(StepError, match="dry run"), dry.step({dry.open(): [1]}) as step:
+        step.attend(0, *[torch.zeros(1)] * 3)
+    with pytest.raises(StepError, match="model=None"):
+        real.run(None, {real.open(): [1]})
+
+
+def test_thousands_of_open_sequences() -> None:
+    spec = replace(Toy().memory_spec, device=torch.device("meta"))
+    memory = HybridMemory(spec, "1GiB", rollback_window=4)
+    sequences = [memory.open() for _ in range(5000)]
+    memory.run(None, {s: [1] * (1 + i % 9) for i, s in enumerate(sequences)}, max_tokens=4000)
+    chosen = sequences[::37][::-1]
+    with memory.step({s: [2] for s in chosen}):
+        pass
+    assert [s.length for s in chosen] == [2 + sequences.index(s) % 9 for s in chosen]
+    memory.check()
+    for sequence in sequences:
+        memory.close(sequence)
+    assert memory.usage().used_bytes == 0
+
+
+def test_a_model_that_remembers_nothing() -> None:
+    memory = HybridMemory(MemorySpec(((), ()), vocab_size=5), 1)
+    sequence = memory.open()
+    with memory.step({sequence: [1, 2, 3]}, outputs="all") as step:
+        assert step.select(step.token_ids).tolist() == [1, 2, 3]
+    memory.rollback(sequence, to=1)
+    assert sequence.tokens.tolist() == [1]
+    memory.check()
+
+
+def test_positions_and_packing(hybrid: HybridMemory, toy: Toy) -> None:
+    a, b = hybrid.open(), hybrid.open()
+    feed(hybrid, toy, a, [1, 2, 3])
+    with hybrid.step({b: [4, 5], a: [6]}) as step:
+        assert step.token_ids.tolist() == [6, 4, 5]
+        assert step.positions.tolist() == [3, 0, 1]
+        assert step.cu_seqlens.tolist() == [0, 1, 3]
+        assert step.sequences == [b, a]
+        toy(step)
+
+
+# check() is real
+
+
+def test_check_finds_a_lost_and_a_doubled_reference(hybrid: HybridMemory, toy: Toy) -> None:
+    a = hybrid.open()
+    feed(hybrid, toy, a, [1] * 40)
+    pool = hybrid._attention.pool
+    for change in (1, -1):
+        pool.counts[0] += change
+        with pytest.raises(IntegrityError):
+            hybrid.check()
+        pool.counts[0] -= change
+    hybrid.check()
+    hybrid._ledger.lengths[a.slot] += 16
+    with pytest.raises(IntegrityError):
+        hybrid.check()
+
+
+def test_views(hybrid: HybridMemory, toy: Toy) -> None:
+    assert "0 sequences" in repr(hybrid)
+    a = hybrid.open()
+    feed(hybrid, toy, a, [1] * 40)
+    hybrid.checkpoint(a)
+    assert "toy" in repr(hybrid)
+    assert "40 tokens" in repr(a)
+    html = hybrid._repr_html_()
+    assert html.count("<tr>") == 3
+    assert "checkpoint" in html
+    hostile = HybridMemory(replace(toy.memory_spec, model="<script>"), "1MiB")
+    assert "<script>" not in hostile._repr_html_()
+    for _ in range(60):
+        hybrid.open()
+    assert "and 12 more" in hybrid._repr_html_()
+
+
+def test_rollback_error_carries_its_numbers() -> None:
+    error = RollbackError("no", to=3, horizon=5, resume_at=0)
+    assert (error.to, error.horizon, error.resume_at) == (3, 5, 0)
