@@ -34,9 +34,11 @@ def read_budget(budget: int | str) -> int:
     """Bytes of a budget given as a number of bytes or as text: "512MiB", "1.5 GB", "80GiB"."""
     if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
         return budget
-    if isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)B\s*", budget)):
+    if isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?))?B\s*", budget)):
         number, prefix, binary = match.groups()
-        return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(prefix.upper() or " "))
+        n_bytes = int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
+        if n_bytes > 0:
+            return n_bytes
     raise SpecError(f"budget={budget!r}; give a positive number of bytes, or text such as '512MiB' or '1GB'")
 
 

@@ -29,20 +29,15 @@ def read_requests(requests: Requests, vocab_size: int) -> tuple[list[Sequence], 
     if len(set(sequences)) != len(sequences):
         twice = next(s for s in sequences if sequences.count(s) > 1)
         raise BatchError(f"{twice!r} occurs in more than one request; join its tokens into one")
-    tokens = [_read_tokens(sequence, value) for sequence, value in pairs]
-    flat = np.concatenate(tokens)
-    if flat.min() < 0 or flat.max() >= vocab_size:
-        for sequence, ids in zip(sequences, tokens, strict=True):
-            bad = ids[(ids < 0) | (ids >= vocab_size)]
-            if len(bad):
-                raise BatchError(f"token {bad[0]} of {sequence!r} is outside the vocabulary: 0 <= id < {vocab_size}")
-    return sequences, tokens
+    return sequences, [_read_tokens(sequence, value, vocab_size) for sequence, value in pairs]
 
 
-def _read_tokens(sequence: Sequence, tokens: Tokens) -> Int64s:
+def _read_tokens(sequence: Sequence, tokens: Tokens, vocab_size: int) -> Int64s:
     if isinstance(tokens, Tensor):
         if tokens.device.type == "meta":
             raise BatchError(f"the tokens of {sequence!r} are a meta tensor and have no values; give real token ids")
+        if tokens.dtype.is_floating_point or tokens.dtype.is_complex:
+            raise _not_integers(sequence, tokens)  # numpy has no bfloat16, so this cannot wait
         tokens = tokens.detach().cpu().numpy()
     try:
         ids = np.asarray(tokens)
@@ -53,8 +48,16 @@ def _read_tokens(sequence: Sequence, tokens: Tokens) -> Int64s:
     if ids.ndim > 1:
         raise BatchError(f"tokens of {sequence!r} have shape {ids.shape}; give one axis, one request a sequence")
     if ids.dtype.kind not in "iu":
-        raise BatchError(f"tokens of {sequence!r} are {tokens!r}, not integers; encode text with the model's tokenizer first")
-    return ids.reshape(-1).astype(np.int64)
+        raise _not_integers(sequence, tokens)
+    ids = ids.reshape(-1)
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        bad = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise BatchError(f"token {bad} of {sequence!r} is outside the vocabulary: 0 <= id < {vocab_size}")
+    return ids.astype(np.int64)
+
+
+def _not_integers(sequence: Sequence, tokens: Tokens) -> BatchError:
+    return BatchError(f"tokens of {sequence!r} are {tokens!r}, not integers; encode text with the model's tokenizer first")
 
 
 def pack(tokens: list[Int64s], slots: Int64s, starts: Int64s, peaks: Int64s) -> Packed:

@@ -1,7 +1,7 @@
 """Models that run on a `HybridMemory`: one short file a family, and loading."""
 
 from models import jamba, mamba
-from models.checkpoint import Checkpoint
-from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, UnsupportedModelError, load_model
+from models.checkpoint import Checkpoint, UnsupportedModelError
+from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model
 
 __all__ = ["ARCHITECTURES", "EMBEDDED", "Checkpoint", "LanguageModel", "UnsupportedModelError", "jamba", "load_model", "mamba"]

@@ -11,10 +11,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from memory.errors import FormatError
+from memory.errors import FormatError, HybridMemoryError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+
+class UnsupportedModelError(HybridMemoryError, ValueError):
+    """A checkpoint of an architecture, or with an option, that this library does not implement."""
 
 
 class Checkpoint:
@@ -44,9 +48,12 @@ class Checkpoint:
         if not index.exists():
             raise FormatError(f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors checkpoints can be loaded")
         try:
-            return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+            names = set(json.loads(index.read_text())["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise FormatError(f"{index} is no index of safetensors shards: {error}") from error
+        if not names or not all(isinstance(name, str) for name in names):
+            raise FormatError(f"{index} is no index of safetensors shards: its weight_map holds {list(names)[:3]}, not file names")
+        return sorted(names)
 
     def _open(self, name: str):  # type: ignore[no-untyped-def]
         path = self.folder / name

@@ -65,7 +65,7 @@ def _mamba_shape(config: JambaConfig) -> MambaShape:
     return MambaShape(
         n_model=config.hidden_size, n_channels=config.mamba_expand * config.hidden_size, d_state=config.mamba_d_state,
         d_conv=config.mamba_d_conv, dt_rank=int(config.mamba_dt_rank), has_conv_bias=config.mamba_conv_bias,
-        has_proj_bias=config.mamba_proj_bias, norm_eps=config.rms_norm_eps,
+        has_proj_bias=config.mamba_proj_bias, norm_eps=config.rms_norm_eps, activation=config.hidden_act,
     )  # fmt: skip
 
 

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory import AttentionSpec, RecurrentSpec, Step
+from memory import AttentionSpec, FormatError, RecurrentSpec, Step
 from memory.recurrences import Mamba1, mamba1_spec, rms_norm
-from models.checkpoint import Checkpoint
+from models.checkpoint import Checkpoint, UnsupportedModelError
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -44,6 +44,8 @@ class MixtureOfExperts:
     """Each token goes through its `n_chosen` best experts, weighted by the softmax over all of them, not renormalised."""
 
     def __init__(self, router: Tensor, experts: list[GatedMLP], n_chosen: int) -> None:
+        if not 1 <= n_chosen <= len(experts):
+            raise FormatError(f"num_experts_per_tok is {n_chosen}, but there are {len(experts)} experts")
         self._router = router
         self._experts = experts
         self._n_chosen = n_chosen
@@ -91,6 +93,11 @@ class MambaShape:
     has_conv_bias: bool
     has_proj_bias: bool
     norm_eps: float | None = None
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        if self.activation not in ("silu", "swish"):
+            raise UnsupportedModelError(f"hidden_act={self.activation!r} in a Mamba mixer; its convolution is implemented with silu only")
 
     @property
     def spec(self) -> RecurrentSpec:

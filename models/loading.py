@@ -17,17 +17,13 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from memory import MemorySpec, SpecError, Step
 from memory.errors import FormatError, HybridMemoryError
-from models.checkpoint import Checkpoint
+from models.checkpoint import Checkpoint, UnsupportedModelError
 
 EMBEDDED = Path(__file__).parent / "embedded"
 """The small Jamba that ships with the library; see `training/train_embedded.py`."""
 
 _PROGRESS_FROM_TENSORS = 200
 """A progress bar for fewer tensors would only flash."""
-
-
-class UnsupportedModelError(HybridMemoryError, ValueError):
-    """A checkpoint of an architecture, or with an option, that this library does not implement."""
 
 
 class LanguageModel(Protocol):
@@ -80,7 +76,7 @@ def load_model(
     with Progress(console=Console(stderr=True), disable=not is_shown) as bar:
         task = bar.add_task(f"loading {folder.name}", total=len(checkpoint))
         checkpoint.on_taken = lambda: bar.advance(task)
-        model = model_class(config, checkpoint)
+        model = build(model_class, config, checkpoint)
     checkpoint.warn_of_leftovers("lm_head.weight")
     return model
 
@@ -115,9 +111,19 @@ def read_config(folder: Path) -> tuple[PreTrainedConfig, ModelClass]:
         raise UnsupportedModelError(f"{architectures[0]} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
     try:
         config = AutoConfig.from_pretrained(folder)
-    except (ValueError, TypeError, OSError) as error:
+    except Exception as error:  # its validators raise types of their own, of several libraries
         raise FormatError(f"{path} does not describe a {architectures[0]}: {error}") from error
     return config, ARCHITECTURES[architectures[0]]
+
+
+def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpoint) -> LanguageModel:
+    """Make the model. What a nonsensical config lets fail on the way is the config's fault: FormatError."""
+    try:
+        return model_class(config, checkpoint)
+    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        if isinstance(error, HybridMemoryError):
+            raise
+        raise FormatError(f"{checkpoint.folder / 'config.json'} contradicts itself: {type(error).__name__}: {error}") from error
 
 
 def _read_device(device: str | torch.device) -> torch.device:

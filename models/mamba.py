@@ -20,6 +20,7 @@ class Mamba:
         shape = MambaShape(
             n_model=config.hidden_size, n_channels=config.intermediate_size, d_state=config.state_size, d_conv=config.conv_kernel,
             dt_rank=int(config.time_step_rank), has_conv_bias=config.use_conv_bias, has_proj_bias=config.use_bias,
+            activation=config.hidden_act,
         )  # fmt: skip
         n_layers, n_model, eps = config.num_hidden_layers, config.hidden_size, config.layer_norm_epsilon
         self.config = config

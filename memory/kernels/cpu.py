@@ -11,21 +11,34 @@ import math
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import njit, prange
+from numba import get_num_threads, njit, prange, set_num_threads
 from torch import Tensor
 
 from memory.kernels.reference import gather_rows
 from memory.kernels.signature import PagedBatch, StateSlots
 from memory.kernels.vector_math import exp_f32
 
-# Reassociation lets reductions use vector registers. "nnan" and "ninf" stay off: NaN must come through.
-_FAST = {"reassoc", "contract", "arcp", "nsz"}
+# Reassociation lets dot products use vector registers; where nothing is reduced it stays off. Together with "nsz" it would let
+# LLVM merge the two parts of ln 2 in `exp_f32` and cost it 4 ulp. "nnan" and "ninf" stay off: NaN must come through.
+_REDUCING = {"reassoc", "contract"}
+_ELEMENTWISE = {"contract", "arcp", "nsz"}
 _CHANNELS_AT_ONCE = 128
 """Channels of a recurrence that one task runs: 128 x 16 float32 states are 8 KiB and stay in the first-level cache."""
 _FEW_QUERIES = 16
 """Requests with at most this many queries read their pages in place; longer ones gather them once for torch's attention."""
 
+_WORTH_A_THREAD = 1 << 16
+"""Multiplications that a second thread must save: waking it costs some ten microseconds, far more on a busy machine."""
+
+_MOST_THREADS = get_num_threads()
+
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+
+
+def _use_threads(n_multiplications: int) -> None:
+    """As many threads as torch uses, fewer for little work."""
+    n_threads = min(torch.get_num_threads(), _MOST_THREADS, 1 + n_multiplications // _WORTH_A_THREAD)
+    set_num_threads(n_threads)
 
 
 def write_rows_(flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
@@ -60,6 +73,7 @@ def paged_attention(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBat
     counts = np.diff(batch.cu_seqlens)
     n_short = int(np.searchsorted(counts, _FEW_QUERIES, side="right"))
     if n_short:
+        _use_threads(2 * q_THD[0].numel() * int((counts * batch.kv_lengths)[:n_short].sum()))
         _attend_few(
             q_THD.contiguous().numpy(), keys.numpy(), values.numpy(), batch.cu_seqlens[: n_short + 1], batch.kv_lengths,
             batch.page_table.numpy(), batch.page_tokens, n_kv_heads, np.float32(scale), out_THD.numpy(),
@@ -82,7 +96,7 @@ def _attend_many(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch,
     return out_HTD[0].transpose(0, 1)
 
 
-@njit(parallel=True, fastmath=_FAST, cache=True)
+@njit(parallel=True, fastmath=_REDUCING, cache=True)
 def _attend_few(q_THD, keys, values, cu_seqlens, kv_lengths, page_table, page_tokens, n_kv_heads, scale, out_THD):  # type: ignore[no-untyped-def]
     n_heads, head_dim = q_THD.shape[1], q_THD.shape[2]
     n_groups = n_heads // n_kv_heads
@@ -125,6 +139,7 @@ def _attend_few(q_THD, keys, values, cu_seqlens, kv_lengths, page_table, page_to
 def causal_conv(rows_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots) -> Tensor:
     out_TE = torch.empty_like(rows_TE, memory_format=torch.contiguous_format)
     bias = torch.zeros(rows_TE.shape[1]) if bias_E is None else bias_E
+    _use_threads(rows_TE.numel() * len(weight_WE))
     _causal_conv(
         rows_TE.contiguous().numpy(), weight_WE.numpy(), bias.numpy(), window.cu_rows, window.flat.numpy(),
         window.sources.numpy(), window.targets.numpy(), np.float32(window.initial), out_TE.numpy(),
@@ -132,7 +147,7 @@ def causal_conv(rows_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, windo
     return out_TE
 
 
-@njit(parallel=True, fastmath=_FAST, cache=True)
+@njit(parallel=True, fastmath=_ELEMENTWISE, cache=True)
 def _causal_conv(rows_TE, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_TE):  # type: ignore[no-untyped-def]
     n_taps, n_channels = weight_WE.shape
     n_chunks = -(-n_channels // _CHANNELS_AT_ONCE)
@@ -171,6 +186,7 @@ def _causal_conv(rows_TE, weight_WE, bias_E, cu_rows, flat, sources, targets, in
 
 def selective_scan(x_TE: Tensor, dt_TE: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor, state: StateSlots) -> Tensor:
     y_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
+    _use_threads(10 * x_TE.numel() * len(a_NE))
     _selective_scan(
         x_TE.contiguous().numpy(), dt_TE.contiguous().numpy(), b_TN.contiguous().numpy(), c_TN.contiguous().numpy(),
         a_NE.numpy(), d_E.numpy(), state.cu_rows, state.flat.numpy(), state.sources.numpy(), state.targets.numpy(),
@@ -179,7 +195,7 @@ def selective_scan(x_TE: Tensor, dt_TE: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE
     return y_TE
 
 
-@njit(parallel=True, fastmath=_FAST, cache=True)
+@njit(parallel=True, fastmath=_ELEMENTWISE, cache=True)
 def _selective_scan(x_TE, dt_TE, b_TN, c_TN, a_NE, d_E, cu_rows, flat, sources, targets, initial, y_TE):  # type: ignore[no-untyped-def]
     n_states, n_channels = a_NE.shape
     n_chunks = -(-n_channels // _CHANNELS_AT_ONCE)

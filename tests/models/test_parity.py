@@ -1,0 +1,158 @@
+"""Our models against transformers on the same random checkpoints: prompts, single steps, and every way to split a prompt."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from memory import HybridMemory, Sequence
+from models import LanguageModel, load_model
+from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
+from tests.tolerances import TOLERANCE, assert_logits_close, assert_split_close
+
+N_PROMPT, N_STEPS = 24, 16
+TOKENS = draw_tokens(N_PROMPT + N_STEPS)
+MATTERS = 0.1
+"""A logit that is off by this much shows that something was forgotten."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One checkpoint in both libraries, and transformers' logits of TOKENS computed at once."""
+
+    name: str
+    folder: Path
+    model: LanguageModel
+    peer: Peer
+    expected: Tensor
+
+    def memory(self, model: LanguageModel | None = None) -> HybridMemory:
+        """So small a window that states fold inside the test."""
+        return HybridMemory((model or self.model).memory_spec, "8MiB", rollback_window=4, page_tokens=4, poison=True)
+
+    def feed(self, memory: HybridMemory, sequence: Sequence, steps: Iterable[list[int]]) -> Tensor:
+        logits = []
+        for tokens in steps:
+            with memory.step({sequence: tokens}, outputs="all") as step:
+                logits.append(self.model(step))
+        return torch.cat(logits)
+
+    def feed_fresh(self, *steps: list[int]) -> Tensor:
+        memory = self.memory()
+        return self.feed(memory, memory.open(), steps)
+
+
+@pytest.fixture(scope="session", params=CONFIGS)
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder = write_checkpoint(tmp_path_factory.mktemp("parity") / request.param, CONFIGS[request.param]())
+    peer = Peer.load(folder)
+    return Pair(request.param, folder, load_model(folder), peer, peer.logits(TOKENS))
+
+
+def test_logits_are_large_enough_to_compare(pair: Pair) -> None:
+    assert pair.expected.std() >= 1
+
+
+def test_a_prompt_at_once(pair: Pair) -> None:
+    assert_logits_close(pair.feed_fresh(TOKENS), pair.expected)
+
+
+def test_single_steps_after_a_prompt(pair: Pair) -> None:
+    logits = pair.feed_fresh(TOKENS[:N_PROMPT], *([token] for token in TOKENS[N_PROMPT:]))
+    assert_logits_close(logits, pair.expected)
+    if pair.name == "jamba-no-attention":
+        return  # transformers' cache cannot be asked for its length there
+    cache = pair.peer.make_cache()
+    steps = [TOKENS[:N_PROMPT], *([token] for token in TOKENS[N_PROMPT:])]
+    assert_logits_close(logits, torch.cat([pair.peer.logits(tokens, cache) for tokens in steps]))
+
+
+def test_single_steps_from_nothing(pair: Pair) -> None:
+    assert_logits_close(pair.feed_fresh(*([token] for token in TOKENS)), pair.expected)
+
+
+def test_a_batch_of_different_prompts(pair: Pair) -> None:
+    memory = pair.memory()
+    prompts = [draw_tokens(n, seed=n) for n in (17, 1, 24, 5, 33, 5)]
+    sequences = [memory.open() for _ in prompts]
+    with memory.step(zip(sequences, prompts, strict=True), outputs="all") as step:
+        parts = step.split(pair.model(step))
+    for logits, prompt in zip(parts, prompts, strict=True):
+        assert_logits_close(logits, pair.peer.logits(prompt))
+    more = [draw_tokens(1 + i % 3, seed=i) for i in range(len(prompts))]
+    with memory.step(zip(sequences, more, strict=True)) as step:
+        last = pair.model(step)
+    for logits, prompt, added in zip(last, prompts, more, strict=True):
+        assert_logits_close(logits, pair.peer.logits(prompt + added)[-1])
+
+
+def test_every_split_in_two(pair: Pair) -> None:
+    prompt = TOKENS[:N_PROMPT]
+    whole = pair.feed_fresh(prompt)
+    for at in range(1, N_PROMPT):
+        assert_split_close(pair.feed_fresh(prompt[:at], prompt[at:]), whole)
+
+
+@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@given(cuts=st.sets(st.integers(1, len(TOKENS) - 1), max_size=12))
+def test_any_split(pair: Pair, cuts: set[int]) -> None:
+    bounds = [0, *sorted(cuts), len(TOKENS)]
+    steps = [TOKENS[start:end] for start, end in itertools.pairwise(bounds)]
+    assert_split_close(pair.feed_fresh(*steps), pair.expected)
+
+
+def test_bfloat16_is_close(pair: Pair) -> None:
+    model = load_model(pair.folder, dtype="bfloat16")
+    memory = pair.memory(model)
+    sequence, logits = memory.open(), []
+    for tokens in (TOKENS[:20], TOKENS[20:21], TOKENS[21:]):
+        with memory.step({sequence: tokens}, outputs="all") as step:
+            logits.append(model(step))
+    assert logits[0].dtype == torch.bfloat16
+    assert_logits_close(torch.cat(logits), pair.expected, torch.bfloat16)
+
+
+# What these tests can see
+
+
+def test_a_forgotten_history_would_show(pair: Pair) -> None:
+    without = pair.feed_fresh(TOKENS[N_PROMPT:])
+    assert float((without - pair.expected[N_PROMPT:]).abs().max()) > MATTERS
+
+
+@pytest.mark.parametrize("state", ["conv", "recurrent"])
+def test_a_forgotten_state_would_show(pair: Pair, state: str) -> None:
+    """Without the convolution's rows or without the recurrent state, in transformers, the next logits are others than ours."""
+    if pair.name in ("jamba-no-attention", "jamba-attention-only"):
+        pytest.skip("transformers keeps no such state here, or cannot continue")
+    memory, cache = pair.memory(), pair.peer.make_cache()
+    sequence = memory.open()
+    pair.feed(memory, sequence, [TOKENS[:N_PROMPT]])
+    pair.peer.logits(TOKENS[:N_PROMPT], cache)
+    types = pair.peer.model.config.layer_types
+    for layer in (i for i, kind in enumerate(types) if kind == "linear_attention"):
+        (cache.get_conv_state if state == "conv" else cache.get_recurrent_state)(layer, state_idx=0).zero_()
+    after = TOKENS[N_PROMPT : N_PROMPT + 1]
+    difference = pair.feed(memory, sequence, [after]) - pair.peer.logits(after, cache)
+    assert float(difference.abs().max()) > max(MATTERS, 100 * TOLERANCE[torch.float32].parity)
+
+
+def test_forgotten_keys_would_show(pair: Pair) -> None:
+    if "full_attention" not in pair.peer.model.config.layer_types:
+        pytest.skip("no attention")
+    cache = pair.peer.make_cache()
+    pair.peer.logits(TOKENS[:N_PROMPT], cache)
+    for layer in cache.layers:
+        if hasattr(layer, "keys"):
+            layer.keys.zero_()
+            layer.values.zero_()
+    actual = pair.peer.logits(TOKENS[N_PROMPT : N_PROMPT + 1], cache)
+    assert float((actual - pair.expected[N_PROMPT]).abs().max()) > MATTERS

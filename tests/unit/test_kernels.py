@@ -1,0 +1,452 @@
+"""Every kernel against its twin in plain torch, and the twin against torch and transformers, on awkward shapes.
+
+Blocks lie shuffled and apart in an arena full of NaN: a stray read gives NaN, a stray write changes a byte that is compared.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from numba import njit
+from torch import Tensor
+from transformers.models.mamba.modeling_mamba import mamba_selective_scan
+
+from memory import RecurrentSpec, States, StateTensor
+from memory.kernels import Kernels, PagedBatch, StateSlots, cpu, reference, select_kernels
+from memory.kernels.vector_math import exp_f32
+from memory.recurrences import Fold
+from memory.recurrent_state import Run
+from tests.tolerances import assert_kernel_close
+
+LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65)
+HISTORIES = (0, 3, 130, 0, 1, 40, 0, 16)
+"""Rows that requests of these lengths hold already."""
+CHANNELS = (1, 24, 128, 130, 200)
+BFLOAT16 = torch.bfloat16
+
+
+def cumulate(counts: tuple[int, ...]) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def poisoned(n_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.full((n_elements,), torch.nan, dtype=dtype)
+
+
+def shuffled_offsets(n_blocks: int, block: int) -> list[int]:
+    """Offsets of blocks in any order, with gaps, none at 0; they end before (2 * n_blocks + 1) * block."""
+    return ((2 * torch.randperm(n_blocks) + 1) * block).tolist()
+
+
+def assert_only_changed(flat: Tensor, before: Tensor, offsets: list[int], n_elements: int) -> None:
+    """All bytes of `flat` except those of the given blocks are as they were, NaN or not."""
+    changed = torch.zeros(len(flat), dtype=torch.bool)
+    for offset in offsets:
+        changed[offset : offset + n_elements] = True
+    bits = torch.int32 if flat.dtype == torch.float32 else torch.int16
+    assert torch.equal(flat.view(bits)[~changed], before.view(bits)[~changed]), "bytes outside of the targets were written"
+
+
+# Rows
+
+
+@pytest.mark.parametrize("n_elements", [1, 7, 64])
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_rows_are_written_where_they_belong_and_nowhere_else(kernels: Kernels, n_elements: int) -> None:
+    offsets, rows = shuffled_offsets(9, n_elements), torch.randn(n_elements, 9).T
+    flat = poisoned(20 * n_elements)
+    before = flat.clone()
+    kernels.write_rows_(flat, torch.tensor(offsets), rows)
+    for offset, row in zip(offsets, rows, strict=True):
+        assert torch.equal(flat[offset : offset + n_elements], row)
+    assert_only_changed(flat, before, offsets, n_elements)
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_writing_no_rows_writes_nothing(kernels: Kernels) -> None:
+    flat = poisoned(8)
+    kernels.write_rows_(flat, torch.zeros(0, dtype=torch.int64), torch.zeros(0, 4))
+    assert flat.isnan().all()
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_rows_are_read_in_any_order_and_from_nowhere_as_initial(kernels: Kernels) -> None:
+    flat = torch.arange(40.0)
+    rows = kernels.read_rows(flat, torch.tensor([30, -1, 0, 30, 12]), (2, 3), initial=-3.5)
+    expected = [torch.full((6,), -3.5) if start < 0 else flat[start : start + 6] for start in (30, -1, 0, 30, 12)]
+    assert torch.equal(rows, torch.stack(expected).reshape(5, 2, 3))
+    rows.zero_()
+    assert torch.equal(flat, torch.arange(40.0)), "the rows are no copy"
+
+
+# Attention
+
+
+class Pages:
+    """Keys and values of several requests in pages, as an arena holds them, and as plain tensors."""
+
+    def __init__(
+        self, n_heads: int, n_kv_heads: int, head_dim: int, page_tokens: int, lengths: tuple[int, ...] = LENGTHS,
+        histories: tuple[int, ...] = HISTORIES, dtype: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        self.n_kv_heads, self.scale = n_kv_heads, 1.3 / math.sqrt(head_dim)
+        self.n_groups = n_heads // n_kv_heads
+        self.q = torch.randn(sum(lengths), n_heads, head_dim).to(dtype)
+        kv_lengths = np.add(lengths, histories)
+        self.rows = [torch.randn(2, n, n_kv_heads, head_dim).to(dtype) for n in kv_lengths.tolist()]
+        row, page = n_kv_heads * head_dim, page_tokens * n_kv_heads * head_dim
+        n_pages = -(-kv_lengths // page_tokens)
+        offsets = shuffled_offsets(int(n_pages.sum()), 2 * page)
+        arena = poisoned((2 * len(offsets) + 1) * 2 * page, dtype)
+        table = torch.zeros(len(lengths), int(n_pages.max()), dtype=torch.int64)
+        for i, kv in enumerate(self.rows):
+            for p in range(n_pages[i]):
+                table[i, p] = start = offsets.pop()
+                for half, rows in enumerate(kv[:, p * page_tokens : (p + 1) * page_tokens]):
+                    arena[start + half * page : start + half * page + len(rows) * row] = rows.flatten()
+        self.arena, self.values_at = arena, page
+        self.batch = PagedBatch(cumulate(lengths), kv_lengths, table, page_tokens)
+
+    def attend(self, kernels: Kernels, only: int | None = None) -> Tensor:
+        """Outputs of all requests, or of one of them alone."""
+        q, batch = self.q, self.batch
+        if only is not None:
+            start, end = batch.cu_seqlens[only : only + 2].tolist()
+            q = q[start:end]
+            batch = PagedBatch(cumulate((end - start,)), batch.kv_lengths[only:][:1], batch.page_table[only:][:1], batch.page_tokens)
+        return kernels.paged_attention(q, self.arena, self.arena[self.values_at :], batch, self.n_kv_heads, self.scale)
+
+    def expected(self) -> Tensor:
+        """By torch's own attention, with an explicit mask: query j of n sees rows up to n_rows - n + j."""
+        outputs = []
+        for i, (k, v) in enumerate(self.rows):
+            start, end = self.batch.cu_seqlens[i : i + 2].tolist()
+            mask = torch.arange(len(k)) <= torch.arange(len(k) - (end - start), len(k))[:, None]
+            k, v = (t.repeat_interleave(self.n_groups, dim=1).transpose(0, 1) for t in (k, v))
+            q = self.q[start:end].transpose(0, 1)
+            outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale).transpose(0, 1))
+        return torch.cat(outputs)
+
+
+@pytest.mark.parametrize("page_tokens", [1, 4, 16])
+@pytest.mark.parametrize("head_dim, n_kv_heads", [(8, 2), (20, 1), (64, 3)])
+@pytest.mark.parametrize("n_groups", [1, 3, 7])
+def test_attention_over_pages_is_plain_attention(n_groups: int, head_dim: int, n_kv_heads: int, page_tokens: int) -> None:
+    pages = Pages(n_groups * n_kv_heads, n_kv_heads, head_dim, page_tokens)
+    before, expected = pages.arena.clone(), pages.expected()
+    assert_kernel_close(pages.attend(reference), expected)
+    assert_kernel_close(pages.attend(cpu), pages.attend(reference))
+    assert_only_changed(pages.arena, before, [], 0)
+
+
+def test_attention_is_the_same_bits_alone_and_among_others() -> None:
+    pages = Pages(n_heads=6, n_kv_heads=2, head_dim=20, page_tokens=4)
+    together = pages.attend(cpu)
+    for i in range(len(LENGTHS)):
+        start, end = pages.batch.cu_seqlens[i : i + 2].tolist()
+        assert torch.equal(pages.attend(cpu, only=i), together[start:end])
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_attention_takes_queries_that_are_a_view(kernels: Kernels) -> None:
+    pages = Pages(n_heads=2, n_kv_heads=1, head_dim=8, page_tokens=4)
+    expected = pages.attend(kernels)
+    pages.q = pages.q.transpose(0, 1).contiguous().transpose(0, 1)
+    assert torch.equal(pages.attend(kernels), expected)
+
+
+def test_attention_survives_scores_far_apart() -> None:
+    """Thousands apart; whole numbers, so that no rounding decides between them."""
+    pages = Pages(n_heads=2, n_kv_heads=1, head_dim=8, page_tokens=4)
+    pages.q, pages.arena, pages.rows = pages.q.round() * 1000, pages.arena.round(), [rows.round() for rows in pages.rows]
+    pages.scale = 1.0
+    assert_kernel_close(pages.attend(reference), pages.expected())
+    assert_kernel_close(pages.attend(cpu), pages.expected())
+
+
+@pytest.mark.parametrize("half", ["keys", "values"])
+@pytest.mark.parametrize("kernels", [cpu, reference])
+@pytest.mark.parametrize("n_queries", [1, 40])
+def test_a_nan_that_attention_may_read_shows(kernels: Kernels, half: str, n_queries: int) -> None:
+    pages = Pages(2, 1, 8, page_tokens=4, lengths=(n_queries,), histories=(9,))
+    pages.arena[int(pages.batch.page_table[0, 1]) + (pages.values_at if half == "values" else 0)] = torch.nan
+    assert pages.attend(kernels).flatten(1).isnan().any(1).all()
+
+
+def test_attention_in_bfloat16_is_close_to_float32() -> None:
+    pages = Pages(n_heads=6, n_kv_heads=2, head_dim=20, page_tokens=4, dtype=BFLOAT16)
+    actual = pages.attend(reference)
+    pages.q, pages.rows = pages.q.float(), [rows.float() for rows in pages.rows]
+    assert actual.dtype == BFLOAT16
+    assert_kernel_close(actual, pages.expected(), BFLOAT16)
+
+
+# Recurrences
+
+
+class Slots:
+    """States of several runs in an arena: none yet, in place, from one block to another, and one block read by two runs."""
+
+    def __init__(
+        self, shape: tuple[int, ...], lengths: tuple[int, ...] = LENGTHS, dtype: torch.dtype = torch.float32, initial: float = 0.0
+    ) -> None:
+        self.n_elements, self.lengths = math.prod(shape), lengths
+        blocks = shuffled_offsets(2 * len(lengths), self.n_elements)
+        self.targets, others = blocks[: len(lengths)], blocks[len(lengths) :]
+        choices = zip(self.targets, others, strict=True)
+        self.sources = [(-1, target, other, others[-1])[i % 4] for i, (target, other) in enumerate(choices)]
+        self.before = poisoned((2 * len(blocks) + 1) * self.n_elements, dtype)
+        for source in set(self.sources) - {-1}:
+            self.before[source : source + self.n_elements] = torch.randn(self.n_elements).to(dtype)
+        self.shape, self.initial = shape, initial
+        self.flat = self.before.clone()
+
+    def fresh(self, only: int | None = None) -> StateSlots:
+        """The arena as it was in the beginning, with all runs or one of them alone."""
+        self.flat = self.before.clone()
+        chosen = slice(None) if only is None else slice(only, only + 1)
+        sources, targets = (torch.tensor(offsets[chosen]) for offsets in (self.sources, self.targets))
+        return StateSlots(cumulate(self.lengths[chosen]), self.flat, sources, targets, self.shape, self.initial)
+
+    def start(self, run: int) -> Tensor:
+        source = self.sources[run]
+        state = (
+            self.before[source : source + self.n_elements]
+            if source >= 0
+            else torch.full((self.n_elements,), self.initial, dtype=self.before.dtype)
+        )
+        return state.reshape(self.shape)
+
+    def ends(self) -> Tensor:
+        """(S, *shape): what the targets hold now."""
+        return torch.stack([self.flat[target : target + self.n_elements] for target in self.targets]).reshape(-1, *self.shape)
+
+    def assert_only_targets_changed(self) -> None:
+        assert_only_changed(self.flat, self.before, self.targets, self.n_elements)
+
+
+def make_conv(n_channels: int, n_taps: int, *, has_bias: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor | None]:
+    bias = torch.randn(n_channels).to(dtype) if has_bias else None
+    return torch.randn(sum(LENGTHS), n_channels).to(dtype), torch.randn(n_taps, n_channels).to(dtype), bias
+
+
+def make_scan(n_channels: int, n_states: int) -> tuple[Tensor, ...]:
+    """x, dt, B, C, A, D as a trained layer has them: dt > 0, A < 0."""
+    n = sum(LENGTHS)
+    x, d = torch.randn(n, n_channels), torch.randn(n_channels)
+    b, c = torch.randn(n, n_states), torch.randn(n, n_states)
+    return x, F.softplus(torch.randn(n, n_channels) - 1), b, c, -torch.rand(n_states, n_channels).mul(3).exp() / 4, d
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize("n_taps", [2, 3, 4])
+@pytest.mark.parametrize("n_channels", CHANNELS)
+def test_convolution_agrees_with_its_twin(n_channels: int, n_taps: int, has_bias: bool) -> None:
+    slots, inputs = Slots((n_taps - 1, n_channels)), make_conv(n_channels, n_taps, has_bias=has_bias)
+    expected = reference.causal_conv(*inputs, slots.fresh())
+    expected_ends = slots.ends()
+    slots.assert_only_targets_changed()
+    assert_kernel_close(cpu.causal_conv(*inputs, slots.fresh()), expected)
+    assert torch.equal(slots.ends(), expected_ends), "the rows before are copies, to the bit"
+    slots.assert_only_targets_changed()
+
+
+@pytest.mark.parametrize("n_taps", [2, 4])
+def test_convolution_is_torchs_own(n_taps: int) -> None:
+    slots, (rows, weight, bias) = Slots((n_taps - 1, 24), initial=0.5), make_conv(24, n_taps, has_bias=True)
+    actual = torch.split(reference.causal_conv(rows, weight, bias, slots.fresh()), LENGTHS)
+    for i, own in enumerate(torch.split(rows, LENGTHS)):
+        padded = torch.cat([slots.start(i), own])
+        expected = F.silu(F.conv1d(padded.T[None], weight.T[:, None], bias, groups=24)[0].T)
+        assert_kernel_close(actual[i], expected)
+        assert torch.equal(slots.ends()[i], padded[1 - n_taps :])
+
+
+@pytest.mark.parametrize("n_states", [1, 5, 16])
+@pytest.mark.parametrize("n_channels", CHANNELS)
+def test_scan_agrees_with_its_twin(n_channels: int, n_states: int) -> None:
+    slots, inputs = Slots((n_states, n_channels)), make_scan(n_channels, n_states)
+    expected = reference.selective_scan(*inputs, slots.fresh())
+    expected_ends = slots.ends()
+    slots.assert_only_targets_changed()
+    assert_kernel_close(cpu.selective_scan(*inputs, slots.fresh()), expected)
+    assert_kernel_close(slots.ends(), expected_ends)
+    slots.assert_only_targets_changed()
+
+
+def test_scan_is_that_of_transformers() -> None:
+    x, dt, b, c, a, d = make_scan(n_channels=24, n_states=5)
+    slots = Slots((5, 24))
+    slots.sources = [-1] * len(LENGTHS)
+    actual = torch.split(reference.selective_scan(x, dt, b, c, a, d, slots.fresh()), LENGTHS)
+    for i, (x_i, dt_i, b_i, c_i) in enumerate(zip(*(torch.split(t, LENGTHS) for t in (x, dt, b, c)), strict=True)):
+        batched = (t.T[None] for t in (x_i, dt_i))
+        y, end = mamba_selective_scan(*batched, a.T, b_i.T[None], c_i.T[None], D=d, return_last_state=True)
+        assert_kernel_close(actual[i], y[0].T)
+        assert_kernel_close(slots.ends()[i], end[0].T)
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_a_state_starts_from_its_initial_value(kernels: Kernels) -> None:
+    inputs, written = make_scan(n_channels=24, n_states=5), Slots((5, 24), initial=0.75)
+    implied = kernels.selective_scan(*inputs, written.fresh())
+    written.before[0:120] = 0.75
+    written.sources = [0 if source < 0 else source for source in written.sources]
+    assert torch.equal(kernels.selective_scan(*inputs, written.fresh()), implied)
+
+
+def test_recurrences_are_the_same_bits_alone_and_among_others() -> None:
+    x, dt, b, c, a, d = make_scan(n_channels=130, n_states=5)
+    states, window = Slots((5, 130)), Slots((3, 130))
+    rows, weight, bias = make_conv(130, 4, has_bias=True)
+    y, y_ends = cpu.selective_scan(x, dt, b, c, a, d, states.fresh()), states.ends()
+    z, z_ends = cpu.causal_conv(rows, weight, bias, window.fresh()), window.ends()
+    for i in range(len(LENGTHS)):
+        own = slice(*cumulate(LENGTHS)[i : i + 2].tolist())
+        assert torch.equal(cpu.selective_scan(x[own], dt[own], b[own], c[own], a, d, states.fresh(only=i)), y[own])
+        assert torch.equal(states.ends()[i], y_ends[i])
+        assert torch.equal(cpu.causal_conv(rows[own], weight, bias, window.fresh(only=i)), z[own])
+        assert torch.equal(window.ends()[i], z_ends[i])
+
+
+@pytest.mark.parametrize("at", range(0, 64, 7))
+def test_recurrences_may_be_cut_anywhere(at: int) -> None:
+    """One run of 65 rows, and the same rows in two runs one after the other: the same bits."""
+    x, dt, b, c, a, d = (t[:65] if len(t) == sum(LENGTHS) else t for t in make_scan(n_channels=24, n_states=5))
+    rows, weight, bias = make_conv(24, 4, has_bias=True)
+    cuts = (slice(0, at + 1), slice(at + 1, 65))
+
+    def run(slots: Slots, state: StateSlots, source: int, own: slice) -> StateSlots:
+        n_rows = own.stop - own.start
+        return StateSlots(cumulate((n_rows,)), state.flat, torch.tensor([source]), torch.tensor([slots.targets[0]]), slots.shape, 0.0)
+
+    states, window = Slots((5, 24), lengths=(65,)), Slots((3, 24), lengths=(65,))
+    y, y_end = cpu.selective_scan(x, dt, b, c, a, d, states.fresh()), states.ends()
+    z, z_end = cpu.causal_conv(rows[:65], weight, bias, window.fresh()), window.ends()
+    state, conv = states.fresh(), window.fresh()
+    y_parts, z_parts = [], []
+    for own, sources in zip(cuts, ((-1, -1), (states.targets[0], window.targets[0])), strict=True):
+        y_parts.append(cpu.selective_scan(x[own], dt[own], b[own], c[own], a, d, run(states, state, sources[0], own)))
+        z_parts.append(cpu.causal_conv(rows[own], weight, bias, run(window, conv, sources[1], own)))
+    assert torch.equal(torch.cat(y_parts), y) and torch.equal(states.ends(), y_end)
+    assert torch.equal(torch.cat(z_parts), z) and torch.equal(window.ends(), z_end)
+
+
+@pytest.mark.parametrize("argument", range(4))
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_a_nan_that_a_scan_may_read_shows(kernels: Kernels, argument: int) -> None:
+    inputs, slots = make_scan(n_channels=3, n_states=2), Slots((2, 3))
+    inputs[argument][0] = torch.nan
+    assert kernels.selective_scan(*inputs, slots.fresh())[0].isnan().all()
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_a_nan_in_a_start_state_shows(kernels: Kernels) -> None:
+    slots, conv = Slots((5, 24), initial=torch.nan), Slots((3, 24), initial=torch.nan)
+    assert kernels.selective_scan(*make_scan(24, 5), slots.fresh())[0].isnan().all()
+    assert kernels.causal_conv(*make_conv(24, 4, has_bias=False), conv.fresh())[0].isnan().all()
+
+
+def test_scan_in_bfloat16_is_close_to_float32() -> None:
+    inputs, slots = make_scan(n_channels=24, n_states=16), Slots((16, 24))
+    expected = reference.selective_scan(*inputs, slots.fresh())
+    actual = reference.selective_scan(*(t.to(BFLOAT16) for t in inputs[:4]), *inputs[4:], slots.fresh())
+    assert actual.dtype == torch.float32
+    assert_kernel_close(actual, expected, BFLOAT16)
+
+
+def test_convolution_in_bfloat16_is_close_to_float32() -> None:
+    slots, inputs = Slots((3, 24), dtype=BFLOAT16), make_conv(24, 4, has_bias=True, dtype=BFLOAT16)
+    actual, ends = reference.causal_conv(*inputs, slots.fresh()), slots.ends()
+    slots.assert_only_targets_changed()
+    slots.before = slots.before.float()
+    expected = reference.causal_conv(*(t.float() for t in inputs if t is not None), slots.fresh())
+    assert actual.dtype == ends.dtype == BFLOAT16
+    assert_kernel_close(actual, expected, BFLOAT16)
+    assert torch.equal(ends.float(), slots.ends())
+
+
+# Any recurrence
+
+
+def blend(states: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    total, previous = states
+    total = 0.5 * total + row.sum(-1, keepdim=True) * row
+    return (total, row[:, None, :2].to(previous.dtype)), total[:, :2] + previous[:, 0].float()
+
+
+@pytest.mark.parametrize("lengths", [(1,), (3, 3), (5, 1, 9, 1, 2), (1, 2, 3), (3, 2, 1)])
+@pytest.mark.parametrize("second_dtype", [torch.float32, BFLOAT16])
+def test_a_fold_is_a_loop_over_each_run(lengths: tuple[int, ...], second_dtype: torch.dtype) -> None:
+    tensors = StateTensor("total", (3,), initial=-1.5), StateTensor("previous", (1, 2), second_dtype, initial=0.25)
+    spec, rows = RecurrentSpec("blend", (3,), tensors), torch.randn(sum(lengths), 3)
+    slots = [Slots(t.shape, lengths, t.dtype or torch.float32, t.initial) for t in tensors]
+    if second_dtype == torch.float32:  # states of one element size share their offsets
+        slots[0] = Slots((3,), lengths, initial=-1.5)
+        slots[1].sources, slots[1].targets, slots[1].before = slots[0].sources, slots[0].targets, slots[0].before.clone()
+    fresh = [s.fresh() for s in slots]
+    sizes = [s.flat.element_size() for s in fresh]
+    sources = {size: s.sources for size, s in zip(sizes, fresh, strict=True)}
+    targets = {size: s.targets for size, s in zip(sizes, fresh, strict=True)}
+    kernels = select_kernels(torch.device("cpu"), torch.float32, second_dtype)
+    states = States(spec, kernels, [s.flat for s in fresh], Run(cumulate(lengths), sources, targets, None, None))
+
+    outputs, ended = Fold(blend)(states, rows)
+
+    assert ended is states and states.is_written
+    actual = torch.split(outputs, lengths)
+    for i, own in enumerate(torch.split(rows, lengths)):
+        state = tuple(s.start(i)[None] for s in slots)
+        for t, row in enumerate(own):
+            state, y = blend(state, row[None])
+            assert_kernel_close(actual[i][t], y[0])
+        for s, expected in zip(slots, state, strict=True):
+            assert_kernel_close(s.ends()[i].float(), expected[0].float())
+
+
+# Choice of kernels, and vector math
+
+
+@pytest.mark.parametrize(
+    "device, dtypes, expected",
+    [
+        ("cpu", (torch.float32,), cpu),
+        ("cpu", (torch.float32, torch.float32), cpu),
+        ("cpu", (torch.bfloat16,), reference),
+        ("cpu", (torch.float32, torch.bfloat16), reference),
+        ("cpu", (torch.float64, torch.float32), reference),
+        ("meta", (torch.float32,), reference),
+    ],
+)
+def test_kernels_are_chosen_by_device_and_dtypes(device: str, dtypes: tuple[torch.dtype, ...], expected: Kernels) -> None:
+    assert select_kernels(torch.device(device), *dtypes) is expected
+
+
+@pytest.mark.parametrize("fastmath", [False, {"reassoc", "contract"}, {"contract", "arcp", "nsz"}])
+def test_exp_is_right_to_two_ulp(fastmath: bool | set[str]) -> None:
+    @njit(fastmath=fastmath)
+    def exp_all(x, out):  # type: ignore[no-untyped-def]
+        for i in range(len(x)):
+            out[i] = exp_f32(x[i])
+
+    near_zero = np.geomspace(1e-12, 1, 20_000)
+    x = np.concatenate([np.linspace(-87.33, 88.37, 1_000_000), near_zero, -near_zero, [0.0]]).astype(np.float32)
+    out, exact = np.empty_like(x), np.exp(x.astype(np.float64))
+    exp_all(x, out)
+    ulps = np.abs(out - exact) / np.spacing(exact.astype(np.float32))
+    assert ulps.max() <= 2
+    assert out[-1] == 1
+
+
+def test_exp_outside_of_its_range_stays_positive_and_finite() -> None:
+    @njit
+    def exp_one(x):  # type: ignore[no-untyped-def]
+        return exp_f32(x)
+
+    low, high = (exp_one(np.float32(x)) for x in (-np.inf, np.inf))
+    assert 0 < low < 2e-38
+    assert 2e38 < high < np.inf
