@@ -90,6 +90,8 @@ def find_folder(path_or_hub_id: str | Path) -> Path:
         return folder
     if folder.exists():
         raise FormatError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
+    if str(path_or_hub_id).count("/") != 1 or str(path_or_hub_id)[0] in "/.~":
+        raise FormatError(f"there is no folder {folder}; give a checkpoint's folder, 'embedded', or a hub id such as 'owner/name'")
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
         return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))

@@ -12,11 +12,10 @@ from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCau
 
 from memory import HybridMemory, Sequence
 from models import LanguageModel, load_model
+from tests.tolerances import TOLERANCE
 from tests.toy import Toy
 
 SUBJECTS = ("toy", "toy-attention", "toy-recurrent", "jamba", "mamba")
-NEARLY = 1e-5
-"""Of the logits' spread: what rounding may change where a step's shapes differ or a replay runs a matrix product."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +55,8 @@ class Subject:
             assert torch.equal(actual, expected), f"bits differ: {(actual - expected).abs().max()}"
         spread = float(expected.max() - expected.min())
         worst = float((actual - expected).abs().max())
-        assert worst <= NEARLY * spread, f"{worst} is more than {NEARLY} of {spread}"
+        allowed = TOLERANCE[torch.float32].replay * spread
+        assert worst <= allowed, f"{worst} is more than {allowed}"
 
 
 def make_subject(name: str, folder: Path) -> Subject:

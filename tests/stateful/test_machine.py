@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from memory import BatchError, CapacityError, HybridMemory, RollbackError, Sequence, SequenceError
 from memory.arena import Store
-from tests.subjects import NEARLY
+from tests.tolerances import TOLERANCE
 from tests.toy import VOCAB, Toy
 
 MODEL = Toy()
@@ -103,7 +103,7 @@ class Machine(RuleBasedStateMachine):
     def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
         spread = float(expected.max() - expected.min())
         assert torch.isfinite(actual).all()
-        assert float((actual - expected).abs().max()) <= NEARLY * spread
+        assert float((actual - expected).abs().max()) <= TOLERANCE[torch.float32].replay * spread
 
     @rule(index=INDEX, fault=st.booleans())
     def fault_on_entering(self, index: int, fault: bool) -> None:

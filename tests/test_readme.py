@@ -1,0 +1,34 @@
+"""The README's promises: its example runs, and its commands are the ones that CI calls."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+
+
+def test_the_example_runs() -> None:
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(example.replace("print(memory)", "shown = repr(memory)"), "README.md", "exec"), names)
+    assert "pages" in str(names["shown"])
+    memory, alice, bob, carol = (names[n] for n in ("memory", "alice", "bob", "carol"))
+    memory.check()  # type: ignore[attr-defined]
+    assert [s.length for s in (alice, bob, carol)] == [1, 5, 4]  # type: ignore[attr-defined]
+
+
+def test_ci_runs_the_readmes_commands() -> None:
+    ci = (ROOT / ".ci" / "run").read_text()
+    commands = [
+        line.split("#")[0].strip() for block in re.findall(r"```bash\n(.*?)```", README, flags=re.DOTALL) for line in block.splitlines()
+    ]
+    assert len(commands) == 4
+    for command in commands:
+        assert command.replace("pip install", "pip install -q") in ci or command in ci
+
+
+def test_every_file_it_names_exists() -> None:
+    for name in re.findall(r"`([\w/]+\.(?:py|json))`", README):
+        assert list(ROOT.glob(name)) or list((ROOT / "memory").glob(name)), name
