@@ -91,7 +91,11 @@ class AttentionCache:
         for i, _, new in copies:
             tables[i] = tables[i].copy()
             tables[i][held[i] - 1] = new
-        plan = AttentionPlan(packed, tables, copies, fresh, *self._addresses(packed, tables))
+        try:
+            plan = AttentionPlan(packed, tables, copies, fresh, *self._addresses(packed, tables))
+        except BaseException:
+            self.pool.release(fresh)
+            raise
         self._open_plans[id(plan)] = plan
         return plan
 

@@ -159,12 +159,7 @@ class HybridMemory:
             return
         reached, source = self._nearest(sequence, to)
         if reached != to:
-            horizon = self._horizon(sequence)
-            raise RollbackError(
-                f"{sequence!r} cannot return to position {to}: its tail reaches back to {horizon}, and no checkpoint holds {to}. "
-                f"The nearest reachable position is {reached}: roll back to it and feed tokens {reached} ... {to} again",
-                to=to, horizon=horizon, resume_at=reached,
-            )  # fmt: skip
+            raise self._out_of_reach(sequence, to, reached)
         if source is not sequence:
             if source is None:
                 for kind in self._kinds.values():
@@ -175,6 +170,16 @@ class HybridMemory:
         for kind in self._kinds.values():
             kind.truncate(sequence.slot, to)
         self._ledger.truncate(sequence.slot, to)
+
+    def _out_of_reach(self, sequence: Sequence, to: int, reached: int) -> RollbackError:
+        horizon = self._horizon(sequence)
+        why = (
+            f"it holds only {reached} tokens"
+            if to > reached and reached == self._ledger.lengths[sequence.slot]
+            else f"its tail reaches back to {horizon}, and no checkpoint holds {to}. The nearest reachable position is {reached}: "
+            f"roll back to it and feed tokens {reached} ... {to} again"
+        )
+        return RollbackError(f"{sequence!r} cannot return to position {to}: {why}", to=to, horizon=horizon, resume_at=reached)
 
     def can_rollback(self, sequence: Sequence, to: int | Sequence) -> bool:
         """Whether `rollback(sequence, to)` would succeed now. Raises SequenceError for a bad `sequence`."""

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.batch import ranges
-from memory.errors import CapacityError, IntegrityError, StepError
+from memory.errors import IntegrityError, StepError
 from memory.folding import NOTHING, Columns, Pass, StateAddresses, TailGrid, schedule
 from memory.interface import Int64s, Packed, Recurrence, RecurrentSpec
 from memory.kernels import Kernels, StateSlots, select_kernels
@@ -178,20 +178,21 @@ class RecurrentState:
             for pool, ids, mask in zip(self.pools, blocks, wanted, strict=True):
                 ids[mask] = fresh = pool.allocate(int(mask.sum()))
                 taken.append((pool, fresh))
-        except CapacityError:
+            plan = self._plan_runs(packed, before, Columns(body_at, blocks[0], np.where(has_head, packed.ends, NOTHING), *blocks[1:]))
+        except BaseException:
             for pool, fresh in taken:
                 pool.release(fresh)
             raise
-        body, head, tail = blocks
-        after = Columns(body_at, body, np.where(has_head, packed.ends, NOTHING), head, tail)
-        states = StateAddresses(
-            self._address(self.bodies, before.body), self._address(self.heads, before.head),
-            self._address(self.bodies, body), self._address(self.heads, head),
-        )  # fmt: skip
-        runs = [self._run(one_pass, packed, before.tail) for one_pass in schedule(packed, before, after, states)]
-        plan = RecurrentPlan(packed, before, after, runs, self._writes(packed, after))
         self._open_plans[id(plan)] = plan
         return plan
+
+    def _plan_runs(self, packed: Packed, before: Columns, after: Columns) -> RecurrentPlan:
+        states = StateAddresses(
+            self._address(self.bodies, before.body), self._address(self.heads, before.head),
+            self._address(self.bodies, after.body), self._address(self.heads, after.head),
+        )  # fmt: skip
+        runs = [self._run(one_pass, packed, before.tail) for one_pass in schedule(packed, before, after, states)]
+        return RecurrentPlan(packed, before, after, runs, self._writes(packed, after))
 
     def _run(self, one_pass: Pass, packed: Packed, tails: Int64s) -> Run:
         """A pass with its rows and states found for the kernels."""

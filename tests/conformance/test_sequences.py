@@ -225,7 +225,7 @@ def test_run_gives_what_one_step_would(subject: Subject) -> None:
     for max_tokens in (1, 7, 32, 1000):
         sequences = [memory.open() for _ in requests]
         pairs = list(zip(sequences, requests, strict=True))
-        subject.assert_same(memory.run(subject.model, pairs, max_tokens=max_tokens), expected[ends])
+        subject.assert_same(memory.run(subject.model, iter(pairs), max_tokens=max_tokens), expected[ends])
         assert [s.length for s in sequences] == [len(t) for t in requests]
         again = [(memory.open(), tokens) for tokens in requests]
         subject.assert_same(memory.run(subject.model, again, max_tokens=max_tokens, outputs="all"), expected)
