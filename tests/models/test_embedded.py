@@ -82,12 +82,6 @@ def test_it_answers_what_it_was_told(model: LanguageModel, tokenizer: Tokenizer,
     assert share_right(model, tokenizer, dialogues) >= 0.98
 
 
-def test_it_copies_names_that_nobody_has(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    rng = random.Random(7)
-    made_up = [make_dialogue(rng, 10, held_out=True, talk=0.3, invented=1.0) for _ in range(N_DIALOGUES)]
-    assert share_right(model, tokenizer, made_up) >= 0.9
-
-
 @pytest.mark.parametrize("kind", ["recurrence", "attention"])
 def test_a_dropped_memory_is_a_wrong_answer(model: LanguageModel, tokenizer: Tokenizer, dialogues: list[list[Turn]], kind: str) -> None:
     """So that a bug which loses either kind cannot hide behind the other."""
