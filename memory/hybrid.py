@@ -60,7 +60,10 @@ class HybridMemory:
         for option, value, least in (("rollback_window", rollback_window, 0), ("page_tokens", page_tokens, 1)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise SpecError(f"{option}={value!r}; it must be an integer of at least {least} tokens")
-        self.spec = replace(spec, device=torch.device(device or spec.device), dtype=dtype or spec.dtype)
+        try:
+            self.spec = replace(spec, device=torch.device(device or spec.device), dtype=dtype or spec.dtype)
+        except RuntimeError as error:
+            raise SpecError(f"device={device!r} is no device; give 'cpu', 'cuda', 'meta' ...") from error
         if self.spec.dtype not in _DTYPES:
             raise SpecError(f"dtype={self.spec.dtype}; it must be one of {', '.join(map(str, _DTYPES))}")
         self.rollback_window = rollback_window

@@ -119,6 +119,7 @@ def test_a_slot_is_reused_and_its_old_handle_stays_closed(hybrid: HybridMemory, 
     [
         {"budget": 0}, {"budget": -5}, {"budget": "lots"}, {"budget": 1.5}, {"budget": 2000}, {"budget": "1KiB"}, {"rollback_window": -1},
         {"rollback_window": 2.5}, {"page_tokens": 0}, {"page_tokens": True}, {"dtype": torch.int32}, {"budget": 1 << 60},
+        {"device": "abacus"}, {"dtype": "float32"},
     ],
 )  # fmt: skip
 def test_bad_options(toy: Toy, options: dict[str, object]) -> None:
