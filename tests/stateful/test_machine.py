@@ -42,9 +42,11 @@ class Machine(RuleBasedStateMachine):
     def make(self, window: int, page_tokens: int, kib: int) -> None:
         self.window = window
         self.memory = HybridMemory(MODEL.memory_spec, kib * 1024, rollback_window=window, page_tokens=page_tokens, poison=True)
-        for n_tokens in (7, 25):  # so that short examples have something to go back in
-            self.open()
-            self.step([(len(self.model) - 1, [i % VOCAB for i in range(n_tokens)])], [], None)
+        # So that short examples have something to go back in, and something shared.
+        self.open()
+        self.step([(0, [i % VOCAB for i in range(25)])], [], None)
+        self.fork(0, mark=False)
+        self.fork(0, mark=True)
 
     def pick(self, index: int, *, live: bool = True) -> Sequence | None:
         found = [s for s in self.model if not (live and s.is_checkpoint)]
