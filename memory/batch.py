@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 from torch import Tensor
@@ -18,6 +18,8 @@ def read_requests(requests: Requests, vocab_size: int) -> tuple[list[Sequence], 
         BatchError: naming the request and the value: no request, a duplicate, no tokens, or tokens that are not integers
             with 0 <= id < vocab_size.
     """
+    if not isinstance(requests, Iterable):
+        raise BatchError(f"{requests!r} are no requests; give {{sequence: tokens}} or (sequence, tokens) pairs")
     pairs = list(requests.items() if isinstance(requests, Mapping) else requests)
     if not pairs:
         raise BatchError("the step has no requests; give at least one sequence its tokens")

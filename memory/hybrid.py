@@ -18,7 +18,7 @@ from memory.arena import Store, read_budget
 from memory.attention_cache import AttentionCache
 from memory.batch import pack, read_requests
 from memory.chunks import Model, run_in_chunks
-from memory.errors import RollbackError, SequenceError, SpecError
+from memory.errors import BatchError, RollbackError, SequenceError, SpecError
 from memory.folding import TailGrid
 from memory.inspection import Usage, measure, usage_html
 from memory.interface import AttentionSpec, Int64s, LayerMemory, MemorySpec, Packed, Recurrence, RecurrentSpec, Requests, Sequence
@@ -120,8 +120,10 @@ class HybridMemory:
     def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
         """All at once: each key goes on as its value was. For beam search: `reorder({a: b, b: b, c: a})`.
 
-        Copies no tensor. Raises SequenceError with nothing changed.
+        Copies no tensor. Raises SequenceError or BatchError with nothing changed.
         """
+        if not isinstance(moves, Mapping):
+            raise BatchError(f"{moves!r} is no reordering; give {{target: source}}")
         for target, source in moves.items():
             self._ledger.check_usable(target)
             self._ledger.check_usable(source, to_advance=False)

@@ -83,6 +83,8 @@ def load_model(
 
 def find_folder(path_or_hub_id: str | Path) -> Path:
     """The local folder of a checkpoint, downloading it if it is a hub id."""
+    if not isinstance(path_or_hub_id, str | Path):
+        raise FormatError(f"{path_or_hub_id!r} is no path and no hub id")
     if str(path_or_hub_id) == "embedded":
         return EMBEDDED
     folder = Path(path_or_hub_id).expanduser()

@@ -281,3 +281,59 @@ def test_a_busy_sequence_is_left_alone(subject: Subject) -> None:
     assert (sequence.length, other.length) == (2, 2)
     with pytest.raises(StepError, match="entered before"), step:
         pass
+
+
+def test_two_steps_open_at_once_on_two_forks(subject: Subject) -> None:
+    """Both want to append to the same shared page and the same shared tail."""
+    prompt = subject.tokens(21)
+    memory = subject.memory(WINDOW)
+    first = memory.open()
+    subject.feed(memory, first, [prompt])
+    second = memory.fork(first)
+    with memory.step({first: [3, 1, 4]}, outputs="all") as outer:
+        with memory.step({second: [2]}, outputs="all") as inner:
+            rows = subject.model(outer), subject.model(inner)
+            memory.check()
+        memory.check()
+    memory.check()
+    for sequence, tokens, got in ((first, [3, 1, 4], rows[0]), (second, [2], rows[1])):
+        expected = subject.fresh([prompt, tokens, *NEXT], WINDOW)[21:]
+        subject.assert_same(torch.cat([got, subject.feed(memory, sequence, NEXT)]), expected, bits=True)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_an_interrupt_is_an_abort(subject: Subject, interrupt: type[BaseException]) -> None:
+    memory = subject.memory(WINDOW)
+    sequence = memory.open()
+    prompt = subject.tokens(21)
+    subject.feed(memory, sequence, [prompt])
+    with pytest.raises(interrupt), memory.step({sequence: subject.tokens(30)}) as step:
+        subject.model(step)
+        raise interrupt
+    memory.check()
+    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[21:], bits=True)
+
+
+def test_fragments_never_lose_a_byte(subject: Subject) -> None:
+    """A small budget, hundreds of sequences of all lengths opened and closed at random: refusals change nothing."""
+    rng = random.Random(1)
+    spec = subject.model.memory_spec
+    memory = HybridMemory(spec, "512KiB", rollback_window=4, page_tokens=4, device="meta")
+    open_ones: list[Sequence] = []
+    for _ in range(600):
+        if open_ones and rng.random() < 0.45:
+            memory.close(open_ones.pop(rng.randrange(len(open_ones))))
+            continue
+        sequence = memory.open()
+        used = memory.usage().used_bytes
+        try:
+            memory.run(None, {sequence: [1] * rng.choice((1, 3, 20, 100, 300))}, max_tokens=64)
+            open_ones.append(sequence)
+        except CapacityError:
+            assert memory.usage().used_bytes == used
+            memory.close(sequence)
+        memory.check()
+    for sequence in open_ones:
+        memory.close(sequence)
+    memory.check()
+    assert memory.usage().used_bytes == 0

@@ -74,6 +74,11 @@ def test_bad_requests(hybrid: HybridMemory) -> None:
     for requests, named in (({}, "no requests"), ([(a, [1]), (a, [2])], "more than one"), ([a], "no request"), ({"alice": [1]}, "alice")):
         with pytest.raises(BatchError, match=named):
             hybrid.step(requests)  # type: ignore[arg-type]
+    for nonsense in (None, 5):
+        with pytest.raises(BatchError, match=str(nonsense)):
+            hybrid.step(nonsense)  # type: ignore[arg-type]
+        with pytest.raises(BatchError, match=str(nonsense)):
+            hybrid.reorder(nonsense)  # type: ignore[arg-type]
     with pytest.raises(BatchError, match="'first'"):
         hybrid.step({a: [1]}, outputs="first")  # type: ignore[arg-type]
     for max_tokens in (0, -1, 1.5, True):
