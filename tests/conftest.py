@@ -15,6 +15,10 @@ settings.register_profile("long", max_examples=1000, deadline=None, suppress_hea
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+# These models are tiny: a second thread only waits, and on a busy machine it waits for long. Kernels follow torch.
+torch.set_num_threads(1)
+
+
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)

@@ -313,6 +313,22 @@ def test_recurrences_are_the_same_bits_alone_and_among_others() -> None:
         assert torch.equal(window.ends()[i], z_ends[i])
 
 
+def test_threads_change_no_bit() -> None:
+    """The suite runs on one thread; enough work for several must give the same."""
+    pages, states, inputs = Pages(n_heads=6, n_kv_heads=2, head_dim=64, page_tokens=16), Slots((16, 200)), make_scan(200, 16)
+    results = []
+    for n_threads in (1, 2):
+        torch.set_num_threads(n_threads)
+        try:
+            results.append((pages.attend(cpu), cpu.selective_scan(*inputs, states.fresh()), states.ends()))
+        finally:
+            torch.set_num_threads(1)
+    for one, two in zip(*results, strict=True):
+        assert_kernel_close(two, one)
+    assert torch.equal(results[0][1], results[1][1])
+    assert torch.equal(results[0][2], results[1][2])
+
+
 @pytest.mark.parametrize("at", range(0, 64, 7))
 def test_recurrences_may_be_cut_anywhere(at: int) -> None:
     """One run of 65 rows, and the same rows in two runs one after the other: the same bits."""
