@@ -26,19 +26,23 @@ ALIGNMENT_BYTES = 64
 """Every block and every field in it starts at a multiple of this: a cache line, and a whole number of any element."""
 
 
+_MOST_BYTES = 1 << 62
+"""So that addresses stay within int64."""
+
+
 def aligned_bytes(n_bytes: int) -> int:
     return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def read_budget(budget: int | str) -> int:
     """Bytes of a budget given as a number of bytes or as text: "512MiB", "1.5 GB", "80GiB"."""
-    if isinstance(budget, int) and not isinstance(budget, bool) and budget > 0:
+    if isinstance(budget, int) and not isinstance(budget, bool) and 0 < budget <= _MOST_BYTES:
         return budget
     if isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?))?B\s*", budget)):
         number, prefix, binary = match.groups()
-        n_bytes = int(float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper()))
-        if n_bytes > 0:
-            return n_bytes
+        wanted = float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper())
+        if 1 <= wanted <= _MOST_BYTES:
+            return int(wanted)
     raise SpecError(f"budget={budget!r}; give a positive number of bytes, or text such as '512MiB' or '1GB'")
 
 
@@ -103,6 +107,9 @@ class Arena:
             position = end
         if position != self.capacity_bytes:
             raise IntegrityError(f"the arena's ranges end at byte {position}, its capacity is {self.capacity_bytes}")
+        n_free = sum(self._ends) - sum(self._starts)
+        if self.free_bytes != n_free:
+            raise IntegrityError(f"the arena counts {self.free_bytes} free bytes, its free ranges hold {n_free}")
 
 
 class BlockPool:
@@ -163,11 +170,15 @@ class BlockPool:
 
     def check(self, references: Int64s) -> None:
         """Raise IntegrityError unless `references`, one id for each reference held anywhere, matches the counts."""
+        if len(references) and not 0 <= references.min() <= references.max() < len(self.counts):
+            raise IntegrityError(f"{self.name} block ids {references.min()} ... {references.max()} are held, {len(self.counts)} exist")
         expected = np.bincount(references, minlength=len(self.counts))
         wrong = np.flatnonzero(expected != self.counts)
         if len(wrong):
             block = int(wrong[0])
             raise IntegrityError(f"{self.name} block {block} counts {self.counts[block]} references, {expected[block]} are held")
+        if sorted(self._free_ids) != np.flatnonzero(self.counts == 0).tolist():
+            raise IntegrityError(f"{self.name} blocks are free and in use at once, or neither")
         if self.n_used != int((self.counts > 0).sum()):
             raise IntegrityError(f"{self.name} counts {self.n_used} blocks in use, {int((self.counts > 0).sum())} are")
 
@@ -234,10 +245,10 @@ class Store:
         self.is_dry = device.type == "meta"
         self._poison = poison and not self.is_dry
         try:
-            self._bytes = torch.empty(
-                0 if self.is_dry else self.arena.capacity_bytes, dtype=torch.uint8, device="cpu" if self.is_dry else device
-            )
-        except RuntimeError as error:
+            n_bytes, place = (0, torch.device("cpu")) if self.is_dry else (self.arena.capacity_bytes, device)
+            with torch.inference_mode(False):  # or the bytes could be written inside of inference mode only
+                self._bytes = torch.empty(n_bytes, dtype=torch.uint8, device=place)
+        except (RuntimeError, AssertionError) as error:
             raise SpecError(f"{device} cannot hold a budget of {capacity_bytes:,} bytes; choose a smaller one") from error
         if self._poison:
             self._bytes.fill_(0xFF)

@@ -187,6 +187,7 @@ class AttentionCache:
         if strangers := self._pages.keys() - lengths.keys():
             raise IntegrityError(f"pages are held for slots that are not open: {sorted(strangers)}")
         for slot, length in lengths.items():
-            if len(self._pages.get(slot, NO_PAGES)) != -(-length // self.page_tokens):
-                raise IntegrityError(f"slot {slot} holds {length} tokens in {len(self._pages[slot])} pages of {self.page_tokens}")
+            n_pages = len(self._pages.get(slot, NO_PAGES))
+            if n_pages != -(-length // self.page_tokens):
+                raise IntegrityError(f"slot {slot} holds {length} tokens in {n_pages} pages of {self.page_tokens}")
         self.pool.check(np.concatenate([NO_PAGES, *self._pages.values(), *(p.fresh for p in self._open_plans.values())]))

@@ -92,7 +92,7 @@ def ranges(starts: Int64s, ends: Int64s) -> Int64s:
     counts = ends - starts
     total = int(counts.sum())
     if total == len(counts) and (counts == 1).all():
-        return starts
+        return np.array(starts)
     before = np.cumsum(counts) - counts
     shifts: Int64s = np.repeat(starts - before, counts)
     return shifts + np.arange(total)

@@ -37,10 +37,11 @@ def run_in_chunks(memory: Steppable, model: Model | None, requests: Requests, *,
     memory.step(list(zip(sequences, tokens, strict=True)), outputs=outputs)  # refuses what no chunk could do; nothing is entered
     marks: dict[Sequence, Sequence] = {}
     rows: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}
+    chunks = split_requests(tokens, max_tokens)
     try:
-        for sequence in sequences:
+        for sequence in sequences if len(chunks) > 1 else []:  # a step alone is all or nothing by itself
             marks[sequence] = memory.checkpoint(sequence)
-        for chunk in split_requests(tokens, max_tokens):
+        for chunk in chunks:
             with memory.step([(sequences[i], tokens[i][start:end]) for i, start, end in chunk], outputs=outputs) as step:
                 parts = None if model is None else step.split(model(step))
             for (i, _, end), part in zip(chunk, parts or [None] * len(chunk), strict=True):
@@ -48,7 +49,8 @@ def run_in_chunks(memory: Steppable, model: Model | None, requests: Requests, *,
                     rows[sequences[i]].append(part)
     except BaseException:
         for sequence, mark in marks.items():
-            memory.rollback(sequence, to=mark)
+            if not sequence.closed:  # by the model: it is not this run's to bring back
+                memory.rollback(sequence, to=mark)
         raise
     finally:
         for mark in marks.values():

@@ -34,12 +34,12 @@ class RollbackError(HybridMemoryError):
     """A sequence cannot return to that position.
 
     Attributes:
-        to: the position asked for, in tokens.
+        to: the position asked for, in tokens; whatever was given, if it is none.
         horizon: the earliest position that the sequence's own tail still reaches.
         resume_at: the nearest reachable position <= `to`, or the sequence's length if `to` lies beyond it.
     """
 
-    def __init__(self, message: str, *, to: int, horizon: int, resume_at: int) -> None:
+    def __init__(self, message: str, *, to: object, horizon: int, resume_at: int) -> None:
         super().__init__(message)
         self.to = to
         self.horizon = horizon

@@ -18,15 +18,16 @@ from memory.arena import Store, read_budget
 from memory.attention_cache import AttentionCache
 from memory.batch import pack, read_requests
 from memory.chunks import Model, run_in_chunks
-from memory.errors import BatchError, RollbackError, SequenceError, SpecError
+from memory.errors import BatchError, CapacityError, RollbackError, SequenceError, SpecError
 from memory.folding import TailGrid
 from memory.inspection import Usage, measure, usage_html
 from memory.interface import AttentionSpec, Int64s, LayerMemory, MemorySpec, Packed, Recurrence, RecurrentSpec, Requests, Sequence
+from memory.interrupts import uninterrupted
 from memory.ledger import Ledger
 from memory.recurrent_state import RecurrentState
 from memory.step import Outputs, Plans, Step
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class HybridMemory:
@@ -61,8 +62,9 @@ class HybridMemory:
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise SpecError(f"{option}={value!r}; it must be an integer of at least {least} tokens")
         try:
-            self.spec = replace(spec, device=torch.device(device or spec.device), dtype=dtype or spec.dtype)
-        except RuntimeError as error:
+            place = spec.device if device is None else torch.device(device)
+            self.spec = replace(spec, device=place, dtype=spec.dtype if dtype is None else dtype)
+        except (RuntimeError, TypeError, ValueError) as error:
             raise SpecError(f"device={device!r} is no device; give 'cpu', 'cuda', 'meta' ...") from error
         if self.spec.dtype not in _DTYPES:
             raise SpecError(f"dtype={self.spec.dtype}; it must be one of {', '.join(map(str, _DTYPES))}")
@@ -132,16 +134,18 @@ class HybridMemory:
 
     def _share(self, sources: list[Sequence], targets: list[Sequence]) -> None:
         source_slots, target_slots = (np.array([s.slot for s in group]) for group in (sources, targets))
-        for kind in self._kinds.values():
-            kind.share(source_slots, target_slots)
-        self._ledger.copy(sources, targets)
+        with uninterrupted():
+            for kind in self._kinds.values():
+                kind.share(source_slots, target_slots)
+            self._ledger.copy(sources, targets)
 
     def close(self, sequence: Sequence) -> None:
         """Forget a sequence or a checkpoint; bytes that nobody shares are free at once. Raises SequenceError."""
         self._ledger.check_usable(sequence, to_advance=False)
-        for kind in self._kinds.values():
-            kind.release(sequence.slot)
-        self._ledger.close(sequence)
+        with uninterrupted():
+            for kind in self._kinds.values():
+                kind.release(sequence.slot)
+            self._ledger.close(sequence)
 
     # Going back
 
@@ -152,7 +156,8 @@ class HybridMemory:
         a checkpoint of the same family holds.
 
         Args:
-            to: tokens to keep, 0 <= to <= length; or a checkpoint of this sequence or of one it was forked from.
+            to: tokens to keep, 0 <= to <= length; or a checkpoint of the family: of this sequence, of one it was forked from
+                or of a fork. The sequence then goes on as the checkpoint was, whatever it has seen since.
         Raises:
             RollbackError: out of reach; carries .to, .horizon and .resume_at, the nearest reachable position below.
             SequenceError: a bad handle.
@@ -165,16 +170,17 @@ class HybridMemory:
         reached, source = self._nearest(sequence, to)
         if reached != to:
             raise self._out_of_reach(sequence, to, reached)
-        if source is not sequence:
+        with uninterrupted():
             if source is None:
                 for kind in self._kinds.values():
                     kind.release(sequence.slot)
                 self._ledger.reset(sequence.slot)
                 return
-            self._share([source], [sequence])
-        for kind in self._kinds.values():
-            kind.truncate(sequence.slot, to)
-        self._ledger.truncate(sequence.slot, to)
+            if source is not sequence:
+                self._share([source], [sequence])
+            for kind in self._kinds.values():
+                kind.truncate(sequence.slot, reached)
+            self._ledger.truncate(sequence.slot, reached)
 
     def _out_of_reach(self, sequence: Sequence, to: int, reached: int) -> RollbackError:
         horizon = self._horizon(sequence)
@@ -189,13 +195,13 @@ class HybridMemory:
     def can_rollback(self, sequence: Sequence, to: int | Sequence) -> bool:
         """Whether `rollback(sequence, to)` would succeed now. Raises SequenceError for a bad `sequence`."""
         self._ledger.check_usable(sequence)
-        if isinstance(to, Sequence):
-            try:
+        try:
+            if isinstance(to, Sequence):
                 self._check_mark(sequence, to)
-            except SequenceError:
-                return False
-            return True
-        return self._nearest(sequence, to)[0] == to
+                return True
+            return self._nearest(sequence, to)[0] == to
+        except (SequenceError, RollbackError):
+            return False
 
     def resume_point(self, sequence: Sequence, to: int) -> int:
         """The nearest position <= `to` that `rollback` reaches now (the length, if `to` lies beyond it)."""
@@ -206,7 +212,7 @@ class HybridMemory:
         """The nearest reachable position <= to, and whose blocks hold it: the sequence's own, a checkpoint's, nobody's (0)."""
         length, horizon = int(self._ledger.lengths[sequence.slot]), self._horizon(sequence)
         if isinstance(to, bool) or not isinstance(to, int | np.integer) or to < 0:
-            raise RollbackError(f"to={to!r} is no position; give 0 <= to <= {length} or a checkpoint", to=-1, horizon=horizon, resume_at=0)
+            raise RollbackError(f"to={to!r} is no position; give 0 <= to <= {length} or a checkpoint", to=to, horizon=horizon, resume_at=0)
         if to >= horizon:
             return min(int(to), length), sequence
         best: tuple[int, Sequence | None] = (0, None)
@@ -254,35 +260,42 @@ class HybridMemory:
         """
         return run_in_chunks(self, model, requests, max_tokens=max_tokens, outputs=outputs)
 
-    def begin_step(self, step: Step) -> tuple[Packed, Plans]:
+    def begin_step(self, step: Step) -> None:
         ledger = self._ledger
         for sequence in step.sequences:
             ledger.check_usable(sequence)
         slots = np.fromiter((s.slot for s in step.sequences), np.int64, len(step.sequences))
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
         plans: Plans = {}
-        try:
-            for name, kind in self._kinds.items():
-                plans[name] = kind.plan(packed)
-            for name, plan in plans.items():
-                self._kinds[name].begin(plan)
-        except BaseException:
-            for name, plan in plans.items():
-                self._kinds[name].abort(plan)
-            raise
-        ledger.is_busy[slots] = True
-        return packed, plans
+        free_bytes = self._arena.free_bytes
+        with uninterrupted():
+            try:
+                ledger.reserve(packed)
+                for name, kind in self._kinds.items():
+                    plans[name] = kind.plan(packed)
+                for name, plan in plans.items():
+                    self._kinds[name].begin(plan)
+            except BaseException as error:
+                for name, plan in plans.items():
+                    self._kinds[name].abort(plan)
+                if isinstance(error, CapacityError):  # what it missed came on top of what this step had taken already
+                    raise _does_not_fit(error.needed + free_bytes - error.free, free_bytes) from None
+                raise
+            ledger.is_busy[slots] = True
+            step.hold(packed, plans)
 
     def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None:
-        for name, plan in plans.items():
-            self._kinds[name].commit(plan, kept)
-        self._ledger.append(packed, kept)
-        self._ledger.is_busy[packed.slots] = False
+        with uninterrupted():
+            for name, plan in plans.items():
+                self._kinds[name].commit(plan, kept)
+            self._ledger.append(packed, kept)
+            self._ledger.is_busy[packed.slots] = False
 
     def abort_step(self, packed: Packed, plans: Plans) -> None:
-        for name, plan in plans.items():
-            self._kinds[name].abort(plan)
-        self._ledger.is_busy[packed.slots] = False
+        with uninterrupted():
+            for name, plan in plans.items():
+                self._kinds[name].abort(plan)
+            self._ledger.is_busy[packed.slots] = False
 
     def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return self._attention.attend(plans["attention"], index, q, k, v, scale)
@@ -337,3 +350,9 @@ def _index(spec: MemorySpec) -> dict[tuple[int, str, str | None], int]:
             if sum(spec.kind_of(m) == kind for m in spec.layers[layer]) == 1:
                 index[layer, kind, None] = i
     return index
+
+
+def _does_not_fit(needed: int, free: int) -> CapacityError:
+    why = "" if needed > free else ", but not in pieces large enough"
+    remedy = "close sequences or checkpoints, feed fewer tokens, or give the memory a larger budget"
+    return CapacityError(f"the step needs at least {needed:,} bytes; {free:,} are free{why}: {remedy}", needed=needed, free=free)

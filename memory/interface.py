@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 Int64s = NDArray[np.int64]
 
 
+def _check_count(name: str, value: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise SpecError(f"{name} is {value!r}; it must be an integer of at least 1")
+
+
 @dataclass(frozen=True)
 class AttentionSpec:
     """One attention of a layer: a token is remembered as `n_kv_heads` keys and values of `head_dim` elements each.
@@ -45,8 +50,7 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         for size in ("n_query_heads", "n_kv_heads", "head_dim"):
-            if getattr(self, size) < 1:
-                raise SpecError(f"AttentionSpec.{size} is {getattr(self, size)}; it must be at least 1")
+            _check_count(f"AttentionSpec.{size}", getattr(self, size))
         if self.n_query_heads % self.n_kv_heads:
             raise SpecError(f"{self.n_query_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly")
 
@@ -71,12 +75,14 @@ class RecurrentSpec:
     name: str = "recurrence"
 
     def __post_init__(self) -> None:
+        if not self.states:
+            raise SpecError(f"{self.family!r} has no state tensor; a layer that carries nothing needs no memory")
         shapes = {"row": self.row_shape} | {s.name: s.shape for s in self.states}
         if len(shapes) != len(self.states) + 1:
             raise SpecError(f"state tensors of {self.family!r} share a name: {[s.name for s in self.states]}")
         for name, shape in shapes.items():
-            if any(size < 1 for size in shape):
-                raise SpecError(f"{self.family!r}: shape {shape} of {name!r} has a size below 1")
+            for size in shape:
+                _check_count(f"a size in the shape {shape} of {name!r} of {self.family!r}", size)
 
 
 LayerSpec = AttentionSpec | RecurrentSpec
@@ -101,8 +107,7 @@ class MemorySpec:
     model: str = "model"
 
     def __post_init__(self) -> None:
-        if self.vocab_size < 1:
-            raise SpecError(f"vocab_size is {self.vocab_size}; it must be at least 1")
+        _check_count("vocab_size", self.vocab_size)
         for layer, specs in enumerate(self.layers):
             if len({s.name for s in specs}) != len(specs):
                 raise SpecError(f"memories of layer {layer} share a name: {[s.name for s in specs]}; give each its own")

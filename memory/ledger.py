@@ -58,6 +58,13 @@ class Ledger:
         """(length,): a view, valid until the sequence changes."""
         return self._tokens[slot][: self.lengths[slot]]
 
+    def reserve(self, packed: Packed) -> None:
+        """Make room for a step's tokens, so that `append` has nothing left that could fail."""
+        for slot, end in zip(packed.slots.tolist(), packed.ends.tolist(), strict=True):
+            buffer = self._tokens[slot]
+            if end > len(buffer):
+                self._tokens[slot] = np.concatenate([buffer, np.zeros(end - len(buffer) + max(len(buffer), 16), np.int64)])
+
     def append(self, packed: Packed, kept: Int64s) -> None:
         """Move the sequences of a step on by kept[i] tokens each. Fed tokens count as reached, kept or not."""
         self.lengths[packed.slots] += kept
@@ -65,11 +72,7 @@ class Ledger:
         self.peaks[packed.slots[moved]] = packed.peaks[moved]
         for i in np.flatnonzero(moved).tolist():
             slot, start, n_tokens = int(packed.slots[i]), int(packed.starts[i]), int(kept[i])
-            buffer = self._tokens[slot]
-            if start + n_tokens > len(buffer):
-                buffer = np.concatenate([buffer[:start], np.zeros(max(start, n_tokens) + 16, np.int64)])
-                self._tokens[slot] = buffer
-            buffer[start : start + n_tokens] = packed.token_ids[packed.cu_seqlens[i] : packed.cu_seqlens[i] + n_tokens]
+            self._tokens[slot][start : start + n_tokens] = packed.token_ids[packed.cu_seqlens[i] : packed.cu_seqlens[i] + n_tokens]
 
     def truncate(self, slot: int, to: int) -> None:
         self.lengths[slot] = to
@@ -113,6 +116,8 @@ class Ledger:
         """Raise IntegrityError if slots, handles and positions do not fit together."""
         if sorted([*self.handles, *self._free_slots]) != list(range(len(self.lengths))):
             raise IntegrityError("a slot is lost, or used and free at once")
+        if self.lengths[self._free_slots].any() or self.is_busy[self._free_slots].any():
+            raise IntegrityError("a free slot has a length or an open step")
         for slot, handle in self.handles.items():
             length, peak = self.lengths[slot], self.peaks[slot]
             if handle.slot != slot or handle.closed or not length <= min(peak, len(self._tokens[slot])):

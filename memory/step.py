@@ -23,7 +23,7 @@ class StepOwner(Protocol):
     spec: MemorySpec
     index: dict[tuple[int, str, str | None], int]
 
-    def begin_step(self, step: Step) -> tuple[Packed, Plans]: ...
+    def begin_step(self, step: Step) -> None: ...
     def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None: ...
     def abort_step(self, packed: Packed, plans: Plans) -> None: ...
     def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
@@ -64,29 +64,48 @@ class Step:
         if self._is_spent:
             raise StepError("this step has been entered before; make a new one with memory.step(...)")
         self._is_spent = True
-        self._packed, self._plans = self._owner.begin_step(self)
         device = self._owner.spec.device
         device = torch.device("cpu") if device.type == "meta" else device
-        self.token_ids = torch.from_numpy(self._packed.token_ids).to(device)
-        self.positions = torch.from_numpy(self._packed.positions).to(device)
-        self.cu_seqlens = self._packed.cu_seqlens
+        try:
+            self._owner.begin_step(self)
+            packed = self._entered()
+            # Copies: what a model does to them must not reach the books.
+            self.token_ids = torch.tensor(packed.token_ids, device=device)
+            self.positions = torch.tensor(packed.positions, device=device)
+            self.cu_seqlens = packed.cu_seqlens.copy()
+        except BaseException:
+            self._abort()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        packed, self._packed = self._entered(), None
+        packed = self._entered()
         try:
-            if error is None:
-                self._check_served()
-        except BaseException:
+            if error is not None:
+                return
+            self._check_served()
+            kept = packed.counts
+            for sequence, n_tokens in self._accepted.items():
+                kept[packed.place[self.sequences.index(sequence)]] = n_tokens
+            self._packed = None
+            self._owner.commit_step(packed, self._plans, kept)
+        finally:
+            self._abort()
+
+    def hold(self, packed: Packed, plans: Plans) -> None:
+        """Told by the memory what was set aside; from now on this step must commit or abort."""
+        self._packed, self._plans = packed, plans
+
+    def _abort(self) -> None:
+        """Leave every sequence as it was, unless that is settled already."""
+        packed, self._packed = self._packed, None
+        if packed is not None:
             self._owner.abort_step(packed, self._plans)
-            raise
-        if error is not None:
-            self._owner.abort_step(packed, self._plans)
-            return
-        kept = packed.counts
-        for sequence, n_tokens in self._accepted.items():
-            kept[packed.place[self.sequences.index(sequence)]] = n_tokens
-        self._owner.commit_step(packed, self._plans, kept)
+
+    def __del__(self) -> None:
+        """A step that was entered and then dropped holds its sequences no longer."""
+        if self.__dict__.get("_packed") is not None:
+            self._abort()
 
     # For models
 
@@ -112,7 +131,12 @@ class Step:
             StepError: a shape, dtype or device that the spec does not have; or a second call for the same memory.
         """
         index = self._claim(layer, name, "attention")
-        return self._owner.attend(self._plans, index, q, k, v, q.shape[-1] ** -0.5 if scale is None else scale)
+        _check_tensors(q=q, k=k, v=v)
+        with torch.no_grad():
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            y = self._owner.attend(self._plans, index, q.detach(), k.detach(), v.detach(), scale)
+        self._served.add(("attention", index))
+        return y
 
     def recur(self, layer: int, rows: Tensor, recurrence: Recurrence, *, name: str | None = None) -> Tensor:
         """Run a recurrence over the step's rows from where each sequence stands, and remember them.
@@ -127,7 +151,12 @@ class Step:
         Raises:
             StepError: as `attend`, or the recurrence did not write its end states.
         """
-        return self._owner.recur(self._plans, self._claim(layer, name, "recurrence"), rows, recurrence)
+        index = self._claim(layer, name, "recurrence")
+        _check_tensors(rows=rows)
+        with torch.no_grad():
+            y = self._owner.recur(self._plans, index, rows.detach(), recurrence)
+        self._served.add(("recurrence", index))
+        return y
 
     def select(self, hidden: Tensor) -> Tensor:
         """The rows of hidden (T, ...) that are wanted as outputs, in the caller's order: the last of each request, or all."""
@@ -139,8 +168,10 @@ class Step:
     def split(self, logits: Tensor) -> tuple[Tensor, ...]:
         """Outputs of this step, one tensor a request, in the caller's order: (1 or its tokens, ...) each."""
         counts = [len(t) if self.outputs == "all" else 1 for t in self.tokens]
-        if len(logits) != sum(counts):
-            raise BatchError(f"{len(logits)} rows are not the {sum(counts)} outputs of this step (outputs={self.outputs!r})")
+        n_rows = len(logits) if isinstance(logits, Tensor) else None
+        if n_rows != sum(counts):
+            what = repr(logits) if n_rows is None else f"{n_rows} rows"
+            raise BatchError(f"{what} are not the {sum(counts)} rows of this step's outputs={self.outputs!r}")
         return torch.split(logits, counts)
 
     def accept(self, accepted: Mapping[Sequence, int]) -> None:
@@ -152,6 +183,8 @@ class Step:
             RollbackError: more tokens would be dropped than the rollback window holds.
         """
         packed = self._entered()
+        if not isinstance(accepted, Mapping):
+            raise BatchError(f"{accepted!r} accepts nothing; give {{sequence: number of tokens to keep}}")
         horizons = self._owner.horizons_after(packed)
         for sequence, n_tokens in accepted.items():
             if sequence not in self.sequences:
@@ -160,6 +193,7 @@ class Step:
             n_fed, start = int(packed.counts[i]), int(packed.starts[i])
             if isinstance(n_tokens, bool) or not isinstance(n_tokens, int | np.integer) or not 0 <= n_tokens <= n_fed:
                 raise BatchError(f"accepting {n_tokens!r} of {n_fed} tokens of {sequence!r}; give an integer from 0 to {n_fed}")
+            n_tokens = int(n_tokens)
             if 0 < n_tokens < n_fed and start + n_tokens < horizons[i]:
                 horizon = int(horizons[i])
                 raise RollbackError(
@@ -177,19 +211,18 @@ class Step:
         return self._packed
 
     def _claim(self, layer: int, name: str | None, kind: str) -> int:
-        """Index, within its kind, of the memory that a call means; each serves once a step."""
+        """Index, within its kind, of the memory that a call means; each serves once a step. One that fails has not served."""
         self._entered()
         spec, index = self._owner.spec, self._owner.index.get((layer, kind, name))
         if spec.device.type == "meta":
             raise StepError("a dry run has no tensors; leave the model out of the step")
         if index is None:
-            if not 0 <= layer < len(spec.layers):
-                raise StepError(f"layer {layer} does not exist; {spec.model} has layers 0 ... {len(spec.layers) - 1}")
+            if not isinstance(layer, int) or not 0 <= layer < len(spec.layers):
+                raise StepError(f"layer {layer!r} does not exist; {spec.model} has layers 0 ... {len(spec.layers) - 1}")
             names = [s.name for s in spec.layers[layer] if spec.kind_of(s) == kind]
             raise StepError(f"layer {layer} has {len(names)} {kind} memories {names}; name={name!r} picks none of them")
         if (kind, index) in self._served:
             raise StepError(f"the {kind} memory {name or index} of layer {layer} was used twice in one step")
-        self._served.add((kind, index))
         return index
 
     def _check_served(self) -> None:
@@ -202,3 +235,9 @@ class Step:
                     f"the step ended before the {kind} memory {name!r} of layer {layer} was used; run the whole model inside the step. "
                     "Every sequence is as it was"
                 )
+
+
+def _check_tensors(**tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor) or not tensor.dim():
+            raise StepError(f"{name} is {tensor!r}, not a tensor with one row a token")

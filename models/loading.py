@@ -134,7 +134,7 @@ def _read_device(device: str | torch.device) -> torch.device:
     try:
         found = torch.device(device)
         torch.empty(0, device=found)
-    except (RuntimeError, AssertionError) as error:
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
         raise SpecError(f"device={device!r} cannot be used here: {error}") from error
     return found
 
@@ -143,6 +143,6 @@ def _read_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dty
     if dtype == "auto":
         dtype = getattr(config, "dtype", None) or torch.float32
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise SpecError(f"dtype={dtype!r}; give 'auto', 'float32', 'bfloat16', 'float16' or a floating-point torch.dtype")
+    if found not in (torch.float32, torch.bfloat16, torch.float16):
+        raise SpecError(f"dtype={dtype!r}; give 'auto', 'float32', 'bfloat16', 'float16' or one of these as torch.dtype")
     return found
