@@ -142,7 +142,7 @@ class BlockPool:
             address = self._arena.allocate(self.block_bytes, from_top=self._from_top)
             if address is None:
                 self.release(ids[:i])
-                raise self._does_not_fit(n)
+                raise CapacityError.of(f"{n} x {self.name} need", n * self.block_bytes, self._arena.free_bytes)
             ids[i] = block = self._next_id()
             self.addresses[block] = address
             self.counts[block] = 1
@@ -189,12 +189,6 @@ class BlockPool:
             self.counts = np.concatenate([self.counts, np.zeros(n, np.int64)])
             self._free_ids = list(range(2 * n - 1, n - 1, -1))
         return self._free_ids.pop()
-
-    def _does_not_fit(self, n: int) -> CapacityError:
-        needed, free = n * self.block_bytes, self._arena.free_bytes
-        why = "" if needed > free else ", but not in pieces large enough"
-        remedy = "close sequences or checkpoints, send fewer tokens, or give the memory a larger budget"
-        return CapacityError(f"{n} x {self.name} need {needed:,} bytes; {free:,} are free{why}: {remedy}", needed=needed, free=free)
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,13 @@ class CapacityError(HybridMemoryError):
         self.free = free
         self.unit = unit
 
+    @staticmethod
+    def of(what: str, needed: int, free: int) -> CapacityError:
+        """`what` ("3 x pages need") does not fit into `free` bytes, or only in pieces."""
+        why = "" if needed > free else ", but not in pieces large enough"
+        remedy = "close sequences or checkpoints, feed fewer tokens, or give the memory a larger budget"
+        return CapacityError(f"{what} {needed:,} bytes; {free:,} are free{why}: {remedy}", needed=needed, free=free)
+
 
 class RollbackError(HybridMemoryError):
     """A sequence cannot return to that position.

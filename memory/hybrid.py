@@ -279,7 +279,8 @@ class HybridMemory:
                 for name, plan in plans.items():
                     self._kinds[name].abort(plan)
                 if isinstance(error, CapacityError):  # what it missed came on top of what this step had taken already
-                    raise _does_not_fit(error.needed + free_bytes - error.free, free_bytes) from None
+                    needed = error.needed + free_bytes - error.free
+                    raise CapacityError.of("the step needs at least", needed, free_bytes) from None
                 raise
             ledger.is_busy[slots] = True
             step.hold(packed, plans)
@@ -350,9 +351,3 @@ def _index(spec: MemorySpec) -> dict[tuple[int, str, str | None], int]:
             if sum(spec.kind_of(m) == kind for m in spec.layers[layer]) == 1:
                 index[layer, kind, None] = i
     return index
-
-
-def _does_not_fit(needed: int, free: int) -> CapacityError:
-    why = "" if needed > free else ", but not in pieces large enough"
-    remedy = "close sequences or checkpoints, feed fewer tokens, or give the memory a larger budget"
-    return CapacityError(f"the step needs at least {needed:,} bytes; {free:,} are free{why}: {remedy}", needed=needed, free=free)
