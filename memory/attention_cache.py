@@ -100,20 +100,16 @@ class AttentionCache:
         return plan
 
     def _addresses(self, packed: Packed, tables: list[Int64s]) -> tuple[PagedBatch, tuple[Tensor, ...]]:
-        """Element offsets of the pages (S, most pages) and of every new token's row, per attention (T,)."""
+        """Element offsets of all pages and of every new token's row, per attention (T,)."""
         itemsize = self._dtype.itemsize
-        table = np.zeros((len(tables), max(map(len, tables))), np.int64)
-        for i, pages in enumerate(tables):
-            table[i, : len(pages)] = self.pool.addresses[pages]
-        table //= itemsize
-        request_T = np.repeat(np.arange(len(tables)), packed.counts)
-        page_T = table[request_T, packed.positions // self.page_tokens]
+        cu_pages = np.zeros(len(tables) + 1, np.int64)
+        np.cumsum([len(pages) for pages in tables], out=cu_pages[1:])
+        pages = self.pool.addresses[np.concatenate(tables)] // itemsize
+        page_T = pages[np.repeat(cu_pages[:-1], packed.counts) + packed.positions // self.page_tokens]
         slot_T = packed.positions % self.page_tokens
         sizes = {s.n_kv_heads * s.head_dim for s in self._specs}
         rows = {size: self._store.upload(page_T + slot_T * size) for size in sizes}
-        batch = PagedBatch(
-            cu_seqlens=packed.cu_seqlens, kv_lengths=packed.ends, page_table=self._store.upload(table), page_tokens=self.page_tokens
-        )
+        batch = PagedBatch(packed.cu_seqlens, packed.ends, pages=self._store.upload(pages), cu_pages=cu_pages, page_tokens=self.page_tokens)
         return batch, tuple(rows[s.n_kv_heads * s.head_dim] for s in self._specs)
 
     def begin(self, plan: AttentionPlan) -> None:

@@ -298,6 +298,7 @@ class RecurrentState:
         self._slots.put(targets, shared)
 
     def truncate(self, slot: int, to: int) -> None:
+        self._grow_to(slot + 1)
         if self._slots.head_at[slot] > to:
             self._slots.head_at[slot] = NOTHING
 

@@ -10,6 +10,7 @@ from transformers.activations import ACT2FN
 from memory import AttentionSpec, MemorySpec, Step
 from models.checkpoint import Checkpoint
 from models.layers import Attention, GatedMLP, MambaMixer, MambaShape, MixtureOfExperts, RMSNorm
+from models.linear import Linear
 from models.loading import register
 
 
@@ -23,7 +24,8 @@ class Jamba:
         self._layers = [_Layer(config, checkpoint, i) for i in range(config.num_hidden_layers)]
         self._norm = RMSNorm(checkpoint.take("model.final_layernorm.weight", config.hidden_size), config.rms_norm_eps)
         is_tied = config.tie_word_embeddings
-        self._head = self._embedding if is_tied else checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size)
+        head = self._embedding if is_tied else checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size)
+        self._head = Linear(head)
         self.memory_spec = MemorySpec(
             layers=tuple((layer.spec,) for layer in self._layers),
             vocab_size=config.vocab_size, dtype=checkpoint.dtype, device=checkpoint.device, model=f"Jamba {checkpoint.folder.name}",
@@ -35,7 +37,7 @@ class Jamba:
         x_TM = self._embedding[step.token_ids]
         for layer in self._layers:
             x_TM = layer(x_TM, step)
-        return self._norm(step.select(x_TM)) @ self._head.T
+        return self._head(self._norm(step.select(x_TM)))
 
 
 class _Layer:

@@ -12,6 +12,7 @@ from torch import Tensor
 from memory import AttentionSpec, FormatError, RecurrentSpec, Step
 from memory.recurrences import Mamba1, mamba1_spec, rms_norm
 from models.checkpoint import Checkpoint, UnsupportedModelError
+from models.linear import Linear
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -31,13 +32,14 @@ class GatedMLP:
     """W_down(act(W_gate x) * W_up x) (Shazeer 2020)."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: Activation) -> None:
-        self._gate = checkpoint.take(f"{prefix}.gate_proj.weight", n_inner, n_model)
-        self._up = checkpoint.take(f"{prefix}.up_proj.weight", n_inner, n_model)
-        self._down = checkpoint.take(f"{prefix}.down_proj.weight", n_model, n_inner)
+        gate, up = (checkpoint.take(f"{prefix}.{name}_proj.weight", n_inner, n_model) for name in ("gate", "up"))
+        self._gate_up = Linear(gate, up)
+        self._down = Linear(checkpoint.take(f"{prefix}.down_proj.weight", n_model, n_inner))
         self._activation = activation
 
     def __call__(self, x_TM: Tensor) -> Tensor:
-        return F.linear(self._activation(F.linear(x_TM, self._gate)) * F.linear(x_TM, self._up), self._down)
+        gate, up = self._gate_up(x_TM).chunk(2, dim=-1)
+        return self._down(self._activation(gate) * up)
 
 
 class MixtureOfExperts:
@@ -69,16 +71,17 @@ class Attention:
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, layer: int, n_model: int, spec: AttentionSpec) -> None:
         n_q, n_kv = spec.n_query_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-        self._q = checkpoint.take(f"{prefix}.q_proj.weight", n_q, n_model)
-        self._k = checkpoint.take(f"{prefix}.k_proj.weight", n_kv, n_model)
-        self._v = checkpoint.take(f"{prefix}.v_proj.weight", n_kv, n_model)
-        self._o = checkpoint.take(f"{prefix}.o_proj.weight", n_model, n_q)
+        sizes = {"q": n_q, "k": n_kv, "v": n_kv}
+        self._qkv = Linear(*(checkpoint.take(f"{prefix}.{name}_proj.weight", size, n_model) for name, size in sizes.items()))
+        self._o = Linear(checkpoint.take(f"{prefix}.o_proj.weight", n_model, n_q))
         self._layer = layer
         self._spec = spec
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
-        q_THD, k_TGD, v_TGD = (F.linear(x_TM, w).view(len(x_TM), -1, self._spec.head_dim) for w in (self._q, self._k, self._v))
-        return F.linear(step.attend(self._layer, q_THD, k_TGD, v_TGD).flatten(1), self._o)
+        spec = self._spec
+        heads = self._qkv(x_TM).view(len(x_TM), -1, spec.head_dim)
+        q_THD, k_TGD, v_TGD = heads.split([spec.n_query_heads, spec.n_kv_heads, spec.n_kv_heads], dim=1)
+        return self._o(step.attend(self._layer, q_THD, k_TGD, v_TGD).flatten(1))
 
 
 @dataclass(frozen=True)
@@ -109,10 +112,10 @@ class MambaMixer:
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, layer: int, shape: MambaShape) -> None:
         n_model, n_channels, d_state, take = shape.n_model, shape.n_channels, shape.d_state, checkpoint.take
-        self._in = take(f"{prefix}.in_proj.weight", 2 * n_channels, n_model)
-        self._in_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.in_proj.bias", 2 * n_channels)
-        self._out = take(f"{prefix}.out_proj.weight", n_model, n_channels)
-        self._out_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.out_proj.bias", n_model)
+        in_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.in_proj.bias", 2 * n_channels)
+        self._in = Linear(take(f"{prefix}.in_proj.weight", 2 * n_channels, n_model), bias=in_bias)
+        out_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.out_proj.bias", n_model)
+        self._out = Linear(take(f"{prefix}.out_proj.weight", n_model, n_channels), bias=out_bias)
         norms = None
         if shape.norm_eps is not None:
             names = ("dt_layernorm", shape.dt_rank), ("b_layernorm", d_state), ("c_layernorm", d_state)
@@ -121,8 +124,8 @@ class MambaMixer:
         self._recurrence = Mamba1(
             conv_weight_WE=take(f"{prefix}.conv1d.weight", n_channels, 1, shape.d_conv)[:, 0].T.contiguous(),
             conv_bias_E=checkpoint.take_optional(shape.has_conv_bias, f"{prefix}.conv1d.bias", n_channels),
-            x_proj=take(f"{prefix}.x_proj.weight", shape.dt_rank + 2 * d_state, n_channels),
-            dt_proj=take(f"{prefix}.dt_proj.weight", n_channels, shape.dt_rank),
+            x_proj=Linear(take(f"{prefix}.x_proj.weight", shape.dt_rank + 2 * d_state, n_channels)),
+            dt_proj=Linear(take(f"{prefix}.dt_proj.weight", n_channels, shape.dt_rank)),
             dt_bias_E=take(f"{prefix}.dt_proj.bias", n_channels),
             a_NE=-take(f"{prefix}.A_log", n_channels, d_state, dtype=torch.float32).exp().T.contiguous(),
             d_E=take(f"{prefix}.D", n_channels, dtype=torch.float32),
@@ -131,6 +134,6 @@ class MambaMixer:
         self._layer = layer
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
-        rows_TE, gate_TE = F.linear(x_TM, self._in, self._in_bias).chunk(2, dim=-1)
+        rows_TE, gate_TE = self._in(x_TM).chunk(2, dim=-1)
         y_TE = step.recur(self._layer, rows_TE, self._recurrence)
-        return F.linear(y_TE * F.silu(gate_TE), self._out, self._out_bias)
+        return self._out(y_TE * F.silu(gate_TE))

@@ -9,6 +9,7 @@ from transformers import MambaConfig
 from memory import MemorySpec, Step
 from models.checkpoint import Checkpoint
 from models.layers import MambaMixer, MambaShape, RMSNorm
+from models.linear import Linear
 from models.loading import register
 
 
@@ -29,7 +30,7 @@ class Mamba:
         self._norms = [RMSNorm(checkpoint.take(f"backbone.layers.{i}.norm.weight", n_model), eps) for i in range(n_layers)]
         self._norm = RMSNorm(checkpoint.take("backbone.norm_f.weight", n_model), eps)
         is_tied = config.tie_word_embeddings
-        self._head = self._embedding if is_tied else checkpoint.take("lm_head.weight", config.vocab_size, n_model)
+        self._head = Linear(self._embedding if is_tied else checkpoint.take("lm_head.weight", config.vocab_size, n_model))
         # The residual stream is kept in float32 even where the weights are not.
         self._residual_dtype = torch.float32 if config.residual_in_fp32 else checkpoint.dtype
         self.memory_spec = MemorySpec(
@@ -44,4 +45,4 @@ class Mamba:
         x_TM = self._embedding[step.token_ids].to(self._residual_dtype)
         for norm, mixer in zip(self._norms, self._mixers, strict=True):
             x_TM = x_TM + mixer(norm(x_TM.to(dtype)), step)
-        return self._norm(step.select(x_TM).to(dtype)) @ self._head.T
+        return self._head(self._norm(step.select(x_TM).to(dtype)))

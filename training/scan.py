@@ -13,7 +13,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from memory.kernels.vector_math import exp_f32
+from memory.kernels.cpu.vector_math import exp_f32
 
 _ZERO = np.float32(0.0)
 

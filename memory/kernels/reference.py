@@ -43,7 +43,7 @@ def paged_attention(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBat
 def gather_rows(flat: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int) -> Tensor:
     """The rows a request can see, in order: (rows, G, D), a copy."""
     n_rows = int(batch.kv_lengths[request])
-    pages = batch.page_table[request, : -(-n_rows // batch.page_tokens)]
+    pages = batch.pages[batch.cu_pages[request] : batch.cu_pages[request + 1]]
     rows = flat[_elements(pages, batch.page_tokens * n_kv_heads * head_dim)]
     return rows.reshape(-1, n_kv_heads, head_dim)[:n_rows]
 
@@ -67,8 +67,11 @@ def causal_conv(rows_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, windo
     return out_TE
 
 
-def selective_scan(x_TE: Tensor, dt_TE: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor, state: StateSlots) -> Tensor:
-    x_TE, dt_TE, b_TN, c_TN = x_TE.float(), dt_TE.float(), b_TN.float(), c_TN.float()
+def selective_scan(
+    x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor, state: StateSlots
+) -> Tensor:
+    x_TE, b_TN, c_TN = x_TE.float(), b_TN.float(), c_TN.float()
+    dt_TE = F.softplus(dt_TE.float() + dt_bias_E.float())
     h_SNE = read_rows(state.flat, state.sources, state.shape, state.initial).float()
     y_TE = torch.empty_like(x_TE)
     for i, h_NE in enumerate(h_SNE):

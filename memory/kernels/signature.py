@@ -20,13 +20,15 @@ class PagedBatch:
     Attributes:
         cu_seqlens: (S + 1,) request i owns queries [cu_seqlens[i], cu_seqlens[i + 1]); host. Short requests come first.
         kv_lengths: (S,) rows each request can see, its new ones included; host.
-        page_table: (S, pages) element offset of each page; entries past a request's last page are meaningless.
+        pages: (all pages,) element offset of each page, request after request.
+        cu_pages: (S + 1,) request i has pages [cu_pages[i], cu_pages[i + 1]); host.
         page_tokens: rows a page.
     """
 
     cu_seqlens: Int64s
     kv_lengths: Int64s
-    page_table: Tensor
+    pages: Tensor
+    cu_pages: Int64s
     page_tokens: int
 
 
@@ -71,7 +73,10 @@ class Kernels(Protocol):
         ...
 
     def selective_scan(
-        self, x_TE: Tensor, dt_TE: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor, state: StateSlots
+        self, x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor, state: StateSlots
     ) -> Tensor:
-        """h = exp(dt A) h + dt B x;  y = C h + D x: (T, E), float32. `state` is h, (N, E). Gu & Dao 2023, Alg. 2."""
+        """dt = softplus(dt + bias);  h = exp(dt A) h + dt B x;  y = C h + D x: (T, E), float32. `state` is h, (N, E).
+
+        Gu & Dao 2023, Alg. 2.
+        """
         ...

@@ -11,6 +11,7 @@ The gate is not part of the state, so it stays with the model. A replay repeats 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -33,8 +34,8 @@ class Mamba1:
 
     Attributes:
         conv_weight_WE, conv_bias_E: taps, the last one for the newest row.
-        x_proj: (dt_rank + 2 N, E).
-        dt_proj, dt_bias_E: (E, dt_rank) and (E,).
+        x_proj, dt_proj: the small projections, (T, E) -> (T, dt_rank + 2 N) and (T, dt_rank) -> (T, E).
+        dt_bias_E: of dt, (E,).
         a_NE: -exp(A_log) transposed, float32.
         d_E: float32.
         norms: weights of the RMS norms of dt, B and C with their epsilon, or None.
@@ -42,8 +43,8 @@ class Mamba1:
 
     conv_weight_WE: Tensor
     conv_bias_E: Tensor | None
-    x_proj: Tensor
-    dt_proj: Tensor
+    x_proj: Callable[[Tensor], Tensor]
+    dt_proj: Callable[[Tensor], Tensor]
     dt_bias_E: Tensor
     a_NE: Tensor
     d_E: Tensor
@@ -56,12 +57,13 @@ class Mamba1:
             x_TE = kernels.causal_conv(rows, self.conv_weight_WE, self.conv_bias_E, states.slots(0))
         else:
             x_TE = F.silu(rows * self.conv_weight_WE[0] + (0 if self.conv_bias_E is None else self.conv_bias_E))
-        dt_TR, b_TN, c_TN = torch.split(F.linear(x_TE, self.x_proj), [self.dt_proj.shape[1], n_states, n_states], dim=-1)
+        dt_b_c = self.x_proj(x_TE)
+        dt_TR, b_TN, c_TN = torch.split(dt_b_c, [dt_b_c.shape[1] - 2 * n_states, n_states, n_states], dim=-1)
         if self.norms is not None:
             *weights, eps = self.norms
             dt_TR, b_TN, c_TN = (rms_norm(t, w, eps) for t, w in zip((dt_TR, b_TN, c_TN), weights, strict=True))
-        dt_TE = F.softplus(F.linear(dt_TR, self.dt_proj).float() + self.dt_bias_E.float())
-        y_TE = kernels.selective_scan(x_TE, dt_TE, b_TN, c_TN, self.a_NE, self.d_E, states.slots(-1))
+        dt_TE = self.dt_proj(dt_TR)
+        y_TE = kernels.selective_scan(x_TE, dt_TE, self.dt_bias_E, b_TN, c_TN, self.a_NE, self.d_E, states.slots(-1))
         return y_TE.to(rows.dtype), states.written()
 
 

@@ -6,18 +6,20 @@ Blocks lie shuffled and apart in an arena full of NaN: a stray read gives NaN, a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from numba import njit
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from memory import RecurrentSpec, States, StateTensor
 from memory.kernels import Kernels, PagedBatch, StateSlots, cpu, reference, select_kernels
-from memory.kernels.vector_math import exp_f32
+from memory.kernels.cpu.vector_math import exp2_f32, exp_f32, softplus_f32
 from memory.recurrences import Fold
 from memory.recurrent_state import Run
 from tests.tolerances import assert_kernel_close
@@ -34,7 +36,8 @@ def cumulate(counts: tuple[int, ...]) -> np.ndarray:
 
 
 def poisoned(n_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.full((n_elements,), torch.nan, dtype=dtype)
+    """As the arena poisons: all bits set."""
+    return torch.full((n_elements * dtype.itemsize,), 0xFF, dtype=torch.uint8).view(dtype)
 
 
 def shuffled_offsets(n_blocks: int, block: int) -> list[int]:
@@ -102,14 +105,14 @@ class Pages:
         n_pages = -(-kv_lengths // page_tokens)
         offsets = shuffled_offsets(int(n_pages.sum()), 2 * page)
         arena = poisoned((2 * len(offsets) + 1) * 2 * page, dtype)
-        table = torch.zeros(len(lengths), int(n_pages.max()), dtype=torch.int64)
+        table = torch.tensor(offsets)
         for i, kv in enumerate(self.rows):
             for p in range(n_pages[i]):
-                table[i, p] = start = offsets.pop()
+                start = offsets.pop(0)
                 for half, rows in enumerate(kv[:, p * page_tokens : (p + 1) * page_tokens]):
                     arena[start + half * page : start + half * page + len(rows) * row] = rows.flatten()
         self.arena, self.values_at = arena, page
-        self.batch = PagedBatch(cumulate(lengths), kv_lengths, table, page_tokens)
+        self.batch = PagedBatch(cumulate(lengths), kv_lengths, table, cumulate(n_pages), page_tokens)
 
     def attend(self, kernels: Kernels, only: int | None = None) -> Tensor:
         """Outputs of all requests, or of one of them alone."""
@@ -117,7 +120,8 @@ class Pages:
         if only is not None:
             start, end = batch.cu_seqlens[only : only + 2].tolist()
             q = q[start:end]
-            batch = PagedBatch(cumulate((end - start,)), batch.kv_lengths[only:][:1], batch.page_table[only:][:1], batch.page_tokens)
+            pages = batch.pages[slice(*batch.cu_pages[only : only + 2].tolist())]
+            batch = PagedBatch(cumulate((end - start,)), batch.kv_lengths[only:][:1], pages, cumulate((len(pages),)), batch.page_tokens)
         return kernels.paged_attention(q, self.arena, self.arena[self.values_at :], batch, self.n_kv_heads, self.scale)
 
     def expected(self) -> Tensor:
@@ -173,7 +177,7 @@ def test_attention_survives_scores_far_apart() -> None:
 @pytest.mark.parametrize("n_queries", [1, 40])
 def test_a_nan_that_attention_may_read_shows(kernels: Kernels, half: str, n_queries: int) -> None:
     pages = Pages(2, 1, 8, page_tokens=4, lengths=(n_queries,), histories=(9,))
-    pages.arena[int(pages.batch.page_table[0, 1]) + (pages.values_at if half == "values" else 0)] = torch.nan
+    pages.arena[int(pages.batch.pages[1]) + (pages.values_at if half == "values" else 0)] = torch.nan
     assert pages.attend(kernels).flatten(1).isnan().any(1).all()
 
 
@@ -235,11 +239,11 @@ def make_conv(n_channels: int, n_taps: int, *, has_bias: bool, dtype: torch.dtyp
 
 
 def make_scan(n_channels: int, n_states: int) -> tuple[Tensor, ...]:
-    """x, dt, B, C, A, D as a trained layer has them: dt > 0, A < 0."""
+    """x, dt, dt's bias, B, C, A, D as a trained layer has them: A < 0."""
     n = sum(LENGTHS)
     x, d = torch.randn(n, n_channels), torch.randn(n_channels)
     b, c = torch.randn(n, n_states), torch.randn(n, n_states)
-    return x, F.softplus(torch.randn(n, n_channels) - 1), b, c, -torch.rand(n_states, n_channels).mul(3).exp() / 4, d
+    return x, torch.randn(n, n_channels), torch.randn(n_channels) - 1, b, c, -torch.rand(n_states, n_channels).mul(3).exp() / 4, d
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -279,10 +283,11 @@ def test_scan_agrees_with_its_twin(n_channels: int, n_states: int) -> None:
 
 
 def test_scan_is_that_of_transformers() -> None:
-    x, dt, b, c, a, d = make_scan(n_channels=24, n_states=5)
+    x, dt, bias, b, c, a, d = make_scan(n_channels=24, n_states=5)
     slots = Slots((5, 24))
     slots.sources = [-1] * len(LENGTHS)
-    actual = torch.split(reference.selective_scan(x, dt, b, c, a, d, slots.fresh()), LENGTHS)
+    actual = torch.split(reference.selective_scan(x, dt, bias, b, c, a, d, slots.fresh()), LENGTHS)
+    dt = F.softplus(dt + bias)
     for i, (x_i, dt_i, b_i, c_i) in enumerate(zip(*(torch.split(t, LENGTHS) for t in (x, dt, b, c)), strict=True)):
         batched = (t.T[None] for t in (x_i, dt_i))
         y, end = mamba_selective_scan(*batched, a.T, b_i.T[None], c_i.T[None], D=d, return_last_state=True)
@@ -300,14 +305,14 @@ def test_a_state_starts_from_its_initial_value(kernels: Kernels) -> None:
 
 
 def test_recurrences_are_the_same_bits_alone_and_among_others() -> None:
-    x, dt, b, c, a, d = make_scan(n_channels=130, n_states=5)
+    x, dt, dt_bias, b, c, a, d = make_scan(n_channels=130, n_states=5)
     states, window = Slots((5, 130)), Slots((3, 130))
     rows, weight, bias = make_conv(130, 4, has_bias=True)
-    y, y_ends = cpu.selective_scan(x, dt, b, c, a, d, states.fresh()), states.ends()
+    y, y_ends = cpu.selective_scan(x, dt, dt_bias, b, c, a, d, states.fresh()), states.ends()
     z, z_ends = cpu.causal_conv(rows, weight, bias, window.fresh()), window.ends()
     for i in range(len(LENGTHS)):
         own = slice(*cumulate(LENGTHS)[i : i + 2].tolist())
-        assert torch.equal(cpu.selective_scan(x[own], dt[own], b[own], c[own], a, d, states.fresh(only=i)), y[own])
+        assert torch.equal(cpu.selective_scan(x[own], dt[own], dt_bias, b[own], c[own], a, d, states.fresh(only=i)), y[own])
         assert torch.equal(states.ends()[i], y_ends[i])
         assert torch.equal(cpu.causal_conv(rows[own], weight, bias, window.fresh(only=i)), z[own])
         assert torch.equal(window.ends()[i], z_ends[i])
@@ -332,7 +337,7 @@ def test_threads_change_no_bit() -> None:
 @pytest.mark.parametrize("at", range(0, 64, 7))
 def test_recurrences_may_be_cut_anywhere(at: int) -> None:
     """One run of 65 rows, and the same rows in two runs one after the other: the same bits."""
-    x, dt, b, c, a, d = (t[:65] if len(t) == sum(LENGTHS) else t for t in make_scan(n_channels=24, n_states=5))
+    x, dt, dt_bias, b, c, a, d = (t[:65] if len(t) == sum(LENGTHS) else t for t in make_scan(n_channels=24, n_states=5))
     rows, weight, bias = make_conv(24, 4, has_bias=True)
     cuts = (slice(0, at + 1), slice(at + 1, 65))
 
@@ -341,22 +346,22 @@ def test_recurrences_may_be_cut_anywhere(at: int) -> None:
         return StateSlots(cumulate((n_rows,)), state.flat, torch.tensor([source]), torch.tensor([slots.targets[0]]), slots.shape, 0.0)
 
     states, window = Slots((5, 24), lengths=(65,)), Slots((3, 24), lengths=(65,))
-    y, y_end = cpu.selective_scan(x, dt, b, c, a, d, states.fresh()), states.ends()
+    y, y_end = cpu.selective_scan(x, dt, dt_bias, b, c, a, d, states.fresh()), states.ends()
     z, z_end = cpu.causal_conv(rows[:65], weight, bias, window.fresh()), window.ends()
     state, conv = states.fresh(), window.fresh()
     y_parts, z_parts = [], []
     for own, sources in zip(cuts, ((-1, -1), (states.targets[0], window.targets[0])), strict=True):
-        y_parts.append(cpu.selective_scan(x[own], dt[own], b[own], c[own], a, d, run(states, state, sources[0], own)))
+        y_parts.append(cpu.selective_scan(x[own], dt[own], dt_bias, b[own], c[own], a, d, run(states, state, sources[0], own)))
         z_parts.append(cpu.causal_conv(rows[own], weight, bias, run(window, conv, sources[1], own)))
     assert torch.equal(torch.cat(y_parts), y) and torch.equal(states.ends(), y_end)
     assert torch.equal(torch.cat(z_parts), z) and torch.equal(window.ends(), z_end)
 
 
-@pytest.mark.parametrize("argument", range(4))
+@pytest.mark.parametrize("argument", [0, 1, 3, 4])
 @pytest.mark.parametrize("kernels", [cpu, reference])
 def test_a_nan_that_a_scan_may_read_shows(kernels: Kernels, argument: int) -> None:
     inputs, slots = make_scan(n_channels=3, n_states=2), Slots((2, 3))
-    inputs[argument][0] = torch.nan
+    inputs[argument][0] = poisoned(1)
     assert kernels.selective_scan(*inputs, slots.fresh())[0].isnan().all()
 
 
@@ -370,7 +375,7 @@ def test_a_nan_in_a_start_state_shows(kernels: Kernels) -> None:
 def test_scan_in_bfloat16_is_close_to_float32() -> None:
     inputs, slots = make_scan(n_channels=24, n_states=16), Slots((16, 24))
     expected = reference.selective_scan(*inputs, slots.fresh())
-    actual = reference.selective_scan(*(t.to(BFLOAT16) for t in inputs[:4]), *inputs[4:], slots.fresh())
+    actual = reference.selective_scan(*(t.to(BFLOAT16) for t in inputs[:5]), *inputs[5:], slots.fresh())
     assert actual.dtype == torch.float32
     assert_kernel_close(actual, expected, BFLOAT16)
 
@@ -443,26 +448,31 @@ def test_kernels_are_chosen_by_device_and_dtypes(device: str, dtypes: tuple[torc
 
 
 @pytest.mark.parametrize("fastmath", [False, {"reassoc", "contract"}, {"contract", "arcp", "nsz"}])
-def test_exp_is_right_to_two_ulp(fastmath: bool | set[str]) -> None:
-    @njit(fastmath=fastmath)
-    def exp_all(x, out):  # type: ignore[no-untyped-def]
-        for i in range(len(x)):
-            out[i] = exp_f32(x[i])
+def test_vector_math_is_as_accurate_as_it_says(fastmath: bool | set[str]) -> None:
+    def ulps(function: Callable[..., float], x: NDArray[np.float64], exact: Callable[..., NDArray[np.float64]]) -> NDArray[np.float64]:
+        @njit(fastmath=fastmath)
+        def apply(x, out):  # type: ignore[no-untyped-def]
+            for i in range(len(x)):
+                out[i] = function(x[i])
+
+        x32 = x.astype(np.float32)
+        out, expected = np.empty_like(x32), exact(x32.astype(np.float64))
+        apply(x32, out)
+        return np.abs(out - expected) / np.spacing(np.abs(expected).astype(np.float32))
 
     near_zero = np.geomspace(1e-12, 1, 20_000)
-    x = np.concatenate([np.linspace(-87.33, 88.37, 1_000_000), near_zero, -near_zero, [0.0]]).astype(np.float32)
-    out, exact = np.empty_like(x), np.exp(x.astype(np.float64))
-    exp_all(x, out)
-    ulps = np.abs(out - exact) / np.spacing(exact.astype(np.float32))
-    assert ulps.max() <= 2
-    assert out[-1] == 1
+    x = np.concatenate([np.linspace(-87.3, 88, 1_000_000), near_zero, -near_zero, [0.0]])
+    assert ulps(exp2_f32, x * 1.44, np.exp2).max() <= 2
+    assert (ulps(exp_f32, x, np.exp) / (1 + np.abs(x))).max() <= 1.5
+    assert (ulps(softplus_f32, x, lambda v: np.log1p(np.exp(-np.abs(v))) + np.maximum(v, 0)) / (1 + np.maximum(-x, 0))).max() <= 4
 
 
-def test_exp_outside_of_its_range_stays_positive_and_finite() -> None:
+def test_exp_outside_of_its_range_stays_positive_and_finite_and_nan_stays_nan() -> None:
     @njit
     def exp_one(x):  # type: ignore[no-untyped-def]
         return exp_f32(x)
 
-    low, high = (exp_one(np.float32(x)) for x in (-np.inf, np.inf))
+    low, high, nan, poison = (exp_one(x) for x in (*np.float32([-np.inf, np.inf, np.nan]), np.uint32([0xFFFFFFFF]).view(np.float32)[0]))
     assert 0 < low < 2e-38
-    assert 2e38 < high < np.inf
+    assert 1e38 < high < np.inf
+    assert np.isnan(nan) and np.isnan(poison)

@@ -1,0 +1,15 @@
+"""Kernels for float32 on the CPU, compiled by numba: `memory.kernels.signature.Kernels`.
+
+Pages, rows and states are read and written in place. Each output element is computed by one thread in an order that does
+not depend on the rest of the batch, so a request's result is the same bits whoever shares its step.
+
+Two habits make LLVM use full vector registers: an inner loop runs over slices of its own, from 0 on (numba would check
+other indices for being negative; unsigned ones it does not check), and no array is read through one slice and written through
+another that may overlap it.
+"""
+
+from memory.kernels.cpu.attention import paged_attention
+from memory.kernels.cpu.recurrences import causal_conv, selective_scan
+from memory.kernels.cpu.rows import read_rows, write_rows_
+
+__all__ = ["causal_conv", "paged_attention", "read_rows", "selective_scan", "write_rows_"]

@@ -1,0 +1,167 @@
+"""Attention over pages: few queries read them in place, many gather them once for torch's fused attention."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numba import njit, prange
+from torch import Tensor
+
+from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
+from memory.kernels.cpu.vector_math import exp_f32
+from memory.kernels.reference import gather_rows
+from memory.kernels.signature import PagedBatch
+
+_FEW_QUERIES = 16
+_BLOCK = 64
+"""Rows whose scores are kept at once, 256 bytes a head."""
+
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_0, _1, _2, _3, _4 = (np.uint64(i) for i in range(5))
+
+
+def paged_attention(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scale: float) -> Tensor:
+    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    counts = np.diff(batch.cu_seqlens)
+    n_short = int(np.searchsorted(counts, _FEW_QUERIES, side="right"))
+    if n_short:
+        n_threads = use_threads(2 * q_THD[0].numel() * int((counts * batch.kv_lengths)[:n_short].sum()))
+        heads_a_task = n_kv_heads if n_short >= 2 * n_threads else 1
+        _attend_few(
+            q_THD.contiguous().numpy(), keys.numpy(), values.numpy(), batch.cu_seqlens[: n_short + 1], batch.kv_lengths,
+            batch.pages.numpy(), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task, np.float32(scale), out_THD.numpy(),
+        )  # fmt: skip
+    for i in range(n_short, len(counts)):
+        start, end = batch.cu_seqlens[i : i + 2].tolist()
+        out_THD[start:end] = _attend_many(q_THD[start:end], keys, values, batch, i, n_kv_heads, scale)
+    return out_THD
+
+
+def _attend_many(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, scale: float) -> Tensor:
+    n_queries, n_heads, head_dim = q_THD.shape
+    n_rows = int(batch.kv_lengths[request])
+    k_GRD, v_GRD = (gather_rows(flat, batch, request, n_kv_heads, head_dim).transpose(0, 1)[None] for flat in (keys, values))
+    # `is_causal` aligns at the top left, which is right only when there are no earlier rows.
+    mask = None if n_queries == n_rows else torch.ones(n_queries, n_rows, dtype=torch.bool).tril(n_rows - n_queries)
+    out_HTD = F.scaled_dot_product_attention(
+        q_THD.transpose(0, 1)[None], k_GRD, v_GRD, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=n_heads != n_kv_heads
+    )
+    return out_HTD[0].transpose(0, 1)
+
+
+@njit(parallel=True, fastmath=ELEMENTWISE, cache=True)
+def _attend_few(  # type: ignore[no-untyped-def]
+    q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale, out_THD
+):
+    """Online softmax over blocks of rows (Milakov & Gimelshein 2018); a task is a request and some of its key/value heads."""
+    head_dim = q_THD.shape[2]
+    n_groups = q_THD.shape[1] // n_kv_heads
+    n_heads = heads_a_task * n_groups
+    tasks_a_request = n_kv_heads // heads_a_task
+    q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
+    for task in prange((len(cu_seqlens) - 1) * tasks_a_request):
+        i, first = task // tasks_a_request, task % tasks_a_request * heads_a_task
+        table = pages[cu_pages[i] : cu_pages[i + 1]]
+        rows = np.empty(_BLOCK, np.int64)
+        scores = np.empty(n_heads * _BLOCK, np.float32)
+        highest, total = np.empty(n_heads, np.float32), np.empty(n_heads, np.float32)
+        for t in range(cu_seqlens[i], cu_seqlens[i + 1]):
+            n_rows = kv_lengths[i] - (cu_seqlens[i + 1] - 1 - t)
+            q = q_TR[t, first * n_groups * head_dim : (first * n_groups + n_heads) * head_dim]
+            out = out_TR[t, first * n_groups * head_dim : (first * n_groups + n_heads) * head_dim]
+            out[:] = _ZERO
+            highest[:] = -np.inf
+            total[:] = _ZERO
+            for begin in range(0, n_rows, _BLOCK):
+                n = min(_BLOCK, n_rows - begin)
+                for r in range(n):
+                    page, slot = (begin + r) // page_tokens, (begin + r) % page_tokens
+                    rows[r] = table[page] + (slot * n_kv_heads + first) * head_dim
+                for g in range(heads_a_task):
+                    heads = slice(g * n_groups * head_dim, (g + 1) * n_groups * head_dim)
+                    of_heads = slice(g * n_groups * _BLOCK, (g + 1) * n_groups * _BLOCK)
+                    _scores(q[heads], keys, rows[:n], g * head_dim, n_groups, scale, scores[of_heads])
+                for h in range(n_heads):
+                    row_scores = scores[h * _BLOCK : h * _BLOCK + n]
+                    new_highest = max(highest[h], _largest(row_scores))
+                    if new_highest > highest[h]:
+                        fade = exp_f32(highest[h] - new_highest)
+                        _scale_(out[h * head_dim : (h + 1) * head_dim], fade)
+                        total[h] *= fade
+                        highest[h] = new_highest
+                    total[h] += _exp_and_sum_(row_scores, highest[h])
+                for g in range(heads_a_task):
+                    heads = slice(g * n_groups * head_dim, (g + 1) * n_groups * head_dim)
+                    of_heads = slice(g * n_groups * _BLOCK, (g + 1) * n_groups * _BLOCK)
+                    _add_values_(out[heads], values, rows[:n], g * head_dim, n_groups, scores[of_heads])
+            for h in range(n_heads):
+                _scale_(out[h * head_dim : (h + 1) * head_dim], _ONE / total[h])
+
+
+@njit(fastmath=REDUCING)
+def _scores(q, keys, rows, offset, n_groups, scale, scores):  # type: ignore[no-untyped-def]
+    """scores[h, r] = scale q[h] . keys[rows[r] + offset], for the query heads h of one key head."""
+    head_dim, stride = np.uint64(len(q) // n_groups), np.uint64(_BLOCK)
+    for r in range(np.uint64(len(rows))):
+        row = np.uint64(rows[r] + offset)
+        for h in range(np.uint64(n_groups)):
+            score = _ZERO
+            for d in range(head_dim):
+                score += q[h * head_dim + d] * keys[row + d]
+            scores[h * stride + r] = score * scale
+
+
+@njit(fastmath=ELEMENTWISE)
+def _add_values_(out, values, rows, offset, n_groups, weights):  # type: ignore[no-untyped-def]
+    """out[h] += sum of weights[h, r] values[rows[r] + offset]; four rows at once, so that `out` is written less often."""
+    head_dim, stride, n = np.uint64(len(out) // n_groups), np.uint64(_BLOCK), np.uint64(len(rows))
+    r = _0
+    while r + _4 <= n:
+        a, b, c, d = (
+            np.uint64(rows[r] + offset),
+            np.uint64(rows[r + _1] + offset),
+            np.uint64(rows[r + _2] + offset),
+            np.uint64(rows[r + _3] + offset),
+        )
+        for h in range(np.uint64(n_groups)):
+            at, w = h * head_dim, h * stride + r
+            w_a, w_b, w_c, w_d = weights[w], weights[w + _1], weights[w + _2], weights[w + _3]
+            for e in range(head_dim):
+                out[at + e] += w_a * values[a + e] + w_b * values[b + e] + w_c * values[c + e] + w_d * values[d + e]
+        r += _4
+    while r < n:
+        row = np.uint64(rows[r] + offset)
+        for h in range(np.uint64(n_groups)):
+            for e in range(head_dim):
+                out[h * head_dim + e] += weights[h * stride + r] * values[row + e]
+        r += _1
+
+
+@njit(fastmath=REDUCING)
+def _largest(x):  # type: ignore[no-untyped-def]
+    largest = x[0]
+    for r in range(1, len(x)):
+        largest = max(largest, x[r])
+    return largest
+
+
+@njit(fastmath=ELEMENTWISE)
+def _scale_(x, factor):  # type: ignore[no-untyped-def]
+    for e in range(len(x)):
+        x[e] *= factor
+
+
+@njit(fastmath=ELEMENTWISE)
+def _exp_and_sum_(x, shift):  # type: ignore[no-untyped-def]
+    for e in range(len(x)):
+        x[e] = exp_f32(x[e] - shift)
+    return _sum(x)
+
+
+@njit(fastmath=REDUCING)
+def _sum(x):  # type: ignore[no-untyped-def]
+    total = _ZERO
+    for e in range(len(x)):
+        total += x[e]
+    return total

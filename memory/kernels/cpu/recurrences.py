@@ -1,0 +1,143 @@
+"""Causal convolution and selective scan. A task is one run over some of the channels."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from memory.kernels.cpu.rows import copy_
+from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
+from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
+from memory.kernels.signature import StateSlots
+
+_SHORT_RUN, _LONG_RUN = 768, 128
+"""Channels a task runs. In a long run 128 x 16 states (8 KiB) stay in the first-level cache from row to row; in a short one
+each state is met once, and long stretches suit the memory."""
+
+_ONE = np.float32(1.0)
+
+
+def _channels_at_once(cu_rows: np.ndarray, n_rows: int) -> int:
+    return _SHORT_RUN if n_rows < 4 * len(cu_rows) else _LONG_RUN
+
+
+def causal_conv(rows_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots) -> Tensor:
+    out_TE = torch.empty_like(rows_TE, memory_format=torch.contiguous_format)
+    bias = torch.zeros(rows_TE.shape[1]) if bias_E is None else bias_E
+    use_threads(2 * rows_TE.numel() * len(weight_WE))
+    _causal_conv(
+        rows_TE.numpy(), weight_WE.numpy(), bias.numpy(), window.cu_rows, window.flat.numpy(), window.sources.numpy(),
+        window.targets.numpy(), np.float32(window.initial), out_TE.numpy(), _channels_at_once(window.cu_rows, len(rows_TE)),
+    )  # fmt: skip
+    return out_TE
+
+
+@njit(parallel=True, fastmath=ELEMENTWISE, cache=True)
+def _causal_conv(rows_TE, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_TE, at_once):  # type: ignore[no-untyped-def]
+    n_taps, n_channels = weight_WE.shape
+    n_chunks = -(-n_channels // at_once)
+    for task in prange((len(cu_rows) - 1) * n_chunks):
+        i, first = task // n_chunks, (task % n_chunks) * at_once
+        last = min(first + at_once, n_channels)
+        start, end = cu_rows[i], cu_rows[i + 1]
+        source, target, width = sources[i] + first, targets[i] + first, last - first
+        if source < first:  # no rows came before
+            source = target
+            for w in range(n_taps - 1):
+                flat[target + w * n_channels : target + w * n_channels + width] = initial
+        for t in range(start, end):
+            out = out_TE[t, first:last]
+            copy_(out, bias_E[first:last])
+            for w in range(n_taps):
+                r = t - (n_taps - 1 - w)
+                if r >= start:
+                    _add_product_(out, weight_WE[w, first:last], rows_TE[r, first:last])
+                else:
+                    before = source + (r - start + n_taps - 1) * n_channels
+                    _add_product_(out, weight_WE[w, first:last], flat[before : before + width])
+            _silu_(out)
+        # Oldest first: where source and target are one, a row is read before it is overwritten.
+        for w in range(n_taps - 1):
+            r = end - (n_taps - 1 - w)
+            after = flat[target + w * n_channels : target + w * n_channels + width]
+            if r >= start:
+                copy_(after, rows_TE[r, first:last])
+            else:
+                before = source + (r - start + n_taps - 1) * n_channels
+                copy_(after, flat[before : before + width])
+
+
+@njit(fastmath=ELEMENTWISE)
+def _add_product_(out, a, b):  # type: ignore[no-untyped-def]
+    for e in range(len(out)):
+        out[e] += a[e] * b[e]
+
+
+@njit(fastmath=ELEMENTWISE)
+def _silu_(x):  # type: ignore[no-untyped-def]
+    for e in range(len(x)):
+        x[e] = x[e] / (_ONE + exp_f32(-x[e]))
+
+
+def selective_scan(
+    x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor, state: StateSlots
+) -> Tensor:
+    y_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
+    use_threads(10 * x_TE.numel() * len(a_NE))
+    _selective_scan(
+        x_TE.numpy(), dt_TE.numpy(), dt_bias_E.numpy(), b_TN.numpy(), c_TN.numpy(), a_NE.numpy(), d_E.numpy(), state.cu_rows,
+        state.flat.numpy(), state.sources.numpy(), state.targets.numpy(), np.float32(state.initial), y_TE.numpy(),
+        _channels_at_once(state.cu_rows, len(x_TE)),
+    )  # fmt: skip
+    return y_TE
+
+
+@njit(parallel=True, fastmath=ELEMENTWISE, cache=True)
+def _selective_scan(  # type: ignore[no-untyped-def]
+    x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, cu_rows, flat, sources, targets, initial, y_TE, at_once
+):
+    n_states, n_channels = a_NE.shape
+    n_chunks = -(-n_channels // at_once)
+    for task in prange((len(cu_rows) - 1) * n_chunks):
+        i, first = task // n_chunks, (task % n_chunks) * at_once
+        last = min(first + at_once, n_channels)
+        source, target, width = sources[i] + first, targets[i] + first, last - first
+        # The state is run in place, in its target.
+        for n in range(n_states):
+            h = flat[target + n * n_channels : target + n * n_channels + width]
+            if source < first:
+                h[:] = initial
+            elif source != target:
+                copy_(h, flat[source + n * n_channels : source + n * n_channels + width])
+        dt, dtx = np.empty(width, np.float32), np.empty(width, np.float32)
+        for t in range(cu_rows[i], cu_rows[i + 1]):
+            x, y = x_TE[t, first:last], y_TE[t, first:last]
+            _time_step(dt_TE[t, first:last], dt_bias_E[first:last], x, dt, dtx)
+            _product(d_E[first:last], x, y)
+            for n in range(n_states):
+                h = flat[target + n * n_channels : target + n * n_channels + width]
+                _advance_(h, y, dt, dtx, a_NE[n, first:last], b_TN[t, n], c_TN[t, n])
+
+
+@njit(fastmath=ELEMENTWISE)
+def _time_step(raw, bias, x, dt, dtx):  # type: ignore[no-untyped-def]
+    """dt in units of ln 2, so that exp(dt A) is a power of two, and dt x."""
+    for e in range(len(dt)):
+        step = softplus_f32(raw[e] + bias[e])
+        dt[e] = step * LOG2_E
+        dtx[e] = step * x[e]
+
+
+@njit(fastmath=ELEMENTWISE)
+def _product(a, b, out):  # type: ignore[no-untyped-def]
+    for e in range(len(out)):
+        out[e] = a[e] * b[e]
+
+
+@njit(fastmath=ELEMENTWISE)
+def _advance_(h, y, dt, dtx, a, b, c):  # type: ignore[no-untyped-def]
+    for e in range(len(h)):
+        h[e] = exp2_f32(dt[e] * a[e]) * h[e] + dtx[e] * b
+        y[e] += h[e] * c

@@ -1,0 +1,43 @@
+"""Rows into the arena and out of it."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from numba import njit
+from torch import Tensor
+
+
+def write_rows_(flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
+    _write_rows(flat.numpy(), offsets_T.numpy(), rows_TR.numpy())
+
+
+@njit(cache=True)
+def _write_rows(flat, offsets_T, rows_TR):  # type: ignore[no-untyped-def]
+    for t in range(len(offsets_T)):
+        start = offsets_T[t]
+        copy_(flat[start : start + rows_TR.shape[1]], rows_TR[t])
+
+
+def read_rows(flat: Tensor, offsets_T: Tensor, shape: tuple[int, ...], initial: float) -> Tensor:
+    rows_TR = torch.empty(len(offsets_T), math.prod(shape))
+    _read_rows(flat.numpy(), offsets_T.numpy(), rows_TR.numpy(), np.float32(initial))
+    return rows_TR.reshape(len(offsets_T), *shape)
+
+
+@njit(cache=True)
+def _read_rows(flat, offsets_T, rows_TR, initial):  # type: ignore[no-untyped-def]
+    for t in range(len(offsets_T)):
+        start = offsets_T[t]
+        if start < 0:
+            rows_TR[t] = initial
+        else:
+            copy_(rows_TR[t], flat[start : start + rows_TR.shape[1]])
+
+
+@njit
+def copy_(target, source):  # type: ignore[no-untyped-def]
+    for e in range(len(target)):
+        target[e] = source[e]

