@@ -52,19 +52,23 @@ class Mamba1:
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Rows (T, E) -> outputs (T, E) in the rows' dtype."""
-        kernels, n_states = states.kernels, self.a_NE.shape[0]
+        kernels = states.kernels
         if len(self.conv_weight_WE) > 1:
             x_TE = kernels.causal_conv(rows, self.conv_weight_WE, self.conv_bias_E, states.slots(0))
         else:
             x_TE = F.silu(rows * self.conv_weight_WE[0] + (0 if self.conv_bias_E is None else self.conv_bias_E))
-        dt_b_c = self.x_proj(x_TE)
+        dt_TE, b_TN, c_TN = self.project(x_TE)
+        y_TE = kernels.selective_scan(x_TE, dt_TE, self.dt_bias_E, b_TN, c_TN, self.a_NE, self.d_E, states.slots(-1))
+        return y_TE.to(rows.dtype), states.written()
+
+    def project(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """dt before its bias and softplus (T, E), B and C (T, N) each."""
+        dt_b_c, n_states = self.x_proj(x_TE), self.a_NE.shape[0]
         dt_TR, b_TN, c_TN = torch.split(dt_b_c, [dt_b_c.shape[1] - 2 * n_states, n_states, n_states], dim=-1)
         if self.norms is not None:
             *weights, eps = self.norms
             dt_TR, b_TN, c_TN = (rms_norm(t, w, eps) for t, w in zip((dt_TR, b_TN, c_TN), weights, strict=True))
-        dt_TE = self.dt_proj(dt_TR)
-        y_TE = kernels.selective_scan(x_TE, dt_TE, self.dt_bias_E, b_TN, c_TN, self.a_NE, self.d_E, states.slots(-1))
-        return y_TE.to(rows.dtype), states.written()
+        return self.dt_proj(dt_TR), b_TN, c_TN
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -50,7 +50,7 @@ def _attend_many(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch,
     return out_HTD[0].transpose(0, 1)
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, cache=True)
+@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
 def _attend_few(  # type: ignore[no-untyped-def]
     q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale, out_THD
 ):
@@ -112,7 +112,7 @@ def _scores(q, keys, rows, offset, n_groups, scale, scores):  # type: ignore[no-
             scores[h * stride + r] = score * scale
 
 
-@njit(fastmath=ELEMENTWISE)
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _add_values_(out, values, rows, offset, n_groups, weights):  # type: ignore[no-untyped-def]
     """out[h] += sum of weights[h, r] values[rows[r] + offset]; four rows at once, so that `out` is written less often."""
     head_dim, stride, n = np.uint64(len(out) // n_groups), np.uint64(_BLOCK), np.uint64(len(rows))
@@ -146,13 +146,13 @@ def _largest(x):  # type: ignore[no-untyped-def]
     return largest
 
 
-@njit(fastmath=ELEMENTWISE)
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _scale_(x, factor):  # type: ignore[no-untyped-def]
     for e in range(len(x)):
         x[e] *= factor
 
 
-@njit(fastmath=ELEMENTWISE)
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _exp_and_sum_(x, shift):  # type: ignore[no-untyped-def]
     for e in range(len(x)):
         x[e] = exp_f32(x[e] - shift)

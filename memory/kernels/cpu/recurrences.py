@@ -12,7 +12,7 @@ from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
 from memory.kernels.signature import StateSlots
 
-_SHORT_RUN, _LONG_RUN = 768, 128
+_SHORT_RUN, _LONG_RUN = 512, 128
 """Channels a task runs. In a long run 128 x 16 states (8 KiB) stay in the first-level cache from row to row; in a short one
 each state is met once, and long stretches suit the memory."""
 
@@ -34,7 +34,7 @@ def causal_conv(rows_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, windo
     return out_TE
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, cache=True)
+@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
 def _causal_conv(rows_TE, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_TE, at_once):  # type: ignore[no-untyped-def]
     n_taps, n_channels = weight_WE.shape
     n_chunks = -(-n_channels // at_once)
@@ -69,13 +69,13 @@ def _causal_conv(rows_TE, weight_WE, bias_E, cu_rows, flat, sources, targets, in
                 copy_(after, flat[before : before + width])
 
 
-@njit(fastmath=ELEMENTWISE)
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _add_product_(out, a, b):  # type: ignore[no-untyped-def]
     for e in range(len(out)):
         out[e] += a[e] * b[e]
 
 
-@njit(fastmath=ELEMENTWISE)
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _silu_(x):  # type: ignore[no-untyped-def]
     for e in range(len(x)):
         x[e] = x[e] / (_ONE + exp_f32(-x[e]))
@@ -94,7 +94,7 @@ def selective_scan(
     return y_TE
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, cache=True)
+@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
 def _selective_scan(  # type: ignore[no-untyped-def]
     x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, cu_rows, flat, sources, targets, initial, y_TE, at_once
 ):
@@ -121,7 +121,7 @@ def _selective_scan(  # type: ignore[no-untyped-def]
                 _advance_(h, y, dt, dtx, a_NE[n, first:last], b_TN[t, n], c_TN[t, n])
 
 
-@njit(fastmath=ELEMENTWISE)
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _time_step(raw, bias, x, dt, dtx):  # type: ignore[no-untyped-def]
     """dt in units of ln 2, so that exp(dt A) is a power of two, and dt x."""
     for e in range(len(dt)):
@@ -130,14 +130,15 @@ def _time_step(raw, bias, x, dt, dtx):  # type: ignore[no-untyped-def]
         dtx[e] = step * x[e]
 
 
-@njit(fastmath=ELEMENTWISE)
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _product(a, b, out):  # type: ignore[no-untyped-def]
     for e in range(len(out)):
         out[e] = a[e] * b[e]
 
 
-@njit(fastmath=ELEMENTWISE)
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _advance_(h, y, dt, dtx, a, b, c):  # type: ignore[no-untyped-def]
     for e in range(len(h)):
-        h[e] = exp2_f32(dt[e] * a[e]) * h[e] + dtx[e] * b
-        y[e] += h[e] * c
+        h_new = exp2_f32(dt[e] * a[e]) * h[e] + dtx[e] * b
+        h[e] = h_new
+        y[e] += h_new * c

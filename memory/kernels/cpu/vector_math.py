@@ -39,7 +39,7 @@ def _bits_from_float(typing_context, x):  # type: ignore[no-untyped-def]
     return types.int32(types.float32), codegen
 
 
-@njit(inline="always")
+@njit(inline="always", error_model="numpy")
 def exp2_f32(x):  # type: ignore[no-untyped-def]
     """2**x for float32, to 2 ulp within [-126, 127]; beyond, what it is at that end."""
     # Written so that NaN passes: every comparison with it is false.
@@ -58,13 +58,13 @@ def exp2_f32(x):  # type: ignore[no-untyped-def]
     return p * _float_from_bits((_bits_from_float(shifted) << np.int32(23)) + _BITS_OF_ONE)  # type: ignore[call-arg]
 
 
-@njit(inline="always")
+@njit(inline="always", error_model="numpy")
 def exp_f32(x):  # type: ignore[no-untyped-def]
     """e**x for float32. The product with log2(e) rounds: relative error up to |x| * 1.2e-7, as for a rounded x."""
     return exp2_f32(x * LOG2_E)
 
 
-@njit(inline="always")
+@njit(inline="always", error_model="numpy")
 def softplus_f32(x):  # type: ignore[no-untyped-def]
     """log(1 + e**x) without overflow."""
     u = exp_f32(-abs(x))
