@@ -27,24 +27,30 @@ class TailGrid:
     Body positions lie on a grid: the last multiple of `fold_tokens` <= (furthest position reached) - `rollback_window`. They
     depend on nothing else, so reruns agree on them and prefixes can be shared.
 
+    A new body is either run from the old one over the rows between ("replay"), or it is a head that was kept when it passed
+    that position ("keep"). With a grid as wide as the window one kept state is enough.
+
     Attributes:
         rollback_window: tokens that can always be taken back, counted from the furthest position reached.
         fold_tokens: distance of two body positions.
         tail_rows: rows of a sequence's ring. The first rollback_window + fold_tokens - 1 are what a tail can hold; the rest
             lets a short step write in place.
+        keeps: whether heads are kept.
     """
 
     rollback_window: int
     fold_tokens: int
     tail_rows: int
+    keeps: bool
 
     @staticmethod
-    def of(rollback_window: int) -> TailGrid:
-        """A quarter of the window: a ring of 1.4 windows, and each row is run once more when the body passes it."""
+    def of(rollback_window: int, *, keeps: bool) -> TailGrid:
+        """Replay: a grid of a quarter of the window, so a ring of 1.3 windows. Keep: a ring of two windows."""
         if rollback_window == 0:
-            return TailGrid(0, 1, 0)
-        fold_tokens, in_place = max(4, rollback_window // 4), max(4, rollback_window // 8)
-        return TailGrid(rollback_window, fold_tokens, rollback_window + fold_tokens - 1 + in_place)
+            return TailGrid(0, 1, 0, False)
+        fold_tokens = rollback_window if keeps else max(4, rollback_window // 4)
+        n_held = rollback_window + fold_tokens - 1
+        return TailGrid(rollback_window, fold_tokens, n_held + max(1, n_held // 32), keeps)
 
     def body_at(self, peaks: Int64s) -> Int64s:
         """Where the body of a sequence belongs that has reached `peaks`."""
@@ -53,23 +59,28 @@ class TailGrid:
 
 @dataclass(frozen=True)
 class Columns:
-    """One value for each sequence, by slot or by request: positions of body and head, and ids of blocks."""
+    """One value for each sequence, by slot or by request: positions of states, and ids of blocks.
+
+    `kept` is the state at a later body position, at most one. It and the head are shortcuts, the body and the tail are enough.
+    """
 
     body_at: Int64s
     body: Int64s
     head_at: Int64s
     head: Int64s
+    kept_at: Int64s
+    kept: Int64s
     tail: Int64s
 
     @staticmethod
     def empty(n: int) -> Columns:
-        return Columns(np.zeros(n, np.int64), *(np.full(n, NOTHING) for _ in range(4)))
+        return Columns(np.zeros(n, np.int64), *(np.full(n, NOTHING) for _ in range(6)))
 
     def arrays(self) -> tuple[Int64s, ...]:
-        return self.body_at, self.body, self.head_at, self.head, self.tail
+        return self.body_at, self.body, self.head_at, self.head, self.kept_at, self.kept, self.tail
 
-    def blocks(self) -> tuple[Int64s, Int64s, Int64s]:
-        return self.body, self.head, self.tail
+    def states(self) -> tuple[Int64s, Int64s, Int64s]:
+        return self.body, self.head, self.kept
 
     def take(self, slots: Int64s) -> Columns:
         return Columns(*(array[slots] for array in self.arrays()))
@@ -85,8 +96,10 @@ class StateAddresses:
 
     old_body: Int64s
     old_head: Int64s
+    old_kept: Int64s
     new_body: Int64s
     new_head: Int64s
+    new_kept: Int64s
 
 
 @dataclass(frozen=True)
@@ -109,17 +122,18 @@ class Pass:
 def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddresses) -> list[Pass]:
     """The passes of a step, in the order in which they must run. Every new row is in exactly one pass that is no replay."""
     starts, ends, fold = packed.starts, packed.ends, after.body_at
-    from_head = (before.head_at >= before.body_at) & (before.head_at <= starts)
-    at = np.where(from_head, before.head_at, before.body_at)
-    source = np.where(from_head, states.old_head, states.old_body)
+    from_kept = before.kept_at > before.body_at
+    at, source = np.where(from_kept, before.kept_at, before.body_at), np.where(from_kept, states.old_kept, states.old_body)
+    from_head = (before.head_at >= at) & (before.head_at <= starts)
+    at, source = np.where(from_head, before.head_at, at), np.where(from_head, states.old_head, source)
     passes: list[Pass] = []
 
     def add(is_replay: bool, mask: NDArray[np.bool_], begin: Int64s, end: Int64s, source: Int64s, target: Int64s) -> None:
         if mask.any():
             passes.append(Pass(is_replay, np.flatnonzero(mask), begin[mask], end[mask], source[mask], target[mask]))
 
-    # 1. Old rows up to the new body. A head that stands beyond it cannot help: they run from the old body, beside the rest.
-    mask = (fold > before.body_at) & (fold <= starts)
+    # 1. Old rows up to the new body, unless it was kept. States beyond it cannot help: they run from the old body, beside the rest.
+    mask = (fold > before.body_at) & (fold <= starts) & (before.kept_at != fold)
     is_chained = at < fold
     add(True, mask, np.where(is_chained, at, before.body_at), fold, np.where(is_chained, source, states.old_body), states.new_body)
     at, source = np.where(mask & is_chained, fold, at), np.where(mask & is_chained, states.new_body, source)
@@ -131,6 +145,11 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
     mask = fold > starts
     add(False, mask, starts, fold, source, states.new_body)
     source = np.where(mask, states.new_body, source)
-    # 4. New rows to the end.
-    add(False, ends > fold, np.maximum(starts, fold), ends, source, states.new_head)
+    # 4. New rows up to where a state is kept on the way.
+    at = np.maximum(starts, fold)
+    mask = after.kept_at > at
+    add(False, mask, at, after.kept_at, source, states.new_kept)
+    at, source = np.where(mask, after.kept_at, at), np.where(mask, states.new_kept, source)
+    # 5. New rows to the end.
+    add(False, ends > fold, at, ends, source, states.new_head)
     return passes

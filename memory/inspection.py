@@ -38,7 +38,7 @@ class Usage:
 
     Attributes:
         budget_bytes: what the memory may use at most; used_bytes + free_bytes.
-        by_kind: pages, body states, head states, tails.
+        by_kind: pages, states, tails.
         block_bytes: of one block of each kind.
         padding_bytes: part of `used_bytes` that alignment adds.
         by_sequence: open sequences and checkpoints by id.

@@ -5,10 +5,11 @@ For each sequence, all recurrences of all layers together hold
     body   their states after tokens [0, body_at): what `rollback` can always come back to
     tail   the raw input rows of tokens [body_at, length), in a ring
     head   their states after tokens [0, head_at), private to the sequence: a shortcut, never needed
+    kept   a head left where the body will move next: another shortcut
 
 A step runs each recurrence from the head (or, if a rollback made it stale, from the body over the tail rows) over the new
-rows. When the sequence has gone far enough the body moves up: the rows it passes are run from the old body into a new
-block, so an abort loses nothing. Blocks are reference-counted and never written while shared.
+rows. When the sequence has gone far enough the body moves up: a kept state becomes the body, or the rows it passes are run
+from the old body into a new block, so an abort loses nothing. Blocks are reference-counted and never written while shared.
 
 `memory.folding` says when the body moves and what must run; here are the blocks and the bytes.
 """
@@ -103,6 +104,7 @@ class RecurrentPlan:
 
     Attributes:
         before, after: of each request (S,), now and once all tokens are kept.
+        fresh: ids of the blocks allocated for the step, NOTHING elsewhere: body, head, kept, tail, (S,) each.
         runs: in the order in which they must run.
         writes: packed indices of the new rows that go into tails, and elements a row -> element offset of each.
     """
@@ -110,6 +112,7 @@ class RecurrentPlan:
     packed: Packed
     before: Columns
     after: Columns
+    fresh: list[Int64s]
     runs: list[Run]
     writes: tuple[Tensor, dict[int, Tensor]]
 
@@ -126,9 +129,9 @@ class RecurrentState:
         self.grid = grid
         self.state_layout = BlockLayout.of([(t.shape, t.dtype or dtype) for s in specs for t in s.states])
         self.tail_layout = BlockLayout.of([((grid.tail_rows, *s.row_shape), dtype) for s in specs])
-        self.bodies = store.make_pool("body states", self.state_layout.block_bytes, from_top=True)
-        self.heads = store.make_pool("head states", self.state_layout.block_bytes, from_top=True)
-        self.tails = store.make_pool("tails", self.tail_layout.block_bytes, from_top=True)
+        self.states = store.make_pool("states", self.state_layout.block_bytes, from_top=True)
+        self.tails = tails = store.make_pool("tails", self.tail_layout.block_bytes, from_top=True)
+        self._pools = (self.states, self.states, self.states, tails)  # of body, head, kept and tail
         self._specs = specs
         self._dtype = dtype
         self._store = store
@@ -146,53 +149,59 @@ class RecurrentState:
 
     @property
     def sized_pools(self) -> list[tuple[BlockPool, int]]:
-        state, tail = self.state_layout.padding_bytes, self.tail_layout.padding_bytes
-        return [(self.bodies, state), (self.heads, state), (self.tails, tail)]
+        return [(self.states, self.state_layout.padding_bytes), (self.tails, self.tail_layout.padding_bytes)]
 
     @property
     def least_bytes(self) -> int:
-        """A head, a tail, and two bodies while the body moves; without a window only the two bodies."""
+        """A head, a tail, and two bodies while the body moves, or one and a kept state; without a window only two bodies."""
         n_states = 3 if self.grid.tail_rows else 2
         return n_states * self.state_layout.block_bytes + self.tail_layout.block_bytes
-
-    @property
-    def pools(self) -> tuple[BlockPool, BlockPool, BlockPool]:
-        """In the order of `Columns.blocks`."""
-        return self.bodies, self.heads, self.tails
 
     # Steps
 
     def plan(self, packed: Packed) -> RecurrentPlan:
         self._grow_to(int(packed.slots.max()) + 1)
         before = self._slots.take(packed.slots)
-        body_at = self.horizon_after(packed)
+        body_at, ends = self.horizon_after(packed), packed.ends
         moves = body_at > before.body_at
-        has_head = packed.ends > body_at
-        own_head = (before.head >= 0) & (self.heads.counts[before.head] == 1)
-        fits = (packed.ends - before.body_at <= self.grid.tail_rows) & (before.tail >= 0)
+        is_kept = moves & (before.kept_at == body_at)
+        has_head = ends > body_at
+        own_head = (before.head >= 0) & (self.states.counts[before.head] == 1)
+        fits = (ends - before.body_at <= self.grid.tail_rows) & (before.tail >= 0)
         own_tail = fits & (self.tails.counts[before.tail] == 1)
-        wanted = (moves, has_head & ~own_head, np.full(len(moves), self.grid.tail_rows > 0) & ~own_tail)
-        blocks = [ids.copy() for ids in before.blocks()]
-        taken: list[tuple[BlockPool, Int64s]] = []
+        # Inside of a longer step the body position after the next body is passed, and no head stands there.
+        kept_at = body_at + self.grid.fold_tokens
+        passes = (kept_at > packed.starts) & (kept_at < ends) & self.grid.keeps
+        still_kept = before.kept_at > body_at
+        uses_tail = np.full(len(moves), self.grid.tail_rows > 0)
+        wanted = (moves & ~is_kept, has_head & ~own_head, passes, uses_tail & ~own_tail)
+        fresh = [np.full(len(moves), NOTHING) for _ in wanted]
         try:
-            for pool, ids, mask in zip(self.pools, blocks, wanted, strict=True):
-                ids[mask] = fresh = pool.allocate(int(mask.sum()))
-                taken.append((pool, fresh))
-            plan = self._plan_runs(packed, before, Columns(body_at, blocks[0], np.where(has_head, packed.ends, NOTHING), *blocks[1:]))
+            for pool, ids, mask in zip(self._pools, fresh, wanted, strict=True):
+                ids[mask] = pool.allocate(int(mask.sum()))
+            after = Columns(
+                body_at, np.where(is_kept, before.kept, np.where(moves, fresh[0], before.body)),
+                np.where(has_head, ends, NOTHING), np.where(fresh[1] >= 0, fresh[1], before.head),
+                np.where(passes, kept_at, np.where(still_kept, before.kept_at, NOTHING)),
+                np.where(passes, fresh[2], np.where(still_kept, before.kept, NOTHING)),
+                np.where(fresh[3] >= 0, fresh[3], before.tail),
+            )  # fmt: skip
+            plan = self._plan_runs(packed, before, after, fresh)
         except BaseException:
-            for pool, fresh in taken:
-                pool.release(fresh)
+            self._free(fresh, np.ones(len(moves), np.bool_))
             raise
         self._open_plans[id(plan)] = plan
         return plan
 
-    def _plan_runs(self, packed: Packed, before: Columns, after: Columns) -> RecurrentPlan:
-        states = StateAddresses(
-            self._address(self.bodies, before.body), self._address(self.heads, before.head),
-            self._address(self.bodies, after.body), self._address(self.heads, after.head),
-        )  # fmt: skip
+    def _plan_runs(self, packed: Packed, before: Columns, after: Columns, fresh: list[Int64s]) -> RecurrentPlan:
+        states = StateAddresses(*(self._state_addresses(ids) for ids in (*before.states(), *after.states())))
         runs = [self._run(one_pass, packed, before.tail) for one_pass in schedule(packed, before, after, states)]
-        return RecurrentPlan(packed, before, after, runs, self._writes(packed, after))
+        return RecurrentPlan(packed, before, after, fresh, runs, self._writes(packed, after))
+
+    def _free(self, fresh: list[Int64s], chosen: NDArray[np.bool_]) -> None:
+        """Give back the blocks set aside for the `chosen` requests of a step."""
+        for pool, ids in zip(self._pools, fresh, strict=True):
+            pool.release(ids[chosen & (ids >= 0)])
 
     def _run(self, one_pass: Pass, packed: Packed, tails: Int64s) -> Run:
         """A pass with its rows and states found for the kernels."""
@@ -224,9 +233,8 @@ class RecurrentState:
     def _elements(self, addresses: Int64s) -> dict[int, Tensor]:
         return {size: self._store.upload(np.where(addresses < 0, NOTHING, addresses // size)) for size in self._state_sizes}
 
-    @staticmethod
-    def _address(pool: BlockPool, ids: Int64s) -> Int64s:
-        return np.where(ids < 0, NOTHING, pool.addresses[ids])
+    def _state_addresses(self, ids: Int64s) -> Int64s:
+        return np.where(ids < 0, NOTHING, self.states.addresses[ids])
 
     def begin(self, plan: RecurrentPlan) -> None:
         before, after = plan.before, plan.after
@@ -268,46 +276,61 @@ class RecurrentState:
         return outputs
 
     def commit(self, plan: RecurrentPlan, kept: Int64s) -> None:
-        self.abort_some(plan, kept == 0)
-        keeps = kept > 0
-        slots = plan.packed.slots[keeps]
-        for pool, old, new in zip(self.pools, plan.before.blocks(), plan.after.blocks(), strict=True):
-            pool.release(old[keeps & (old != new) & (old >= 0)])
-        self._slots.put(slots, plan.after.take(np.flatnonzero(keeps)))
-        partly = keeps & (kept < plan.packed.counts)
-        self._slots.head_at[plan.packed.slots[partly]] = NOTHING
+        before, after, packed = plan.before, plan.after, plan.packed
+        stays, is_whole = kept > 0, kept == packed.counts
+        del self._open_plans[id(plan)]
+        self._free(plan.fresh, ~stays)
+        # What every kept request refers to no longer.
+        self.states.release(before.body[stays & (before.body != after.body) & (before.body >= 0)])
+        self.states.release(before.head[stays & (before.head != after.head) & (before.head >= 0)])
+        was_kept = stays & (before.kept >= 0)
+        self.states.release(before.kept[was_kept & (before.kept != after.kept) & (before.kept != after.body)])
+        self.tails.release(before.tail[stays & (before.tail != after.tail) & (before.tail >= 0)])
+        # States of dropped tokens.
+        after.head_at[~is_whole] = NOTHING
+        beyond = stays & (after.kept_at > packed.starts + kept)
+        self.states.release(after.kept[beyond])
+        after.kept_at[beyond] = after.kept[beyond] = NOTHING
+        if self.grid.keeps:  # where the head stands on a later body position it stays there, and the next step makes another
+            leaves = is_whole & (after.head_at > after.body_at) & (after.head_at % self.grid.fold_tokens == 0)
+            after.kept_at[leaves], after.kept[leaves] = after.head_at[leaves], after.head[leaves]
+            after.head_at[leaves] = after.head[leaves] = NOTHING
+        self._slots.put(packed.slots[stays], after.take(np.flatnonzero(stays)))
 
     def abort(self, plan: RecurrentPlan) -> None:
-        self.abort_some(plan, np.ones(len(plan.packed.slots), np.bool_))
-
-    def abort_some(self, plan: RecurrentPlan, dropped: NDArray[np.bool_]) -> None:
-        """Close the plan, giving back the blocks that were set aside for the requests in `dropped`."""
         del self._open_plans[id(plan)]
-        for pool, old, new in zip(self.pools, plan.before.blocks(), plan.after.blocks(), strict=True):
-            pool.release(new[dropped & (old != new)])
+        self._free(plan.fresh, np.ones(len(plan.packed.slots), np.bool_))
 
     # Sequences
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
         self._grow_to(int(max(sources.max(), targets.max())) + 1)
         shared = self._slots.take(sources)
-        for pool, ids in zip(self.pools, shared.blocks(), strict=True):
-            pool.retain(ids[ids >= 0])
-        for slot in targets.tolist():
-            self.release(slot)
+        for ids in shared.states():
+            self.states.retain(ids[ids >= 0])
+        self.tails.retain(shared.tail[shared.tail >= 0])
+        self._release(targets)
         self._slots.put(targets, shared)
 
     def truncate(self, slot: int, to: int) -> None:
         self._grow_to(slot + 1)
-        if self._slots.head_at[slot] > to:
-            self._slots.head_at[slot] = NOTHING
+        slots = self._slots
+        if slots.head_at[slot] > to:
+            slots.head_at[slot] = NOTHING
+        if slots.kept_at[slot] > to:
+            self.states.release(slots.kept[slot : slot + 1])
+            slots.kept_at[slot] = slots.kept[slot] = NOTHING
 
     def release(self, slot: int) -> None:
         self._grow_to(slot + 1)
-        for pool, ids in zip(self.pools, self._slots.blocks(), strict=True):
-            if ids[slot] >= 0:
-                pool.release(ids[slot : slot + 1])
-        self._slots.put(np.array([slot]), Columns.empty(1))
+        self._release(np.array([slot]))
+
+    def _release(self, slots: Int64s) -> None:
+        held = self._slots.take(slots)
+        states = np.concatenate(held.states())
+        self.states.release(states[states >= 0])
+        self.tails.release(held.tail[held.tail >= 0])
+        self._slots.put(slots, Columns.empty(len(slots)))
 
     def horizon(self, slot: int) -> int:
         return int(self._slots.body_at[slot]) if slot < len(self._slots.body_at) else 0
@@ -317,8 +340,9 @@ class RecurrentState:
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         self._grow_to(slot + 1)
-        columns = self._slots.take(np.array([slot])).blocks()
-        return {pool.name: ids[ids >= 0] for pool, ids in zip(self.pools, columns, strict=True)}
+        held = self._slots.take(np.array([slot]))
+        states = np.concatenate(held.states())
+        return {self.states.name: states[states >= 0], self.tails.name: held.tail[held.tail >= 0]}
 
     def _grow_to(self, n_slots: int) -> None:
         n_missing = n_slots - len(self._slots.body_at)
@@ -330,18 +354,20 @@ class RecurrentState:
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         for slot, length in lengths.items():
             self._check_slot(slot, length, peaks[slot])
-        everyone = np.arange(len(self._slots.body_at))
-        strangers = np.setdiff1d(everyone, np.fromiter(lengths, np.int64, len(lengths)))
-        if any((ids[strangers] >= 0).any() for ids in self._slots.blocks()):
+        strangers = np.setdiff1d(np.arange(len(self._slots.body_at)), np.fromiter(lengths, np.int64, len(lengths)))
+        if any((ids[strangers] >= 0).any() for ids in (*self._slots.states(), self._slots.tail)):
             raise IntegrityError("states or tails are held for slots that are not open")
-        for i, pool in enumerate(self.pools):
-            held = self._slots.blocks()[i]
-            fresh = [new[old != new] for old, new in ((p.before.blocks()[i], p.after.blocks()[i]) for p in self._open_plans.values())]
-            pool.check(np.concatenate([held[held >= 0], *fresh]))
+        plans = self._open_plans.values()
+        for pool, columns in (
+            (self.states, [*self._slots.states(), *(ids for plan in plans for ids in plan.fresh[:3])]),
+            (self.tails, [self._slots.tail, *(plan.fresh[3] for plan in plans)]),
+        ):
+            held = np.concatenate(columns)
+            pool.check(held[held >= 0])
 
     def _check_slot(self, slot: int, length: int, peak: int) -> None:
         self._grow_to(slot + 1)
-        body_at, body, head_at, head, tail = (int(array[slot]) for array in self._slots.arrays())
+        body_at, body, head_at, head, kept_at, kept, tail = (int(array[slot]) for array in self._slots.arrays())
         expected = int(self.grid.body_at(np.array(peak)))
         if body_at != expected:
             raise IntegrityError(f"slot {slot} has its body at {body_at}, its furthest position {peak} puts it at {expected}")
@@ -351,3 +377,5 @@ class RecurrentState:
             raise IntegrityError(f"slot {slot} cannot hold rows [{body_at}, {length}) in tail {tail}")
         if head_at > length or (head_at >= 0 and head < 0):
             raise IntegrityError(f"slot {slot} has length {length} and head {head} at {head_at}")
+        if (kept_at >= 0) != (kept >= 0) or (kept >= 0 and not (body_at < kept_at <= length and kept_at % self.grid.fold_tokens == 0)):
+            raise IntegrityError(f"slot {slot} has length {length}, its body at {body_at}, and state {kept} kept for {kept_at}")

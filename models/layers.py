@@ -80,7 +80,7 @@ class Attention:
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         spec = self._spec
         heads = self._qkv(x_TM).view(len(x_TM), -1, spec.head_dim)
-        q_THD, k_TGD, v_TGD = heads.split([spec.n_query_heads, spec.n_kv_heads, spec.n_kv_heads], dim=1)
+        q_THD, k_TGD, v_TGD = torch.split(heads, [spec.n_query_heads, spec.n_kv_heads, spec.n_kv_heads], dim=1)
         return self._o(step.attend(self._layer, q_THD, k_TGD, v_TGD).flatten(1))
 
 

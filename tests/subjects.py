@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -15,19 +16,22 @@ from models import LanguageModel, load_model
 from tests.tolerances import TOLERANCE
 from tests.toy import Toy
 
-SUBJECTS = ("toy", "toy-attention", "toy-recurrent", "jamba", "mamba")
+SUBJECTS = ("toy", "toy-attention", "toy-recurrent", "jamba", "mamba", "toy replay", "mamba replay")
+"""Models, and how their memories fold: "keep" unless named."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model, and whether equal steps must give equal bits after a replay."""
+    """A model, how its memories fold, and whether equal steps must give equal bits after a replay."""
 
     name: str
+    fold: Literal["keep", "replay"]
     model: LanguageModel
     is_exact: bool
 
     def memory(self, rollback_window: int = 8, budget: int | str = "8MiB", page_tokens: int = 4) -> HybridMemory:
-        return HybridMemory(self.model.memory_spec, budget, rollback_window=rollback_window, page_tokens=page_tokens, poison=True)
+        options = {"rollback_window": rollback_window, "page_tokens": page_tokens, "fold": self.fold}
+        return HybridMemory(self.model.memory_spec, budget, **options, poison=True)  # type: ignore[arg-type]
 
     def tokens(self, n_tokens: int, seed: int = 0) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
@@ -60,12 +64,13 @@ class Subject:
 
 
 def make_subject(name: str, folder: Path) -> Subject:
+    name, _, fold = name.partition(" ")
     if name.startswith("toy"):
         model = Toy(attention=name != "toy-recurrent", recurrent=name != "toy-attention")
-        return Subject(name, model, is_exact=True)  # type: ignore[arg-type]
+        return Subject(name, fold or "keep", model, is_exact=True)  # type: ignore[arg-type]
     torch.manual_seed(1)
     write_checkpoint(name, folder)
-    return Subject(name, load_model(folder), is_exact=False)
+    return Subject(name, fold or "keep", load_model(folder), is_exact=False)  # type: ignore[arg-type]
 
 
 def write_checkpoint(name: str, folder: Path) -> None:

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import pytest
 import torch
 from hypothesis import strategies as st
@@ -38,10 +40,13 @@ class Machine(RuleBasedStateMachine):
         self.peaks: dict[Sequence, int] = {}
         self.closed: list[Sequence] = []
 
-    @initialize(window=st.sampled_from([0, 1, 4, 9]), page_tokens=st.sampled_from([1, 3, 16]), kib=st.sampled_from([32, 64, 512]))
-    def make(self, window: int, page_tokens: int, kib: int) -> None:
+    @initialize(
+        window=st.sampled_from([0, 1, 4, 9]), page_tokens=st.sampled_from([1, 3, 16]), kib=st.sampled_from([32, 64, 512]),
+        fold=st.sampled_from(["keep", "replay"]),
+    )  # fmt: skip
+    def make(self, window: int, page_tokens: int, kib: int, fold: Literal["keep", "replay"]) -> None:
         self.window = window
-        self.memory = HybridMemory(MODEL.memory_spec, kib * 1024, rollback_window=window, page_tokens=page_tokens, poison=True)
+        self.memory = HybridMemory(MODEL.memory_spec, kib * 1024, rollback_window=window, page_tokens=page_tokens, fold=fold, poison=True)
         # So that short examples have something to go back in, and something shared.
         self.open()
         self.step([(0, [i % VOCAB for i in range(25)])], [], None)
