@@ -152,12 +152,15 @@ class BlockPool:
 
     def retain(self, ids: Int64s) -> None:
         """One more reference to each block; an id may occur several times."""
-        np.add.at(self.counts, ids, 1)
+        if len(ids):
+            np.add.at(self.counts, ids, 1)
 
     def release(self, ids: Int64s) -> None:
         """One reference less to each block; blocks without any are freed."""
+        if not len(ids):
+            return
         np.subtract.at(self.counts, ids, 1)
-        for block in np.unique(ids[self.counts[ids] == 0]).tolist():
+        for block in set(ids[self.counts[ids] == 0].tolist()):
             address = int(self.addresses[block])
             self._arena.free(address, self.block_bytes)
             self._free_ids.append(block)
@@ -259,7 +262,8 @@ class Store:
 
     def upload(self, array: Int64s) -> Tensor:
         """A plan's array where the kernels want it."""
-        return torch.from_numpy(array).to("cpu" if self.is_dry else self.device)
+        tensor = torch.from_numpy(array)
+        return tensor if self.is_dry or self.device.type == "cpu" else tensor.to(self.device)
 
     def copy(self, source: int, target: int, n_bytes: int) -> None:
         """Copy one block's bytes onto another's."""

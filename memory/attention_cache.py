@@ -26,7 +26,7 @@ class AttentionPlan:
     """Pages set aside for a step, and where its rows are read and written.
 
     Attributes:
-        pages: of each request (S), what its table will be if all tokens are kept.
+        tables: request -> what its table of pages will be if all tokens are kept, where it changes.
         copies: (request, old page, new page) of last pages that are shared and will be appended to.
         fresh: pages this plan allocated, copies included.
         batch: what the attention kernels need to know.
@@ -34,7 +34,7 @@ class AttentionPlan:
     """
 
     packed: Packed
-    pages: list[Int64s]
+    tables: dict[int, Int64s]
     copies: list[tuple[int, int, int]]
     fresh: Int64s
     batch: PagedBatch
@@ -84,15 +84,16 @@ class AttentionCache:
         n_copies = int(shared.sum())
         fresh = self.pool.allocate(n_copies + int(n_new.sum()))
         copies = list(zip(inside_page[shared].tolist(), last_pages[shared].tolist(), fresh[:n_copies].tolist(), strict=True))
+        changed: dict[int, Int64s] = {}
         taken = n_copies
         for i in np.flatnonzero(n_new).tolist():
-            tables[i] = np.concatenate([tables[i], fresh[taken : taken + n_new[i]]])
+            changed[i] = tables[i] = np.concatenate([tables[i], fresh[taken : taken + n_new[i]]])
             taken += n_new[i]
         for i, _, new in copies:
-            tables[i] = tables[i].copy()
+            changed[i] = tables[i] = tables[i].copy()
             tables[i][held[i] - 1] = new
         try:
-            plan = AttentionPlan(packed, tables, copies, fresh, *self._addresses(packed, tables))
+            plan = AttentionPlan(packed, changed, copies, fresh, *self._addresses(packed, tables))
         except BaseException:
             self.pool.release(fresh)
             raise
@@ -136,14 +137,16 @@ class AttentionCache:
         dropped: list[Int64s] = []
         copied = {i: (old, new) for i, old, new in plan.copies}
         n_kept_pages = -(-(plan.packed.starts + kept) // self.page_tokens)
-        for i, slot in enumerate(plan.packed.slots.tolist()):
+        for i, table in plan.tables.items():
+            slot = int(plan.packed.slots[i])
             before = self._pages.get(slot, NO_PAGES)
-            pages = plan.pages[i][: n_kept_pages[i]] if kept[i] else before
-            dropped.append(plan.pages[i][max(len(before), len(pages)) :])
+            pages = table[: n_kept_pages[i]] if kept[i] else before
+            dropped.append(table[max(len(before), len(pages)) :])
             if i in copied:
                 dropped.append(np.array([copied[i][0 if kept[i] else 1]]))
             self._pages[slot] = pages
-        self.pool.release(np.concatenate(dropped))
+        if dropped:
+            self.pool.release(np.concatenate(dropped))
 
     def abort(self, plan: AttentionPlan) -> None:
         del self._open_plans[id(plan)]

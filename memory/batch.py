@@ -23,14 +23,15 @@ def read_requests(requests: Requests, vocab_size: int) -> tuple[list[Sequence], 
     pairs = list(requests.items() if isinstance(requests, Mapping) else requests)
     if not pairs:
         raise BatchError("the step has no requests; give at least one sequence its tokens")
-    sequences: list[Sequence] = []
     for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Sequence)):
             raise BatchError(f"{pair!r} is no request; give {{sequence: tokens}} or (sequence, tokens) pairs")
-        sequences.append(pair[0])
+    sequences, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
     if len(set(sequences)) != len(sequences):
         twice = next(s for s in sequences if sequences.count(s) > 1)
         raise BatchError(f"{twice!r} occurs in more than one request; join its tokens into one")
+    if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:  # a decode step: all tokens at once
+        return sequences, list(np.array(values, np.int64)[:, None])
     return sequences, [_read_tokens(sequence, value, vocab_size) for sequence, value in pairs]
 
 
@@ -74,15 +75,16 @@ def pack(tokens: list[Int64s], slots: Int64s, starts: Int64s, peaks: Int64s) -> 
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     starts, counts = starts[order], counts[order]
+    ends = starts + counts
     cu_seqlens = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=cu_seqlens[1:])
     return Packed(
         slots=slots[order],
         starts=starts,
         cu_seqlens=cu_seqlens,
-        peaks=np.maximum(peaks[order], starts + counts),
-        token_ids=np.concatenate([tokens[i] for i in order]),
-        positions=ranges(starts, starts + counts),
+        peaks=np.maximum(peaks[order], ends),
+        token_ids=np.concatenate([tokens[i] for i in order.tolist()]),
+        positions=ranges(starts, ends),
         place=place,
     )
 
@@ -90,9 +92,9 @@ def pack(tokens: list[Int64s], slots: Int64s, starts: Int64s, peaks: Int64s) -> 
 def ranges(starts: Int64s, ends: Int64s) -> Int64s:
     """The integers of all intervals [starts[i], ends[i]), one interval after the other."""
     counts = ends - starts
-    total = int(counts.sum())
-    if total == len(counts) and (counts == 1).all():
+    if (counts == 1).all():
         return np.array(starts)
+    total = int(counts.sum())
     before = np.cumsum(counts) - counts
     shifts: Int64s = np.repeat(starts - before, counts)
     return shifts + np.arange(total)

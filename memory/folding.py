@@ -62,32 +62,72 @@ class Columns:
     """One value for each sequence, by slot or by request: positions of states, and ids of blocks.
 
     `kept` is the state at a later body position, at most one. It and the head are shortcuts, the body and the tail are enough.
+
+    Attributes:
+        table: (7, n): body_at, head_at, kept_at, then the ids of body, head, kept and tail.
     """
 
-    body_at: Int64s
-    body: Int64s
-    head_at: Int64s
-    head: Int64s
-    kept_at: Int64s
-    kept: Int64s
-    tail: Int64s
+    table: Int64s
+
+    @staticmethod
+    def of(body_at: Int64s, head_at: Int64s, kept_at: Int64s, body: Int64s, head: Int64s, kept: Int64s, tail: Int64s) -> Columns:
+        return Columns(np.stack([body_at, head_at, kept_at, body, head, kept, tail]))
 
     @staticmethod
     def empty(n: int) -> Columns:
-        return Columns(np.zeros(n, np.int64), *(np.full(n, NOTHING) for _ in range(6)))
+        table = np.full((7, n), NOTHING)
+        table[0] = 0
+        return Columns(table)
 
-    def arrays(self) -> tuple[Int64s, ...]:
-        return self.body_at, self.body, self.head_at, self.head, self.kept_at, self.kept, self.tail
+    def __len__(self) -> int:
+        return self.table.shape[1]
 
-    def states(self) -> tuple[Int64s, Int64s, Int64s]:
-        return self.body, self.head, self.kept
+    @property
+    def body_at(self) -> Int64s:
+        row: Int64s = self.table[0]
+        return row
+
+    @property
+    def head_at(self) -> Int64s:
+        row: Int64s = self.table[1]
+        return row
+
+    @property
+    def kept_at(self) -> Int64s:
+        row: Int64s = self.table[2]
+        return row
+
+    @property
+    def body(self) -> Int64s:
+        row: Int64s = self.table[3]
+        return row
+
+    @property
+    def head(self) -> Int64s:
+        row: Int64s = self.table[4]
+        return row
+
+    @property
+    def kept(self) -> Int64s:
+        row: Int64s = self.table[5]
+        return row
+
+    @property
+    def tail(self) -> Int64s:
+        row: Int64s = self.table[6]
+        return row
+
+    @property
+    def states(self) -> Int64s:
+        """(3, n): ids of body, head and kept."""
+        rows: Int64s = self.table[3:6]
+        return rows
 
     def take(self, slots: Int64s) -> Columns:
-        return Columns(*(array[slots] for array in self.arrays()))
+        return Columns(self.table[:, slots])
 
     def put(self, slots: Int64s, values: Columns) -> None:
-        for array, value in zip(self.arrays(), values.arrays(), strict=True):
-            array[slots] = value
+        self.table[:, slots] = values.table
 
 
 @dataclass(frozen=True)
@@ -128,28 +168,31 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
     at, source = np.where(from_head, before.head_at, at), np.where(from_head, states.old_head, source)
     passes: list[Pass] = []
 
-    def add(is_replay: bool, mask: NDArray[np.bool_], begin: Int64s, end: Int64s, source: Int64s, target: Int64s) -> None:
-        if mask.any():
-            passes.append(Pass(is_replay, np.flatnonzero(mask), begin[mask], end[mask], source[mask], target[mask]))
+    def add(is_replay: bool, mask: NDArray[np.bool_], begin: Int64s, end: Int64s, target: Int64s) -> None:
+        passes.append(Pass(is_replay, np.flatnonzero(mask), begin[mask], end[mask], source[mask], target[mask]))
 
     # 1. Old rows up to the new body, unless it was kept. States beyond it cannot help: they run from the old body, beside the rest.
     mask = (fold > before.body_at) & (fold <= starts) & (before.kept_at != fold)
-    is_chained = at < fold
-    add(True, mask, np.where(is_chained, at, before.body_at), fold, np.where(is_chained, source, states.old_body), states.new_body)
-    at, source = np.where(mask & is_chained, fold, at), np.where(mask & is_chained, states.new_body, source)
+    if mask.any():
+        is_beside = mask & (at >= fold)
+        rest_at, rest_source = np.where(is_beside, at, fold), np.where(is_beside, source, states.new_body)
+        at, source = np.where(is_beside, before.body_at, at), np.where(is_beside, states.old_body, source)
+        add(True, mask, at, fold, states.new_body)
+        at, source = np.where(mask, rest_at, at), np.where(mask, rest_source, source)
     # 2. Old rows up to the first new one.
     mask = at < starts
-    add(True, mask, at, starts, source, states.new_head)
-    source = np.where(mask, states.new_head, source)
-    # 3. New rows up to the new body.
-    mask = fold > starts
-    add(False, mask, starts, fold, source, states.new_body)
-    source = np.where(mask, states.new_body, source)
-    # 4. New rows up to where a state is kept on the way.
-    at = np.maximum(starts, fold)
-    mask = after.kept_at > at
-    add(False, mask, at, after.kept_at, source, states.new_kept)
-    at, source = np.where(mask, after.kept_at, at), np.where(mask, states.new_kept, source)
-    # 5. New rows to the end.
-    add(False, ends > fold, at, ends, source, states.new_head)
+    if mask.any():
+        add(True, mask, at, starts, states.new_head)
+        source = np.where(mask, states.new_head, source)
+    # 3. New rows up to the new body, and then up to where a state is kept on the way.
+    at = starts
+    for position, target in ((fold, states.new_body), (after.kept_at, states.new_kept)):
+        mask = position > at
+        if mask.any():
+            add(False, mask, at, position, target)
+            at, source = np.where(mask, position, at), np.where(mask, target, source)
+    # 4. New rows to the end.
+    mask = ends > at
+    if mask.any():
+        add(False, mask, at, ends, states.new_head)
     return passes

@@ -252,8 +252,7 @@ class HybridMemory:
             BatchError, SequenceError: here. CapacityError: on entering. Nothing has changed then.
         """
         sequences, tokens = read_requests(requests, self.spec.vocab_size)
-        for sequence in sequences:
-            self._ledger.check_usable(sequence)
+        self._ledger.check_all_usable(sequences)
         return Step(self, sequences, tokens, outputs)
 
     def run(self, model: Model | None, requests: Requests, *, max_tokens: int = 512, outputs: Outputs = "last") -> Tensor | None:
@@ -270,9 +269,7 @@ class HybridMemory:
 
     def begin_step(self, step: Step) -> None:
         ledger = self._ledger
-        for sequence in step.sequences:
-            ledger.check_usable(sequence)
-        slots = np.fromiter((s.slot for s in step.sequences), np.int64, len(step.sequences))
+        slots = ledger.check_all_usable(step.sequences)
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
         plans: Plans = {}
         free_bytes = self._arena.free_bytes

@@ -7,6 +7,8 @@ import numpy as np
 from memory.errors import IntegrityError, SequenceError
 from memory.interface import Int64s, Packed, Sequence, SequenceOwner
 
+_NO_TOKENS: Int64s = np.zeros(0, np.int64)
+
 
 class Ledger:
     """Slots and what is true of the sequence in each. Slots are reused, ids are not.
@@ -24,6 +26,8 @@ class Ledger:
         self.handles: dict[int, Sequence] = {}
         self._owner = owner
         self._tokens: dict[int, Int64s] = {}
+        self._capacities = np.zeros(16, np.int64)
+        self._is_mark = np.zeros(16, np.bool_)
         self._free_slots = list(range(15, -1, -1))
         self._n_opened = 0
         self._checkpoints: dict[int, list[Sequence]] = {}
@@ -32,14 +36,18 @@ class Ledger:
         """An empty sequence in a free slot; `lineage` is shared by a sequence and everything forked from it."""
         if not self._free_slots:
             n = len(self.lengths)
-            self.lengths, self.peaks = (np.concatenate([a, np.zeros(n, np.int64)]) for a in (self.lengths, self.peaks))
-            self.is_busy = np.concatenate([self.is_busy, np.zeros(n, np.bool_)])
+            self.lengths, self.peaks, self._capacities = (
+                np.concatenate([a, np.zeros(n, np.int64)]) for a in (self.lengths, self.peaks, self._capacities)
+            )
+            self.is_busy, self._is_mark = (np.concatenate([a, np.zeros(n, np.bool_)]) for a in (self.is_busy, self._is_mark))
             self._free_slots = list(range(2 * n - 1, n - 1, -1))
         slot, id = self._free_slots.pop(), self._n_opened
         self._n_opened += 1
         handle = Sequence(self._owner, id, slot, id if lineage is None else lineage, is_checkpoint=is_checkpoint)
         self.handles[slot] = handle
-        self._tokens[slot] = np.zeros(0, np.int64)
+        self._tokens[slot] = _NO_TOKENS
+        self._capacities[slot] = 0
+        self._is_mark[slot] = is_checkpoint
         if is_checkpoint:
             self._checkpoints.setdefault(handle.lineage, []).append(handle)
         return handle
@@ -60,19 +68,25 @@ class Ledger:
 
     def reserve(self, packed: Packed) -> None:
         """Make room for a step's tokens, so that `append` has nothing left that could fail."""
-        for slot, end in zip(packed.slots.tolist(), packed.ends.tolist(), strict=True):
+        is_short = packed.ends > self._capacities[packed.slots]
+        for slot, end in zip(packed.slots[is_short].tolist(), packed.ends[is_short].tolist(), strict=True):
             buffer = self._tokens[slot]
-            if end > len(buffer):
-                self._tokens[slot] = np.concatenate([buffer, np.zeros(end - len(buffer) + max(len(buffer), 16), np.int64)])
+            self._tokens[slot] = np.concatenate([buffer, np.zeros(end - len(buffer) + max(len(buffer), 16), np.int64)])
+            self._capacities[slot] = len(self._tokens[slot])
 
     def append(self, packed: Packed, kept: Int64s) -> None:
         """Move the sequences of a step on by kept[i] tokens each. Fed tokens count as reached, kept or not."""
         self.lengths[packed.slots] += kept
         moved = kept > 0
         self.peaks[packed.slots[moved]] = packed.peaks[moved]
-        for i in np.flatnonzero(moved).tolist():
+        is_single = moved & (packed.counts == 1)
+        firsts, buffers = packed.token_ids[packed.cu_seqlens[:-1]], self._tokens
+        singles = zip(packed.slots[is_single].tolist(), packed.starts[is_single].tolist(), firsts[is_single].tolist(), strict=True)
+        for slot, start, token in singles:
+            buffers[slot][start] = token
+        for i in np.flatnonzero(moved & ~is_single).tolist():
             slot, start, n_tokens = int(packed.slots[i]), int(packed.starts[i]), int(kept[i])
-            self._tokens[slot][start : start + n_tokens] = packed.token_ids[packed.cu_seqlens[i] : packed.cu_seqlens[i] + n_tokens]
+            buffers[slot][start : start + n_tokens] = packed.token_ids[packed.cu_seqlens[i] : packed.cu_seqlens[i] + n_tokens]
 
     def truncate(self, slot: int, to: int) -> None:
         self.lengths[slot] = to
@@ -87,6 +101,7 @@ class Ledger:
         for target, (length, peak, tokens, lineage) in zip(targets, records, strict=True):
             self.lengths[target.slot], self.peaks[target.slot] = length, peak
             self._tokens[target.slot] = tokens
+            self._capacities[target.slot] = len(tokens)
             target.lineage = lineage
 
     def checkpoints(self, sequence: Sequence) -> list[Sequence]:
@@ -112,6 +127,14 @@ class Ledger:
         if to_advance and sequence.is_checkpoint:
             raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
 
+    def check_all_usable(self, sequences: list[Sequence]) -> Int64s:
+        """As `check_usable` to advance, for every one; their slots (S,)."""
+        slots = np.array([s.slot for s in sequences], np.int64)
+        if list(map(self.handles.get, slots.tolist())) != sequences or (self.is_busy | self._is_mark)[slots].any():
+            for sequence in sequences:
+                self.check_usable(sequence)
+        return slots
+
     def check(self) -> None:
         """Raise IntegrityError if slots, handles and positions do not fit together."""
         if sorted([*self.handles, *self._free_slots]) != list(range(len(self.lengths))):
@@ -120,5 +143,5 @@ class Ledger:
             raise IntegrityError("a free slot has a length or an open step")
         for slot, handle in self.handles.items():
             length, peak = self.lengths[slot], self.peaks[slot]
-            if handle.slot != slot or handle.closed or not length <= min(peak, len(self._tokens[slot])):
+            if handle.slot != slot or handle.closed or not length <= min(peak, self._capacities[slot]):
                 raise IntegrityError(f"the record of slot {slot} contradicts itself: {handle!r}, furthest {peak}")

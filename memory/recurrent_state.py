@@ -104,7 +104,7 @@ class RecurrentPlan:
 
     Attributes:
         before, after: of each request (S,), now and once all tokens are kept.
-        fresh: ids of the blocks allocated for the step, NOTHING elsewhere: body, head, kept, tail, (S,) each.
+        fresh: ids of the blocks allocated for the step, NOTHING elsewhere: (4, S) for body, head, kept and tail.
         runs: in the order in which they must run.
         writes: packed indices of the new rows that go into tails, and elements a row -> element offset of each.
     """
@@ -112,7 +112,7 @@ class RecurrentPlan:
     packed: Packed
     before: Columns
     after: Columns
-    fresh: list[Int64s]
+    fresh: Int64s
     runs: list[Run]
     writes: tuple[Tensor, dict[int, Tensor]]
 
@@ -140,6 +140,7 @@ class RecurrentState:
         self._open_plans: dict[int, RecurrentPlan] = {}
         self._state_sizes = {field.dtype.itemsize for field in self.state_layout.fields}
         self._row_elements = [math.prod(s.row_shape) for s in specs]
+        self._row_sizes = set(self._row_elements)
         self._state_flats: list[list[Tensor]] = []
         self._tail_flats: list[Tensor] = []
         if not store.is_dry:
@@ -162,30 +163,27 @@ class RecurrentState:
     def plan(self, packed: Packed) -> RecurrentPlan:
         self._grow_to(int(packed.slots.max()) + 1)
         before = self._slots.take(packed.slots)
-        body_at, ends = self.horizon_after(packed), packed.ends
+        starts, ends, body_at = packed.starts, packed.ends, self.horizon_after(packed)
+        after, fresh = Columns(before.table.copy()), np.full((4, len(ends)), NOTHING)
+        after.body_at[:] = body_at
+        after.head_at[:] = np.where(ends > body_at, ends, NOTHING)
         moves = body_at > before.body_at
-        is_kept = moves & (before.kept_at == body_at)
-        has_head = ends > body_at
-        own_head = (before.head >= 0) & (self.states.counts[before.head] == 1)
-        fits = (ends - before.body_at <= self.grid.tail_rows) & (before.tail >= 0)
-        own_tail = fits & (self.tails.counts[before.tail] == 1)
+        if moves.any():  # a kept state that the body reaches becomes the body; one that it has passed is of no use
+            is_kept, is_passed = moves & (before.kept_at == body_at), before.kept_at <= body_at
+            after.body[is_kept] = before.kept[is_kept]
+            after.kept_at[is_passed] = after.kept[is_passed] = NOTHING
+            moves &= ~is_kept
         # Inside of a longer step the body position after the next body is passed, and no head stands there.
         kept_at = body_at + self.grid.fold_tokens
-        passes = (kept_at > packed.starts) & (kept_at < ends) & self.grid.keeps
-        still_kept = before.kept_at > body_at
-        uses_tail = np.full(len(moves), self.grid.tail_rows > 0)
-        wanted = (moves & ~is_kept, has_head & ~own_head, passes, uses_tail & ~own_tail)
-        fresh = [np.full(len(moves), NOTHING) for _ in wanted]
+        leaves = (kept_at > starts) & (kept_at < ends) & self.grid.keeps
+        after.kept_at[leaves] = kept_at[leaves]
+        own_head = (before.head >= 0) & (self.states.counts[before.head] == 1)
+        fits = (ends - before.body_at <= self.grid.tail_rows) & (before.tail >= 0)
+        own_tail = fits & (self.tails.counts[before.tail] == 1) if self.grid.tail_rows else np.ones(len(ends), np.bool_)
         try:
-            for pool, ids, mask in zip(self._pools, fresh, wanted, strict=True):
-                ids[mask] = pool.allocate(int(mask.sum()))
-            after = Columns(
-                body_at, np.where(is_kept, before.kept, np.where(moves, fresh[0], before.body)),
-                np.where(has_head, ends, NOTHING), np.where(fresh[1] >= 0, fresh[1], before.head),
-                np.where(passes, kept_at, np.where(still_kept, before.kept_at, NOTHING)),
-                np.where(passes, fresh[2], np.where(still_kept, before.kept, NOTHING)),
-                np.where(fresh[3] >= 0, fresh[3], before.tail),
-            )  # fmt: skip
+            for pool, row, mask in zip(self._pools, range(4), (moves, (ends > body_at) & ~own_head, leaves, ~own_tail), strict=True):
+                if mask.any():
+                    fresh[row, mask] = after.table[3 + row, mask] = pool.allocate(int(mask.sum()))
             plan = self._plan_runs(packed, before, after, fresh)
         except BaseException:
             self._free(fresh, np.ones(len(moves), np.bool_))
@@ -193,20 +191,23 @@ class RecurrentState:
         self._open_plans[id(plan)] = plan
         return plan
 
-    def _plan_runs(self, packed: Packed, before: Columns, after: Columns, fresh: list[Int64s]) -> RecurrentPlan:
-        states = StateAddresses(*(self._state_addresses(ids) for ids in (*before.states(), *after.states())))
+    def _plan_runs(self, packed: Packed, before: Columns, after: Columns, fresh: Int64s) -> RecurrentPlan:
+        ids = np.concatenate([before.states, after.states])
+        states = StateAddresses(*np.where(ids < 0, NOTHING, self.states.addresses[ids]))
         runs = [self._run(one_pass, packed, before.tail) for one_pass in schedule(packed, before, after, states)]
         return RecurrentPlan(packed, before, after, fresh, runs, self._writes(packed, after))
 
-    def _free(self, fresh: list[Int64s], chosen: NDArray[np.bool_]) -> None:
+    def _free(self, fresh: Int64s, chosen: NDArray[np.bool_]) -> None:
         """Give back the blocks set aside for the `chosen` requests of a step."""
         for pool, ids in zip(self._pools, fresh, strict=True):
-            pool.release(ids[chosen & (ids >= 0)])
+            if ids.max() >= 0:
+                pool.release(ids[chosen & (ids >= 0)])
 
     def _run(self, one_pass: Pass, packed: Packed, tails: Int64s) -> Run:
         """A pass with its rows and states found for the kernels."""
         counts = one_pass.end - one_pass.begin
-        cu_rows = np.concatenate([[0], np.cumsum(counts)])
+        cu_rows = np.zeros(len(counts) + 1, np.int64)
+        np.cumsum(counts, out=cu_rows[1:])
         tail_rows = new_rows = None
         if one_pass.is_replay:
             tail_rows = self._ring(np.repeat(tails[one_pass.requests], counts), ranges(one_pass.begin, one_pass.end))
@@ -219,22 +220,19 @@ class RecurrentState:
         """The new rows behind the new body go into the tail."""
         if not self.grid.tail_rows:
             return self._store.upload(NO_ROWS), {}
-        begin = np.maximum(packed.starts, after.body_at)
+        begin, ends = np.maximum(packed.starts, after.body_at), packed.ends
         shift = packed.cu_seqlens[:-1] - packed.starts
-        offsets = self._ring(np.repeat(after.tail, packed.ends - begin), ranges(begin, packed.ends))
-        return self._store.upload(ranges(begin + shift, packed.ends + shift)), offsets
+        offsets = self._ring(np.repeat(after.tail, ends - begin), ranges(begin, ends))
+        return self._store.upload(ranges(begin + shift, ends + shift)), offsets
 
     def _ring(self, tails: Int64s, positions: Int64s) -> dict[int, Tensor]:
         """Elements a row -> element offset of each position's row in its tail block."""
         block = self.tails.addresses[tails] // self._dtype.itemsize
         slot = positions % self.grid.tail_rows
-        return {size: self._store.upload(block + slot * size) for size in set(self._row_elements)}
+        return {size: self._store.upload(block + slot * size) for size in self._row_sizes}
 
     def _elements(self, addresses: Int64s) -> dict[int, Tensor]:
         return {size: self._store.upload(np.where(addresses < 0, NOTHING, addresses // size)) for size in self._state_sizes}
-
-    def _state_addresses(self, ids: Int64s) -> Int64s:
-        return np.where(ids < 0, NOTHING, self.states.addresses[ids])
 
     def begin(self, plan: RecurrentPlan) -> None:
         before, after = plan.before, plan.after
@@ -280,22 +278,20 @@ class RecurrentState:
         stays, is_whole = kept > 0, kept == packed.counts
         del self._open_plans[id(plan)]
         self._free(plan.fresh, ~stays)
-        # What every kept request refers to no longer.
-        self.states.release(before.body[stays & (before.body != after.body) & (before.body >= 0)])
-        self.states.release(before.head[stays & (before.head != after.head) & (before.head >= 0)])
-        was_kept = stays & (before.kept >= 0)
-        self.states.release(before.kept[was_kept & (before.kept != after.kept) & (before.kept != after.body)])
+        # What the requests that stay refer to no longer; a state may have changed its role.
+        is_gone = (before.states[:, None] != after.states[None]).all(1) & (before.states >= 0) & stays
+        self.states.release(before.states[is_gone])
         self.tails.release(before.tail[stays & (before.tail != after.tail) & (before.tail >= 0)])
-        # States of dropped tokens.
-        after.head_at[~is_whole] = NOTHING
-        beyond = stays & (after.kept_at > packed.starts + kept)
-        self.states.release(after.kept[beyond])
-        after.kept_at[beyond] = after.kept[beyond] = NOTHING
+        if not is_whole.all():  # states of dropped tokens
+            after.head_at[~is_whole] = NOTHING
+            beyond = stays & (after.kept_at > packed.starts + kept)
+            self.states.release(after.kept[beyond])
+            after.kept_at[beyond] = after.kept[beyond] = NOTHING
         if self.grid.keeps:  # where the head stands on a later body position it stays there, and the next step makes another
             leaves = is_whole & (after.head_at > after.body_at) & (after.head_at % self.grid.fold_tokens == 0)
             after.kept_at[leaves], after.kept[leaves] = after.head_at[leaves], after.head[leaves]
             after.head_at[leaves] = after.head[leaves] = NOTHING
-        self._slots.put(packed.slots[stays], after.take(np.flatnonzero(stays)))
+        self._slots.table[:, packed.slots[stays]] = after.table[:, stays]
 
     def abort(self, plan: RecurrentPlan) -> None:
         del self._open_plans[id(plan)]
@@ -306,10 +302,10 @@ class RecurrentState:
     def share(self, sources: Int64s, targets: Int64s) -> None:
         self._grow_to(int(max(sources.max(), targets.max())) + 1)
         shared = self._slots.take(sources)
-        for ids in shared.states():
-            self.states.retain(ids[ids >= 0])
+        self.states.retain(shared.states[shared.states >= 0])
         self.tails.retain(shared.tail[shared.tail >= 0])
-        self._release(targets)
+        for slot in targets.tolist():
+            self.release(slot)
         self._slots.put(targets, shared)
 
     def truncate(self, slot: int, to: int) -> None:
@@ -322,44 +318,37 @@ class RecurrentState:
             slots.kept_at[slot] = slots.kept[slot] = NOTHING
 
     def release(self, slot: int) -> None:
-        self._grow_to(slot + 1)
-        self._release(np.array([slot]))
-
-    def _release(self, slots: Int64s) -> None:
-        held = self._slots.take(slots)
-        states = np.concatenate(held.states())
-        self.states.release(states[states >= 0])
-        self.tails.release(held.tail[held.tail >= 0])
-        self._slots.put(slots, Columns.empty(len(slots)))
+        if slot < len(self._slots):
+            held = self._slots.table[:, slot]
+            self.states.release(held[3:6][held[3:6] >= 0])
+            self.tails.release(held[6:][held[6:] >= 0])
+            held[:], held[0] = NOTHING, 0
 
     def horizon(self, slot: int) -> int:
-        return int(self._slots.body_at[slot]) if slot < len(self._slots.body_at) else 0
+        return int(self._slots.body_at[slot]) if slot < len(self._slots) else 0
 
     def horizon_after(self, packed: Packed) -> Int64s:
         return self.grid.body_at(packed.peaks)
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         self._grow_to(slot + 1)
-        held = self._slots.take(np.array([slot]))
-        states = np.concatenate(held.states())
-        return {self.states.name: states[states >= 0], self.tails.name: held.tail[held.tail >= 0]}
+        states, tail = self._slots.table[3:6, slot], self._slots.table[6:, slot]
+        return {self.states.name: states[states >= 0], self.tails.name: tail[tail >= 0]}
 
     def _grow_to(self, n_slots: int) -> None:
-        n_missing = n_slots - len(self._slots.body_at)
+        n_missing = n_slots - len(self._slots)
         if n_missing > 0:
-            more = Columns.empty(max(n_missing, n_slots))
-            pairs = zip(self._slots.arrays(), more.arrays(), strict=True)
-            self._slots = Columns(*(np.concatenate(pair) for pair in pairs))
+            self._slots = Columns(np.concatenate([self._slots.table, Columns.empty(max(n_missing, n_slots)).table], axis=1))
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         for slot, length in lengths.items():
             self._check_slot(slot, length, peaks[slot])
-        strangers = np.setdiff1d(np.arange(len(self._slots.body_at)), np.fromiter(lengths, np.int64, len(lengths)))
-        if any((ids[strangers] >= 0).any() for ids in (*self._slots.states(), self._slots.tail)):
+        strangers = np.setdiff1d(np.arange(len(self._slots)), np.fromiter(lengths, np.int64, len(lengths)))
+        if (self._slots.table[3:, strangers] >= 0).any():
             raise IntegrityError("states or tails are held for slots that are not open")
         plans = self._open_plans.values()
         for pool, columns in (
-            (self.states, [*self._slots.states(), *(ids for plan in plans for ids in plan.fresh[:3])]),
+            (self.states, [*self._slots.states, *(ids for plan in plans for ids in plan.fresh[:3])]),
             (self.tails, [self._slots.tail, *(plan.fresh[3] for plan in plans)]),
         ):
             held = np.concatenate(columns)
@@ -367,7 +356,7 @@ class RecurrentState:
 
     def _check_slot(self, slot: int, length: int, peak: int) -> None:
         self._grow_to(slot + 1)
-        body_at, body, head_at, head, kept_at, kept, tail = (int(array[slot]) for array in self._slots.arrays())
+        body_at, head_at, kept_at, body, head, kept, tail = self._slots.table[:, slot].tolist()
         expected = int(self.grid.body_at(np.array(peak)))
         if body_at != expected:
             raise IntegrityError(f"slot {slot} has its body at {body_at}, its furthest position {peak} puts it at {expected}")
