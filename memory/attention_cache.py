@@ -55,6 +55,7 @@ class AttentionCache:
         self.layout = BlockLayout.of([(shape, dtype) for shape in shapes])
         self.pool = store.make_pool("pages", self.layout.block_bytes, from_top=False)
         self._specs = specs
+        self._row_elements = [s.n_kv_heads * s.head_dim for s in specs]
         self._store = store
         self._dtype = dtype
         self._kernels: Kernels = select_kernels(store.device, dtype)
@@ -75,15 +76,18 @@ class AttentionCache:
 
     def plan(self, packed: Packed) -> AttentionPlan:
         tables = [self._pages.get(slot, NO_PAGES) for slot in packed.slots.tolist()]
-        held = np.fromiter(map(len, tables), np.int64, len(tables))
-        wanted = -(-packed.ends // self.page_tokens)
+        held, wanted = -(-packed.starts // self.page_tokens), -(-packed.ends // self.page_tokens)
         n_new = wanted - held
         inside_page = np.flatnonzero(packed.starts % self.page_tokens)
-        last_pages = np.fromiter((tables[i][-1] for i in inside_page.tolist()), np.int64, len(inside_page))
-        shared = self.pool.counts[last_pages] > 1
-        n_copies = int(shared.sum())
+        if self.pool.counts.max() > 1:
+            last_pages = np.array([tables[i][-1] for i in inside_page.tolist()], np.int64)
+            is_shared = self.pool.counts[last_pages] > 1
+            shared, last_pages = inside_page[is_shared], last_pages[is_shared]
+        else:
+            shared = last_pages = NO_PAGES
+        n_copies = len(shared)
         fresh = self.pool.allocate(n_copies + int(n_new.sum()))
-        copies = list(zip(inside_page[shared].tolist(), last_pages[shared].tolist(), fresh[:n_copies].tolist(), strict=True))
+        copies = list(zip(shared.tolist(), last_pages.tolist(), fresh[:n_copies].tolist(), strict=True))
         changed: dict[int, Int64s] = {}
         taken = n_copies
         for i in np.flatnonzero(n_new).tolist():
@@ -93,25 +97,23 @@ class AttentionCache:
             changed[i] = tables[i] = tables[i].copy()
             tables[i][held[i] - 1] = new
         try:
-            plan = AttentionPlan(packed, changed, copies, fresh, *self._addresses(packed, tables))
+            plan = AttentionPlan(packed, changed, copies, fresh, *self._addresses(packed, tables, wanted))
         except BaseException:
             self.pool.release(fresh)
             raise
         self._open_plans[id(plan)] = plan
         return plan
 
-    def _addresses(self, packed: Packed, tables: list[Int64s]) -> tuple[PagedBatch, tuple[Tensor, ...]]:
+    def _addresses(self, packed: Packed, tables: list[Int64s], n_pages: Int64s) -> tuple[PagedBatch, tuple[Tensor, ...]]:
         """Element offsets of all pages and of every new token's row, per attention (T,)."""
-        itemsize = self._dtype.itemsize
         cu_pages = np.zeros(len(tables) + 1, np.int64)
-        np.cumsum([len(pages) for pages in tables], out=cu_pages[1:])
-        pages = self.pool.addresses[np.concatenate(tables)] // itemsize
-        page_T = pages[np.repeat(cu_pages[:-1], packed.counts) + packed.positions // self.page_tokens]
-        slot_T = packed.positions % self.page_tokens
-        sizes = {s.n_kv_heads * s.head_dim for s in self._specs}
-        rows = {size: self._store.upload(page_T + slot_T * size) for size in sizes}
+        np.cumsum(n_pages, out=cu_pages[1:])
+        pages = self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize
+        page_T, slot_T = np.divmod(packed.positions, self.page_tokens)
+        page_T = pages[np.repeat(cu_pages[:-1], packed.counts) + page_T]
+        rows = {size: self._store.upload(page_T + slot_T * size) for size in set(self._row_elements)}
         batch = PagedBatch(packed.cu_seqlens, packed.ends, pages=self._store.upload(pages), cu_pages=cu_pages, page_tokens=self.page_tokens)
-        return batch, tuple(rows[s.n_kv_heads * s.head_dim] for s in self._specs)
+        return batch, tuple(rows[size] for size in self._row_elements)
 
     def begin(self, plan: AttentionPlan) -> None:
         for _, old, new in plan.copies:

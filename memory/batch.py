@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from torch import Tensor
@@ -11,8 +13,33 @@ from memory.errors import BatchError
 from memory.interface import Int64s, Packed, Requests, Sequence, Tokens
 
 
-def read_requests(requests: Requests, vocab_size: int) -> tuple[list[Sequence], list[Int64s]]:
-    """Sequences and token ids (n,) int64 of each request, in the caller's order.
+@dataclass(frozen=True)
+class TokenLists:
+    """Token ids of several requests, one after the other in `flat` (T,); request i has counts[i]."""
+
+    flat: Int64s
+    counts: Int64s
+
+    @staticmethod
+    def of(lists: list[Int64s]) -> TokenLists:
+        return TokenLists(np.concatenate(lists), np.fromiter(map(len, lists), np.int64, len(lists)))
+
+    @cached_property
+    def ends(self) -> Int64s:
+        return np.cumsum(self.counts)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[Int64s]:
+        return map(self.__getitem__, range(len(self.counts)))
+
+    def __getitem__(self, i: int) -> Int64s:
+        return self.flat[self.ends[i] - self.counts[i] : self.ends[i]]
+
+
+def read_requests(requests: Requests, vocab_size: int) -> tuple[list[Sequence], TokenLists]:
+    """Sequences and token ids of each request, in the caller's order.
 
     Raises:
         BatchError: naming the request and the value: no request, a duplicate, no tokens, or tokens that are not integers
@@ -23,16 +50,16 @@ def read_requests(requests: Requests, vocab_size: int) -> tuple[list[Sequence], 
     pairs = list(requests.items() if isinstance(requests, Mapping) else requests)
     if not pairs:
         raise BatchError("the step has no requests; give at least one sequence its tokens")
-    for pair in pairs:
+    for pair in pairs if not isinstance(requests, dict) or set(map(type, requests)) != {Sequence} else ():
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Sequence)):
             raise BatchError(f"{pair!r} is no request; give {{sequence: tokens}} or (sequence, tokens) pairs")
-    sequences, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+    sequences, values = map(list, zip(*pairs, strict=True))
     if len(set(sequences)) != len(sequences):
         twice = next(s for s in sequences if sequences.count(s) > 1)
         raise BatchError(f"{twice!r} occurs in more than one request; join its tokens into one")
     if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:  # a decode step: all tokens at once
-        return sequences, list(np.array(values, np.int64)[:, None])
-    return sequences, [_read_tokens(sequence, value, vocab_size) for sequence, value in pairs]
+        return sequences, TokenLists(np.array(values, np.int64), np.ones(len(values), np.int64))
+    return sequences, TokenLists.of([_read_tokens(sequence, value, vocab_size) for sequence, value in pairs])
 
 
 def _read_tokens(sequence: Sequence, tokens: Tokens, vocab_size: int) -> Int64s:
@@ -63,18 +90,17 @@ def _not_integers(sequence: Sequence, tokens: Tokens) -> BatchError:
     return BatchError(f"tokens of {sequence!r} are {tokens!r}, not integers; encode text with the model's tokenizer first")
 
 
-def pack(tokens: list[Int64s], slots: Int64s, starts: Int64s, peaks: Int64s) -> Packed:
+def pack(tokens: TokenLists, slots: Int64s, starts: Int64s, peaks: Int64s) -> Packed:
     """Pack requests for a step: short ones first, equal lengths together, otherwise as the caller gave them.
 
     Args:
         tokens: of each request, in the caller's order, like `slots`, `starts` (lengths so far) and `peaks` (furthest
             positions so far), int64 (S,).
     """
-    counts = np.fromiter((len(t) for t in tokens), np.int64, len(tokens))
-    order = np.argsort(counts, kind="stable")
+    order = np.argsort(tokens.counts, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    starts, counts = starts[order], counts[order]
+    starts, counts, from_ends = starts[order], tokens.counts[order], tokens.ends[order]
     ends = starts + counts
     cu_seqlens = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=cu_seqlens[1:])
@@ -83,7 +109,7 @@ def pack(tokens: list[Int64s], slots: Int64s, starts: Int64s, peaks: Int64s) -> 
         starts=starts,
         cu_seqlens=cu_seqlens,
         peaks=np.maximum(peaks[order], ends),
-        token_ids=np.concatenate([tokens[i] for i in order.tolist()]),
+        token_ids=tokens.flat[ranges(from_ends - counts, from_ends)],
         positions=ranges(starts, ends),
         place=place,
     )

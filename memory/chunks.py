@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memory.batch import read_requests
 from memory.errors import BatchError, StepError
-from memory.interface import Int64s, MemorySpec, Requests, Sequence
+from memory.interface import MemorySpec, Requests, Sequence
 from memory.step import Outputs, Step
 
 Model = Callable[[Step], Tensor]
@@ -37,7 +37,7 @@ def run_in_chunks(memory: Steppable, model: Model | None, requests: Requests, *,
     memory.step(list(zip(sequences, tokens, strict=True)), outputs=outputs)  # refuses what no chunk could do; nothing is entered
     marks: dict[Sequence, Sequence] = {}
     rows: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}
-    chunks = split_requests(tokens, max_tokens)
+    chunks = split_requests(tokens.counts.tolist(), max_tokens)
     try:
         for sequence in sequences if len(chunks) > 1 else []:  # a step alone is all or nothing by itself
             marks[sequence] = memory.checkpoint(sequence)
@@ -58,17 +58,17 @@ def run_in_chunks(memory: Steppable, model: Model | None, requests: Requests, *,
     return None if model is None else torch.cat([part for sequence in sequences for part in rows[sequence]])
 
 
-def split_requests(tokens: list[Int64s], max_tokens: int) -> list[list[tuple[int, int, int]]]:
+def split_requests(counts: list[int], max_tokens: int) -> list[list[tuple[int, int, int]]]:
     """Chunks (request, start, end) for each step, short requests first, `max_tokens` a step until all are done."""
     steps: list[list[tuple[int, int, int]]] = [[]]
     left = max_tokens
-    for i in sorted(range(len(tokens)), key=lambda i: len(tokens[i])):
+    for i in sorted(range(len(counts)), key=counts.__getitem__):
         start = 0
-        while start < len(tokens[i]):
+        while start < counts[i]:
             if left == 0:
                 steps.append([])
                 left = max_tokens
-            end = min(len(tokens[i]), start + left)
+            end = min(counts[i], start + left)
             steps[-1].append((i, start, end))
             left -= end - start
             start = end

@@ -80,7 +80,7 @@ class Columns:
         return Columns(table)
 
     def __len__(self) -> int:
-        return self.table.shape[1]
+        return len(self.table[0])
 
     @property
     def body_at(self) -> Int64s:
@@ -123,7 +123,7 @@ class Columns:
         rows: Int64s = self.table[3:6]
         return rows
 
-    def take(self, slots: Int64s) -> Columns:
+    def take(self, slots: Int64s | NDArray[np.bool_]) -> Columns:
         return Columns(self.table[:, slots])
 
     def put(self, slots: Int64s, values: Columns) -> None:
@@ -172,8 +172,8 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
         passes.append(Pass(is_replay, np.flatnonzero(mask), begin[mask], end[mask], source[mask], target[mask]))
 
     # 1. Old rows up to the new body, unless it was kept. States beyond it cannot help: they run from the old body, beside the rest.
-    mask = (fold > before.body_at) & (fold <= starts) & (before.kept_at != fold)
-    if mask.any():
+    mask = fold > before.body_at
+    if mask.any() and (mask := mask & (fold <= starts) & (before.kept_at != fold)).any():
         is_beside = mask & (at >= fold)
         rest_at, rest_source = np.where(is_beside, at, fold), np.where(is_beside, source, states.new_body)
         at, source = np.where(is_beside, before.body_at, at), np.where(is_beside, states.old_body, source)

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
@@ -202,13 +203,13 @@ class Packed:
     positions: Int64s
     place: Int64s
 
-    @property
+    @cached_property
     def counts(self) -> Int64s:
         """(S,) new tokens of each request."""
         counts: Int64s = self.cu_seqlens[1:] - self.cu_seqlens[:-1]
         return counts
 
-    @property
+    @cached_property
     def ends(self) -> Int64s:
         """(S,) length of each sequence if all its tokens are kept."""
         ends: Int64s = self.starts + self.counts

@@ -77,16 +77,16 @@ class Ledger:
     def append(self, packed: Packed, kept: Int64s) -> None:
         """Move the sequences of a step on by kept[i] tokens each. Fed tokens count as reached, kept or not."""
         self.lengths[packed.slots] += kept
-        moved = kept > 0
-        self.peaks[packed.slots[moved]] = packed.peaks[moved]
-        is_single = moved & (packed.counts == 1)
-        firsts, buffers = packed.token_ids[packed.cu_seqlens[:-1]], self._tokens
-        singles = zip(packed.slots[is_single].tolist(), packed.starts[is_single].tolist(), firsts[is_single].tolist(), strict=True)
-        for slot, start, token in singles:
-            buffers[slot][start] = token
-        for i in np.flatnonzero(moved & ~is_single).tolist():
-            slot, start, n_tokens = int(packed.slots[i]), int(packed.starts[i]), int(kept[i])
-            buffers[slot][start : start + n_tokens] = packed.token_ids[packed.cu_seqlens[i] : packed.cu_seqlens[i] + n_tokens]
+        moved = np.flatnonzero(kept)
+        slots, starts, begins = packed.slots[moved], packed.starts[moved], packed.cu_seqlens[moved]
+        self.peaks[slots] = packed.peaks[moved]
+        n_tokens, buffers = kept[moved], self._tokens
+        if n_tokens.max(initial=0) == 1:
+            for slot, start, token in zip(slots.tolist(), starts.tolist(), packed.token_ids[begins].tolist(), strict=True):
+                buffers[slot][start] = token
+            return
+        for slot, start, begin, n in zip(slots.tolist(), starts.tolist(), begins.tolist(), n_tokens.tolist(), strict=True):
+            buffers[slot][start : start + n] = packed.token_ids[begin : begin + n]
 
     def truncate(self, slot: int, to: int) -> None:
         self.lengths[slot] = to
@@ -129,8 +129,9 @@ class Ledger:
 
     def check_all_usable(self, sequences: list[Sequence]) -> Int64s:
         """As `check_usable` to advance, for every one; their slots (S,)."""
-        slots = np.array([s.slot for s in sequences], np.int64)
-        if list(map(self.handles.get, slots.tolist())) != sequences or (self.is_busy | self._is_mark)[slots].any():
+        numbers = [s.slot for s in sequences]
+        slots = np.array(numbers, np.int64)
+        if list(map(self.handles.get, numbers)) != sequences or (self.is_busy | self._is_mark)[slots].any():
             for sequence in sequences:
                 self.check_usable(sequence)
         return slots

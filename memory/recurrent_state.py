@@ -173,10 +173,12 @@ class RecurrentState:
             after.body[is_kept] = before.kept[is_kept]
             after.kept_at[is_passed] = after.kept[is_passed] = NOTHING
             moves &= ~is_kept
-        # Inside of a longer step the body position after the next body is passed, and no head stands there.
-        kept_at = body_at + self.grid.fold_tokens
-        leaves = (kept_at > starts) & (kept_at < ends) & self.grid.keeps
-        after.kept_at[leaves] = kept_at[leaves]
+        leaves = np.zeros(len(ends), np.bool_)
+        if self.grid.keeps and len(packed.token_ids) > len(ends):
+            # Inside of a longer step the body position after the next body is passed, and no head stands there.
+            kept_at = body_at + self.grid.fold_tokens
+            leaves = (kept_at > starts) & (kept_at < ends)
+            after.kept_at[leaves] = kept_at[leaves]
         own_head = (before.head >= 0) & (self.states.counts[before.head] == 1)
         fits = (ends - before.body_at <= self.grid.tail_rows) & (before.tail >= 0)
         own_tail = fits & (self.tails.counts[before.tail] == 1) if self.grid.tail_rows else np.ones(len(ends), np.bool_)
@@ -199,8 +201,8 @@ class RecurrentState:
 
     def _free(self, fresh: Int64s, chosen: NDArray[np.bool_]) -> None:
         """Give back the blocks set aside for the `chosen` requests of a step."""
-        for pool, ids in zip(self._pools, fresh, strict=True):
-            if ids.max() >= 0:
+        if chosen.any():
+            for pool, ids in zip(self._pools, fresh, strict=True):
                 pool.release(ids[chosen & (ids >= 0)])
 
     def _run(self, one_pass: Pass, packed: Packed, tails: Int64s) -> Run:
@@ -221,9 +223,10 @@ class RecurrentState:
         if not self.grid.tail_rows:
             return self._store.upload(NO_ROWS), {}
         begin, ends = np.maximum(packed.starts, after.body_at), packed.ends
-        shift = packed.cu_seqlens[:-1] - packed.starts
-        offsets = self._ring(np.repeat(after.tail, ends - begin), ranges(begin, ends))
-        return self._store.upload(ranges(begin + shift, ends + shift)), offsets
+        counts: Int64s = ends - begin
+        firsts: Int64s = packed.cu_seqlens[:-1] + (begin - packed.starts)
+        offsets = self._ring(np.repeat(after.tail, counts), ranges(begin, ends))
+        return self._store.upload(ranges(firsts, firsts + counts)), offsets
 
     def _ring(self, tails: Int64s, positions: Int64s) -> dict[int, Tensor]:
         """Elements a row -> element offset of each position's row in its tail block."""
@@ -279,9 +282,12 @@ class RecurrentState:
         del self._open_plans[id(plan)]
         self._free(plan.fresh, ~stays)
         # What the requests that stay refer to no longer; a state may have changed its role.
-        is_gone = (before.states[:, None] != after.states[None]).all(1) & (before.states >= 0) & stays
-        self.states.release(before.states[is_gone])
-        self.tails.release(before.tail[stays & (before.tail != after.tail) & (before.tail >= 0)])
+        changes = stays & (before.table[3:] != after.table[3:]).any(0)
+        if changes.any():
+            old, new = before.table[3:, changes], after.table[3:, changes]
+            is_gone = (old[:3, None] != new[None, :3]).all(1) & (old[:3] >= 0)
+            self.states.release(old[:3][is_gone])
+            self.tails.release(old[3][(old[3] != new[3]) & (old[3] >= 0)])
         if not is_whole.all():  # states of dropped tokens
             after.head_at[~is_whole] = NOTHING
             beyond = stays & (after.kept_at > packed.starts + kept)
@@ -289,9 +295,10 @@ class RecurrentState:
             after.kept_at[beyond] = after.kept[beyond] = NOTHING
         if self.grid.keeps:  # where the head stands on a later body position it stays there, and the next step makes another
             leaves = is_whole & (after.head_at > after.body_at) & (after.head_at % self.grid.fold_tokens == 0)
-            after.kept_at[leaves], after.kept[leaves] = after.head_at[leaves], after.head[leaves]
-            after.head_at[leaves] = after.head[leaves] = NOTHING
-        self._slots.table[:, packed.slots[stays]] = after.table[:, stays]
+            if leaves.any():
+                after.kept_at[leaves], after.kept[leaves] = after.head_at[leaves], after.head[leaves]
+                after.head_at[leaves] = after.head[leaves] = NOTHING
+        self._slots.put(packed.slots[stays], after.take(stays))
 
     def abort(self, plan: RecurrentPlan) -> None:
         del self._open_plans[id(plan)]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.batch import output_rows
+from memory.batch import TokenLists, output_rows
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
 from memory.interface import Int64s, MemorySpec, Packed, Recurrence, Sequence
 
@@ -47,7 +47,7 @@ class Step:
         sequences: in the caller's order.
     """
 
-    def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: list[Int64s], outputs: Outputs) -> None:
+    def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Outputs) -> None:
         if outputs not in ("last", "all"):
             raise BatchError(f"outputs={outputs!r}; choose 'last' (one row a request) or 'all' (one row a token)")
         self.sequences = sequences
@@ -70,8 +70,8 @@ class Step:
             self._owner.begin_step(self)
             packed = self._entered()
             # Copies: what a model does to them must not reach the books.
-            self.token_ids = torch.tensor(packed.token_ids, device=device)
-            self.positions = torch.tensor(packed.positions, device=device)
+            self.token_ids = torch.from_numpy(packed.token_ids.copy()).to(device)
+            self.positions = torch.from_numpy(packed.positions.copy()).to(device)
             self.cu_seqlens = packed.cu_seqlens.copy()
         except BaseException:
             self._abort()
@@ -84,7 +84,7 @@ class Step:
             if error is not None:
                 return
             self._check_served()
-            kept = packed.counts
+            kept = packed.counts.copy()
             for sequence, n_tokens in self._accepted.items():
                 kept[packed.place[self.sequences.index(sequence)]] = n_tokens
             self._packed = None
@@ -167,7 +167,7 @@ class Step:
 
     def split(self, logits: Tensor) -> tuple[Tensor, ...]:
         """Outputs of this step, one tensor a request, in the caller's order: (1 or its tokens, ...) each."""
-        counts = [len(t) if self.outputs == "all" else 1 for t in self.tokens]
+        counts = self.tokens.counts.tolist() if self.outputs == "all" else [1] * len(self.tokens)
         n_rows = len(logits) if isinstance(logits, Tensor) else None
         if n_rows != sum(counts):
             what = repr(logits) if n_rows is None else f"{n_rows} rows"

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memory import AttentionSpec, BatchError, HybridMemory, MemorySpec, Sequence
-from memory.batch import output_rows, pack, ranges, read_requests
+from memory.batch import TokenLists, output_rows, pack, ranges, read_requests
 
 VOCAB = 10
 
@@ -37,7 +37,7 @@ def as_arrays(requests: list[tuple[list[int], int, int]]) -> tuple[list[np.ndarr
 @given(st.lists(request, min_size=1, max_size=9))
 def test_packing_is_a_stable_sort_by_length(requests: list[tuple[list[int], int, int]]) -> None:
     tokens, slots, starts, peaks = as_arrays(requests)
-    packed = pack(tokens, slots, starts, peaks)
+    packed = pack(TokenLists.of(tokens), slots, starts, peaks)
 
     order = sorted(range(len(requests)), key=lambda i: len(tokens[i]))
     assert packed.slots.tolist() == [slots[i] for i in order]
@@ -56,7 +56,7 @@ def test_packing_is_a_stable_sort_by_length(requests: list[tuple[list[int], int,
 @given(st.lists(request, min_size=1, max_size=9))
 def test_outputs_come_back_in_the_callers_order(requests: list[tuple[list[int], int, int]]) -> None:
     tokens, slots, starts, peaks = as_arrays(requests)
-    packed = pack(tokens, slots, starts, peaks)
+    packed = pack(TokenLists.of(tokens), slots, starts, peaks)
     expected_all = [(slot, start + t) for slot, start, own in zip(slots, starts, tokens, strict=True) for t in range(len(own))]
     expected_last = [(slot, start + len(own) - 1) for slot, start, own in zip(slots, starts, tokens, strict=True)]
     row_of = list(zip(np.repeat(packed.slots, packed.counts), packed.positions, strict=True))
