@@ -9,6 +9,7 @@ The bookkeeping half (`Arena`, `BlockPool`) knows no tensors; `Store` holds the 
 from __future__ import annotations
 
 import math
+import mmap
 import re
 from bisect import bisect_left
 from collections.abc import Callable
@@ -228,6 +229,18 @@ class BlockLayout:
         return self.block_bytes - sum(f.n_elements * f.dtype.itemsize for f in self.fields)
 
 
+def _reserve(n_bytes: int, device: torch.device) -> Tensor:
+    """(n_bytes,) uint8, of any content. On the CPU, bytes that are never touched take no memory.
+
+    Linux is asked for large pages: what a step touches first then costs one page fault in 2 MiB instead of one in 4 KiB.
+    """
+    if n_bytes and device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
+        pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        return torch.frombuffer(pages, dtype=torch.uint8)
+    return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+
+
 class Store:
     """An arena with its bytes: one tensor on the device, none at all on "meta".
 
@@ -242,10 +255,9 @@ class Store:
         self.is_dry = device.type == "meta"
         self._poison = poison and not self.is_dry
         try:
-            n_bytes, place = (0, torch.device("cpu")) if self.is_dry else (self.arena.capacity_bytes, device)
             with torch.inference_mode(False):  # or the bytes could be written inside of inference mode only
-                self._bytes = torch.empty(n_bytes, dtype=torch.uint8, device=place)
-        except (RuntimeError, AssertionError) as error:
+                self._bytes = _reserve(0 if self.is_dry else self.arena.capacity_bytes, torch.device("cpu") if self.is_dry else device)
+        except (RuntimeError, AssertionError, OSError) as error:
             raise SpecError(f"{device} cannot hold a budget of {capacity_bytes:,} bytes; choose a smaller one") from error
         if self._poison:
             self._bytes.fill_(0xFF)

@@ -223,10 +223,10 @@ class RecurrentState:
         if not self.grid.tail_rows:
             return self._store.upload(NO_ROWS), {}
         begin, ends = np.maximum(packed.starts, after.body_at), packed.ends
-        counts: Int64s = ends - begin
-        firsts: Int64s = packed.cu_seqlens[:-1] + (begin - packed.starts)
+        counts = ends - begin
+        shift: Int64s = packed.cu_seqlens[:-1] - packed.starts
         offsets = self._ring(np.repeat(after.tail, counts), ranges(begin, ends))
-        return self._store.upload(ranges(firsts, firsts + counts)), offsets
+        return self._store.upload(ranges(begin + shift, ends + shift)), offsets
 
     def _ring(self, tails: Int64s, positions: Int64s) -> dict[int, Tensor]:
         """Elements a row -> element offset of each position's row in its tail block."""

@@ -153,8 +153,11 @@ class Step:
         """
         index = self._claim(layer, name, "recurrence")
         _check_tensors(rows=rows)
-        with torch.no_grad():
-            y = self._owner.recur(self._plans, index, rows.detach(), recurrence)
+        if torch.is_grad_enabled():  # asking first costs nothing, a model's own no_grad is the rule
+            with torch.no_grad():
+                y = self._owner.recur(self._plans, index, rows.detach(), recurrence)
+        else:
+            y = self._owner.recur(self._plans, index, rows, recurrence)
         self._served.add(("recurrence", index))
         return y
 

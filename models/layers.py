@@ -113,7 +113,15 @@ class MambaMixer:
     def __init__(self, checkpoint: Checkpoint, prefix: str, layer: int, shape: MambaShape) -> None:
         n_model, n_channels, d_state, take = shape.n_model, shape.n_channels, shape.d_state, checkpoint.take
         in_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.in_proj.bias", 2 * n_channels)
-        self._in = Linear(take(f"{prefix}.in_proj.weight", 2 * n_channels, n_model), bias=in_bias)
+        # Two products, because the rows and the gate go separate ways: neither has to be copied out of a common result.
+        self._rows, self._gate = (
+            Linear(weight, bias=bias)
+            for weight, bias in zip(
+                take(f"{prefix}.in_proj.weight", 2 * n_channels, n_model).chunk(2),
+                (None, None) if in_bias is None else in_bias.chunk(2),
+                strict=True,
+            )
+        )
         out_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.out_proj.bias", n_model)
         self._out = Linear(take(f"{prefix}.out_proj.weight", n_model, n_channels), bias=out_bias)
         norms = None
@@ -134,6 +142,5 @@ class MambaMixer:
         self._layer = layer
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
-        rows_TE, gate_TE = self._in(x_TM).chunk(2, dim=-1)
-        y_TE = step.recur(self._layer, rows_TE, self._recurrence)
-        return self._out(y_TE * F.silu(gate_TE))
+        y_TE = step.recur(self._layer, self._rows(x_TM), self._recurrence)
+        return self._out(y_TE * F.silu(self._gate(x_TM)))

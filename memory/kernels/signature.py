@@ -6,7 +6,7 @@ A "flat" is all bytes of the arena seen as one dtype; rows and states are found 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -32,8 +32,7 @@ class PagedBatch:
     page_tokens: int
 
 
-@dataclass(frozen=True)
-class StateSlots:
+class StateSlots(NamedTuple):
     """Where one state tensor of S runs begins and ends.
 
     Attributes:

@@ -64,7 +64,7 @@ class Mamba1:
     def project(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dt before its bias and softplus (T, E), B and C (T, N) each."""
         dt_b_c, n_states = self.x_proj(x_TE), self.a_NE.shape[0]
-        dt_TR, b_TN, c_TN = torch.split(dt_b_c, [dt_b_c.shape[1] - 2 * n_states, n_states, n_states], dim=-1)
+        dt_TR, b_TN, c_TN = dt_b_c.split_with_sizes([dt_b_c.shape[1] - 2 * n_states, n_states, n_states], -1)
         if self.norms is not None:
             *weights, eps = self.norms
             dt_TR, b_TN, c_TN = (rms_norm(t, w, eps) for t, w in zip((dt_TR, b_TN, c_TN), weights, strict=True))

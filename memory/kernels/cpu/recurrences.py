@@ -7,29 +7,35 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from memory.interface import Int64s
 from memory.kernels.cpu.rows import copy_
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
 from memory.kernels.signature import StateSlots
 
-_SHORT_RUN, _LONG_RUN = 512, 128
-"""Channels a task runs. In a long run 128 x 16 states (8 KiB) stay in the first-level cache from row to row; in a short one
-each state is met once, and long stretches suit the memory."""
+_LONG_RUN = 128
+"""Channels a task runs in long runs: 128 x 16 states (8 KiB) stay in the first-level cache from row to row."""
 
 _ONE = np.float32(1.0)
 
 
-def _channels_at_once(cu_rows: np.ndarray, n_rows: int) -> int:
-    return _SHORT_RUN if n_rows < 4 * len(cu_rows) else _LONG_RUN
+def _channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: int) -> int:
+    """In short runs each state is met once: a task takes the longest stretch that leaves two tasks a thread."""
+    n_runs = len(cu_rows) - 1
+    if n_rows >= 4 * n_runs:
+        return _LONG_RUN
+    n_chunks = -(-2 * n_threads // n_runs)
+    return -(-n_channels // (64 * n_chunks)) * 64
 
 
 def causal_conv(rows_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots) -> Tensor:
     out_TE = torch.empty_like(rows_TE, memory_format=torch.contiguous_format)
     bias = torch.zeros(rows_TE.shape[1]) if bias_E is None else bias_E
-    use_threads(2 * rows_TE.numel() * len(weight_WE))
+    n_threads = use_threads(2 * rows_TE.numel() * len(weight_WE))
+    at_once = _channels_at_once(window.cu_rows, *rows_TE.shape, n_threads)
     _causal_conv(
-        rows_TE.numpy(), weight_WE.numpy(), bias.numpy(), window.cu_rows, window.flat.numpy(), window.sources.numpy(),
-        window.targets.numpy(), np.float32(window.initial), out_TE.numpy(), _channels_at_once(window.cu_rows, len(rows_TE)),
+        rows_TE.contiguous().numpy(), weight_WE.numpy(), bias.numpy(), window.cu_rows, window.flat.numpy(), window.sources.numpy(),
+        window.targets.numpy(), np.float32(window.initial), out_TE.numpy(), at_once,
     )  # fmt: skip
     return out_TE
 
@@ -85,11 +91,12 @@ def selective_scan(
     x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor, state: StateSlots
 ) -> Tensor:
     y_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
-    use_threads(10 * x_TE.numel() * len(a_NE))
+    n_threads = use_threads(10 * x_TE.numel() * len(a_NE))
+    at_once = _channels_at_once(state.cu_rows, *x_TE.shape, n_threads)
     _selective_scan(
-        x_TE.numpy(), dt_TE.numpy(), dt_bias_E.numpy(), b_TN.numpy(), c_TN.numpy(), a_NE.numpy(), d_E.numpy(), state.cu_rows,
+        x_TE.contiguous().numpy(), dt_TE.contiguous().numpy(), dt_bias_E.numpy(), b_TN.numpy(), c_TN.numpy(), a_NE.numpy(), d_E.numpy(), state.cu_rows,
         state.flat.numpy(), state.sources.numpy(), state.targets.numpy(), np.float32(state.initial), y_TE.numpy(),
-        _channels_at_once(state.cu_rows, len(x_TE)),
+        at_once,
     )  # fmt: skip
     return y_TE
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def write_rows_(flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
-    _write_rows(flat.numpy(), offsets_T.numpy(), rows_TR.numpy())
+    _write_rows(flat.numpy(), offsets_T.numpy(), rows_TR.contiguous().numpy())
 
 
 @njit(cache=True)
