@@ -1,102 +1,84 @@
-"""`python -m benchmarks rollback`: what going back costs, on dry memories, so that only bookkeeping is timed.
+"""`python -m benchmarks COMMAND`: what is promised about speed and memory, measured, never asserted.
 
-Prints a table and, with `--json FILE`, writes the figures with the machine and the versions they were measured on.
+Each command first runs the tests of what it measures; if one fails, no figure is printed. Then it measures ours and the peer in
+one process, one after the other in each round, with the same weights, dtype and threads, and prints tables; with `--out FOLDER`
+it writes them as JSON and Markdown, with the machine and the versions.
 """
 
 from __future__ import annotations
 
-import json
-import platform
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.table import Table
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence
-from memory.recurrences import mamba1_spec
+from benchmarks import books, kernels, speed
+from benchmarks.harness import Report, require_green
 
-app = typer.Typer(add_completion=False)
-WINDOW = 32
+app = typer.Typer(add_completion=False, help=__doc__)
+Quick = Annotated[bool, typer.Option("--quick", help="Smaller, coarser, under a minute.")]
+Out = Annotated[Path | None, typer.Option("--out", help="Folder for NAME.json and NAME.md.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Of torch and of the kernels; torch's choice unless given.")]
 
-
-@app.callback()
-def benchmarks() -> None:
-    """Measured, never asserted: these machines are noisy."""
+MODEL_TESTS = ("tests/models/test_parity.py", "tests/unit/test_kernels.py")
+BOOK_TESTS = ("tests/unit/test_memory.py", "tests/unit/test_batch.py", "tests/unit/test_transactions.py")
 
 
-def make_memory(n_layers: int) -> HybridMemory:
-    """A quarter of the layers are attention, the others Mamba-1."""
-    attention, mamba = AttentionSpec(12, 4, 64), mamba1_spec(1536, 16, 4)
-    layers = tuple((attention if i % 4 == 2 else mamba,) for i in range(n_layers))
-    return HybridMemory(MemorySpec(layers, 32000, device=torch.device("meta")), "64GiB", rollback_window=WINDOW)
-
-
-def median_us(prepare: Callable[[], Sequence], timed: Callable[[Sequence], object], n_repeats: int) -> float:
-    """Median time of `timed` on what `prepare` makes, in microseconds."""
-    samples = []
-    for _ in range(n_repeats):
-        sequence = prepare()
-        started = time.perf_counter_ns()
-        timed(sequence)
-        samples.append((time.perf_counter_ns() - started) / 1000)
-    return statistics.median(samples)
+def _run(
+    measure: Callable[..., Report], tests: tuple[str, ...], quick: bool, out: Path | None, threads: int | None, **options: object
+) -> None:
+    require_green(*tests)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    report = measure(quick=quick, **options)
+    report.show()
+    if out is not None:
+        report.write(out)
 
 
 @app.command()
-def rollback(quick: bool = False, json_file: Annotated[Path | None, typer.Option("--json")] = None) -> None:
-    """Rollback by k tokens, fork, checkpoint and reorder, against k, layers and context."""
-    rows = []
-    for n_layers in (4, 12, 48):
-        for n_context in (1024, 16384):
-            memory = make_memory(n_layers)
-            base = memory.open()
-            memory.run(None, {base: [1] * n_context}, max_tokens=4096)
-            for k in (1, 8, 32):
-                rows.append(_measure(memory, base, n_layers, k, 100 if quick else 1000))
-    _print(rows)
-    if json_file is not None:
-        machine = {"machine": platform.processor() or platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
-        json_file.write_text(json.dumps({"machine": machine, "unit": "microseconds, median", "rows": rows}, indent=2) + "\n")
+def decode(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """A step of one token a sequence: against transformers, the step without mixers, a window of 0; and how it grows."""
+    _run(speed.decode, MODEL_TESTS, quick, out, threads, plot=None if out is None else out / "decode.png")
 
 
-def _measure(memory: HybridMemory, base: Sequence, n_layers: int, k: int, n_repeats: int) -> dict[str, float]:
-    made: list[Sequence] = []
-
-    def prepare() -> Sequence:
-        for sequence in made:
-            memory.close(sequence)
-        made[:] = [memory.fork(base)]
-        with memory.step({made[0]: [1] * k}):
-            pass
-        return made[0]
-
-    def forked(sequence: Sequence) -> None:
-        made.append(memory.fork(sequence))
-
-    length = base.length
-    figures = {
-        "rollback_us": median_us(prepare, lambda s: memory.rollback(s, to=length), n_repeats),
-        "fork_us": median_us(prepare, forked, n_repeats),
-        "reorder_us": median_us(prepare, lambda s: memory.reorder({s: base}), n_repeats),
-    }
-    for sequence in made:
-        memory.close(sequence)
-    return {"layers": n_layers, "context_tokens": length, "k_tokens": k, **{name: round(value, 1) for name, value in figures.items()}}
+@app.command()
+def prefill(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Prompts, one long and many short, against transformers."""
+    _run(speed.prefill, MODEL_TESTS, quick, out, threads)
 
 
-def _print(rows: list[dict[str, float]]) -> None:
-    table = Table(title="Going back: bookkeeping only, medians")
-    for name in rows[0]:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*(f"{value:,}" for value in row.values()))
-    Console().print(table)
+@app.command(name="kernels")
+def kernels_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Bytes a second of each decode kernel, beside torch's copy."""
+    _run(kernels.kernels, ("tests/unit/test_kernels.py",), quick, out, threads)
+
+
+@app.command()
+def bookkeeping(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Steps, open and close without a model."""
+    _run(books.bookkeeping, BOOK_TESTS, quick, out, threads)
+
+
+@app.command()
+def memory(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Bytes of sequences by kind, and of the weights."""
+    _run(books.memory_bytes, BOOK_TESTS, quick, out, threads)
+
+
+@app.command()
+def rollback(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Rollback, fork, checkpoint, reorder and abort, against k, layers and context."""
+    _run(books.rollback, BOOK_TESTS, quick, out, threads)
+
+
+@app.command(name="all")
+def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Everything."""
+    for command in (bookkeeping, rollback, memory, kernels_, prefill, decode):
+        command(quick, out, threads)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,16 @@
 
 from models import jamba, mamba
 from models.checkpoint import Checkpoint, UnsupportedModelError
-from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model
+from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model, weight_bytes
 
-__all__ = ["ARCHITECTURES", "EMBEDDED", "Checkpoint", "LanguageModel", "UnsupportedModelError", "jamba", "load_model", "mamba"]
+__all__ = [
+    "ARCHITECTURES",
+    "EMBEDDED",
+    "Checkpoint",
+    "LanguageModel",
+    "UnsupportedModelError",
+    "jamba",
+    "load_model",
+    "mamba",
+    "weight_bytes",
+]

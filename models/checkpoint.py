@@ -76,6 +76,10 @@ class Checkpoint:
         Raises:
             FormatError: it is missing or has another shape; the message names both.
         """
+        return self.take_as_stored(name, *shape).to(self.device, dtype or self.dtype)
+
+    def take_as_stored(self, name: str, *shape: int) -> Tensor:
+        """As `take`, but mapped from the file, in its dtype, on the CPU: memory is taken only where it is read."""
         if name not in self._file_of:
             close = [n for n in self._file_of if n.rsplit(".", 2)[-2:] == name.rsplit(".", 2)[-2:]][:3]
             raise FormatError(f"{self.folder} has no tensor {name!r} of shape {list(shape)}{f'; similar: {close}' if close else ''}")
@@ -85,7 +89,7 @@ class Checkpoint:
         if name not in self._taken:
             self._taken.add(name)
             self.on_taken()
-        return tensor.to(self.device, dtype or self.dtype)
+        return tensor
 
     def take_optional(self, condition: bool, name: str, *shape: int) -> Tensor | None:
         """As `take` if the config says that the tensor exists, else None."""

@@ -9,8 +9,7 @@ from transformers.activations import ACT2FN
 
 from memory import AttentionSpec, MemorySpec, Step
 from models.checkpoint import Checkpoint
-from models.layers import Attention, GatedMLP, MambaMixer, MambaShape, MixtureOfExperts, RMSNorm
-from models.linear import Linear
+from models.layers import Attention, GatedMLP, MambaMixer, MambaShape, MixtureOfExperts, RMSNorm, Vocabulary
 from models.loading import register
 
 
@@ -20,12 +19,10 @@ class Jamba:
 
     def __init__(self, config: JambaConfig, checkpoint: Checkpoint) -> None:
         self.config = config
-        self._embedding = checkpoint.take("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
+        head = None if config.tie_word_embeddings else "lm_head.weight"
+        self._vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, config.hidden_size, head)
         self._layers = [_Layer(config, checkpoint, i) for i in range(config.num_hidden_layers)]
         self._norm = RMSNorm(checkpoint.take("model.final_layernorm.weight", config.hidden_size), config.rms_norm_eps)
-        is_tied = config.tie_word_embeddings
-        head = self._embedding if is_tied else checkpoint.take("lm_head.weight", config.vocab_size, config.hidden_size)
-        self._head = Linear(head)
         self.memory_spec = MemorySpec(
             layers=tuple((layer.spec,) for layer in self._layers),
             vocab_size=config.vocab_size, dtype=checkpoint.dtype, device=checkpoint.device, model=f"Jamba {checkpoint.folder.name}",
@@ -34,10 +31,10 @@ class Jamba:
     @torch.no_grad()
     def __call__(self, step: Step) -> Tensor:
         step.check_model(self.memory_spec)
-        x_TM = self._embedding[step.token_ids]
+        x_TM = self._vocabulary.embed(step.token_ids)
         for layer in self._layers:
             x_TM = layer(x_TM, step)
-        return self._head(self._norm(step.select(x_TM)))
+        return self._vocabulary.logits(self._norm(step.select(x_TM)))
 
 
 class _Layer:

@@ -28,6 +28,30 @@ class RMSNorm:
         return rms_norm(x, self.weight_M, self.eps)
 
 
+class Vocabulary:
+    """Token embedding and output head, one matrix if they are tied.
+
+    A packed head cannot be looked up in. Then the embedding stays mapped from the file, where a lookup reads single rows.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, name: str, n_tokens: int, n_model: int, head: str | None) -> None:
+        weight = checkpoint.take(head or name, n_tokens, n_model)
+        self._head = Linear(weight)
+        is_shared = head is None and not self._head.is_packed
+        self._embedding = weight if is_shared else checkpoint.take_as_stored(name, n_tokens, n_model)
+        if not self._head.is_packed:
+            self._embedding = self._embedding.to(checkpoint.device, checkpoint.dtype)
+        self._dtype = checkpoint.dtype
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """(T, M)."""
+        return self._embedding[token_ids_T].to(self._dtype)
+
+    def logits(self, x_TM: Tensor) -> Tensor:
+        """(T, vocabulary)."""
+        return self._head(x_TM)
+
+
 class GatedMLP:
     """W_down(act(W_gate x) * W_up x) (Shazeer 2020)."""
 

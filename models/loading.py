@@ -81,6 +81,29 @@ def load_model(
     return model
 
 
+def weight_bytes(model: LanguageModel) -> int:
+    """Bytes of all tensors that a model holds, each counted once, packed ones as packed.
+
+    On the CPU, a tensor whose dtype is the file's own is mapped, not copied: it counts here, but takes memory only where it is
+    read. So a tied embedding costs little beside the head packed from it: a lookup touches single rows.
+    """
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    todo: list[object] = [model]
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            found[id(thing)] = thing
+        elif isinstance(thing, list | tuple):
+            todo += thing
+        elif type(thing).__module__.startswith(("models.", "memory.")):
+            todo += vars(thing).values() if hasattr(thing, "__dict__") else ()
+    return sum(int(tensor.nbytes) for tensor in found.values())
+
+
 def find_folder(path_or_hub_id: str | Path) -> Path:
     """The local folder of a checkpoint, downloading it if it is a hub id."""
     if not isinstance(path_or_hub_id, str | Path):

@@ -8,8 +8,7 @@ from transformers import MambaConfig
 
 from memory import MemorySpec, Step
 from models.checkpoint import Checkpoint
-from models.layers import MambaMixer, MambaShape, RMSNorm
-from models.linear import Linear
+from models.layers import MambaMixer, MambaShape, RMSNorm, Vocabulary
 from models.loading import register
 
 
@@ -25,12 +24,11 @@ class Mamba:
         )  # fmt: skip
         n_layers, n_model, eps = config.num_hidden_layers, config.hidden_size, config.layer_norm_epsilon
         self.config = config
-        self._embedding = checkpoint.take("backbone.embeddings.weight", config.vocab_size, n_model)
+        head = None if config.tie_word_embeddings else "lm_head.weight"
+        self._vocabulary = Vocabulary(checkpoint, "backbone.embeddings.weight", config.vocab_size, n_model, head)
         self._mixers = [MambaMixer(checkpoint, f"backbone.layers.{i}.mixer", i, shape) for i in range(n_layers)]
         self._norms = [RMSNorm(checkpoint.take(f"backbone.layers.{i}.norm.weight", n_model), eps) for i in range(n_layers)]
         self._norm = RMSNorm(checkpoint.take("backbone.norm_f.weight", n_model), eps)
-        is_tied = config.tie_word_embeddings
-        self._head = Linear(self._embedding if is_tied else checkpoint.take("lm_head.weight", config.vocab_size, n_model))
         # The residual stream is kept in float32 even where the weights are not.
         self._residual_dtype = torch.float32 if config.residual_in_fp32 else checkpoint.dtype
         self.memory_spec = MemorySpec(
@@ -41,8 +39,8 @@ class Mamba:
     @torch.no_grad()
     def __call__(self, step: Step) -> Tensor:
         step.check_model(self.memory_spec)
-        dtype = self._embedding.dtype
-        x_TM = self._embedding[step.token_ids].to(self._residual_dtype)
+        dtype = self.memory_spec.dtype
+        x_TM = self._vocabulary.embed(step.token_ids).to(self._residual_dtype)
         for norm, mixer in zip(self._norms, self._mixers, strict=True):
             x_TM = x_TM + mixer(norm(x_TM.to(dtype)), step)
-        return self._head(self._norm(step.select(x_TM).to(dtype)))
+        return self._vocabulary.logits(self._norm(step.select(x_TM).to(dtype)))

@@ -9,7 +9,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
-from memory.kernels.cpu.vector_math import exp_f32
+from memory.kernels.cpu.vector_math import exp_f32, prefetch
 from memory.kernels.reference import gather_rows
 from memory.kernels.signature import PagedBatch
 
@@ -18,7 +18,7 @@ _BLOCK = 64
 """Rows whose scores are kept at once, 256 bytes a head."""
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
-_0, _1, _2, _3, _4 = (np.uint64(i) for i in range(5))
+_0, _1, _2, _3, _4, _STRIDE, _LINE = (np.uint64(i) for i in (0, 1, 2, 3, 4, _BLOCK, 16))
 
 
 def paged_attention(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scale: float) -> Tensor:
@@ -78,10 +78,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
                 for r in range(n):
                     page, slot = (begin + r) // page_tokens, (begin + r) % page_tokens
                     rows[r] = table[page] + (slot * n_kv_heads + first) * head_dim
-                for g in range(heads_a_task):
-                    heads = slice(g * n_groups * head_dim, (g + 1) * n_groups * head_dim)
-                    of_heads = slice(g * n_groups * _BLOCK, (g + 1) * n_groups * _BLOCK)
-                    _scores(q[heads], keys, rows[:n], g * head_dim, n_groups, scale, scores[of_heads])
+                _scores(q, keys, values, rows[:n], n_groups, head_dim, scale, scores)
                 for h in range(n_heads):
                     row_scores = scores[h * _BLOCK : h * _BLOCK + n]
                     new_highest = max(highest[h], _largest(row_scores))
@@ -91,50 +88,50 @@ def _attend_few(  # type: ignore[no-untyped-def]
                         total[h] *= fade
                         highest[h] = new_highest
                     total[h] += _exp_and_sum_(row_scores, highest[h])
-                for g in range(heads_a_task):
-                    heads = slice(g * n_groups * head_dim, (g + 1) * n_groups * head_dim)
-                    of_heads = slice(g * n_groups * _BLOCK, (g + 1) * n_groups * _BLOCK)
-                    _add_values_(out[heads], values, rows[:n], g * head_dim, n_groups, scores[of_heads])
+                _add_values_(out, values, rows[:n], n_groups, head_dim, scores)
             for h in range(n_heads):
                 _scale_(out[h * head_dim : (h + 1) * head_dim], _ONE / total[h])
 
 
 @njit(fastmath=REDUCING)
-def _scores(q, keys, rows, offset, n_groups, scale, scores):  # type: ignore[no-untyped-def]
-    """scores[h, r] = scale q[h] . keys[rows[r] + offset], for the query heads h of one key head."""
-    head_dim, stride = np.uint64(len(q) // n_groups), np.uint64(_BLOCK)
+def _scores(q, keys, values, rows, n_groups, head_dim, scale, scores):  # type: ignore[no-untyped-def]
+    """scores[h, r] = scale q[h] . keys[rows[r]], for the query heads of each of the row's key heads. Asks for the values."""
+    head_dim, n_groups = np.uint64(head_dim), np.uint64(n_groups)
+    n_kv_heads = np.uint64(len(q)) // (head_dim * n_groups)
     for r in range(np.uint64(len(rows))):
-        row = np.uint64(rows[r] + offset)
-        for h in range(np.uint64(n_groups)):
-            score = _ZERO
-            for d in range(head_dim):
-                score += q[h * head_dim + d] * keys[row + d]
-            scores[h * stride + r] = score * scale
+        for g in range(n_kv_heads):
+            row = np.uint64(rows[r]) + g * head_dim
+            for line in range(_0, head_dim, _LINE):
+                prefetch(values, row + line)
+            for h in range(g * n_groups, (g + _1) * n_groups):
+                score = _ZERO
+                for d in range(head_dim):
+                    score += q[h * head_dim + d] * keys[row + d]
+                scores[h * _STRIDE + r] = score * scale
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _add_values_(out, values, rows, offset, n_groups, weights):  # type: ignore[no-untyped-def]
-    """out[h] += sum of weights[h, r] values[rows[r] + offset]; four rows at once, so that `out` is written less often."""
-    head_dim, stride, n = np.uint64(len(out) // n_groups), np.uint64(_BLOCK), np.uint64(len(rows))
+def _add_values_(out, values, rows, n_groups, head_dim, weights):  # type: ignore[no-untyped-def]
+    """out[h] += sum of weights[h, r] values[rows[r]]; four rows at once, so that `out` is written less often."""
+    head_dim, n_groups, n = np.uint64(head_dim), np.uint64(n_groups), np.uint64(len(rows))
+    n_kv_heads = np.uint64(len(out)) // (head_dim * n_groups)
     r = _0
     while r + _4 <= n:
-        a, b, c, d = (
-            np.uint64(rows[r] + offset),
-            np.uint64(rows[r + _1] + offset),
-            np.uint64(rows[r + _2] + offset),
-            np.uint64(rows[r + _3] + offset),
-        )
-        for h in range(np.uint64(n_groups)):
-            at, w = h * head_dim, h * stride + r
-            w_a, w_b, w_c, w_d = weights[w], weights[w + _1], weights[w + _2], weights[w + _3]
-            for e in range(head_dim):
-                out[at + e] += w_a * values[a + e] + w_b * values[b + e] + w_c * values[c + e] + w_d * values[d + e]
+        for g in range(n_kv_heads):
+            at = g * head_dim
+            a, b = np.uint64(rows[r]) + at, np.uint64(rows[r + _1]) + at
+            c, d = np.uint64(rows[r + _2]) + at, np.uint64(rows[r + _3]) + at
+            for h in range(g * n_groups, (g + _1) * n_groups):
+                o, w = h * head_dim, h * _STRIDE + r
+                w_a, w_b, w_c, w_d = weights[w], weights[w + _1], weights[w + _2], weights[w + _3]
+                for e in range(head_dim):
+                    out[o + e] += w_a * values[a + e] + w_b * values[b + e] + w_c * values[c + e] + w_d * values[d + e]
         r += _4
     while r < n:
-        row = np.uint64(rows[r] + offset)
-        for h in range(np.uint64(n_groups)):
+        for h in range(n_kv_heads * n_groups):
+            row = np.uint64(rows[r]) + h // n_groups * head_dim
             for e in range(head_dim):
-                out[h * head_dim + e] += weights[h * stride + r] * values[row + e]
+                out[h * head_dim + e] += weights[h * _STRIDE + r] * values[row + e]
         r += _1
 
 

@@ -32,7 +32,7 @@ def causal_conv(rows_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, windo
     out_TE = torch.empty_like(rows_TE, memory_format=torch.contiguous_format)
     bias = torch.zeros(rows_TE.shape[1]) if bias_E is None else bias_E
     n_threads = use_threads(2 * rows_TE.numel() * len(weight_WE))
-    at_once = _channels_at_once(window.cu_rows, *rows_TE.shape, n_threads)
+    at_once = _channels_at_once(window.cu_rows, len(rows_TE), rows_TE.shape[1], n_threads)
     _causal_conv(
         rows_TE.contiguous().numpy(), weight_WE.numpy(), bias.numpy(), window.cu_rows, window.flat.numpy(), window.sources.numpy(),
         window.targets.numpy(), np.float32(window.initial), out_TE.numpy(), at_once,
@@ -92,11 +92,11 @@ def selective_scan(
 ) -> Tensor:
     y_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
     n_threads = use_threads(10 * x_TE.numel() * len(a_NE))
-    at_once = _channels_at_once(state.cu_rows, *x_TE.shape, n_threads)
+    at_once = _channels_at_once(state.cu_rows, len(x_TE), x_TE.shape[1], n_threads)
     _selective_scan(
-        x_TE.contiguous().numpy(), dt_TE.contiguous().numpy(), dt_bias_E.numpy(), b_TN.numpy(), c_TN.numpy(), a_NE.numpy(), d_E.numpy(), state.cu_rows,
-        state.flat.numpy(), state.sources.numpy(), state.targets.numpy(), np.float32(state.initial), y_TE.numpy(),
-        at_once,
+        x_TE.contiguous().numpy(), dt_TE.contiguous().numpy(), dt_bias_E.numpy(), b_TN.numpy(), c_TN.numpy(), a_NE.numpy(),
+        d_E.numpy(), state.cu_rows, state.flat.numpy(), state.sources.numpy(), state.targets.numpy(), np.float32(state.initial),
+        y_TE.numpy(), at_once,
     )  # fmt: skip
     return y_TE
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
 LOG2_E = np.float32(1.4426950408889634)
@@ -79,3 +80,20 @@ def softplus_f32(x):  # type: ignore[no-untyped-def]
     p = p * z + _ATANH[0]
     p = p * z + _ONE
     return max(x, _ZERO) + _TWO * s * p
+
+
+@intrinsic
+def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
+    """Ask for the cache line of array[index], a contiguous array, without waiting for it."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
+        function = cgutils.get_or_insert_function(
+            builder.module, ir.FunctionType(ir.VoidType(), [byte, number, number, number]), "llvm.prefetch.p0i8"
+        )
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
+        builder.call(function, [address, number(0), number(3), number(1)])  # to read, to be kept, data
+        return context.get_dummy_value()
+
+    return types.void(array, index), codegen

@@ -1,0 +1,138 @@
+"""Measuring side by side, and saying what was measured on which machine."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+Cell = str | int | float
+Row = dict[str, Cell]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Seconds that something took, each time."""
+
+    seconds: list[float]
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.seconds) * 1e3
+
+    @property
+    def mean_ms(self) -> float:
+        return statistics.mean(self.seconds) * 1e3
+
+    @property
+    def spread(self) -> str:
+        """The middle eighty per cent, in milliseconds."""
+        ordered = sorted(self.seconds)
+        low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
+        return f"{low * 1e3:.3g} … {high * 1e3:.3g}"
+
+
+def interleave(runs: Mapping[str, Callable[[], object]], n_rounds: int, *, n_warm_up: int = 1) -> dict[str, Samples]:
+    """Time each of `runs` once a round, one after the other, so that all meet the same moods of the machine."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(n_warm_up + n_rounds):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            run()
+            if i >= n_warm_up:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: Samples(samples) for name, samples in seconds.items()}
+
+
+def rounded(value: Cell) -> Cell:
+    """Three significant digits."""
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+@dataclass
+class Report:
+    """What a benchmark found: tables of equal rows, and notes."""
+
+    name: str
+    tables: dict[str, list[Row]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, table: str, row: Row) -> None:
+        self.tables.setdefault(table, []).append({name: rounded(value) for name, value in row.items()})
+        Console(stderr=True).print(f"[dim]{self.name} · {table}: {row}[/dim]", highlight=False)
+
+    def show(self) -> None:
+        console = Console()
+        for title, rows in self.tables.items():
+            table = Table(title=title)
+            for name in rows[0]:
+                table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
+            for row in rows:
+                table.add_row(*(_text(value) for value in row.values()))
+            console.print(table)
+        for note in self.notes:
+            console.print(note, highlight=False)
+
+    def write(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        content = {"benchmark": self.name, "machine": machine(), "tables": self.tables, "notes": self.notes}
+        (folder / f"{self.name}.json").write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n")
+        (folder / f"{self.name}.md").write_text(self._markdown())
+        Console(stderr=True).print(f"written to {folder / self.name}.json and .md")
+
+    def _markdown(self) -> str:
+        lines = [f"# {self.name}", "", ", ".join(f"{name}: {value}" for name, value in machine().items()), ""]
+        for title, rows in self.tables.items():
+            lines += [f"## {title}", "", "| " + " | ".join(rows[0]) + " |", "|" + "---|" * len(rows[0])]
+            lines += ["| " + " | ".join(_text(value) for value in row.values()) + " |" for row in rows] + [""]
+        return "\n".join([*lines, *self.notes]) + "\n"
+
+
+def _text(value: Cell) -> str:
+    return f"{value:,}" if isinstance(value, int | float) else value
+
+
+def machine() -> Row:
+    """Processor, threads, and the versions of what was measured."""
+    found: Row = {"processor": _processor(), "cores": os.cpu_count() or 0, "torch threads": torch.get_num_threads()}
+    found["python"] = platform.python_version()
+    for package in ("hybrid-memory", "torch", "numba", "transformers"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def require_green(*tests: str) -> None:
+    """Run the tests of what is about to be measured; if one fails, nothing is measured. A wrong result has no speed."""
+    console = Console(stderr=True)
+    console.print(f"[dim]tests first: {' '.join(tests)}[/dim]")
+    root = Path(__file__).parent.parent
+    outcome = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", *tests], cwd=root, capture_output=True, text=True)
+    if outcome.returncode != 0:
+        console.print(outcome.stdout[-3000:] + outcome.stderr[-1000:], highlight=False, markup=False)
+        console.print("[red]the tests of this benchmark fail (they need the repository and its dev extra): no speed is measured[/red]")
+        raise typer.Exit(1)

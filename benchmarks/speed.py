@@ -1,0 +1,182 @@
+"""Prefill and decode against transformers, against the step without mixers, and as contexts and batches grow."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from benchmarks.ceilings import report_ceilings
+from benchmarks.harness import Report, Row, interleave
+from benchmarks.workloads import MODELS, Mixerless, Ours, Transformers, both_models, draw
+from memory import RecurrentSpec, Step
+from memory.kernels import cpu
+from models import LanguageModel
+
+ASKED = {
+    ("jamba", "1 x 512"): 3.5, ("mamba", "1 x 512"): 4.5, ("jamba", "32 x 64"): 2.5, ("mamba", "32 x 64"): 4.0,
+    ("jamba", 1): 1.5, ("mamba", 1): 1.8, ("jamba", 8): 2.3, ("mamba", 8): 3.0, ("jamba", 32): 2.3, ("mamba", 32): 2.7,
+}  # fmt: skip
+"""Ratios that this project wants at least."""
+
+
+def prefill(*, quick: bool) -> Report:
+    report = Report("prefill")
+    for name in MODELS:
+        with both_models(name) as (model, peer):
+            for n_sequences, n_tokens in ((1, 128), (8, 16)) if quick else ((1, 512), (32, 64)):
+                tokens, ours, theirs = draw(n_sequences, n_tokens), Ours(model, n_sequences), Transformers(peer)
+                runs = {"ours": lambda: ours.prefill(tokens), "transformers": lambda: theirs.prefill(tokens)}  # noqa: B023
+                times = interleave(runs, 2 if quick else 5)
+                work = f"{n_sequences} x {n_tokens}"
+                report.add("prefill, ms", {
+                    "model": name, "sequences x tokens": work, "ours": times["ours"].median_ms, "spread": times["ours"].spread,
+                    "transformers": times["transformers"].median_ms, "their spread": times["transformers"].spread,
+                    "ratio": times["transformers"].median_ms / times["ours"].median_ms, "asked": ASKED.get((name, work), "-"),
+                })  # fmt: skip
+    return report
+
+
+def decode(*, quick: bool, plot: Path | None = None) -> Report:
+    report = Report("decode")
+    report_ceilings(report, quick=quick)
+    for name in MODELS:
+        with both_models(name) as (model, peer):
+            for n_sequences, n_tokens in ((1, 16), (8, 8)) if quick else ((1, 512), (8, 64), (32, 64)):
+                _against_transformers(report, name, model, Transformers(peer), n_sequences, n_tokens, quick=quick)
+            del peer
+            for n_sequences in (8,) if quick else (1, 8, 32):
+                _against_the_ceiling(report, name, model, n_sequences, quick=quick)
+            for n_sequences in (4,) if quick else (1, 8, 32):
+                _window(report, name, model, n_sequences, quick=quick)
+            if not quick:
+                _growth(report, name, model)
+    if plot is not None and not quick:
+        plot_growth(report, plot)
+    return report
+
+
+def _against_transformers(
+    report: Report, name: str, model: LanguageModel, theirs: Transformers, n_sequences: int, n_tokens: int, *, quick: bool
+) -> None:
+    tokens, ours = draw(n_sequences, n_tokens), Ours(model, n_sequences)
+    ours.fill(tokens)
+    theirs.prefill(tokens)
+    times = interleave({"ours": ours.decode, "transformers": theirs.decode}, 5 if quick else 40, n_warm_up=2)
+    report.add("decode, ms a step", {
+        "model": name, "sequences": n_sequences, "after": n_tokens, "ours": times["ours"].median_ms, "spread": times["ours"].spread,
+        "transformers": times["transformers"].median_ms, "their spread": times["transformers"].spread,
+        "ratio": times["transformers"].median_ms / times["ours"].median_ms, "asked": ASKED[name, n_sequences],
+    })  # fmt: skip
+
+
+def _against_the_ceiling(report: Report, name: str, model: LanguageModel, n_sequences: int, *, quick: bool) -> None:
+    """The same step with every mixer taken out, and where the rest goes."""
+    ours = Ours(model, n_sequences)
+    ours.fill(draw(n_sequences, 128 if quick else 512))
+    bare = cast(Step, Mixerless(torch.full((n_sequences,), 5)))
+    times = interleave({"whole": ours.decode, "ceiling": lambda: model(bare)}, 9 if quick else 60, n_warm_up=3)
+    whole, ceiling = times["whole"].median_ms, times["ceiling"].median_ms
+    row: Row = {
+        "model": name, "sequences": n_sequences, "whole step": whole, "without mixers": ceiling, "ratio": whole / ceiling, "asked": 1.35
+    }  # fmt: skip
+    n_steps = 5 if quick else 30
+    with timed_kernels() as seconds:
+        for _ in range(n_steps):
+            ours.decode()
+    row |= {kernel: total / n_steps * 1e3 for kernel, total in seconds.items()}
+    row["everything else"] = whole - ceiling - sum(seconds.values()) / n_steps * 1e3
+    report.add("a step and its ceiling, ms", row)
+
+
+@contextmanager
+def timed_kernels() -> Iterator[dict[str, float]]:
+    """Seconds spent in each kernel meanwhile."""
+    seconds = dict.fromkeys(("selective_scan", "causal_conv", "paged_attention", "write_rows_"), 0.0)
+    plain = {name: getattr(cpu, name) for name in seconds}
+
+    def timed(name: str) -> Callable[..., object]:
+        def run(*arguments: object) -> object:
+            started = time.perf_counter()
+            result = plain[name](*arguments)
+            seconds[name] += time.perf_counter() - started
+            return result
+
+        return run
+
+    for name in seconds:
+        setattr(cpu, name, timed(name))
+    try:
+        yield seconds
+    finally:
+        for name, function in plain.items():
+            setattr(cpu, name, function)
+
+
+def _window(report: Report, name: str, model: LanguageModel, n_sequences: int, *, quick: bool) -> None:
+    """Decoding with a window and without, over whole rings and at staggered lengths; means, because bodies move now and then."""
+    subjects = {window: Ours(model, n_sequences, rollback_window=window) for window in (0, 32)}
+    for ours in subjects.values():
+        for i, sequence in enumerate(ours.sequences):
+            ours.memory.run(model, {sequence: [3] * (64 + i)}, max_tokens=2048)
+    n_steps = 8 if quick else 128
+    times = interleave({str(window): ours.decode for window, ours in subjects.items()}, n_steps, n_warm_up=2 if quick else 66)
+    usage = subjects[32].memory.usage()
+    row_elements = sum(math.prod(m.row_shape) for layer in model.memory_spec.layers for m in layer if isinstance(m, RecurrentSpec))
+    expected = n_sequences * (2 * 32 - 1) * row_elements * model.memory_spec.dtype.itemsize
+    report.add("rollback_window=32 against 0, ms a step", {
+        "model": name, "sequences": n_sequences, "without": times["0"].mean_ms, "with": times["32"].mean_ms,
+        "ratio of means": times["32"].mean_ms / times["0"].mean_ms, "of medians": times["32"].median_ms / times["0"].median_ms,
+        "asked": 1.05, "tails, MiB": usage.by_kind["tails"] / 2**20, "of 63 rows, MiB": expected / 2**20,
+        "states a sequence": usage.by_kind["states"] / usage.block_bytes["states"] / n_sequences,
+    })  # fmt: skip
+
+
+def _growth(report: Report, name: str, model: LanguageModel) -> None:
+    """Decode time against context length (eight sequences) and against sequences (256 tokens each)."""
+    by_context = {}
+    for n_tokens in (512, 2048, 8192):
+        ours = Ours(model, 8)
+        ours.fill(draw(8, n_tokens))
+        by_context[f"8 x {n_tokens}"] = ours
+    for key, samples in interleave({key: ours.decode for key, ours in by_context.items()}, 20, n_warm_up=2).items():
+        report.add("growth, ms a step", {"model": name, "sequences x context": key, "median": samples.median_ms, "spread": samples.spread})
+    by_context.clear()
+    by_batch = {}
+    for n_sequences in (1, 2, 4, 8, 16, 32, 64):
+        ours = Ours(model, n_sequences, budget="2GiB")
+        ours.fill(draw(n_sequences, 256))
+        by_batch[f"{n_sequences} x 256"] = ours
+    for key, samples in interleave({key: ours.decode for key, ours in by_batch.items()}, 20, n_warm_up=2).items():
+        report.add("growth, ms a step", {"model": name, "sequences x context": key, "median": samples.median_ms, "spread": samples.spread})
+
+
+def plot_growth(report: Report, path: Path) -> None:
+    """Two panels: time against context and against sequences. Needs matplotlib (the `notebooks` extra)."""
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError:
+        report.notes.append('No plot: matplotlib is not installed (`pip install -e ".[notebooks]"`).')
+        return
+    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), constrained_layout=True)
+    rows = [
+        (str(r["model"]), *map(int, str(r["sequences x context"]).split(" x ")), float(r["median"]))
+        for r in report.tables["growth, ms a step"]
+    ]
+    for name in MODELS:
+        own = [row for row in rows if row[0] == name]
+        by_context = sorted((n_tokens, ms) for _, n, n_tokens, ms in own if n_tokens != 256)
+        by_batch = sorted((n, ms) for _, n, n_tokens, ms in own if n_tokens == 256)
+        for panel, points in zip(panels, (by_context, by_batch), strict=True):
+            panel.plot(*zip(*points, strict=True), marker="o", label=name)
+    for panel, label in zip(panels, ("tokens of context, 8 sequences", "sequences, 256 tokens each"), strict=True):
+        panel.set(xlabel=label, ylabel="ms a decode step", ylim=(0, None))
+        panel.grid(alpha=0.3)
+        panel.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
