@@ -16,8 +16,9 @@ from models import weight_bytes
 
 WINDOW = 32
 PEERS = (
-    "Peers, measured elsewhere on two cores (not in this run): vLLM 0.33's KVCacheManager, 1 full + 3 Mamba groups, 64 sequences: 28-50 µs a sequence "
-    "and decode step, free 36-236 µs; SGLang's MambaSlotAllocator: allocate + free 9-10 µs; neither is installed by this project."
+    "Peers, measured elsewhere on two cores, not in this run: vLLM 0.33's KVCacheManager (1 full and 3 Mamba groups, 64 sequences) takes "
+    "28-50 µs a sequence and decode step and 36-236 µs to free one; SGLang's MambaSlotAllocator 9-10 µs to allocate and free. Neither is "
+    "installed by this project."
 )
 
 

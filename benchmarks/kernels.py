@@ -27,7 +27,8 @@ def kernels(*, quick: bool) -> Report:
             samples = interleave({name: run}, 50 if quick else 200, n_warm_up=3)[name]
             gbytes = n_bytes / samples.median_ms / 1e6
             report.add("kernels", {
-                "kernel": name, "sequences": n_sequences, "MB moved": n_bytes / 1e6, "µs": samples.median_ms * 1e3, "spread, ms": samples.spread,
+                "kernel": name, "sequences": n_sequences, "MB moved": n_bytes / 1e6, "µs": samples.median_ms * 1e3,
+                "spread, ms": samples.spread,
                 "GB/s": gbytes, "of the copy": gbytes / copy,
             })  # fmt: skip
     return report

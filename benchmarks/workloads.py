@@ -40,7 +40,7 @@ def make_peer(name: str) -> PreTrainedModel:
                 mamba_d_state=16,
                 mamba_d_conv=4,
                 mamba_expand=2,
-            )  # fmt: skip
+            )
         ).eval()
     return MambaForCausalLM(MambaConfig(**_COMMON, num_hidden_layers=24, state_size=16)).eval()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.errors import IntegrityError, StepError
 from memory.interface import AttentionSpec, Int64s, Packed
-from memory.kernels import Kernels, PagedBatch, select_kernels
+from memory.kernels import Kernels, PagedBatch, Prepared, select_kernels
 
 NO_PAGES: Int64s = np.zeros(0, np.int64)
 
@@ -38,7 +38,7 @@ class AttentionPlan:
     copies: list[tuple[int, int, int]]
     fresh: Int64s
     batch: PagedBatch
-    rows: tuple[Tensor, ...]
+    rows: tuple[Prepared, ...]
 
 
 class AttentionCache:
@@ -59,7 +59,7 @@ class AttentionCache:
         self._store = store
         self._dtype = dtype
         self._kernels: Kernels = select_kernels(store.device, dtype)
-        flats = [] if store.is_dry else [store.flat(field) for field in self.layout.fields]
+        flats = [] if store.is_dry else [self._kernels.prepare(store.flat(field)) for field in self.layout.fields]
         self._keys, self._values = flats[0::2], flats[1::2]
         self._pages: dict[int, Int64s] = {}
         self._open_plans: dict[int, AttentionPlan] = {}
@@ -104,16 +104,19 @@ class AttentionCache:
         self._open_plans[id(plan)] = plan
         return plan
 
-    def _addresses(self, packed: Packed, tables: list[Int64s], n_pages: Int64s) -> tuple[PagedBatch, tuple[Tensor, ...]]:
+    def _addresses(self, packed: Packed, tables: list[Int64s], n_pages: Int64s) -> tuple[PagedBatch, tuple[Prepared, ...]]:
         """Element offsets of all pages and of every new token's row, per attention (T,)."""
         cu_pages = np.zeros(len(tables) + 1, np.int64)
         np.cumsum(n_pages, out=cu_pages[1:])
         pages = self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize
         page_T, slot_T = np.divmod(packed.positions, self.page_tokens)
         page_T = pages[np.repeat(cu_pages[:-1], packed.counts) + page_T]
-        rows = {size: self._store.upload(page_T + slot_T * size) for size in set(self._row_elements)}
-        batch = PagedBatch(packed.cu_seqlens, packed.ends, pages=self._store.upload(pages), cu_pages=cu_pages, page_tokens=self.page_tokens)
+        rows = {size: self._place(page_T + slot_T * size) for size in set(self._row_elements)}
+        batch = PagedBatch(packed.cu_seqlens, packed.ends, pages=self._place(pages), cu_pages=cu_pages, page_tokens=self.page_tokens)
         return batch, tuple(rows[size] for size in self._row_elements)
+
+    def _place(self, array: Int64s) -> Prepared:
+        return self._kernels.prepare(self._store.upload(array))
 
     def begin(self, plan: AttentionPlan) -> None:
         for _, old, new in plan.copies:

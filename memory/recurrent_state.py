@@ -29,7 +29,7 @@ from memory.batch import ranges
 from memory.errors import IntegrityError, StepError
 from memory.folding import NOTHING, Columns, Pass, StateAddresses, TailGrid, schedule
 from memory.interface import Int64s, Packed, Recurrence, RecurrentSpec
-from memory.kernels import Kernels, StateSlots, select_kernels
+from memory.kernels import Kernels, Prepared, StateSlots, select_kernels
 
 NO_ROWS: Int64s = np.zeros(0, np.int64)
 
@@ -45,13 +45,13 @@ class States:
 
     __slots__ = ("cu_rows", "flats", "is_written", "kernels", "sources", "spec", "targets")
 
-    def __init__(self, spec: RecurrentSpec, kernels: Kernels, flats: list[Tensor], run: Run) -> None:
+    def __init__(self, spec: RecurrentSpec, kernels: Kernels, flats: list[Prepared], run: Run) -> None:
         self.spec = spec
         self.kernels = kernels
         self.flats = flats
         self.cu_rows = run.cu_rows
-        self.sources = [run.sources[flat.element_size()] for flat in flats]
-        self.targets = [run.targets[flat.element_size()] for flat in flats]
+        self.sources = [run.sources[flat.itemsize] for flat in flats]
+        self.targets = [run.targets[flat.itemsize] for flat in flats]
         self.is_written = False
 
     def slots(self, index: int) -> StateSlots:
@@ -92,9 +92,9 @@ class Run:
     """
 
     cu_rows: Int64s
-    sources: dict[int, Tensor]
-    targets: dict[int, Tensor]
-    tail_rows: dict[int, Tensor] | None
+    sources: dict[int, Prepared]
+    targets: dict[int, Prepared]
+    tail_rows: dict[int, Prepared] | None
     new_rows: Tensor | None
 
 
@@ -114,7 +114,7 @@ class RecurrentPlan:
     after: Columns
     fresh: Int64s
     runs: list[Run]
-    writes: tuple[Tensor, dict[int, Tensor]]
+    writes: tuple[Tensor, dict[int, Prepared]]
 
 
 class RecurrentState:
@@ -141,12 +141,12 @@ class RecurrentState:
         self._state_sizes = {field.dtype.itemsize for field in self.state_layout.fields}
         self._row_elements = [math.prod(s.row_shape) for s in specs]
         self._row_sizes = set(self._row_elements)
-        self._state_flats: list[list[Tensor]] = []
-        self._tail_flats: list[Tensor] = []
+        self._state_flats: list[list[Prepared]] = []
+        self._tail_flats: list[Prepared] = []
         if not store.is_dry:
-            fields = iter(self.state_layout.fields)
-            self._state_flats = [[store.flat(next(fields)) for _ in s.states] for s in specs]
-            self._tail_flats = [store.flat(field) for field in self.tail_layout.fields]
+            fields, prepare = iter(self.state_layout.fields), self._kernels.prepare
+            self._state_flats = [[prepare(store.flat(next(fields))) for _ in s.states] for s in specs]
+            self._tail_flats = [prepare(store.flat(field)) for field in self.tail_layout.fields]
 
     @property
     def sized_pools(self) -> list[tuple[BlockPool, int]]:
@@ -218,7 +218,7 @@ class RecurrentState:
             new_rows = self._store.upload(ranges(one_pass.begin + shift, one_pass.end + shift))
         return Run(cu_rows, self._elements(one_pass.source), self._elements(one_pass.target), tail_rows, new_rows)
 
-    def _writes(self, packed: Packed, after: Columns) -> tuple[Tensor, dict[int, Tensor]]:
+    def _writes(self, packed: Packed, after: Columns) -> tuple[Tensor, dict[int, Prepared]]:
         """The new rows behind the new body go into the tail."""
         if not self.grid.tail_rows:
             return self._store.upload(NO_ROWS), {}
@@ -228,14 +228,17 @@ class RecurrentState:
         offsets = self._ring(np.repeat(after.tail, counts), ranges(begin, ends))
         return self._store.upload(ranges(begin + shift, ends + shift)), offsets
 
-    def _ring(self, tails: Int64s, positions: Int64s) -> dict[int, Tensor]:
+    def _ring(self, tails: Int64s, positions: Int64s) -> dict[int, Prepared]:
         """Elements a row -> element offset of each position's row in its tail block."""
         block = self.tails.addresses[tails] // self._dtype.itemsize
         slot = positions % self.grid.tail_rows
-        return {size: self._store.upload(block + slot * size) for size in self._row_sizes}
+        return {size: self._place(block + slot * size) for size in self._row_sizes}
 
-    def _elements(self, addresses: Int64s) -> dict[int, Tensor]:
-        return {size: self._store.upload(np.where(addresses < 0, NOTHING, addresses // size)) for size in self._state_sizes}
+    def _place(self, array: Int64s) -> Prepared:
+        return self._kernels.prepare(self._store.upload(array))
+
+    def _elements(self, addresses: Int64s) -> dict[int, Prepared]:
+        return {size: self._place(np.where(addresses < 0, NOTHING, addresses // size)) for size in self._state_sizes}
 
     def begin(self, plan: RecurrentPlan) -> None:
         before, after = plan.before, plan.after
@@ -248,7 +251,7 @@ class RecurrentState:
 
     def recur(self, plan: RecurrentPlan, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         """Run recurrence `index` over the step's rows (T, *row_shape) and remember them; its outputs (T, ...)."""
-        spec, n_tokens = self._specs[index], len(plan.packed.token_ids)
+        spec, n_tokens, n_elements = self._specs[index], len(plan.packed.token_ids), self._row_elements[index]
         if rows.shape != (n_tokens, *spec.row_shape):
             raise StepError(f"rows have shape {tuple(rows.shape)}; {spec.family!r} expects {(n_tokens, *spec.row_shape)}")
         if rows.dtype != self._dtype or rows.device.type != self._store.device.type:
@@ -257,7 +260,7 @@ class RecurrentState:
         for run in plan.runs:
             states = States(spec, self._kernels, self._state_flats[index], run)
             if run.tail_rows is not None:
-                offsets = run.tail_rows[self._row_elements[index]]
+                offsets = run.tail_rows[n_elements]
                 run_rows = self._kernels.read_rows(self._tail_flats[index], offsets, spec.row_shape, 0.0)
             else:
                 run_rows = rows if run.new_rows is None else rows[run.new_rows]
@@ -270,9 +273,10 @@ class RecurrentState:
             elif run.tail_rows is None:
                 outputs = y
         indices, targets = plan.writes
-        if len(indices):
-            kept = rows if len(indices) == n_tokens else rows[indices]
-            self._kernels.write_rows_(self._tail_flats[index], targets[self._row_elements[index]], kept.reshape(len(indices), -1))
+        n_written = indices.shape[0]
+        if n_written:
+            written = rows if n_written == n_tokens else rows[indices]
+            self._kernels.write_rows_(self._tail_flats[index], targets[n_elements], written.reshape(n_written, n_elements))
         assert outputs is not None, "every new row belongs to run 3 or 4"
         return outputs
 

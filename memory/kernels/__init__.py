@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from memory.kernels import reference
-from memory.kernels.signature import Kernels, PagedBatch, StateSlots
+from memory.kernels.signature import Kernels, PagedBatch, Prepared, StateSlots
 
-__all__ = ["Kernels", "PagedBatch", "StateSlots", "select_kernels"]
+__all__ = ["Kernels", "PagedBatch", "Prepared", "StateSlots", "select_kernels"]
 
 
 def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:

@@ -11,6 +11,10 @@ from torch import Tensor
 from memory.kernels.signature import PagedBatch, StateSlots
 
 
+def prepare(tensor: Tensor) -> Tensor:
+    return tensor
+
+
 def write_rows_(flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
     flat[_elements(offsets_T, rows_TR.shape[1])] = rows_TR.to(flat.dtype)
 
@@ -43,7 +47,7 @@ def paged_attention(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBat
 def gather_rows(flat: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int) -> Tensor:
     """The rows a request can see, in order: (rows, G, D), a copy."""
     n_rows = int(batch.kv_lengths[request])
-    pages = batch.pages[batch.cu_pages[request] : batch.cu_pages[request + 1]]
+    pages = torch.as_tensor(batch.pages)[batch.cu_pages[request] : batch.cu_pages[request + 1]]
     rows = flat[_elements(pages, batch.page_tokens * n_kv_heads * head_dim)]
     return rows.reshape(-1, n_kv_heads, head_dim)[:n_rows]
 

@@ -1,16 +1,20 @@
 """The one signature that every set of kernels has. Shape legend: `memory.interface`.
 
-A "flat" is all bytes of the arena seen as one dtype; rows and states are found in it by element offset.
+A "flat" is all bytes of the arena seen as one dtype; rows and states are found in it by element offset. Flats, offsets and weights
+are used many times: what `Kernels.prepare` makes of them saves a conversion at each call. Tensors will do as well.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from memory.interface import Int64s
+
+Prepared = Any
+"""A tensor, or what `Kernels.prepare` made of it."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +31,7 @@ class PagedBatch:
 
     cu_seqlens: Int64s
     kv_lengths: Int64s
-    pages: Tensor
+    pages: Prepared
     cu_pages: Int64s
     page_tokens: int
 
@@ -42,9 +46,9 @@ class StateSlots(NamedTuple):
     """
 
     cu_rows: Int64s
-    flat: Tensor
-    sources: Tensor
-    targets: Tensor
+    flat: Prepared
+    sources: Prepared
+    targets: Prepared
     shape: tuple[int, ...]
     initial: float
 
@@ -52,19 +56,23 @@ class StateSlots(NamedTuple):
 class Kernels(Protocol):
     """The functions that touch the arena's bytes. `reference` is the oracle; the others must agree with it."""
 
-    def write_rows_(self, flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
+    def prepare(self, tensor: Tensor) -> Prepared:
+        """The same numbers, as these kernels take them. Shares memory with the tensor."""
+        ...
+
+    def write_rows_(self, flat: Prepared, offsets_T: Prepared, rows_TR: Tensor) -> None:
         """flat[offsets[t] : offsets[t] + R] = rows[t]. Offsets do not overlap."""
         ...
 
-    def read_rows(self, flat: Tensor, offsets_T: Tensor, shape: tuple[int, ...], initial: float) -> Tensor:
+    def read_rows(self, flat: Prepared, offsets_T: Prepared, shape: tuple[int, ...], initial: float) -> Tensor:
         """(T, *shape): the elements from each offset on; `initial` where the offset is -1."""
         ...
 
-    def paged_attention(self, q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scale: float) -> Tensor:
+    def paged_attention(self, q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scale: float) -> Tensor:
         """Causal grouped-query attention over pages: (T, H, D). The last query of a request sees all its rows."""
         ...
 
-    def causal_conv(self, rows_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots) -> Tensor:
+    def causal_conv(self, rows_TE: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots) -> Tensor:
         """silu(causal depthwise convolution): (T, E). `window` is (W - 1, E), the rows before; W >= 2.
 
         Tap W - 1 meets the newest row, as in causal-conv1d.
@@ -72,7 +80,7 @@ class Kernels(Protocol):
         ...
 
     def selective_scan(
-        self, x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor, state: StateSlots
+        self, x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Prepared, b_TN: Tensor, c_TN: Tensor, a_NE: Prepared, d_E: Prepared, state: StateSlots
     ) -> Tensor:
         """dt = softplus(dt + bias);  h = exp(dt A) h + dt B x;  y = C h + D x: (T, E), float32. `state` is h, (N, E).
 

@@ -12,13 +12,15 @@ The gate is not part of the state, so it stays with the model. A replay repeats 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from memory.interface import RecurrentSpec, StateTensor
+from memory.kernels import Kernels, Prepared
 from memory.recurrent_state import States
 
 
@@ -49,17 +51,26 @@ class Mamba1:
     a_NE: Tensor
     d_E: Tensor
     norms: tuple[Tensor, Tensor, Tensor, float] | None = None
+    _prepared_for: list[Any] = field(default_factory=list, init=False, repr=False)
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Rows (T, E) -> outputs (T, E) in the rows' dtype."""
         kernels = states.kernels
-        if len(self.conv_weight_WE) > 1:
-            x_TE = kernels.causal_conv(rows, self.conv_weight_WE, self.conv_bias_E, states.slots(0))
+        conv_weight, conv_bias, dt_bias, a, d = self._prepared(kernels)
+        if self.conv_weight_WE.shape[0] > 1:
+            x_TE = kernels.causal_conv(rows, conv_weight, conv_bias, states.slots(0))
         else:
             x_TE = F.silu(rows * self.conv_weight_WE[0] + (0 if self.conv_bias_E is None else self.conv_bias_E))
         dt_TE, b_TN, c_TN = self.project(x_TE)
-        y_TE = kernels.selective_scan(x_TE, dt_TE, self.dt_bias_E, b_TN, c_TN, self.a_NE, self.d_E, states.slots(-1))
+        y_TE = kernels.selective_scan(x_TE, dt_TE, dt_bias, b_TN, c_TN, a, d, states.slots(-1))
         return y_TE.to(rows.dtype), states.written()
+
+    def _prepared(self, kernels: Kernels) -> list[Prepared | None]:
+        """The weights that kernels read, prepared once."""
+        if self._prepared_for[:1] != [kernels]:
+            weights = (self.conv_weight_WE, self.conv_bias_E, self.dt_bias_E, self.a_NE, self.d_E)
+            self._prepared_for[:] = [kernels, *(None if w is None else kernels.prepare(w) for w in weights)]
+        return self._prepared_for[1:]
 
     def project(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """dt before its bias and softplus (T, E), B and C (T, N) each."""

@@ -57,7 +57,7 @@ def share_right(model: LanguageModel, tokenizer: Tokenizer, dialogues: list[list
 
 def _without_history(slots):  # type: ignore[no-untyped-def]
     def from_nothing(self: States, index: int):  # type: ignore[no-untyped-def]
-        self.sources[index] = torch.full_like(self.sources[index], -1)
+        self.sources[index] = 0 * self.sources[index] - 1
         return slots(self, index)
 
     return from_nothing

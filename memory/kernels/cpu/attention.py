@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from numba import njit, prange
 from torch import Tensor
 
+from memory.kernels.cpu.rows import as_array
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
 from memory.kernels.cpu.vector_math import exp_f32, prefetch
 from memory.kernels.reference import gather_rows
-from memory.kernels.signature import PagedBatch
+from memory.kernels.signature import PagedBatch, Prepared
 
 _FEW_QUERIES = 16
 _BLOCK = 64
@@ -21,7 +22,7 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _0, _1, _2, _3, _4, _STRIDE, _LINE = (np.uint64(i) for i in (0, 1, 2, 3, 4, _BLOCK, 16))
 
 
-def paged_attention(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scale: float) -> Tensor:
+def paged_attention(q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scale: float) -> Tensor:
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     counts = np.diff(batch.cu_seqlens)
     n_short = int(np.searchsorted(counts, _FEW_QUERIES, side="right"))
@@ -29,8 +30,8 @@ def paged_attention(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBat
         n_threads = use_threads(2 * q_THD[0].numel() * int((counts * batch.kv_lengths)[:n_short].sum()))
         heads_a_task = n_kv_heads if n_short >= 2 * n_threads else 1
         _attend_few(
-            q_THD.contiguous().numpy(), keys.numpy(), values.numpy(), batch.cu_seqlens[: n_short + 1], batch.kv_lengths,
-            batch.pages.numpy(), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task, np.float32(scale), out_THD.numpy(),
+            q_THD.contiguous().numpy(), as_array(keys), as_array(values), batch.cu_seqlens[: n_short + 1], batch.kv_lengths,
+            as_array(batch.pages), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task, np.float32(scale), out_THD.numpy(),
         )  # fmt: skip
     for i in range(n_short, len(counts)):
         start, end = batch.cu_seqlens[i : i + 2].tolist()
@@ -38,10 +39,11 @@ def paged_attention(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBat
     return out_THD
 
 
-def _attend_many(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, scale: float) -> Tensor:
+def _attend_many(q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, scale: float) -> Tensor:
     n_queries, n_heads, head_dim = q_THD.shape
     n_rows = int(batch.kv_lengths[request])
-    k_GRD, v_GRD = (gather_rows(flat, batch, request, n_kv_heads, head_dim).transpose(0, 1)[None] for flat in (keys, values))
+    flats = (torch.as_tensor(flat) for flat in (keys, values))
+    k_GRD, v_GRD = (gather_rows(flat, batch, request, n_kv_heads, head_dim).transpose(0, 1)[None] for flat in flats)
     # `is_causal` aligns at the top left, which is right only when there are no earlier rows.
     mask = None if n_queries == n_rows else torch.ones(n_queries, n_rows, dtype=torch.bool).tril(n_rows - n_queries)
     out_HTD = F.scaled_dot_product_attention(
@@ -102,7 +104,7 @@ def _scores(q, keys, values, rows, n_groups, head_dim, scale, scores):  # type: 
         for g in range(n_kv_heads):
             row = np.uint64(rows[r]) + g * head_dim
             for line in range(_0, head_dim, _LINE):
-                prefetch(values, row + line)
+                prefetch(values, row + line)  # type: ignore[call-arg]
             for h in range(g * n_groups, (g + _1) * n_groups):
                 score = _ZERO
                 for d in range(head_dim):

@@ -8,10 +8,10 @@ from numba import njit, prange
 from torch import Tensor
 
 from memory.interface import Int64s
-from memory.kernels.cpu.rows import copy_
+from memory.kernels.cpu.rows import as_array, copy_
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
-from memory.kernels.signature import StateSlots
+from memory.kernels.signature import Prepared, StateSlots
 
 _LONG_RUN = 128
 """Channels a task runs in long runs: 128 x 16 states (8 KiB) stay in the first-level cache from row to row."""
@@ -28,14 +28,14 @@ def _channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: 
     return -(-n_channels // (64 * n_chunks)) * 64
 
 
-def causal_conv(rows_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots) -> Tensor:
+def causal_conv(rows_TE: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots) -> Tensor:
     out_TE = torch.empty_like(rows_TE, memory_format=torch.contiguous_format)
-    bias = torch.zeros(rows_TE.shape[1]) if bias_E is None else bias_E
-    n_threads = use_threads(2 * rows_TE.numel() * len(weight_WE))
-    at_once = _channels_at_once(window.cu_rows, len(rows_TE), rows_TE.shape[1], n_threads)
+    bias = np.zeros(rows_TE.shape[1], np.float32) if bias_E is None else as_array(bias_E)
+    n_threads = use_threads(2 * rows_TE.numel() * weight_WE.shape[0])
+    at_once = _channels_at_once(window.cu_rows, rows_TE.shape[0], rows_TE.shape[1], n_threads)
     _causal_conv(
-        rows_TE.contiguous().numpy(), weight_WE.numpy(), bias.numpy(), window.cu_rows, window.flat.numpy(), window.sources.numpy(),
-        window.targets.numpy(), np.float32(window.initial), out_TE.numpy(), at_once,
+        rows_TE.contiguous().numpy(), as_array(weight_WE), bias, window.cu_rows, as_array(window.flat), as_array(window.sources),
+        as_array(window.targets), np.float32(window.initial), out_TE.numpy(), at_once,
     )  # fmt: skip
     return out_TE
 
@@ -88,14 +88,14 @@ def _silu_(x):  # type: ignore[no-untyped-def]
 
 
 def selective_scan(
-    x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor, state: StateSlots
+    x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Prepared, b_TN: Tensor, c_TN: Tensor, a_NE: Prepared, d_E: Prepared, state: StateSlots
 ) -> Tensor:
     y_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
-    n_threads = use_threads(10 * x_TE.numel() * len(a_NE))
-    at_once = _channels_at_once(state.cu_rows, len(x_TE), x_TE.shape[1], n_threads)
+    n_threads = use_threads(10 * x_TE.numel() * a_NE.shape[0])
+    at_once = _channels_at_once(state.cu_rows, x_TE.shape[0], x_TE.shape[1], n_threads)
     _selective_scan(
-        x_TE.contiguous().numpy(), dt_TE.contiguous().numpy(), dt_bias_E.numpy(), b_TN.numpy(), c_TN.numpy(), a_NE.numpy(),
-        d_E.numpy(), state.cu_rows, state.flat.numpy(), state.sources.numpy(), state.targets.numpy(), np.float32(state.initial),
+        x_TE.contiguous().numpy(), dt_TE.contiguous().numpy(), as_array(dt_bias_E), b_TN.numpy(), c_TN.numpy(), as_array(a_NE),
+        as_array(d_E), state.cu_rows, as_array(state.flat), as_array(state.sources), as_array(state.targets), np.float32(state.initial),
         y_TE.numpy(), at_once,
     )  # fmt: skip
     return y_TE

@@ -9,9 +9,19 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from memory.kernels.signature import Prepared
 
-def write_rows_(flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
-    _write_rows(flat.numpy(), offsets_T.numpy(), rows_TR.contiguous().numpy())
+
+def prepare(tensor: Tensor) -> Prepared:
+    return tensor.numpy()
+
+
+def as_array(x: Prepared) -> Prepared:
+    return x if isinstance(x, np.ndarray) else x.numpy()
+
+
+def write_rows_(flat: Prepared, offsets_T: Prepared, rows_TR: Tensor) -> None:
+    _write_rows(as_array(flat), as_array(offsets_T), rows_TR.contiguous().numpy())
 
 
 @njit(cache=True)
@@ -21,9 +31,9 @@ def _write_rows(flat, offsets_T, rows_TR):  # type: ignore[no-untyped-def]
         copy_(flat[start : start + rows_TR.shape[1]], rows_TR[t])
 
 
-def read_rows(flat: Tensor, offsets_T: Tensor, shape: tuple[int, ...], initial: float) -> Tensor:
+def read_rows(flat: Prepared, offsets_T: Prepared, shape: tuple[int, ...], initial: float) -> Tensor:
     rows_TR = torch.empty(len(offsets_T), math.prod(shape))
-    _read_rows(flat.numpy(), offsets_T.numpy(), rows_TR.numpy(), np.float32(initial))
+    _read_rows(as_array(flat), as_array(offsets_T), rows_TR.numpy(), np.float32(initial))
     return rows_TR.reshape(len(offsets_T), *shape)
 
 

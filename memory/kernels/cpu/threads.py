@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from numba import get_num_threads, set_num_threads
 
@@ -14,11 +16,14 @@ _WORTH_A_THREAD = 1 << 15
 """Multiplications that a second thread must save: waking it costs some microseconds, far more on a busy machine."""
 
 _MOST_THREADS = get_num_threads()
+_last = threading.local()
+"""What this thread asked numba for: asking numba itself takes five microseconds, several times a layer."""
 
 
 def use_threads(n_multiplications: int) -> int:
     """Let the next kernel of this thread use as many threads as torch does, fewer for little work; returns how many."""
     n_threads = min(torch.get_num_threads(), _MOST_THREADS, 1 + n_multiplications // _WORTH_A_THREAD)
-    if n_threads != get_num_threads():
+    if n_threads != getattr(_last, "n_threads", None):
         set_num_threads(n_threads)
+        _last.n_threads = n_threads
     return n_threads

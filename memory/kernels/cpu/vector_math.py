@@ -89,9 +89,8 @@ def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
         byte, number = ir.IntType(8).as_pointer(), ir.IntType(32)
-        function = cgutils.get_or_insert_function(
-            builder.module, ir.FunctionType(ir.VoidType(), [byte, number, number, number]), "llvm.prefetch.p0i8"
-        )
+        kind = ir.FunctionType(ir.VoidType(), [byte, number, number, number])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")  # type: ignore[no-untyped-call]
         address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
         builder.call(function, [address, number(0), number(3), number(1)])  # to read, to be kept, data
         return context.get_dummy_value()
