@@ -60,6 +60,19 @@ def generate(
 
 
 @app.command()
+def warmup() -> None:
+    """Compile the CPU kernels for this machine now, so that the first use of the library does not wait for them."""
+    from rich.console import Console
+
+    from memory.kernels import cpu
+
+    console = Console()
+    with console.status("compiling CPU kernels"):
+        seconds = cpu.warm_up()
+    console.print(f"CPU kernels are ready ({seconds:.1f} s; numba keeps them on disk)")
+
+
+@app.command()
 def demo(
     users: Annotated[int, typer.Option(min=2, help="how many talk at once")] = 8,
     turns: Annotated[int, typer.Option(min=2, max=24, help="turns of each user's dialogue")] = 8,

@@ -153,9 +153,10 @@ class Step:
         """
         index = self._claim(layer, name, "recurrence")
         _check_tensors(rows=rows)
-        if torch.is_grad_enabled():  # asking first costs nothing, a model's own no_grad is the rule
+        rows = rows.detach() if rows.requires_grad else rows
+        if torch.is_grad_enabled():  # asking first costs nothing, and a model's own no_grad is the rule
             with torch.no_grad():
-                y = self._owner.recur(self._plans, index, rows.detach(), recurrence)
+                y = self._owner.recur(self._plans, index, rows, recurrence)
         else:
             y = self._owner.recur(self._plans, index, rows, recurrence)
         self._served.add(("recurrence", index))

@@ -15,5 +15,6 @@ def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
     if device.type == "cpu" and set(dtypes) == {torch.float32}:
         from memory.kernels import cpu  # not at import time: a dry run or another device needs no compiler
 
+        cpu.warm_up()
         return cpu
     return reference

@@ -110,7 +110,7 @@ def test_weights_that_want_gradients_do_not_reach_the_store(memory: HybridMemory
     toy._qkv0.requires_grad_()
     a = memory.open()
     feed(memory, toy, a, [1, 2, 3])
-    assert memory._attention._keys[0].grad_fn is None
+    assert memory._attention._store._bytes.grad_fn is None
 
 
 def test_a_memory_made_in_inference_mode_works_outside(toy: Toy) -> None:

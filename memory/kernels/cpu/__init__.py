@@ -11,5 +11,6 @@ array is read through one slice and written through another that may overlap it;
 from memory.kernels.cpu.attention import paged_attention
 from memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from memory.kernels.cpu.rows import prepare, read_rows, write_rows_
+from memory.kernels.cpu.warm_up import warm_up
 
-__all__ = ["causal_conv", "paged_attention", "prepare", "read_rows", "selective_scan", "write_rows_"]
+__all__ = ["causal_conv", "paged_attention", "prepare", "read_rows", "selective_scan", "warm_up", "write_rows_"]

@@ -93,10 +93,10 @@ def selective_scan(
     y_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
     n_threads = use_threads(10 * x_TE.numel() * a_NE.shape[0])
     at_once = _channels_at_once(state.cu_rows, x_TE.shape[0], x_TE.shape[1], n_threads)
+    x, dt, b, c = (t.contiguous().numpy() for t in (x_TE, dt_TE, b_TN, c_TN))
     _selective_scan(
-        x_TE.contiguous().numpy(), dt_TE.contiguous().numpy(), as_array(dt_bias_E), b_TN.numpy(), c_TN.numpy(), as_array(a_NE),
-        as_array(d_E), state.cu_rows, as_array(state.flat), as_array(state.sources), as_array(state.targets), np.float32(state.initial),
-        y_TE.numpy(), at_once,
+        x, dt, as_array(dt_bias_E), b, c, as_array(a_NE), as_array(d_E), state.cu_rows, as_array(state.flat), as_array(state.sources),
+        as_array(state.targets), np.float32(state.initial), y_TE.numpy(), at_once,
     )  # fmt: skip
     return y_TE
 

@@ -13,11 +13,11 @@ from memory.kernels.signature import Prepared
 
 
 def prepare(tensor: Tensor) -> Prepared:
-    return tensor.numpy()
+    return tensor.detach().numpy()
 
 
 def as_array(x: Prepared) -> Prepared:
-    return x if isinstance(x, np.ndarray) else x.numpy()
+    return x if isinstance(x, np.ndarray) else x.detach().numpy()
 
 
 def write_rows_(flat: Prepared, offsets_T: Prepared, rows_TR: Tensor) -> None:

@@ -1,0 +1,51 @@
+"""Compiling the kernels before they are needed."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+import numpy as np
+import torch
+
+from memory.kernels.cpu.attention import paged_attention
+from memory.kernels.cpu.recurrences import causal_conv, selective_scan
+from memory.kernels.cpu.rows import read_rows, write_rows_
+from memory.kernels.signature import PagedBatch, StateSlots
+
+_LOG = logging.getLogger("memory")
+_SILENT_SECONDS = 1.0
+"""Loading from numba's cache takes less."""
+
+_is_warm = False
+
+
+def warm_up() -> float:
+    """Run every kernel once on almost nothing: compiles those that numba's cache does not hold; returns the seconds it took.
+
+    The first memory of a process calls this, so that nobody waits in the middle of a step; whoever waits is told why.
+    """
+    global _is_warm
+    if _is_warm:
+        return 0.0
+    message = "compiling CPU kernels for this machine, once, up to a minute; `hybrid-memory warmup` does it ahead"
+    timer = threading.Timer(_SILENT_SECONDS, _LOG.warning, [message])
+    timer.start()
+    started = time.perf_counter()
+    try:
+        _run_all()
+    finally:
+        timer.cancel()
+    _is_warm = True
+    return time.perf_counter() - started
+
+
+def _run_all() -> None:
+    flat, offsets, cu = torch.zeros(64), torch.zeros(1, dtype=torch.int64), np.arange(2)
+    rows, b, a = torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(3, 2)
+    write_rows_(flat, offsets, rows)
+    read_rows(flat, offsets, (2,), 0.0)
+    causal_conv(rows, torch.zeros(2, 2), None, StateSlots(cu, flat, offsets, offsets, (1, 2), 0.0))
+    selective_scan(rows, rows, rows[0], b, b, a, rows[0], StateSlots(cu, flat, offsets, offsets, (3, 2), 0.0))
+    paged_attention(torch.zeros(1, 1, 2), flat, flat, PagedBatch(cu, np.ones(1, np.int64), offsets, cu, page_tokens=1), 1, 1.0)

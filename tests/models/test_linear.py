@@ -1,0 +1,69 @@
+"""Packed weights: the same product, nothing kept twice, and plain products where packing is impossible."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from memory import HybridMemory
+from models import linear as module
+from models import load_model, weight_bytes
+from models.linear import Linear, can_pack
+from tests.models.checkpoints import CONFIGS, write_checkpoint
+from tests.tolerances import assert_kernel_close
+
+
+@pytest.mark.parametrize("n_rows", [0, 1, 2, 15, 16, 17, 64, 65])
+@pytest.mark.parametrize("n_in, n_outs", [(1, (1,)), (7, (3, 5)), (48, (130,)), (768, (768, 256, 256))])
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_a_packed_product_is_a_product(n_rows: int, n_in: int, n_outs: tuple[int, ...], has_bias: bool) -> None:
+    weights = [torch.randn(n_out, n_in) / n_in**0.5 for n_out in n_outs]
+    bias = torch.randn(sum(n_outs)) if has_bias else None
+    linear, x = Linear(*weights, bias=bias), torch.randn(n_rows, n_in)
+    assert linear.is_packed and (linear.n_out, linear.n_in) == (sum(n_outs), n_in)
+    if n_rows:
+        assert_kernel_close(linear(x), F.linear(x, torch.cat(weights), bias))
+    else:
+        assert linear(x).shape == (0, sum(n_outs))
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    linear, weight = Linear(weight := torch.randn(8, 6)), weight
+    for x in (torch.randn(5, 12)[:, ::2], torch.randn(5, 9)[:, 3:], torch.randn(10, 6)[1::2]):
+        assert_kernel_close(linear(x), F.linear(x, weight))
+
+
+@pytest.mark.parametrize("weight", [torch.randn(3, 4).bfloat16(), torch.randn(3, 4, device="meta")])
+def test_other_weights_stay_as_they_are(weight: torch.Tensor) -> None:
+    linear = Linear(weight)
+    assert not linear.is_packed and linear.weight_bytes == weight.nbytes
+    assert linear(torch.ones(2, 4, dtype=weight.dtype, device=weight.device)).shape == (2, 3)
+
+
+@pytest.mark.parametrize("name", ["jamba", "mamba"])
+def test_models_run_the_same_where_nothing_can_be_packed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_checkpoint(tmp_path, CONFIGS[name]())
+    logits = []
+    for is_possible in (True, False):
+        monkeypatch.setattr(module, "can_pack", can_pack if is_possible else lambda weight: False)
+        model = load_model(folder)
+        memory = HybridMemory(model.memory_spec, "8MiB")
+        with memory.step({memory.open(): list(range(20))}, outputs="all") as step:
+            logits.append(model(step))
+    assert_kernel_close(*logits)
+
+
+@pytest.mark.parametrize("name", ["jamba-two-of-four-experts", "mamba"])
+def test_weights_are_held_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain, as many bytes as the file's tensors; packed, the tied head beside its mapped embedding on top, and padding."""
+    folder = write_checkpoint(tmp_path, CONFIGS[name]())
+    packed = weight_bytes(load_model(folder))
+    monkeypatch.setattr(module, "can_pack", lambda weight: False)
+    plain_model = load_model(folder)
+    n_file = (folder / "model.safetensors").stat().st_size
+    assert 0.9 * n_file < weight_bytes(plain_model) <= n_file
+    embedding = plain_model.memory_spec.vocab_size * plain_model.config.hidden_size * 4
+    assert weight_bytes(plain_model) + 0.9 * embedding < packed
