@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from transformers import JambaConfig
-from transformers.activations import ACT2FN
 
 from memory import AttentionSpec, MemorySpec, Step
 from models.checkpoint import Checkpoint
@@ -70,7 +69,7 @@ def _mamba_shape(config: JambaConfig) -> MambaShape:
 
 def _feed_forward(config: JambaConfig, checkpoint: Checkpoint, prefix: str, n_experts: int) -> GatedMLP | MixtureOfExperts:
     def make_expert(name: str) -> GatedMLP:
-        return GatedMLP(checkpoint, name, config.hidden_size, config.intermediate_size, ACT2FN[config.hidden_act])
+        return GatedMLP(checkpoint, name, config.hidden_size, config.intermediate_size, config.hidden_act)
 
     if n_experts == 1:
         return make_expert(prefix)

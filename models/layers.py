@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,8 +12,6 @@ from memory import AttentionSpec, FormatError, RecurrentSpec, Step
 from memory.recurrences import Mamba1, mamba1_spec, rms_norm
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.linear import Linear
-
-Activation = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -55,15 +52,13 @@ class Vocabulary:
 class GatedMLP:
     """W_down(act(W_gate x) * W_up x) (Shazeer 2020)."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: Activation) -> None:
-        gate, up = (checkpoint.take(f"{prefix}.{name}_proj.weight", n_inner, n_model) for name in ("gate", "up"))
-        self._gate_up = Linear(gate, up)
+    def __init__(self, checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: str) -> None:
+        self._gate = Linear(checkpoint.take(f"{prefix}.gate_proj.weight", n_inner, n_model), activation=activation)
+        self._up = Linear(checkpoint.take(f"{prefix}.up_proj.weight", n_inner, n_model))
         self._down = Linear(checkpoint.take(f"{prefix}.down_proj.weight", n_model, n_inner))
-        self._activation = activation
 
     def __call__(self, x_TM: Tensor) -> Tensor:
-        gate, up = self._gate_up(x_TM).chunk(2, dim=-1)
-        return self._down(self._activation(gate) * up)
+        return self._down(self._gate(x_TM) * self._up(x_TM))
 
 
 class MixtureOfExperts:
@@ -139,10 +134,11 @@ class MambaMixer:
         in_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.in_proj.bias", 2 * n_channels)
         # Two products, because the rows and the gate go separate ways: neither has to be copied out of a common result.
         self._rows, self._gate = (
-            Linear(weight, bias=bias)
-            for weight, bias in zip(
+            Linear(weight, bias=bias, activation=activation)
+            for weight, bias, activation in zip(
                 take(f"{prefix}.in_proj.weight", 2 * n_channels, n_model).chunk(2),
                 (None, None) if in_bias is None else in_bias.chunk(2),
+                (None, shape.activation),
                 strict=True,
             )
         )
@@ -167,4 +163,4 @@ class MambaMixer:
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         y_TE = step.recur(self._layer, self._rows(x_TM), self._recurrence)
-        return self._out(y_TE * F.silu(self._gate(x_TM)))
+        return self._out(y_TE * self._gate(x_TM))

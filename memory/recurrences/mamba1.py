@@ -84,5 +84,7 @@ class Mamba1:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight over the last axis, computed in float32 (Zhang & Sennrich 2019)."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, (x.shape[-1],), weight, eps)
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)

@@ -230,3 +230,11 @@ def test_the_demo_refuses_what_cannot_work(model: LanguageModel) -> None:
     bare.chat_template = None
     with pytest.raises(FormatError, match="chat template"):
         run_demo(model, bare)
+
+
+# warmup
+
+
+def test_warmup_says_that_it_is_done() -> None:
+    result = CliRunner().invoke(app, ["warmup"])
+    assert result.exit_code == 0 and "kernels are ready" in result.stdout

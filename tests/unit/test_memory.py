@@ -22,6 +22,7 @@ from memory import (
     Sequence,
     SequenceError,
     SpecError,
+    States,
     StateTensor,
     StepError,
 )
@@ -399,3 +400,41 @@ def test_views(hybrid: HybridMemory, toy: Toy) -> None:
 def test_rollback_error_carries_its_numbers() -> None:
     error = RollbackError("no", to=3, horizon=5, resume_at=0)
     assert (error.to, error.horizon, error.resume_at) == (3, 5, 0)
+
+
+# How bodies move
+
+
+def test_a_fold_that_does_not_exist(toy: Toy) -> None:
+    with pytest.raises(SpecError, match=r"'repaly'.*'keep', 'replay'"):
+        HybridMemory(toy.memory_spec, "1MiB", fold="repaly")  # type: ignore[arg-type]
+
+
+def test_many_sequences_that_were_never_fed_go_back_to_nothing(toy: Toy) -> None:
+    memory = HybridMemory(toy.memory_spec, "1MiB")
+    for sequence in [memory.open() for _ in range(40)]:
+        memory.rollback(sequence, to=0)
+        assert sequence.length == 0
+    memory.check()
+
+
+def test_kept_states_make_replay_rare(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding runs every row once if heads are kept; with replay, those that bodies pass are run again."""
+    rows: list[int] = []
+    plain = Fold.__call__
+
+    def counting(self: Fold, states: States, own_rows: torch.Tensor) -> tuple[torch.Tensor, States]:
+        rows.append(len(own_rows))
+        return plain(self, states, own_rows)
+
+    monkeypatch.setattr(Fold, "__call__", counting)
+    n_recurrences = sum(isinstance(m, RecurrentSpec) for layer in toy.memory_spec.layers for m in layer)
+    for fold, n_replayed in (("keep", 0), ("replay", 56)):
+        memory = HybridMemory(toy.memory_spec, "1MiB", rollback_window=8, fold=fold)  # type: ignore[arg-type]
+        sequence = memory.open()
+        rows.clear()
+        feed(memory, toy, sequence, [1] * 21)
+        for _ in range(64):
+            feed(memory, toy, sequence, [2])
+        assert sum(rows) >= n_recurrences * (21 + 64 + n_replayed)
+        assert (sum(rows) == n_recurrences * (21 + 64)) == (fold == "keep")

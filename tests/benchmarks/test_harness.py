@@ -1,0 +1,77 @@
+"""What the benchmarks promise: fair turns, no speed for wrong results, and files that say where they come from."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+
+from benchmarks.harness import Report, Samples, interleave, require_green
+from benchmarks.kernels import _decode_kernels
+from benchmarks.speed import timed_kernels
+from benchmarks.workloads import Mixerless, Ours, Transformers
+from memory.kernels import cpu
+from models import load_model
+from tests.models.checkpoints import CONFIGS, Peer, write_checkpoint
+
+
+def test_runs_take_turns_and_the_first_round_does_not_count() -> None:
+    turns: list[str] = []
+    times = interleave({"a": lambda: turns.append("a"), "b": lambda: turns.append("b")}, 3, n_warm_up=1)
+    assert turns == ["a", "b"] * 4
+    assert [len(samples.seconds) for samples in times.values()] == [3, 3]
+
+
+def test_samples() -> None:
+    samples = Samples([i / 1000 for i in (9, 1, 2, 3, 4, 5, 6, 7, 8, 100)])
+    assert (samples.median_ms, samples.mean_ms) == (5.5, 14.5)
+    assert samples.spread == "2 … 9"
+
+
+def test_a_report_is_written_twice(tmp_path: Path) -> None:
+    report = Report("speed", notes=["a note"])
+    report.add("times", {"model": "jamba", "ms": 1.23456, "n": 1234})
+    report.write(tmp_path / "new")
+    found = json.loads((tmp_path / "new" / "speed.json").read_text())
+    assert found["tables"] == {"times": [{"model": "jamba", "ms": 1.23, "n": 1234}]}
+    assert found["machine"]["torch"] == torch.__version__ and found["machine"]["torch threads"] == torch.get_num_threads()
+    text = (tmp_path / "new" / "speed.md").read_text()
+    assert "| jamba | 1.23 | 1,234 |" in text and "a note" in text and torch.__version__ in text
+
+
+def test_red_tests_have_no_speed(tmp_path: Path) -> None:
+    (tmp_path / "test_red.py").write_text("def test_red():\n    assert False\n")
+    with pytest.raises(typer.Exit) as caught:
+        require_green(str(tmp_path / "test_red.py"))
+    assert caught.value.exit_code == 1
+    (tmp_path / "test_green.py").write_text("def test_green():\n    pass\n")
+    require_green(str(tmp_path / "test_green.py"))
+
+
+@pytest.mark.parametrize("name", ["jamba-no-experts", "mamba"])
+def test_both_sides_do_the_same_work(name: str, tmp_path: Path) -> None:
+    """Greedy tokens after the same prompts are the same ones; the step without mixers runs, and differs."""
+    folder = write_checkpoint(tmp_path, CONFIGS[name]())
+    model, tokens = load_model(folder), torch.randint(0, 53, (3, 9))
+    ours, theirs = Ours(model, 3, budget="16MiB"), Transformers(Peer.load(folder).model)
+    ours.prefill(tokens)
+    theirs.prefill(tokens)
+    for _ in range(4):
+        ours.next = theirs._next[:, 0].tolist()
+        ours.decode()
+        theirs.decode()
+        assert ours.next == theirs._next[:, 0].tolist()
+    bare = model(Mixerless(torch.tensor([5, 6, 7])))  # type: ignore[arg-type]
+    assert bare.shape == (3, 53)
+
+
+def test_kernels_are_timed_and_then_left_alone() -> None:
+    plain = cpu.selective_scan
+    run, n_bytes = _decode_kernels(1, 16)["state update"]
+    with timed_kernels() as seconds:
+        assert run().isfinite().all()  # type: ignore[attr-defined]
+    assert seconds["selective_scan"] > 0 and seconds["causal_conv"] == 0
+    assert cpu.selective_scan is plain and n_bytes == 2 * 16 * 1536 * 4
