@@ -82,8 +82,13 @@ def test_a_step_that_is_dropped_lets_go(memory: HybridMemory) -> None:
 
 
 @pytest.mark.parametrize("moment", [(AttentionCache, "commit"), (Ledger, "append"), (AttentionCache, "plan"), (AttentionCache, "abort")])
-def test_a_ctrl_c_in_the_books_waits(memory: HybridMemory, toy: Toy, moment: tuple[type, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ctrl_c_in_the_books_waits(
+    memory: HybridMemory, toy: Toy, moment: tuple[type, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
     """The signal arrives inside of a commit (or plan, or abort): it is raised, but the books are whole."""
+    # A test run in the background may have been started with Ctrl-C ignored.
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, previous))
     a = memory.open()
     feed(memory, toy, a, [1, 2, 3])
     owner, name = moment

@@ -6,6 +6,9 @@ not depend on the rest of the batch, so a request's result is the same bits whoe
 Habits that make LLVM use full vector registers: arrays are contiguous (numba compiles others for any stride); an inner loop runs
 over slices of its own, from 0 on (numba would check other indices for being negative; unsigned ones it does not check); no
 array is read through one slice and written through another that may overlap it; divisions do not check for zero.
+
+numba caches a kernel until its own file changes. After changing a function that kernels of another file inline, such as those of
+`vector_math`, touch that file too.
 """
 
 from memory.kernels.cpu.attention import paged_attention
