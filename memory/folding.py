@@ -70,10 +70,6 @@ class Columns:
     table: Int64s
 
     @staticmethod
-    def of(body_at: Int64s, head_at: Int64s, kept_at: Int64s, body: Int64s, head: Int64s, kept: Int64s, tail: Int64s) -> Columns:
-        return Columns(np.stack([body_at, head_at, kept_at, body, head, kept, tail]))
-
-    @staticmethod
     def empty(n: int) -> Columns:
         table = np.full((7, n), NOTHING)
         table[0] = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Literal, Protocol
 
@@ -132,7 +133,7 @@ class Step:
         """
         index = self._claim(layer, name, "attention")
         _check_tensors(q=q, k=k, v=v)
-        with torch.no_grad():
+        with _without_gradients():
             scale = q.shape[-1] ** -0.5 if scale is None else scale
             y = self._owner.attend(self._plans, index, q.detach(), k.detach(), v.detach(), scale)
         self._served.add(("attention", index))
@@ -153,12 +154,8 @@ class Step:
         """
         index = self._claim(layer, name, "recurrence")
         _check_tensors(rows=rows)
-        rows = rows.detach() if rows.requires_grad else rows
-        if torch.is_grad_enabled():  # asking first costs nothing, and a model's own no_grad is the rule
-            with torch.no_grad():
-                y = self._owner.recur(self._plans, index, rows, recurrence)
-        else:
-            y = self._owner.recur(self._plans, index, rows, recurrence)
+        with _without_gradients():
+            y = self._owner.recur(self._plans, index, rows.detach(), recurrence)
         self._served.add(("recurrence", index))
         return y
 
@@ -239,6 +236,11 @@ class Step:
                     f"the step ended before the {kind} memory {name!r} of layer {layer} was used; run the whole model inside the step. "
                     "Every sequence is as it was"
                 )
+
+
+def _without_gradients() -> AbstractContextManager[object]:
+    """`torch.no_grad()`, or nothing where a model has it already, as is the rule: asking costs less than entering it again."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _check_tensors(**tensors: Tensor) -> None:

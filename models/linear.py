@@ -38,10 +38,6 @@ class Linear:
         self._fused = _FUSED.get(activation or "", "none") if self.is_packed else "none"
         self._activation = None if activation is None or self._fused != "none" else ACT2FN[activation]
 
-    @property
-    def weight_bytes(self) -> int:
-        return int(self._weight.nbytes) + (0 if self._bias is None else self._bias.nbytes)
-
     def __call__(self, x: Tensor) -> Tensor:
         """x (T, n_in) -> (T, n_out)."""
         if self.is_packed:
