@@ -135,7 +135,7 @@ class AttentionCache:
         keys, values = self._keys[index], self._values[index]
         self._kernels.write_rows_(keys, plan.rows[index], k_TGD.reshape(n_tokens, -1))
         self._kernels.write_rows_(values, plan.rows[index], v_TGD.reshape(n_tokens, -1))
-        return self._kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scale)
+        return self._kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scale, spec.window)
 
     def commit(self, plan: AttentionPlan, kept: Int64s) -> None:
         del self._open_plans[id(plan)]

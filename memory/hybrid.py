@@ -44,6 +44,8 @@ class HybridMemory:
             again: a tail of 1.3 windows, and about a tenth to a fifth more time to decode on a CPU. Unless given, "keep" for a
             model on the CPU and "replay" elsewhere.
         device, dtype: the spec's unless given. device="meta" is a dry run: all bookkeeping, no tensors, no model.
+        state_dtype: of recurrent states, which models ask for in float32. torch.bfloat16 halves them; each step rounds its end state, so
+            outputs drift (`python -m benchmarks memory` measures how far).
         poison: for tests: fill fresh and freed memory with NaN.
     Raises:
         SpecError: an option that cannot work, or a budget too small for one sequence.
@@ -59,6 +61,7 @@ class HybridMemory:
         fold: Literal["keep", "replay"] | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
         poison: bool = False,
     ) -> None:
         if not isinstance(spec, MemorySpec):
@@ -70,11 +73,13 @@ class HybridMemory:
             raise SpecError(f"fold={fold!r}; choose 'keep', 'replay', or None for what suits the device")
         try:
             place = spec.device if device is None else torch.device(device)
-            self.spec = replace(spec, device=place, dtype=spec.dtype if dtype is None else dtype)
+            self.spec = replace(spec.with_state_dtype(state_dtype), device=place, dtype=spec.dtype if dtype is None else dtype)
         except (RuntimeError, TypeError, ValueError) as error:
             raise SpecError(f"device={device!r} is no device; give 'cpu', 'cuda', 'meta' ...") from error
         if self.spec.dtype not in _DTYPES:
             raise SpecError(f"dtype={self.spec.dtype}; it must be one of {', '.join(map(str, _DTYPES))}")
+        if state_dtype not in (None, *_DTYPES):
+            raise SpecError(f"state_dtype={state_dtype!r}; it must be one of {', '.join(map(str, _DTYPES))}, or None for the model's own")
         self.rollback_window = rollback_window
         self._ledger = Ledger(self)
         self._kinds: dict[str, LayerMemory[Any]] = {}

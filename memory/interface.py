@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -42,14 +42,20 @@ class AttentionSpec:
     """One attention of a layer: a token is remembered as `n_kv_heads` keys and values of `head_dim` elements each.
 
     Grouped-query attention: query head h reads key/value head h // (n_query_heads / n_kv_heads).
+
+    Attributes:
+        window: a token sees only the last `window` tokens, itself included; None for all.
     """
 
     n_query_heads: int
     n_kv_heads: int
     head_dim: int
     name: str = "attention"
+    window: int | None = None
 
     def __post_init__(self) -> None:
+        if self.window is not None:
+            _check_count("AttentionSpec.window", self.window)
         for size in ("n_query_heads", "n_kv_heads", "head_dim"):
             _check_count(f"AttentionSpec.{size}", getattr(self, size))
         if self.n_query_heads % self.n_kv_heads:
@@ -121,9 +127,23 @@ class MemorySpec:
         """All memories of a kind with their layers, in layer order: their number is a memory's index within its kind."""
         return [(layer, m) for layer, specs in enumerate(self.layers) for m in specs if self.kind_of(m) == kind]
 
+    def with_state_dtype(self, dtype: torch.dtype | None) -> MemorySpec:
+        """The same, with all state tensors that name a dtype in this one. None leaves them as they are."""
+        if dtype is None:
+            return self
+
+        def change(memory: LayerSpec) -> LayerSpec:
+            if isinstance(memory, AttentionSpec):
+                return memory
+            return replace(memory, states=tuple(s if s.dtype is None else replace(s, dtype=dtype) for s in memory.states))
+
+        return replace(self, layers=tuple(tuple(map(change, layer)) for layer in self.layers))
+
     def same_memories(self, other: MemorySpec) -> bool:
         """Whether both describe the same memories and tokens, wherever they live and in whatever dtype."""
-        return self.layers == other.layers and self.vocab_size == other.vocab_size
+        return self.vocab_size == other.vocab_size and (
+            self.layers == other.layers or self.with_state_dtype(torch.float32).layers == other.with_state_dtype(torch.float32).layers
+        )
 
 
 class SequenceOwner(Protocol):

@@ -41,15 +41,17 @@ class States:
 
     Attributes:
         cu_rows: (S + 1,) run i covers rows [cu_rows[i], cu_rows[i + 1]); int64 on the host.
+        begins: (S,) position of each run's first row; int64 on the host.
     """
 
-    __slots__ = ("cu_rows", "flats", "is_written", "kernels", "sources", "spec", "targets")
+    __slots__ = ("begins", "cu_rows", "flats", "is_written", "kernels", "sources", "spec", "targets")
 
     def __init__(self, spec: RecurrentSpec, kernels: Kernels, flats: list[Prepared], run: Run) -> None:
         self.spec = spec
         self.kernels = kernels
         self.flats = flats
         self.cu_rows = run.cu_rows
+        self.begins = run.begins
         self.sources = [run.sources[flat.itemsize] for flat in flats]
         self.targets = [run.targets[flat.itemsize] for flat in flats]
         self.is_written = False
@@ -86,12 +88,14 @@ class Run:
 
     Attributes:
         cu_rows: (n + 1,).
+        begins: (n,) position of the first row.
         sources, targets: element size in bytes -> (n,) element offset of the start and end state's block.
         tail_rows: for rows that come from tails: elements a row -> (rows,) element offset; None if the rows are new.
         new_rows: (rows,) packed index of each new row; None if they are all of them, in order.
     """
 
     cu_rows: Int64s
+    begins: Int64s
     sources: dict[int, Prepared]
     targets: dict[int, Prepared]
     tail_rows: dict[int, Prepared] | None
@@ -216,7 +220,7 @@ class RecurrentState:
         elif cu_rows[-1] < len(packed.token_ids):
             shift = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]
             new_rows = self._store.upload(ranges(one_pass.begin + shift, one_pass.end + shift))
-        return Run(cu_rows, self._elements(one_pass.source), self._elements(one_pass.target), tail_rows, new_rows)
+        return Run(cu_rows, one_pass.begin, self._elements(one_pass.source), self._elements(one_pass.target), tail_rows, new_rows)
 
     def _writes(self, packed: Packed, after: Columns) -> tuple[Tensor, dict[int, Prepared]]:
         """The new rows behind the new body go into the tail."""

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory import AttentionSpec, FormatError, RecurrentSpec, Step
-from memory.recurrences import Mamba1, mamba1_spec, rms_norm
+from memory.recurrences import CausalConv, Mamba1, mamba1_spec, rms_norm
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.linear import Linear
 
@@ -150,8 +150,10 @@ class MambaMixer:
             dt, b, c = (take(f"{prefix}.{name}.weight", size) for name, size in names)
             norms = (dt, b, c, shape.norm_eps)
         self._recurrence = Mamba1(
-            conv_weight_WE=take(f"{prefix}.conv1d.weight", n_channels, 1, shape.d_conv)[:, 0].T.contiguous(),
-            conv_bias_E=checkpoint.take_optional(shape.has_conv_bias, f"{prefix}.conv1d.bias", n_channels),
+            conv=CausalConv(
+                take(f"{prefix}.conv1d.weight", n_channels, 1, shape.d_conv)[:, 0].T.contiguous(),
+                checkpoint.take_optional(shape.has_conv_bias, f"{prefix}.conv1d.bias", n_channels),
+            ),
             x_proj=Linear(take(f"{prefix}.x_proj.weight", shape.dt_rank + 2 * d_state, n_channels)),
             dt_proj=Linear(take(f"{prefix}.dt_proj.weight", n_channels, shape.dt_rank)),
             dt_bias_E=take(f"{prefix}.dt_proj.bias", n_channels),

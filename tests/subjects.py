@@ -12,11 +12,14 @@ from torch import Tensor
 from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM
 
 from memory import HybridMemory, Sequence
+from memory.recurrences import FAMILIES
 from models import LanguageModel, load_model
 from tests.tolerances import TOLERANCE
-from tests.toy import Toy
+from tests.toy import FamilyToy, Toy
 
-SUBJECTS = ("toy", "toy-attention", "toy-recurrent", "jamba", "mamba", "toy replay", "mamba replay")
+SUBJECTS = (
+    "toy", "toy-attention", "toy-recurrent", "jamba", "mamba", "toy replay", "mamba replay", *(f"family:{name}" for name in FAMILIES)
+)  # fmt: skip
 """Models, and how their memories fold: "keep" unless named."""
 
 
@@ -65,6 +68,9 @@ class Subject:
 
 def make_subject(name: str, folder: Path) -> Subject:
     name, _, fold = name.partition(" ")
+    if name.startswith("family:"):
+        family = FAMILIES[name.removeprefix("family:")]
+        return Subject(name, fold or "keep", FamilyToy(family), is_exact=family.is_exact)  # type: ignore[arg-type]
     if name.startswith("toy"):
         model = Toy(attention=name != "toy-recurrent", recurrent=name != "toy-attention")
         return Subject(name, fold or "keep", model, is_exact=True)  # type: ignore[arg-type]

@@ -7,11 +7,13 @@ else is in the batch, so that equal histories must give equal bits.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor, Step
-from memory.recurrences import Fold
+from memory.recurrences import Family, Fold
 
 N_MODEL = 12
 VOCAB = 19
@@ -37,6 +39,33 @@ def delta(state: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], T
     error = v - (matrix * k[:, None, :]).sum(-1)
     matrix = 0.95 * matrix + 0.5 * error[:, :, None] * k[:, None, :]
     return (matrix,), (matrix * k[:, None, :]).sum(-1)
+
+
+class FamilyToy:
+    """A model around one recurrence: rows between -1 and 1 from the tokens and from a convolution-free mix of what came out before."""
+
+    def __init__(self, family: Family) -> None:
+        generator = torch.Generator().manual_seed(11)
+        spec, self._recurrence = family.example(generator)
+        self._row_shape = spec.row_shape
+        n_row = math.prod(spec.row_shape)
+        self._embedding, self._rows = (torch.randn(n, N_MODEL, generator=generator) for n in (VOCAB, n_row))
+        self._out_seed = generator.initial_seed()
+        # Two layers, so that rows of the second depend on what the first remembers.
+        self.memory_spec = MemorySpec(((spec,), (spec,)), VOCAB, model=family.name)
+
+    def __call__(self, step: Step) -> Tensor:
+        step.check_model(self.memory_spec)
+        x = self._embedding[step.token_ids]
+        for layer in range(2):
+            rows = torch.tanh(0.5 * project(x, self._rows)).reshape(len(x), *self._row_shape)
+            y = step.recur(layer, rows, self._recurrence).flatten(1)
+            x = x + torch.tanh(project(y, self._out(y.shape[1])))
+        return project(step.select(x), self._embedding)
+
+    def _out(self, n_outputs: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self._out_seed + n_outputs)
+        return torch.randn(N_MODEL, n_outputs, generator=generator)
 
 
 class Toy:

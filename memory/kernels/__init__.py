@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 
 from memory.kernels import reference
-from memory.kernels.signature import Kernels, PagedBatch, Prepared, StateSlots
+from memory.kernels.signature import Erase, Kernels, PagedBatch, Prepared, StateSlots
+from memory.kernels.weights import Weights
 
-__all__ = ["Kernels", "PagedBatch", "Prepared", "StateSlots", "select_kernels"]
+__all__ = ["Erase", "Kernels", "PagedBatch", "Prepared", "StateSlots", "Weights", "select_kernels"]
 
 
 def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.kernels.signature import PagedBatch, StateSlots
+from memory.kernels.signature import Erase, PagedBatch, StateSlots
 
 
 def prepare(tensor: Tensor) -> Tensor:
@@ -29,7 +29,9 @@ def _elements(offsets_T: Tensor, n_elements: int) -> Tensor:
     return offsets_T[:, None] + torch.arange(n_elements, device=offsets_T.device)
 
 
-def paged_attention(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scale: float) -> Tensor:
+def paged_attention(
+    q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scale: float, window: int | None = None
+) -> Tensor:
     out_THD = torch.empty_like(q_THD)
     n_groups, head_dim = q_THD.shape[1] // n_kv_heads, q_THD.shape[2]
     for i, n_rows in enumerate(batch.kv_lengths.tolist()):
@@ -39,7 +41,7 @@ def paged_attention(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBat
             for flat in (keys, values)
         )
         scores_HTR = q_THD[start:end].float().transpose(0, 1) @ k_HRD.transpose(1, 2) * scale
-        scores_HTR += causal_mask(end - start, n_rows, q_THD.device)
+        scores_HTR += causal_mask(end - start, n_rows, window, q_THD.device)
         out_THD[start:end] = (scores_HTR.softmax(-1) @ v_HRD).transpose(0, 1).to(q_THD.dtype)
     return out_THD
 
@@ -52,23 +54,30 @@ def gather_rows(flat: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, 
     return rows.reshape(-1, n_kv_heads, head_dim)[:n_rows]
 
 
-def causal_mask(n_queries: int, n_rows: int, device: torch.device) -> Tensor:
-    """(n_queries, n_rows), 0 or -inf. Aligned at the bottom right: the last query sees every row."""
-    mask = torch.full((n_queries, n_rows), float("-inf"), device=device)
-    return mask.triu(n_rows - n_queries + 1)
+def causal_mask(n_queries: int, n_rows: int, window: int | None, device: torch.device) -> Tensor:
+    """(n_queries, n_rows), 0 or -inf. Aligned at the bottom right: the last query sees every row, or the last `window`."""
+    newest_Q1 = torch.arange(n_rows - n_queries, n_rows, device=device)[:, None]
+    row_R = torch.arange(n_rows, device=device)
+    is_seen = (row_R <= newest_Q1) if window is None else (row_R <= newest_Q1) & (row_R > newest_Q1 - window)
+    return torch.zeros(n_queries, n_rows, device=device).masked_fill_(~is_seen, float("-inf"))
 
 
-def causal_conv(rows_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots) -> Tensor:
+def causal_conv(rows_TR: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots, *, activation: bool = True) -> Tensor:
     before = read_rows(window.flat, window.sources, window.shape, window.initial)
+    rows_TE = rows_TR[:, : weight_WE.shape[1]]
     out_TE, after = torch.empty_like(rows_TE), torch.empty_like(before)
     for i in range(len(before)):
         start, end = window.cu_rows[i : i + 2].tolist()
         padded = torch.cat([before[i], rows_TE[start:end].to(before.dtype)])
-        out = F.conv1d(padded.T.to(rows_TE.dtype)[None], weight_WE.T[:, None], bias_E, groups=rows_TE.shape[1])
-        out_TE[start:end] = F.silu(out[0].T)
+        out = F.conv1d(padded.T.to(rows_TE.dtype)[None], weight_WE.T[:, None], bias_E, groups=rows_TE.shape[1])[0].T
+        out_TE[start:end] = F.silu(out) if activation else out
         after[i] = padded[len(padded) - len(before[i]) :]
     write_rows_(window.flat, window.targets, after.flatten(1))
     return out_TE
+
+
+def softplus(x_TH: Tensor, bias_H: Tensor) -> Tensor:
+    return F.softplus(x_TH.float() + bias_H.float())
 
 
 def selective_scan(
@@ -84,4 +93,62 @@ def selective_scan(
             y_TE[t] = (h_NE * c_TN[t, :, None]).sum(0) + d_E * x_TE[t]
         h_SNE[i] = h_NE
     write_rows_(state.flat, state.targets, h_SNE.flatten(1))
+    return y_TE
+
+
+def matrix_scan(q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots) -> Tensor:
+    n_heads = v_THV.shape[1]
+    q_THN, k_THN = (_to_heads(x, n_heads) for x in (q_TGN, k_TGN))
+    w_THN = (log_decay if log_decay.dim() == 3 else log_decay[:, :, None]).float().exp()
+    v_THV = v_THV.float()
+    s_SHVN = read_rows(state.flat, state.sources, state.shape, state.initial).float()
+    y_THV = torch.empty_like(v_THV)
+    for i, s_HVN in enumerate(s_SHVN):
+        for t in range(*state.cu_rows[i : i + 2].tolist()):
+            decayed = s_HVN * w_THN[t, :, None]
+            new = decayed + v_THV[t, :, :, None] * k_THN[t, :, None]
+            if erase is not None:
+                read = decayed if erase.after_decay else s_HVN
+                found_HV1 = (read * _to_heads(erase.a[t : t + 1], n_heads)[0, :, None]).sum(-1, keepdim=True)
+                new = new + found_HV1 * erase.b[t, :, None].float()
+            s_HVN = new
+            y_THV[t] = (s_HVN * q_THN[t, :, None]).sum(-1)
+        s_SHVN[i] = s_HVN
+    write_rows_(state.flat, state.targets, s_SHVN.flatten(1))
+    return y_THV
+
+
+def _to_heads(x_TGN: Tensor, n_heads: int) -> Tensor:
+    return x_TGN.float().repeat_interleave(n_heads // x_TGN.shape[1], dim=1)
+
+
+def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
+    h_SE = read_rows(state.flat, state.sources, state.shape, state.initial).float()
+    y_TE = torch.empty_like(x_TE, dtype=torch.float32)
+    for i, h_E in enumerate(h_SE):
+        for t in range(*state.cu_rows[i : i + 2].tolist()):
+            h_E = decay_TE[t].float() * h_E + x_TE[t].float()
+            y_TE[t] = h_E
+        h_SE[i] = h_E
+    write_rows_(state.flat, state.targets, h_SE)
+    return y_TE
+
+
+def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Tensor, first_E: Tensor, states: tuple[StateSlots, ...]) -> Tensor:
+    sums = [read_rows(s.flat, s.sources, s.shape, s.initial).float() for s in states]
+    k_TE, v_TE, y_TE = k_TE.float(), v_TE.float(), torch.empty_like(v_TE, dtype=torch.float32)
+    for i in range(len(sums[0])):
+        top, below, exponent = (s[i] for s in sums)
+        for t in range(*states[0].cu_rows[i : i + 2].tolist()):
+            k, v = k_TE[t], v_TE[t]
+            highest = torch.maximum(exponent, k + first_E)
+            old, new = torch.exp(exponent - highest), torch.exp(k + first_E - highest)
+            y_TE[t] = (old * top + new * v) / (old * below + new)
+            highest = torch.maximum(exponent + decay_E, k)
+            old, new = torch.exp(exponent + decay_E - highest), torch.exp(k - highest)
+            top, below, exponent = old * top + new * v, old * below + new, highest
+        for s, end in zip(sums, (top, below, exponent), strict=True):
+            s[i] = end
+    for slots, s in zip(states, sums, strict=True):
+        write_rows_(slots.flat, slots.targets, s)
     return y_TE

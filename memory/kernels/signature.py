@@ -53,6 +53,20 @@ class StateSlots(NamedTuple):
     initial: float
 
 
+class Erase(NamedTuple):
+    """The term (S a) b^T of `Kernels.matrix_scan`.
+
+    Attributes:
+        a: (T, G, N), shared by the heads of a group.
+        b: (T, H, N).
+        after_decay: a reads S diag(w) instead of S.
+    """
+
+    a: Tensor
+    b: Tensor
+    after_decay: bool
+
+
 class Kernels(Protocol):
     """The functions that touch the arena's bytes. `reference` is the oracle; the others must agree with it."""
 
@@ -68,15 +82,23 @@ class Kernels(Protocol):
         """(T, *shape): the elements from each offset on; `initial` where the offset is -1."""
         ...
 
-    def paged_attention(self, q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scale: float) -> Tensor:
-        """Causal grouped-query attention over pages: (T, H, D). The last query of a request sees all its rows."""
+    def paged_attention(
+        self, q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scale: float, window: int | None = None
+    ) -> Tensor:
+        """Causal grouped-query attention over pages: (T, H, D). The last query of a request sees all its rows, or the last `window`."""
         ...
 
-    def causal_conv(self, rows_TE: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots) -> Tensor:
-        """silu(causal depthwise convolution): (T, E). `window` is (W - 1, E), the rows before; W >= 2.
+    def causal_conv(
+        self, rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True
+    ) -> Tensor:
+        """Causal depthwise convolution over the first E elements of each row, then silu unless `activation` is off: (T, E).
 
-        Tap W - 1 meets the newest row, as in causal-conv1d.
+        `window` is (W - 1, E), the rows before; W >= 2. Tap W - 1 meets the newest row, as in causal-conv1d.
         """
+        ...
+
+    def softplus(self, x_TH: Tensor, bias_H: Prepared) -> Tensor:
+        """log(1 + exp(x + bias)): (T, H), float32. The same bits wherever a row stands, unlike torch's."""
         ...
 
     def selective_scan(
@@ -85,5 +107,31 @@ class Kernels(Protocol):
         """dt = softplus(dt + bias);  h = exp(dt A) h + dt B x;  y = C h + D x: (T, E), float32. `state` is h, (N, E).
 
         Gu & Dao 2023, Alg. 2.
+        """
+        ...
+
+    def matrix_scan(self, q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots) -> Tensor:
+        """A state of one matrix a head, written by outer products: (T, H, V), float32. `state` is S, (H, V, N).
+
+            S = S diag(w) + (S a) b^T + v k^T      w = exp(log_decay)      y = S q
+
+        Query and key of group h // (H / G) serve head h. Covers linear attention with decay, SSD (Dao & Gu 2024), the delta rules
+        (Yang et al. 2024) and RWKV-7 (Peng et al. 2025).
+
+        Args:
+            log_decay: (T, H), or (T, H, N) for one decay a column.
+            erase: a and b, or None for none.
+        """
+        ...
+
+    def linear_scan(self, x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
+        """h = decay h + x, y = h: (T, E), float32. `state` is h, (E,)."""
+        ...
+
+    def wkv4(self, k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...]) -> Tensor:
+        """The average of v so far, weighted by exp(k) and fading, the newest weighted by exp(first + k): (T, E), float32.
+
+        `states` are numerator, denominator and the exponent that both are scaled by, (E,) each; `decay` is added to the exponent a
+        token. Peng et al. 2023, eq. 16 and appendix D.
         """
         ...

@@ -1,6 +1,40 @@
 """One file per family of recurrences: the shapes of its row and state, and the fold itself."""
 
+from memory.recurrences.convolution import CausalConv, ShortConv, short_conv_spec, window_tensors
+from memory.recurrences.delta_rule import DeltaRule, DeltaRuleShape
 from memory.recurrences.fold import Fold
+from memory.recurrences.linear_attention import LinearAttention, linear_attention_spec
 from memory.recurrences.mamba1 import Mamba1, mamba1_spec, rms_norm
+from memory.recurrences.registry import FAMILIES, Family, register_family
+from memory.recurrences.rg_lru import RGLRU, rg_lru_spec
+from memory.recurrences.rwkv4 import RWKV4, TokenShift, rwkv4_spec, token_shift_spec
+from memory.recurrences.rwkv7 import RWKV7, rwkv7_spec
+from memory.recurrences.ssd import SSD, SSDShape
 
-__all__ = ["Fold", "Mamba1", "mamba1_spec", "rms_norm"]
+__all__ = [
+    "FAMILIES",
+    "RGLRU",
+    "RWKV4",
+    "RWKV7",
+    "SSD",
+    "CausalConv",
+    "DeltaRule",
+    "DeltaRuleShape",
+    "Family",
+    "Fold",
+    "LinearAttention",
+    "Mamba1",
+    "SSDShape",
+    "ShortConv",
+    "TokenShift",
+    "linear_attention_spec",
+    "mamba1_spec",
+    "register_family",
+    "rg_lru_spec",
+    "rms_norm",
+    "rwkv4_spec",
+    "rwkv7_spec",
+    "short_conv_spec",
+    "token_shift_spec",
+    "window_tensors",
+]

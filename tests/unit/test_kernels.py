@@ -414,7 +414,9 @@ def test_a_fold_is_a_loop_over_each_run(lengths: tuple[int, ...], second_dtype: 
     sources = {size: s.sources for size, s in zip(sizes, fresh, strict=True)}
     targets = {size: s.targets for size, s in zip(sizes, fresh, strict=True)}
     kernels = select_kernels(torch.device("cpu"), torch.float32, second_dtype)
-    states = States(spec, kernels, [s.flat for s in fresh], Run(cumulate(lengths), sources, targets, None, None))
+    states = States(
+        spec, kernels, [s.flat for s in fresh], Run(cumulate(lengths), np.zeros(len(lengths), np.int64), sources, targets, None, None)
+    )
 
     outputs, ended = Fold(blend)(states, rows)
 

@@ -11,18 +11,21 @@ from torch import Tensor
 from memory.kernels.cpu.rows import as_array
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
 from memory.kernels.cpu.vector_math import exp_f32, prefetch
-from memory.kernels.reference import gather_rows
+from memory.kernels.reference import causal_mask, gather_rows
 from memory.kernels.signature import PagedBatch, Prepared
 
 _FEW_QUERIES = 16
 _BLOCK = 64
 """Rows whose scores are kept at once, 256 bytes a head."""
 
+_NO_WINDOW = 1 << 60
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _0, _1, _2, _3, _4, _STRIDE, _LINE = (np.uint64(i) for i in (0, 1, 2, 3, 4, _BLOCK, 16))
 
 
-def paged_attention(q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scale: float) -> Tensor:
+def paged_attention(
+    q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scale: float, window: int | None = None
+) -> Tensor:
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     counts = np.diff(batch.cu_seqlens)
     n_short = int(np.searchsorted(counts, _FEW_QUERIES, side="right"))
@@ -31,30 +34,35 @@ def paged_attention(q_THD: Tensor, keys: Prepared, values: Prepared, batch: Page
         heads_a_task = n_kv_heads if n_short >= 2 * n_threads else 1
         _attend_few(
             q_THD.contiguous().numpy(), as_array(keys), as_array(values), batch.cu_seqlens[: n_short + 1], batch.kv_lengths,
-            as_array(batch.pages), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task, np.float32(scale), out_THD.numpy(),
+            as_array(batch.pages), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task, np.float32(scale),
+            _NO_WINDOW if window is None else window, out_THD.numpy(),
         )  # fmt: skip
     for i in range(n_short, len(counts)):
         start, end = batch.cu_seqlens[i : i + 2].tolist()
-        out_THD[start:end] = _attend_many(q_THD[start:end], keys, values, batch, i, n_kv_heads, scale)
+        out_THD[start:end] = _attend_many(q_THD[start:end], keys, values, batch, i, n_kv_heads, scale, window)
     return out_THD
 
 
-def _attend_many(q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, scale: float) -> Tensor:
+def _attend_many(
+    q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, scale: float, window: int | None
+) -> Tensor:
     n_queries, n_heads, head_dim = q_THD.shape
     n_rows = int(batch.kv_lengths[request])
+    n_seen = n_rows if window is None else min(n_rows, n_queries + window - 1)
     flats = (torch.as_tensor(flat) for flat in (keys, values))
-    k_GRD, v_GRD = (gather_rows(flat, batch, request, n_kv_heads, head_dim).transpose(0, 1)[None] for flat in flats)
+    k_GRD, v_GRD = (gather_rows(flat, batch, request, n_kv_heads, head_dim)[n_rows - n_seen :].transpose(0, 1)[None] for flat in flats)
     # `is_causal` aligns at the top left, which is right only when there are no earlier rows.
-    mask = None if n_queries == n_rows else torch.ones(n_queries, n_rows, dtype=torch.bool).tril(n_rows - n_queries)
+    is_plain = n_queries == n_rows and (window is None or window >= n_rows)
+    mask = None if is_plain else causal_mask(n_queries, n_seen, window, q_THD.device) == 0
     out_HTD = F.scaled_dot_product_attention(
-        q_THD.transpose(0, 1)[None], k_GRD, v_GRD, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=n_heads != n_kv_heads
+        q_THD.transpose(0, 1)[None], k_GRD, v_GRD, attn_mask=mask, is_causal=is_plain, scale=scale, enable_gqa=n_heads != n_kv_heads
     )
     return out_HTD[0].transpose(0, 1)
 
 
 @njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
 def _attend_few(  # type: ignore[no-untyped-def]
-    q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale, out_THD
+    q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale, window, out_THD
 ):
     """Online softmax over blocks of rows (Milakov & Gimelshein 2018); a task is a request and some of its key/value heads."""
     head_dim = q_THD.shape[2]
@@ -75,7 +83,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
             out[:] = _ZERO
             highest[:] = -np.inf
             total[:] = _ZERO
-            for begin in range(0, n_rows, _BLOCK):
+            for begin in range(max(0, n_rows - window), n_rows, _BLOCK):
                 n = min(_BLOCK, n_rows - begin)
                 for r in range(n):
                     page, slot = (begin + r) // page_tokens, (begin + r) % page_tokens

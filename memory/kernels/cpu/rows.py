@@ -20,6 +20,18 @@ def as_array(x: Prepared) -> Prepared:
     return x if isinstance(x, np.ndarray) else x.detach().numpy()
 
 
+def as_flat(x: Tensor) -> tuple[Prepared, int]:
+    """All elements of float32 x (T, ...) as one contiguous array, and the distance of two rows in it: a view where each row is contiguous.
+
+    A part of a wider row, such as the keys in a projection, is read in place.
+    """
+    if not x[0].is_contiguous() or x.stride(0) < 0:
+        x = x.contiguous()
+    n_rows, n_elements = x.shape[0], x[0].numel()
+    stride = x.stride(0) if n_rows > 1 else n_elements
+    return x.as_strided(((n_rows - 1) * stride + n_elements,), (1,)).numpy(), stride
+
+
 def write_rows_(flat: Prepared, offsets_T: Prepared, rows_TR: Tensor) -> None:
     _write_rows(as_array(flat), as_array(offsets_T), rows_TR.contiguous().numpy())
 

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 
 from memory.kernels.cpu.attention import paged_attention
-from memory.kernels.cpu.recurrences import causal_conv, selective_scan
+from memory.kernels.cpu.linear_scan import linear_scan, softplus, wkv4
+from memory.kernels.cpu.matrix_scan import matrix_scan
 from memory.kernels.cpu.rows import read_rows, write_rows_
+from memory.kernels.cpu.selective_scan import causal_conv, selective_scan
 from memory.kernels.signature import PagedBatch, StateSlots
 
 _LOG = logging.getLogger("memory")
@@ -49,3 +51,9 @@ def _run_all() -> None:
     causal_conv(rows, torch.zeros(2, 2), None, StateSlots(cu, flat, offsets, offsets, (1, 2), 0.0))
     selective_scan(rows, rows, rows[0], b, b, a, rows[0], StateSlots(cu, flat, offsets, offsets, (3, 2), 0.0))
     paged_attention(torch.zeros(1, 1, 2), flat, flat, PagedBatch(cu, np.ones(1, np.int64), offsets, cu, page_tokens=1), 1, 1.0)
+    vector = StateSlots(cu, flat, offsets, offsets, (2,), 0.0)
+    softplus(rows, rows[0])
+    linear_scan(rows, rows, vector)
+    wkv4(rows, rows, rows[0], rows[0], (vector, vector, vector))
+    x = rows[:, None]
+    matrix_scan(x, x, x, rows[:, :1], None, StateSlots(cu, flat, offsets, offsets, (1, 2, 2), 0.0))

@@ -28,20 +28,23 @@ def _channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: 
     return -(-n_channels // (64 * n_chunks)) * 64
 
 
-def causal_conv(rows_TE: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots) -> Tensor:
-    out_TE = torch.empty_like(rows_TE, memory_format=torch.contiguous_format)
-    bias = np.zeros(rows_TE.shape[1], np.float32) if bias_E is None else as_array(bias_E)
-    n_threads = use_threads(2 * rows_TE.numel() * weight_WE.shape[0])
-    at_once = _channels_at_once(window.cu_rows, rows_TE.shape[0], rows_TE.shape[1], n_threads)
+def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True) -> Tensor:
+    n_taps, n_channels = weight_WE.shape
+    out_TE = rows_TR.new_empty(rows_TR.shape[0], n_channels)
+    bias = np.zeros(n_channels, np.float32) if bias_E is None else as_array(bias_E)
+    n_threads = use_threads(2 * out_TE.numel() * n_taps)
+    at_once = _channels_at_once(window.cu_rows, out_TE.shape[0], n_channels, n_threads)
     _causal_conv(
-        rows_TE.contiguous().numpy(), as_array(weight_WE), bias, window.cu_rows, as_array(window.flat), as_array(window.sources),
-        as_array(window.targets), np.float32(window.initial), out_TE.numpy(), at_once,
+        rows_TR.contiguous().numpy(), as_array(weight_WE), bias, window.cu_rows, as_array(window.flat), as_array(window.sources),
+        as_array(window.targets), np.float32(window.initial), out_TE.numpy(), at_once, activation,
     )  # fmt: skip
     return out_TE
 
 
 @njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
-def _causal_conv(rows_TE, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_TE, at_once):  # type: ignore[no-untyped-def]
+def _causal_conv(  # type: ignore[no-untyped-def]
+    rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_TE, at_once, activation
+):
     n_taps, n_channels = weight_WE.shape
     n_chunks = -(-n_channels // at_once)
     for task in prange((len(cu_rows) - 1) * n_chunks):
@@ -59,17 +62,18 @@ def _causal_conv(rows_TE, weight_WE, bias_E, cu_rows, flat, sources, targets, in
             for w in range(n_taps):
                 r = t - (n_taps - 1 - w)
                 if r >= start:
-                    _add_product_(out, weight_WE[w, first:last], rows_TE[r, first:last])
+                    _add_product_(out, weight_WE[w, first:last], rows_TR[r, first:last])
                 else:
                     before = source + (r - start + n_taps - 1) * n_channels
                     _add_product_(out, weight_WE[w, first:last], flat[before : before + width])
-            _silu_(out)
+            if activation:
+                _silu_(out)
         # Oldest first: where source and target are one, a row is read before it is overwritten.
         for w in range(n_taps - 1):
             r = end - (n_taps - 1 - w)
             after = flat[target + w * n_channels : target + w * n_channels + width]
             if r >= start:
-                copy_(after, rows_TE[r, first:last])
+                copy_(after, rows_TR[r, first:last])
             else:
                 before = source + (r - start + n_taps - 1) * n_channels
                 copy_(after, flat[before : before + width])

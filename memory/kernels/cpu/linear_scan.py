@@ -1,0 +1,115 @@
+"""Recurrences whose state is a few numbers a channel, and their gates. A task is one run over some of the channels."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from memory.kernels.cpu.rows import as_array, copy_
+from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
+from memory.kernels.cpu.vector_math import exp_f32, softplus_f32
+from memory.kernels.signature import Prepared, StateSlots
+
+_AT_ONCE = 128
+"""Channels a task runs."""
+
+
+def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
+    out_TH = torch.empty(x_TH.shape)
+    _softplus(x_TH.contiguous().numpy(), as_array(bias_H), out_TH.numpy())
+    return out_TH
+
+
+@njit(fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+def _softplus(x_TH, bias_H, out_TH):  # type: ignore[no-untyped-def]
+    for t in range(len(x_TH)):
+        x, out = x_TH[t], out_TH[t]
+        for h in range(len(out)):
+            out[h] = softplus_f32(x[h] + bias_H[h])
+
+
+def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
+    y_TE = torch.empty(x_TE.shape)
+    use_threads(2 * x_TE.numel())
+    _linear_scan(
+        x_TE.contiguous().numpy(), decay_TE.contiguous().numpy(), state.cu_rows, as_array(state.flat), as_array(state.sources),
+        as_array(state.targets), np.float32(state.initial), y_TE.numpy(),
+    )  # fmt: skip
+    return y_TE
+
+
+@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+def _linear_scan(x_TE, decay_TE, cu_rows, flat, sources, targets, initial, y_TE):  # type: ignore[no-untyped-def]
+    n_channels = x_TE.shape[1]
+    n_chunks = -(-n_channels // _AT_ONCE)
+    for task in prange((len(cu_rows) - 1) * n_chunks):
+        i, first = task // n_chunks, task % n_chunks * _AT_ONCE
+        last = min(first + _AT_ONCE, n_channels)
+        h = flat[targets[i] + first : targets[i] + last]
+        if sources[i] < 0:
+            h[:] = initial
+        elif sources[i] != targets[i]:
+            copy_(h, flat[sources[i] + first : sources[i] + last])
+        for t in range(cu_rows[i], cu_rows[i + 1]):
+            _fade_and_add_(h, decay_TE[t, first:last], x_TE[t, first:last])
+            copy_(y_TE[t, first:last], h)
+
+
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
+def _fade_and_add_(h, decay, x):  # type: ignore[no-untyped-def]
+    for e in range(len(h)):
+        h[e] = decay[e] * h[e] + x[e]
+
+
+def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...]) -> Tensor:
+    y_TE = torch.empty(v_TE.shape)
+    use_threads(40 * v_TE.numel())
+    top, below, exponent = states
+    _wkv4(
+        k_TE.contiguous().numpy(), v_TE.contiguous().numpy(), as_array(decay_E), as_array(first_E), top.cu_rows, as_array(top.flat),
+        as_array(top.sources), as_array(top.targets), as_array(below.flat), as_array(below.sources), as_array(below.targets),
+        as_array(exponent.flat), as_array(exponent.sources), as_array(exponent.targets),
+        np.array([top.initial, below.initial, exponent.initial], np.float32), y_TE.numpy(),
+    )  # fmt: skip
+    return y_TE
+
+
+@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+def _wkv4(  # type: ignore[no-untyped-def]
+    k_TE, v_TE, decay_E, first_E, cu_rows, top_flat, top_sources, top_targets, below_flat, below_sources, below_targets,
+    exponent_flat, exponent_sources, exponent_targets, initial, y_TE,
+):  # fmt: skip
+    n_channels = k_TE.shape[1]
+    n_chunks = -(-n_channels // _AT_ONCE)
+    for task in prange((len(cu_rows) - 1) * n_chunks):
+        i, first = task // n_chunks, task % n_chunks * _AT_ONCE
+        last = min(first + _AT_ONCE, n_channels)
+        # Apart from the arena, because the compiler cannot know that the three do not overlap there.
+        top, below, exponent = np.empty(last - first, np.float32), np.empty(last - first, np.float32), np.empty(last - first, np.float32)
+        if top_sources[i] < 0:
+            top[:], below[:], exponent[:] = initial[0], initial[1], initial[2]
+        else:
+            copy_(top, top_flat[top_sources[i] + first : top_sources[i] + last])
+            copy_(below, below_flat[below_sources[i] + first : below_sources[i] + last])
+            copy_(exponent, exponent_flat[exponent_sources[i] + first : exponent_sources[i] + last])
+        for t in range(cu_rows[i], cu_rows[i + 1]):
+            k, v, y = k_TE[t, first:last], v_TE[t, first:last], y_TE[t, first:last]
+            _average_(top, below, exponent, k, v, decay_E[first:last], first_E[first:last], y)
+        copy_(top_flat[top_targets[i] + first : top_targets[i] + last], top)
+        copy_(below_flat[below_targets[i] + first : below_targets[i] + last], below)
+        copy_(exponent_flat[exponent_targets[i] + first : exponent_targets[i] + last], exponent)
+
+
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
+def _average_(top, below, exponent, k, v, decay, first, y):  # type: ignore[no-untyped-def]
+    for e in range(len(y)):
+        highest = max(exponent[e], k[e] + first[e])
+        old, new = exp_f32(exponent[e] - highest), exp_f32(k[e] + first[e] - highest)
+        y[e] = (old * top[e] + new * v[e]) / (old * below[e] + new)
+        highest = max(exponent[e] + decay[e], k[e])
+        old, new = exp_f32(exponent[e] + decay[e] - highest), exp_f32(k[e] - highest)
+        top[e] = old * top[e] + new * v[e]
+        below[e] = old * below[e] + new
+        exponent[e] = highest

@@ -1,0 +1,73 @@
+"""Short causal convolution over channels: a fold that remembers its last inputs, alone (LFM2) or before another recurrence.
+
+y_t = sum over w of weight_w x_{t - W + 1 + w}, a tap for each channel: "depthwise". The state is the last W - 1 rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from memory.interface import Recurrence, RecurrentSpec, StateTensor
+from memory.kernels import Weights
+from memory.recurrences.registry import register_family
+from memory.recurrent_state import States
+
+
+def window_tensors(n_channels: int, n_taps: int) -> tuple[StateTensor, ...]:
+    """The state of a convolution: its last n_taps - 1 rows in the memory's dtype; none for a single tap."""
+    return (StateTensor("conv", (n_taps - 1, n_channels), dtype=None),) if n_taps > 1 else ()
+
+
+@dataclass(frozen=True)
+class CausalConv:
+    """The convolution's weights.
+
+    Attributes:
+        weight_WE: taps, the last one for the newest row.
+        bias_E: or None.
+        activation: silu afterwards.
+    """
+
+    weight_WE: Tensor
+    bias_E: Tensor | None = None
+    activation: bool = True
+
+    def __call__(self, states: States, rows_TR: Tensor) -> Tensor:
+        """The first E elements of each row, convolved: (T, E). State 0 is the window."""
+        n_taps, n_channels = self.weight_WE.shape
+        if n_taps > 1:
+            weight, bias = self._weights.prepared(states.kernels)
+            return states.kernels.causal_conv(rows_TR, weight, bias, states.slots(0), activation=self.activation)
+        out_TE = rows_TR[:, :n_channels] * self.weight_WE[0] + (0 if self.bias_E is None else self.bias_E)
+        return F.silu(out_TE) if self.activation else out_TE
+
+    @cached_property
+    def _weights(self) -> Weights:
+        return Weights(self.weight_WE, self.bias_E)
+
+
+def short_conv_spec(n_channels: int, n_taps: int, name: str = "recurrence") -> RecurrentSpec:
+    """Row: the E channels. State: the last n_taps - 1 of them; n_taps >= 2, for one tap alone remembers nothing."""
+    return RecurrentSpec("short_conv", (n_channels,), window_tensors(n_channels, n_taps), name)
+
+
+@dataclass(frozen=True)
+class ShortConv:
+    """A convolution as a layer's only recurrence. What gates its input and output is the model's."""
+
+    conv: CausalConv
+
+    def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
+        """Rows (T, E) -> outputs (T, E) in the rows' dtype."""
+        return self.conv(states, rows), states.written()
+
+
+@register_family("short_conv")
+def example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
+    weight = torch.randn(3, 5, generator=generator)
+    return short_conv_spec(5, 3), ShortConv(CausalConv(weight, torch.randn(5, generator=generator), activation=False))

@@ -1,0 +1,121 @@
+"""The gated delta rule: each token erases what its key finds in the state before it writes, after a short convolution.
+
+Yang et al. 2024, "Gated Delta Networks", eq. 10, one decay a head (Qwen3-Next, Qwen3.5), and Kimi Team 2025, "Kimi Linear", eq. 1,
+one decay a key channel. For each head, with S as (V, N), k and q of length 1 and q scaled by 1 / sqrt(N):
+
+    q, k, v = silu(conv(row))     w = exp(-exp(A_log) softplus(a + b_a))
+    S = S diag(w)                 S = S + beta (v - S k) k^T     y = S q
+
+The output's norm and gate hold no state, so they stay with the model. A replay holds no matrix product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Generator, Tensor
+
+from memory.interface import Recurrence, RecurrentSpec, StateTensor
+from memory.kernels import Erase, Weights
+from memory.recurrences.convolution import CausalConv, window_tensors
+from memory.recurrences.registry import register_family
+from memory.recurrent_state import States
+
+
+@dataclass(frozen=True)
+class DeltaRuleShape:
+    """Sizes: queries and keys of `key_dim` for `n_key_heads`, values of `value_dim` for `n_heads`, a multiple; `d_conv` taps.
+
+    `decays_keys` gives each key channel a decay of its own.
+    """
+
+    n_heads: int
+    n_key_heads: int
+    value_dim: int
+    key_dim: int
+    d_conv: int
+    decays_keys: bool = False
+
+    @property
+    def n_keys(self) -> int:
+        return self.n_key_heads * self.key_dim
+
+    @property
+    def n_channels(self) -> int:
+        """What is convolved: q, k and v."""
+        return 2 * self.n_keys + self.n_heads * self.value_dim
+
+    @property
+    def n_decays(self) -> int:
+        return self.n_heads * (self.key_dim if self.decays_keys else 1)
+
+    def spec(self, name: str = "recurrence") -> RecurrentSpec:
+        """Row: q, k and v before the convolution, beta, and a before its bias. State: the convolution's window, and S, (H, V, N)."""
+        s = StateTensor("delta", (self.n_heads, self.value_dim, self.key_dim))
+        family = "kimi_delta" if self.decays_keys else "gated_delta"
+        row = self.n_channels + self.n_heads + self.n_decays
+        return RecurrentSpec(family, (row,), (*window_tensors(self.n_channels, self.d_conv), s), name)
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """A layer's weights, and the fold.
+
+    Attributes:
+        a_bias_A: (n_decays,) float32.
+        rate_A: (n_decays,) exp(A_log), negated, float32; of each head, repeated for each of its key channels.
+    """
+
+    shape: DeltaRuleShape
+    conv: CausalConv
+    a_bias_A: Tensor
+    rate_A: Tensor
+
+    def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
+        """Rows (T, row) -> outputs (T, H V) in the rows' dtype."""
+        shape = self.shape
+        x_TE = self.conv(states, rows)
+        q, k, v = x_TE.split_with_sizes([shape.n_keys, shape.n_keys, shape.n_heads * shape.value_dim], -1)
+        q_TGN, k_TGN = (_unit(t.view(len(rows), shape.n_key_heads, shape.key_dim).float()) for t in (q, k))
+        beta_TH1 = rows[:, shape.n_channels : shape.n_channels + shape.n_heads, None].float()
+        v_THV = v.view(len(rows), shape.n_heads, shape.value_dim) * beta_TH1
+        (a_bias,) = self._weights.prepared(states.kernels)
+        log_decay = states.kernels.softplus(rows[:, shape.n_channels + shape.n_heads :], a_bias) * self.rate_A
+        if shape.decays_keys:
+            log_decay = log_decay.view(len(rows), shape.n_heads, shape.key_dim)
+        k_THN = k_TGN.repeat_interleave(shape.n_heads // shape.n_key_heads, dim=1)
+        erase = Erase(k_TGN, k_THN * -beta_TH1, after_decay=True)
+        y_THV = states.kernels.matrix_scan(q_TGN * shape.key_dim**-0.5, k_TGN, v_THV, log_decay, erase, states.slots(-1))
+        return y_THV.flatten(1).to(rows.dtype), states.written()
+
+    @cached_property
+    def _weights(self) -> Weights:
+        return Weights(self.a_bias_A)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """x / |x| over the last axis, as flash-linear-attention does it: with 1e-6 below the root."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+
+
+def _example(generator: Generator, *, decays_keys: bool) -> tuple[RecurrentSpec, Recurrence]:
+    n_key_heads = 6 if decays_keys else 3
+    shape = DeltaRuleShape(n_heads=6, n_key_heads=n_key_heads, value_dim=4, key_dim=5, d_conv=3, decays_keys=decays_keys)
+
+    def weights(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator)
+
+    conv = CausalConv(weights(3, shape.n_channels))
+    return shape.spec(), DeltaRule(shape, conv, weights(shape.n_decays), -weights(shape.n_decays).exp() / 4)
+
+
+@register_family("gated_delta")
+def example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
+    return _example(generator, decays_keys=False)
+
+
+@register_family("kimi_delta")
+def example_by_channel(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
+    return _example(generator, decays_keys=True)

@@ -1,0 +1,46 @@
+"""Linear attention whose memory fades at one fixed rate a head: lightning attention (MiniMax-01), retention.
+
+MiniMax 2025, "MiniMax-01", section 2.2; Sun et al. 2023, "Retentive Network", eq. 6. For each head, with S as (V, N):
+
+    S = w S + v k^T     y = S q
+
+A replay holds no matrix product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Generator, Tensor
+
+from memory.interface import Recurrence, RecurrentSpec, StateTensor
+from memory.recurrences.registry import register_family
+from memory.recurrent_state import States
+
+
+def linear_attention_spec(n_heads: int, value_dim: int, key_dim: int, name: str = "recurrence") -> RecurrentSpec:
+    """Row: q, k and v of each head. State: S, (H, V, N) in float32."""
+    state = StateTensor("kv", (n_heads, value_dim, key_dim))
+    return RecurrentSpec("linear_attention", (n_heads, 2 * key_dim + value_dim), (state,), name)
+
+
+@dataclass(frozen=True)
+class LinearAttention:
+    """`log_decay_H`: logarithm of what is left of a head's state after a token, float32, at most 0."""
+
+    log_decay_H: Tensor
+    key_dim: int
+
+    def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
+        """Rows (T, H, 2 N + V) -> outputs (T, H, V) in the rows' dtype."""
+        n_keys = self.key_dim
+        q_THN, k_THN, v_THV = rows.split_with_sizes([n_keys, n_keys, rows.shape[2] - 2 * n_keys], -1)
+        log_decay_TH = self.log_decay_H.expand(len(rows), -1)
+        y_THV = states.kernels.matrix_scan(q_THN, k_THN, v_THV, log_decay_TH, None, states.slots(0))
+        return y_THV.to(rows.dtype), states.written()
+
+
+@register_family("linear_attention")
+def example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
+    return linear_attention_spec(3, 4, 5), LinearAttention(-torch.rand(3, generator=generator), 5)

@@ -1,0 +1,68 @@
+"""The real-gated linear recurrent unit of Griffin and RecurrentGemma, after a short convolution.
+
+De et al. 2024, "Griffin", eq. 1-4. For each channel, with gates from block-diagonal projections of the convolved input:
+
+    x = conv(row)               r = sigmoid(W_r x + b_r)     i = sigmoid(W_i x + b_i)
+    a = exp(-8 r softplus(p))   h = a h + sqrt(1 - a^2) i x      y = h
+
+The first token of a sequence enters whole, without the square root. The gates are part of the fold, so a replay repeats their products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Generator, Tensor
+
+from memory.interface import Recurrence, RecurrentSpec, StateTensor
+from memory.recurrences.convolution import CausalConv, window_tensors
+from memory.recurrences.registry import register_family
+from memory.recurrent_state import States
+
+_SHARPNESS = 8.0
+"""The constant c of the paper."""
+
+
+def rg_lru_spec(n_channels: int, d_conv: int, name: str = "recurrence") -> RecurrentSpec:
+    """Row: the channels before the convolution. State: the convolution's window, and h in float32."""
+    return RecurrentSpec("rg_lru", (n_channels,), (*window_tensors(n_channels, d_conv), StateTensor("lru", (n_channels,))), name)
+
+
+@dataclass(frozen=True)
+class RGLRU:
+    """A layer's weights, and the fold.
+
+    Attributes:
+        gate_weight_BIO, gate_bias_BO: the block-diagonal projections to both gates: B blocks of width I, O = 2 I outputs each, those of
+            the input gate first.
+        decay_E: softplus(p), float32.
+    """
+
+    conv: CausalConv
+    gate_weight_BIO: Tensor
+    gate_bias_BO: Tensor
+    decay_E: Tensor
+
+    def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
+        """Rows (T, E) -> outputs (T, E) in the rows' dtype."""
+        x_TE = self.conv(states, rows)
+        x_BTI = x_TE.view(len(rows), *self.gate_weight_BIO.shape[:2]).transpose(0, 1)
+        gates_BTO = torch.baddbmm(self.gate_bias_BO[:, None], x_BTI, self.gate_weight_BIO).sigmoid()
+        input_TE, recurrent_TE = (gate.transpose(0, 1).flatten(1) for gate in gates_BTO.chunk(2, dim=-1))
+        log_a_TE = -_SHARPNESS * recurrent_TE.float() * self.decay_E
+        scale_TE = torch.sqrt(-torch.expm1(2 * log_a_TE))
+        first_rows = torch.from_numpy(states.cu_rows[:-1][states.begins == 0]).to(rows.device)
+        scale_TE[first_rows] = 1.0
+        y_TE = states.kernels.linear_scan((x_TE * input_TE).float() * scale_TE, log_a_TE.exp(), states.slots(-1))
+        return y_TE.to(rows.dtype), states.written()
+
+
+@register_family("rg_lru", is_exact=False)
+def example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
+    def weights(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator)
+
+    conv = CausalConv(weights(4, 6), weights(6), activation=False)
+    return rg_lru_spec(6, 4), RGLRU(conv, weights(2, 3, 6), weights(2, 6), F.softplus(weights(6) - 2))

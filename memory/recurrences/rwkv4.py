@@ -1,0 +1,80 @@
+"""RWKV-4's average of values, weighted by exponentials of keys that fade with age; and the token shift of all RWKVs.
+
+Peng et al. 2023, "RWKV: Reinventing RNNs for the Transformer Era", eq. 16, kept in range as in appendix D. A replay
+holds no matrix product.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Generator, Tensor
+
+from memory.interface import Recurrence, RecurrentSpec, StateTensor
+from memory.kernels import Weights
+from memory.recurrences.registry import register_family
+from memory.recurrent_state import States
+
+_LOWEST = -1e38
+"""The exponent of an empty sum: as small as float32 can bear a sum with."""
+
+
+def rwkv4_spec(n_channels: int, name: str = "recurrence") -> RecurrentSpec:
+    """Row: k and v. State: numerator, denominator and the exponent that both are scaled by, float32."""
+    sums = (StateTensor("numerator", (n_channels,)), StateTensor("denominator", (n_channels,)))
+    return RecurrentSpec("rwkv4", (2, n_channels), (*sums, StateTensor("exponent", (n_channels,), initial=_LOWEST)), name)
+
+
+@dataclass(frozen=True)
+class RWKV4:
+    """A layer's weights, and the fold.
+
+    Attributes:
+        decay_E: added to the exponent a token, -exp(time_decay), float32.
+        first_E: added to the newest token's key for its own output, float32.
+    """
+
+    decay_E: Tensor
+    first_E: Tensor
+
+    def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
+        """Rows (T, 2, E) -> outputs (T, E) in the rows' dtype."""
+        k_TE, v_TE = rows.unbind(1)
+        decay, first = self._weights.prepared(states.kernels)
+        slots = (states.slots(0), states.slots(1), states.slots(2))
+        return states.kernels.wkv4(k_TE, v_TE, decay, first, slots).to(rows.dtype), states.written()
+
+    @cached_property
+    def _weights(self) -> Weights:
+        return Weights(self.decay_E, self.first_E)
+
+
+def token_shift_spec(n_channels: int, name: str = "token_shift") -> RecurrentSpec:
+    """Row: a layer's input. State: the last one."""
+    return RecurrentSpec("token_shift", (n_channels,), (StateTensor("last", (1, n_channels), dtype=None),), name)
+
+
+@dataclass(frozen=True)
+class TokenShift:
+    """The row before each row, zeros before the first."""
+
+    def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
+        """Rows (T, E) -> (T, E)."""
+        (last_S1E,) = states.start()
+        ends = torch.from_numpy(states.cu_rows).to(rows.device)
+        shifted = torch.cat([rows[:1], rows[:-1]])
+        shifted[ends[:-1]] = last_S1E[:, 0].to(rows.dtype)
+        return shifted, states.end(rows[ends[1:] - 1][:, None])
+
+
+@register_family("rwkv4")
+def example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
+    decay, first = torch.randn(2, 5, generator=generator)
+    return rwkv4_spec(5), RWKV4(-decay.exp(), first)
+
+
+@register_family("token_shift")
+def token_shift_example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
+    return token_shift_spec(5), TokenShift()

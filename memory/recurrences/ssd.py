@@ -1,0 +1,99 @@
+"""Mamba-2's state space duality: one decay a head, keys and queries shared by a group of heads, after a short convolution.
+
+Dao & Gu 2024, "Transformers are SSMs", eq. 16 and section 7; in the words of the paper, for each head with its x, dt and A, and
+its group's B and C:
+
+    x, B, C = silu(conv(row))     dt = clamp(softplus(dt + b_dt))
+    h = exp(dt A) h + dt x B^T    y = h C + D x
+
+The gate and the norm behind it hold no state, so they stay with the model. A replay holds no matrix product.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Generator, Tensor
+
+from memory.interface import Recurrence, RecurrentSpec, StateTensor
+from memory.kernels import Weights
+from memory.recurrences.convolution import CausalConv, window_tensors
+from memory.recurrences.registry import register_family
+from memory.recurrent_state import States
+
+
+@dataclass(frozen=True)
+class SSDShape:
+    """Sizes of a Mamba-2 layer: `n_heads` heads of `head_dim` channels, B and C of `d_state` for each of `n_groups`, `d_conv` taps."""
+
+    n_heads: int
+    head_dim: int
+    n_groups: int
+    d_state: int
+    d_conv: int
+
+    @property
+    def n_inner(self) -> int:
+        return self.n_heads * self.head_dim
+
+    @property
+    def n_channels(self) -> int:
+        """What is convolved: x, B and C."""
+        return self.n_inner + 2 * self.n_groups * self.d_state
+
+    def spec(self, name: str = "recurrence") -> RecurrentSpec:
+        """Row: x, B and C before the convolution, and dt before its bias. State: the convolution's window, and h, (H, P, N) in float32."""
+        h = StateTensor("ssm", (self.n_heads, self.head_dim, self.d_state))
+        return RecurrentSpec("ssd", (self.n_channels + self.n_heads,), (*window_tensors(self.n_channels, self.d_conv), h), name)
+
+
+@dataclass(frozen=True)
+class SSD:
+    """A layer's weights, and the fold.
+
+    Attributes:
+        dt_bias_H, a_H, d_H: float32; a is -exp(A_log). d may be None.
+        dt_limits: what dt is clamped to.
+    """
+
+    shape: SSDShape
+    conv: CausalConv
+    dt_bias_H: Tensor
+    a_H: Tensor
+    d_H: Tensor | None
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+
+    def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
+        """Rows (T, E + H) -> outputs (T, H P) in the rows' dtype."""
+        shape = self.shape
+        x_TE = self.conv(states, rows)
+        n_keys = shape.n_groups * shape.d_state
+        x_TI, b_TK, c_TK = x_TE.split_with_sizes([shape.n_inner, n_keys, n_keys], -1)
+        x_THP = x_TI.view(len(rows), shape.n_heads, shape.head_dim).float()
+        b_TGN, c_TGN = (t.view(len(rows), shape.n_groups, shape.d_state) for t in (b_TK, c_TK))
+        (dt_bias,) = self._weights.prepared(states.kernels)
+        dt_TH = states.kernels.softplus(rows[:, shape.n_channels :], dt_bias)
+        if self.dt_limits != (0.0, math.inf):
+            dt_TH = dt_TH.clamp(*self.dt_limits)
+        y_THP = states.kernels.matrix_scan(c_TGN, b_TGN, x_THP * dt_TH[:, :, None], dt_TH * self.a_H, None, states.slots(-1))
+        if self.d_H is not None:
+            y_THP = y_THP.addcmul_(x_THP, self.d_H[:, None])
+        return y_THP.flatten(1).to(rows.dtype), states.written()
+
+    @cached_property
+    def _weights(self) -> Weights:
+        return Weights(self.dt_bias_H)
+
+
+@register_family("ssd")
+def example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
+    shape = SSDShape(n_heads=6, head_dim=3, n_groups=2, d_state=5, d_conv=4)
+
+    def weights(*sizes: int) -> Tensor:
+        return torch.randn(*sizes, generator=generator)
+
+    conv = CausalConv(weights(4, shape.n_channels), weights(shape.n_channels))
+    return shape.spec(), SSD(shape, conv, weights(6), -weights(6).exp() / 4, weights(6))

@@ -1,0 +1,180 @@
+"""The kernels of matrix-valued and channel-wise states against their twins, and the twins against transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
+from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
+
+from memory.kernels import Erase, Kernels, StateSlots, cpu, reference
+from tests.tolerances import assert_kernel_close
+from tests.unit.test_kernels import CHANNELS, LENGTHS, Slots
+
+N = sum(LENGTHS)
+
+
+def make_matrix_scan(
+    n_heads: int, n_groups: int, n_rows: int, n_columns: int, *, by_column: bool = False, erases: bool = False, after_decay: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Erase | None]:
+    """q, k, v as parts of one wider row, as projections give them; keys of length 1, so that erasing is stable."""
+    sizes = [n_groups * n_columns, n_groups * n_columns, n_heads * n_rows]
+    q, k, v = torch.split(torch.randn(N, sum(sizes) + 3)[:, 3:], sizes, dim=1)
+    q, v = q.unflatten(1, (n_groups, n_columns)), v.unflatten(1, (n_heads, n_rows))
+    k = F.normalize(k.unflatten(1, (n_groups, n_columns)), dim=-1)
+    decay = -torch.rand(N, n_heads, n_columns) if by_column else -torch.rand(N, n_heads)
+    b = -torch.rand(N, n_heads, 1) * k.repeat_interleave(n_heads // n_groups, dim=1)
+    return q, k, v, decay, Erase(k, b, after_decay) if erases else None
+
+
+SHAPES = [(1, 1, 1, 1), (3, 1, 5, 48), (6, 3, 20, 7), (2, 2, 64, 64), (4, 2, 130, 16)]
+MODES = [{}, {"by_column": True}, {"erases": True}, {"erases": True, "after_decay": True, "by_column": True}]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda m: " ".join(m) or "plain")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_matrix_scan_agrees_with_its_twin(shape: tuple[int, int, int, int], mode: dict[str, bool]) -> None:
+    n_heads, _, n_rows, n_columns = shape
+    slots, inputs = Slots((n_heads, n_rows, n_columns)), make_matrix_scan(*shape, **mode)
+    expected = reference.matrix_scan(*inputs, slots.fresh())
+    expected_ends = slots.ends()
+    slots.assert_only_targets_changed()
+    assert_kernel_close(cpu.matrix_scan(*inputs, slots.fresh()), expected)
+    assert_kernel_close(slots.ends(), expected_ends)
+    slots.assert_only_targets_changed()
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_matrix_scan_is_the_gated_delta_rule_of_transformers(kernels: Kernels) -> None:
+    q, k, v, decay, _ = make_matrix_scan(6, 3, 20, 16)
+    beta, slots = torch.rand(N, 6), Slots((6, 20, 16))
+    erase = Erase(k, -beta[:, :, None] * k.repeat_interleave(2, dim=1), after_decay=True)
+    actual = torch.split(kernels.matrix_scan(q * 16**-0.5, k, v * beta[:, :, None], decay, erase, slots.fresh()), LENGTHS)
+    for i, parts in enumerate(zip(*(torch.split(t, LENGTHS) for t in (q, k, v, decay, beta)), strict=True)):
+        start = slots.start(i).transpose(1, 2)[None].clone()
+        y, end = torch_recurrent_gated_delta_rule(*(t[None] for t in parts), initial_state=start, output_final_state=True)
+        assert_kernel_close(actual[i], y[0])
+        assert_kernel_close(slots.ends()[i], end[0].transpose(1, 2))
+
+
+def make_linear_scan(n_channels: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(N, n_channels), torch.rand(N, n_channels)
+
+
+@pytest.mark.parametrize("n_channels", CHANNELS)
+def test_linear_scan_agrees_with_its_twin(n_channels: int) -> None:
+    slots, inputs = Slots((n_channels,)), make_linear_scan(n_channels)
+    expected = reference.linear_scan(*inputs, slots.fresh())
+    expected_ends = slots.ends()
+    slots.assert_only_targets_changed()
+    assert_kernel_close(cpu.linear_scan(*inputs, slots.fresh()), expected)
+    assert_kernel_close(slots.ends(), expected_ends)
+    slots.assert_only_targets_changed()
+
+
+def test_linear_scan_by_hand() -> None:
+    slots = Slots((1,), lengths=(3,), initial=2.0)
+    slots.sources = [-1]
+    y = reference.linear_scan(torch.tensor([[1.0], [0.0], [5.0]]), torch.tensor([[0.5], [0.5], [0.0]]), slots.fresh())
+    assert y.flatten().tolist() == [2.0, 1.0, 5.0]
+    assert slots.ends().item() == 5.0
+
+
+class WkvSlots:
+    """Three states of the channels, at places of their own."""
+
+    def __init__(self, n_channels: int) -> None:
+        self.parts = [Slots((n_channels,), initial=initial) for initial in (0.0, 0.0, -1e38)]
+        for source in set(self.parts[1].sources) - {-1}:
+            self.parts[1].before[source : source + n_channels].abs_()
+
+    def fresh(self, only: int | None = None) -> tuple[StateSlots, ...]:
+        return tuple(part.fresh(only) for part in self.parts)
+
+
+def make_wkv(n_channels: int) -> tuple[Tensor, ...]:
+    """k of any size: exponents must not overflow."""
+    return 40 * torch.randn(N, n_channels), torch.randn(N, n_channels), -torch.rand(n_channels) * 3, torch.randn(n_channels)
+
+
+@pytest.mark.parametrize("n_channels", CHANNELS)
+def test_wkv4_agrees_with_its_twin(n_channels: int) -> None:
+    slots, inputs = WkvSlots(n_channels), make_wkv(n_channels)
+    expected = reference.wkv4(*inputs, slots.fresh())
+    expected_ends = [part.ends() for part in slots.parts]
+    assert_kernel_close(cpu.wkv4(*inputs, slots.fresh()), expected)
+    for part, end in zip(slots.parts, expected_ends, strict=True):
+        assert_kernel_close(part.ends(), end)
+        part.assert_only_targets_changed()
+
+
+def test_wkv4_is_that_of_transformers() -> None:
+    k, v, decay, first = make_wkv(24)
+    slots = WkvSlots(24)
+    actual = torch.split(reference.wkv4(k, v, decay, first, slots.fresh()), LENGTHS)
+    for i, (own_k, own_v) in enumerate(zip(torch.split(k, LENGTHS), torch.split(v, LENGTHS), strict=True)):
+        starts = [part.start(i)[None].clone() for part in slots.parts]
+        y, ends = rwkv_linear_attention_cpu(torch.log(-decay), first, own_k[None], own_v[None], state=starts, return_state=True)
+        assert_kernel_close(actual[i], y[0])
+        for part, end in zip(slots.parts, ends, strict=True):
+            assert_kernel_close(part.ends()[i], end[0])
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_softplus(kernels: Kernels) -> None:
+    x, bias = 30 * torch.randn(9, 5), torch.randn(5)
+    assert_kernel_close(kernels.softplus(x, bias), F.softplus(x.double() + bias.double()).float())
+
+
+RUNS: dict[str, tuple[Callable[[], Slots | WkvSlots], Callable[[], tuple[object, ...]]]] = {
+    "matrix_scan": (lambda: Slots((6, 20, 48)), lambda: make_matrix_scan(6, 3, 20, 48)),
+    "linear_scan": (lambda: Slots((130,)), lambda: make_linear_scan(130)),
+    "wkv4": (lambda: WkvSlots(130), lambda: make_wkv(130)),
+}
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda m: " ".join(m) or "plain")
+def test_matrix_scan_is_the_same_bits_alone_and_among_others(mode: dict[str, bool]) -> None:
+    slots, (q, k, v, decay, erase) = Slots((6, 20, 48)), make_matrix_scan(6, 3, 20, 48, **mode)
+    together = cpu.matrix_scan(q, k, v, decay, erase, slots.fresh())
+    at = 0
+    for i, n in enumerate(LENGTHS):
+        own = slice(at, at + n)
+        own_erase = None if erase is None else Erase(erase.a[own], erase.b[own], erase.after_decay)
+        alone = cpu.matrix_scan(q[own], k[own], v[own], decay[own], own_erase, slots.fresh(i))
+        assert torch.equal(alone, together[own])
+        at += n
+
+
+@pytest.mark.parametrize("name", ["linear_scan", "wkv4"])
+def test_channel_states_are_the_same_bits_alone_and_among_others(name: str) -> None:
+    make_slots, make_inputs = RUNS[name]
+    slots, inputs = make_slots(), make_inputs()
+    together = getattr(cpu, name)(*inputs, slots.fresh())
+    at = 0
+    for i, n in enumerate(LENGTHS):
+        own = [x[at : at + n] if len(x) == N else x for x in inputs]  # type: ignore[arg-type, index]
+        assert torch.equal(getattr(cpu, name)(*own, slots.fresh(i)), together[at : at + n])
+        at += n
+
+
+def test_softplus_is_the_same_bits_wherever_a_row_stands() -> None:
+    x, bias = torch.randn(40, 7), torch.randn(7)
+    together = cpu.softplus(x, bias)
+    for t in range(40):
+        assert torch.equal(cpu.softplus(x[t : t + 1], bias)[0], together[t])
+        assert torch.equal(cpu.softplus(x[t:], bias)[0], together[t])
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_convolution_reads_the_first_part_of_a_wider_row_and_may_stay_linear(kernels: Kernels) -> None:
+    slots, rows, weight = Slots((2, 24)), torch.randn(N, 31), torch.randn(3, 24)
+    expected = kernels.causal_conv(rows[:, :24].contiguous(), weight, None, slots.fresh(), activation=False)
+    ends = slots.ends()
+    assert torch.equal(kernels.causal_conv(rows, weight, None, slots.fresh(), activation=False), expected)
+    assert torch.equal(slots.ends(), ends)
+    assert_kernel_close(kernels.causal_conv(rows, weight, None, slots.fresh()), F.silu(expected))
