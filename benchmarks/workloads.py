@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import DynamicCache, JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
 
 from memory import HybridMemory, Sequence
-from memory.recurrences import Mamba1
+from memory.recurrences import SSD, DeltaRule, Mamba1
 from models import LanguageModel, load_model
 
 VOCAB = 32_000
@@ -120,11 +120,16 @@ class Mixerless:
 
     def check_model(self, spec: object) -> None: ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
         return q
 
-    def recur(self, layer: int, rows: Tensor, recurrence: Mamba1) -> Tensor:
-        recurrence.project(rows)
+    def recur(self, layer: int, rows: Tensor, recurrence: object, *, name: str | None = None) -> Tensor:
+        if isinstance(recurrence, Mamba1):
+            recurrence.project(rows)
+        if isinstance(recurrence, SSD):
+            return rows[:, : recurrence.shape.n_inner]
+        if isinstance(recurrence, DeltaRule):
+            return rows[:, : recurrence.shape.n_heads * recurrence.shape.value_dim]
         return rows
 
     def select(self, hidden: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """Models that run on a `HybridMemory`: one short file a family, and loading."""
 
-from models import jamba, mamba
+from models import bamba, jamba, mamba
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model, weight_bytes
 
@@ -10,6 +10,7 @@ __all__ = [
     "Checkpoint",
     "LanguageModel",
     "UnsupportedModelError",
+    "bamba",
     "jamba",
     "load_model",
     "mamba",

@@ -1,46 +1,57 @@
-"""Mamba (Gu & Dao 2023): a stack of Mamba-1 mixers, no attention."""
+"""Mamba (Gu & Dao 2023) and Mamba-2 (Dao & Gu 2024): a stack of mixers, no attention."""
 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
-from transformers import MambaConfig
+from transformers import Mamba2Config, MambaConfig
 
-from memory import MemorySpec, Step
+from memory.recurrences import SSDShape
 from models.checkpoint import Checkpoint
-from models.layers import MambaMixer, MambaShape, RMSNorm, Vocabulary
+from models.decoder import Block, Decoder, Mixer
+from models.layers import RMSNorm, Vocabulary
 from models.loading import register
+from models.mamba_mixers import Mamba2Mixer, Mamba2Options, MambaMixer, MambaShape
+
+
+class _MixerStack(Decoder):
+    def __init__(self, config: MambaConfig | Mamba2Config, checkpoint: Checkpoint) -> None:
+        n_model = config.hidden_size
+        head = None if config.tie_word_embeddings else "lm_head.weight"
+        vocabulary = Vocabulary(checkpoint, "backbone.embeddings.weight", config.vocab_size, n_model, head)
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(checkpoint.take(f"backbone.{name}.weight", n_model), config.layer_norm_epsilon)
+
+        layers = [
+            Block((norm(f"layers.{i}.norm"), self._mixer(config, checkpoint, f"backbone.layers.{i}.mixer", i)))
+            for i in range(config.num_hidden_layers)
+        ]
+        # The residual stream is kept in float32 even where the weights are not.
+        residual_dtype = torch.float32 if config.residual_in_fp32 else checkpoint.dtype
+        super().__init__(config, checkpoint, vocabulary, layers, norm("norm_f"), residual_dtype=residual_dtype)
+
+    def _mixer(self, config: MambaConfig | Mamba2Config, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
+        raise NotImplementedError
 
 
 @register("MambaForCausalLM")
-class Mamba:
-    """`logits = model(step)`: (n_requests, vocab) or (n_tokens, vocab) float, in the caller's order."""
-
-    def __init__(self, config: MambaConfig, checkpoint: Checkpoint) -> None:
+class Mamba(_MixerStack):
+    def _mixer(self, config: MambaConfig, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
         shape = MambaShape(
             n_model=config.hidden_size, n_channels=config.intermediate_size, d_state=config.state_size, d_conv=config.conv_kernel,
             dt_rank=int(config.time_step_rank), has_conv_bias=config.use_conv_bias, has_proj_bias=config.use_bias,
             activation=config.hidden_act,
         )  # fmt: skip
-        n_layers, n_model, eps = config.num_hidden_layers, config.hidden_size, config.layer_norm_epsilon
-        self.config = config
-        head = None if config.tie_word_embeddings else "lm_head.weight"
-        self._vocabulary = Vocabulary(checkpoint, "backbone.embeddings.weight", config.vocab_size, n_model, head)
-        self._mixers = [MambaMixer(checkpoint, f"backbone.layers.{i}.mixer", i, shape) for i in range(n_layers)]
-        self._norms = [RMSNorm(checkpoint.take(f"backbone.layers.{i}.norm.weight", n_model), eps) for i in range(n_layers)]
-        self._norm = RMSNorm(checkpoint.take("backbone.norm_f.weight", n_model), eps)
-        # The residual stream is kept in float32 even where the weights are not.
-        self._residual_dtype = torch.float32 if config.residual_in_fp32 else checkpoint.dtype
-        self.memory_spec = MemorySpec(
-            layers=((shape.spec,),) * n_layers,
-            vocab_size=config.vocab_size, dtype=checkpoint.dtype, device=checkpoint.device, model=f"Mamba {checkpoint.folder.name}",
-        )  # fmt: skip
+        return MambaMixer(checkpoint, prefix, i, shape)
 
-    @torch.no_grad()
-    def __call__(self, step: Step) -> Tensor:
-        step.check_model(self.memory_spec)
-        dtype = self.memory_spec.dtype
-        x_TM = self._vocabulary.embed(step.token_ids).to(self._residual_dtype)
-        for norm, mixer in zip(self._norms, self._mixers, strict=True):
-            x_TM = x_TM + mixer(norm(x_TM.to(dtype)), step)
-        return self._vocabulary.logits(self._norm(step.select(x_TM).to(dtype)))
+
+@register("Mamba2ForCausalLM")
+class Mamba2(_MixerStack):
+    def _mixer(self, config: Mamba2Config, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
+        shape = SSDShape(config.num_heads, config.head_dim, config.n_groups, config.state_size, config.conv_kernel)
+        options = Mamba2Options(
+            n_model=config.hidden_size, shape=shape, has_conv_bias=config.use_conv_bias, has_proj_bias=config.use_bias,
+            norm_eps=config.layer_norm_epsilon, n_norm_groups=config.n_groups, dt_limits=tuple(config.time_step_limit),
+            activation=config.hidden_act,
+        )  # fmt: skip
+        return Mamba2Mixer(checkpoint, prefix, i, options)

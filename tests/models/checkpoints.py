@@ -2,55 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache, JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
-VOCAB = 53
+from tests.models.families import CONFIGS
+from tests.models.families.vocabulary import VOCAB
 
-
-def jamba_config(**options: Any) -> JambaConfig:
-    """Attention, Mamba, experts and plain MLPs in three layers, unless `options` say otherwise."""
-    defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 6,
-        "num_key_value_heads": 2, "attn_layer_period": 3, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1,
-        "num_experts": 3, "num_experts_per_tok": 3, "mamba_d_state": 16, "mamba_d_conv": 4, "mamba_dt_rank": 3,
-    }  # fmt: skip
-    return JambaConfig(**(defaults | options))
-
-
-def mamba_config(**options: Any) -> MambaConfig:
-    return MambaConfig(**({"vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3} | options))
-
-
-JAMBAS: dict[str, Callable[[], JambaConfig]] = {
-    "jamba": jamba_config,
-    "jamba-two-of-four-experts": lambda: jamba_config(
-        num_hidden_layers=4, num_key_value_heads=6, attn_layer_period=2, attn_layer_offset=0, expert_layer_period=3,
-        expert_layer_offset=2, num_experts=4, num_experts_per_tok=2, mamba_d_state=5, mamba_d_conv=2, mamba_conv_bias=False,
-        mamba_proj_bias=True, tie_word_embeddings=True,
-    ),
-    "jamba-all-experts-last-attention": lambda: jamba_config(
-        attn_layer_offset=2, expert_layer_period=1, expert_layer_offset=0, num_experts=4, num_experts_per_tok=4, mamba_d_state=5,
-        mamba_d_conv=3, mamba_expand=3,
-    ),
-    "jamba-no-experts": lambda: jamba_config(num_experts=1, num_experts_per_tok=1, mamba_d_conv=2, mamba_proj_bias=True),
-    "jamba-no-attention": lambda: jamba_config(attn_layer_period=8, attn_layer_offset=7, mamba_conv_bias=False),
-    "jamba-attention-only": lambda: jamba_config(attn_layer_period=1, attn_layer_offset=0, num_key_value_heads=1),
-}  # fmt: skip
-MAMBAS: dict[str, Callable[[], MambaConfig]] = {
-    "mamba": mamba_config,
-    "mamba-bias-untied": lambda: mamba_config(
-        use_bias=True, use_conv_bias=False, tie_word_embeddings=False, state_size=5, conv_kernel=2, residual_in_fp32=False
-    ),
-    "mamba-wide": lambda: mamba_config(expand=3, conv_kernel=3, state_size=5, time_step_rank=7, tie_word_embeddings=False),
-}
-CONFIGS = JAMBAS | MAMBAS
+__all__ = ["CONFIGS", "Peer", "draw_tokens", "randomise_", "write_checkpoint"]
 
 
 @torch.no_grad()
@@ -69,10 +32,10 @@ def randomise_(model: nn.Module) -> None:
             weight.normal_(0, 1.2 * weight.shape[-1] ** -0.5)
 
 
-def write_checkpoint(folder: Path, config: JambaConfig | MambaConfig, *, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+def write_checkpoint(folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
     """Write a random model of this config to `folder`; `options` go to `save_pretrained`."""
     torch.manual_seed(5)
-    model: PreTrainedModel = JambaForCausalLM(config) if isinstance(config, JambaConfig) else MambaForCausalLM(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     randomise_(model)
     model.to(dtype).save_pretrained(folder, **options)  # type: ignore[arg-type]
     return folder
@@ -89,14 +52,40 @@ class Peer:
         return Peer(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval())
 
     @torch.no_grad()
-    def logits(self, tokens: list[int], cache: DynamicCache | None = None) -> Tensor:
+    def logits(self, tokens: list[int], cache: PeerCache | None = None) -> Tensor:
         """(n, vocab). A cache goes on from where it stands; with one, feed a first prompt or single tokens only."""
-        name = "cache_params" if self.model.config.model_type == "mamba" else "past_key_values"
-        options = {} if cache is None else {name: cache}
-        return self.model(torch.tensor([tokens]), use_cache=cache is not None, **options).logits[0]
+        options = {"use_cache": False} if cache is None else cache.options(len(tokens))
+        output = self.model(torch.tensor([tokens]), **options)
+        if cache is not None:
+            cache.after(output)
+        return output.logits[0]
 
-    def make_cache(self) -> DynamicCache:
-        return DynamicCache(config=self.model.config)
+    def make_cache(self) -> PeerCache:
+        return PeerCache(self.model)
+
+
+@dataclass
+class PeerCache:
+    """What transformers remembers of one sequence, and how its models want to be handed it."""
+
+    model: PreTrainedModel
+    n_tokens: int = 0
+    cache: DynamicCache = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.cache = DynamicCache(config=self.model.config)
+
+    def options(self, n_tokens: int) -> dict[str, Any]:
+        """Arguments of the forward call for the next tokens."""
+        if self.model.config.model_type in ("mamba", "mamba2"):
+            return {"use_cache": True, "cache_params": self.cache}
+        # Some models number the positions of a continuation from 0 unless told.
+        positions = torch.arange(self.n_tokens, self.n_tokens + n_tokens)[None]
+        self.n_tokens += n_tokens
+        return {"use_cache": True, "past_key_values": self.cache, "position_ids": positions}
+
+    def after(self, output: Any) -> None:
+        """Told of what a call returned."""
 
 
 def draw_tokens(n_tokens: int, seed: int = 0) -> list[int]:

@@ -16,7 +16,9 @@ from torch import Tensor
 
 from memory import FormatError, HybridMemory, HybridMemoryError, SpecError, StepError
 from models import ARCHITECTURES, LanguageModel, UnsupportedModelError, load_model
-from tests.models.checkpoints import Peer, draw_tokens, jamba_config, mamba_config, write_checkpoint
+from tests.models.checkpoints import Peer, draw_tokens, write_checkpoint
+from tests.models.families.jamba import jamba_config
+from tests.models.families.mamba import mamba_config
 from tests.tolerances import assert_logits_close
 
 TOKENS = draw_tokens(11)

@@ -12,10 +12,10 @@ numba caches a kernel until its own file changes. After changing a function that
 """
 
 from memory.kernels.cpu.attention import paged_attention
-from memory.kernels.cpu.linear_scan import linear_scan, softplus, wkv4
-from memory.kernels.cpu.matrix_scan import matrix_scan
+from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
+from memory.kernels.cpu.matrix_states import matrix_scan
+from memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from memory.kernels.cpu.rows import prepare, read_rows, write_rows_
-from memory.kernels.cpu.selective_scan import causal_conv, selective_scan
 from memory.kernels.cpu.warm_up import warm_up
 
 __all__ = [

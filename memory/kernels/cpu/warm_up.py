@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from memory.kernels.cpu.attention import paged_attention
-from memory.kernels.cpu.linear_scan import linear_scan, softplus, wkv4
-from memory.kernels.cpu.matrix_scan import matrix_scan
+from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
+from memory.kernels.cpu.matrix_states import matrix_scan
+from memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from memory.kernels.cpu.rows import read_rows, write_rows_
-from memory.kernels.cpu.selective_scan import causal_conv, selective_scan
 from memory.kernels.signature import PagedBatch, StateSlots
 
 _LOG = logging.getLogger("memory")

@@ -1,0 +1,107 @@
+"""Attention layers, and how their queries and keys learn of positions. K and V live in the step's memory."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from memory import AttentionSpec, Step
+from models.checkpoint import Checkpoint, UnsupportedModelError
+from models.layers import RMSNorm
+from models.linear import Linear
+
+_FIXED_TYPES = ("linear", "yarn", "llama3")
+"""Kinds of scaling whose frequencies do not depend on how long a sequence is."""
+
+
+class Rotary:
+    """Rotary position embedding (Su et al. 2021) of the first part of each head; element i is paired with element i + half of it.
+
+    One object serves all layers of a model: the angles of a step are computed once.
+
+    Args:
+        config: its `rope_parameters` name the base, the scaling, and the share of a head that is rotated.
+    """
+
+    def __init__(self, config: PreTrainedConfig, head_dim: int, device: torch.device) -> None:
+        parameters = config.rope_parameters
+        kind = parameters.get("rope_type", "default")
+        self._attention_scale = 1.0
+        if kind == "default":
+            n_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+            frequencies = 1.0 / parameters["rope_theta"] ** (torch.arange(0, n_rotated, 2, dtype=torch.float32) / n_rotated)
+        elif kind in _FIXED_TYPES:
+            frequencies, self._attention_scale = ROPE_INIT_FUNCTIONS[kind](config)
+        else:
+            raise UnsupportedModelError(f"rope_type={kind!r}; implemented are default, {', '.join(_FIXED_TYPES)}")
+        self._frequencies = frequencies.to(device, torch.float32)
+        self._step: weakref.ref[Step] | None = None
+        self._angles: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x_THD: Tensor, step: Step) -> Tensor:
+        """x turned by its tokens' positions: (T, H, D)."""
+        if self._angles is None or self._step is None or self._step() is not step:
+            angles = torch.outer(step.positions.float(), self._frequencies)[:, None]
+            self._angles = tuple((t * self._attention_scale).to(x_THD.dtype) for t in (angles.cos(), angles.sin()))  # type: ignore[assignment]
+            self._step = weakref.ref(step)
+        cos, sin = self._angles  # type: ignore[misc]
+        half = cos.shape[-1]
+        a, b, rest = x_THD.split_with_sizes([half, half, x_THD.shape[-1] - 2 * half], -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention: `y = attention(x, step)`.
+
+    Attributes:
+        layer: index in the model's memory spec.
+        qkv: one product for queries, keys and values, in this order.
+        norms: of queries and of keys, over each head, before they are rotated.
+        gate: its output multiplies the attention's, before `out`.
+        name: of this attention in its layer, if there are several.
+    """
+
+    layer: int
+    spec: AttentionSpec
+    qkv: Linear
+    out: Linear
+    rotary: Rotary | None = None
+    scale: float | None = None
+    norms: tuple[RMSNorm, RMSNorm] | None = None
+    gate: Linear | None = None
+
+    @property
+    def specs(self) -> tuple[AttentionSpec]:
+        return (self.spec,)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        spec = self.spec
+        heads = self.qkv(x_TM).view(len(x_TM), -1, spec.head_dim)
+        qk, v_TGD = torch.split(heads, [spec.n_query_heads + spec.n_kv_heads, spec.n_kv_heads], dim=1)
+        if self.norms is not None:
+            q_THD, k_TGD = torch.split(qk, [spec.n_query_heads, spec.n_kv_heads], dim=1)
+            qk = torch.cat([self.norms[0](q_THD), self.norms[1](k_TGD)], dim=1)
+        if self.rotary is not None:
+            qk = self.rotary(qk, step)
+        q_THD, k_TGD = torch.split(qk, [spec.n_query_heads, spec.n_kv_heads], dim=1)
+        y = step.attend(self.layer, q_THD, k_TGD, v_TGD, scale=self.scale).flatten(1)
+        return self.out(y if self.gate is None else y * self.gate(x_TM))
+
+
+def load_projections(
+    checkpoint: Checkpoint, prefix: str, n_model: int, spec: AttentionSpec, *, has_bias: bool = False, has_out_bias: bool = False,
+    out: str = "o_proj",
+) -> tuple[Linear, Linear]:  # fmt: skip
+    """`qkv` and `out` of an `Attention`, from `q_proj`, `k_proj`, `v_proj` and `out` below `prefix`."""
+    n_q, n_kv = spec.n_query_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    sizes = {"q_proj": n_q, "k_proj": n_kv, "v_proj": n_kv}
+    weights = [checkpoint.take(f"{prefix}.{name}.weight", size, n_model) for name, size in sizes.items()]
+    bias = torch.cat([checkpoint.take(f"{prefix}.{name}.bias", size) for name, size in sizes.items()]) if has_bias else None
+    out_bias = checkpoint.take_optional(has_out_bias, f"{prefix}.{out}.bias", n_model)
+    return Linear(*weights, bias=bias), Linear(checkpoint.take(f"{prefix}.{out}.weight", n_model, n_q), bias=out_bias)

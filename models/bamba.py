@@ -1,0 +1,58 @@
+"""Bamba (IBM, Princeton & UIUC 2024): Mamba-2 layers, rotary attention at `attn_layer_indices`, a gated MLP in each."""
+
+from __future__ import annotations
+
+from transformers import BambaConfig
+
+from memory import AttentionSpec
+from memory.recurrences import SSDShape
+from models.attention import Attention, Rotary, load_projections
+from models.checkpoint import Checkpoint
+from models.decoder import Block, Decoder, Mixer
+from models.layers import GatedMLP, RMSNorm, Vocabulary
+from models.loading import register
+from models.mamba_mixers import Mamba2Mixer, Mamba2Options
+
+
+@register("BambaForCausalLM")
+class Bamba(Decoder):
+    def __init__(self, config: BambaConfig, checkpoint: Checkpoint) -> None:
+        n_model = config.hidden_size
+        head = None if config.tie_word_embeddings else "lm_head.weight"
+        vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
+        rotary = Rotary(config, _head_dim(config), checkpoint.device)
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.rms_norm_eps)
+
+        layers = []
+        for i in range(config.num_hidden_layers):
+            prefix = f"model.layers.{i}.feed_forward"
+            mlp = GatedMLP.load(checkpoint, prefix, n_model, config.intermediate_size, config.hidden_act, has_bias=config.mlp_bias)
+            mixer = _mixer(config, checkpoint, i, rotary)
+            layers.append(Block((norm(f"layers.{i}.input_layernorm"), mixer), (norm(f"layers.{i}.pre_ff_layernorm"), mlp)))
+        super().__init__(config, checkpoint, vocabulary, layers, norm("final_layernorm"))
+
+
+def _mixer(config: BambaConfig, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Mixer:
+    prefix, n_model = f"model.layers.{i}", config.hidden_size
+    if config.layers_block_type[i] == "full_attention":
+        spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, _head_dim(config))
+        bias = config.attention_bias
+        projections = load_projections(checkpoint, f"{prefix}.self_attn", n_model, spec, has_bias=bias, has_out_bias=bias)
+        return Attention(i, spec, *projections, rotary=rotary)
+    return Mamba2Mixer(checkpoint, f"{prefix}.mamba", i, mamba2_options(config))
+
+
+def _head_dim(config: BambaConfig) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def mamba2_options(config: BambaConfig) -> Mamba2Options:
+    """From the field names that Bamba and its relatives use."""
+    shape = SSDShape(config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv)
+    return Mamba2Options(
+        n_model=config.hidden_size, shape=shape, has_conv_bias=config.mamba_conv_bias, has_proj_bias=config.mamba_proj_bias,
+        norm_eps=config.rms_norm_eps, n_norm_groups=config.mamba_n_groups, dt_limits=tuple(config.time_step_limit),
+        activation=config.hidden_act,
+    )  # fmt: skip

@@ -1,0 +1,157 @@
+"""Mamba's mixers of both generations; convolution windows and states live in the step's memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memory import RecurrentSpec, Step
+from memory.recurrences import SSD, CausalConv, Mamba1, SSDShape, mamba1_spec
+from models.checkpoint import Checkpoint, UnsupportedModelError
+from models.linear import Linear
+
+
+def load_conv(checkpoint: Checkpoint, prefix: str, n_channels: int, n_taps: int, *, has_bias: bool, activation: str | None) -> CausalConv:
+    """From torch's layout of a depthwise convolution, (channels, 1, taps)."""
+    if activation not in (None, "silu", "swish"):
+        raise UnsupportedModelError(f"{activation!r} as the activation of a mixer; its convolution is implemented with silu only")
+    weight_WE = checkpoint.take(f"{prefix}.weight", n_channels, 1, n_taps)[:, 0].T.contiguous()
+    return CausalConv(weight_WE, checkpoint.take_optional(has_bias, f"{prefix}.bias", n_channels), activation is not None)
+
+
+@dataclass(frozen=True)
+class MambaShape:
+    """Sizes of a Mamba-1 mixer. `norm_eps` is given where dt, B and C are normed, as in Jamba."""
+
+    n_model: int
+    n_channels: int
+    d_state: int
+    d_conv: int
+    dt_rank: int
+    has_conv_bias: bool
+    has_proj_bias: bool
+    norm_eps: float | None = None
+    activation: str = "silu"
+
+    @property
+    def spec(self) -> RecurrentSpec:
+        return mamba1_spec(self.n_channels, self.d_state, self.d_conv)
+
+
+class MambaMixer:
+    """Mamba-1 (Gu & Dao 2023, Fig. 3): y = W_out(ssm(conv(x)) * silu(z)); convolution and state live in the step's memory."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, layer: int, shape: MambaShape) -> None:
+        n_model, n_channels, d_state, take = shape.n_model, shape.n_channels, shape.d_state, checkpoint.take
+        in_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.in_proj.bias", 2 * n_channels)
+        # Two products, because the rows and the gate go separate ways: neither has to be copied out of a common result.
+        self._rows, self._gate = (
+            Linear(weight, bias=bias, activation=activation)
+            for weight, bias, activation in zip(
+                take(f"{prefix}.in_proj.weight", 2 * n_channels, n_model).chunk(2),
+                (None, None) if in_bias is None else in_bias.chunk(2),
+                (None, shape.activation),
+                strict=True,
+            )
+        )
+        out_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.out_proj.bias", n_model)
+        self._out = Linear(take(f"{prefix}.out_proj.weight", n_model, n_channels), bias=out_bias)
+        norms = None
+        if shape.norm_eps is not None:
+            names = ("dt_layernorm", shape.dt_rank), ("b_layernorm", d_state), ("c_layernorm", d_state)
+            dt, b, c = (take(f"{prefix}.{name}.weight", size) for name, size in names)
+            norms = (dt, b, c, shape.norm_eps)
+        self._recurrence = Mamba1(
+            conv=load_conv(
+                checkpoint, f"{prefix}.conv1d", n_channels, shape.d_conv, has_bias=shape.has_conv_bias, activation=shape.activation
+            ),
+            x_proj=Linear(take(f"{prefix}.x_proj.weight", shape.dt_rank + 2 * d_state, n_channels)),
+            dt_proj=Linear(take(f"{prefix}.dt_proj.weight", n_channels, shape.dt_rank)),
+            dt_bias_E=take(f"{prefix}.dt_proj.bias", n_channels),
+            a_NE=-take(f"{prefix}.A_log", n_channels, d_state, dtype=torch.float32).exp().T.contiguous(),
+            d_E=take(f"{prefix}.D", n_channels, dtype=torch.float32),
+            norms=norms,
+        )
+        self._layer = layer
+        self.specs = (shape.spec,)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        y_TE = step.recur(self._layer, self._rows(x_TM), self._recurrence)
+        return self._out(y_TE * self._gate(x_TM))
+
+
+@dataclass(frozen=True)
+class Mamba2Options:
+    """A Mamba-2 mixer but for its weights.
+
+    Attributes:
+        norm_eps: of the gated norm behind the recurrence; None where there is only the gate.
+        n_norm_groups: parts of a row that are normed on their own.
+        norms_before_gate: norm(y) * silu(gate) instead of norm(y * silu(gate)).
+        in_scale: what the outputs of `in_proj` are multiplied by, (gate, x, B, C, dt), for models in muP.
+    """
+
+    n_model: int
+    shape: SSDShape
+    has_conv_bias: bool
+    has_proj_bias: bool
+    norm_eps: float | None
+    n_norm_groups: int
+    norms_before_gate: bool = False
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+    activation: str = "silu"
+    in_scale: tuple[float, float, float, float, float] | None = None
+
+
+class Mamba2Mixer:
+    """Mamba-2 (Dao & Gu 2024, section 7): y = W_out norm(ssd(conv(x)) * silu(z))."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, layer: int, options: Mamba2Options) -> None:
+        shape, n_model, take = options.shape, options.n_model, checkpoint.take
+        n_rows = shape.n_channels + shape.n_heads
+        in_weight = take(f"{prefix}.in_proj.weight", shape.n_inner + n_rows, n_model)
+        in_bias = checkpoint.take_optional(options.has_proj_bias, f"{prefix}.in_proj.bias", shape.n_inner + n_rows)
+        if options.in_scale is not None:
+            n_keys = shape.n_groups * shape.d_state
+            sizes = torch.tensor([shape.n_inner, shape.n_inner, n_keys, n_keys, shape.n_heads])
+            scale = torch.repeat_interleave(torch.tensor(options.in_scale), sizes).to(in_weight)
+            in_weight, in_bias = in_weight * scale[:, None], None if in_bias is None else in_bias * scale
+        gate_bias, rows_bias = (None, None) if in_bias is None else torch.split(in_bias, [shape.n_inner, n_rows])
+        gate_weight, rows_weight = torch.split(in_weight, [shape.n_inner, n_rows])
+        self._gate = Linear(gate_weight, bias=gate_bias, activation=options.activation)
+        self._rows = Linear(rows_weight, bias=rows_bias)
+        out_bias = checkpoint.take_optional(options.has_proj_bias, f"{prefix}.out_proj.bias", n_model)
+        self._out = Linear(take(f"{prefix}.out_proj.weight", n_model, shape.n_inner), bias=out_bias)
+        self._norm_weight = None if options.norm_eps is None else take(f"{prefix}.norm.weight", shape.n_inner)
+        self._recurrence = SSD(
+            shape=shape,
+            conv=load_conv(
+                checkpoint, f"{prefix}.conv1d", shape.n_channels, shape.d_conv,
+                has_bias=options.has_conv_bias, activation=options.activation,
+            ),
+            dt_bias_H=take(f"{prefix}.dt_bias", shape.n_heads, dtype=torch.float32),
+            a_H=-take(f"{prefix}.A_log", shape.n_heads, dtype=torch.float32).exp(),
+            d_H=take(f"{prefix}.D", shape.n_heads, dtype=torch.float32),
+            dt_limits=options.dt_limits,
+        )  # fmt: skip
+        self._layer = layer
+        self._options = options
+        self.specs = (shape.spec(),)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        y_TI, gate_TI = step.recur(self._layer, self._rows(x_TM), self._recurrence), self._gate(x_TM)
+        if self._options.norms_before_gate:
+            return self._out(self._norm(y_TI) * gate_TI)
+        return self._out(self._norm(y_TI * gate_TI))
+
+    def _norm(self, y_TI: Tensor) -> Tensor:
+        if self._norm_weight is None:
+            return y_TI
+        assert self._options.norm_eps is not None
+        n_groups = self._options.n_norm_groups
+        normed = F.rms_norm(y_TI.view(len(y_TI), n_groups, -1).float(), (y_TI.shape[1] // n_groups,), None, self._options.norm_eps)
+        return normed.view(y_TI.shape).to(y_TI.dtype) * self._norm_weight

@@ -1,0 +1,13 @@
+"""Random checkpoints of each architecture, a module each: `CONFIGS` names small configs of all its options."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+
+from transformers import PreTrainedConfig
+
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {}
+for _module in pkgutil.iter_modules(__path__):
+    CONFIGS |= getattr(importlib.import_module(f"{__name__}.{_module.name}"), "CONFIGS", {})

@@ -1,0 +1,3 @@
+"""What all random checkpoints have in common."""
+
+VOCAB = 53
