@@ -14,13 +14,16 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import books, kernels, speed
+from benchmarks import books, kernels, speed, states
 from benchmarks.harness import Report, require_green
+from benchmarks.workloads import MODELS
 
 app = typer.Typer(add_completion=False, help=__doc__)
 Quick = Annotated[bool, typer.Option("--quick", help="Smaller, coarser, under a minute.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for NAME.json and NAME.md.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Of torch and of the kernels; torch's choice unless given.")]
+
+Model = Annotated[list[str] | None, typer.Option("--model", help=f"One of {', '.join(MODELS)}; may be repeated; all unless given.")]
 
 MODEL_TESTS = ("tests/models/test_parity.py", "tests/unit/test_kernels.py")
 BOOK_TESTS = ("tests/unit/test_memory.py", "tests/unit/test_batch.py", "tests/unit/test_transactions.py")
@@ -39,15 +42,23 @@ def _run(
 
 
 @app.command()
-def decode(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+def decode(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """A step of one token a sequence: against transformers, the step without mixers, a window of 0; and how it grows."""
-    _run(speed.decode, MODEL_TESTS, quick, out, threads, plot=None if out is None else out / "decode.png")
+    plot = None if out is None else out / "decode.png"
+    _run(speed.decode, MODEL_TESTS, quick, out, threads, models=_known(model), plot=plot)
 
 
 @app.command()
-def prefill(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+def prefill(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Prompts, one long and many short, against transformers."""
-    _run(speed.prefill, MODEL_TESTS, quick, out, threads)
+    _run(speed.prefill, MODEL_TESTS, quick, out, threads, models=_known(model))
+
+
+def _known(models: list[str] | None) -> list[str]:
+    """The models asked for, or all."""
+    if unknown := set(models or ()) - set(MODELS):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: the models are {', '.join(MODELS)}")
+    return models or list(MODELS)
 
 
 @app.command(name="kernels")
@@ -74,11 +85,17 @@ def rollback(quick: Quick = False, out: Out = None, threads: Threads = None) -> 
     _run(books.rollback, BOOK_TESTS, quick, out, threads)
 
 
+@app.command(name="states")
+def states_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Recurrent states: bytes of a rollback window, drift of 16-bit ones, and writing them late."""
+    _run(states.states, ("tests/benchmarks/test_deferred.py", *BOOK_TESTS), quick, out, threads)
+
+
 @app.command(name="all")
 def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Everything."""
-    for command in (bookkeeping, rollback, memory, kernels_, prefill, decode):
-        command(quick, out, threads)
+    for command in (bookkeeping, rollback, memory, kernels_, states_, prefill, decode):
+        command(quick=quick, out=out, threads=threads)
 
 
 if __name__ == "__main__":

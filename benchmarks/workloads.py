@@ -1,15 +1,26 @@
-"""The two 120M-parameter models that are measured, ours and transformers' with the same random weights, and what they do."""
+"""The 120M-parameter models that are measured, ours and transformers' with the same random weights, and what they do."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    BambaConfig,
+    DynamicCache,
+    JambaConfig,
+    Lfm2Config,
+    Mamba2Config,
+    MambaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3_5TextConfig,
+)
 
 from memory import HybridMemory, Sequence
 from memory.recurrences import SSD, DeltaRule, Mamba1
@@ -17,40 +28,50 @@ from models import LanguageModel, load_model
 
 VOCAB = 32_000
 _COMMON = {"vocab_size": VOCAB, "hidden_size": 768, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
-MODELS = ("jamba", "mamba")
+_ATTENTION = {"num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 2048}
+CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
+    "jamba": lambda: JambaConfig(
+        **_COMMON, **_ATTENTION, attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1, num_experts=1,
+        num_experts_per_tok=1, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2,
+    ),
+    "mamba": lambda: MambaConfig(**_COMMON, num_hidden_layers=24, state_size=16),
+    "mamba2": lambda: Mamba2Config(
+        **_COMMON, num_hidden_layers=24, state_size=128, num_heads=24, head_dim=64, n_groups=1, expand=2, chunk_size=256
+    ),
+    "bamba": lambda: BambaConfig(
+        **_COMMON, **_ATTENTION, attn_layer_indices=[2, 6, 10], mamba_n_heads=24, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128,
+        mamba_expand=2, mamba_chunk_size=256,
+    ),
+    "qwen3_5": lambda: Qwen3_5TextConfig(
+        **_COMMON, **_ATTENTION, head_dim=64, linear_num_key_heads=6, linear_num_value_heads=12, linear_key_head_dim=128,
+        linear_value_head_dim=128,
+    ),
+    "lfm2": lambda: Lfm2Config(
+        **_COMMON, **_ATTENTION, layer_types=["conv", "conv", "full_attention", "conv"] * 3, conv_L_cache=3
+    ),
+}  # fmt: skip
+"""Models of about 120 million parameters, hidden size 768: attention at 2, 6 and 10 of 12 layers, or 24 layers without."""
+MODELS = tuple(CONFIGS)
 
 
-def make_peer(name: str) -> PreTrainedModel:
-    """Jamba: 12 layers, attention at 2, 6 and 10, one expert. Mamba: 24 layers. transformers' own random weights."""
+def make_peer(config: PreTrainedConfig) -> PreTrainedModel:
+    """With transformers' own random weights."""
     torch.manual_seed(0)
-    if name == "jamba":
-        return JambaForCausalLM(
-            JambaConfig(
-                **_COMMON,
-                num_hidden_layers=12,
-                num_attention_heads=12,
-                num_key_value_heads=4,
-                intermediate_size=2048,
-                attn_layer_period=4,
-                attn_layer_offset=2,
-                expert_layer_period=2,
-                expert_layer_offset=1,
-                num_experts=1,
-                num_experts_per_tok=1,
-                mamba_d_state=16,
-                mamba_d_conv=4,
-                mamba_expand=2,
-            )
-        ).eval()
-    return MambaForCausalLM(MambaConfig(**_COMMON, num_hidden_layers=24, state_size=16)).eval()
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def save_random(config: PreTrainedConfig, folder: str) -> PreTrainedModel:
+    """A random checkpoint of this config in `folder`, and the model that it was written from."""
+    peer = make_peer(config)
+    peer.save_pretrained(folder)
+    return peer
 
 
 @contextmanager
 def both_models(name: str) -> Iterator[tuple[LanguageModel, PreTrainedModel]]:
     """Ours, loaded from what transformers saved, and transformers'."""
-    peer = make_peer(name)
     with tempfile.TemporaryDirectory() as folder:
-        peer.save_pretrained(folder)
+        peer = save_random(CONFIGS[name](), folder)
         yield load_model(folder, progress=False), peer
 
 
@@ -88,7 +109,7 @@ class Transformers:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
-        self._cache_name = "cache_params" if model.config.model_type == "mamba" else "past_key_values"
+        self._cache_name = "cache_params" if model.config.model_type in ("mamba", "mamba2") else "past_key_values"
         self._cache = DynamicCache(config=model.config)
         self._next = torch.empty(0)
 

@@ -45,10 +45,10 @@ class TailGrid:
 
     @staticmethod
     def of(rollback_window: int, *, keeps: bool) -> TailGrid:
-        """Replay: a grid of a quarter of the window, so a ring of 1.3 windows. Keep: a ring of two windows."""
+        """Replay: a grid of an eighth of the window, so a ring of 1.2 windows. Keep: a ring of two windows."""
         if rollback_window == 0:
             return TailGrid(0, 1, 0, False)
-        fold_tokens = rollback_window if keeps else max(4, rollback_window // 4)
+        fold_tokens = rollback_window if keeps else max(4, rollback_window // 8)
         n_held = rollback_window + fold_tokens - 1
         return TailGrid(rollback_window, fold_tokens, n_held + max(1, n_held // 32), keeps)
 

@@ -41,7 +41,7 @@ class HybridMemory:
         page_tokens: tokens a page of keys and values.
         fold: how old tokens of recurrent layers leave the tail. "keep" keeps the state each time it passes a multiple of the
             window: nothing is computed, but a sequence holds a third state and a tail of two windows. "replay" runs old rows
-            again: a tail of 1.3 windows, and about a tenth to a fifth more time to decode on a CPU. Unless given, "keep" for a
+            again: a tail of 1.2 windows, and about a tenth to a fifth more time to decode on a CPU. Unless given, "keep" for a
             model on the CPU and "replay" elsewhere.
         device, dtype: the spec's unless given. device="meta" is a dry run: all bookkeeping, no tensors, no model.
         state_dtype: of recurrent states, which models ask for in float32. torch.bfloat16 halves them; each step rounds its end state, so
