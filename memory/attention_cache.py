@@ -78,8 +78,8 @@ class AttentionCache:
         tables = [self._pages.get(slot, NO_PAGES) for slot in packed.slots.tolist()]
         held, wanted = -(-packed.starts // self.page_tokens), -(-packed.ends // self.page_tokens)
         n_new = wanted - held
-        inside_page = np.flatnonzero(packed.starts % self.page_tokens)
         if self.pool.counts.max() > 1:
+            inside_page = (packed.starts % self.page_tokens).nonzero()[0]
             last_pages = np.array([tables[i][-1] for i in inside_page.tolist()], np.int64)
             is_shared = self.pool.counts[last_pages] > 1
             shared, last_pages = inside_page[is_shared], last_pages[is_shared]
@@ -90,9 +90,10 @@ class AttentionCache:
         copies = list(zip(shared.tolist(), last_pages.tolist(), fresh[:n_copies].tolist(), strict=True))
         changed: dict[int, Int64s] = {}
         taken = n_copies
-        for i in np.flatnonzero(n_new).tolist():
-            changed[i] = tables[i] = np.concatenate([tables[i], fresh[taken : taken + n_new[i]]])
-            taken += n_new[i]
+        for i in n_new.nonzero()[0].tolist():
+            n = int(n_new[i])
+            changed[i] = tables[i] = np.concatenate([tables[i], fresh[taken : taken + n]])
+            taken += n
         for i, _, new in copies:
             changed[i] = tables[i] = tables[i].copy()
             tables[i][held[i] - 1] = new
@@ -107,10 +108,11 @@ class AttentionCache:
     def _addresses(self, packed: Packed, tables: list[Int64s], n_pages: Int64s) -> tuple[PagedBatch, tuple[Prepared, ...]]:
         """Element offsets of all pages and of every new token's row, per attention (T,)."""
         cu_pages = np.zeros(len(tables) + 1, np.int64)
-        np.cumsum(n_pages, out=cu_pages[1:])
+        n_pages.cumsum(out=cu_pages[1:])
         pages = self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize
         page_T, slot_T = np.divmod(packed.positions, self.page_tokens)
-        page_T = pages[np.repeat(cu_pages[:-1], packed.counts) + page_T]
+        page_T += cu_pages[:-1] if packed.is_decode else np.repeat(cu_pages[:-1], packed.counts)
+        page_T = pages[page_T]
         rows = {size: self._place(page_T + slot_T * size) for size in set(self._row_elements)}
         batch = PagedBatch(packed.cu_seqlens, packed.ends, pages=self._place(pages), cu_pages=cu_pages, page_tokens=self.page_tokens)
         return batch, tuple(rows[size] for size in self._row_elements)
@@ -146,7 +148,8 @@ class AttentionCache:
             slot = int(plan.packed.slots[i])
             before = self._pages.get(slot, NO_PAGES)
             pages = table[: n_kept_pages[i]] if kept[i] else before
-            dropped.append(table[max(len(before), len(pages)) :])
+            if len(table) > max(len(before), len(pages)):
+                dropped.append(table[max(len(before), len(pages)) :])
             if i in copied:
                 dropped.append(np.array([copied[i][0 if kept[i] else 1]]))
             self._pages[slot] = pages

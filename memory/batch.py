@@ -47,19 +47,27 @@ def read_requests(requests: Requests, vocab_size: int) -> tuple[list[Sequence], 
     """
     if not isinstance(requests, Iterable):
         raise BatchError(f"{requests!r} are no requests; give {{sequence: tokens}} or (sequence, tokens) pairs")
-    pairs = list(requests.items() if isinstance(requests, Mapping) else requests)
+    if isinstance(requests, dict) and set(map(type, requests)) == {Sequence}:
+        sequences, values = list(requests), list(requests.values())
+    else:
+        sequences, values = _read_pairs(requests.items() if isinstance(requests, Mapping) else requests)
+    if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:  # a decode step: all tokens at once
+        return sequences, TokenLists(np.array(values, np.int64), np.ones(len(values), np.int64))
+    return sequences, TokenLists.of([_read_tokens(*pair, vocab_size) for pair in zip(sequences, values, strict=True)])
+
+
+def _read_pairs(requests: Iterable[tuple[Sequence, Tokens]]) -> tuple[list[Sequence], list[Tokens]]:
+    pairs = list(requests)
     if not pairs:
         raise BatchError("the step has no requests; give at least one sequence its tokens")
-    for pair in pairs if not isinstance(requests, dict) or set(map(type, requests)) != {Sequence} else ():
+    for pair in pairs:
         if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Sequence)):
             raise BatchError(f"{pair!r} is no request; give {{sequence: tokens}} or (sequence, tokens) pairs")
-    sequences, values = map(list, zip(*pairs, strict=True))
+    sequences = [sequence for sequence, _ in pairs]
     if len(set(sequences)) != len(sequences):
         twice = next(s for s in sequences if sequences.count(s) > 1)
         raise BatchError(f"{twice!r} occurs in more than one request; join its tokens into one")
-    if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:  # a decode step: all tokens at once
-        return sequences, TokenLists(np.array(values, np.int64), np.ones(len(values), np.int64))
-    return sequences, TokenLists.of([_read_tokens(sequence, value, vocab_size) for sequence, value in pairs])
+    return sequences, [tokens for _, tokens in pairs]
 
 
 def _read_tokens(sequence: Sequence, tokens: Tokens, vocab_size: int) -> Int64s:
@@ -97,13 +105,16 @@ def pack(tokens: TokenLists, slots: Int64s, starts: Int64s, peaks: Int64s) -> Pa
         tokens: of each request, in the caller's order, like `slots`, `starts` (lengths so far) and `peaks` (furthest
             positions so far), int64 (S,).
     """
+    n = len(slots)
+    if len(tokens.flat) == n:  # one token each: the general case below, with nothing to put in order
+        return Packed(slots, starts, np.arange(n + 1), np.maximum(peaks, starts + 1), tokens.flat, starts, np.arange(n))
     order = np.argsort(tokens.counts, kind="stable")
     place = np.empty_like(order)
-    place[order] = np.arange(len(order))
+    place[order] = np.arange(n)
     starts, counts, from_ends = starts[order], tokens.counts[order], tokens.ends[order]
     ends = starts + counts
     cu_seqlens = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=cu_seqlens[1:])
+    counts.cumsum(out=cu_seqlens[1:])
     return Packed(
         slots=slots[order],
         starts=starts,
@@ -121,7 +132,7 @@ def ranges(starts: Int64s, ends: Int64s) -> Int64s:
     if (counts == 1).all():
         return np.array(starts)
     total = int(counts.sum())
-    before = np.cumsum(counts) - counts
+    before = counts.cumsum() - counts
     shifts: Int64s = np.repeat(starts - before, counts)
     return shifts + np.arange(total)
 

@@ -119,8 +119,8 @@ class Columns:
         rows: Int64s = self.table[3:6]
         return rows
 
-    def take(self, slots: Int64s | NDArray[np.bool_]) -> Columns:
-        return Columns(self.table[:, slots])
+    def take(self, slots: Int64s) -> Columns:
+        return Columns(self.table.take(slots, axis=1))
 
     def put(self, slots: Int64s, values: Columns) -> None:
         self.table[:, slots] = values.table
@@ -165,11 +165,11 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
     passes: list[Pass] = []
 
     def add(is_replay: bool, mask: NDArray[np.bool_], begin: Int64s, end: Int64s, target: Int64s) -> None:
-        passes.append(Pass(is_replay, np.flatnonzero(mask), begin[mask], end[mask], source[mask], target[mask]))
+        passes.append(Pass(is_replay, mask.nonzero()[0], begin[mask], end[mask], source[mask], target[mask]))
 
     # 1. Old rows up to the new body, unless it was kept. States beyond it cannot help: they run from the old body, beside the rest.
     mask = fold > before.body_at
-    if mask.any() and (mask := mask & (fold <= starts) & (before.kept_at != fold)).any():
+    if np.count_nonzero(mask) and (mask := mask & (fold <= starts) & (before.kept_at != fold)).any():
         is_beside = mask & (at >= fold)
         rest_at, rest_source = np.where(is_beside, at, fold), np.where(is_beside, source, states.new_body)
         at, source = np.where(is_beside, before.body_at, at), np.where(is_beside, states.old_body, source)
@@ -177,18 +177,18 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
         at, source = np.where(mask, rest_at, at), np.where(mask, rest_source, source)
     # 2. Old rows up to the first new one.
     mask = at < starts
-    if mask.any():
+    if np.count_nonzero(mask):
         add(True, mask, at, starts, states.new_head)
         source = np.where(mask, states.new_head, source)
     # 3. New rows up to the new body, and then up to where a state is kept on the way.
     at = starts
     for position, target in ((fold, states.new_body), (after.kept_at, states.new_kept)):
         mask = position > at
-        if mask.any():
+        if np.count_nonzero(mask):
             add(False, mask, at, position, target)
             at, source = np.where(mask, position, at), np.where(mask, target, source)
     # 4. New rows to the end.
     mask = ends > at
-    if mask.any():
+    if np.count_nonzero(mask):
         add(False, mask, at, ends, states.new_head)
     return passes

@@ -292,7 +292,7 @@ class HybridMemory:
                     needed = error.needed + free_bytes - error.free
                     raise CapacityError.of("the step needs at least", needed, free_bytes) from None
                 raise
-            ledger.is_busy[slots] = True
+            ledger.occupy(slots)
             step.hold(packed, plans)
 
     def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None:
@@ -300,13 +300,13 @@ class HybridMemory:
             for name, plan in plans.items():
                 self._kinds[name].commit(plan, kept)
             self._ledger.append(packed, kept)
-            self._ledger.is_busy[packed.slots] = False
+            self._ledger.vacate(packed.slots)
 
     def abort_step(self, packed: Packed, plans: Plans) -> None:
         with uninterrupted():
             for name, plan in plans.items():
                 self._kinds[name].abort(plan)
-            self._ledger.is_busy[packed.slots] = False
+            self._ledger.vacate(packed.slots)
 
     def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
         return self._attention.attend(plans["attention"], index, q, k, v, scale)

@@ -224,6 +224,11 @@ class Packed:
     place: Int64s
 
     @cached_property
+    def is_decode(self) -> bool:
+        """Whether every request has exactly one token."""
+        return len(self.token_ids) == len(self.slots)
+
+    @cached_property
     def counts(self) -> Int64s:
         """(S,) new tokens of each request."""
         counts: Int64s = self.cu_seqlens[1:] - self.cu_seqlens[:-1]

@@ -31,6 +31,7 @@ class Ledger:
         self._free_slots = list(range(15, -1, -1))
         self._n_opened = 0
         self._checkpoints: dict[int, list[Sequence]] = {}
+        self._found_usable: tuple[list[Sequence], Int64s] = [], _NO_TOKENS
 
     def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
         """An empty sequence in a free slot; `lineage` is shared by a sequence and everything forked from it."""
@@ -54,6 +55,7 @@ class Ledger:
 
     def close(self, sequence: Sequence) -> None:
         sequence.closed = True
+        self._found_usable = [], _NO_TOKENS
         del self.handles[sequence.slot], self._tokens[sequence.slot]
         self.lengths[sequence.slot] = self.peaks[sequence.slot] = 0
         self._free_slots.append(sequence.slot)
@@ -68,25 +70,33 @@ class Ledger:
 
     def reserve(self, packed: Packed) -> None:
         """Make room for a step's tokens, so that `append` has nothing left that could fail."""
-        is_short = packed.ends > self._capacities[packed.slots]
-        for slot, end in zip(packed.slots[is_short].tolist(), packed.ends[is_short].tolist(), strict=True):
+        for i in (packed.ends > self._capacities[packed.slots]).nonzero()[0].tolist():
+            slot, end = int(packed.slots[i]), int(packed.ends[i])
             buffer = self._tokens[slot]
             self._tokens[slot] = np.concatenate([buffer, np.zeros(end - len(buffer) + max(len(buffer), 16), np.int64)])
             self._capacities[slot] = len(self._tokens[slot])
 
     def append(self, packed: Packed, kept: Int64s) -> None:
         """Move the sequences of a step on by kept[i] tokens each. Fed tokens count as reached, kept or not."""
-        self.lengths[packed.slots] += kept
-        moved = np.flatnonzero(kept)
-        slots, starts, begins = packed.slots[moved], packed.starts[moved], packed.cu_seqlens[moved]
+        moved = kept.nonzero()[0]
+        slots, starts, begins, n_tokens = packed.slots[moved], packed.starts[moved], packed.cu_seqlens[moved], kept[moved]
+        self.lengths[slots] = starts + n_tokens
         self.peaks[slots] = packed.peaks[moved]
-        n_tokens, buffers = kept[moved], self._tokens
-        if n_tokens.max(initial=0) == 1:
-            for slot, start, token in zip(slots.tolist(), starts.tolist(), packed.token_ids[begins].tolist(), strict=True):
+        buffers = self._tokens
+        if packed.is_decode:
+            for slot, start, token in zip(slots.tolist(), starts.tolist(), packed.token_ids[moved].tolist(), strict=True):
                 buffers[slot][start] = token
             return
         for slot, start, begin, n in zip(slots.tolist(), starts.tolist(), begins.tolist(), n_tokens.tolist(), strict=True):
             buffers[slot][start : start + n] = packed.token_ids[begin : begin + n]
+
+    def occupy(self, slots: Int64s) -> None:
+        """A step is open on these, until `vacate`."""
+        self.is_busy[slots] = True
+        self._found_usable = [], _NO_TOKENS
+
+    def vacate(self, slots: Int64s) -> None:
+        self.is_busy[slots] = False
 
     def truncate(self, slot: int, to: int) -> None:
         self.lengths[slot] = to
@@ -128,12 +138,18 @@ class Ledger:
             raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
 
     def check_all_usable(self, sequences: list[Sequence]) -> Int64s:
-        """As `check_usable` to advance, for every one; their slots (S,)."""
+        """As `check_usable` to advance, for every one; their slots (S,).
+
+        Asked when a step is made and again when it is entered; most often nothing was closed or entered in between.
+        """
+        if sequences == self._found_usable[0]:
+            return self._found_usable[1]
         numbers = [s.slot for s in sequences]
         slots = np.array(numbers, np.int64)
         if list(map(self.handles.get, numbers)) != sequences or (self.is_busy | self._is_mark)[slots].any():
             for sequence in sequences:
                 self.check_usable(sequence)
+        self._found_usable = sequences.copy(), slots
         return slots
 
     def check(self) -> None:

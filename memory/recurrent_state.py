@@ -170,15 +170,16 @@ class RecurrentState:
         starts, ends, body_at = packed.starts, packed.ends, self.horizon_after(packed)
         after, fresh = Columns(before.table.copy()), np.full((4, len(ends)), NOTHING)
         after.body_at[:] = body_at
-        after.head_at[:] = np.where(ends > body_at, ends, NOTHING)
+        has_head = ends > body_at
+        after.head_at[:] = np.where(has_head, ends, NOTHING)
         moves = body_at > before.body_at
-        if moves.any():  # a kept state that the body reaches becomes the body; one that it has passed is of no use
+        if np.count_nonzero(moves):  # a kept state that the body reaches becomes the body; one that it has passed is of no use
             is_kept, is_passed = moves & (before.kept_at == body_at), before.kept_at <= body_at
             after.body[is_kept] = before.kept[is_kept]
             after.kept_at[is_passed] = after.kept[is_passed] = NOTHING
             moves &= ~is_kept
         leaves = np.zeros(len(ends), np.bool_)
-        if self.grid.keeps and len(packed.token_ids) > len(ends):
+        if self.grid.keeps and not packed.is_decode:
             # Inside of a longer step the body position after the next body is passed, and no head stands there.
             kept_at = body_at + self.grid.fold_tokens
             leaves = (kept_at > starts) & (kept_at < ends)
@@ -187,9 +188,9 @@ class RecurrentState:
         fits = (ends - before.body_at <= self.grid.tail_rows) & (before.tail >= 0)
         own_tail = fits & (self.tails.counts[before.tail] == 1) if self.grid.tail_rows else np.ones(len(ends), np.bool_)
         try:
-            for pool, row, mask in zip(self._pools, range(4), (moves, (ends > body_at) & ~own_head, leaves, ~own_tail), strict=True):
-                if mask.any():
-                    fresh[row, mask] = after.table[3 + row, mask] = pool.allocate(int(mask.sum()))
+            for pool, row, mask in zip(self._pools, range(4), (moves, has_head & ~own_head, leaves, ~own_tail), strict=True):
+                if np.count_nonzero(mask):
+                    fresh[row, mask] = after.table[3 + row, mask] = pool.allocate(int(np.count_nonzero(mask)))
             plan = self._plan_runs(packed, before, after, fresh)
         except BaseException:
             self._free(fresh, np.ones(len(moves), np.bool_))
@@ -205,7 +206,7 @@ class RecurrentState:
 
     def _free(self, fresh: Int64s, chosen: NDArray[np.bool_]) -> None:
         """Give back the blocks set aside for the `chosen` requests of a step."""
-        if chosen.any():
+        if np.count_nonzero(chosen):
             for pool, ids in zip(self._pools, fresh, strict=True):
                 pool.release(ids[chosen & (ids >= 0)])
 
@@ -213,7 +214,7 @@ class RecurrentState:
         """A pass with its rows and states found for the kernels."""
         counts = one_pass.end - one_pass.begin
         cu_rows = np.zeros(len(counts) + 1, np.int64)
-        np.cumsum(counts, out=cu_rows[1:])
+        counts.cumsum(out=cu_rows[1:])
         tail_rows = new_rows = None
         if one_pass.is_replay:
             tail_rows = self._ring(np.repeat(tails[one_pass.requests], counts), ranges(one_pass.begin, one_pass.end))
@@ -226,6 +227,8 @@ class RecurrentState:
         """The new rows behind the new body go into the tail."""
         if not self.grid.tail_rows:
             return self._store.upload(NO_ROWS), {}
+        if packed.is_decode:
+            return self._store.upload(np.arange(len(packed.starts))), self._ring(after.tail, packed.starts)
         begin, ends = np.maximum(packed.starts, after.body_at), packed.ends
         counts = ends - begin
         shift: Int64s = packed.cu_seqlens[:-1] - packed.starts
@@ -242,12 +245,13 @@ class RecurrentState:
         return self._kernels.prepare(self._store.upload(array))
 
     def _elements(self, addresses: Int64s) -> dict[int, Prepared]:
-        return {size: self._place(np.where(addresses < 0, NOTHING, addresses // size)) for size in self._state_sizes}
+        return {size: self._place(addresses // size) for size in self._state_sizes}  # NOTHING stays -1
 
     def begin(self, plan: RecurrentPlan) -> None:
         before, after = plan.before, plan.after
-        keeps_rows = (before.tail >= 0) & (after.tail != before.tail) & (after.body_at < plan.packed.starts)
-        for i in np.flatnonzero(keeps_rows).tolist():
+        for i in (before.tail != after.tail).nonzero()[0].tolist():
+            if before.tail[i] < 0 or after.body_at[i] >= plan.packed.starts[i]:  # no old row of it is still wanted
+                continue
             old, new = self.tails.addresses[before.tail[i]], self.tails.addresses[after.tail[i]]
             self._store.copy(int(old), int(new), self.tails.block_bytes)
         in_place = (before.head >= 0) & (after.head == before.head)
@@ -291,22 +295,23 @@ class RecurrentState:
         self._free(plan.fresh, ~stays)
         # What the requests that stay refer to no longer; a state may have changed its role.
         changes = stays & (before.table[3:] != after.table[3:]).any(0)
-        if changes.any():
+        if np.count_nonzero(changes):
             old, new = before.table[3:, changes], after.table[3:, changes]
             is_gone = (old[:3, None] != new[None, :3]).all(1) & (old[:3] >= 0)
             self.states.release(old[:3][is_gone])
             self.tails.release(old[3][(old[3] != new[3]) & (old[3] >= 0)])
-        if not is_whole.all():  # states of dropped tokens
+        if np.count_nonzero(is_whole) < len(kept):  # states of dropped tokens
             after.head_at[~is_whole] = NOTHING
             beyond = stays & (after.kept_at > packed.starts + kept)
             self.states.release(after.kept[beyond])
             after.kept_at[beyond] = after.kept[beyond] = NOTHING
         if self.grid.keeps:  # where the head stands on a later body position it stays there, and the next step makes another
             leaves = is_whole & (after.head_at > after.body_at) & (after.head_at % self.grid.fold_tokens == 0)
-            if leaves.any():
+            if np.count_nonzero(leaves):
                 after.kept_at[leaves], after.kept[leaves] = after.head_at[leaves], after.head[leaves]
                 after.head_at[leaves] = after.head[leaves] = NOTHING
-        self._slots.put(packed.slots[stays], after.take(stays))
+        staying = stays.nonzero()[0]
+        self._slots.put(packed.slots[staying], after.take(staying))
 
     def abort(self, plan: RecurrentPlan) -> None:
         del self._open_plans[id(plan)]

@@ -110,6 +110,20 @@ def test_bad_handles(hybrid: HybridMemory, toy: Toy) -> None:
         hybrid.fork(3)  # type: ignore[arg-type]
 
 
+def test_entering_a_step_looks_again_at_what_making_it_found_usable(hybrid: HybridMemory, toy: Toy) -> None:
+    a, b = hybrid.open(), hybrid.open()
+    first, second, third = (hybrid.step({a: [1], b: [2]}) for _ in range(3))
+    with first:
+        with pytest.raises(SequenceError, match="open step"):
+            second.__enter__()
+        toy(first)
+    hybrid.close(b)
+    with pytest.raises(SequenceError, match="closed"):
+        third.__enter__()
+    assert a.length == 1
+    hybrid.check()
+
+
 def test_a_slot_is_reused_and_its_old_handle_stays_closed(hybrid: HybridMemory, toy: Toy) -> None:
     a = hybrid.open()
     feed(hybrid, toy, a, [1, 2, 3])
