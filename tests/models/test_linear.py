@@ -16,7 +16,7 @@ from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.tolerances import assert_kernel_close
 
 
-@pytest.mark.parametrize("n_rows", [0, 1, 2, 15, 16, 17, 64, 65])
+@pytest.mark.parametrize("n_rows", [0, 1, 2, 3, 15, 16, 17, 64, 65])
 @pytest.mark.parametrize("n_in, n_outs", [(1, (1,)), (7, (3, 5)), (48, (130,)), (768, (768, 256, 256))])
 @pytest.mark.parametrize("has_bias", [True, False])
 def test_a_packed_product_is_a_product(n_rows: int, n_in: int, n_outs: tuple[int, ...], has_bias: bool) -> None:
@@ -28,6 +28,15 @@ def test_a_packed_product_is_a_product(n_rows: int, n_in: int, n_outs: tuple[int
         assert_kernel_close(linear(x), F.linear(x, torch.cat(weights), bias))
     else:
         assert linear(x).shape == (0, sum(n_outs))
+
+
+@pytest.mark.parametrize("activation", [None, "silu", "gelu"])
+def test_one_or_two_rows_are_rows_of_a_product_of_four(activation: str | None) -> None:
+    linear, x = Linear(torch.randn(640, 512), activation=activation), torch.randn(4, 512)
+    four = linear(x)
+    for n_rows in (1, 2):
+        few = linear(x[:n_rows])
+        assert few.shape == (n_rows, 640) and few.is_contiguous() and torch.equal(few, four[:n_rows])
 
 
 def test_inputs_need_not_be_contiguous() -> None:
