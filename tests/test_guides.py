@@ -1,0 +1,51 @@
+"""The guides in docs/ say what works: their code is executed."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def code_of(guide: str) -> list[str]:
+    """Its Python blocks, in order."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / guide).read_text(), re.DOTALL)
+
+
+def test_the_recurrence_of_the_guide_passes_the_conformance_suite(tmp_path: Path) -> None:
+    """As the guide says: its module is a plugin, its family one more subject. So does the fast one, which must equal the slow one."""
+    slow, _, fast = code_of("adding-a-recurrence.md")
+    (tmp_path / "ema.py").write_text(slow)
+    (tmp_path / "fast_ema.py").write_text(
+        f"from ema import *\nfrom ema import EMA, ema_spec\n{fast}\n"
+        '@register_family("fast_ema")\ndef fast_example(generator):\n    return ema_spec(5), FastEMA(torch.rand(5, generator=generator))\n'
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    plugins = ["-p", "ema", "-p", "fast_ema"]
+    # A part of the suite that meets every kind of pass; the whole of it takes ten seconds a family.
+    chosen = "(test_dropped_decodes or test_part_of_a_chunk or test_fork or test_reorder or test_run_gives or interrupt) and ema"
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "tests/conformance", "-k", chosen, "-p", "no:cacheprovider"]
+    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stdout[-3000:] + outcome.stderr[-1000:]
+    assert int(re.search(r"(\d+) passed", outcome.stdout)[1]) >= 40, outcome.stdout[-500:]  # type: ignore[index]
+
+    compare = """
+import torch, ema, fast_ema
+from memory import HybridMemory
+from memory.recurrences import FAMILIES
+from tests.toy import FamilyToy
+
+def run(name):
+    model = FamilyToy(FAMILIES[name])
+    memory = HybridMemory(model.memory_spec, "1MiB")
+    with memory.step({memory.open(): list(range(15))}, outputs="all") as step:
+        return model(step)
+
+assert torch.allclose(run("ema"), run("fast_ema"), atol=1e-5)
+"""
+    outcome = subprocess.run([sys.executable, "-c", compare], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
