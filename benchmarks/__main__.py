@@ -14,7 +14,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import books, kernels, speed, states
+from benchmarks import architectures, books, kernels, speed, states
 from benchmarks.harness import Report, require_green
 from benchmarks.workloads import MODELS
 
@@ -32,7 +32,8 @@ BOOK_TESTS = ("tests/unit/test_memory.py", "tests/unit/test_batch.py", "tests/un
 def _run(
     measure: Callable[..., Report], tests: tuple[str, ...], quick: bool, out: Path | None, threads: int | None, **options: object
 ) -> None:
-    require_green(*tests)
+    if tests:
+        require_green(*tests)
     if threads is not None:
         torch.set_num_threads(threads)
     report = measure(quick=quick, **options)
@@ -91,10 +92,22 @@ def states_(quick: Quick = False, out: Out = None, threads: Threads = None) -> N
     _run(states.states, ("tests/benchmarks/test_deferred.py", *BOOK_TESTS), quick, out, threads)
 
 
+@app.command()
+def parity(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Logits of every architecture against transformers'."""
+    _run(architectures.parity, (), quick, out, threads)
+
+
+@app.command(name="table")
+def table_() -> None:
+    """The README's table of architectures, from the registry and the parity that was measured last."""
+    print(architectures.table())
+
+
 @app.command(name="all")
 def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Everything."""
-    for command in (bookkeeping, rollback, memory, kernels_, states_, prefill, decode):
+    for command in (parity, bookkeeping, rollback, memory, kernels_, states_, prefill, decode):
         command(quick=quick, out=out, threads=threads)
 
 

@@ -2,7 +2,7 @@
 
 from models import bamba, jamba, mamba
 from models.checkpoint import Checkpoint, UnsupportedModelError
-from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model, weight_bytes
+from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model, plan_memory, weight_bytes
 
 __all__ = [
     "ARCHITECTURES",
@@ -14,5 +14,6 @@ __all__ = [
     "jamba",
     "load_model",
     "mamba",
+    "plan_memory",
     "weight_bytes",
 ]

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from memory import MemorySpec, SpecError, Step
 from memory.errors import FormatError, HybridMemoryError
-from models.checkpoint import Checkpoint, UnsupportedModelError
+from models.checkpoint import Checkpoint, DryCheckpoint, UnsupportedModelError
 
 EMBEDDED = Path(__file__).parent / "embedded"
 """The small Jamba that ships with the library; see `training/train_embedded.py`."""
@@ -79,6 +79,18 @@ def load_model(
         model = build(model_class, config, checkpoint)
     checkpoint.warn_of_leftovers("lm_head.weight")
     return model
+
+
+def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> MemorySpec:
+    """What a model of this config would need remembered, without its weights: for `HybridMemory(..., device="meta")`.
+
+    Raises:
+        UnsupportedModelError: an architecture or option that is not implemented.
+        FormatError: a config that contradicts itself.
+    """
+    if architecture not in ARCHITECTURES:
+        raise UnsupportedModelError(f"{architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
+    return build(ARCHITECTURES[architecture], config, DryCheckpoint(architecture, _read_dtype(dtype, config))).memory_spec
 
 
 def weight_bytes(model: LanguageModel) -> int:

@@ -1,0 +1,90 @@
+"""The architectures that load, as a table for the README: what each remembers, in bytes, and how close its logits are to the peer's."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedConfig
+
+from benchmarks.harness import Report
+from memory import AttentionSpec, HybridMemory
+from models import ARCHITECTURES, load_model, plan_memory
+
+PARITY = Path(__file__).parent / "results" / "parity.json"
+WINDOW = 64
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27], "mamba_d_state": 128},
+}
+"""Where the defaults of transformers' config are not a published model's: the fields that make it one."""
+
+
+def published_config(architecture: str) -> PreTrainedConfig:
+    """The config of a model of this architecture as it was published, nearly: transformers' defaults are one, with few exceptions."""
+    config: PreTrainedConfig = getattr(transformers, architecture).config_class(**PUBLISHED.get(architecture, {}))
+    return config
+
+
+def parity(*, quick: bool) -> Report:
+    """The largest difference of a logit on random checkpoints, their logits' std at least 1, float32."""
+    from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint  # the checkpoints of the tests
+
+    report = Report("parity")
+    tokens, n_prompt = draw_tokens(40), 24
+    for name, make_config in CONFIGS.items():
+        with tempfile.TemporaryDirectory() as folder:
+            write_checkpoint(Path(folder), make_config())
+            model, expected = load_model(folder, progress=False), Peer.load(Path(folder)).logits(tokens)
+        errors = []
+        for steps in ([tokens], [tokens[:n_prompt], *([token] for token in tokens[n_prompt:])]):
+            memory = HybridMemory(model.memory_spec, "64MiB", rollback_window=4)
+            sequence, logits = memory.open(), []
+            for fed in steps:
+                with memory.step({sequence: fed}, outputs="all") as step:
+                    logits.append(model(step))
+            errors.append(float((torch.cat(logits) - expected).abs().max()))
+        report.add("parity", {
+            "architecture": str((model.config.architectures or ["?"])[0]), "checkpoint": name, "std of logits": float(expected.std()),
+            "one shot": errors[0], "16 single steps": errors[1],
+        })  # fmt: skip
+    return report
+
+
+def table() -> str:
+    """Markdown, a row for each architecture in the registry."""
+    measured = json.loads(PARITY.read_text())["tables"]["parity"]
+    lines = [
+        f"| architecture | layers that remember | K/V a token | states | tails, {WINDOW} tokens | parity |",
+        "|---|---|---|---|---|---|",
+    ]
+    for architecture in sorted(ARCHITECTURES):
+        spec = plan_memory(published_config(architecture), architecture, dtype="bfloat16")
+        kinds = Counter(_kind(memory) for layer in spec.layers for memory in layer)
+        bytes_of = HybridMemory(spec, "1TiB", rollback_window=WINDOW, page_tokens=16, fold="replay").usage().block_bytes
+        worst = max(max(r["one shot"], r["16 single steps"]) for r in measured if r["architecture"] == architecture)
+        name = architecture.removesuffix("ForCausalLM")
+        cells = [
+            name, ", ".join(f"{n} {kind}" for kind, n in kinds.items()), _size(bytes_of.get("pages", 0) // 16),
+            _size(bytes_of.get("states", 0)), _size(bytes_of.get("tails", 0)), f"{worst:.0e}",
+        ]  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def _kind(memory: object) -> str:
+    if isinstance(memory, AttentionSpec):
+        return "attention" if memory.window is None else f"attention over {memory.window}"
+    return str(memory.family)  # type: ignore[attr-defined]
+
+
+def _size(n_bytes: int) -> str:
+    """Three digits, in binary units."""
+    for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if n_bytes >= size:
+            return f"{n_bytes / size:.3g} {unit}"
+    return f"{n_bytes} B" if n_bytes else "–"
