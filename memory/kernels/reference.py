@@ -36,12 +36,13 @@ def paged_attention(
     n_groups, head_dim = q_THD.shape[1] // n_kv_heads, q_THD.shape[2]
     for i, n_rows in enumerate(batch.kv_lengths.tolist()):
         start, end = batch.cu_seqlens[i : i + 2].tolist()
+        n_seen = n_rows if window is None else min(n_rows, end - start + window - 1)
         k_HRD, v_HRD = (
-            gather_rows(flat, batch, i, n_kv_heads, head_dim).float().repeat_interleave(n_groups, dim=1).transpose(0, 1)
+            gather_rows(flat, batch, i, n_kv_heads, head_dim)[-n_seen:].float().repeat_interleave(n_groups, dim=1).transpose(0, 1)
             for flat in (keys, values)
         )
         scores_HTR = q_THD[start:end].float().transpose(0, 1) @ k_HRD.transpose(1, 2) * scale
-        scores_HTR += causal_mask(end - start, n_rows, window, q_THD.device)
+        scores_HTR += causal_mask(end - start, n_seen, window, q_THD.device)
         out_THD[start:end] = (scores_HTR.softmax(-1) @ v_HRD).transpose(0, 1).to(q_THD.dtype)
     return out_THD
 

@@ -114,7 +114,7 @@ class Pages:
         self.arena, self.values_at = arena, page
         self.batch = PagedBatch(cumulate(lengths), kv_lengths, table, cumulate(n_pages), page_tokens)
 
-    def attend(self, kernels: Kernels, only: int | None = None) -> Tensor:
+    def attend(self, kernels: Kernels, only: int | None = None, window: int | None = None) -> Tensor:
         """Outputs of all requests, or of one of them alone."""
         q, batch = self.q, self.batch
         if only is not None:
@@ -122,14 +122,15 @@ class Pages:
             q = q[start:end]
             pages = batch.pages[slice(*batch.cu_pages[only : only + 2].tolist())]
             batch = PagedBatch(cumulate((end - start,)), batch.kv_lengths[only:][:1], pages, cumulate((len(pages),)), batch.page_tokens)
-        return kernels.paged_attention(q, self.arena, self.arena[self.values_at :], batch, self.n_kv_heads, self.scale)
+        return kernels.paged_attention(q, self.arena, self.arena[self.values_at :], batch, self.n_kv_heads, self.scale, window)
 
-    def expected(self) -> Tensor:
-        """By torch's own attention, with an explicit mask: query j of n sees rows up to n_rows - n + j."""
+    def expected(self, window: int = 1 << 30) -> Tensor:
+        """By torch's own attention, with an explicit mask: query j of n sees rows up to n_rows - n + j, at most `window` of them."""
         outputs = []
         for i, (k, v) in enumerate(self.rows):
             start, end = self.batch.cu_seqlens[i : i + 2].tolist()
-            mask = torch.arange(len(k)) <= torch.arange(len(k) - (end - start), len(k))[:, None]
+            newest = torch.arange(len(k) - (end - start), len(k))[:, None]
+            mask = (torch.arange(len(k)) <= newest) & (torch.arange(len(k)) > newest - window)
             k, v = (t.repeat_interleave(self.n_groups, dim=1).transpose(0, 1) for t in (k, v))
             q = self.q[start:end].transpose(0, 1)
             outputs.append(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale).transpose(0, 1))
@@ -145,6 +146,27 @@ def test_attention_over_pages_is_plain_attention(n_groups: int, head_dim: int, n
     assert_kernel_close(pages.attend(reference), expected)
     assert_kernel_close(pages.attend(cpu), pages.attend(reference))
     assert_only_changed(pages.arena, before, [], 0)
+
+
+@pytest.mark.parametrize("window", [1, 2, 16, 63, 64, 100, 1000])
+def test_attention_over_a_window_is_masked_attention(window: int) -> None:
+    pages = Pages(6, 2, 8, page_tokens=4)
+    expected = pages.expected(window)
+    assert_kernel_close(pages.attend(reference, window=window), expected)
+    assert_kernel_close(pages.attend(cpu, window=window), expected)
+
+
+def test_rows_before_the_window_are_not_read() -> None:
+    """Poisoned, they would show: of the longest history, everything but the last window is NaN."""
+    pages = Pages(6, 2, 8, page_tokens=4, lengths=(1, 20), histories=(130, 130))
+    row, window = 2 * 8, 24
+    for i in range(2):
+        n_hidden = (130 + 1 - window) // 4
+        for page in pages.batch.pages[pages.batch.cu_pages[i] :][:n_hidden].tolist():
+            pages.arena[page : page + 4 * row] = torch.nan
+            pages.arena[pages.values_at + page : pages.values_at + page + 4 * row] = torch.nan
+    for kernels in (cpu, reference):
+        assert pages.attend(kernels, window=window).isfinite().all()
 
 
 def test_attention_is_the_same_bits_alone_and_among_others() -> None:

@@ -452,3 +452,33 @@ def test_kept_states_make_replay_rare(toy: Toy, monkeypatch: pytest.MonkeyPatch)
             feed(memory, toy, sequence, [2])
         assert sum(rows) >= n_recurrences * (21 + 64 + n_replayed)
         assert (sum(rows) == n_recurrences * (21 + 64)) == (fold == "keep")
+
+
+# Dtypes of states
+
+
+def test_state_dtype_halves_the_states_and_is_checked() -> None:
+    spec = Toy().memory_spec
+    plain, halved = (HybridMemory(spec, "1MiB", state_dtype=dtype) for dtype in (None, torch.bfloat16))
+    large = MemorySpec(((mamba1_spec(256, 16, 4),),), 9)
+    sizes = [HybridMemory(large, "1MiB", state_dtype=dtype).usage().block_bytes for dtype in (None, torch.bfloat16)]
+    assert sizes[0]["states"] - sizes[1]["states"] == 256 * 16 * 2, "the state itself; the convolution's rows are the model's"
+    assert sizes[0]["tails"] == sizes[1]["tails"]
+    with halved.step({halved.open(): [1, 2, 3]}) as step:
+        rounded = Toy()(step)  # a model fits its memory whatever the dtype of the states
+    with plain.step({plain.open(): [1, 2, 3]}) as step:
+        exact = Toy()(step)
+    assert torch.equal(rounded, exact), "within one step nothing is rounded"
+    for memory in (halved, plain):
+        sequence = memory.open()
+        rows = []
+        for token in (1, 2, 3):
+            with memory.step({sequence: token}) as step:
+                rows.append(Toy()(step))
+        if memory is plain:
+            assert torch.allclose(rows[-1], exact, atol=1e-5)
+        else:
+            assert 1e-5 < float((rows[-1] - exact).abs().max()) < 0.2, "each step's end is rounded, and only that"
+    for wrong in (torch.int8, "bfloat16", torch.float64):
+        with pytest.raises(SpecError, match="state_dtype"):
+            HybridMemory(spec, "1MiB", state_dtype=wrong)  # type: ignore[arg-type]

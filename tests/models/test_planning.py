@@ -1,0 +1,37 @@
+"""Planning without weights: what a config's model would remember is what the loaded one does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import JambaConfig
+
+from memory import FormatError, HybridMemory
+from models import UnsupportedModelError, load_model, plan_memory
+from tests.models.checkpoints import CONFIGS, write_checkpoint
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_plan_is_what_the_model_says(name: str, tmp_path: Path) -> None:
+    model = load_model(write_checkpoint(tmp_path, CONFIGS[name]()))
+    plan = plan_memory(model.config, model.config.architectures[0])
+    assert plan.same_memories(model.memory_spec)
+    assert plan.device.type == "meta" and plan.dtype == torch.float32
+
+
+def test_a_plan_counts_bytes_of_a_model_that_nobody_could_load_here() -> None:
+    """Jamba-1.5-Mini has 52 billion parameters; its keys and values take 16 KiB a token in bfloat16."""
+    memory = HybridMemory(plan_memory(JambaConfig(), "JambaForCausalLM", dtype="bfloat16"), "100GiB", page_tokens=16)
+    assert memory.usage().block_bytes["pages"] == 16 * 16 * 1024
+    sequences = [memory.open() for _ in range(10)]
+    memory.run(None, dict.fromkeys(sequences, [1] * 5000))
+    assert memory.usage().by_kind["pages"] == 10 * 5008 * 16 * 1024
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="LlamaForCausalLM"):
+        plan_memory(JambaConfig(), "LlamaForCausalLM")
+    with pytest.raises(FormatError, match="num_experts_per_tok"):
+        plan_memory(JambaConfig(num_experts=4, num_experts_per_tok=9), "JambaForCausalLM")
