@@ -62,11 +62,12 @@ class States:
         return StateSlots(self.cu_rows, self.flats[index], self.sources[index], self.targets[index], state.shape, state.initial)
 
     def start(self) -> tuple[Tensor, ...]:
-        """The start states, (S, *shape) each: copies."""
-        return tuple(
+        """The start states, (S, *shape) each: copies. Those that name a dtype come in float32, however few bits they are kept in."""
+        tensors = (
             self.kernels.read_rows(flat, source, state.shape, state.initial)
             for flat, source, state in zip(self.flats, self.sources, self.spec.states, strict=True)
         )
+        return tuple(t if state.dtype is None else t.float() for t, state in zip(tensors, self.spec.states, strict=True))
 
     def end(self, *tensors: Tensor) -> States:
         """Write the end states, (S, *shape) each."""
