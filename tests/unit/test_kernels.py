@@ -436,21 +436,20 @@ def test_a_fold_is_a_loop_over_each_run(lengths: tuple[int, ...], second_dtype: 
     sources = {size: s.sources for size, s in zip(sizes, fresh, strict=True)}
     targets = {size: s.targets for size, s in zip(sizes, fresh, strict=True)}
     kernels = select_kernels(torch.device("cpu"), torch.float32, second_dtype)
-    states = States(
-        spec, kernels, [s.flat for s in fresh], Run(cumulate(lengths), np.zeros(len(lengths), np.int64), sources, targets, None, None)
-    )
+    run = Run(cumulate(lengths), np.zeros(len(lengths), np.int64), sources, targets, None, None)
+    states = States(spec, kernels, [s.flat for s in fresh], run)
 
     outputs, ended = Fold(blend)(states, rows)
 
     assert ended is states and states.is_written
     actual = torch.split(outputs, lengths)
     for i, own in enumerate(torch.split(rows, lengths)):
-        state = tuple(s.start(i)[None] for s in slots)
+        state = tuple(s.start(i)[None].float() for s in slots)
         for t, row in enumerate(own):
             state, y = blend(state, row[None])
             assert_kernel_close(actual[i][t], y[0])
         for s, expected in zip(slots, state, strict=True):
-            assert_kernel_close(s.ends()[i].float(), expected[0].float())
+            assert_kernel_close(s.ends()[i].float(), expected[0].to(s.before.dtype).float())
 
 
 # Choice of kernels, and vector math
