@@ -1,6 +1,6 @@
 """Models that run on a `HybridMemory`: one short file a family, and loading."""
 
-from models import bamba, jamba, mamba
+from models import bamba, jamba, mamba, recurrent_gemma
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model, plan_memory, weight_bytes
 
@@ -15,5 +15,6 @@ __all__ = [
     "load_model",
     "mamba",
     "plan_memory",
+    "recurrent_gemma",
     "weight_bytes",
 ]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from memory.recurrences import rms_norm
-from models.checkpoint import Checkpoint
+from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.linear import Linear
 
 
@@ -43,11 +44,12 @@ class Vocabulary:
     Args:
         head: name of the head's weights; None if they are the embedding's.
         embedding_scale, logits_scale: what embeddings and logits are multiplied by.
+        logits_cap: logits become cap * tanh(logits / cap) after that (Gemma Team 2024, "Gemma 2"); None for no cap.
     """
 
     def __init__(
         self, checkpoint: Checkpoint, name: str, n_tokens: int, n_model: int, head: str | None, *,
-        embedding_scale: float = 1.0, logits_scale: float = 1.0,
+        embedding_scale: float = 1.0, logits_scale: float = 1.0, logits_cap: float | None = None,
     ) -> None:  # fmt: skip
         weight = checkpoint.take(head or name, n_tokens, n_model)
         self._head = Linear(weight)
@@ -56,7 +58,9 @@ class Vocabulary:
         if not self._head.is_packed:
             self._embedding = self._embedding.to(checkpoint.device, checkpoint.dtype)
         self._dtype = checkpoint.dtype
-        self._embedding_scale, self._logits_scale = embedding_scale, logits_scale
+        if logits_cap is not None and logits_cap <= 0:
+            raise UnsupportedModelError(f"a cap of {logits_cap} on logits; it must be above 0")
+        self._embedding_scale, self._logits_scale, self._logits_cap = embedding_scale, logits_scale, logits_cap
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
         """(T, M)."""
@@ -66,7 +70,9 @@ class Vocabulary:
     def logits(self, x_TM: Tensor) -> Tensor:
         """(T, vocabulary)."""
         logits = self._head(x_TM)
-        return logits if self._logits_scale == 1.0 else logits * self._logits_scale
+        if self._logits_scale != 1.0:
+            logits = logits * self._logits_scale
+        return logits if self._logits_cap is None else torch.tanh(logits / self._logits_cap) * self._logits_cap
 
 
 @dataclass(frozen=True)

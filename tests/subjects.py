@@ -14,11 +14,13 @@ from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCau
 from memory import HybridMemory, Sequence
 from memory.recurrences import FAMILIES
 from models import LanguageModel, load_model
+from tests.models import checkpoints
 from tests.tolerances import TOLERANCE
 from tests.toy import FamilyToy, Toy
 
 SUBJECTS = (
-    "toy", "toy-attention", "toy-recurrent", "jamba", "mamba", "toy replay", "mamba replay", *(f"family:{name}" for name in FAMILIES)
+    "toy", "toy-attention", "toy-recurrent", "jamba", "mamba", "toy replay", "mamba replay", *(f"family:{name}" for name in FAMILIES),
+    "model:recurrent-gemma",
 )  # fmt: skip
 """Models, and how their memories fold: "keep" unless named."""
 
@@ -71,6 +73,9 @@ def make_subject(name: str, folder: Path) -> Subject:
     if name.startswith("family:"):
         family = FAMILIES[name.removeprefix("family:")]
         return Subject(name, fold or "keep", FamilyToy(family), is_exact=family.is_exact)  # type: ignore[arg-type]
+    if name.startswith("model:"):
+        checkpoints.write_checkpoint(folder, checkpoints.CONFIGS[name.removeprefix("model:")]())
+        return Subject(name, fold or "keep", load_model(folder), is_exact=False)  # type: ignore[arg-type]
     if name.startswith("toy"):
         model = Toy(attention=name != "toy-recurrent", recurrent=name != "toy-attention")
         return Subject(name, fold or "keep", model, is_exact=True)  # type: ignore[arg-type]

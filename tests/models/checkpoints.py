@@ -22,6 +22,10 @@ def randomise_(model: nn.Module) -> None:
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):
             weight.uniform_(-3, 1)  # from states that hardly fade to some that last a token
+        elif name.endswith("recurrent_param"):
+            weight.uniform_(-4, -1)  # of RG-LRU, likewise
+        elif name.endswith("gate_weight"):  # of RG-LRU; where its gates close, transformers' 1 - a^2 loses its digits
+            weight.normal_(0, 0.3 * weight.shape[-1] ** -0.5)
         elif name.endswith("dt_proj.bias"):
             weight.normal_(-1, 0.5)
         elif "norm" in name or name.endswith(".D"):
@@ -74,6 +78,8 @@ class PeerCache:
 
     def __post_init__(self) -> None:
         self.cache = DynamicCache(config=self.model.config)
+        if self.model.config.model_type == "recurrent_gemma":  # it keeps its recurrent states in its modules, not in the cache
+            self.model._setup_cache(self.model.config, 1, self.model.device, self.model.dtype)
 
     def options(self, n_tokens: int) -> dict[str, Any]:
         """Arguments of the forward call for the next tokens."""

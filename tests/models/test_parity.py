@@ -23,6 +23,7 @@ N_PROMPT, N_STEPS = 24, 16
 TOKENS = draw_tokens(N_PROMPT + N_STEPS)
 WRONG_IN_TRANSFORMERS = {
     "jamba-no-attention": "its cache cannot be asked for its length",
+    "recurrent-gemma-no-attention": "its cache cannot be asked for its length",
     "mamba2-tied": "its single steps do not clamp dt",
 }
 """Checkpoints that transformers itself cannot continue by single tokens, and why; its one-shot logits decide alone."""

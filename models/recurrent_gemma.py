@@ -1,0 +1,84 @@
+"""RecurrentGemma (Botev et al. 2024): Griffin's blocks, gated linear recurrences with local attention in between."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import RecurrentGemmaConfig
+
+from memory import AttentionSpec, Step
+from memory.recurrences import RGLRU, rg_lru_spec
+from models.attention import Attention, Rotary, load_projections
+from models.checkpoint import Checkpoint
+from models.decoder import Block, Decoder, Mixer
+from models.layers import GatedMLP, RMSNorm, Vocabulary
+from models.linear import Linear
+from models.loading import register
+from models.mamba_mixers import load_conv
+
+
+@register("RecurrentGemmaForCausalLM")
+class RecurrentGemma(Decoder):
+    def __init__(self, config: RecurrentGemmaConfig, checkpoint: Checkpoint) -> None:
+        n_model = config.hidden_size
+        vocabulary = Vocabulary(
+            checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model,
+            None if config.tie_word_embeddings else "lm_head.weight",
+            # The checkpoints were trained with a scale rounded like this.
+            embedding_scale=float(torch.tensor(n_model**0.5, dtype=torch.bfloat16)), logits_cap=config.logits_soft_cap,
+        )  # fmt: skip
+        rotary = Rotary(config, config.head_dim, checkpoint.device)
+
+        def norm(name: str) -> RMSNorm:
+            weight = 1 + checkpoint.take(f"model.{name}.weight", n_model, dtype=torch.float32)
+            return RMSNorm(weight.to(checkpoint.dtype), config.rms_norm_eps)
+
+        layers = []
+        for i in range(config.num_hidden_layers):
+            mlp = GatedMLP.load(
+                checkpoint, f"model.layers.{i}.mlp_block", n_model, config.intermediate_size // 2, config.hidden_activation, has_bias=True
+            )
+            mixer = norm(f"layers.{i}.temporal_pre_norm"), _mixer(config, checkpoint, i, rotary)
+            layers.append(Block(mixer, (norm(f"layers.{i}.channel_pre_norm"), mlp)))
+        super().__init__(config, checkpoint, vocabulary, layers, norm("final_norm"))
+
+
+def _mixer(config: RecurrentGemmaConfig, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Mixer:
+    prefix = f"model.layers.{i}.temporal_block"
+    if config.layers_block_type[i] == "linear_attention":
+        return RecurrentMixer(config, checkpoint, prefix, i)
+    n_heads, n_kv_heads = config.num_attention_heads, config.num_key_value_heads
+    spec = AttentionSpec(n_heads, n_kv_heads, config.head_dim, window=config.attention_window_size)
+    has_bias = config.attention_bias
+    projections = load_projections(checkpoint, prefix, config.hidden_size, spec, has_bias=has_bias, has_out_bias=True)
+    return Attention(i, spec, *projections, rotary=rotary)
+
+
+class RecurrentMixer:
+    """Griffin's recurrent block (De et al. 2024, section 2.3): y = W_out(rg_lru(conv(W_x x)) * act(W_y x))."""
+
+    def __init__(self, config: RecurrentGemmaConfig, checkpoint: Checkpoint, prefix: str, layer: int) -> None:
+        n_model, n_channels, n_blocks, take = config.hidden_size, config.lru_width, config.num_attention_heads, checkpoint.take
+
+        def linear(name: str, n_out: int, n_in: int, activation: str | None = None) -> Linear:
+            return Linear(take(f"{prefix}.{name}.weight", n_out, n_in), bias=take(f"{prefix}.{name}.bias", n_out), activation=activation)
+
+        def gates(name: str, *shape: int) -> Tensor:
+            return torch.cat([take(f"{prefix}.rg_lru.{gate}_gate_{name}", n_blocks, *shape) for gate in ("input", "recurrent")], dim=-1)
+
+        self._rows = linear("linear_x", n_channels, n_model)
+        self._gate = linear("linear_y", n_channels, n_model, config.hidden_activation)
+        self._out = linear("linear_out", n_model, n_channels)
+        n_block = n_channels // n_blocks
+        self._recurrence = RGLRU(
+            conv=load_conv(checkpoint, f"{prefix}.conv_1d", n_channels, config.conv1d_width, has_bias=True, activation=None),
+            gate_weight_BIO=gates("weight", n_block, n_block),
+            gate_bias_BO=gates("bias", n_block),
+            decay_E=F.softplus(take(f"{prefix}.rg_lru.recurrent_param", n_channels, dtype=torch.float32)),
+        )
+        self._layer = layer
+        self.specs = (rg_lru_spec(n_channels, config.conv1d_width),)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        return self._out(step.recur(self._layer, self._rows(x_TM), self._recurrence) * self._gate(x_TM))
