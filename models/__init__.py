@@ -1,6 +1,6 @@
 """Models that run on a `HybridMemory`: one short file a family, and loading."""
 
-from models import bamba, jamba, mamba, recurrent_gemma
+from models import bamba, jamba, mamba, recurrent_gemma, rwkv
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model, plan_memory, weight_bytes
 
@@ -16,5 +16,6 @@ __all__ = [
     "mamba",
     "plan_memory",
     "recurrent_gemma",
+    "rwkv",
     "weight_bytes",
 ]

@@ -21,7 +21,7 @@ _LARGE = 1 << 18
 """Elements from which weights are read from memory rather than from a cache; where they are not, repeating costs more than it gains."""
 
 
-_FUSED = {"silu": "swish", "swish": "swish", "relu": "relu"}
+_FUSED = {"silu": "swish", "swish": "swish", "relu": "relu", "sigmoid": "sigmoid", "tanh": "tanh"}
 """Activations that oneDNN applies while it writes the product, and what it calls them."""
 
 

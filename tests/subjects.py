@@ -20,7 +20,7 @@ from tests.toy import FamilyToy, Toy
 
 SUBJECTS = (
     "toy", "toy-attention", "toy-recurrent", "jamba", "mamba", "toy replay", "mamba replay", *(f"family:{name}" for name in FAMILIES),
-    "model:recurrent-gemma",
+    "model:recurrent-gemma", "model:rwkv",
 )  # fmt: skip
 """Models, and how their memories fold: "keep" unless named."""
 

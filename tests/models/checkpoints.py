@@ -16,6 +16,10 @@ from tests.models.families.vocabulary import VOCAB
 __all__ = ["CONFIGS", "Peer", "draw_tokens", "randomise_", "write_checkpoint"]
 
 
+STATE_LISTS = ("rwkv",)
+"""Models that take and give back their states as a list of tensors."""
+
+
 @torch.no_grad()
 def randomise_(model: nn.Module) -> None:
     """Weights of a trained model's size instead of an initialisation's, so that nothing is close to zero or to the identity."""
@@ -26,9 +30,13 @@ def randomise_(model: nn.Module) -> None:
             weight.uniform_(-4, -1)  # of RG-LRU, likewise
         elif name.endswith("gate_weight"):  # of RG-LRU; where its gates close, transformers' 1 - a^2 loses its digits
             weight.normal_(0, 0.3 * weight.shape[-1] ** -0.5)
+        elif name.endswith("time_decay"):
+            weight.uniform_(-4, 1)  # of RWKV-4, likewise
+        elif ".time_mix_" in name:
+            weight.uniform_(0, 1)
         elif name.endswith("dt_proj.bias"):
             weight.normal_(-1, 0.5)
-        elif "norm" in name or name.endswith(".D"):
+        elif "norm" in name or ".ln" in name or ".pre_ln" in name or name.endswith(".D"):
             weight.normal_(1, 0.2)
         elif "embed" in name or name.endswith(("conv1d.weight", "bias")):
             weight.normal_(0, 0.5)
@@ -75,6 +83,7 @@ class PeerCache:
     model: PreTrainedModel
     n_tokens: int = 0
     cache: DynamicCache = field(init=False)
+    state: list[Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.cache = DynamicCache(config=self.model.config)
@@ -85,6 +94,8 @@ class PeerCache:
         """Arguments of the forward call for the next tokens."""
         if self.model.config.model_type in ("mamba", "mamba2"):
             return {"use_cache": True, "cache_params": self.cache}
+        if self.model.config.model_type in STATE_LISTS:
+            return {"use_cache": True, "state": self.state}
         # Some models number the positions of a continuation from 0 unless told.
         positions = torch.arange(self.n_tokens, self.n_tokens + n_tokens)[None]
         self.n_tokens += n_tokens
@@ -92,6 +103,8 @@ class PeerCache:
 
     def after(self, output: Any) -> None:
         """Told of what a call returned."""
+        if self.model.config.model_type in STATE_LISTS:
+            self.state = output.state
 
 
 def draw_tokens(n_tokens: int, seed: int = 0) -> list[int]:

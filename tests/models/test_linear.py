@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.activations import ACT2FN
 
 from memory import HybridMemory
 from models import linear as module
@@ -37,6 +38,14 @@ def test_one_or_two_rows_are_rows_of_a_product_of_four(activation: str | None) -
     for n_rows in (1, 2):
         few = linear(x[:n_rows])
         assert few.shape == (n_rows, 640) and few.is_contiguous() and torch.equal(few, four[:n_rows])
+
+
+@pytest.mark.parametrize("activation", [*sorted(module._FUSED), "gelu_pytorch_tanh"])
+def test_an_activation_is_transformers(activation: str) -> None:
+    weight, x = 3 * torch.randn(8, 6), torch.randn(5, 6)
+    for w, in_dtype in ((weight, x), (weight.bfloat16(), x.bfloat16())):
+        linear = Linear(w, activation=activation)
+        assert_kernel_close(linear(in_dtype), ACT2FN[activation](F.linear(in_dtype, w)), w.dtype)
 
 
 def test_inputs_need_not_be_contiguous() -> None:

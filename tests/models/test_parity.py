@@ -24,6 +24,7 @@ TOKENS = draw_tokens(N_PROMPT + N_STEPS)
 WRONG_IN_TRANSFORMERS = {
     "jamba-no-attention": "its cache cannot be asked for its length",
     "recurrent-gemma-no-attention": "its cache cannot be asked for its length",
+    "rwkv-wide": "its states have as many channels as the model, not as the averages",
     "mamba2-tied": "its single steps do not clamp dt",
 }
 """Checkpoints that transformers itself cannot continue by single tokens, and why; its one-shot logits decide alone."""

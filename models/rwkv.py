@@ -1,0 +1,85 @@
+"""RWKV-4 (Peng et al. 2023): averages of values that fade with age, no attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import RwkvConfig
+
+from memory import Step
+from memory.recurrences import RWKV4, rwkv4_spec
+from models.checkpoint import Checkpoint
+from models.decoder import Decoder
+from models.layers import LayerNorm, Vocabulary
+from models.linear import Linear
+from models.loading import register
+from models.rwkv_layers import ChannelMix, RWKVLayer, TokenMix, take_mixture
+
+_LAST_NORM_EPS = 1e-5
+"""Of the norm before the head, whatever the config says of the others."""
+
+
+@register("RwkvForCausalLM")
+class Rwkv(Decoder):
+    """Every `rescale_every` layers the residual stream is halved, and what later layers add to it, so that float16 can hold it."""
+
+    def __init__(self, config: RwkvConfig, checkpoint: Checkpoint) -> None:
+        n_model, every = config.hidden_size, config.rescale_every
+        head = None if config.tie_word_embeddings else "head.weight"
+        vocabulary = Vocabulary(checkpoint, "rwkv.embeddings.weight", config.vocab_size, n_model, head)
+
+        def norm(name: str, eps: float = config.layer_norm_epsilon) -> LayerNorm:
+            weight, bias = (checkpoint.take(f"rwkv.{name}.{part}", n_model) for part in ("weight", "bias"))
+            return LayerNorm(weight, bias, eps)
+
+        layers = []
+        for i in range(config.num_hidden_layers):
+            prefix, scale = f"blocks.{i}", 0.5 ** (i // every) if every > 0 else 1.0
+            layers.append(
+                RWKVLayer(
+                    (norm(f"{prefix}.ln1"), TimeMix(config, checkpoint, i, scale)),
+                    (norm(f"{prefix}.ln2"), _channel_mix(config, checkpoint, i, scale)),
+                    norm(f"{prefix}.pre_ln") if i == 0 else None,
+                    0.5 if every > 0 and (i + 1) % every == 0 else 1.0,
+                )
+            )
+        super().__init__(config, checkpoint, vocabulary, layers, norm("ln_out", _LAST_NORM_EPS))
+
+
+def _channel_mix(config: RwkvConfig, checkpoint: Checkpoint, i: int, scale: float) -> ChannelMix:
+    prefix, n_model, n_inner = f"rwkv.blocks.{i}.feed_forward", config.hidden_size, config.intermediate_size
+    mixtures = (take_mixture(checkpoint, f"{prefix}.time_mix_{x}", 1, 1, n_model, is_of_token=True) for x in ("key", "receptance"))
+    return ChannelMix(
+        TokenMix(i, "feed_forward_shift", *mixtures),
+        checkpoint.take(f"{prefix}.key.weight", n_inner, n_model),
+        checkpoint.take(f"{prefix}.value.weight", n_model, n_inner) * scale,
+        checkpoint.take(f"{prefix}.receptance.weight", n_model, n_model),
+    )
+
+
+class TimeMix:
+    """y = W_out(sigmoid(r) wkv(k, v)), Peng et al. 2023, eq. 11-18.
+
+    Args:
+        scale: of what comes out.
+    """
+
+    def __init__(self, config: RwkvConfig, checkpoint: Checkpoint, layer: int, scale: float) -> None:
+        prefix, n_model, n_channels = f"rwkv.blocks.{layer}.attention", config.hidden_size, config.attention_hidden_size
+        names, take = ("key", "value", "receptance"), checkpoint.take
+        mixtures = (take_mixture(checkpoint, f"{prefix}.time_mix_{name}", 1, 1, n_model, is_of_token=True) for name in names)
+        self._mix = TokenMix(layer, "attention_shift", *mixtures)
+        self._key, self._value, self._receptance = (
+            Linear(take(f"{prefix}.{name}.weight", n_channels, n_model), activation="sigmoid" if name == "receptance" else None)
+            for name in names
+        )
+        self._out = Linear(take(f"{prefix}.output.weight", n_model, n_channels) * scale)
+        decay_E, first_E = (take(f"{prefix}.time_{name}", n_channels, dtype=torch.float32) for name in ("decay", "first"))
+        self._recurrence = RWKV4(-decay_E.exp(), first_E)
+        self._layer = layer
+        self.specs = (self._mix.spec, rwkv4_spec(n_channels, "wkv"))
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        key_TM, value_TM, receptance_TM = self._mix(x_TM, step)
+        rows_T2E = torch.stack([self._key(key_TM), self._value(value_TM)], 1)
+        return self._out(step.recur(self._layer, rows_T2E, self._recurrence, name="wkv") * self._receptance(receptance_TM))
