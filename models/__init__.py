@@ -1,16 +1,17 @@
 """Models that run on a `HybridMemory`: one short file a family, and loading."""
 
-from models import bamba, jamba, mamba, recurrent_gemma, rwkv
+from models import bamba, granite_moe_hybrid, jamba, mamba, recurrent_gemma, rwkv
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model, plan_memory, weight_bytes
 
 __all__ = [
     "ARCHITECTURES",
-    "EMBEDDED",
     "Checkpoint",
+    "EMBEDDED",
     "LanguageModel",
     "UnsupportedModelError",
     "bamba",
+    "granite_moe_hybrid",
     "jamba",
     "load_model",
     "mamba",

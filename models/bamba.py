@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import BambaConfig
+from transformers import BambaConfig, PreTrainedConfig
 
 from memory import AttentionSpec
 from memory.recurrences import SSDShape
@@ -20,7 +20,7 @@ class Bamba(Decoder):
         n_model = config.hidden_size
         head = None if config.tie_word_embeddings else "lm_head.weight"
         vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
-        rotary = Rotary(config, _head_dim(config), checkpoint.device)
+        rotary = Rotary(config, head_dim(config), checkpoint.device)
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.rms_norm_eps)
@@ -29,27 +29,36 @@ class Bamba(Decoder):
         for i in range(config.num_hidden_layers):
             prefix = f"model.layers.{i}.feed_forward"
             mlp = GatedMLP.load(checkpoint, prefix, n_model, config.intermediate_size, config.hidden_act, has_bias=config.mlp_bias)
-            mixer = _mixer(config, checkpoint, i, rotary)
-            layers.append(Block((norm(f"layers.{i}.input_layernorm"), mixer), (norm(f"layers.{i}.pre_ff_layernorm"), mlp)))
+            layers.append(
+                Block(
+                    (norm(f"layers.{i}.input_layernorm"), load_mixer(config, checkpoint, i, rotary)),
+                    (norm(f"layers.{i}.pre_ff_layernorm"), mlp),
+                )
+            )
         super().__init__(config, checkpoint, vocabulary, layers, norm("final_layernorm"))
 
 
-def _mixer(config: BambaConfig, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Mixer:
-    prefix, n_model = f"model.layers.{i}", config.hidden_size
+def load_mixer(config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary | None, scale: float | None = None) -> Mixer:
+    """Attention or Mamba-2, as layer i is; from the names that Bamba and its relatives use."""
     if config.layers_block_type[i] == "full_attention":
-        spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, _head_dim(config))
-        bias = config.attention_bias
-        projections = load_projections(checkpoint, f"{prefix}.self_attn", n_model, spec, has_bias=bias, has_out_bias=bias)
-        return Attention(i, spec, *projections, rotary=rotary)
-    return Mamba2Mixer(checkpoint, f"{prefix}.mamba", i, mamba2_options(config))
+        return load_attention(config, checkpoint, i, rotary, scale)
+    return Mamba2Mixer(checkpoint, f"model.layers.{i}.mamba", i, mamba2_options(config))
 
 
-def _head_dim(config: BambaConfig) -> int:
+def load_attention(
+    config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary | None, scale: float | None = None
+) -> Attention:
+    spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim(config))
+    bias = config.attention_bias
+    projections = load_projections(checkpoint, f"model.layers.{i}.self_attn", config.hidden_size, spec, has_bias=bias, has_out_bias=bias)
+    return Attention(i, spec, *projections, rotary=rotary, scale=scale)
+
+
+def head_dim(config: PreTrainedConfig) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
-def mamba2_options(config: BambaConfig) -> Mamba2Options:
-    """From the field names that Bamba and its relatives use."""
+def mamba2_options(config: PreTrainedConfig) -> Mamba2Options:
     shape = SSDShape(config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv)
     return Mamba2Options(
         n_model=config.hidden_size, shape=shape, has_conv_bias=config.mamba_conv_bias, has_proj_bias=config.mamba_proj_bias,

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from memory import FormatError
 
+Function = Callable[[Tensor], Tensor]
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Logits (T, experts) in float32 -> weights and indices of the chosen experts, (T, K) each."""
 
@@ -35,22 +36,29 @@ def choose_then_softmax(n_chosen: int) -> Route:
 
 
 class MixtureOfExperts:
-    """Each token goes through the experts that `route` chooses for it, and their outputs are summed by its weights."""
+    """Each token goes through the experts that `route` chooses for it, and their outputs are summed by its weights.
 
-    def __init__(self, router: Tensor, experts: Sequence[Callable[[Tensor], Tensor]], n_chosen: int, route: Callable[[int], Route]) -> None:
+    Args:
+        shared: one more that every token goes through, with a weight of one.
+    """
+
+    def __init__(
+        self, router: Tensor, experts: Sequence[Function], n_chosen: int, route: Callable[[int], Route], *, shared: Function | None = None
+    ) -> None:
         if not 1 <= n_chosen <= len(experts):
             raise FormatError(f"num_experts_per_tok is {n_chosen}, but there are {len(experts)} experts")
         self._router = router
         self._experts = experts
         self._n_chosen = n_chosen
         self._route = route(n_chosen)
+        self._shared = shared
 
     def __call__(self, x_TM: Tensor) -> Tensor:
         weights_TK, experts_TK = self._route(F.linear(x_TM, self._router).float())
         # Sorted by expert, the (token, choice) pairs of each expert are one contiguous run.
         order = experts_TK.flatten().argsort(stable=True)
         counts = experts_TK.flatten().bincount(minlength=len(self._experts)).tolist()
-        y_TM = torch.zeros_like(x_TM)
+        y_TM = torch.zeros_like(x_TM) if self._shared is None else self._shared(x_TM)
         for expert, pairs in zip(self._experts, torch.split(order, counts), strict=True):
             if len(pairs):
                 tokens = pairs // self._n_chosen

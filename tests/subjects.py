@@ -21,6 +21,7 @@ from tests.toy import FamilyToy, Toy
 SUBJECTS = (
     "toy", "toy-attention", "toy-recurrent", "jamba", "mamba", "toy replay", "mamba replay", *(f"family:{name}" for name in FAMILIES),
     "model:recurrent-gemma", "model:rwkv",
+    "model:granite-moe-hybrid",
 )  # fmt: skip
 """Models, and how their memories fold: "keep" unless named."""
 
@@ -79,6 +80,9 @@ def make_subject(name: str, folder: Path) -> Subject:
     if name.startswith("toy"):
         model = Toy(attention=name != "toy-recurrent", recurrent=name != "toy-attention")
         return Subject(name, fold or "keep", model, is_exact=True)  # type: ignore[arg-type]
+    if name.startswith("model:"):
+        checkpoints.write_checkpoint(folder, checkpoints.CONFIGS[name.removeprefix("model:")]())
+        return Subject(name, fold or "keep", load_model(folder), is_exact=False)  # type: ignore[arg-type]
     torch.manual_seed(1)
     write_checkpoint(name, folder)
     return Subject(name, fold or "keep", load_model(folder), is_exact=False)  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ WRONG_IN_TRANSFORMERS = {
     "recurrent-gemma-no-attention": "its cache cannot be asked for its length",
     "rwkv-wide": "its states have as many channels as the model, not as the averages",
     "mamba2-tied": "its single steps do not clamp dt",
+    "granite-moe-hybrid-no-experts": "its single steps do not clamp dt",
 }
 """Checkpoints that transformers itself cannot continue by single tokens, and why; its one-shot logits decide alone."""
 MATTERS = 0.1

@@ -1,0 +1,57 @@
+"""Granite 4 (IBM 2025): attention or Mamba-2, then a shared MLP beside experts; every part is scaled, and positions are optional."""
+
+from __future__ import annotations
+
+from transformers import GraniteMoeHybridConfig
+
+from models.attention import Rotary
+from models.bamba import head_dim, load_mixer
+from models.checkpoint import Checkpoint, UnsupportedModelError
+from models.decoder import Block, Decoder, Function
+from models.experts import MixtureOfExperts, choose_then_softmax
+from models.layers import GatedMLP, RMSNorm, Vocabulary
+from models.loading import register
+
+
+@register("GraniteMoeHybridForCausalLM")
+class GraniteMoeHybrid(Decoder):
+    def __init__(self, config: GraniteMoeHybridConfig, checkpoint: Checkpoint) -> None:
+        if config.position_embedding_type not in (None, "rope"):
+            raise UnsupportedModelError(f"position_embedding_type={config.position_embedding_type!r}; implemented are None and 'rope'")
+        n_model = config.hidden_size
+        vocabulary = Vocabulary(
+            checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, None if config.tie_word_embeddings else "lm_head.weight",
+            embedding_scale=config.embedding_multiplier, logits_scale=1.0 / config.logits_scaling,
+        )  # fmt: skip
+        rotary = Rotary(config, head_dim(config), checkpoint.device) if config.position_embedding_type == "rope" else None
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.rms_norm_eps)
+
+        layers = [
+            Block(
+                (norm(f"layers.{i}.input_layernorm"), load_mixer(config, checkpoint, i, rotary, config.attention_multiplier)),
+                (norm(f"layers.{i}.post_attention_layernorm"), _feed_forward(config, checkpoint, f"model.layers.{i}")),
+                scale=config.residual_multiplier,
+            )
+            for i in range(config.num_hidden_layers)
+        ]
+        super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
+
+
+def _feed_forward(config: GraniteMoeHybridConfig, checkpoint: Checkpoint, prefix: str) -> Function:
+    n_model, n_inner, n_experts = config.hidden_size, config.shared_intermediate_size, config.num_local_experts
+    take, activation = checkpoint.take, config.hidden_act
+    shared = GatedMLP.of(
+        take(f"{prefix}.shared_mlp.input_linear.weight", 2 * n_inner, n_model),
+        take(f"{prefix}.shared_mlp.output_linear.weight", n_model, n_inner),
+        activation,
+    )
+    if not n_experts:
+        return shared
+    prefix, n_inner = f"{prefix}.block_sparse_moe", config.intermediate_size
+    gate_up = take(f"{prefix}.input_linear.weight", n_experts, 2 * n_inner, n_model)
+    down = take(f"{prefix}.output_linear.weight", n_experts, n_model, n_inner)
+    experts = [GatedMLP.of(*weights, activation) for weights in zip(gate_up, down, strict=True)]
+    router = take(f"{prefix}.router.layer.weight", n_experts, n_model)
+    return MixtureOfExperts(router, experts, config.num_experts_per_tok, choose_then_softmax, shared=shared)
