@@ -61,7 +61,7 @@ def head_dim(config: PreTrainedConfig) -> int:
 def mamba2_options(config: PreTrainedConfig) -> Mamba2Options:
     shape = SSDShape(config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv)
     return Mamba2Options(
-        n_model=config.hidden_size, shape=shape, has_conv_bias=config.mamba_conv_bias, has_proj_bias=config.mamba_proj_bias,
-        norm_eps=config.rms_norm_eps, n_norm_groups=config.mamba_n_groups, dt_limits=tuple(config.time_step_limit),
-        activation=config.hidden_act,
+        n_model=config.hidden_size, shape=shape, has_conv_bias=config.mamba_conv_bias, has_in_bias=config.mamba_proj_bias,
+        has_out_bias=config.mamba_proj_bias, norm_eps=config.rms_norm_eps, n_norm_groups=config.mamba_n_groups,
+        dt_limits=tuple(config.time_step_limit), activation=config.hidden_act,
     )  # fmt: skip

@@ -38,6 +38,7 @@ class Checkpoint:
         self.dtype = dtype
         self.on_taken = on_taken
         self._taken: set[str] = set()
+        self._factors: dict[str, float | Tensor] = {}
         self._files = {name: self._open(name) for name in self._file_names()}
         self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.keys()}
 
@@ -76,7 +77,15 @@ class Checkpoint:
         Raises:
             FormatError: it is missing or has another shape; the message names both.
         """
-        return self.take_as_stored(name, *shape).to(self.device, dtype or self.dtype)
+        tensor = self.take_as_stored(name, *shape)
+        if name in self._factors:
+            factor = torch.as_tensor(self._factors[name], dtype=torch.float32)
+            tensor = tensor.float() * factor.view(-1, *[1] * (tensor.dim() - 1))
+        return tensor.to(self.device, dtype or self.dtype)
+
+    def scale(self, name: str, factor: float | Tensor) -> None:
+        """From now on `take` gives the tensor `name` times this factor, or times one factor a row; it need not exist."""
+        self._factors[name] = factor
 
     def take_as_stored(self, name: str, *shape: int) -> Tensor:
         """As `take`, but mapped from the file, in its dtype, on the CPU: memory is taken only where it is read."""

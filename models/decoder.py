@@ -41,6 +41,20 @@ class Layer(Protocol):
 
 
 @dataclass(frozen=True)
+class Parallel:
+    """Mixers that read the same input; their outputs are summed."""
+
+    mixers: tuple[Mixer, Mixer]
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return self.mixers[0].specs + self.mixers[1].specs
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        return self.mixers[0](x_TM, step) + self.mixers[1](x_TM, step)
+
+
+@dataclass(frozen=True)
 class Block:
     """x + s mixer(norm(x)), then x + s feed_forward(norm(x)); either part may be missing.
 

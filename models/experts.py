@@ -35,30 +35,69 @@ def choose_then_softmax(n_chosen: int) -> Route:
     return route
 
 
+def sigmoid_then_choose(
+    bias_E: Tensor, *, n_groups: int = 1, n_chosen_groups: int = 1, renormalise: bool = True, scale: float = 1.0
+) -> Callable[[int], Route]:
+    """Each expert's own sigmoid; a bias that balances their loads (Wang et al. 2024) has a say in the choice, not in the weights.
+
+    Args:
+        n_groups, n_chosen_groups: experts are chosen from the best groups alone, judged by their two best experts.
+    """
+
+    def make(n_chosen: int) -> Route:
+        def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+            scores = logits.sigmoid()
+            ranks = scores + bias_E
+            if n_chosen_groups < n_groups:
+                grouped = ranks.view(len(ranks), n_groups, -1)
+                best = grouped.topk(2).values.sum(-1).topk(n_chosen_groups).indices
+                is_open = torch.zeros_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
+                ranks = grouped.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
+            experts_TK = ranks.topk(n_chosen).indices
+            weights_TK = scores.gather(1, experts_TK)
+            if renormalise:
+                weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
+            return weights_TK * scale, experts_TK
+
+        return route
+
+    return make
+
+
 class MixtureOfExperts:
     """Each token goes through the experts that `route` chooses for it, and their outputs are summed by its weights.
 
     Args:
+        router: (experts, M), in the dtype that its product is to be computed in.
         shared: one more that every token goes through, with a weight of one.
+        around: what leads to the space that the experts, but for the shared one, work in, and back.
     """
 
     def __init__(
-        self, router: Tensor, experts: Sequence[Function], n_chosen: int, route: Callable[[int], Route], *, shared: Function | None = None
-    ) -> None:
+        self, router: Tensor, experts: Sequence[Function], n_chosen: int, route: Callable[[int], Route], *,
+        shared: Function | None = None, around: tuple[Function, Function] | None = None,
+    ) -> None:  # fmt: skip
         if not 1 <= n_chosen <= len(experts):
             raise FormatError(f"num_experts_per_tok is {n_chosen}, but there are {len(experts)} experts")
         self._router = router
         self._experts = experts
         self._n_chosen = n_chosen
         self._route = route(n_chosen)
-        self._shared = shared
+        self._shared, self._around = shared, around
 
     def __call__(self, x_TM: Tensor) -> Tensor:
-        weights_TK, experts_TK = self._route(F.linear(x_TM, self._router).float())
+        weights_TK, experts_TK = self._route(F.linear(x_TM.to(self._router.dtype), self._router).float())
+        if self._around is None:
+            y_TM = self._run(x_TM, weights_TK, experts_TK)
+        else:
+            y_TM = self._around[1](self._run(self._around[0](x_TM), weights_TK, experts_TK))
+        return y_TM if self._shared is None else y_TM + self._shared(x_TM)
+
+    def _run(self, x_TM: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         # Sorted by expert, the (token, choice) pairs of each expert are one contiguous run.
         order = experts_TK.flatten().argsort(stable=True)
         counts = experts_TK.flatten().bincount(minlength=len(self._experts)).tolist()
-        y_TM = torch.zeros_like(x_TM) if self._shared is None else self._shared(x_TM)
+        y_TM = torch.zeros_like(x_TM)
         for expert, pairs in zip(self._experts, torch.split(order, counts), strict=True):
             if len(pairs):
                 tokens = pairs // self._n_chosen

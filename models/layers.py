@@ -76,6 +76,26 @@ class Vocabulary:
 
 
 @dataclass(frozen=True)
+class MLP:
+    """W_down act(W_up x)."""
+
+    up: Linear
+    down: Linear
+
+    @staticmethod
+    def load(checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: str, *, has_bias: bool = False) -> MLP:
+        """From `up_proj` and `down_proj` below `prefix`."""
+
+        def linear(name: str, n_out: int, n_in: int, activation: str | None = None) -> Linear:
+            return Linear.load(checkpoint, f"{prefix}.{name}", n_out, n_in, has_bias=has_bias, activation=activation)
+
+        return MLP(linear("up_proj", n_inner, n_model, activation), linear("down_proj", n_model, n_inner))
+
+    def __call__(self, x_TM: Tensor) -> Tensor:
+        return self.down(self.up(x_TM))
+
+
+@dataclass(frozen=True)
 class GatedMLP:
     """W_down(act(W_gate x) * W_up x) (Shazeer 2020); the activation is the gate's."""
 
@@ -88,8 +108,7 @@ class GatedMLP:
         """From `gate_proj`, `up_proj` and `down_proj` below `prefix`."""
 
         def linear(name: str, n_out: int, n_in: int, activation: str | None = None) -> Linear:
-            weight = checkpoint.take(f"{prefix}.{name}.weight", n_out, n_in)
-            return Linear(weight, bias=checkpoint.take_optional(has_bias, f"{prefix}.{name}.bias", n_out), activation=activation)
+            return Linear.load(checkpoint, f"{prefix}.{name}", n_out, n_in, has_bias=has_bias, activation=activation)
 
         return GatedMLP(
             linear("gate_proj", n_inner, n_model, activation), linear("up_proj", n_inner, n_model), linear("down_proj", n_model, n_inner)

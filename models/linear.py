@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.activations import ACT2FN
 
+from models.checkpoint import Checkpoint
+
 _TYPICAL_ROWS = 64
 """oneDNN chooses a layout for this many rows; it is used for any number. Layouts chosen for 8 to 64 rows measure the same,
 those for a single row are two to three times slower beyond it."""
@@ -47,6 +49,14 @@ class Linear:
         self._bias = bias
         self._fused = _FUSED.get(activation or "", "none") if self.is_packed else "none"
         self._activation = None if activation is None or self._fused != "none" else ACT2FN[activation]
+
+    @staticmethod
+    def load(
+        checkpoint: Checkpoint, prefix: str, n_out: int, n_in: int, *, has_bias: bool = False, activation: str | None = None
+    ) -> Linear:
+        """From `weight`, and `bias` if there is one, below `prefix`."""
+        weight = checkpoint.take(f"{prefix}.weight", n_out, n_in)
+        return Linear(weight, bias=checkpoint.take_optional(has_bias, f"{prefix}.bias", n_out), activation=activation)
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (T, n_in) -> (T, n_out)."""

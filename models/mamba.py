@@ -50,8 +50,8 @@ class Mamba2(_MixerStack):
     def _mixer(self, config: Mamba2Config, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
         shape = SSDShape(config.num_heads, config.head_dim, config.n_groups, config.state_size, config.conv_kernel)
         options = Mamba2Options(
-            n_model=config.hidden_size, shape=shape, has_conv_bias=config.use_conv_bias, has_proj_bias=config.use_bias,
-            norm_eps=config.layer_norm_epsilon, n_norm_groups=config.n_groups, dt_limits=tuple(config.time_step_limit),
-            activation=config.hidden_act,
+            n_model=config.hidden_size, shape=shape, has_conv_bias=config.use_conv_bias, has_in_bias=config.use_bias,
+            has_out_bias=config.use_bias, norm_eps=config.layer_norm_epsilon, n_norm_groups=config.n_groups,
+            dt_limits=tuple(config.time_step_limit), activation=config.hidden_act,
         )  # fmt: skip
         return Mamba2Mixer(checkpoint, prefix, i, options)

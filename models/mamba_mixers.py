@@ -92,19 +92,18 @@ class Mamba2Options:
         norm_eps: of the gated norm behind the recurrence; None where there is only the gate.
         n_norm_groups: parts of a row that are normed on their own.
         norms_before_gate: norm(y) * silu(gate) instead of norm(y * silu(gate)).
-        in_scale: what the outputs of `in_proj` are multiplied by, (gate, x, B, C, dt), for models in muP.
     """
 
     n_model: int
     shape: SSDShape
     has_conv_bias: bool
-    has_proj_bias: bool
+    has_in_bias: bool
+    has_out_bias: bool
     norm_eps: float | None
     n_norm_groups: int
     norms_before_gate: bool = False
     dt_limits: tuple[float, float] = (0.0, math.inf)
     activation: str = "silu"
-    in_scale: tuple[float, float, float, float, float] | None = None
 
 
 class Mamba2Mixer:
@@ -114,17 +113,12 @@ class Mamba2Mixer:
         shape, n_model, take = options.shape, options.n_model, checkpoint.take
         n_rows = shape.n_channels + shape.n_heads
         in_weight = take(f"{prefix}.in_proj.weight", shape.n_inner + n_rows, n_model)
-        in_bias = checkpoint.take_optional(options.has_proj_bias, f"{prefix}.in_proj.bias", shape.n_inner + n_rows)
-        if options.in_scale is not None:
-            n_keys = shape.n_groups * shape.d_state
-            sizes = torch.tensor([shape.n_inner, shape.n_inner, n_keys, n_keys, shape.n_heads])
-            scale = torch.repeat_interleave(torch.tensor(options.in_scale), sizes).to(in_weight)
-            in_weight, in_bias = in_weight * scale[:, None], None if in_bias is None else in_bias * scale
+        in_bias = checkpoint.take_optional(options.has_in_bias, f"{prefix}.in_proj.bias", shape.n_inner + n_rows)
         gate_bias, rows_bias = (None, None) if in_bias is None else torch.split(in_bias, [shape.n_inner, n_rows])
         gate_weight, rows_weight = torch.split(in_weight, [shape.n_inner, n_rows])
         self._gate = Linear(gate_weight, bias=gate_bias, activation=options.activation)
         self._rows = Linear(rows_weight, bias=rows_bias)
-        out_bias = checkpoint.take_optional(options.has_proj_bias, f"{prefix}.out_proj.bias", n_model)
+        out_bias = checkpoint.take_optional(options.has_out_bias, f"{prefix}.out_proj.bias", n_model)
         self._out = Linear(take(f"{prefix}.out_proj.weight", n_model, shape.n_inner), bias=out_bias)
         self._norm_weight = None if options.norm_eps is None else take(f"{prefix}.norm.weight", shape.n_inner)
         self._recurrence = SSD(

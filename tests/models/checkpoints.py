@@ -42,6 +42,9 @@ def randomise_(model: nn.Module) -> None:
             weight.normal_(0, 0.5)
         else:
             weight.normal_(0, 1.2 * weight.shape[-1] ** -0.5)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0, 0.3)
 
 
 def write_checkpoint(folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
