@@ -1,6 +1,6 @@
 """Models that run on a `HybridMemory`: one short file a family, and loading."""
 
-from models import bamba, granite_moe_hybrid, jamba, mamba, recurrent_gemma, rwkv
+from models import bamba, falcon_h1, granite_moe_hybrid, jamba, mamba, nemotron_h, recurrent_gemma, rwkv
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model, plan_memory, weight_bytes
 
@@ -11,10 +11,12 @@ __all__ = [
     "LanguageModel",
     "UnsupportedModelError",
     "bamba",
+    "falcon_h1",
     "granite_moe_hybrid",
     "jamba",
     "load_model",
     "mamba",
+    "nemotron_h",
     "plan_memory",
     "recurrent_gemma",
     "rwkv",

@@ -21,6 +21,14 @@ class UnsupportedModelError(HybridMemoryError, ValueError):
     """A checkpoint of an architecture, or with an option, that this library does not implement."""
 
 
+def require(config: object, **wanted: object) -> None:
+    """Refuse a config unless these options have these values: what others do with another value is nothing, or not known."""
+    for name, value in wanted.items():
+        found = getattr(config, name)
+        if (tuple(found) if isinstance(found, list) else found) != value:
+            raise UnsupportedModelError(f"{name}={found!r}; {type(config).__name__} is implemented with {value!r} only")
+
+
 class Checkpoint:
     """Tensors by name. Each is read when it is taken; untouched bytes of the files are never loaded.
 

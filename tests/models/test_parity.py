@@ -27,6 +27,8 @@ WRONG_IN_TRANSFORMERS = {
     "rwkv-wide": "its states have as many channels as the model, not as the averages",
     "mamba2-tied": "its single steps do not clamp dt",
     "granite-moe-hybrid-no-experts": "its single steps do not clamp dt",
+    "falcon-h1-gate-only": "its single steps do not clamp dt",
+    "nemotron-h-dt-floor": "its single steps do not clamp dt",
 }
 """Checkpoints that transformers itself cannot continue by single tokens, and why; its one-shot logits decide alone."""
 MATTERS = 0.1

@@ -1,0 +1,86 @@
+"""Nemotron-H (NVIDIA 2025): each layer is one of Mamba-2, attention without positions, an MLP, or experts, by a pattern."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from transformers import NemotronHConfig
+
+from memory import AttentionSpec
+from memory.recurrences import SSDShape
+from models.attention import Attention, load_projections
+from models.checkpoint import Checkpoint, require
+from models.decoder import Block, Decoder, Function
+from models.experts import MixtureOfExperts, sigmoid_then_choose
+from models.layers import MLP, RMSNorm, Vocabulary
+from models.linear import Linear
+from models.loading import register
+from models.mamba_mixers import Mamba2Mixer, Mamba2Options
+
+
+@register("NemotronHForCausalLM")
+class NemotronH(Decoder):
+    def __init__(self, config: NemotronHConfig, checkpoint: Checkpoint) -> None:
+        # What the config can say, and implementations ignore or understand differently.
+        require(config, tie_word_embeddings=False, attention_bias=False, sliding_window=None, mamba_proj_bias=config.use_bias)
+        require(config, time_step_limit=(0.0, math.inf))
+        vocabulary = Vocabulary(checkpoint, "backbone.embeddings.weight", config.vocab_size, config.hidden_size, "lm_head.weight")
+        layers = [_load_block(config, checkpoint, i) for i in range(config.num_hidden_layers)]
+        norm = RMSNorm(checkpoint.take("backbone.norm_f.weight", config.hidden_size), config.layer_norm_epsilon)
+        residual_dtype = torch.float32 if config.residual_in_fp32 else checkpoint.dtype
+        super().__init__(config, checkpoint, vocabulary, layers, norm, residual_dtype=residual_dtype)
+
+
+def _load_block(config: NemotronHConfig, checkpoint: Checkpoint, i: int) -> Block:
+    prefix, kind = f"backbone.layers.{i}", config.layers_block_type[i]
+    norm = RMSNorm(checkpoint.take(f"{prefix}.norm.weight", config.hidden_size), config.layer_norm_epsilon)
+    prefix = f"{prefix}.mixer"
+    if kind == "linear_attention":
+        return Block((norm, Mamba2Mixer(checkpoint, prefix, i, _mamba2_options(config))))
+    if kind == "full_attention":
+        spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim)
+        return Block((norm, Attention(i, spec, *load_projections(checkpoint, prefix, config.hidden_size, spec))))
+    if kind == "moe":
+        return Block(None, (norm, _load_experts(config, checkpoint, prefix)))
+    return Block(None, (norm, _load_mlp(config, checkpoint, prefix, config.intermediate_size)))
+
+
+def _mamba2_options(config: NemotronHConfig) -> Mamba2Options:
+    shape = SSDShape(config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size, config.conv_kernel)
+    return Mamba2Options(
+        n_model=config.hidden_size, shape=shape, has_conv_bias=config.use_conv_bias, has_in_bias=config.use_bias,
+        has_out_bias=config.use_bias, norm_eps=config.layer_norm_epsilon, n_norm_groups=config.n_groups,
+        dt_limits=(config.time_step_min, math.inf), activation=config.mamba_hidden_act,
+    )  # fmt: skip
+
+
+def _load_mlp(config: NemotronHConfig, checkpoint: Checkpoint, prefix: str, n_inner: int) -> MLP:
+    return MLP.load(checkpoint, prefix, config.hidden_size, n_inner, config.mlp_hidden_act, has_bias=config.mlp_bias)
+
+
+def _load_experts(config: NemotronHConfig, checkpoint: Checkpoint, prefix: str) -> MixtureOfExperts:
+    n_model, n_experts, n_inner, n_latent = (
+        config.hidden_size,
+        config.n_routed_experts,
+        config.moe_intermediate_size,
+        config.moe_latent_size,
+    )
+    # The router and its bias are read in float32 whatever the model's dtype: scores decide, and close ones are common.
+    router = checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model, dtype=torch.float32)
+    bias = checkpoint.take(f"{prefix}.gate.e_score_correction_bias", n_experts, dtype=torch.float32)
+    activation = config.mlp_hidden_act
+    experts = [MLP.load(checkpoint, f"{prefix}.experts.{e}", n_latent or n_model, n_inner, activation) for e in range(n_experts)]
+
+    def latent(name: str, n_out: int, n_in: int) -> Linear:
+        return Linear.load(checkpoint, f"{prefix}.{name}", n_out, n_in, has_bias=config.mlp_bias)
+
+    around: tuple[Function, Function] | None = None
+    if n_latent is not None:
+        around = latent("fc1_latent_proj", n_latent, n_model), latent("fc2_latent_proj", n_model, n_latent)
+    route = sigmoid_then_choose(
+        bias, n_groups=config.n_group, n_chosen_groups=config.topk_group, renormalise=config.norm_topk_prob,
+        scale=config.routed_scaling_factor,
+    )  # fmt: skip
+    shared = _load_mlp(config, checkpoint, f"{prefix}.shared_experts", config.moe_shared_expert_intermediate_size)
+    return MixtureOfExperts(router, experts, config.num_experts_per_tok, route, shared=shared, around=around)
