@@ -1,19 +1,20 @@
 """Models that run on a `HybridMemory`: one short file a family, and loading."""
 
-from models import bamba, falcon_h1, granite_moe_hybrid, jamba, mamba, nemotron_h, recurrent_gemma, rwkv
+from models import bamba, falcon_h1, granite_moe_hybrid, jamba, lfm2, mamba, nemotron_h, recurrent_gemma, rwkv
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model, plan_memory, weight_bytes
 
 __all__ = [
     "ARCHITECTURES",
-    "Checkpoint",
     "EMBEDDED",
+    "Checkpoint",
     "LanguageModel",
     "UnsupportedModelError",
     "bamba",
     "falcon_h1",
     "granite_moe_hybrid",
     "jamba",
+    "lfm2",
     "load_model",
     "mamba",
     "nemotron_h",

@@ -94,6 +94,11 @@ class Attention:
         return self.out(y if self.gate is None else y * self.gate(x_TM))
 
 
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """A head's size, which many configs leave to the model's."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
 def load_projections(
     checkpoint: Checkpoint, prefix: str, n_model: int, spec: AttentionSpec, *, has_bias: bool = False, has_out_bias: bool = False,
     out: str = "o_proj",

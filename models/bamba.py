@@ -6,7 +6,7 @@ from transformers import BambaConfig, PreTrainedConfig
 
 from memory import AttentionSpec
 from memory.recurrences import SSDShape
-from models.attention import Attention, Rotary, load_projections
+from models.attention import Attention, Rotary, head_dim_of, load_projections
 from models.checkpoint import Checkpoint
 from models.decoder import Block, Decoder, Mixer
 from models.layers import GatedMLP, RMSNorm, Vocabulary
@@ -20,7 +20,7 @@ class Bamba(Decoder):
         n_model = config.hidden_size
         head = None if config.tie_word_embeddings else "lm_head.weight"
         vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
-        rotary = Rotary(config, head_dim(config), checkpoint.device)
+        rotary = Rotary(config, head_dim_of(config), checkpoint.device)
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.rms_norm_eps)
@@ -48,14 +48,10 @@ def load_mixer(config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary:
 def load_attention(
     config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary | None, scale: float | None = None
 ) -> Attention:
-    spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim(config))
+    spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
     bias = config.attention_bias
     projections = load_projections(checkpoint, f"model.layers.{i}.self_attn", config.hidden_size, spec, has_bias=bias, has_out_bias=bias)
     return Attention(i, spec, *projections, rotary=rotary, scale=scale)
-
-
-def head_dim(config: PreTrainedConfig) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def mamba2_options(config: PreTrainedConfig) -> Mamba2Options:

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import FalconH1Config
 
 from memory.recurrences import SSDShape
-from models.attention import Rotary
-from models.bamba import head_dim, load_attention, mamba2_options
+from models.attention import Rotary, head_dim_of
+from models.bamba import load_attention, mamba2_options
 from models.checkpoint import Checkpoint
 from models.decoder import Block, Decoder, Parallel
 from models.layers import GatedMLP, RMSNorm, Vocabulary
@@ -29,7 +29,7 @@ class FalconH1(Decoder):
             checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, None if config.tie_word_embeddings else "lm_head.weight",
             embedding_scale=config.embedding_multiplier, logits_scale=config.lm_head_multiplier,
         )  # fmt: skip
-        rotary, options = Rotary(config, head_dim(config), checkpoint.device), _mamba2_options(config)
+        rotary, options = Rotary(config, head_dim_of(config), checkpoint.device), _mamba2_options(config)
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.rms_norm_eps)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from transformers import GraniteMoeHybridConfig
 
-from models.attention import Rotary
-from models.bamba import head_dim, load_mixer
+from models.attention import Rotary, head_dim_of
+from models.bamba import load_mixer
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.decoder import Block, Decoder, Function
 from models.experts import MixtureOfExperts, choose_then_softmax
@@ -23,7 +23,7 @@ class GraniteMoeHybrid(Decoder):
             checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, None if config.tie_word_embeddings else "lm_head.weight",
             embedding_scale=config.embedding_multiplier, logits_scale=1.0 / config.logits_scaling,
         )  # fmt: skip
-        rotary = Rotary(config, head_dim(config), checkpoint.device) if config.position_embedding_type == "rope" else None
+        rotary = Rotary(config, head_dim_of(config), checkpoint.device) if config.position_embedding_type == "rope" else None
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.rms_norm_eps)

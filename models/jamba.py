@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import JambaConfig
 
 from memory import AttentionSpec
-from models.attention import Attention, load_projections
+from models.attention import Attention, head_dim_of, load_projections
 from models.checkpoint import Checkpoint
 from models.decoder import Block, Decoder, Mixer
 from models.experts import MixtureOfExperts, softmax_then_choose
@@ -41,8 +41,7 @@ class Jamba(Decoder):
 def _mixer(config: JambaConfig, checkpoint: Checkpoint, i: int) -> Mixer:
     prefix = f"model.layers.{i}"
     if config.layers_block_type[i] == "attention":
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim)
+        spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
         return Attention(i, spec, *load_projections(checkpoint, f"{prefix}.self_attn", config.hidden_size, spec))
     shape = MambaShape(
         n_model=config.hidden_size, n_channels=config.mamba_expand * config.hidden_size, d_state=config.mamba_d_state,

@@ -104,15 +104,17 @@ class GatedMLP:
     down: Linear
 
     @staticmethod
-    def load(checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: str, *, has_bias: bool = False) -> GatedMLP:
-        """From `gate_proj`, `up_proj` and `down_proj` below `prefix`."""
+    def load(
+        checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: str, *, has_bias: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> GatedMLP:  # fmt: skip
+        """From what `names` calls gate, up and down below `prefix`."""
 
         def linear(name: str, n_out: int, n_in: int, activation: str | None = None) -> Linear:
             return Linear.load(checkpoint, f"{prefix}.{name}", n_out, n_in, has_bias=has_bias, activation=activation)
 
-        return GatedMLP(
-            linear("gate_proj", n_inner, n_model, activation), linear("up_proj", n_inner, n_model), linear("down_proj", n_model, n_inner)
-        )
+        gate, up, down = names
+        return GatedMLP(linear(gate, n_inner, n_model, activation), linear(up, n_inner, n_model), linear(down, n_model, n_inner))
 
     @staticmethod
     def of(gate_up: Tensor, down: Tensor, activation: str) -> GatedMLP:

@@ -22,6 +22,7 @@ SUBJECTS = (
     "toy", "toy-attention", "toy-recurrent", "jamba", "mamba", "toy replay", "mamba replay", *(f"family:{name}" for name in FAMILIES),
     "model:recurrent-gemma", "model:rwkv",
     "model:granite-moe-hybrid", "model:nemotron-h", "model:falcon-h1",
+    "model:lfm2",
 )  # fmt: skip
 """Models, and how their memories fold: "keep" unless named."""
 

@@ -25,6 +25,7 @@ WRONG_IN_TRANSFORMERS = {
     "jamba-no-attention": "its cache cannot be asked for its length",
     "recurrent-gemma-no-attention": "its cache cannot be asked for its length",
     "rwkv-wide": "its states have as many channels as the model, not as the averages",
+    "lfm2-no-attention": "its cache cannot be asked for its length",
     "mamba2-tied": "its single steps do not clamp dt",
     "granite-moe-hybrid-no-experts": "its single steps do not clamp dt",
     "falcon-h1-gate-only": "its single steps do not clamp dt",

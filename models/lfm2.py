@@ -1,0 +1,68 @@
+"""LFM2 (Liquid AI 2025): short convolutions between gates, with a few layers of rotary attention, and a gated MLP in each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor
+from transformers import Lfm2Config
+
+from memory import AttentionSpec
+from models.attention import Attention, Rotary, head_dim_of, load_projections
+from models.checkpoint import Checkpoint, UnsupportedModelError
+from models.decoder import Block, Decoder, Mixer
+from models.layers import GatedMLP, RMSNorm, Vocabulary
+from models.loading import register
+from models.short_conv_mixer import ShortConvMixer
+
+_MLP_NAMES = ("w1", "w3", "w2")
+
+
+@register("Lfm2ForCausalLM")
+class Lfm2(Decoder):
+    def __init__(self, config: Lfm2Config, checkpoint: Checkpoint) -> None:
+        n_model = config.hidden_size
+        head = None if config.tie_word_embeddings else "lm_head.weight"
+        vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
+        rotary = Rotary(config, head_dim_of(config), checkpoint.device)
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.norm_eps)
+
+        layers = [
+            Block(
+                (norm(f"layers.{i}.operator_norm"), _mixer(config, checkpoint, i, rotary)),
+                (norm(f"layers.{i}.ffn_norm"), self._feed_forward(config, checkpoint, i)),
+            )
+            for i in range(config.num_hidden_layers)
+        ]
+        super().__init__(config, checkpoint, vocabulary, layers, norm("embedding_norm"))
+
+    def _feed_forward(self, config: Lfm2Config, checkpoint: Checkpoint, i: int) -> Callable[[Tensor], Tensor]:
+        return _load_mlp(checkpoint, f"model.layers.{i}.feed_forward", config.hidden_size, _mlp_size(config))
+
+
+def _mixer(config: Lfm2Config, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Mixer:
+    n_model, kind, prefix = config.hidden_size, config.layer_types[i], f"model.layers.{i}"
+    if kind == "conv":
+        return ShortConvMixer(checkpoint, f"{prefix}.conv", i, n_model, config.conv_L_cache, has_bias=config.conv_bias)
+    if kind != "full_attention":
+        raise UnsupportedModelError(f"layer_types[{i}]={kind!r}; implemented are conv and full_attention")
+    prefix = f"{prefix}.self_attn"
+    spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
+    qkv, out = load_projections(checkpoint, prefix, n_model, spec, out="out_proj")
+    q_norm, k_norm = (RMSNorm(checkpoint.take(f"{prefix}.{x}_layernorm.weight", spec.head_dim), config.norm_eps) for x in "qk")
+    return Attention(i, spec, qkv, out, rotary=rotary, norms=(q_norm, k_norm))
+
+
+def _load_mlp(checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int) -> GatedMLP:
+    return GatedMLP.load(checkpoint, prefix, n_model, n_inner, "silu", names=_MLP_NAMES)
+
+
+def _mlp_size(config: Lfm2Config) -> int:
+    """Two thirds of what the config says, times a factor, rounded up, unless it says not to adjust."""
+    size = config.intermediate_size
+    if not config.block_auto_adjust_ff_dim:
+        return int(size)
+    size = int(config.block_ffn_dim_multiplier * int(2 * size / 3))
+    return int(-(-size // config.block_multiple_of) * config.block_multiple_of)

@@ -1,0 +1,31 @@
+"""LFM2: short convolutions of several widths, attention in some layers, in all and in none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import Lfm2Config
+
+from tests.models.families.vocabulary import VOCAB
+
+
+def lfm2_config(**options: Any) -> Lfm2Config:
+    defaults = {
+        "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "full_attn_idxs": [1, 3], "block_multiple_of": 20,
+    }  # fmt: skip
+    return Lfm2Config(**(defaults | options))
+
+
+CONFIGS = {
+    "lfm2": lfm2_config,
+    "lfm2-biases-untied": lambda: lfm2_config(
+        conv_bias=True, conv_L_cache=4, full_attn_idxs=[0], num_attention_heads=3, num_key_value_heads=3, block_ffn_dim_multiplier=1.3,
+        tie_word_embeddings=False, num_hidden_layers=3,
+    ),
+    "lfm2-narrow": lambda: lfm2_config(
+        conv_L_cache=2, block_auto_adjust_ff_dim=False, intermediate_size=31, num_key_value_heads=1, hidden_size=36,
+        rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 100.0},
+    ),
+    "lfm2-no-attention": lambda: lfm2_config(full_attn_idxs=[]),
+}  # fmt: skip
