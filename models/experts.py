@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from memory import FormatError
+from models.checkpoint import Checkpoint
+from models.layers import GatedMLP
+from models.linear import Linear
 
 Function = Callable[[Tensor], Tensor]
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -104,3 +108,31 @@ class MixtureOfExperts:
                 weights = weights_TK.flatten()[pairs].to(x_TM.dtype)
                 y_TM.index_add_(0, tokens, expert(x_TM[tokens]) * weights[:, None])
         return y_TM
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """A mixture beside an expert that every token goes through: mixture(x) + gate(x) * shared(x).
+
+    Attributes:
+        gate: one number a token, after its sigmoid.
+    """
+
+    mixture: MixtureOfExperts
+    shared: GatedMLP
+    gate: Linear
+
+    def __call__(self, x_TM: Tensor) -> Tensor:
+        return torch.addcmul(self.mixture(x_TM), self.gate(x_TM), self.shared(x_TM))
+
+
+def load_experts(
+    checkpoint: Checkpoint, prefix: str, n_experts: int, n_model: int, n_inner: int, activation: str, *,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[GatedMLP]:  # fmt: skip
+    """Experts one by one, as most checkpoints have them, or stacked in `gate_up_proj` and `down_proj`."""
+    if f"{prefix}.gate_up_proj" not in checkpoint:
+        return [GatedMLP.load(checkpoint, f"{prefix}.{i}", n_model, n_inner, activation, names=names) for i in range(n_experts)]
+    gate_up = checkpoint.take(f"{prefix}.gate_up_proj", n_experts, 2 * n_inner, n_model)
+    down = checkpoint.take(f"{prefix}.down_proj", n_experts, n_model, n_inner)
+    return [GatedMLP.of(*weights, activation) for weights in zip(gate_up, down, strict=True)]

@@ -20,9 +20,13 @@ from tests.toy import FamilyToy, Toy
 
 SUBJECTS = (
     "toy", "toy-attention", "toy-recurrent", "jamba", "mamba", "toy replay", "mamba replay", *(f"family:{name}" for name in FAMILIES),
-    "model:recurrent-gemma", "model:rwkv",
-    "model:granite-moe-hybrid", "model:nemotron-h", "model:falcon-h1",
+    "model:falcon-h1",
+    "model:granite-moe-hybrid",
     "model:lfm2",
+    "model:nemotron-h",
+    "model:qwen3-next-no-experts",
+    "model:recurrent-gemma",
+    "model:rwkv",
 )  # fmt: skip
 """Models, and how their memories fold: "keep" unless named."""
 

@@ -37,7 +37,7 @@ def randomise_(model: nn.Module) -> None:
         elif name.endswith("dt_proj.bias"):
             weight.normal_(-1, 0.5)
         elif "norm" in name or ".ln" in name or ".pre_ln" in name or name.endswith(".D"):
-            weight.normal_(1, 0.2)
+            weight.normal_(float(weight.mean()), 0.2)  # around what it starts from: 1, or 0 where the norm adds the 1
         elif "embed" in name or name.endswith(("conv1d.weight", "bias")):
             weight.normal_(0, 0.5)
         else:
