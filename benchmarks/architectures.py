@@ -18,10 +18,24 @@ from models import ARCHITECTURES, load_model, plan_memory
 
 PARITY = Path(__file__).parent / "results" / "parity.json"
 WINDOW = 64
+_NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 PUBLISHED: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27], "mamba_d_state": 128},
-}
-"""Where the defaults of transformers' config are not a published model's: the fields that make it one."""
+    "GraniteMoeHybridForCausalLM": {
+        "num_hidden_layers": 40, "num_key_value_heads": 8, "num_local_experts": 72, "num_experts_per_tok": 10, "mamba_d_state": 128,
+        "layer_types": ["full_attention" if i in (5, 15, 25, 35) else "linear_attention" for i in range(40)], "vocab_size": 100_352,
+        "intermediate_size": 768, "shared_intermediate_size": 1536,
+    },
+    "Lfm2ForCausalLM": {
+        "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "layer_types": ["full_attention" if i in (2, 5, 8, 10, 12, 14) else "conv" for i in range(16)],
+    },
+    "NemotronHForCausalLM": {
+        "hybrid_override_pattern": _NEMOTRON_H_8B, "hidden_size": 4096, "intermediate_size": 21_504, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
+    },
+}  # fmt: skip
+"""Where the defaults of transformers' config are not a published model's: the fields that make it one, nearly."""
 
 
 def published_config(architecture: str) -> PreTrainedConfig:

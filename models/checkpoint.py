@@ -133,6 +133,9 @@ class DryCheckpoint(Checkpoint):
     def __contains__(self, name: str) -> bool:
         return True
 
+    def scale(self, name: str, factor: float | Tensor) -> None:
+        """There are no numbers to scale."""
+
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 

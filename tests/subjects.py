@@ -20,9 +20,11 @@ from tests.toy import FamilyToy, Toy
 
 SUBJECTS = (
     "toy", "toy-attention", "toy-recurrent", "jamba", "mamba", "toy replay", "mamba replay", *(f"family:{name}" for name in FAMILIES),
+    "model:bamba",
     "model:falcon-h1",
     "model:granite-moe-hybrid",
     "model:lfm2",
+    "model:mamba2",
     "model:nemotron-h",
     "model:qwen3-next-no-experts",
     "model:recurrent-gemma",
