@@ -100,8 +100,8 @@ def parity(quick: Quick = False, out: Out = None, threads: Threads = None) -> No
 
 @app.command(name="table")
 def table_() -> None:
-    """The README's table of architectures, from the registry and the parity that was measured last."""
-    print(architectures.table())
+    """Write the README's table of architectures, from the registry and the parity that was measured last."""
+    architectures.write_table()
 
 
 @app.command(name="all")

@@ -90,6 +90,22 @@ def table() -> str:
     return "\n".join(lines)
 
 
+README = Path(__file__).parent.parent / "README.md"
+_BEGIN, _END = "<!-- architectures: python -m benchmarks table -->\n", "<!-- end of architectures -->"
+
+
+def table_in_readme() -> str:
+    """What stands between the marks."""
+    return README.read_text().partition(_BEGIN)[2].partition(_END)[0].strip()
+
+
+def write_table() -> None:
+    """Put the table between the marks."""
+    before, begin, rest = README.read_text().partition(_BEGIN)
+    _, end, after = rest.partition(_END)
+    README.write_text(f"{before}{begin}\n{table()}\n\n{end}{after}")
+
+
 def _kind(memory: object) -> str:
     if isinstance(memory, AttentionSpec):
         return "attention" if memory.window is None else f"attention over {memory.window}"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from benchmarks import architectures
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -32,3 +34,8 @@ def test_ci_runs_the_readmes_commands() -> None:
 def test_every_file_it_names_exists() -> None:
     for name in re.findall(r"`([\w/]+\.(?:py|json))`", README):
         assert list(ROOT.glob(name)) or list((ROOT / "memory").glob(name)), name
+
+
+def test_the_table_of_architectures_is_that_of_the_registry() -> None:
+    """`python -m benchmarks parity --out benchmarks/results` and `python -m benchmarks table` bring it up to date."""
+    assert architectures.table_in_readme() == architectures.table()
