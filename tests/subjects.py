@@ -29,6 +29,7 @@ SUBJECTS = (
     "model:qwen3-next-no-experts",
     "model:recurrent-gemma",
     "model:rwkv",
+    "model:rwkv7",
 )  # fmt: skip
 """Models, and how their memories fold: "keep" unless named."""
 

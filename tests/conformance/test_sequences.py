@@ -198,7 +198,9 @@ def test_capacity_is_refused_before_anything_changes(subject: Subject) -> None:
 
 def test_the_split_follows_demand(subject: Subject) -> None:
     """The same budget serves one long sequence, then many short ones, then a long one again."""
-    memory = subject.memory(4, budget="1MiB", page_tokens=4)
+    planned = HybridMemory(subject.model.memory_spec, "1GiB", rollback_window=4, page_tokens=4, device="meta")
+    planned.run(None, {planned.open(): [1] * 3 for _ in range(60)})
+    memory = subject.memory(4, budget=max(2**20, planned.usage().used_bytes * 5 // 4), page_tokens=4)
     for _ in range(2):
         long = memory.open()
         memory.run(subject.model, {long: subject.tokens(1000)}, max_tokens=100)

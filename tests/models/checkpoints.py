@@ -16,7 +16,7 @@ from tests.models.families.vocabulary import VOCAB
 __all__ = ["CONFIGS", "Peer", "draw_tokens", "randomise_", "write_checkpoint"]
 
 
-STATE_LISTS = ("rwkv",)
+STATE_LISTS = ("rwkv", "rwkv7")
 """Models that take and give back their states as a list of tensors."""
 
 
@@ -32,10 +32,14 @@ def randomise_(model: nn.Module) -> None:
             weight.normal_(0, 0.3 * weight.shape[-1] ** -0.5)
         elif name.endswith("time_decay"):
             weight.uniform_(-4, 1)  # of RWKV-4, likewise
-        elif ".time_mix_" in name:
+        elif name.endswith("w_lora.lora.2.bias"):
+            weight.uniform_(-6, 1)  # of RWKV-7, likewise
+        elif ".time_mix_" in name or name[:-1].endswith(".x_"):
             weight.uniform_(0, 1)
         elif name.endswith("dt_proj.bias"):
             weight.normal_(-1, 0.5)
+        elif name.endswith(".k_a"):
+            weight.normal_(1, 0.2)
         elif "norm" in name or ".ln" in name or ".pre_ln" in name or name.endswith(".D"):
             weight.normal_(float(weight.mean()), 0.2)  # around what it starts from: 1, or 0 where the norm adds the 1
         elif "embed" in name or name.endswith(("conv1d.weight", "bias")):
