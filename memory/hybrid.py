@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from memory.arena import Store, read_budget
-from memory.attention_cache import AttentionCache
+from memory.attention_cache import AttentionCache, PageGrid
 from memory.batch import pack, read_requests
 from memory.chunks import Model, run_in_chunks
 from memory.errors import BatchError, CapacityError, RollbackError, SequenceError, SpecError
@@ -95,9 +95,18 @@ class HybridMemory:
         flat = [memory for specs in spec.layers for memory in specs]
         attention = [m for m in flat if isinstance(m, AttentionSpec)]
         recurrent = [m for m in flat if isinstance(m, RecurrentSpec)]
-        if attention:
-            self._attention = AttentionCache(attention, spec.dtype, page_tokens, store)
-            self._kinds["attention"] = self._attention
+        # One cache for each window: its layers share tables of pages. Attention i is number j of the cache that it names.
+        self._attention: list[tuple[str, AttentionCache, int]] = []
+        windows = sorted({m.window for m in attention}, key=lambda window: window or 0)
+        for window in windows:
+            group = [m for m in attention if m.window == window]
+            pages = PageGrid(page_tokens, window, grid.rollback_window)
+            self._kinds[_attention_kind(window)] = AttentionCache(group, spec.dtype, pages, store)
+        numbers = dict.fromkeys(windows, 0)
+        for memory in attention:
+            name = _attention_kind(memory.window)
+            self._attention.append((name, cast(AttentionCache, self._kinds[name]), numbers[memory.window]))
+            numbers[memory.window] += 1
         if recurrent:
             self._recurrent = RecurrentState(recurrent, spec.dtype, grid, store)
             self._kinds["recurrence"] = self._recurrent
@@ -309,7 +318,8 @@ class HybridMemory:
             self._ledger.vacate(packed.slots)
 
     def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self._attention.attend(plans["attention"], index, q, k, v, scale)
+        name, cache, number = self._attention[index]
+        return cache.attend(plans[name], number, q, k, v, scale)
 
     def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         return self._recurrent.recur(plans["recurrence"], index, rows, recurrence)
@@ -350,6 +360,10 @@ class HybridMemory:
 
     def _repr_html_(self) -> str:
         return usage_html(self.usage(), f"HybridMemory for {self.spec.model} on {self.spec.device}")
+
+
+def _attention_kind(window: int | None) -> str:
+    return "attention" if window is None else f"attention over {window}"
 
 
 def _index(spec: MemorySpec) -> dict[tuple[int, str, str | None], int]:

@@ -44,7 +44,8 @@ class AttentionSpec:
     Grouped-query attention: query head h reads key/value head h // (n_query_heads / n_kv_heads).
 
     Attributes:
-        window: a token sees only the last `window` tokens, itself included; None for all.
+        window: a token sees only the last `window` tokens, itself included, and older ones are not kept beyond what a rollback may
+            need; None for all.
     """
 
     n_query_heads: int

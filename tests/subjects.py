@@ -19,7 +19,8 @@ from tests.tolerances import TOLERANCE
 from tests.toy import FamilyToy, Toy
 
 SUBJECTS = (
-    "toy", "toy-attention", "toy-recurrent", "jamba", "mamba", "toy replay", "mamba replay", *(f"family:{name}" for name in FAMILIES),
+    *("toy", "toy-attention", "toy-recurrent", "toy-window", "jamba", "mamba", "toy replay", "mamba replay"),
+    *(f"family:{name}" for name in FAMILIES),
     "model:bamba",
     "model:falcon-h1",
     "model:granite-moe-hybrid",
@@ -30,7 +31,7 @@ SUBJECTS = (
     "model:recurrent-gemma",
     "model:rwkv",
     "model:rwkv7",
-)  # fmt: skip
+)
 """Models, and how their memories fold: "keep" unless named."""
 
 
@@ -86,7 +87,7 @@ def make_subject(name: str, folder: Path) -> Subject:
         checkpoints.write_checkpoint(folder, checkpoints.CONFIGS[name.removeprefix("model:")]())
         return Subject(name, fold or "keep", load_model(folder), is_exact=False)  # type: ignore[arg-type]
     if name.startswith("toy"):
-        model = Toy(attention=name != "toy-recurrent", recurrent=name != "toy-attention")
+        model = Toy(attention=name != "toy-recurrent", recurrent=name != "toy-attention", window=5 if name == "toy-window" else None)
         return Subject(name, fold or "keep", model, is_exact=True)  # type: ignore[arg-type]
     if name.startswith("model:"):
         checkpoints.write_checkpoint(folder, checkpoints.CONFIGS[name.removeprefix("model:")]())

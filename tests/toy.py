@@ -1,8 +1,8 @@
 """A tiny hybrid model on the public API, with every shape of memory that a model may have.
 
-Layer 0 is grouped-query attention; layer 1 owns two recurrences; layer 2 runs attention and a recurrence side by side; layer 3
-remembers nothing. There is no matrix product: each output row is computed from its own row alone, in the same order whatever
-else is in the batch, so that equal histories must give equal bits.
+Layer 0 is grouped-query attention; layer 1 owns two recurrences; layer 2 runs attention, over a window if there is one, and a
+recurrence side by side; layer 3 remembers nothing. There is no matrix product: each output row is computed from its own row
+alone, in the same order whatever else is in the batch, so that equal histories must give equal bits.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class FamilyToy:
 class Toy:
     """`logits = model(step)` as any model of this library."""
 
-    def __init__(self, *, attention: bool = True, recurrent: bool = True, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, *, attention: bool = True, recurrent: bool = True, window: int | None = None, dtype: torch.dtype = torch.float32
+    ) -> None:
         generator = torch.Generator().manual_seed(7)
 
         def weights(*shape: int) -> Tensor:
@@ -87,7 +89,7 @@ class Toy:
         layers = (
             (AttentionSpec(6, 2, 4),) if attention else (),
             tuple(RecurrentSpec("average", (5,), means, name=name) for name in ("slow", "fast")) if recurrent else (),
-            ((AttentionSpec(1, 1, 4),) if attention else ())
+            ((AttentionSpec(1, 1, 4, window=window),) if attention else ())
             + ((RecurrentSpec("delta", (2, 4), (StateTensor("matrix", (4, 4)),)),) if recurrent else ()),
             (),
         )

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, RecurrentSpec, Sequence
+from memory.arena import Field, Store
+from memory.attention_cache import AttentionCache
 from models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 from tests.tolerances import assert_logits_close, assert_split_close
@@ -156,17 +159,19 @@ def test_any_forgotten_memory_would_show(pair: Pair) -> None:
 
 def forget(memory: HybridMemory, name: str) -> None:
     """Set the state tensors called `name`, or all keys or values, to what they are before the first token."""
+    cleared: list[tuple[Store, NDArray[np.int64], Field, float]] = []
     if name in ("keys", "values"):
-        cache = memory._attention
-        fields = cache.layout.fields[name == "values" :: 2]
-        blocks, initials, store = cache.pool.addresses[cache.pool.counts > 0], [0.0] * len(fields), cache._store
+        for cache in (kind for kind in memory._kinds.values() if isinstance(kind, AttentionCache)):
+            blocks = cache.pool.addresses[cache.pool.counts > 0]
+            cleared += [(cache._store, blocks, field, 0.0) for field in cache.layout.fields[name == "values" :: 2]]
     else:
         recurrent = memory._recurrent
+        blocks = recurrent.states.addresses[recurrent.states.counts > 0]
         states = [s for m in recurrent._specs for s in m.states]
-        chosen = [i for i, s in enumerate(states) if s.name == name]
-        fields, initials = [recurrent.state_layout.fields[i] for i in chosen], [states[i].initial for i in chosen]
-        blocks, store = recurrent.states.addresses[recurrent.states.counts > 0], recurrent._store
-    for field, initial in zip(fields, initials, strict=True):
+        for state, field in zip(states, recurrent.state_layout.fields, strict=True):
+            cleared += [(recurrent._store, blocks, field, state.initial)] if state.name == name else []
+    assert cleared
+    for store, blocks, field, initial in cleared:
         flat = store.flat(field)
         for address in (blocks // field.dtype.itemsize).tolist():
-            flat[address : address + math.prod(field.shape)] = initial
+            flat[address : address + field.n_elements] = initial

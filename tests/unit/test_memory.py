@@ -382,7 +382,7 @@ def test_positions_and_packing(hybrid: HybridMemory, toy: Toy) -> None:
 def test_check_finds_a_lost_and_a_doubled_reference(hybrid: HybridMemory, toy: Toy) -> None:
     a = hybrid.open()
     feed(hybrid, toy, a, [1] * 40)
-    pool = hybrid._attention.pool
+    pool = hybrid._kinds["attention"].pool
     for change in (1, -1):
         pool.counts[0] += change
         with pytest.raises(IntegrityError):
@@ -482,3 +482,43 @@ def test_state_dtype_halves_the_states_and_is_checked() -> None:
     for wrong in (torch.int8, "bfloat16", torch.float64):
         with pytest.raises(SpecError, match="state_dtype"):
             HybridMemory(spec, "1MiB", state_dtype=wrong)  # type: ignore[arg-type]
+
+
+# Attention windows
+
+
+@pytest.mark.parametrize("page_tokens", [1, 4, 16])
+@pytest.mark.parametrize("window, rollback_window", [(1, 0), (5, 3), (40, 8)])
+def test_pages_leave_with_the_window(window: int, rollback_window: int, page_tokens: int) -> None:
+    """However long the sequence: the window, what a rollback may need, and the ends of two pages."""
+    spec = MemorySpec(((AttentionSpec(2, 1, 8, window=window),), (AttentionSpec(2, 1, 8),)), 9, device=torch.device("meta"))
+    memory = HybridMemory(spec, "10MiB", rollback_window=rollback_window, page_tokens=page_tokens)
+    sequence = memory.open()
+    for n_tokens in (1, 300, 1, 1, 37):
+        with memory.step({sequence: [1] * n_tokens}):
+            pass
+        memory.check()
+    usage = memory.usage()
+    n_pages = usage.by_kind[f"pages over {window}"] // usage.block_bytes[f"pages over {window}"]
+    assert n_pages <= (window + rollback_window - 2) // page_tokens + 2
+    assert usage.by_kind["pages"] // usage.block_bytes["pages"] == -(-340 // page_tokens)
+    assert sequence.horizon <= 340 - rollback_window
+    fork, mark = memory.fork(sequence), memory.checkpoint(sequence)
+    memory.rollback(sequence, to=sequence.horizon)
+    memory.check()
+    with pytest.raises(RollbackError):
+        memory.rollback(sequence, to=sequence.horizon - 1)
+    with memory.step({sequence: [1] * 100, fork: [2]}):
+        pass
+    memory.rollback(sequence, to=mark)
+    memory.check()
+    for handle in (sequence, fork, mark):
+        memory.close(handle)
+    assert memory.usage().used_bytes == 0
+    memory.check()
+
+
+def test_window_0_is_refused() -> None:
+    for window in (0, -3, 2.5, True):
+        with pytest.raises(SpecError, match="window"):
+            AttentionSpec(1, 1, 4, window=window)  # type: ignore[arg-type]

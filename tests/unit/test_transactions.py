@@ -115,7 +115,7 @@ def test_weights_that_want_gradients_do_not_reach_the_store(memory: HybridMemory
     toy._qkv0.requires_grad_()
     a = memory.open()
     feed(memory, toy, a, [1, 2, 3])
-    assert memory._attention._store._bytes.grad_fn is None
+    assert memory._kinds["attention"]._store._bytes.grad_fn is None
 
 
 def test_a_memory_made_in_inference_mode_works_outside(toy: Toy) -> None:
@@ -169,10 +169,10 @@ def test_check_notices(memory: HybridMemory, toy: Toy) -> None:
     with pytest.raises(IntegrityError, match="free bytes"):
         memory.check()
     memory._arena.free_bytes -= 64
-    memory._attention.pool._free_ids.append(0)
+    memory._kinds["attention"].pool._free_ids.append(0)
     with pytest.raises(IntegrityError, match="in use at once"):
         memory.check()
-    memory._attention.pool._free_ids.pop()
-    del memory._attention._pages[a.slot]
+    memory._kinds["attention"].pool._free_ids.pop()
+    del memory._kinds["attention"]._pages[a.slot]
     with pytest.raises(IntegrityError):
         memory.check()
