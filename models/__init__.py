@@ -1,6 +1,6 @@
 """Models that run on a `HybridMemory`: one short file a family, and loading."""
 
-from models import bamba, falcon_h1, granite_moe_hybrid, jamba, lfm2, mamba, nemotron_h, qwen3_next, recurrent_gemma, rwkv, rwkv7
+from models import bamba, falcon_h1, granite_moe_hybrid, jamba, lfm2, mamba, nemotron_h, qwen3_next, recurrent_gemma, rwkv, rwkv7, zamba2
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model, plan_memory, weight_bytes
 
@@ -24,4 +24,5 @@ __all__ = [
     "rwkv",
     "rwkv7",
     "weight_bytes",
+    "zamba2",
 ]

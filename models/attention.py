@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +70,7 @@ class Attention:
 
     layer: int
     spec: AttentionSpec
-    qkv: Linear
+    qkv: Callable[[Tensor], Tensor]
     out: Linear
     rotary: Rotary | None = None
     scale: float | None = None
@@ -101,12 +102,16 @@ def head_dim_of(config: PreTrainedConfig) -> int:
 
 def load_projections(
     checkpoint: Checkpoint, prefix: str, n_model: int, spec: AttentionSpec, *, has_bias: bool = False, has_out_bias: bool = False,
-    out: str = "o_proj",
+    out: str = "o_proj", n_in: int | None = None,
 ) -> tuple[Linear, Linear]:  # fmt: skip
-    """`qkv` and `out` of an `Attention`, from `q_proj`, `k_proj`, `v_proj` and `out` below `prefix`."""
+    """`qkv` and `out` of an `Attention`, from `q_proj`, `k_proj`, `v_proj` and `out` below `prefix`.
+
+    Args:
+        n_in: what queries, keys and values are made from, if it is not n_model.
+    """
     n_q, n_kv = spec.n_query_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     sizes = {"q_proj": n_q, "k_proj": n_kv, "v_proj": n_kv}
-    weights = [checkpoint.take(f"{prefix}.{name}.weight", size, n_model) for name, size in sizes.items()]
+    weights = [checkpoint.take(f"{prefix}.{name}.weight", size, n_in or n_model) for name, size in sizes.items()]
     bias = torch.cat([checkpoint.take(f"{prefix}.{name}.bias", size) for name, size in sizes.items()]) if has_bias else None
     out_bias = checkpoint.take_optional(has_out_bias, f"{prefix}.{out}.bias", n_model)
     return Linear(*weights, bias=bias), Linear(checkpoint.take(f"{prefix}.{out}.weight", n_model, n_q), bias=out_bias)

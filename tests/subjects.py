@@ -31,6 +31,7 @@ SUBJECTS = (
     "model:recurrent-gemma",
     "model:rwkv",
     "model:rwkv7",
+    "model:zamba2",
 )
 """Models, and how their memories fold: "keep" unless named."""
 

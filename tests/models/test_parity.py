@@ -32,6 +32,7 @@ WRONG_IN_TRANSFORMERS = {
     "mamba2-tied": "its single steps do not clamp dt",
     "granite-moe-hybrid-no-experts": "its single steps do not clamp dt",
     "falcon-h1-gate-only": "its single steps do not clamp dt",
+    "zamba2-no-adapters": "its single steps do not clamp dt",
     "nemotron-h-dt-floor": "its single steps do not clamp dt",
 }
 """Checkpoints that transformers itself cannot continue by single tokens, and why; its one-shot logits decide alone."""

@@ -1,0 +1,46 @@
+"""Routing, against its definition token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from models.checkpoint import Checkpoint
+from models.experts import MixtureOfExperts, sigmoid_then_choose
+from tests.models.checkpoints import CONFIGS, write_checkpoint
+
+
+@pytest.mark.parametrize("n_groups, n_chosen_groups", [(1, 1), (4, 2), (2, 2)])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_sigmoids_choose_among_the_best_groups(n_groups: int, n_chosen_groups: int, renormalise: bool) -> None:
+    logits, bias = torch.randn(20, 8), torch.randn(8)
+    route = sigmoid_then_choose(bias, n_groups=n_groups, n_chosen_groups=n_chosen_groups, renormalise=renormalise, scale=2.5)(3)
+    weights, experts = route(logits)
+    for token, (chosen, weight) in enumerate(zip(experts.tolist(), weights, strict=True)):
+        ranks = logits[token].sigmoid() + bias
+        groups = torch.arange(8).view(n_groups, -1)
+        best = sorted(groups, key=lambda g: -float(ranks[g].topk(2).values.sum()))[:n_chosen_groups]
+        assert chosen == sorted(torch.cat(best).tolist(), key=lambda e: -float(ranks[e]))[:3]
+        scores = logits[token].sigmoid()[chosen]
+        torch.testing.assert_close(weight, 2.5 * (scores / scores.sum() if renormalise else scores))
+
+
+def test_a_shared_expert_sees_the_input_and_the_others_a_space_of_their_own() -> None:
+    into, back, x = torch.randn(4, 2), torch.randn(2, 4), torch.randn(7, 4)
+    experts = [lambda x: x, lambda x: 3 * x]
+    route = sigmoid_then_choose(torch.zeros(2))
+    mixture = MixtureOfExperts(
+        torch.zeros(2, 4), experts, 2, route, shared=lambda x: 10 * x, around=(lambda x: x @ into, lambda x: x @ back)
+    )
+    torch.testing.assert_close(mixture(x), 2 * x @ into @ back + 10 * x)
+
+
+def test_a_scaled_tensor_is_taken_times_its_factors(tmp_path) -> None:  # type: ignore[no-untyped-def]
+    folder = write_checkpoint(tmp_path, CONFIGS["mamba"]())
+    name, factors = "backbone.layers.0.mixer.out_proj.weight", torch.rand(24)
+    checkpoint = Checkpoint(folder, torch.device("cpu"), torch.float32)
+    plain = checkpoint.take(name, 24, 48)
+    checkpoint.scale(name, factors)
+    assert torch.equal(checkpoint.take(name, 24, 48), plain * factors[:, None])
+    checkpoint.scale(name, 0.5)
+    assert torch.equal(checkpoint.take(name, 24, 48), plain * 0.5)
