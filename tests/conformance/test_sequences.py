@@ -169,10 +169,16 @@ def test_beam_search_equals_scoring_every_beam_afresh(subject: Subject) -> None:
 # Capacity
 
 
+def bytes_of(subject: Subject, n_sequences: int, n_tokens: int) -> int:
+    """What so many sequences take, and a tenth more: the least budget under which a test of them can run, however large the model."""
+    plan = HybridMemory(subject.model.memory_spec, "1GiB", rollback_window=4, page_tokens=4, device="meta")
+    plan.run(None, {plan.open(): [1] * n_tokens for _ in range(n_sequences)})
+    return int(1.1 * plan.usage().used_bytes)
+
+
 def test_capacity_is_refused_before_anything_changes(subject: Subject) -> None:
-    memory = HybridMemory(
-        subject.model.memory_spec, "24KiB" if subject.name.startswith("toy") else "128KiB", rollback_window=4, poison=True
-    )
+    budget = max(24 * 1024 if subject.name.startswith("toy") else 128 * 1024, bytes_of(subject, n_sequences=5, n_tokens=30))
+    memory = HybridMemory(subject.model.memory_spec, budget, rollback_window=4, poison=True)
     sequences: list[Sequence] = []
     tokens = subject.tokens(30)
     with pytest.raises(CapacityError) as caught:
@@ -198,9 +204,7 @@ def test_capacity_is_refused_before_anything_changes(subject: Subject) -> None:
 
 def test_the_split_follows_demand(subject: Subject) -> None:
     """The same budget serves one long sequence, then many short ones, then a long one again."""
-    planned = HybridMemory(subject.model.memory_spec, "1GiB", rollback_window=4, page_tokens=4, device="meta")
-    planned.run(None, {planned.open(): [1] * 3 for _ in range(60)})
-    memory = subject.memory(4, budget=max(2**20, planned.usage().used_bytes * 5 // 4), page_tokens=4)
+    memory = subject.memory(4, budget=max(2**20, bytes_of(subject, n_sequences=60, n_tokens=3)), page_tokens=4)
     for _ in range(2):
         long = memory.open()
         memory.run(subject.model, {long: subject.tokens(1000)}, max_tokens=100)
