@@ -1,6 +1,20 @@
 """Models that run on a `HybridMemory`: one short file a family, and loading."""
 
-from models import bamba, falcon_h1, granite_moe_hybrid, jamba, lfm2, mamba, nemotron_h, qwen3_next, recurrent_gemma, rwkv, rwkv7, zamba2
+from models import (
+    bamba,
+    falcon_h1,
+    granite_moe_hybrid,
+    jamba,
+    lfm2,
+    mamba,
+    nemotron_h,
+    qwen3_5,
+    qwen3_next,
+    recurrent_gemma,
+    rwkv,
+    rwkv7,
+    zamba2,
+)
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model, plan_memory, weight_bytes
 
@@ -19,6 +33,7 @@ __all__ = [
     "mamba",
     "nemotron_h",
     "plan_memory",
+    "qwen3_5",
     "qwen3_next",
     "recurrent_gemma",
     "rwkv",

@@ -176,7 +176,8 @@ def _read_device(device: str | torch.device) -> torch.device:
 
 def _read_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
     if dtype == "auto":
-        dtype = getattr(config, "dtype", None) or torch.float32
+        # A model of several parts may say it only of the part that reads text.
+        dtype = config.dtype or config.get_text_config().dtype or torch.float32
     found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
     if found not in (torch.float32, torch.bfloat16, torch.float16):
         raise SpecError(f"dtype={dtype!r}; give 'auto', 'float32', 'bfloat16', 'float16' or one of these as torch.dtype")

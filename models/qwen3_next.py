@@ -23,18 +23,20 @@ from models.loading import register
 
 @register("Qwen3NextForCausalLM")
 class Qwen3Next(Decoder):
-    def __init__(self, config: Qwen3NextConfig, checkpoint: Checkpoint) -> None:
+    """`root` is what the names of all tensors but the head begin with."""
+
+    def __init__(self, config: Qwen3NextConfig, checkpoint: Checkpoint, root: str = "model") -> None:
         n_model = config.hidden_size
         head = None if config.tie_word_embeddings else "lm_head.weight"
-        vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
+        vocabulary = Vocabulary(checkpoint, f"{root}.embed_tokens.weight", config.vocab_size, n_model, head)
         rotary = Rotary(config, head_dim_of(config), checkpoint.device)
 
         def norm(name: str) -> RMSNorm:
-            return load_norm(checkpoint, f"model.{name}", n_model, config.rms_norm_eps)
+            return load_norm(checkpoint, f"{root}.{name}", n_model, config.rms_norm_eps)
 
         layers = []
         for i in range(config.num_hidden_layers):
-            prefix = f"model.layers.{i}"
+            prefix = f"{root}.layers.{i}"
             mixer = self._mixer(config, checkpoint, prefix, i, rotary)
             feed_forward = self._feed_forward(config, checkpoint, f"{prefix}.mlp", i)
             layers.append(Block((norm(f"layers.{i}.input_layernorm"), mixer), (norm(f"layers.{i}.post_attention_layernorm"), feed_forward)))

@@ -28,6 +28,7 @@ SUBJECTS = (
     "model:mamba2",
     "model:nemotron-h",
     "model:qwen3-next-no-experts",
+    "model:qwen3.5-biases",
     "model:recurrent-gemma",
     "model:rwkv",
     "model:rwkv7",

@@ -1,0 +1,45 @@
+"""Qwen3.5 (Qwen Team 2026), its language model: Qwen3-Next's layers with other input matrices, dense or with experts in each layer.
+
+Its rotary positions are of three kinds, time, height and width, each for a share of the frequencies. The positions of text are
+the same in all three, so whichever shares there are, text is rotated as by one position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from memory.recurrences import DeltaRuleShape
+from models.checkpoint import Checkpoint
+from models.delta_mixer import DeltaInputs
+from models.layers import GatedMLP
+from models.loading import register
+from models.qwen3_next import Qwen3Next, load_mixture
+
+
+@register("Qwen3_5ForCausalLM")
+@register("Qwen3_5ForConditionalGeneration")
+class Qwen35(Qwen3Next):
+    """Of a checkpoint that also sees, the language model; loading names the rest as not used."""
+
+    def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
+        text = copy(config.get_text_config())
+        text.tie_word_embeddings = config.tie_word_embeddings  # the outer config decides
+        root = "model.language_model"
+        super().__init__(text, checkpoint, root if f"{root}.embed_tokens.weight" in checkpoint else "model")
+
+    def _delta_inputs(self, checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
+        return DeltaInputs.take(checkpoint, prefix, n_model, shape)
+
+    def _feed_forward(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, i: int) -> Callable[[Tensor], Tensor]:
+        return GatedMLP.load(checkpoint, prefix, config.hidden_size, config.intermediate_size, config.hidden_act)
+
+
+@register("Qwen3_5MoeForCausalLM")
+@register("Qwen3_5MoeForConditionalGeneration")
+class Qwen35Moe(Qwen35):
+    def _feed_forward(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, i: int) -> Callable[[Tensor], Tensor]:
+        return load_mixture(config, checkpoint, prefix, renormalise=True)
