@@ -40,32 +40,31 @@ def choose_then_softmax(n_chosen: int) -> Route:
 
 
 def sigmoid_then_choose(
-    bias_E: Tensor, *, n_groups: int = 1, n_chosen_groups: int = 1, renormalise: bool = True, scale: float = 1.0
-) -> Callable[[int], Route]:
+    n_chosen: int, *, bias_E: Tensor | None = None, n_groups: int = 1, n_chosen_groups: int = 1, renormalise: bool = True,
+    eps: float = 1e-20, scale: float = 1.0,
+) -> Route:  # fmt: skip
     """Each expert's own sigmoid; a bias that balances their loads (Wang et al. 2024) has a say in the choice, not in the weights.
 
     Args:
         n_groups, n_chosen_groups: experts are chosen from the best groups alone, judged by their two best experts.
+        eps: added to the sum of weights that they are divided by to renormalise them.
     """
 
-    def make(n_chosen: int) -> Route:
-        def route(logits: Tensor) -> tuple[Tensor, Tensor]:
-            scores = logits.sigmoid()
-            ranks = scores + bias_E
-            if n_chosen_groups < n_groups:
-                grouped = ranks.view(len(ranks), n_groups, -1)
-                best = grouped.topk(2).values.sum(-1).topk(n_chosen_groups).indices
-                is_open = torch.zeros_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
-                ranks = grouped.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
-            experts_TK = ranks.topk(n_chosen).indices
-            weights_TK = scores.gather(1, experts_TK)
-            if renormalise:
-                weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + 1e-20)
-            return weights_TK * scale, experts_TK
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid()
+        ranks = scores if bias_E is None else scores + bias_E
+        if n_chosen_groups < n_groups:
+            grouped = ranks.view(len(ranks), n_groups, -1)
+            best = grouped.topk(2).values.sum(-1).topk(n_chosen_groups).indices
+            is_open = torch.zeros_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
+            ranks = grouped.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
+        experts_TK = ranks.topk(n_chosen).indices
+        weights_TK = scores.gather(1, experts_TK)
+        if renormalise:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + eps)
+        return weights_TK * scale, experts_TK
 
-        return route
-
-    return make
+    return route
 
 
 class MixtureOfExperts:

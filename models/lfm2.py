@@ -1,16 +1,19 @@
-"""LFM2 (Liquid AI 2025): short convolutions between gates, with a few layers of rotary attention, and a gated MLP in each."""
+"""LFM2 (Liquid AI 2025): short convolutions between gates, a few layers of rotary attention, and a gated MLP or experts in each."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
+import torch
 from torch import Tensor
-from transformers import Lfm2Config
+from transformers import Lfm2Config, Lfm2MoeConfig
 
 from memory import AttentionSpec
 from models.attention import Attention, Rotary, head_dim_of, load_projections
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.decoder import Block, Decoder, Mixer
+from models.experts import MixtureOfExperts, load_experts, sigmoid_then_choose
 from models.layers import GatedMLP, RMSNorm, Vocabulary
 from models.loading import register
 from models.short_conv_mixer import ShortConvMixer
@@ -42,7 +45,22 @@ class Lfm2(Decoder):
         return _load_mlp(checkpoint, f"model.layers.{i}.feed_forward", config.hidden_size, _mlp_size(config))
 
 
-def _mixer(config: Lfm2Config, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Mixer:
+@register("Lfm2MoeForCausalLM")
+class Lfm2Moe(Lfm2):
+    """Experts in all layers but the first `num_dense_layers`."""
+
+    def _feed_forward(self, config: Lfm2MoeConfig, checkpoint: Checkpoint, i: int) -> Callable[[Tensor], Tensor]:
+        n_model, n_experts, prefix = config.hidden_size, config.num_experts, f"model.layers.{i}.feed_forward"
+        if i < config.num_dense_layers:
+            return _load_mlp(checkpoint, prefix, n_model, config.intermediate_size)
+        bias_E = checkpoint.take(f"{prefix}.expert_bias", n_experts, dtype=torch.float32) if config.use_expert_bias else None
+        route = partial(sigmoid_then_choose, bias_E=bias_E, renormalise=config.norm_topk_prob, eps=1e-6, scale=config.routed_scaling_factor)
+        n_inner = config.moe_intermediate_size
+        experts = load_experts(checkpoint, f"{prefix}.experts", n_experts, n_model, n_inner, "silu", names=_MLP_NAMES)
+        return MixtureOfExperts(checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model), experts, config.num_experts_per_tok, route)
+
+
+def _mixer(config: Lfm2Config | Lfm2MoeConfig, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Mixer:
     n_model, kind, prefix = config.hidden_size, config.layer_types[i], f"model.layers.{i}"
     if kind == "conv":
         return ShortConvMixer(checkpoint, f"{prefix}.conv", i, n_model, config.conv_L_cache, has_bias=config.conv_bias)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from transformers import NemotronHConfig
@@ -78,8 +79,8 @@ def _load_experts(config: NemotronHConfig, checkpoint: Checkpoint, prefix: str) 
     around: tuple[Function, Function] | None = None
     if n_latent is not None:
         around = latent("fc1_latent_proj", n_latent, n_model), latent("fc2_latent_proj", n_model, n_latent)
-    route = sigmoid_then_choose(
-        bias, n_groups=config.n_group, n_chosen_groups=config.topk_group, renormalise=config.norm_topk_prob,
+    route = partial(
+        sigmoid_then_choose, bias_E=bias, n_groups=config.n_group, n_chosen_groups=config.topk_group, renormalise=config.norm_topk_prob,
         scale=config.routed_scaling_factor,
     )  # fmt: skip
     shared = _load_mlp(config, checkpoint, f"{prefix}.shared_experts", config.moe_shared_expert_intermediate_size)

@@ -50,7 +50,7 @@ def randomise_(model: nn.Module) -> None:
         else:
             weight.normal_(0, 1.2 * weight.shape[-1] ** -0.5)
     for name, buffer in model.named_buffers():
-        if name.endswith("e_score_correction_bias"):
+        if name.endswith(("e_score_correction_bias", "expert_bias")):  # start at zero, where they would decide nothing
             buffer.normal_(0, 0.3)
 
 

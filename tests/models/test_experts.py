@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -14,7 +16,7 @@ from tests.models.checkpoints import CONFIGS, write_checkpoint
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_sigmoids_choose_among_the_best_groups(n_groups: int, n_chosen_groups: int, renormalise: bool) -> None:
     logits, bias = torch.randn(20, 8), torch.randn(8)
-    route = sigmoid_then_choose(bias, n_groups=n_groups, n_chosen_groups=n_chosen_groups, renormalise=renormalise, scale=2.5)(3)
+    route = sigmoid_then_choose(3, bias_E=bias, n_groups=n_groups, n_chosen_groups=n_chosen_groups, renormalise=renormalise, scale=2.5)
     weights, experts = route(logits)
     for token, (chosen, weight) in enumerate(zip(experts.tolist(), weights, strict=True)):
         ranks = logits[token].sigmoid() + bias
@@ -28,7 +30,7 @@ def test_sigmoids_choose_among_the_best_groups(n_groups: int, n_chosen_groups: i
 def test_a_shared_expert_sees_the_input_and_the_others_a_space_of_their_own() -> None:
     into, back, x = torch.randn(4, 2), torch.randn(2, 4), torch.randn(7, 4)
     experts = [lambda x: x, lambda x: 3 * x]
-    route = sigmoid_then_choose(torch.zeros(2))
+    route = partial(sigmoid_then_choose, bias_E=torch.zeros(2))
     mixture = MixtureOfExperts(
         torch.zeros(2, 4), experts, 2, route, shared=lambda x: 10 * x, around=(lambda x: x @ into, lambda x: x @ back)
     )
