@@ -109,9 +109,9 @@ def timed_kernels() -> Iterator[dict[str, float]]:
     plain = {name: getattr(cpu, name) for name in seconds}
 
     def timed(name: str) -> Callable[..., object]:
-        def run(*arguments: object) -> object:
+        def run(*arguments: object, **options: object) -> object:
             started = time.perf_counter()
-            result = plain[name](*arguments)
+            result = plain[name](*arguments, **options)
             seconds[name] += time.perf_counter() - started
             return result
 

@@ -139,6 +139,10 @@ class Mixerless:
 
     token_ids: Tensor
 
+    @property
+    def positions(self) -> Tensor:
+        return torch.zeros_like(self.token_ids)
+
     def check_model(self, spec: object) -> None: ...
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
