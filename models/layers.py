@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.recurrences import rms_norm
+from memory.kernels import rms_norm
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.linear import Linear
 

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from memory import RecurrentSpec, Step
+from memory.kernels import rms_norm
 from memory.recurrences import SSD, CausalConv, Mamba1, SSDShape, mamba1_spec
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.linear import Linear
@@ -138,14 +138,9 @@ class Mamba2Mixer:
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         y_TI, gate_TI = step.recur(self._layer, self._rows(x_TM), self._recurrence), self._gate(x_TM)
-        if self._options.norms_before_gate:
-            return self._out(self._norm(y_TI) * gate_TI)
-        return self._out(self._norm(y_TI * gate_TI))
-
-    def _norm(self, y_TI: Tensor) -> Tensor:
-        if self._norm_weight is None:
-            return y_TI
-        assert self._options.norm_eps is not None
-        n_groups = self._options.n_norm_groups
-        normed = F.rms_norm(y_TI.view(len(y_TI), n_groups, -1).float(), (y_TI.shape[1] // n_groups,), None, self._options.norm_eps)
-        return normed.view(y_TI.shape).to(y_TI.dtype) * self._norm_weight
+        options, weight = self._options, self._norm_weight
+        if weight is None or options.norm_eps is None:
+            return self._out(y_TI * gate_TI)
+        if options.norms_before_gate:
+            return self._out(rms_norm(y_TI, weight, options.norm_eps, n_groups=options.n_norm_groups) * gate_TI)
+        return self._out(rms_norm(y_TI, weight, options.norm_eps, n_groups=options.n_norm_groups, gate=gate_TI))

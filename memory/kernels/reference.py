@@ -77,6 +77,13 @@ def causal_conv(rows_TR: Tensor, weight_WE: Tensor, bias_E: Tensor | None, windo
     return out_TE
 
 
+def rms_norm(x_TE: Tensor, weight_E: Tensor | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None) -> Tensor:
+    z_TE = x_TE.float() if gate_TE is None else x_TE.float() * gate_TE.float()
+    z_TGE = z_TE.reshape(len(z_TE), n_groups, -1)
+    normed = (z_TGE * torch.rsqrt(z_TGE.square().mean(-1, keepdim=True) + eps)).view(x_TE.shape).to(x_TE.dtype)
+    return normed if weight_E is None else weight_E * normed
+
+
 def softplus(x_TH: Tensor, bias_H: Tensor) -> Tensor:
     return F.softplus(x_TH.float() + bias_H.float())
 
@@ -97,26 +104,35 @@ def selective_scan(
     return y_TE
 
 
-def matrix_scan(q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots) -> Tensor:
+def matrix_scan(
+    q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots, *,
+    strength_TH: Tensor | None = None, skip_H: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     n_heads = v_THV.shape[1]
     q_THN, k_THN = (_to_heads(x, n_heads) for x in (q_TGN, k_TGN))
     w_THN = (log_decay if log_decay.dim() == 3 else log_decay[:, :, None]).float().exp()
     v_THV = v_THV.float()
+    u_THV = v_THV if strength_TH is None else v_THV * strength_TH.float()[:, :, None]
     s_SHVN = read_rows(state.flat, state.sources, state.shape, state.initial).float()
     y_THV = torch.empty_like(v_THV)
     for i, s_HVN in enumerate(s_SHVN):
         for t in range(*state.cu_rows[i : i + 2].tolist()):
             decayed = s_HVN * w_THN[t, :, None]
-            new = decayed + v_THV[t, :, :, None] * k_THN[t, :, None]
+            new = decayed + u_THV[t, :, :, None] * k_THN[t, :, None]
             if erase is not None:
                 read = decayed if erase.after_decay else s_HVN
                 found_HV1 = (read * _to_heads(erase.a[t : t + 1], n_heads)[0, :, None]).sum(-1, keepdim=True)
-                new = new + found_HV1 * erase.b[t, :, None].float()
+                b_HN = _delta(k_THN, strength_TH, t) if erase.b is None else erase.b[t].float()
+                new = new + found_HV1 * b_HN[:, None]
             s_HVN = new
             y_THV[t] = (s_HVN * q_THN[t, :, None]).sum(-1)
         s_SHVN[i] = s_HVN
     write_rows_(state.flat, state.targets, s_SHVN.flatten(1))
-    return y_THV
+    return y_THV if skip_H is None else y_THV + skip_H[:, None] * v_THV
+
+
+def _delta(k_THN: Tensor, strength_TH: Tensor | None, t: int) -> Tensor:
+    return -k_THN[t] if strength_TH is None else k_THN[t] * -strength_TH[t, :, None].float()
 
 
 def _to_heads(x_TGN: Tensor, n_heads: int) -> Tensor:

@@ -58,12 +58,12 @@ class Erase(NamedTuple):
 
     Attributes:
         a: (T, G, N), shared by the heads of a group.
-        b: (T, H, N).
+        b: (T, H, N); None for -strength k, the delta rule.
         after_decay: a reads S diag(w) instead of S.
     """
 
     a: Tensor
-    b: Tensor
+    b: Tensor | None
     after_decay: bool
 
 
@@ -97,6 +97,13 @@ class Kernels(Protocol):
         """
         ...
 
+    def rms_norm(self, x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None) -> Tensor:
+        """z / sqrt(mean(z^2) + eps) * weight with z = x gate, the mean over each of `n_groups` equal parts of a row: (T, E) as x.
+
+        Computed in float32 (Zhang & Sennrich 2019). The same bits wherever a row stands.
+        """
+        ...
+
     def softplus(self, x_TH: Tensor, bias_H: Prepared) -> Tensor:
         """log(1 + exp(x + bias)): (T, H), float32. The same bits wherever a row stands, unlike torch's."""
         ...
@@ -110,10 +117,13 @@ class Kernels(Protocol):
         """
         ...
 
-    def matrix_scan(self, q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots) -> Tensor:
+    def matrix_scan(
+        self, q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots, *,
+        strength_TH: Tensor | None = None, skip_H: Prepared | None = None,
+    ) -> Tensor:  # fmt: skip
         """A state of one matrix a head, written by outer products: (T, H, V), float32. `state` is S, (H, V, N).
 
-            S = S diag(w) + (S a) b^T + v k^T      w = exp(log_decay)      y = S q
+            S = S diag(w) + (S a) b^T + strength v k^T      w = exp(log_decay)      y = S q + skip v
 
         Query and key of group h // (H / G) serve head h. Covers linear attention with decay, SSD (Dao & Gu 2024), the delta rules
         (Yang et al. 2024) and RWKV-7 (Peng et al. 2025).
@@ -121,6 +131,7 @@ class Kernels(Protocol):
         Args:
             log_decay: (T, H), or (T, H, N) for one decay a column.
             erase: a and b, or None for none.
+            strength_TH, skip_H: None for 1 and for 0.
         """
         ...
 

@@ -4,7 +4,7 @@ from memory.recurrences.convolution import CausalConv, ShortConv, short_conv_spe
 from memory.recurrences.delta_rule import DeltaRule, DeltaRuleShape
 from memory.recurrences.fold import Fold
 from memory.recurrences.linear_attention import LinearAttention, linear_attention_spec
-from memory.recurrences.mamba1 import Mamba1, mamba1_spec, rms_norm
+from memory.recurrences.mamba1 import Mamba1, mamba1_spec
 from memory.recurrences.registry import FAMILIES, Family, register_family
 from memory.recurrences.rg_lru import RGLRU, rg_lru_spec
 from memory.recurrences.rwkv4 import RWKV4, TokenShift, rwkv4_spec, token_shift_spec
@@ -31,7 +31,6 @@ __all__ = [
     "mamba1_spec",
     "register_family",
     "rg_lru_spec",
-    "rms_norm",
     "rwkv4_spec",
     "rwkv7_spec",
     "short_conv_spec",

@@ -77,27 +77,25 @@ class DeltaRule:
         """Rows (T, row) -> outputs (T, H V) in the rows' dtype."""
         shape = self.shape
         x_TE = self.conv(states, rows)
-        q, k, v = x_TE.split_with_sizes([shape.n_keys, shape.n_keys, shape.n_heads * shape.value_dim], -1)
-        q_TGN, k_TGN = (_unit(t.view(len(rows), shape.n_key_heads, shape.key_dim).float()) for t in (q, k))
-        beta_TH1 = rows[:, shape.n_channels : shape.n_channels + shape.n_heads, None].float()
-        v_THV = v.view(len(rows), shape.n_heads, shape.value_dim) * beta_TH1
-        (a_bias,) = self._weights.prepared(states.kernels)
-        log_decay = states.kernels.softplus(rows[:, shape.n_channels + shape.n_heads :], a_bias) * self.rate_A
+        qk, v, kernels = x_TE[:, : 2 * shape.n_keys], x_TE[:, 2 * shape.n_keys :], states.kernels
+        a_bias, to_length = self._weights.prepared(kernels)
+        # x / |x| as flash-linear-attention does it, with 1e-6 below the root: a norm whose weights set the length.
+        qk = kernels.rms_norm(qk.float(), to_length, 1e-6 / shape.key_dim, n_groups=2 * shape.n_key_heads)
+        q_TGN, k_TGN = qk.view(len(rows), 2, shape.n_key_heads, shape.key_dim).unbind(1)
+        beta_TH = rows[:, shape.n_channels : shape.n_channels + shape.n_heads]
+        log_decay = kernels.softplus(rows[:, shape.n_channels + shape.n_heads :], a_bias) * self.rate_A
         if shape.decays_keys:
             log_decay = log_decay.view(len(rows), shape.n_heads, shape.key_dim)
-        k_THN = k_TGN.repeat_interleave(shape.n_heads // shape.n_key_heads, dim=1)
-        erase = Erase(k_TGN, k_THN * -beta_TH1, after_decay=True)
-        y_THV = states.kernels.matrix_scan(q_TGN * shape.key_dim**-0.5, k_TGN, v_THV, log_decay, erase, states.slots(-1))
+        erase = Erase(k_TGN, None, after_decay=True)
+        v_THV = v.view(len(rows), shape.n_heads, shape.value_dim)
+        y_THV = kernels.matrix_scan(q_TGN, k_TGN, v_THV, log_decay, erase, states.slots(-1), strength_TH=beta_TH)
         return y_THV.flatten(1).to(rows.dtype), states.written()
 
     @cached_property
     def _weights(self) -> Weights:
-        return Weights(self.a_bias_A)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """x / |x| over the last axis, as flash-linear-attention does it: with 1e-6 below the root."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+        n, key_dim = self.shape.n_keys, self.shape.key_dim
+        to_length = torch.cat([torch.full((n,), 1.0 / key_dim), torch.full((n,), key_dim**-0.5)])  # of q: 1 / sqrt(N), of k: 1
+        return Weights(self.a_bias_A, to_length.to(self.a_bias_A.device))
 
 
 def _example(generator: Generator, *, decays_keys: bool) -> tuple[RecurrentSpec, Recurrence]:

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from memory.interface import Recurrence, RecurrentSpec, StateTensor
-from memory.kernels import Weights
+from memory.kernels import Weights, rms_norm
 from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
 from memory.recurrent_state import States
@@ -72,14 +72,6 @@ class Mamba1:
             *weights, eps = self.norms
             dt_TR, b_TN, c_TN = (rms_norm(t, w, eps) for t, w in zip((dt_TR, b_TN, c_TN), weights, strict=True))
         return self.dt_proj(dt_TR), b_TN, c_TN
-
-
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / rms(x) * weight over the last axis, computed in float32 (Zhang & Sennrich 2019)."""
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, (x.shape[-1],), weight, eps)
-    normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
-    return weight * normed.to(x.dtype)
 
 
 @register_family("mamba1", is_exact=False)

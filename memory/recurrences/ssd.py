@@ -72,20 +72,18 @@ class SSD:
         x_TE = self.conv(states, rows)
         n_keys = shape.n_groups * shape.d_state
         x_TI, b_TK, c_TK = x_TE.split_with_sizes([shape.n_inner, n_keys, n_keys], -1)
-        x_THP = x_TI.view(len(rows), shape.n_heads, shape.head_dim).float()
+        x_THP = x_TI.view(len(rows), shape.n_heads, shape.head_dim)
         b_TGN, c_TGN = (t.view(len(rows), shape.n_groups, shape.d_state) for t in (b_TK, c_TK))
-        (dt_bias,) = self._weights.prepared(states.kernels)
+        dt_bias, skip = self._weights.prepared(states.kernels)
         dt_TH = states.kernels.softplus(rows[:, shape.n_channels :], dt_bias)
         if self.dt_limits != (0.0, math.inf):
             dt_TH = dt_TH.clamp(*self.dt_limits)
-        y_THP = states.kernels.matrix_scan(c_TGN, b_TGN, x_THP * dt_TH[:, :, None], dt_TH * self.a_H, None, states.slots(-1))
-        if self.d_H is not None:
-            y_THP = y_THP.addcmul_(x_THP, self.d_H[:, None])
+        y_THP = states.kernels.matrix_scan(c_TGN, b_TGN, x_THP, dt_TH * self.a_H, None, states.slots(-1), strength_TH=dt_TH, skip_H=skip)
         return y_THP.flatten(1).to(rows.dtype), states.written()
 
     @cached_property
     def _weights(self) -> Weights:
-        return Weights(self.dt_bias_H)
+        return Weights(self.dt_bias_H, self.d_H)
 
 
 @register_family("ssd")

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
 
-from memory.kernels import Erase, Kernels, StateSlots, cpu, reference
+from memory.kernels import Erase, Kernels, StateSlots, cpu, reference, rms_norm
 from tests.tolerances import assert_kernel_close
 from tests.unit.test_kernels import CHANNELS, LENGTHS, Slots
 
@@ -178,3 +178,42 @@ def test_convolution_reads_the_first_part_of_a_wider_row_and_may_stay_linear(ker
     assert torch.equal(kernels.causal_conv(rows, weight, None, slots.fresh(), activation=False), expected)
     assert torch.equal(slots.ends(), ends)
     assert_kernel_close(kernels.causal_conv(rows, weight, None, slots.fresh()), F.silu(expected))
+
+
+@pytest.mark.parametrize("shape, n_groups", [((1, 1), 1), ((9, 48), 1), ((65, 130), 1), ((7, 60), 5), ((3, 24), 24)])
+@pytest.mark.parametrize("has_gate, has_weight", [(False, False), (True, True), (False, True)])
+def test_rms_norm_agrees_with_its_twin_and_with_torch(shape: tuple[int, int], n_groups: int, has_gate: bool, has_weight: bool) -> None:
+    wide = torch.randn(shape[0], shape[1] + 3)
+    x, gate, weight = wide[:, 3:], torch.randn(shape) if has_gate else None, torch.randn(shape[1]) if has_weight else None
+    actual = cpu.rms_norm(x, weight, 1e-5, n_groups=n_groups, gate_TE=gate)
+    assert_kernel_close(actual, reference.rms_norm(x, weight, 1e-5, n_groups=n_groups, gate_TE=gate))
+    z = (x if gate is None else x * gate).reshape(shape[0], n_groups, -1)
+    expected = F.rms_norm(z, (shape[1] // n_groups,), eps=1e-5).view(shape)
+    assert_kernel_close(actual, expected if weight is None else expected * weight)
+    for t in range(shape[0]):
+        alone = cpu.rms_norm(x[t : t + 1], weight, 1e-5, n_groups=n_groups, gate_TE=None if gate is None else gate[t : t + 1])
+        assert torch.equal(alone[0], actual[t])
+
+
+def test_rms_norm_of_no_rows_and_of_heads() -> None:
+    assert cpu.rms_norm(torch.zeros(0, 4), None, 1.0).shape == (0, 4)
+    x, weight = torch.randn(5, 3, 8), torch.randn(8)
+    for x_ in (x, x.bfloat16()):
+        normed = rms_norm(x_, weight.to(x_.dtype), 1e-6)
+        assert normed.dtype == x_.dtype
+        assert_kernel_close(normed, F.rms_norm(x_.float(), (8,), weight, 1e-6), x_.dtype)
+
+
+def test_strength_and_skip_are_factors_and_the_delta_rule_needs_no_b() -> None:
+    q, k, v, decay, _ = make_matrix_scan(6, 3, 20, 16)
+    beta, skip, slots = torch.rand(N, 6), torch.randn(6), Slots((6, 20, 16))
+    b = -beta[:, :, None] * k.repeat_interleave(2, dim=1)
+    for kernels in (cpu, reference):
+        expected = kernels.matrix_scan(q, k, v * beta[:, :, None], decay, Erase(k, b, True), slots.fresh()) + skip[:, None] * v
+        ends = slots.ends()
+        actual = kernels.matrix_scan(q, k, v, decay, Erase(k, None, True), slots.fresh(), strength_TH=beta, skip_H=skip)
+        assert_kernel_close(actual, expected)
+        assert_kernel_close(slots.ends(), ends)
+    wide = torch.rand(N, 9)
+    strided = cpu.matrix_scan(q, k, v, decay, None, slots.fresh(), strength_TH=wide[:, 2:8])
+    assert torch.equal(strided, cpu.matrix_scan(q, k, v, decay, None, slots.fresh(), strength_TH=wide[:, 2:8].contiguous()))

@@ -16,11 +16,11 @@ module = sys.modules["memory.kernels.cpu.warm_up"]
 
 EVERY_KERNEL = """
 from memory import HybridMemory
-from memory.kernels.cpu import attention, channel_states, matrix_states, recurrences, rows, warm_up
+from memory.kernels.cpu import attention, channel_states, matrix_states, norms, recurrences, rows, warm_up
 from models import load_model
 
 kernels = [attention._attend_few, recurrences._causal_conv, recurrences._selective_scan, rows._read_rows, rows._write_rows]
-kernels += [channel_states._softplus, channel_states._linear_scan, channel_states._wkv4, matrix_states._matrix_scan]
+kernels += [channel_states._softplus, channel_states._linear_scan, channel_states._wkv4, matrix_states._matrix_scan, norms._rms_norm]
 assert not any(kernel.signatures for kernel in kernels)
 warm_up()
 assert [len(kernel.signatures) for kernel in kernels] == [1] * len(kernels)

@@ -14,6 +14,7 @@ numba caches a kernel until its own file changes. After changing a function that
 from memory.kernels.cpu.attention import paged_attention
 from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from memory.kernels.cpu.matrix_states import matrix_scan
+from memory.kernels.cpu.norms import rms_norm
 from memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from memory.kernels.cpu.rows import prepare, read_rows, write_rows_
 from memory.kernels.cpu.warm_up import warm_up
@@ -25,6 +26,7 @@ __all__ = [
     "paged_attention",
     "prepare",
     "read_rows",
+    "rms_norm",
     "selective_scan",
     "softplus",
     "warm_up",

@@ -25,10 +25,12 @@ def as_flat(x: Tensor) -> tuple[Prepared, int]:
 
     A part of a wider row, such as the keys in a projection, is read in place.
     """
-    if not x[0].is_contiguous() or x.stride(0) < 0:
-        x = x.contiguous()
-    n_rows, n_elements = x.shape[0], x[0].numel()
-    stride = x.stride(0) if n_rows > 1 else n_elements
+    n_rows, n_elements = x.shape[0], math.prod(x.shape[1:])
+    if x.is_contiguous():
+        return x.numpy().reshape(-1), n_elements
+    if n_rows == 1 or not x[0].is_contiguous():
+        return x.contiguous().numpy().reshape(-1), n_elements
+    stride = x.stride(0)
     return x.as_strided(((n_rows - 1) * stride + n_elements,), (1,)).numpy(), stride
 
 

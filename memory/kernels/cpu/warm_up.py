@@ -12,6 +12,7 @@ import torch
 from memory.kernels.cpu.attention import paged_attention
 from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from memory.kernels.cpu.matrix_states import matrix_scan
+from memory.kernels.cpu.norms import rms_norm
 from memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from memory.kernels.cpu.rows import read_rows, write_rows_
 from memory.kernels.signature import PagedBatch, StateSlots
@@ -52,6 +53,7 @@ def _run_all() -> None:
     selective_scan(rows, rows, rows[0], b, b, a, rows[0], StateSlots(cu, flat, offsets, offsets, (3, 2), 0.0))
     paged_attention(torch.zeros(1, 1, 2), flat, flat, PagedBatch(cu, np.ones(1, np.int64), offsets, cu, page_tokens=1), 1, 1.0)
     vector = StateSlots(cu, flat, offsets, offsets, (2,), 0.0)
+    rms_norm(rows, None, 1.0)
     softplus(rows, rows[0])
     linear_scan(rows, rows, vector)
     wkv4(rows, rows, rows[0], rows[0], (vector, vector, vector))
