@@ -25,7 +25,7 @@ Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Of torch 
 
 Model = Annotated[list[str] | None, typer.Option("--model", help=f"One of {', '.join(MODELS)}; may be repeated; all unless given.")]
 
-MODEL_TESTS = ("tests/models/test_parity.py", "tests/unit/test_kernels.py")
+MODEL_TESTS = ("tests/models/test_parity.py", "tests/unit/test_kernels.py", "tests/unit/test_state_kernels.py")
 BOOK_TESTS = ("tests/unit/test_memory.py", "tests/unit/test_batch.py", "tests/unit/test_transactions.py")
 
 

@@ -33,6 +33,10 @@ _SLOW = ("mamba2", "bamba")
 """Models of which transformers takes up to a minute for the larger prompts."""
 
 
+_GROWING = ("jamba", "mamba")
+"""Models that are measured against context and batch: one with attention, one without."""
+
+
 def prefill(*, quick: bool, models: Sequence[str] = MODELS) -> Report:
     report = Report("prefill")
     for name in models:
@@ -62,7 +66,7 @@ def decode(*, quick: bool, models: Sequence[str] = MODELS, plot: Path | None = N
                 _against_the_ceiling(report, name, model, n_sequences, quick=quick)
             for n_sequences in (4,) if quick else (1, 8, 32):
                 _window(report, name, model, n_sequences, quick=quick)
-            if not quick:
+            if not quick and name in _GROWING:
                 _growth(report, name, model)
     if plot is not None and not quick:
         plot_growth(report, plot)
