@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.ceilings import copy_gbytes_a_second
 from benchmarks.harness import Report, interleave
-from memory.kernels import PagedBatch, StateSlots, cpu
+from memory.kernels import PagedBatch, Scoring, StateSlots, cpu
 
 N_CHANNELS, N_STATES, N_TAPS, N_HEADS, N_KV_HEADS, HEAD_DIM, PAGE_TOKENS = 1536, 16, 4, 12, 4, 64, 16
 N_LAYERS = 24
@@ -55,7 +55,7 @@ def _decode_kernels(n: int, n_context: int) -> dict[str, tuple[Callable[[], obje
 
     def attention() -> Tensor:
         batch = tables[next(turn) % n_pools]
-        return cpu.paged_attention(q, keys, keys[PAGE_TOKENS * row :], batch, N_KV_HEADS, HEAD_DIM**-0.5)
+        return cpu.paged_attention(q, keys, keys[PAGE_TOKENS * row :], batch, N_KV_HEADS, Scoring(HEAD_DIM**-0.5))
 
     return {
         "state update": (lambda: cpu.selective_scan(x, dt, bias, b, c, a, d, states()), 2 * n * N_STATES * N_CHANNELS * 4),

@@ -145,7 +145,7 @@ class Mixerless:
 
     def check_model(self, spec: object) -> None: ...
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
+    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
         return q
 
     def recur(self, layer: int, rows: Tensor, recurrence: object, *, name: str | None = None) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.errors import IntegrityError, StepError
 from memory.interface import AttentionSpec, Int64s, Packed
-from memory.kernels import Kernels, PagedBatch, Prepared, select_kernels
+from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
 
 NO_PAGES: Int64s = np.zeros(0, np.int64)
 
@@ -167,7 +167,7 @@ class AttentionCache:
         for _, old, new in plan.copies:
             self._store.copy(int(self.pool.addresses[old]), int(self.pool.addresses[new]), self.pool.block_bytes)
 
-    def attend(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scale: float) -> Tensor:
+    def attend(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scoring: Scoring) -> Tensor:
         """Write the step's keys and values for attention `index` and attend to everything up to each token: (T, H, D)."""
         spec = self._specs[index]
         n_tokens = len(plan.packed.token_ids)
@@ -180,7 +180,7 @@ class AttentionCache:
         keys, values = self._keys[index], self._values[index]
         self._kernels.write_rows_(keys, plan.rows[index], k_TGD.reshape(n_tokens, -1))
         self._kernels.write_rows_(values, plan.rows[index], v_TGD.reshape(n_tokens, -1))
-        return self._kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scale, spec.window)
+        return self._kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scoring._replace(window=spec.window))
 
     def commit(self, plan: AttentionPlan, kept: Int64s) -> None:
         del self._open_plans[id(plan)]

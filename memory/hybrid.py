@@ -23,6 +23,7 @@ from memory.folding import TailGrid
 from memory.inspection import Usage, measure, usage_html
 from memory.interface import AttentionSpec, Int64s, LayerMemory, MemorySpec, Packed, Recurrence, RecurrentSpec, Requests, Sequence
 from memory.interrupts import uninterrupted
+from memory.kernels import Scoring
 from memory.ledger import Ledger
 from memory.recurrent_state import RecurrentState
 from memory.step import Outputs, Plans, Step
@@ -317,9 +318,9 @@ class HybridMemory:
                 self._kinds[name].abort(plan)
             self._ledger.vacate(packed.slots)
 
-    def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+    def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
         name, cache, number = self._attention[index]
-        return cache.attend(plans[name], number, q, k, v, scale)
+        return cache.attend(plans[name], number, q, k, v, scoring)
 
     def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         return self._recurrent.recur(plans["recurrence"], index, rows, recurrence)

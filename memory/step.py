@@ -14,6 +14,7 @@ from torch import Tensor
 from memory.batch import TokenLists, output_rows
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
 from memory.interface import Int64s, MemorySpec, Packed, Recurrence, Sequence
+from memory.kernels import Scoring
 
 Outputs = Literal["last", "all"]
 
@@ -27,7 +28,7 @@ class StepOwner(Protocol):
     def begin_step(self, step: Step) -> None: ...
     def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None: ...
     def abort_step(self, packed: Packed, plans: Plans) -> None: ...
-    def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor: ...
+    def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor: ...
     def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor: ...
     def horizons_after(self, packed: Packed) -> Int64s: ...
 
@@ -118,13 +119,18 @@ class Step:
         if (own.dtype, own.device.type) != (spec.dtype, spec.device.type):
             raise StepError(f"this memory holds {own.dtype} on {own.device}, {spec.model} runs in {spec.dtype} on {spec.device}")
 
-    def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
+    def attend(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, softcap: float | None = None,
+        sinks: Tensor | None = None, name: str | None = None,
+    ) -> Tensor:  # fmt: skip
         """Remember keys and values, and attend to all of each request's tokens up to each query.
 
         Args:
             layer: index in `MemorySpec.layers`.
             q: (T, n_query_heads, head_dim); k, v: (T, n_kv_heads, head_dim), rotated already where the model rotates.
             scale: of the scores; 1 / sqrt(head_dim) unless given.
+            softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
+            sinks: (n_query_heads,) float32, for each head a score that takes its share of the weight and has no value, as in gpt-oss.
             name: which of the layer's attentions, if it has several.
         Returns:
             (T, n_query_heads, head_dim), before the output projection.
@@ -134,8 +140,12 @@ class Step:
         index = self._claim(layer, name, "attention")
         _check_tensors(q=q, k=k, v=v)
         with _without_gradients():
-            scale = q.shape[-1] ** -0.5 if scale is None else scale
-            y = self._owner.attend(self._plans, index, q.detach(), k.detach(), v.detach(), scale)
+            if softcap is not None and not softcap > 0:
+                raise StepError(f"softcap={softcap!r}; give a positive number, or None for no cap")
+            if sinks is not None and sinks.shape != q.shape[1:2]:
+                raise StepError(f"sinks have shape {tuple(sinks.shape)}; give one for each of the {q.shape[1]} query heads")
+            scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks_H=sinks)
+            y = self._owner.attend(self._plans, index, q.detach(), k.detach(), v.detach(), scoring)
         self._served.add(("attention", index))
         return y
 

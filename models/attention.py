@@ -27,17 +27,18 @@ class Rotary:
 
     Args:
         config: its `rope_parameters` name the base, the scaling, and the share of a head that is rotated.
+        layer_type: whose parameters, where each type of layer has its own.
     """
 
-    def __init__(self, config: PreTrainedConfig, head_dim: int, device: torch.device) -> None:
-        parameters = config.rope_parameters
+    def __init__(self, config: PreTrainedConfig, head_dim: int, device: torch.device, *, layer_type: str | None = None) -> None:
+        parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
         kind = parameters.get("rope_type", "default")
         self._attention_scale = 1.0
         if kind == "default":
             n_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
             frequencies = 1.0 / parameters["rope_theta"] ** (torch.arange(0, n_rotated, 2, dtype=torch.float32) / n_rotated)
         elif kind in _FIXED_TYPES:
-            frequencies, self._attention_scale = ROPE_INIT_FUNCTIONS[kind](config)
+            frequencies, self._attention_scale = ROPE_INIT_FUNCTIONS[kind](config, layer_type=layer_type)
         else:
             raise UnsupportedModelError(f"rope_type={kind!r}; implemented are default, {', '.join(_FIXED_TYPES)}")
         self._frequencies = frequencies.to(device, torch.float32)
@@ -65,6 +66,7 @@ class Attention:
         qkv: one product for queries, keys and values, in this order.
         norms: of queries and of keys, over each head, before they are rotated.
         gate: its output multiplies the attention's, before `out`.
+        softcap: of the scores; see `Step.attend`.
         name: of this attention in its layer, if there are several.
     """
 
@@ -76,6 +78,7 @@ class Attention:
     scale: float | None = None
     norms: tuple[RMSNorm, RMSNorm] | None = None
     gate: Linear | None = None
+    softcap: float | None = None
 
     @property
     def specs(self) -> tuple[AttentionSpec]:
@@ -91,7 +94,7 @@ class Attention:
         if self.rotary is not None:
             qk = self.rotary(qk, step)
         q_THD, k_TGD = torch.split(qk, [spec.n_query_heads, spec.n_kv_heads], dim=1)
-        y = step.attend(self.layer, q_THD, k_TGD, v_TGD, scale=self.scale).flatten(1)
+        y = step.attend(self.layer, q_THD, k_TGD, v_TGD, scale=self.scale, softcap=self.softcap).flatten(1)
         return self.out(y if self.gate is None else y * self.gate(x_TM))
 
 

@@ -55,6 +55,21 @@ class Parallel:
 
 
 @dataclass(frozen=True)
+class Normed:
+    """A mixer whose output is normed."""
+
+    mixer: Mixer
+    norm: Function
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return self.mixer.specs
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        return self.norm(self.mixer(x_TM, step))
+
+
+@dataclass(frozen=True)
 class Block:
     """x + s mixer(norm(x)), then x + s feed_forward(norm(x)); either part may be missing.
 

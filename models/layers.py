@@ -24,6 +24,12 @@ class RMSNorm:
         return rms_norm(x.to(self.weight_M.dtype), self.weight_M, self.eps)
 
 
+def load_offset_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> RMSNorm:
+    """A norm that multiplies by 1 + weight, as in Gemma and its relatives."""
+    weight = 1 + checkpoint.take(f"{name}.weight", size, dtype=torch.float32)
+    return RMSNorm(weight.to(checkpoint.dtype), eps)
+
+
 @dataclass(frozen=True)
 class LayerNorm:
     """(x - mean(x)) / std(x) * weight + bias (Ba et al. 2016)."""

@@ -16,7 +16,7 @@ from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.decoder import Block, Decoder, Mixer
 from models.delta_mixer import DeltaInputs, DeltaMixer
 from models.experts import MixtureOfExperts, SharedExpert, load_experts, softmax_then_choose
-from models.layers import GatedMLP, RMSNorm, Vocabulary
+from models.layers import GatedMLP, RMSNorm, Vocabulary, load_offset_norm
 from models.linear import Linear
 from models.loading import register
 
@@ -32,7 +32,7 @@ class Qwen3Next(Decoder):
         rotary = Rotary(config, head_dim_of(config), checkpoint.device)
 
         def norm(name: str) -> RMSNorm:
-            return load_norm(checkpoint, f"{root}.{name}", n_model, config.rms_norm_eps)
+            return load_offset_norm(checkpoint, f"{root}.{name}", n_model, config.rms_norm_eps)
 
         layers = []
         for i in range(config.num_hidden_layers):
@@ -68,12 +68,6 @@ class Qwen3Next(Decoder):
         return GatedMLP.load(checkpoint, prefix, config.hidden_size, config.intermediate_size, config.hidden_act)
 
 
-def load_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> RMSNorm:
-    """A norm that multiplies by 1 + weight."""
-    weight = 1 + checkpoint.take(f"{name}.weight", size, dtype=torch.float32)
-    return RMSNorm(weight.to(checkpoint.dtype), eps)
-
-
 def load_gated_attention(config: Qwen3NextConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary) -> Attention:
     """`q_proj` lists, head by head, the query and the gate of the head's output."""
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
@@ -92,7 +86,7 @@ def load_gated_attention(config: Qwen3NextConfig, checkpoint: Checkpoint, prefix
         *biases, gate_bias = linears()
         qkv_bias = torch.cat(biases)
     out_bias = checkpoint.take_optional(config.attention_bias, f"{prefix}.o_proj.bias", n_model)
-    q_norm, k_norm = (load_norm(checkpoint, f"{prefix}.{x}_norm", spec.head_dim, config.rms_norm_eps) for x in "qk")
+    q_norm, k_norm = (load_offset_norm(checkpoint, f"{prefix}.{x}_norm", spec.head_dim, config.rms_norm_eps) for x in "qk")
     return Attention(
         i, spec, Linear(*qkv, bias=qkv_bias), Linear(checkpoint.take(f"{prefix}.o_proj.weight", n_model, n_q), bias=out_bias),
         rotary=rotary, norms=(q_norm, k_norm), gate=Linear(gate, bias=gate_bias, activation="sigmoid"),

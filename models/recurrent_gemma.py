@@ -12,7 +12,7 @@ from memory.recurrences import RGLRU, rg_lru_spec
 from models.attention import Attention, Rotary, load_projections
 from models.checkpoint import Checkpoint
 from models.decoder import Block, Decoder, Mixer
-from models.layers import GatedMLP, RMSNorm, Vocabulary
+from models.layers import GatedMLP, RMSNorm, Vocabulary, load_offset_norm
 from models.linear import Linear
 from models.loading import register
 from models.mamba_mixers import load_conv
@@ -31,8 +31,7 @@ class RecurrentGemma(Decoder):
         rotary = Rotary(config, config.head_dim, checkpoint.device)
 
         def norm(name: str) -> RMSNorm:
-            weight = 1 + checkpoint.take(f"model.{name}.weight", n_model, dtype=torch.float32)
-            return RMSNorm(weight.to(checkpoint.dtype), config.rms_norm_eps)
+            return load_offset_norm(checkpoint, f"model.{name}", n_model, config.rms_norm_eps)
 
         layers = []
         for i in range(config.num_hidden_layers):

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.kernels.signature import Erase, PagedBatch, StateSlots
+from memory.kernels.signature import Erase, PagedBatch, Scoring, StateSlots
 
 
 def prepare(tensor: Tensor) -> Tensor:
@@ -29,22 +29,31 @@ def _elements(offsets_T: Tensor, n_elements: int) -> Tensor:
     return offsets_T[:, None] + torch.arange(n_elements, device=offsets_T.device)
 
 
-def paged_attention(
-    q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scale: float, window: int | None = None
-) -> Tensor:
+def paged_attention(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scoring: Scoring) -> Tensor:
     out_THD = torch.empty_like(q_THD)
     n_groups, head_dim = q_THD.shape[1] // n_kv_heads, q_THD.shape[2]
     for i, n_rows in enumerate(batch.kv_lengths.tolist()):
         start, end = batch.cu_seqlens[i : i + 2].tolist()
-        n_seen = n_rows if window is None else min(n_rows, end - start + window - 1)
+        n_seen = n_rows if scoring.window is None else min(n_rows, end - start + scoring.window - 1)
         k_HRD, v_HRD = (
             gather_rows(flat, batch, i, n_kv_heads, head_dim)[-n_seen:].float().repeat_interleave(n_groups, dim=1).transpose(0, 1)
             for flat in (keys, values)
         )
-        scores_HTR = q_THD[start:end].float().transpose(0, 1) @ k_HRD.transpose(1, 2) * scale
-        scores_HTR += causal_mask(end - start, n_seen, window, q_THD.device)
-        out_THD[start:end] = (scores_HTR.softmax(-1) @ v_HRD).transpose(0, 1).to(q_THD.dtype)
+        q_HTD = q_THD[start:end].float().transpose(0, 1)
+        out_THD[start:end] = attend(q_HTD, k_HRD, v_HRD, scoring).transpose(0, 1).to(q_THD.dtype)
     return out_THD
+
+
+def attend(q_HTD: Tensor, k_HRD: Tensor, v_HRD: Tensor, scoring: Scoring) -> Tensor:
+    """Queries of the last T of R rows, all scores at once: (H, T, D)."""
+    scores_HTR = q_HTD @ k_HRD.transpose(1, 2) * scoring.scale
+    if scoring.softcap is not None:
+        scores_HTR = scoring.softcap * torch.tanh(scores_HTR / scoring.softcap)
+    scores_HTR += causal_mask(scores_HTR.shape[1], scores_HTR.shape[2], scoring.window, q_HTD.device)
+    if scoring.sinks_H is None:
+        return scores_HTR.softmax(-1) @ v_HRD
+    sinks_HT1 = torch.as_tensor(scoring.sinks_H).float()[:, None, None].expand(-1, scores_HTR.shape[1], 1)
+    return torch.cat([scores_HTR, sinks_HT1], -1).softmax(-1)[:, :, :-1] @ v_HRD
 
 
 def gather_rows(flat: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int) -> Tensor:

@@ -36,6 +36,22 @@ class PagedBatch:
     page_tokens: int
 
 
+class Scoring(NamedTuple):
+    """How queries and keys become weights: softmax of scores s = scale q . k.
+
+    Attributes:
+        window: rows that a query sees, the newest its own; None for all.
+        softcap: scores become cap tanh(s / cap) (Gemma Team 2024, "Gemma 2"); None for no cap.
+        sinks_H: for each query head the score of a row that has no value and takes its share of the weight ("learned sinks",
+            Xiao et al. 2023, as in gpt-oss); None for none.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks_H: Prepared | None = None
+
+
 class StateSlots(NamedTuple):
     """Where one state tensor of S runs begins and ends.
 
@@ -83,7 +99,7 @@ class Kernels(Protocol):
         ...
 
     def paged_attention(
-        self, q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scale: float, window: int | None = None
+        self, q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scoring: Scoring
     ) -> Tensor:
         """Causal grouped-query attention over pages: (T, H, D). The last query of a request sees all its rows, or the last `window`."""
         ...

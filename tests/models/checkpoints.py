@@ -71,7 +71,7 @@ class Peer:
 
     @staticmethod
     def load(folder: Path, dtype: torch.dtype = torch.float32) -> Peer:
-        return Peer(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval())
+        return Peer(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval())
 
     @torch.no_grad()
     def logits(self, tokens: list[int], cache: PeerCache | None = None) -> Tensor:

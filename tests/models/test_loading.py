@@ -235,7 +235,7 @@ def test_a_config_that_contradicts_itself_is_refused(folder: Path, changes: dict
 # Models that are not implemented
 
 
-@pytest.mark.parametrize("architectures", [["LlamaForCausalLM"], ["JambaForSequenceClassification"], [], None])
+@pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["JambaForSequenceClassification"], [], None])
 def test_other_architectures_are_refused_with_a_list_of_those_there_are(folder: Path, architectures: list[str] | None) -> None:
     edit_config(folder, architectures=architectures)
     with pytest.raises(UnsupportedModelError) as caught:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from memory import RecurrentSpec, States, StateTensor
-from memory.kernels import Kernels, PagedBatch, StateSlots, cpu, reference, select_kernels
+from memory.kernels import Kernels, PagedBatch, Scoring, StateSlots, cpu, reference, select_kernels
 from memory.kernels.cpu.vector_math import exp2_f32, exp_f32, softplus_f32
 from memory.recurrences import Fold
 from memory.recurrent_state import Run
@@ -98,6 +98,8 @@ class Pages:
     ) -> None:  # fmt: skip
         self.n_kv_heads, self.scale = n_kv_heads, 1.3 / math.sqrt(head_dim)
         self.n_groups = n_heads // n_kv_heads
+        self.softcap: float | None = None
+        self.sinks: Tensor | None = None
         self.q = torch.randn(sum(lengths), n_heads, head_dim).to(dtype)
         kv_lengths = np.add(lengths, histories)
         self.rows = [torch.randn(2, n, n_kv_heads, head_dim).to(dtype) for n in kv_lengths.tolist()]
@@ -122,7 +124,8 @@ class Pages:
             q = q[start:end]
             pages = batch.pages[slice(*batch.cu_pages[only : only + 2].tolist())]
             batch = PagedBatch(cumulate((end - start,)), batch.kv_lengths[only:][:1], pages, cumulate((len(pages),)), batch.page_tokens)
-        return kernels.paged_attention(q, self.arena, self.arena[self.values_at :], batch, self.n_kv_heads, self.scale, window)
+        scoring = Scoring(self.scale, window, self.softcap, self.sinks)
+        return kernels.paged_attention(q, self.arena, self.arena[self.values_at :], batch, self.n_kv_heads, scoring)
 
     def expected(self, window: int = 1 << 30) -> Tensor:
         """By torch's own attention, with an explicit mask: query j of n sees rows up to n_rows - n + j, at most `window` of them."""
@@ -154,6 +157,28 @@ def test_attention_over_a_window_is_masked_attention(window: int) -> None:
     expected = pages.expected(window)
     assert_kernel_close(pages.attend(reference, window=window), expected)
     assert_kernel_close(pages.attend(cpu, window=window), expected)
+
+
+@pytest.mark.parametrize("window", [1 << 30, 20])
+@pytest.mark.parametrize("softcap, has_sinks", [(0.7, False), (None, True), (2.0, True)])
+def test_capped_scores_and_sinks(softcap: float | None, has_sinks: bool, window: int) -> None:
+    """By the definition: scores capped, one more column without a value."""
+    pages = Pages(6, 2, 8, page_tokens=4)
+    pages.softcap, pages.sinks = softcap, torch.randn(6) if has_sinks else None
+    outputs = []
+    for i, (k, v) in enumerate(pages.rows):
+        start, end = pages.batch.cu_seqlens[i : i + 2].tolist()
+        k, v = (t.repeat_interleave(3, dim=1).transpose(0, 1) for t in (k, v))
+        scores = pages.q[start:end].transpose(0, 1) @ k.transpose(1, 2) * pages.scale
+        scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
+        newest = torch.arange(k.shape[1] - (end - start), k.shape[1])[:, None]
+        hidden = (torch.arange(k.shape[1]) > newest) | (torch.arange(k.shape[1]) <= newest - window)
+        weights = scores.masked_fill(hidden, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True) + (0 if pages.sinks is None else pages.sinks.exp()[:, None, None])
+        outputs.append((weights / total @ v).transpose(0, 1))
+    expected = torch.cat(outputs)
+    for kernels in (reference, cpu):
+        assert_kernel_close(pages.attend(kernels, window=window), expected)
 
 
 def test_rows_before_the_window_are_not_read() -> None:

@@ -8,24 +8,23 @@ import torch.nn.functional as F
 from numba import njit, prange
 from torch import Tensor
 
-from memory.kernels.cpu.rows import as_array
+from memory.kernels.cpu.rows import as_array, copy_
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
 from memory.kernels.cpu.vector_math import exp_f32, prefetch
-from memory.kernels.reference import causal_mask, gather_rows
-from memory.kernels.signature import PagedBatch, Prepared
+from memory.kernels.reference import attend, causal_mask, gather_rows
+from memory.kernels.signature import PagedBatch, Prepared, Scoring
 
 _FEW_QUERIES = 16
 _BLOCK = 64
 """Rows whose scores are kept at once, 256 bytes a head."""
 
 _NO_WINDOW = 1 << 60
-_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_NO_SINKS = np.zeros(0, np.float32)
+_ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
 _0, _1, _2, _3, _4, _STRIDE, _LINE = (np.uint64(i) for i in (0, 1, 2, 3, 4, _BLOCK, 16))
 
 
-def paged_attention(
-    q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scale: float, window: int | None = None
-) -> Tensor:
+def paged_attention(q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scoring: Scoring) -> Tensor:
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     counts = np.diff(batch.cu_seqlens)
     n_short = int(np.searchsorted(counts, _FEW_QUERIES, side="right"))
@@ -34,36 +33,53 @@ def paged_attention(
         heads_a_task = n_kv_heads if n_short >= 2 * n_threads else 1
         _attend_few(
             q_THD.contiguous().numpy(), as_array(keys), as_array(values), batch.cu_seqlens[: n_short + 1], batch.kv_lengths,
-            as_array(batch.pages), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task, np.float32(scale),
-            _NO_WINDOW if window is None else window, out_THD.numpy(),
+            as_array(batch.pages), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task, np.float32(scoring.scale),
+            _NO_WINDOW if scoring.window is None else scoring.window, np.float32(scoring.softcap or 0.0),
+            _NO_SINKS if scoring.sinks_H is None else as_array(scoring.sinks_H), out_THD.numpy(),
         )  # fmt: skip
     for i in range(n_short, len(counts)):
         start, end = batch.cu_seqlens[i : i + 2].tolist()
-        out_THD[start:end] = _attend_many(q_THD[start:end], keys, values, batch, i, n_kv_heads, scale, window)
+        out_THD[start:end] = _attend_many(q_THD[start:end], keys, values, batch, i, n_kv_heads, scoring)
     return out_THD
 
 
 def _attend_many(
-    q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, scale: float, window: int | None
+    q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, scoring: Scoring
 ) -> Tensor:
     n_queries, n_heads, head_dim = q_THD.shape
-    n_rows = int(batch.kv_lengths[request])
+    n_rows, window = int(batch.kv_lengths[request]), scoring.window
     n_seen = n_rows if window is None else min(n_rows, n_queries + window - 1)
     flats = (torch.as_tensor(flat) for flat in (keys, values))
-    k_GRD, v_GRD = (gather_rows(flat, batch, request, n_kv_heads, head_dim)[n_rows - n_seen :].transpose(0, 1)[None] for flat in flats)
+    k_GRD, v_GRD = (gather_rows(flat, batch, request, n_kv_heads, head_dim)[n_rows - n_seen :].transpose(0, 1) for flat in flats)
+    if scoring.softcap is not None or scoring.sinks_H is not None:  # torch's fused attention knows of neither
+        return _attend_group_by_group(q_THD, k_GRD, v_GRD, scoring)
     # `is_causal` aligns at the top left, which is right only when there are no earlier rows.
     is_plain = n_queries == n_rows and (window is None or window >= n_rows)
     mask = None if is_plain else causal_mask(n_queries, n_seen, window, q_THD.device) == 0
     out_HTD = F.scaled_dot_product_attention(
-        q_THD.transpose(0, 1)[None], k_GRD, v_GRD, attn_mask=mask, is_causal=is_plain, scale=scale, enable_gqa=n_heads != n_kv_heads
-    )
+        q_THD.transpose(0, 1)[None], k_GRD[None], v_GRD[None], attn_mask=mask, is_causal=is_plain, scale=scoring.scale,
+        enable_gqa=n_heads != n_kv_heads,
+    )  # fmt: skip
     return out_HTD[0].transpose(0, 1)
+
+
+def _attend_group_by_group(q_THD: Tensor, k_GRD: Tensor, v_GRD: Tensor, scoring: Scoring) -> Tensor:
+    """All scores of a group of heads at once."""
+    n_shared = q_THD.shape[1] // len(k_GRD)
+    sinks_H = None if scoring.sinks_H is None else torch.as_tensor(scoring.sinks_H)
+    parts = []
+    for g, (k_RD, v_RD) in enumerate(zip(k_GRD, v_GRD, strict=True)):
+        heads = slice(g * n_shared, (g + 1) * n_shared)
+        own = scoring if sinks_H is None else scoring._replace(sinks_H=sinks_H[heads])
+        parts.append(attend(q_THD[:, heads].transpose(0, 1), k_RD[None], v_RD[None], own))
+    return torch.cat(parts).transpose(0, 1)
 
 
 @njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
 def _attend_few(  # type: ignore[no-untyped-def]
-    q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale, window, out_THD
-):
+    q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale, window, softcap,
+    sinks, out_THD,
+):  # fmt: skip
     """Online softmax over blocks of rows (Milakov & Gimelshein 2018); a task is a request and some of its key/value heads."""
     head_dim = q_THD.shape[2]
     n_groups = q_THD.shape[1] // n_kv_heads
@@ -81,8 +97,12 @@ def _attend_few(  # type: ignore[no-untyped-def]
             q = q_TR[t, first * n_groups * head_dim : (first * n_groups + n_heads) * head_dim]
             out = out_TR[t, first * n_groups * head_dim : (first * n_groups + n_heads) * head_dim]
             out[:] = _ZERO
-            highest[:] = -np.inf
-            total[:] = _ZERO
+            if len(sinks) > 0:  # a row of its own for each head, without a value
+                copy_(highest, sinks[first * n_groups : first * n_groups + n_heads])
+                total[:] = _ONE
+            else:
+                highest[:] = -np.inf
+                total[:] = _ZERO
             for begin in range(max(0, n_rows - window), n_rows, _BLOCK):
                 n = min(_BLOCK, n_rows - begin)
                 for r in range(n):
@@ -91,6 +111,8 @@ def _attend_few(  # type: ignore[no-untyped-def]
                 _scores(q, keys, values, rows[:n], n_groups, head_dim, scale, scores)
                 for h in range(n_heads):
                     row_scores = scores[h * _BLOCK : h * _BLOCK + n]
+                    if softcap > _ZERO:
+                        _cap_(row_scores, softcap)
                     new_highest = max(highest[h], _largest(row_scores))
                     if new_highest > highest[h]:
                         fade = exp_f32(highest[h] - new_highest)
@@ -143,6 +165,13 @@ def _add_values_(out, values, rows, n_groups, head_dim, weights):  # type: ignor
             for e in range(head_dim):
                 out[h * head_dim + e] += weights[h * _STRIDE + r] * values[row + e]
         r += _1
+
+
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
+def _cap_(x, cap):  # type: ignore[no-untyped-def]
+    """x = cap tanh(x / cap)."""
+    for e in range(len(x)):
+        x[e] = cap * (_ONE - _TWO / (_ONE + exp_f32(_TWO * x[e] / cap)))
 
 
 @njit(fastmath=REDUCING)

@@ -9,7 +9,7 @@ from transformers import Zamba2Config
 from tests.models.families.vocabulary import VOCAB
 
 
-def zamba2_config(layers: str = "MHMHH", **options: Any) -> Zamba2Config:
+def zamba2_config(layers: str = "HHH", **options: Any) -> Zamba2Config:
     """M stands for a Mamba layer, H for one with a shared block before it."""
     defaults = {
         "vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": len(layers), "num_attention_heads": 6,

@@ -1,0 +1,89 @@
+"""Gemma 2 and 3 (Gemma Team 2024, 2025), their language models: layers that see a window between layers that see all, normed twice."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import Gemma2Config, Gemma3TextConfig, PreTrainedConfig
+
+from memory import AttentionSpec
+from models.attention import Attention, Rotary, load_projections
+from models.checkpoint import Checkpoint, UnsupportedModelError
+from models.decoder import Block, Decoder, Function, Normed
+from models.layers import GatedMLP, RMSNorm, Vocabulary, load_offset_norm
+from models.llama import window_of
+from models.loading import register
+
+
+class _Gemma(Decoder):
+    """What the two have in common; subclasses make the attention."""
+
+    def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
+        if config.use_bidirectional_attention:
+            raise UnsupportedModelError("use_bidirectional_attention=True; a memory of the past cannot serve tokens that see the future")
+        n_model = config.hidden_size
+        vocabulary = Vocabulary(
+            checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, None if config.tie_word_embeddings else "lm_head.weight",
+            # The scale is rounded to the weights' dtype, as it was in training.
+            embedding_scale=float(torch.tensor(n_model**0.5, dtype=checkpoint.dtype)), logits_cap=config.final_logit_softcapping,
+        )  # fmt: skip
+
+        def norm(name: str) -> RMSNorm:
+            return load_offset_norm(checkpoint, f"model.{name}", n_model, config.rms_norm_eps)
+
+        rotaries = self._rotaries(config, checkpoint.device)
+        layers = []
+        for i in range(config.num_hidden_layers):
+            prefix = f"layers.{i}"
+            attention = self._attention(config, checkpoint, i, rotaries[config.layer_types[i]])
+            mlp = GatedMLP.load(checkpoint, f"model.{prefix}.mlp", n_model, config.intermediate_size, config.hidden_activation)
+            layers.append(
+                Block(
+                    (norm(f"{prefix}.input_layernorm"), Normed(attention, norm(f"{prefix}.post_attention_layernorm"))),
+                    (norm(f"{prefix}.pre_feedforward_layernorm"), _then(mlp, norm(f"{prefix}.post_feedforward_layernorm"))),
+                )
+            )
+        super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
+
+    def _rotaries(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Rotary]:
+        """For each type of layer."""
+        raise NotImplementedError
+
+    def _attention(self, config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Attention:
+        spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim, window=window_of(config, i))
+        bias, prefix = config.attention_bias, f"model.layers.{i}.self_attn"
+        projections = load_projections(checkpoint, prefix, config.hidden_size, spec, has_bias=bias, has_out_bias=bias)
+        return Attention(
+            i, spec, *projections, rotary=rotary, scale=config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping,
+            norms=self._head_norms(config, checkpoint, prefix),
+        )  # fmt: skip
+
+    def _head_norms(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str) -> tuple[RMSNorm, RMSNorm] | None:
+        return None
+
+
+@register("Gemma2ForCausalLM")
+class Gemma2(_Gemma):
+    """Scores are capped."""
+
+    def _rotaries(self, config: Gemma2Config, device: torch.device) -> dict[str, Rotary]:
+        return dict.fromkeys(config.layer_types, Rotary(config, config.head_dim, device))
+
+
+@register("Gemma3ForCausalLM")
+class Gemma3(_Gemma):
+    """Queries and keys are normed, and each type of layer has a rotation of its own."""
+
+    def _rotaries(self, config: Gemma3TextConfig, device: torch.device) -> dict[str, Rotary]:
+        return {kind: Rotary(config, config.head_dim, device, layer_type=kind) for kind in set(config.layer_types)}
+
+    def _head_norms(self, config: Gemma3TextConfig, checkpoint: Checkpoint, prefix: str) -> tuple[RMSNorm, RMSNorm]:
+        q, k = (load_offset_norm(checkpoint, f"{prefix}.{x}_norm", config.head_dim, config.rms_norm_eps) for x in "qk")
+        return q, k
+
+
+def _then(first: Function, second: Function) -> Function:
+    def both(x_TM: Tensor) -> Tensor:
+        return second(first(x_TM))
+
+    return both

@@ -1,0 +1,89 @@
+"""Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023) and Qwen3 (Qwen Team 2025): rotary attention and a gated MLP in each layer."""
+
+from __future__ import annotations
+
+from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+
+from memory import AttentionSpec
+from models.attention import Attention, Rotary, head_dim_of, load_projections
+from models.checkpoint import Checkpoint, UnsupportedModelError
+from models.decoder import Block, Decoder
+from models.layers import GatedMLP, RMSNorm, Vocabulary
+from models.loading import register
+
+
+class _Transformer(Decoder):
+    """What the three have in common; subclasses say where they differ."""
+
+    has_mlp_bias = False
+    has_attention_bias = False
+    has_head_norms = False
+
+    def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
+        n_model = config.hidden_size
+        head = None if config.tie_word_embeddings else "lm_head.weight"
+        vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
+        rotary = Rotary(config, head_dim_of(config), checkpoint.device)
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.rms_norm_eps)
+
+        layers = []
+        for i in range(config.num_hidden_layers):
+            mlp = GatedMLP.load(
+                checkpoint, f"model.layers.{i}.mlp", n_model, config.intermediate_size, config.hidden_act, has_bias=self.has_mlp_bias
+            )
+            mixer = self._attention(config, checkpoint, i, rotary)
+            layers.append(Block((norm(f"layers.{i}.input_layernorm"), mixer), (norm(f"layers.{i}.post_attention_layernorm"), mlp)))
+        super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
+
+    def _attention(self, config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Attention:
+        prefix, has_bias = f"model.layers.{i}.self_attn", self.has_attention_bias
+        spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config), window=self._window(config, i))
+        projections = load_projections(checkpoint, prefix, config.hidden_size, spec, has_bias=has_bias, has_out_bias=has_bias)
+        norms = None
+        if self.has_head_norms:
+            q, k = (RMSNorm(checkpoint.take(f"{prefix}.{x}_norm.weight", spec.head_dim), config.rms_norm_eps) for x in "qk")
+            norms = q, k
+        return Attention(i, spec, *projections, rotary=rotary, norms=norms)
+
+    def _window(self, config: PreTrainedConfig, i: int) -> int | None:
+        """Tokens that layer i sees; None for all."""
+        return None
+
+
+@register("LlamaForCausalLM")
+class Llama(_Transformer):
+    def __init__(self, config: LlamaConfig, checkpoint: Checkpoint) -> None:
+        self.has_mlp_bias, self.has_attention_bias = config.mlp_bias, config.attention_bias
+        super().__init__(config, checkpoint)
+
+
+@register("MistralForCausalLM")
+class Mistral(_Transformer):
+    """Every layer sees `sliding_window` tokens, or all."""
+
+    def _window(self, config: MistralConfig, i: int) -> int | None:
+        return int(config.sliding_window) if config.sliding_window is not None else None
+
+
+@register("Qwen3ForCausalLM")
+class Qwen3(_Transformer):
+    """Queries and keys are normed; some layers may see a window only."""
+
+    has_head_norms = True
+
+    def __init__(self, config: Qwen3Config, checkpoint: Checkpoint) -> None:
+        self.has_attention_bias = config.attention_bias
+        super().__init__(config, checkpoint)
+
+    def _window(self, config: Qwen3Config, i: int) -> int | None:
+        return window_of(config, i)
+
+
+def window_of(config: PreTrainedConfig, i: int) -> int | None:
+    """From `layer_types` and `sliding_window`."""
+    kind = config.layer_types[i]
+    if kind not in ("full_attention", "sliding_attention"):
+        raise UnsupportedModelError(f"layer_types[{i}]={kind!r}; implemented are full_attention and sliding_attention")
+    return int(config.sliding_window) if kind == "sliding_attention" else None
