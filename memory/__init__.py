@@ -12,7 +12,7 @@ from memory.errors import (
     StepError,
 )
 from memory.hybrid import HybridMemory
-from memory.interface import AttentionSpec, MemorySpec, Recurrence, RecurrentSpec, Sequence, StateTensor
+from memory.interface import AttentionSpec, CrossAttentionSpec, MemorySpec, Recurrence, RecurrentSpec, Sequence, StateTensor
 from memory.recurrent_state import States
 from memory.step import Step
 
@@ -20,6 +20,7 @@ __all__ = [
     "AttentionSpec",
     "BatchError",
     "CapacityError",
+    "CrossAttentionSpec",
     "FormatError",
     "HybridMemory",
     "HybridMemoryError",

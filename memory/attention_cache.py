@@ -235,6 +235,9 @@ class AttentionCache:
             self.pool.release(pages[n_kept:])
             self._pages[slot] = pages[:n_kept]
 
+    def reset(self, slot: int) -> None:
+        self.release(slot)
+
     def release(self, slot: int) -> None:
         self._first_page.pop(slot, None)
         self.pool.release(self._pages.pop(slot, NO_PAGES))

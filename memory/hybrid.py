@@ -18,10 +18,22 @@ from memory.arena import Store, read_budget
 from memory.attention_cache import AttentionCache, PageGrid
 from memory.batch import pack, read_requests
 from memory.chunks import Model, run_in_chunks
+from memory.cross_attention import CrossAttentionCache, Encoded
 from memory.errors import BatchError, CapacityError, RollbackError, SequenceError, SpecError
 from memory.folding import TailGrid
 from memory.inspection import Usage, measure, usage_html
-from memory.interface import AttentionSpec, Int64s, LayerMemory, MemorySpec, Packed, Recurrence, RecurrentSpec, Requests, Sequence
+from memory.interface import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    Int64s,
+    LayerMemory,
+    MemorySpec,
+    Packed,
+    Recurrence,
+    RecurrentSpec,
+    Requests,
+    Sequence,
+)
 from memory.interrupts import uninterrupted
 from memory.kernels import Scoring
 from memory.ledger import Ledger
@@ -108,6 +120,10 @@ class HybridMemory:
             name = _attention_kind(memory.window)
             self._attention.append((name, cast(AttentionCache, self._kinds[name]), numbers[memory.window]))
             numbers[memory.window] += 1
+        cross = [m for m in flat if isinstance(m, CrossAttentionSpec)]
+        self._cross_attention = CrossAttentionCache(cross, spec.dtype, page_tokens, store) if cross else None
+        if self._cross_attention is not None:
+            self._kinds["cross-attention"] = self._cross_attention
         if recurrent:
             self._recurrent = RecurrentState(recurrent, spec.dtype, grid, store)
             self._kinds["recurrence"] = self._recurrent
@@ -117,9 +133,29 @@ class HybridMemory:
 
     # Sequences
 
-    def open(self) -> Sequence:
-        """A new, empty sequence. It holds no bytes until tokens are fed. Cost: O(1)."""
-        return self._ledger.open()
+    def open(self, *, encoder: Encoded | None = None) -> Sequence:
+        """A new, empty sequence. It holds no bytes until tokens are fed. Cost: O(1).
+
+        Args:
+            encoder: of an encoder-decoder model, and only of one: what `model.encode` returned for this sequence's input. It is copied
+                into the memory, shared by forks, untouched by rollback, and freed with the last sequence that refers to it.
+        Raises:
+            BatchError: `encoder` is missing, not wanted, or does not fit the model. CapacityError: no room for it.
+        """
+        if (encoder is None) != (self._cross_attention is None):
+            raise BatchError(
+                f"{self.spec.model} has no encoder; open its sequences without encoder="
+                if self._cross_attention is None
+                else f"{self.spec.model} decodes what its encoder said; give open(encoder=model.encode(...)[i])"
+            )
+        sequence = self._ledger.open()
+        if self._cross_attention is not None and encoder is not None:
+            try:
+                self._cross_attention.write(sequence.slot, encoder)
+            except BaseException:
+                self._ledger.close(sequence)
+                raise
+        return sequence
 
     def fork(self, sequence: Sequence) -> Sequence:
         """A new sequence that continues from where this one (or this checkpoint) stands.
@@ -196,7 +232,7 @@ class HybridMemory:
         with uninterrupted():
             if source is None:
                 for kind in self._kinds.values():
-                    kind.release(sequence.slot)
+                    kind.reset(sequence.slot)
                 self._ledger.reset(sequence.slot)
                 return
             if source is not sequence:
@@ -322,6 +358,10 @@ class HybridMemory:
         name, cache, number = self._attention[index]
         return cache.attend(plans[name], number, q, k, v, scoring)
 
+    def cross_attend(self, plans: Plans, index: int, q: Tensor, scoring: Scoring) -> Tensor:
+        assert self._cross_attention is not None, "the step has found this memory in the spec"
+        return self._cross_attention.cross_attend(plans["cross-attention"], index, q, scoring)
+
     def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         return self._recurrent.recur(plans["recurrence"], index, rows, recurrence)
 
@@ -370,7 +410,7 @@ def _attention_kind(window: int | None) -> str:
 def _index(spec: MemorySpec) -> dict[tuple[int, str, str | None], int]:
     """(layer, kind, name) -> index within the kind; name None where the layer has only one of that kind."""
     index: dict[tuple[int, str, str | None], int] = {}
-    for kind in ("attention", "recurrence"):
+    for kind in ("attention", "cross-attention", "recurrence"):
         for i, (layer, memory) in enumerate(spec.of_kind(kind)):
             index[layer, kind, memory.name] = i
             if sum(spec.kind_of(m) == kind for m in spec.layers[layer]) == 1:

@@ -93,7 +93,23 @@ class RecurrentSpec:
                 _check_count(f"a size in the shape {shape} of {name!r} of {self.family!r}", size)
 
 
-LayerSpec = AttentionSpec | RecurrentSpec
+@dataclass(frozen=True)
+class CrossAttentionSpec:
+    """One attention of a layer to what an encoder said: written when a sequence is opened, as long as the encoder's input.
+
+    Heads as in `AttentionSpec`.
+    """
+
+    n_query_heads: int
+    n_kv_heads: int
+    head_dim: int
+    name: str = "cross_attention"
+
+    def __post_init__(self) -> None:
+        AttentionSpec(self.n_query_heads, self.n_kv_heads, self.head_dim)  # the same rules
+
+
+LayerSpec = AttentionSpec | CrossAttentionSpec | RecurrentSpec
 
 
 @dataclass(frozen=True)
@@ -122,7 +138,9 @@ class MemorySpec:
 
     @staticmethod
     def kind_of(memory: LayerSpec) -> str:
-        return "attention" if isinstance(memory, AttentionSpec) else "recurrence"
+        if isinstance(memory, RecurrentSpec):
+            return "recurrence"
+        return "attention" if isinstance(memory, AttentionSpec) else "cross-attention"
 
     def of_kind(self, kind: str) -> list[tuple[int, LayerSpec]]:
         """All memories of a kind with their layers, in layer order: their number is a memory's index within its kind."""
@@ -134,7 +152,7 @@ class MemorySpec:
             return self
 
         def change(memory: LayerSpec) -> LayerSpec:
-            if isinstance(memory, AttentionSpec):
+            if not isinstance(memory, RecurrentSpec):
                 return memory
             return replace(memory, states=tuple(s if s.dtype is None else replace(s, dtype=dtype) for s in memory.states))
 
@@ -283,6 +301,10 @@ class LayerMemory(Protocol[PlanT]):
 
     def truncate(self, slot: int, to: int) -> None:
         """Forget tokens from position `to` >= horizon(slot) on. Copies no tensor."""
+        ...
+
+    def reset(self, slot: int) -> None:
+        """Forget all tokens: position 0."""
         ...
 
     def release(self, slot: int) -> None:

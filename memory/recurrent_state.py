@@ -338,6 +338,9 @@ class RecurrentState:
             self.states.release(slots.kept[slot : slot + 1])
             slots.kept_at[slot] = slots.kept[slot] = NOTHING
 
+    def reset(self, slot: int) -> None:
+        self.release(slot)
+
     def release(self, slot: int) -> None:
         if slot < len(self._slots):
             held = self._slots.table[:, slot]

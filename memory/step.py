@@ -29,6 +29,7 @@ class StepOwner(Protocol):
     def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None: ...
     def abort_step(self, packed: Packed, plans: Plans) -> None: ...
     def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor: ...
+    def cross_attend(self, plans: Plans, index: int, q: Tensor, scoring: Scoring) -> Tensor: ...
     def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor: ...
     def horizons_after(self, packed: Packed) -> Int64s: ...
 
@@ -147,6 +148,16 @@ class Step:
             scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks_H=sinks)
             y = self._owner.attend(self._plans, index, q.detach(), k.detach(), v.detach(), scoring)
         self._served.add(("attention", index))
+        return y
+
+    def cross_attend(self, layer: int, q: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
+        """Attend to everything that the encoder said of each request: q (T, n_query_heads, head_dim) -> as q. Arguments as `attend`."""
+        index = self._claim(layer, name, "cross-attention")
+        _check_tensors(q=q)
+        with _without_gradients():
+            scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale)
+            y = self._owner.cross_attend(self._plans, index, q.detach(), scoring)
+        self._served.add(("cross-attention", index))
         return y
 
     def recur(self, layer: int, rows: Tensor, recurrence: Recurrence, *, name: str | None = None) -> Tensor:

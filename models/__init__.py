@@ -2,6 +2,7 @@
 
 from models import (
     bamba,
+    bart,
     falcon_h1,
     gemma,
     granite_moe_hybrid,
@@ -27,6 +28,7 @@ __all__ = [
     "LanguageModel",
     "UnsupportedModelError",
     "bamba",
+    "bart",
     "falcon_h1",
     "gemma",
     "granite_moe_hybrid",

@@ -522,3 +522,16 @@ def test_window_0_is_refused() -> None:
     for window in (0, -3, 2.5, True):
         with pytest.raises(SpecError, match="window"):
             AttentionSpec(1, 1, 4, window=window)  # type: ignore[arg-type]
+
+
+def test_a_model_that_remembers_nothing_runs_through_the_same_step() -> None:
+    """An encoder or an embedding model: only lengths and tokens are kept, no byte."""
+    spec = MemorySpec(((), ()), 9)
+    memory = HybridMemory(spec, 1)
+    a, b = memory.open(), memory.open()
+    with memory.step({a: [1, 2, 3], b: [4]}, outputs="all") as step:
+        rows = step.split(step.select(step.token_ids.float()[:, None]))
+    assert [r.flatten().tolist() for r in rows] == [[1.0, 2.0, 3.0], [4.0]]
+    memory.rollback(a, to=1)
+    assert a.tokens.tolist() == [1] and memory.usage().used_bytes == 0 and a.horizon == 0
+    memory.check()

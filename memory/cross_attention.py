@@ -1,0 +1,167 @@
+"""Keys and values of what an encoder said: written once when a sequence is opened, read by every step, never changed.
+
+They belong to the sequence, not to its tokens: forks share them, a rollback does not touch them, closing gives them back. Pages are
+as those of `attention_cache`, but as many as the encoder's rows need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.arena import BlockLayout, BlockPool, Store
+from memory.errors import BatchError, IntegrityError, SequenceError, StepError
+from memory.interface import CrossAttentionSpec, Int64s, Packed
+from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
+
+Encoded = Seq[tuple[Tensor, Tensor]]
+"""For each cross-attention of a model, in layer order: keys and values of all encoder rows, (R, n_kv_heads, head_dim) each."""
+
+NO_PAGES: Int64s = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class CrossPlan:
+    """What the kernels need to know of a step: every query is a request of its own, for it sees all rows."""
+
+    n_tokens: int
+    batch: PagedBatch
+
+
+class CrossAttentionCache:
+    """Encoder keys and values of all cross-attention layers: `memory.interface.LayerMemory`.
+
+    Args:
+        specs: the cross-attention specs, in the order that `cross_attend` numbers them.
+        page_tokens: rows a page.
+    """
+
+    def __init__(self, specs: list[CrossAttentionSpec], dtype: torch.dtype, page_tokens: int, store: Store) -> None:
+        self.page_tokens = page_tokens
+        self.layout = BlockLayout.of([((page_tokens, s.n_kv_heads, s.head_dim), dtype) for s in specs for _ in ("keys", "values")])
+        self.pool = store.make_pool("encoder pages", self.layout.block_bytes, from_top=False)
+        self._specs, self._dtype, self._store = specs, dtype, store
+        self._kernels: Kernels = select_kernels(store.device, dtype)
+        self._flats = [] if store.is_dry else [self._kernels.prepare(store.flat(field)) for field in self.layout.fields]
+        self._tables: dict[int, Int64s] = {}
+        self._n_rows: dict[int, int] = {}
+
+    @property
+    def sized_pools(self) -> list[tuple[BlockPool, int]]:
+        return [(self.pool, self.layout.padding_bytes)]
+
+    @property
+    def least_bytes(self) -> int:
+        return self.pool.block_bytes
+
+    def write(self, slot: int, encoded: Encoded) -> None:
+        """Remember an encoder's output for a new sequence. Raises BatchError or CapacityError with nothing changed."""
+        n_rows = self._check(encoded)
+        pages = self.pool.allocate(-(-n_rows // self.page_tokens))
+        self._tables[slot], self._n_rows[slot] = pages, n_rows
+        if self._store.is_dry:
+            return
+        page_R, slot_R = np.divmod(np.arange(n_rows), self.page_tokens)
+        starts = self.pool.addresses[pages][page_R] // self._dtype.itemsize
+        for i, (spec, tensors) in enumerate(zip(self._specs, encoded, strict=True)):
+            offsets = self._place(starts + slot_R * spec.n_kv_heads * spec.head_dim)
+            for flat, rows_RGD in zip(self._flats[2 * i : 2 * i + 2], tensors, strict=True):
+                self._kernels.write_rows_(flat, offsets, rows_RGD.detach().reshape(n_rows, -1))
+
+    def _check(self, encoded: Encoded) -> int:
+        """The number of rows, the same in every layer."""
+        if len(encoded) != len(self._specs):
+            raise BatchError(f"encoder= holds {len(encoded)} pairs of keys and values; this model has {len(self._specs)} cross-attentions")
+        n_rows = len(encoded[0][0])
+        if not n_rows:
+            raise BatchError("encoder= holds no rows; encode at least one")
+        for i, (spec, tensors) in enumerate(zip(self._specs, encoded, strict=True)):
+            for name, tensor in zip(("keys", "values"), tensors, strict=True):
+                expected = (n_rows, spec.n_kv_heads, spec.head_dim)
+                if tensor.shape != expected or (not self._store.is_dry and tensor.dtype != self._dtype):
+                    raise BatchError(
+                        f"{name} of cross-attention {i} are {tensor.dtype} of shape {tuple(tensor.shape)}; "
+                        f"this memory expects {self._dtype} of shape {expected}"
+                    )
+        return n_rows
+
+    def _place(self, array: Int64s) -> Prepared:
+        return self._kernels.prepare(self._store.upload(array))
+
+    # Steps
+
+    def plan(self, packed: Packed) -> CrossPlan:
+        slots = packed.slots.tolist()
+        for slot in slots:
+            if slot not in self._tables:
+                raise SequenceError("a sequence of this model needs what its encoder said; open it with memory.open(encoder=...)")
+        repeats = packed.counts.tolist()
+        tables = [self._tables[slot] for slot, n in zip(slots, repeats, strict=True) for _ in range(n)]
+        n_rows = np.repeat(np.array([self._n_rows[slot] for slot in slots], np.int64), packed.counts)
+        cu_pages = np.zeros(len(tables) + 1, np.int64)
+        np.cumsum([len(table) for table in tables], out=cu_pages[1:])
+        pages = self._place(self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize)
+        return CrossPlan(len(tables), PagedBatch(np.arange(len(tables) + 1), n_rows, pages, cu_pages, self.page_tokens))
+
+    def cross_attend(self, plan: CrossPlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
+        """Attend to every encoder row of each token's sequence: (T, H, D)."""
+        spec = self._specs[index]
+        expected = (plan.n_tokens, spec.n_query_heads, spec.head_dim)
+        if q_THD.shape != expected or q_THD.dtype != self._dtype or q_THD.device.type != self._store.device.type:
+            raise StepError(
+                f"q is {q_THD.dtype} of shape {tuple(q_THD.shape)} on {q_THD.device}; this cross-attention expects {self._dtype} "
+                f"of shape {expected} on {self._store.device}"
+            )
+        keys, values = self._flats[2 * index : 2 * index + 2]
+        return self._kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scoring)
+
+    def begin(self, plan: CrossPlan) -> None:
+        """Nothing is written in a step."""
+
+    def commit(self, plan: CrossPlan, kept: Int64s) -> None:
+        """Nothing has changed."""
+
+    def abort(self, plan: CrossPlan) -> None:
+        """Nothing has changed."""
+
+    # Sequences
+
+    def share(self, sources: Int64s, targets: Int64s) -> None:
+        held = [(self._tables.get(slot), self._n_rows.get(slot, 0)) for slot in sources.tolist()]
+        for table, _ in held:
+            self.pool.retain(NO_PAGES if table is None else table)
+        for slot, (table, n_rows) in zip(targets.tolist(), held, strict=True):
+            self.release(slot)
+            if table is not None:
+                self._tables[slot], self._n_rows[slot] = table, n_rows
+
+    def truncate(self, slot: int, to: int) -> None:
+        """What the encoder said stays, whatever the decoder forgets."""
+
+    def reset(self, slot: int) -> None:
+        """As `truncate`."""
+
+    def release(self, slot: int) -> None:
+        self._n_rows.pop(slot, None)
+        self.pool.release(self._tables.pop(slot, NO_PAGES))
+
+    def horizon(self, slot: int) -> int:
+        return 0
+
+    def horizon_after(self, packed: Packed) -> Int64s:
+        return np.zeros_like(packed.starts)
+
+    def blocks_of(self, slot: int) -> dict[str, Int64s]:
+        return {self.pool.name: self._tables.get(slot, NO_PAGES)}
+
+    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
+        if strangers := self._tables.keys() - lengths.keys():
+            raise IntegrityError(f"encoder pages are held for slots that are not open: {sorted(strangers)}")
+        for slot, table in self._tables.items():
+            if len(table) != -(-self._n_rows[slot] // self.page_tokens):
+                raise IntegrityError(f"slot {slot} holds {self._n_rows[slot]} encoder rows in {len(table)} pages of {self.page_tokens}")
+        self.pool.check(np.concatenate([NO_PAGES, *self._tables.values()]))

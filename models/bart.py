@@ -1,0 +1,182 @@
+"""BART (Lewis et al. 2020): an encoder that reads everything at once, and a decoder that attends to what it said.
+
+The decoder runs on a memory like any other model; `encode` makes what `memory.open(encoder=...)` takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import BartConfig
+
+from memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, Step
+from memory.cross_attention import Encoded
+from memory.interface import LayerSpec
+from models.attention import Attention, load_projections
+from models.checkpoint import Checkpoint
+from models.layers import MLP, LayerNorm, Vocabulary
+from models.linear import Linear
+from models.loading import register
+
+_OFFSET = 2
+"""Rows of the position embeddings before position 0."""
+_EPS = 1e-5
+"""Of every norm, whatever the config says."""
+
+
+@register("BartForConditionalGeneration")
+class Bart:
+    """`logits = model(step)` for the decoder, `model.encode(inputs)` for the encoder."""
+
+    def __init__(self, config: BartConfig, checkpoint: Checkpoint) -> None:
+        self.config = config
+        n_model = config.d_model
+        head = None if config.tie_word_embeddings else "lm_head.weight"
+        scale = n_model**0.5 if config.scale_embedding else 1.0
+        self._vocabulary = Vocabulary(checkpoint, "model.shared.weight", config.vocab_size, n_model, head, embedding_scale=scale)
+        self._logits_bias = checkpoint.take_optional("final_logits_bias" in checkpoint, "final_logits_bias", 1, config.vocab_size)
+        self._encoder_input, self._decoder_input = (_Input(config, checkpoint, f"model.{side}") for side in ("encoder", "decoder"))
+        self._encoder = [_EncoderLayer(config, checkpoint, f"model.encoder.layers.{i}") for i in range(config.encoder_layers)]
+        self._decoder = [_DecoderLayer(config, checkpoint, i) for i in range(config.decoder_layers)]
+        self.memory_spec = MemorySpec(
+            layers=tuple(layer.specs for layer in self._decoder), vocab_size=config.vocab_size, dtype=checkpoint.dtype,
+            device=checkpoint.device, model=f"Bart {checkpoint.folder.name}",
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def encode(self, inputs: Sequence[Sequence[int]]) -> list[Encoded]:
+        """What the encoder says of each input's token ids, for `memory.open(encoder=...)`. Cost: a pass over each input on its own.
+
+        Raises:
+            BatchError: an input without tokens, with ids that are none, or longer than the model has positions for.
+        """
+        return [self._encode(token_ids) for token_ids in inputs]
+
+    def _encode(self, token_ids: Sequence[int]) -> Encoded:
+        ids_T = torch.as_tensor(token_ids, device=self.memory_spec.device)
+        if (
+            ids_T.dim() != 1
+            or not len(ids_T)
+            or ids_T.is_floating_point()
+            or not 0 <= int(ids_T.min()) <= int(ids_T.max()) < self.config.vocab_size
+        ):
+            raise BatchError(f"{token_ids!r} cannot be encoded; give one or more token ids from 0 to {self.config.vocab_size - 1}")
+        x_TM = self._encoder_input(self._vocabulary, ids_T, torch.arange(len(ids_T), device=ids_T.device))
+        for layer in self._encoder:
+            x_TM = layer(x_TM)
+        return [layer.cross.keys_and_values(x_TM) for layer in self._decoder]
+
+    @torch.no_grad()
+    def __call__(self, step: Step) -> Tensor:
+        step.check_model(self.memory_spec)
+        x_TM = self._decoder_input(self._vocabulary, step.token_ids, step.positions)
+        for layer in self._decoder:
+            x_TM = layer(x_TM, step)
+        logits = self._vocabulary.logits(step.select(x_TM))
+        return logits if self._logits_bias is None else logits + self._logits_bias
+
+
+class _Input:
+    """Token and position embeddings, normed."""
+
+    def __init__(self, config: BartConfig, checkpoint: Checkpoint, prefix: str) -> None:
+        n_positions = config.max_position_embeddings + _OFFSET
+        self._positions = checkpoint.take(f"{prefix}.embed_positions.weight", n_positions, config.d_model)
+        self._norm = _load_norm(config, checkpoint, f"{prefix}.layernorm_embedding")
+
+    def __call__(self, vocabulary: Vocabulary, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
+        n_positions = len(self._positions) - _OFFSET
+        if len(positions_T) and int(positions_T.max()) >= n_positions:
+            raise BatchError(f"a sequence reaches position {int(positions_T.max())}; this model has only {n_positions} positions")
+        return self._norm(vocabulary.embed(token_ids_T) + self._positions[positions_T + _OFFSET])
+
+
+class _EncoderLayer:
+    """norm(x + attention(x)), then norm(x + mlp(x)); every token sees every other."""
+
+    def __init__(self, config: BartConfig, checkpoint: Checkpoint, prefix: str) -> None:
+        n_heads, n_model = config.encoder_attention_heads, config.d_model
+        self._spec = AttentionSpec(n_heads, n_heads, n_model // n_heads)
+        self._qkv, self._out = _load_attention(config, checkpoint, f"{prefix}.self_attn", self._spec)
+        self._norms = (
+            _load_norm(config, checkpoint, f"{prefix}.self_attn_layer_norm"),
+            _load_norm(config, checkpoint, f"{prefix}.final_layer_norm"),
+        )
+        self._mlp = _load_mlp(config, checkpoint, prefix, config.encoder_ffn_dim)
+
+    def __call__(self, x_TM: Tensor) -> Tensor:
+        q, k, v = self._qkv(x_TM).view(len(x_TM), 3, self._spec.n_query_heads, self._spec.head_dim).permute(1, 2, 0, 3)
+        y_TM = F.scaled_dot_product_attention(q[None], k[None], v[None])[0].transpose(0, 1).flatten(1)
+        x_TM = self._norms[0](x_TM + self._out(y_TM))
+        return self._norms[1](x_TM + self._mlp(x_TM))
+
+
+@dataclass(frozen=True)
+class _CrossAttention:
+    """Queries of the decoder, keys and values of the encoder."""
+
+    layer: int
+    spec: CrossAttentionSpec
+    query: Linear
+    key_value: Linear
+    out: Linear
+
+    def keys_and_values(self, x_RM: Tensor) -> tuple[Tensor, Tensor]:
+        """(R, G, D) each, of the encoder's last hidden states."""
+        k_RGD, v_RGD = self.key_value(x_RM).view(len(x_RM), 2, self.spec.n_kv_heads, self.spec.head_dim).unbind(1)
+        return k_RGD, v_RGD
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        q_THD = self.query(x_TM).view(len(x_TM), self.spec.n_query_heads, self.spec.head_dim)
+        return self.out(step.cross_attend(self.layer, q_THD).flatten(1))
+
+
+class _DecoderLayer:
+    """norm(x + attention(x)), norm(x + cross_attention(x)), norm(x + mlp(x))."""
+
+    def __init__(self, config: BartConfig, checkpoint: Checkpoint, i: int) -> None:
+        prefix, n_heads, n_model = f"model.decoder.layers.{i}", config.decoder_attention_heads, config.d_model
+        spec = AttentionSpec(n_heads, n_heads, n_model // n_heads)
+        self._attention = Attention(i, spec, *_load_attention(config, checkpoint, f"{prefix}.self_attn", spec))
+        self.cross = _load_cross_attention(config, checkpoint, f"{prefix}.encoder_attn", i)
+        names = ("self_attn_layer_norm", "encoder_attn_layer_norm", "final_layer_norm")
+        self._norms = [_load_norm(config, checkpoint, f"{prefix}.{name}") for name in names]
+        self._mlp = _load_mlp(config, checkpoint, prefix, config.decoder_ffn_dim)
+        self.specs: tuple[LayerSpec, ...] = (spec, self.cross.spec)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        x_TM = self._norms[0](x_TM + self._attention(x_TM, step))
+        x_TM = self._norms[1](x_TM + self.cross(x_TM, step))
+        return self._norms[2](x_TM + self._mlp(x_TM))
+
+
+def _load_norm(config: BartConfig, checkpoint: Checkpoint, name: str) -> LayerNorm:
+    return LayerNorm(checkpoint.take(f"{name}.weight", config.d_model), checkpoint.take(f"{name}.bias", config.d_model), _EPS)
+
+
+def _load_mlp(config: BartConfig, checkpoint: Checkpoint, prefix: str, n_inner: int) -> MLP:
+    n_model = config.d_model
+    return MLP(
+        Linear.load(checkpoint, f"{prefix}.fc1", n_inner, n_model, has_bias=True, activation=config.activation_function),
+        Linear.load(checkpoint, f"{prefix}.fc2", n_model, n_inner, has_bias=True),
+    )
+
+
+def _load_attention(config: BartConfig, checkpoint: Checkpoint, prefix: str, spec: AttentionSpec) -> tuple[Linear, Linear]:
+    return load_projections(checkpoint, prefix, config.d_model, spec, has_bias=True, has_out_bias=True, out="out_proj")
+
+
+def _load_cross_attention(config: BartConfig, checkpoint: Checkpoint, prefix: str, i: int) -> _CrossAttention:
+    n_model, n_heads = config.d_model, config.decoder_attention_heads
+
+    def take(name: str) -> tuple[Tensor, Tensor]:
+        return checkpoint.take(f"{prefix}.{name}.weight", n_model, n_model), checkpoint.take(f"{prefix}.{name}.bias", n_model)
+
+    (k, k_bias), (v, v_bias) = take("k_proj"), take("v_proj")
+    query, out = (Linear.load(checkpoint, f"{prefix}.{name}", n_model, n_model, has_bias=True) for name in ("q_proj", "out_proj"))
+    spec = CrossAttentionSpec(n_heads, n_heads, n_model // n_heads)
+    return _CrossAttention(i, spec, query, Linear(k, v, bias=torch.cat([k_bias, v_bias])), out)
