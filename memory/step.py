@@ -122,7 +122,7 @@ class Step:
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, softcap: float | None = None,
-        sinks: Tensor | None = None, name: str | None = None,
+        sinks: Tensor | None = None, bias: Tensor | None = None, name: str | None = None,
     ) -> Tensor:  # fmt: skip
         """Remember keys and values, and attend to all of each request's tokens up to each query.
 
@@ -132,6 +132,7 @@ class Step:
             scale: of the scores; 1 / sqrt(head_dim) unless given.
             softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
             sinks: (n_query_heads,) float32, for each head a score that takes its share of the weight and has no value, as in gpt-oss.
+            bias: (n_query_heads, L) float32, added to the score of the row d tokens before a query: column min(d, L - 1), as in T5.
             name: which of the layer's attentions, if it has several.
         Returns:
             (T, n_query_heads, head_dim), before the output projection.
@@ -145,7 +146,9 @@ class Step:
                 raise StepError(f"softcap={softcap!r}; give a positive number, or None for no cap")
             if sinks is not None and sinks.shape != q.shape[1:2]:
                 raise StepError(f"sinks have shape {tuple(sinks.shape)}; give one for each of the {q.shape[1]} query heads")
-            scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks_H=sinks)
+            if bias is not None and (bias.dim() != 2 or len(bias) != q.shape[1] or not bias.shape[1]):
+                raise StepError(f"bias has shape {tuple(bias.shape)}; give ({q.shape[1]} query heads, distances)")
+            scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks_H=sinks, bias_HL=bias)
             y = self._owner.attend(self._plans, index, q.detach(), k.detach(), v.detach(), scoring)
         self._served.add(("attention", index))
         return y

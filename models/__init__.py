@@ -16,6 +16,7 @@ from models import (
     recurrent_gemma,
     rwkv,
     rwkv7,
+    t5,
     zamba2,
 )
 from models.checkpoint import Checkpoint, UnsupportedModelError
@@ -44,6 +45,7 @@ __all__ = [
     "recurrent_gemma",
     "rwkv",
     "rwkv7",
+    "t5",
     "weight_bytes",
     "zamba2",
 ]

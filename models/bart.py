@@ -17,7 +17,7 @@ from memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, St
 from memory.cross_attention import Encoded
 from memory.interface import LayerSpec
 from models.attention import Attention, load_projections
-from models.checkpoint import Checkpoint
+from models.checkpoint import Checkpoint, require
 from models.layers import MLP, LayerNorm, Vocabulary
 from models.linear import Linear
 from models.loading import register
@@ -33,11 +33,11 @@ class Bart:
     """`logits = model(step)` for the decoder, `model.encode(inputs)` for the encoder."""
 
     def __init__(self, config: BartConfig, checkpoint: Checkpoint) -> None:
+        require(config, tie_word_embeddings=True)  # untied, each side would have embeddings of its own
         self.config = config
         n_model = config.d_model
-        head = None if config.tie_word_embeddings else "lm_head.weight"
         scale = n_model**0.5 if config.scale_embedding else 1.0
-        self._vocabulary = Vocabulary(checkpoint, "model.shared.weight", config.vocab_size, n_model, head, embedding_scale=scale)
+        self._vocabulary = Vocabulary(checkpoint, "model.shared.weight", config.vocab_size, n_model, None, embedding_scale=scale)
         self._logits_bias = checkpoint.take_optional("final_logits_bias" in checkpoint, "final_logits_bias", 1, config.vocab_size)
         self._encoder_input, self._decoder_input = (_Input(config, checkpoint, f"model.{side}") for side in ("encoder", "decoder"))
         self._encoder = [_EncoderLayer(config, checkpoint, f"model.encoder.layers.{i}") for i in range(config.encoder_layers)]
@@ -57,14 +57,7 @@ class Bart:
         return [self._encode(token_ids) for token_ids in inputs]
 
     def _encode(self, token_ids: Sequence[int]) -> Encoded:
-        ids_T = torch.as_tensor(token_ids, device=self.memory_spec.device)
-        if (
-            ids_T.dim() != 1
-            or not len(ids_T)
-            or ids_T.is_floating_point()
-            or not 0 <= int(ids_T.min()) <= int(ids_T.max()) < self.config.vocab_size
-        ):
-            raise BatchError(f"{token_ids!r} cannot be encoded; give one or more token ids from 0 to {self.config.vocab_size - 1}")
+        ids_T = read_token_ids(token_ids, self.memory_spec)
         x_TM = self._encoder_input(self._vocabulary, ids_T, torch.arange(len(ids_T), device=ids_T.device))
         for layer in self._encoder:
             x_TM = layer(x_TM)
@@ -78,6 +71,15 @@ class Bart:
             x_TM = layer(x_TM, step)
         logits = self._vocabulary.logits(step.select(x_TM))
         return logits if self._logits_bias is None else logits + self._logits_bias
+
+
+def read_token_ids(token_ids: Sequence[int], spec: MemorySpec) -> Tensor:
+    """An encoder's input as a tensor, (T,). Raises BatchError unless it is one or more ids."""
+    ids_T = torch.as_tensor(token_ids, device=spec.device)
+    is_list = ids_T.dim() == 1 and len(ids_T) > 0 and not ids_T.is_floating_point()
+    if not is_list or not 0 <= int(ids_T.min()) <= int(ids_T.max()) < spec.vocab_size:
+        raise BatchError(f"{token_ids!r} cannot be encoded; give one or more token ids from 0 to {spec.vocab_size - 1}")
+    return ids_T
 
 
 class _Input:
@@ -116,7 +118,7 @@ class _EncoderLayer:
 
 
 @dataclass(frozen=True)
-class _CrossAttention:
+class CrossAttention:
     """Queries of the decoder, keys and values of the encoder."""
 
     layer: int
@@ -124,6 +126,7 @@ class _CrossAttention:
     query: Linear
     key_value: Linear
     out: Linear
+    scale: float | None = None
 
     def keys_and_values(self, x_RM: Tensor) -> tuple[Tensor, Tensor]:
         """(R, G, D) each, of the encoder's last hidden states."""
@@ -132,7 +135,7 @@ class _CrossAttention:
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         q_THD = self.query(x_TM).view(len(x_TM), self.spec.n_query_heads, self.spec.head_dim)
-        return self.out(step.cross_attend(self.layer, q_THD).flatten(1))
+        return self.out(step.cross_attend(self.layer, q_THD, scale=self.scale).flatten(1))
 
 
 class _DecoderLayer:
@@ -170,7 +173,7 @@ def _load_attention(config: BartConfig, checkpoint: Checkpoint, prefix: str, spe
     return load_projections(checkpoint, prefix, config.d_model, spec, has_bias=True, has_out_bias=True, out="out_proj")
 
 
-def _load_cross_attention(config: BartConfig, checkpoint: Checkpoint, prefix: str, i: int) -> _CrossAttention:
+def _load_cross_attention(config: BartConfig, checkpoint: Checkpoint, prefix: str, i: int) -> CrossAttention:
     n_model, n_heads = config.d_model, config.decoder_attention_heads
 
     def take(name: str) -> tuple[Tensor, Tensor]:
@@ -179,4 +182,4 @@ def _load_cross_attention(config: BartConfig, checkpoint: Checkpoint, prefix: st
     (k, k_bias), (v, v_bias) = take("k_proj"), take("v_proj")
     query, out = (Linear.load(checkpoint, f"{prefix}.{name}", n_model, n_model, has_bias=True) for name in ("q_proj", "out_proj"))
     spec = CrossAttentionSpec(n_heads, n_heads, n_model // n_heads)
-    return _CrossAttention(i, spec, query, Linear(k, v, bias=torch.cat([k_bias, v_bias])), out)
+    return CrossAttention(i, spec, query, Linear(k, v, bias=torch.cat([k_bias, v_bias])), out)

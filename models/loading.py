@@ -160,7 +160,7 @@ def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpo
     try:
         return model_class(config, checkpoint)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        if isinstance(error, HybridMemoryError):
+        if isinstance(error, HybridMemoryError) and not isinstance(error, SpecError):
             raise
         raise FormatError(f"{checkpoint.folder / 'config.json'} contradicts itself: {type(error).__name__}: {error}") from error
 

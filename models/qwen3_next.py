@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Qwen3NextConfig
 
-from memory import AttentionSpec, FormatError
+from memory import AttentionSpec
 from memory.recurrences import DeltaRuleShape
 from models.attention import Attention, Rotary, head_dim_of
 from models.checkpoint import Checkpoint, UnsupportedModelError
@@ -52,8 +52,6 @@ class Qwen3Next(Decoder):
             config.linear_num_value_heads, config.linear_num_key_heads, config.linear_value_head_dim, config.linear_key_head_dim,
             config.linear_conv_kernel_dim,
         )  # fmt: skip
-        if shape.n_heads % shape.n_key_heads:
-            raise FormatError(f"{shape.n_heads} value heads cannot share {shape.n_key_heads} key heads evenly")
         prefix = f"{prefix}.linear_attn"
         inputs = self._delta_inputs(checkpoint, prefix, config.hidden_size, shape)
         return DeltaMixer(checkpoint, prefix, i, shape, inputs, norm_eps=config.rms_norm_eps, activation=config.hidden_act)

@@ -49,6 +49,10 @@ def attend(q_HTD: Tensor, k_HRD: Tensor, v_HRD: Tensor, scoring: Scoring) -> Ten
     scores_HTR = q_HTD @ k_HRD.transpose(1, 2) * scoring.scale
     if scoring.softcap is not None:
         scores_HTR = scoring.softcap * torch.tanh(scores_HTR / scoring.softcap)
+    if scoring.bias_HL is not None:
+        bias_HL, (n_queries, n_rows) = torch.as_tensor(scoring.bias_HL), scores_HTR.shape[1:]
+        distances_TR = torch.arange(n_rows - n_queries, n_rows)[:, None] - torch.arange(n_rows)
+        scores_HTR = scores_HTR + bias_HL[:, distances_TR.clamp(0, bias_HL.shape[1] - 1).to(bias_HL.device)]
     scores_HTR += causal_mask(scores_HTR.shape[1], scores_HTR.shape[2], scoring.window, q_HTD.device)
     if scoring.sinks_H is None:
         return scores_HTR.softmax(-1) @ v_HRD

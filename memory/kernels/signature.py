@@ -44,12 +44,15 @@ class Scoring(NamedTuple):
         softcap: scores become cap tanh(s / cap) (Gemma Team 2024, "Gemma 2"); None for no cap.
         sinks_H: for each query head the score of a row that has no value and takes its share of the weight ("learned sinks",
             Xiao et al. 2023, as in gpt-oss); None for none.
+        bias_HL: (H, L) float32, added to the score of a row that stands d before the query: column min(d, L - 1) (Raffel et al. 2020,
+            "T5"); None for none.
     """
 
     scale: float
     window: int | None = None
     softcap: float | None = None
     sinks_H: Prepared | None = None
+    bias_HL: Prepared | None = None
 
 
 class StateSlots(NamedTuple):

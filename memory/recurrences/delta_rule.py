@@ -17,6 +17,7 @@ from functools import cached_property
 import torch
 from torch import Generator, Tensor
 
+from memory.errors import SpecError
 from memory.interface import Recurrence, RecurrentSpec, StateTensor
 from memory.kernels import Erase, Weights
 from memory.recurrences.convolution import CausalConv, window_tensors
@@ -37,6 +38,10 @@ class DeltaRuleShape:
     key_dim: int
     d_conv: int
     decays_keys: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n_heads % self.n_key_heads:
+            raise SpecError(f"{self.n_heads} value heads cannot share {self.n_key_heads} key heads evenly")
 
     @property
     def n_keys(self) -> int:

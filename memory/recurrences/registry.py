@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Generator
 
+from memory.errors import SpecError
 from memory.interface import Recurrence, RecurrentSpec
 
 Example = Callable[[Generator], tuple[RecurrentSpec, Recurrence]]
@@ -39,6 +40,8 @@ def register_family(name: str, *, is_exact: bool = True) -> Callable[[Example], 
     """Function decorator: the function makes an example of the family `name`."""
 
     def add(example: Example) -> Example:
+        if name in FAMILIES:
+            raise SpecError(f"the family {name!r} is registered already; give this one a name of its own")
         FAMILIES[name] = Family(name, example, is_exact)
         return example
 

@@ -18,6 +18,7 @@ from functools import cached_property
 import torch
 from torch import Generator, Tensor
 
+from memory.errors import SpecError
 from memory.interface import Recurrence, RecurrentSpec, StateTensor
 from memory.kernels import Weights
 from memory.recurrences.convolution import CausalConv, window_tensors
@@ -34,6 +35,10 @@ class SSDShape:
     n_groups: int
     d_state: int
     d_conv: int
+
+    def __post_init__(self) -> None:
+        if self.n_heads % self.n_groups:
+            raise SpecError(f"{self.n_heads} heads cannot share {self.n_groups} groups of B and C evenly")
 
     @property
     def n_inner(self) -> int:

@@ -100,6 +100,7 @@ class Pages:
         self.n_groups = n_heads // n_kv_heads
         self.softcap: float | None = None
         self.sinks: Tensor | None = None
+        self.bias: Tensor | None = None
         self.q = torch.randn(sum(lengths), n_heads, head_dim).to(dtype)
         kv_lengths = np.add(lengths, histories)
         self.rows = [torch.randn(2, n, n_kv_heads, head_dim).to(dtype) for n in kv_lengths.tolist()]
@@ -124,7 +125,7 @@ class Pages:
             q = q[start:end]
             pages = batch.pages[slice(*batch.cu_pages[only : only + 2].tolist())]
             batch = PagedBatch(cumulate((end - start,)), batch.kv_lengths[only:][:1], pages, cumulate((len(pages),)), batch.page_tokens)
-        scoring = Scoring(self.scale, window, self.softcap, self.sinks)
+        scoring = Scoring(self.scale, window, self.softcap, self.sinks, self.bias)
         return kernels.paged_attention(q, self.arena, self.arena[self.values_at :], batch, self.n_kv_heads, scoring)
 
     def expected(self, window: int = 1 << 30) -> Tensor:
@@ -160,11 +161,12 @@ def test_attention_over_a_window_is_masked_attention(window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [1 << 30, 20])
-@pytest.mark.parametrize("softcap, has_sinks", [(0.7, False), (None, True), (2.0, True)])
-def test_capped_scores_and_sinks(softcap: float | None, has_sinks: bool, window: int) -> None:
-    """By the definition: scores capped, one more column without a value."""
+@pytest.mark.parametrize("softcap, has_sinks, n_distances", [(0.7, False, 0), (None, True, 0), (2.0, True, 30), (None, False, 1000)])
+def test_capped_scores_sinks_and_biases(softcap: float | None, has_sinks: bool, n_distances: int, window: int) -> None:
+    """By the definition: scores capped, a bias by distance, one more column without a value."""
     pages = Pages(6, 2, 8, page_tokens=4)
     pages.softcap, pages.sinks = softcap, torch.randn(6) if has_sinks else None
+    pages.bias = torch.randn(6, n_distances) if n_distances else None
     outputs = []
     for i, (k, v) in enumerate(pages.rows):
         start, end = pages.batch.cu_seqlens[i : i + 2].tolist()
@@ -172,6 +174,8 @@ def test_capped_scores_and_sinks(softcap: float | None, has_sinks: bool, window:
         scores = pages.q[start:end].transpose(0, 1) @ k.transpose(1, 2) * pages.scale
         scores = scores if softcap is None else softcap * torch.tanh(scores / softcap)
         newest = torch.arange(k.shape[1] - (end - start), k.shape[1])[:, None]
+        if pages.bias is not None:
+            scores = scores + pages.bias[:, (newest - torch.arange(k.shape[1])).clamp(0, n_distances - 1)]
         hidden = (torch.arange(k.shape[1]) > newest) | (torch.arange(k.shape[1]) <= newest - window)
         weights = scores.masked_fill(hidden, -torch.inf).exp()
         total = weights.sum(-1, keepdim=True) + (0 if pages.sinks is None else pages.sinks.exp()[:, None, None])

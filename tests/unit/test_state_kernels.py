@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
 
+from memory import SpecError
 from memory.kernels import Erase, Kernels, StateSlots, cpu, reference, rms_norm
+from memory.recurrences import FAMILIES, DeltaRuleShape, SSDShape, register_family
 from tests.tolerances import assert_kernel_close
 from tests.unit.test_kernels import CHANNELS, LENGTHS, Slots
 
@@ -217,3 +219,15 @@ def test_strength_and_skip_are_factors_and_the_delta_rule_needs_no_b() -> None:
     wide = torch.rand(N, 9)
     strided = cpu.matrix_scan(q, k, v, decay, None, slots.fresh(), strength_TH=wide[:, 2:8])
     assert torch.equal(strided, cpu.matrix_scan(q, k, v, decay, None, slots.fresh(), strength_TH=wide[:, 2:8].contiguous()))
+
+
+def test_shapes_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(SpecError, match="6 heads cannot share 4 groups"):
+        SSDShape(n_heads=6, head_dim=8, n_groups=4, d_state=5, d_conv=4)
+    with pytest.raises(SpecError, match="6 value heads cannot share 4 key heads"):
+        DeltaRuleShape(n_heads=6, n_key_heads=4, value_dim=8, key_dim=8, d_conv=4)
+
+
+def test_a_family_is_registered_once() -> None:
+    with pytest.raises(SpecError, match="'ssd' is registered already"):
+        register_family("ssd")(FAMILIES["ssd"].example)

@@ -19,7 +19,7 @@ _BLOCK = 64
 """Rows whose scores are kept at once, 256 bytes a head."""
 
 _NO_WINDOW = 1 << 60
-_NO_SINKS = np.zeros(0, np.float32)
+_NO_SINKS, _NO_BIAS = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
 _ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
 _0, _1, _2, _3, _4, _STRIDE, _LINE = (np.uint64(i) for i in (0, 1, 2, 3, 4, _BLOCK, 16))
 
@@ -35,7 +35,8 @@ def paged_attention(q_THD: Tensor, keys: Prepared, values: Prepared, batch: Page
             q_THD.contiguous().numpy(), as_array(keys), as_array(values), batch.cu_seqlens[: n_short + 1], batch.kv_lengths,
             as_array(batch.pages), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task, np.float32(scoring.scale),
             _NO_WINDOW if scoring.window is None else scoring.window, np.float32(scoring.softcap or 0.0),
-            _NO_SINKS if scoring.sinks_H is None else as_array(scoring.sinks_H), out_THD.numpy(),
+            _NO_SINKS if scoring.sinks_H is None else as_array(scoring.sinks_H),
+            _NO_BIAS if scoring.bias_HL is None else as_array(scoring.bias_HL), out_THD.numpy(),
         )  # fmt: skip
     for i in range(n_short, len(counts)):
         start, end = batch.cu_seqlens[i : i + 2].tolist()
@@ -51,7 +52,7 @@ def _attend_many(
     n_seen = n_rows if window is None else min(n_rows, n_queries + window - 1)
     flats = (torch.as_tensor(flat) for flat in (keys, values))
     k_GRD, v_GRD = (gather_rows(flat, batch, request, n_kv_heads, head_dim)[n_rows - n_seen :].transpose(0, 1) for flat in flats)
-    if scoring.softcap is not None or scoring.sinks_H is not None:  # torch's fused attention knows of neither
+    if scoring.softcap is not None or scoring.sinks_H is not None or scoring.bias_HL is not None:
         return _attend_group_by_group(q_THD, k_GRD, v_GRD, scoring)
     # `is_causal` aligns at the top left, which is right only when there are no earlier rows.
     is_plain = n_queries == n_rows and (window is None or window >= n_rows)
@@ -64,13 +65,13 @@ def _attend_many(
 
 
 def _attend_group_by_group(q_THD: Tensor, k_GRD: Tensor, v_GRD: Tensor, scoring: Scoring) -> Tensor:
-    """All scores of a group of heads at once."""
+    """All scores of a group of heads at once: for what torch's fused attention cannot do."""
     n_shared = q_THD.shape[1] // len(k_GRD)
-    sinks_H = None if scoring.sinks_H is None else torch.as_tensor(scoring.sinks_H)
+    sinks_H, bias_HL = (None if x is None else torch.as_tensor(x) for x in (scoring.sinks_H, scoring.bias_HL))
     parts = []
     for g, (k_RD, v_RD) in enumerate(zip(k_GRD, v_GRD, strict=True)):
         heads = slice(g * n_shared, (g + 1) * n_shared)
-        own = scoring if sinks_H is None else scoring._replace(sinks_H=sinks_H[heads])
+        own = scoring._replace(sinks_H=None if sinks_H is None else sinks_H[heads], bias_HL=None if bias_HL is None else bias_HL[heads])
         parts.append(attend(q_THD[:, heads].transpose(0, 1), k_RD[None], v_RD[None], own))
     return torch.cat(parts).transpose(0, 1)
 
@@ -78,7 +79,7 @@ def _attend_group_by_group(q_THD: Tensor, k_GRD: Tensor, v_GRD: Tensor, scoring:
 @njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
 def _attend_few(  # type: ignore[no-untyped-def]
     q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale, window, softcap,
-    sinks, out_THD,
+    sinks, bias_HL, out_THD,
 ):  # fmt: skip
     """Online softmax over blocks of rows (Milakov & Gimelshein 2018); a task is a request and some of its key/value heads."""
     head_dim = q_THD.shape[2]
@@ -113,6 +114,8 @@ def _attend_few(  # type: ignore[no-untyped-def]
                     row_scores = scores[h * _BLOCK : h * _BLOCK + n]
                     if softcap > _ZERO:
                         _cap_(row_scores, softcap)
+                    if len(bias_HL) > 0:
+                        _add_bias_(row_scores, bias_HL[first * n_groups + h], n_rows - 1 - begin)
                     new_highest = max(highest[h], _largest(row_scores))
                     if new_highest > highest[h]:
                         fade = exp_f32(highest[h] - new_highest)
@@ -172,6 +175,13 @@ def _cap_(x, cap):  # type: ignore[no-untyped-def]
     """x = cap tanh(x / cap)."""
     for e in range(len(x)):
         x[e] = cap * (_ONE - _TWO / (_ONE + exp_f32(_TWO * x[e] / cap)))
+
+
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
+def _add_bias_(x, bias, distance):  # type: ignore[no-untyped-def]
+    """x[0] is the score of a row at this distance, those after it are nearer."""
+    for e in range(len(x)):
+        x[e] += bias[min(distance - e, len(bias) - 1)]
 
 
 @njit(fastmath=REDUCING)
