@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+from pathlib import Path
 
 import torch
 from transformers import BambaConfig, Mamba2Config, PreTrainedConfig, Qwen3_5TextConfig
 
 from benchmarks.deferred import deferred
 from benchmarks.harness import Report
-from benchmarks.workloads import save_random
 from memory import HybridMemory, MemorySpec, RecurrentSpec
 from memory.recurrences import DeltaRuleShape, SSDShape, mamba1_spec
 from models import load_model
@@ -75,12 +75,14 @@ DRIFTING: dict[str, PreTrainedConfig] = {
 
 def _drift(report: Report, *, quick: bool) -> None:
     """bfloat16 states against float32 ones, everything else in float32: the worst case, a rounding at every token."""
+    from tests.models.checkpoints import write_checkpoint  # with weights under which states matter
+
     n_tokens = 128 if quick else 4096
     marks = [n for n in (64, 128, 256, 1024, 4096) if n <= n_tokens]
     for name in ("embedded", *DRIFTING):
         with tempfile.TemporaryDirectory() as folder:
             if name in DRIFTING:
-                save_random(DRIFTING[name], folder)
+                write_checkpoint(Path(folder), DRIFTING[name])
             model = load_model("embedded" if name == "embedded" else folder, progress=False)
         memories = [HybridMemory(model.memory_spec, "256MiB", rollback_window=0, state_dtype=dtype) for dtype in (None, torch.bfloat16)]
         sequences = [memory.open() for memory in memories]
