@@ -126,12 +126,17 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def require_green(*tests: str) -> None:
-    """Run the tests of what is about to be measured; if one fails, nothing is measured. A wrong result has no speed."""
+def require_green(*tests: str, only: str | None = None) -> None:
+    """Run the tests of what is about to be measured, or `only` those that match. If one fails, nothing is: a wrong result has no speed."""
     console = Console(stderr=True)
     console.print(f"[dim]tests first: {' '.join(tests)}[/dim]")
     root = Path(__file__).parent.parent
-    outcome = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", *tests], cwd=root, capture_output=True, text=True)
+    outcome = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", *tests, *(() if only is None else ("-k", only))],
+        cwd=root,
+        capture_output=True,
+        text=True,
+    )
     if outcome.returncode != 0:
         console.print(outcome.stdout[-3000:] + outcome.stderr[-1000:], highlight=False, markup=False)
         console.print("[red]the tests of this benchmark fail (they need the repository and its dev extra): no speed is measured[/red]")

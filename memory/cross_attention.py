@@ -63,8 +63,14 @@ class CrossAttentionCache:
         n_rows = self._check(encoded)
         pages = self.pool.allocate(-(-n_rows // self.page_tokens))
         self._tables[slot], self._n_rows[slot] = pages, n_rows
-        if self._store.is_dry:
-            return
+        try:
+            if not self._store.is_dry:
+                self._write(pages, n_rows, encoded)
+        except BaseException:
+            self.release(slot)
+            raise
+
+    def _write(self, pages: Int64s, n_rows: int, encoded: Encoded) -> None:
         page_R, slot_R = np.divmod(np.arange(n_rows), self.page_tokens)
         starts = self.pool.addresses[pages][page_R] // self._dtype.itemsize
         for i, (spec, tensors) in enumerate(zip(self._specs, encoded, strict=True)):
@@ -74,18 +80,27 @@ class CrossAttentionCache:
 
     def _check(self, encoded: Encoded) -> int:
         """The number of rows, the same in every layer."""
+        if not isinstance(encoded, tuple | list):
+            raise BatchError(f"encoder={type(encoded).__name__}; give what model.encode returned for one input: model.encode([ids])[0]")
         if len(encoded) != len(self._specs):
-            raise BatchError(f"encoder= holds {len(encoded)} pairs of keys and values; this model has {len(self._specs)} cross-attentions")
+            raise BatchError(
+                f"encoder= holds {len(encoded)} pairs of keys and values; this model has {len(self._specs)} cross-attentions; "
+                "give model.encode([ids])[0]"
+            )
+        for pair in encoded:
+            if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(t, Tensor) and t.dim() == 3 for t in pair):
+                raise BatchError("encoder= holds something else than pairs of (rows, heads, head_dim); give model.encode([ids])[0]")
         n_rows = len(encoded[0][0])
         if not n_rows:
             raise BatchError("encoder= holds no rows; encode at least one")
         for i, (spec, tensors) in enumerate(zip(self._specs, encoded, strict=True)):
             for name, tensor in zip(("keys", "values"), tensors, strict=True):
                 expected = (n_rows, spec.n_kv_heads, spec.head_dim)
-                if tensor.shape != expected or (not self._store.is_dry and tensor.dtype != self._dtype):
+                is_ours = tensor.dtype == self._dtype and tensor.device.type == self._store.device.type and tensor.layout == torch.strided
+                if tensor.shape != expected or not (is_ours or self._store.is_dry):
                     raise BatchError(
-                        f"{name} of cross-attention {i} are {tensor.dtype} of shape {tuple(tensor.shape)}; "
-                        f"this memory expects {self._dtype} of shape {expected}"
+                        f"{name} of cross-attention {i} are {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; "
+                        f"this memory expects {self._dtype} of shape {expected} on {self._store.device}"
                     )
         return n_rows
 

@@ -58,7 +58,7 @@ class HybridMemory:
             model on the CPU and "replay" elsewhere.
         device, dtype: the spec's unless given. device="meta" is a dry run: all bookkeeping, no tensors, no model.
         state_dtype: of recurrent states, which models ask for in float32. torch.bfloat16 halves them; each step rounds its end state, so
-            outputs drift (`python -m benchmarks memory` measures how far).
+            outputs drift (`python -m benchmarks states` measures how far).
         poison: for tests: fill fresh and freed memory with NaN.
     Raises:
         SpecError: an option that cannot work, or a budget too small for one sequence.
@@ -148,8 +148,10 @@ class HybridMemory:
                 if self._cross_attention is None
                 else f"{self.spec.model} decodes what its encoder said; give open(encoder=model.encode(...)[i])"
             )
-        sequence = self._ledger.open()
-        if self._cross_attention is not None and encoder is not None:
+        if self._cross_attention is None or encoder is None:
+            return self._ledger.open()
+        with uninterrupted():
+            sequence = self._ledger.open()
             try:
                 self._cross_attention.write(sequence.slot, encoder)
             except BaseException:
@@ -247,7 +249,7 @@ class HybridMemory:
             f"it holds only {reached} tokens"
             if to > reached and reached == self._ledger.lengths[sequence.slot]
             else f"its tail reaches back to {horizon}, and no checkpoint holds {to}. The nearest reachable position is {reached}: "
-            f"roll back to it and feed tokens {reached} ... {to} again"
+            f"roll back to it and feed tokens {reached} ... {to - 1} again"
         )
         return RollbackError(f"{sequence!r} cannot return to position {to}: {why}", to=to, horizon=horizon, resume_at=reached)
 

@@ -65,12 +65,19 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a recurrence's state. `dtype=None` means the memory's own; `initial` fills it at position 0."""
+    """One tensor of a recurrence's state.
+
+    Attributes:
+        dtype: None means the memory's own.
+        initial: fills it at position 0.
+        keeps_dtype: whatever `HybridMemory(state_dtype=...)` asks for; for numbers that stand in an exponent.
+    """
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype | None = torch.float32
     initial: float = 0.0
+    keeps_dtype: bool = False
 
 
 @dataclass(frozen=True)
@@ -133,6 +140,8 @@ class MemorySpec:
     def __post_init__(self) -> None:
         _check_count("vocab_size", self.vocab_size)
         for layer, specs in enumerate(self.layers):
+            if not isinstance(specs, tuple):
+                raise SpecError(f"layer {layer} is {specs!r}; give a tuple of specs for each layer, () for none")
             if len({s.name for s in specs}) != len(specs):
                 raise SpecError(f"memories of layer {layer} share a name: {[s.name for s in specs]}; give each its own")
 
@@ -154,7 +163,7 @@ class MemorySpec:
         def change(memory: LayerSpec) -> LayerSpec:
             if not isinstance(memory, RecurrentSpec):
                 return memory
-            return replace(memory, states=tuple(s if s.dtype is None else replace(s, dtype=dtype) for s in memory.states))
+            return replace(memory, states=tuple(s if s.dtype is None or s.keeps_dtype else replace(s, dtype=dtype) for s in memory.states))
 
         return replace(self, layers=tuple(tuple(map(change, layer)) for layer in self.layers))
 

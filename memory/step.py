@@ -142,8 +142,11 @@ class Step:
         index = self._claim(layer, name, "attention")
         _check_tensors(q=q, k=k, v=v)
         with _without_gradients():
-            if softcap is not None and not softcap > 0:
+            if softcap is not None and not (isinstance(softcap, int | float) and softcap > 0):
                 raise StepError(f"softcap={softcap!r}; give a positive number, or None for no cap")
+            for what, table in (("sinks", sinks), ("bias", bias)):
+                if table is not None and not (isinstance(table, Tensor) and table.dtype == torch.float32):
+                    raise StepError(f"{what} is no float32 tensor but {table if not isinstance(table, Tensor) else table.dtype!r}")
             if sinks is not None and sinks.shape != q.shape[1:2]:
                 raise StepError(f"sinks have shape {tuple(sinks.shape)}; give one for each of the {q.shape[1]} query heads")
             if bias is not None and (bias.dim() != 2 or len(bias) != q.shape[1] or not bias.shape[1]):

@@ -84,6 +84,8 @@ def load_model(
 def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> MemorySpec:
     """What a model of this config would need remembered, without its weights: for `HybridMemory(..., device="meta")`.
 
+    Args:
+        architecture: the class that `config.json` names, such as "BambaForCausalLM".
     Raises:
         UnsupportedModelError: an architecture or option that is not implemented.
         FormatError: a config that contradicts itself.

@@ -40,6 +40,9 @@ class DeltaRuleShape:
     decays_keys: bool = False
 
     def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if not isinstance(size, int) or (size < 1 and name != "decays_keys"):
+                raise SpecError(f"DeltaRuleShape.{name} is {size!r}; it must be an integer of at least 1")
         if self.n_heads % self.n_key_heads:
             raise SpecError(f"{self.n_heads} value heads cannot share {self.n_key_heads} key heads evenly")
 

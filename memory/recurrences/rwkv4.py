@@ -24,7 +24,7 @@ _LOWEST = -1e38
 def rwkv4_spec(n_channels: int, name: str = "recurrence") -> RecurrentSpec:
     """Row: k and v. State: numerator, denominator and the exponent that both are scaled by, float32."""
     sums = (StateTensor("numerator", (n_channels,)), StateTensor("denominator", (n_channels,)))
-    return RecurrentSpec("rwkv4", (2, n_channels), (*sums, StateTensor("exponent", (n_channels,), initial=_LOWEST)), name)
+    return RecurrentSpec("rwkv4", (2, n_channels), (*sums, StateTensor("exponent", (n_channels,), initial=_LOWEST, keeps_dtype=True)), name)
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,9 @@ class SSDShape:
     d_conv: int
 
     def __post_init__(self) -> None:
+        for name, size in vars(self).items():
+            if not isinstance(size, int) or size < 1:
+                raise SpecError(f"SSDShape.{name} is {size!r}; it must be an integer of at least 1")
         if self.n_heads % self.n_groups:
             raise SpecError(f"{self.n_heads} heads cannot share {self.n_groups} groups of B and C evenly")
 

@@ -120,6 +120,7 @@ def test_rollback_forks_and_reordering_leave_the_encoder_alone(pair: Pair) -> No
     assert_logits_close(rows, pair.expected(0, TOKENS[0])[6:])
     memory.rollback(a, to=0)
     (rows,) = pair.feed(memory, {a: TOKENS[3]})
+    assert memory.usage().by_kind["encoder pages"] == used, "position 0 is not a new sequence"
     assert_logits_close(rows, pair.expected(0, TOKENS[3]))
     memory.rollback(a, to=mark)
     memory.close(mark)
@@ -167,6 +168,11 @@ def test_sequences_and_models_that_do_not_fit(pair: Pair) -> None:
     with pytest.raises(BatchError, match="no encoder"):
         HybridMemory(Toy().memory_spec, "1MiB").open(encoder=encoded)
     (k, v), *rest = encoded
+    nonsense = [5, [None], [(k,)] * len(encoded), [(k, k, k)], iter(encoded), [(k[0], v[0]), *rest], [(k.to("meta"), v), *rest]]
+    for wrong in (*nonsense, [(k.to_sparse(), v), *rest]):
+        with pytest.raises(BatchError):
+            memory.open(encoder=wrong)
+        memory.check()
     for wrong in ([*encoded, encoded[0]], [(k[:, :1], v), *rest], [(k[:0], v[:0]), *rest], [(k, v[:-1]), *rest], [(k.double(), v), *rest]):
         with pytest.raises(BatchError):
             memory.open(encoder=wrong)

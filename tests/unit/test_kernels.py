@@ -183,6 +183,9 @@ def test_capped_scores_sinks_and_biases(softcap: float | None, has_sinks: bool, 
     expected = torch.cat(outputs)
     for kernels in (reference, cpu):
         assert_kernel_close(pages.attend(kernels, window=window), expected)
+    for i in range(len(LENGTHS)):  # alone, a request's heads are divided among tasks
+        start, end = pages.batch.cu_seqlens[i : i + 2].tolist()
+        assert_kernel_close(pages.attend(cpu, only=i, window=window), expected[start:end])
 
 
 def test_rows_before_the_window_are_not_read() -> None:

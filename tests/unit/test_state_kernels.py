@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,9 +12,18 @@ from torch import Tensor
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 from transformers.models.rwkv.modeling_rwkv import rwkv_linear_attention_cpu
 
-from memory import SpecError
+from memory import HybridMemory, MemorySpec, SpecError, StepError
 from memory.kernels import Erase, Kernels, StateSlots, cpu, reference, rms_norm
-from memory.recurrences import FAMILIES, DeltaRuleShape, SSDShape, register_family
+from memory.recurrences import (
+    FAMILIES,
+    CausalConv,
+    DeltaRuleShape,
+    ShortConv,
+    SSDShape,
+    register_family,
+    rwkv4_spec,
+    short_conv_spec,
+)
 from tests.tolerances import assert_kernel_close
 from tests.unit.test_kernels import CHANNELS, LENGTHS, Slots
 
@@ -231,3 +241,41 @@ def test_shapes_that_do_not_divide_are_refused() -> None:
 def test_a_family_is_registered_once() -> None:
     with pytest.raises(SpecError, match="'ssd' is registered already"):
         register_family("ssd")(FAMILIES["ssd"].example)
+
+
+def test_weights_that_do_not_fit_are_refused_before_anything_is_written() -> None:
+    """Compiled code does not look where it writes: a wider convolution would write into another sequence's state."""
+    memory = HybridMemory(MemorySpec(((short_conv_spec(16, 2),),), 9), "1MiB", rollback_window=0)
+    a, b = memory.open(), memory.open()
+    for sequence, n_taps in ((a, 2), (b, 4), (b, 2)):
+        with pytest.raises(StepError, match="window has shape") if n_taps == 4 else nullcontext(), memory.step({sequence: [1]}) as step:
+            step.recur(0, torch.randn(1, 16), ShortConv(CausalConv(torch.randn(n_taps, 16))))
+    memory.check()
+    slots, inputs = Slots((6, 20, 48)), make_matrix_scan(6, 3, 20, 48)
+    q, k, v, decay, _ = inputs
+    for wrong in ((q, k, v[:, :5], decay), (q[:, :, :7], k, v, decay), (q, k, v, decay[:, :2])):
+        with pytest.raises(StepError):
+            cpu.matrix_scan(*wrong, None, slots.fresh())
+    for kernel, arguments in (
+        (cpu.softplus, (torch.zeros(2, 3), torch.zeros(2))),
+        (cpu.rms_norm, (torch.zeros(2, 3), torch.zeros(2), 1.0)),
+        (cpu.linear_scan, (torch.zeros(N, 5), torch.zeros(N, 4), Slots((5,)).fresh())),
+        (cpu.wkv4, (torch.zeros(N, 5), torch.zeros(N, 5), torch.zeros(2), torch.zeros(5), WkvSlots(5).fresh())),
+    ):
+        with pytest.raises(StepError):
+            kernel(*arguments)
+
+
+def test_sizes_of_nothing_are_refused() -> None:
+    for sizes in ({"n_groups": 0}, {"d_conv": 0}, {"d_state": -1}):
+        with pytest.raises(SpecError, match="at least 1"):
+            SSDShape(**({"n_heads": 6, "head_dim": 8, "n_groups": 2, "d_state": 5, "d_conv": 4} | sizes))
+    with pytest.raises(SpecError, match="n_key_heads"):
+        DeltaRuleShape(n_heads=6, n_key_heads=0, value_dim=8, key_dim=8, d_conv=4)
+    with pytest.raises(SpecError, match="tuple of specs"):
+        MemorySpec((short_conv_spec(16, 2),), 9)  # type: ignore[arg-type]
+
+
+def test_an_exponent_is_never_rounded() -> None:
+    spec = MemorySpec(((rwkv4_spec(5),),), 9).with_state_dtype(torch.bfloat16)
+    assert [s.dtype for s in spec.layers[0][0].states] == [torch.bfloat16, torch.bfloat16, torch.float32]  # type: ignore[union-attr]

@@ -7,7 +7,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from memory.kernels.cpu.rows import as_array, copy_
+from memory.kernels.cpu.rows import as_array, copy_, require_shapes
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import exp_f32, softplus_f32
 from memory.kernels.signature import Prepared, StateSlots
@@ -17,6 +17,7 @@ _AT_ONCE = 128
 
 
 def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
+    require_shapes("softplus", bias=(bias_H.shape, x_TH.shape[1:]))
     out_TH = torch.empty(x_TH.shape)
     _softplus(x_TH.contiguous().numpy(), as_array(bias_H), out_TH.numpy())
     return out_TH
@@ -31,6 +32,7 @@ def _softplus(x_TH, bias_H, out_TH):  # type: ignore[no-untyped-def]
 
 
 def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
+    require_shapes("linear_scan", state=(state.shape, x_TE.shape[1:]), decay=(decay_TE.shape, x_TE.shape))
     y_TE = torch.empty(x_TE.shape)
     use_threads(2 * x_TE.numel())
     _linear_scan(
@@ -64,6 +66,11 @@ def _fade_and_add_(h, decay, x):  # type: ignore[no-untyped-def]
 
 
 def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...]) -> Tensor:
+    n_channels = v_TE.shape[1:]
+    require_shapes(
+        "wkv4", keys=(k_TE.shape, v_TE.shape), decay=(decay_E.shape, n_channels), first=(first_E.shape, n_channels),
+        numerator=(states[0].shape, n_channels),
+    )  # fmt: skip
     y_TE = torch.empty(v_TE.shape)
     use_threads(40 * v_TE.numel())
     top, below, exponent = states

@@ -7,7 +7,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from memory.interface import Int64s
-from memory.kernels.cpu.rows import as_array, as_flat, copy_
+from memory.kernels.cpu.rows import as_array, as_flat, copy_, require_shapes
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
 from memory.kernels.cpu.vector_math import exp_f32
 from memory.kernels.signature import Erase, Prepared, StateSlots
@@ -25,6 +25,11 @@ def matrix_scan(
 ) -> Tensor:  # fmt: skip
     n_tokens, n_heads, n_rows = v_THV.shape
     n_columns = q_TGN.shape[2]
+    require_shapes(
+        "matrix_scan", state=(state.shape, (n_heads, n_rows, n_columns)), keys=(k_TGN.shape[2:], (n_columns,)),
+        log_decay=(log_decay.shape[1:2], (n_heads,)), skip=((n_heads,) if skip_H is None else skip_H.shape, (n_heads,)),
+        strength=((n_heads,) if strength_TH is None else strength_TH.shape[1:], (n_heads,)),
+    )  # fmt: skip
     y_THV = v_THV.new_empty(v_THV.shape)
     (q, q_stride), (k, k_stride), (v, v_stride) = as_flat(q_TGN), as_flat(k_TGN), as_flat(v_THV)
     a, a_stride, a_heads, b = _NOTHING, 0, 1, _NOTHING

@@ -8,7 +8,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from memory.interface import Int64s
-from memory.kernels.cpu.rows import as_array, copy_
+from memory.kernels.cpu.rows import as_array, copy_, require_shapes
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
 from memory.kernels.signature import Prepared, StateSlots
@@ -30,6 +30,10 @@ def _channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: 
 
 def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True) -> Tensor:
     n_taps, n_channels = weight_WE.shape
+    require_shapes(
+        "causal_conv", window=(window.shape, (n_taps - 1, n_channels)), row=((min(rows_TR.shape[1], n_channels),), (n_channels,)),
+        bias=((n_channels,) if bias_E is None else bias_E.shape, (n_channels,)),
+    )  # fmt: skip
     out_TE = rows_TR.new_empty(rows_TR.shape[0], n_channels)
     bias = np.zeros(n_channels, np.float32) if bias_E is None else as_array(bias_E)
     n_threads = use_threads(2 * out_TE.numel() * n_taps)
@@ -95,6 +99,11 @@ def selective_scan(
     x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Prepared, b_TN: Tensor, c_TN: Tensor, a_NE: Prepared, d_E: Prepared, state: StateSlots
 ) -> Tensor:
     y_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
+    n_channels, n_states = x_TE.shape[1], b_TN.shape[1]
+    require_shapes(
+        "selective_scan", state=(state.shape, (n_states, n_channels)), a=(a_NE.shape, (n_states, n_channels)), dt=(dt_TE.shape, x_TE.shape),
+        c=(c_TN.shape, b_TN.shape), dt_bias=(dt_bias_E.shape, (n_channels,)), d=(d_E.shape, (n_channels,)),
+    )  # fmt: skip
     n_threads = use_threads(10 * x_TE.numel() * a_NE.shape[0])
     at_once = _channels_at_once(state.cu_rows, x_TE.shape[0], x_TE.shape[1], n_threads)
     x, dt, b, c = (t.contiguous().numpy() for t in (x_TE, dt_TE, b_TN, c_TN))

@@ -9,6 +9,7 @@ import torch
 from numba import njit
 from torch import Tensor
 
+from memory.errors import StepError
 from memory.kernels.signature import Prepared
 
 
@@ -18,6 +19,15 @@ def prepare(tensor: Tensor) -> Prepared:
 
 def as_array(x: Prepared) -> Prepared:
     return x if isinstance(x, np.ndarray) else x.detach().numpy()
+
+
+def require_shapes(what: str, **pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Raise StepError unless each (found, expected) agrees: compiled code does not look where it writes."""
+    for name, (found, expected) in pairs.items():
+        if tuple(found) != tuple(expected):
+            raise StepError(
+                f"{what}: {name} has shape {tuple(found)}, not {tuple(expected)}; a layer's weights must fit its spec and its rows"
+            )
 
 
 def as_flat(x: Tensor) -> tuple[Prepared, int]:
