@@ -8,36 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from memory.arena import Store, read_budget
-from memory.attention_cache import AttentionCache, PageGrid
 from memory.batch import pack, read_requests
 from memory.chunks import Model, run_in_chunks
-from memory.cross_attention import CrossAttentionCache, Encoded
+from memory.cross_attention import Encoded
 from memory.errors import BatchError, CapacityError, RollbackError, SequenceError, SpecError
 from memory.folding import TailGrid
 from memory.inspection import Usage, measure, usage_html
 from memory.interface import (
-    AttentionSpec,
-    CrossAttentionSpec,
     Int64s,
-    LayerMemory,
     MemorySpec,
     Packed,
     Recurrence,
-    RecurrentSpec,
     Requests,
     Sequence,
 )
 from memory.interrupts import uninterrupted
 from memory.kernels import Scoring
+from memory.kinds import make_kinds
 from memory.ledger import Ledger
-from memory.recurrent_state import RecurrentState
 from memory.step import Outputs, Plans, Step
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -95,38 +90,14 @@ class HybridMemory:
             raise SpecError(f"state_dtype={state_dtype!r}; it must be one of {', '.join(map(str, _DTYPES))}, or None for the model's own")
         self.rollback_window = rollback_window
         self._ledger = Ledger(self)
-        self._kinds: dict[str, LayerMemory[Any]] = {}
         self.index = _index(self.spec)
         # Of the spec's device: a dry run keeps the books of the real thing.
         keeps = spec.device.type == "cpu" if fold is None else fold == "keep"
-        self._make_kinds(read_budget(budget), page_tokens, TailGrid.of(rollback_window, keeps=keeps), poison=poison)
-
-    def _make_kinds(self, budget_bytes: int, page_tokens: int, grid: TailGrid, *, poison: bool) -> None:
-        spec = self.spec
-        store = Store(budget_bytes, spec.device, poison=poison)
-        self._arena = store.arena
-        flat = [memory for specs in spec.layers for memory in specs]
-        attention = [m for m in flat if isinstance(m, AttentionSpec)]
-        recurrent = [m for m in flat if isinstance(m, RecurrentSpec)]
-        # One cache for each window: its layers share tables of pages. Attention i is number j of the cache that it names.
-        self._attention: list[tuple[str, AttentionCache, int]] = []
-        windows = sorted({m.window for m in attention}, key=lambda window: window or 0)
-        for window in windows:
-            group = [m for m in attention if m.window == window]
-            pages = PageGrid(page_tokens, window, grid.rollback_window)
-            self._kinds[_attention_kind(window)] = AttentionCache(group, spec.dtype, pages, store)
-        numbers = dict.fromkeys(windows, 0)
-        for memory in attention:
-            name = _attention_kind(memory.window)
-            self._attention.append((name, cast(AttentionCache, self._kinds[name]), numbers[memory.window]))
-            numbers[memory.window] += 1
-        cross = [m for m in flat if isinstance(m, CrossAttentionSpec)]
-        self._cross_attention = CrossAttentionCache(cross, spec.dtype, page_tokens, store) if cross else None
-        if self._cross_attention is not None:
-            self._kinds["cross-attention"] = self._cross_attention
-        if recurrent:
-            self._recurrent = RecurrentState(recurrent, spec.dtype, grid, store)
-            self._kinds["recurrence"] = self._recurrent
+        budget_bytes = read_budget(budget)
+        store = Store(budget_bytes, self.spec.device, poison=poison)
+        kinds = make_kinds(self.spec, page_tokens, TailGrid.of(rollback_window, keeps=keeps), store)
+        self._arena, self._kinds = store.arena, kinds.by_name
+        self._attention, self._cross_attention, self._recurrent = kinds.attention, kinds.cross_attention, kinds.recurrent
         needed = sum(kind.least_bytes for kind in self._kinds.values())
         if needed > budget_bytes:
             raise SpecError(f"a budget of {budget_bytes:,} bytes is too small for one sequence of {spec.model}; give it {needed:,} or more")
@@ -365,6 +336,7 @@ class HybridMemory:
         return self._cross_attention.cross_attend(plans["cross-attention"], index, q, scoring)
 
     def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
+        assert self._recurrent is not None, "the step has found this memory in the spec"
         return self._recurrent.recur(plans["recurrence"], index, rows, recurrence)
 
     def horizons_after(self, packed: Packed) -> Int64s:
@@ -403,10 +375,6 @@ class HybridMemory:
 
     def _repr_html_(self) -> str:
         return usage_html(self.usage(), f"HybridMemory for {self.spec.model} on {self.spec.device}")
-
-
-def _attention_kind(window: int | None) -> str:
-    return "attention" if window is None else f"attention over {window}"
 
 
 def _index(spec: MemorySpec) -> dict[tuple[int, str, str | None], int]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM
 
-from memory import HybridMemory, Sequence
+from memory import AttentionSpec, HybridMemory, Sequence
 from memory.recurrences import FAMILIES
 from models import LanguageModel, load_model
 from tests.models import checkpoints
@@ -49,6 +49,12 @@ class Subject:
     fold: Literal["keep", "replay"]
     model: LanguageModel
     is_exact: bool
+
+    @property
+    def reaches_everything(self) -> bool:
+        """Whether any position can be returned to: where attention alone remembers, and sees everything."""
+        memories = [memory for layer in self.model.memory_spec.layers for memory in layer]
+        return all(isinstance(memory, AttentionSpec) and memory.window is None for memory in memories)
 
     def memory(self, rollback_window: int = 8, budget: int | str = "8MiB", page_tokens: int = 4) -> HybridMemory:
         options = {"rollback_window": rollback_window, "page_tokens": page_tokens, "fold": self.fold}
