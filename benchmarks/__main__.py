@@ -23,7 +23,9 @@ Quick = Annotated[bool, typer.Option("--quick", help="Smaller, coarser, under a 
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for NAME.json and NAME.md.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Of torch and of the kernels; torch's choice unless given.")]
 
-Model = Annotated[list[str] | None, typer.Option("--model", help=f"One of {', '.join(MODELS)}; may be repeated; all unless given.")]
+Model = Annotated[
+    list[str] | None, typer.Option("--model", help=f"One of {', '.join(MODELS)}; may be repeated; all unless given, in a quick run two.")
+]
 
 MODEL_TESTS = ("tests/models/test_parity.py", "tests/unit/test_kernels.py", "tests/unit/test_state_kernels.py")
 BOOK_TESTS = ("tests/unit/test_memory.py", "tests/unit/test_batch.py", "tests/unit/test_transactions.py")
@@ -46,20 +48,20 @@ def _run(
 def decode(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """A step of one token a sequence: against transformers, the step without mixers, a window of 0; and how it grows."""
     plot = None if out is None else out / "decode.png"
-    _run(speed.decode, MODEL_TESTS, quick, out, threads, models=_known(model), plot=plot)
+    _run(speed.decode, MODEL_TESTS, quick, out, threads, models=_known(model, quick=quick), plot=plot)
 
 
 @app.command()
 def prefill(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Prompts, one long and many short, against transformers."""
-    _run(speed.prefill, MODEL_TESTS, quick, out, threads, models=_known(model))
+    _run(speed.prefill, MODEL_TESTS, quick, out, threads, models=_known(model, quick=quick))
 
 
-def _known(models: list[str] | None) -> list[str]:
-    """The models asked for, or all."""
+def _known(models: list[str] | None, *, quick: bool) -> list[str]:
+    """The models asked for, or all; in a quick run one with attention and one without."""
     if unknown := set(models or ()) - set(MODELS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: the models are {', '.join(MODELS)}")
-    return models or list(MODELS)
+    return models or list(MODELS[:2] if quick else MODELS)
 
 
 @app.command(name="kernels")

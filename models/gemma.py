@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from torch import Tensor
 from transformers import Gemma2Config, Gemma3TextConfig, PreTrainedConfig
@@ -15,7 +17,7 @@ from models.llama import window_of
 from models.loading import register
 
 
-class _Gemma(Decoder):
+class _Gemma(Decoder, ABC):
     """What the two have in common; subclasses make the attention."""
 
     def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
@@ -45,9 +47,9 @@ class _Gemma(Decoder):
             )
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
 
+    @abstractmethod
     def _rotaries(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Rotary]:
         """For each type of layer."""
-        raise NotImplementedError
 
     def _attention(self, config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Attention:
         spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim, window=window_of(config, i))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 from transformers import Mamba2Config, MambaConfig
 
@@ -13,7 +15,7 @@ from models.loading import register
 from models.mamba_mixers import Mamba2Mixer, Mamba2Options, MambaMixer, MambaShape
 
 
-class _MixerStack(Decoder):
+class _MixerStack(Decoder, ABC):
     def __init__(self, config: MambaConfig | Mamba2Config, checkpoint: Checkpoint) -> None:
         n_model = config.hidden_size
         head = None if config.tie_word_embeddings else "lm_head.weight"
@@ -30,8 +32,9 @@ class _MixerStack(Decoder):
         residual_dtype = torch.float32 if config.residual_in_fp32 else checkpoint.dtype
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm_f"), residual_dtype=residual_dtype)
 
+    @abstractmethod
     def _mixer(self, config: MambaConfig | Mamba2Config, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
-        raise NotImplementedError
+        """Of layer i."""
 
 
 @register("MambaForCausalLM")
