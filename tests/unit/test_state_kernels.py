@@ -43,7 +43,7 @@ def make_matrix_scan(
     return q, k, v, decay, Erase(k, b, after_decay) if erases else None
 
 
-SHAPES = [(1, 1, 1, 1), (3, 1, 5, 48), (6, 3, 20, 7), (2, 2, 64, 64), (4, 2, 130, 16)]
+SHAPES = [(1, 1, 1, 1), (3, 1, 5, 48), (6, 3, 20, 7), (2, 2, 64, 64), (4, 2, 130, 16), (1, 1, 131, 80)]
 MODES = [{}, {"by_column": True}, {"erases": True}, {"erases": True, "after_decay": True, "by_column": True}]
 
 
@@ -160,6 +160,16 @@ def test_matrix_scan_is_the_same_bits_alone_and_among_others(mode: dict[str, boo
         alone = cpu.matrix_scan(q[own], k[own], v[own], decay[own], own_erase, slots.fresh(i))
         assert torch.equal(alone, together[own])
         at += n
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda m: " ".join(m) or "plain")
+def test_rows_of_a_matrix_are_the_same_bits_in_fours_and_alone(mode: dict[str, bool]) -> None:
+    """Seven rows: the kernel takes four at once and the others alone. Turned around, other rows are the four."""
+    (q, k, v, decay, erase), forth, back = make_matrix_scan(2, 1, 7, 24, **mode), Slots((2, 7, 24)), Slots((2, 7, 24))
+    back.before, back.sources, forth.sources = forth.before, [-1] * len(LENGTHS), [-1] * len(LENGTHS)
+    y = cpu.matrix_scan(q, k, v, decay, erase, forth.fresh())
+    assert torch.equal(cpu.matrix_scan(q, k, v.flip(-1).contiguous(), decay, erase, back.fresh()).flip(-1), y)
+    assert torch.equal(back.ends().flip(-2), forth.ends())
 
 
 @pytest.mark.parametrize("name", ["linear_scan", "wkv4"])

@@ -8,12 +8,13 @@ from torch import Tensor
 
 from memory.interface import Int64s
 from memory.kernels.cpu.rows import as_array, as_flat, copy_, require_shapes
-from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
+from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import exp_f32
+from memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, splat, store, store_totals, total
 from memory.kernels.signature import Erase, Prepared, StateSlots
 
-_LONG_RUN_ELEMENTS = 4096
-"""State elements a task runs in long runs: 16 KiB stay in the first-level cache from token to token."""
+_LONG_RUN_ELEMENTS = 8192
+"""State elements a task runs in long runs: 32 KiB stay close from token to token, and outweigh what a token costs a task."""
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _NOTHING = np.zeros(0, np.float32)
@@ -60,73 +61,130 @@ def _matrix_scan(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     n_heads, n_rows = y_THV.shape[1:]
     n_chunks = -(-n_rows // at_once)
+    width = -(-n_columns // LANES) * LANES
     erases, decays_columns = len(a) > 0, log_decay.shape[2] > 1
     for task in prange((len(cu_rows) - 1) * n_heads * n_chunks):
         i, h, first = task // (n_heads * n_chunks), task // n_chunks % n_heads, task % n_chunks * at_once
         last = min(first + at_once, n_rows)
         offset, size = (h * n_rows + first) * n_columns, (last - first) * n_columns
-        s = flat[targets[i] + offset : targets[i] + offset + size]
+        target = flat[targets[i] + offset : targets[i] + offset + size]
         # The state is run in place, in its target.
         if sources[i] < 0:
-            s[:] = initial
+            target[:] = initial
         elif sources[i] != targets[i]:
-            copy_(s, flat[sources[i] + offset : sources[i] + offset + size])
-        decay, erasing = np.empty(n_columns, np.float32), np.zeros(n_columns, np.float32)
-        writing = np.zeros(n_columns, np.float32)
+            copy_(target, flat[sources[i] + offset : sources[i] + offset + size])
+        s = target if width == n_columns else _widened(target, n_columns, width)
+        # What a token brings, padded with zeros to whole vectors.
+        query, key, u = np.zeros(width, np.float32), np.zeros(width, np.float32), np.empty(last - first, np.float32)
+        decay, erasing, writing = np.zeros(width, np.float32), np.zeros(width, np.float32), np.zeros(width, np.float32)
         for t in range(cu_rows[i], cu_rows[i + 1]):
             q_at, k_at = t * q_stride + h // q_heads * n_columns, t * k_stride + h // k_heads * n_columns
             v_at = t * v_stride + h * n_rows
-            query, key, value = q[q_at : q_at + n_columns], k[k_at : k_at + n_columns], v[v_at + first : v_at + last]
-            y = y_THV[t, h, first:last]
+            copy_(query[:n_columns], q[q_at : q_at + n_columns])
+            copy_(key[:n_columns], k[k_at : k_at + n_columns])
+            value, y = v[v_at + first : v_at + last], y_THV[t, h, first:last]
             beta = strength[t * strength_stride + h] if len(strength) > 0 else _ONE
+            _scaled(value, beta, u)
             if not (erases or decays_columns):
-                w = exp_f32(log_decay[t, h, 0])
-                for r in range(last - first):
-                    y[r] = _advance(s[r * n_columns : (r + 1) * n_columns], w, key, beta * value[r], query)
+                _advance(s, exp_f32(log_decay[t, h, 0]), key, u, query, y)
             else:
                 if decays_columns:
-                    _exp(log_decay[t, h], decay)
+                    _exp(log_decay[t, h], decay[:n_columns])
                 else:
                     decay[:] = exp_f32(log_decay[t, h, 0])
                 if erases:
                     a_at, b_at = t * a_stride + h // a_heads * n_columns, (t * n_heads + h) * n_columns
-                    copy_(erasing, a[a_at : a_at + n_columns])
+                    copy_(erasing[:n_columns], a[a_at : a_at + n_columns])
                     if len(b) > 0:
-                        copy_(writing, b[b_at : b_at + n_columns])
+                        copy_(writing[:n_columns], b[b_at : b_at + n_columns])
                     else:
                         _scaled(key, -beta, writing)
                     if after_decay:
                         _multiply_(erasing, decay)
-                for r in range(last - first):
-                    y[r] = _advance_erasing(s[r * n_columns : (r + 1) * n_columns], decay, erasing, writing, key, beta * value[r], query)
+                _advance_erasing(s, decay, erasing, writing, key, u, query, y)
             if len(skip) > 0:
                 for r in range(last - first):
                     y[r] += skip[h] * value[r]
+        if width != n_columns:
+            for r in range(last - first):
+                copy_(target[r * n_columns : (r + 1) * n_columns], s[r * width : r * width + n_columns])
 
 
-@njit(fastmath=REDUCING)
-def _advance(s, w, k, v, q):  # type: ignore[no-untyped-def]
-    """A row of S goes on by a token: s = w s + v k; returns s . q."""
-    y = _ZERO
-    for e in range(len(s)):
-        new = w * s[e] + v * k[e]
-        s[e] = new
-        y += new * q[e]
-    return y
+@njit
+def _widened(rows, n_columns, width):  # type: ignore[no-untyped-def]
+    n_rows = len(rows) // n_columns
+    wide = np.zeros(n_rows * width, np.float32)
+    for r in range(n_rows):
+        copy_(wide[r * width : r * width + n_columns], rows[r * n_columns : (r + 1) * n_columns])
+    return wide
 
 
-@njit(fastmath=REDUCING)
-def _advance_erasing(s, w, a, b, k, v, q):  # type: ignore[no-untyped-def]
-    """As `_advance`, a decay for each column: s = w s + (s . a) b + v k."""
-    found = _ZERO
-    for e in range(len(s)):
-        found += s[e] * a[e]
-    y = _ZERO
-    for e in range(len(s)):
-        new = w[e] * s[e] + found * b[e] + v * k[e]
-        s[e] = new
-        y += new * q[e]
-    return y
+@njit(error_model="numpy")
+def _advance(s, w, k, u, q, y):  # type: ignore[no-untyped-def]
+    """S goes on by a token, s = w s + u k for each row, and y = s . q. Four rows share what is loaded; a row's sums have one order."""
+    n, n_rows = len(k), len(u)
+    w = splat(w)
+    for r in range(0, n_rows - 3, 4):
+        u0, u1, u2, u3 = splat(u[r]), splat(u[r + 1]), splat(u[r + 2]), splat(u[r + 3])
+        y0 = y1 = y2 = y3 = splat(_ZERO)
+        for e in range(0, n, LANES):
+            keys, queries, at = load(k, e), load(q, e), r * n + e
+            s0 = multiply_add(w, load(s, at), multiply(u0, keys))
+            s1 = multiply_add(w, load(s, at + n), multiply(u1, keys))
+            s2 = multiply_add(w, load(s, at + 2 * n), multiply(u2, keys))
+            s3 = multiply_add(w, load(s, at + 3 * n), multiply(u3, keys))
+            store(s, at, s0)
+            store(s, at + n, s1)
+            store(s, at + 2 * n, s2)
+            store(s, at + 3 * n, s3)
+            y0, y1 = multiply_add(s0, queries, y0), multiply_add(s1, queries, y1)
+            y2, y3 = multiply_add(s2, queries, y2), multiply_add(s3, queries, y3)
+        store_totals(y, r, y0, y1, y2, y3)
+    for r in range(n_rows // 4 * 4, n_rows):
+        u0, y0 = splat(u[r]), splat(_ZERO)
+        for e in range(0, n, LANES):
+            s0 = multiply_add(w, load(s, r * n + e), multiply(u0, load(k, e)))
+            store(s, r * n + e, s0)
+            y0 = multiply_add(s0, load(q, e), y0)
+        y[r] = total(y0)
+
+
+@njit(error_model="numpy")
+def _advance_erasing(s, w, a, b, k, u, q, y):  # type: ignore[no-untyped-def]
+    """As `_advance`, a decay for each column: s = w s + (s . a) b + u k."""
+    n, n_rows = len(k), len(u)
+    for r in range(0, n_rows - 3, 4):
+        f0 = f1 = f2 = f3 = splat(_ZERO)
+        for e in range(0, n, LANES):
+            erasing, at = load(a, e), r * n + e
+            f0, f1 = multiply_add(load(s, at), erasing, f0), multiply_add(load(s, at + n), erasing, f1)
+            f2, f3 = multiply_add(load(s, at + 2 * n), erasing, f2), multiply_add(load(s, at + 3 * n), erasing, f3)
+        f0, f1, f2, f3 = splat(total(f0)), splat(total(f1)), splat(total(f2)), splat(total(f3))
+        u0, u1, u2, u3 = splat(u[r]), splat(u[r + 1]), splat(u[r + 2]), splat(u[r + 3])
+        y0 = y1 = y2 = y3 = splat(_ZERO)
+        for e in range(0, n, LANES):
+            decay, writing, keys, queries, at = load(w, e), load(b, e), load(k, e), load(q, e), r * n + e
+            s0 = multiply_add(decay, load(s, at), multiply_add(f0, writing, multiply(u0, keys)))
+            s1 = multiply_add(decay, load(s, at + n), multiply_add(f1, writing, multiply(u1, keys)))
+            s2 = multiply_add(decay, load(s, at + 2 * n), multiply_add(f2, writing, multiply(u2, keys)))
+            s3 = multiply_add(decay, load(s, at + 3 * n), multiply_add(f3, writing, multiply(u3, keys)))
+            store(s, at, s0)
+            store(s, at + n, s1)
+            store(s, at + 2 * n, s2)
+            store(s, at + 3 * n, s3)
+            y0, y1 = multiply_add(s0, queries, y0), multiply_add(s1, queries, y1)
+            y2, y3 = multiply_add(s2, queries, y2), multiply_add(s3, queries, y3)
+        store_totals(y, r, y0, y1, y2, y3)
+    for r in range(n_rows // 4 * 4, n_rows):
+        f0 = y0 = splat(_ZERO)
+        for e in range(0, n, LANES):
+            f0 = multiply_add(load(s, r * n + e), load(a, e), f0)
+        f0, u0 = splat(total(f0)), splat(u[r])
+        for e in range(0, n, LANES):
+            s0 = multiply_add(load(w, e), load(s, r * n + e), multiply_add(f0, load(b, e), multiply(u0, load(k, e))))
+            store(s, r * n + e, s0)
+            y0 = multiply_add(s0, load(q, e), y0)
+        y[r] = total(y0)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")

@@ -1,0 +1,138 @@
+"""Sixteen float32 in a vector register, for loops where the order of a sum must be ours rather than LLVM's.
+
+A loop that LLVM vectorises sums in an order of its choice, and stops at a loop over several rows that share operands. These compile
+to full vectors on any machine (AVX-512: one register; AVX2: two; NEON: four), and round alike on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic, models, register_model
+
+LANES = 16
+_VECTOR = ir.VectorType(ir.FloatType(), LANES)
+_INDEX = ir.IntType(32)
+
+
+class _Float32x16(types.Type):
+    def __init__(self) -> None:
+        super().__init__(name="float32x16")
+
+
+_float32x16 = _Float32x16()
+
+
+@register_model(_Float32x16)
+class _Model(models.PrimitiveModel):
+    def __init__(self, manager: Any, type_: Any) -> None:
+        super().__init__(manager, type_, _VECTOR)  # type: ignore[no-untyped-call]
+
+
+def _compiled(typing: Callable[..., Any]) -> Any:
+    """numba's `intrinsic`, whose own type hides how the result is called."""
+    return intrinsic(typing)
+
+
+@_compiled
+def load(typing_context, array, at):  # type: ignore[no-untyped-def]
+    """array[at : at + 16] of a contiguous float32 array; not checked."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.load(_pointer(context, builder, signature, arguments), align=4)
+
+    return _float32x16(array, at), codegen
+
+
+@_compiled
+def store(typing_context, array, at, x):  # type: ignore[no-untyped-def]
+    """array[at : at + 16] = x; not checked."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        builder.store(arguments[2], _pointer(context, builder, signature, arguments), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, at, x), codegen
+
+
+@_compiled
+def splat(typing_context, x):  # type: ignore[no-untyped-def]
+    """x in every lane."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        undefined = ir.Constant(_VECTOR, ir.Undefined)
+        return _shuffle(builder, builder.insert_element(undefined, arguments[0], _INDEX(0)), undefined, [0] * LANES)
+
+    return _float32x16(types.float32), codegen
+
+
+@_compiled
+def multiply(typing_context, x, y):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.fmul(*arguments)
+
+    return _float32x16(x, y), codegen
+
+
+@_compiled
+def multiply_add(typing_context, x, y, z):  # type: ignore[no-untyped-def]
+    """x * y + z, rounded once."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{LANES}f32"), arguments)  # type: ignore[no-untyped-call]
+
+    return _float32x16(x, y, z), codegen
+
+
+@_compiled
+def total(typing_context, x):  # type: ignore[no-untyped-def]
+    """The sum of all lanes, by halves."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.extract_element(_halved(builder, arguments[0], 1), _INDEX(0))
+
+    return types.float32(x), codegen
+
+
+@_compiled
+def store_totals(typing_context, array, at, x0, x1, x2, x3):  # type: ignore[no-untyped-def]
+    """array[at : at + 4] = the totals of four vectors, the same bits as `total` of each."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        x0, x1, x2, x3 = arguments[2:]
+        sums = _halved(builder, _paired(builder, _paired(builder, x0, x1, 1), _paired(builder, x2, x3, 1), 2), 4)
+        builder.store(sums, _pointer(context, builder, signature, arguments, sums.type), align=4)
+        return context.get_dummy_value()
+
+    return types.void(array, at, x0, x1, x2, x3), codegen
+
+
+def _paired(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, n_parts: int) -> ir.Value:
+    """Each of the n parts of x, then of y, as the sum of its halves."""
+    return _sum_of_halves(builder, x, y, 2 * n_parts, LANES // n_parts)
+
+
+def _halved(builder: ir.IRBuilder, x: ir.Value, n_parts: int) -> ir.Value:
+    """The n parts of x, each summed up to one lane."""
+    while x.type.count > n_parts:
+        x = _sum_of_halves(builder, x, ir.Constant(x.type, ir.Undefined), n_parts, x.type.count // n_parts)
+    return x
+
+
+def _sum_of_halves(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, n_parts: int, part: int) -> ir.Value:
+    firsts = [part * p + lane for p in range(n_parts) for lane in range(part // 2)]
+    return builder.fadd(_shuffle(builder, x, y, firsts), _shuffle(builder, x, y, [lane + part // 2 for lane in firsts]))
+
+
+def _shuffle(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, lanes: list[int]) -> ir.Value:
+    return builder.shuffle_vector(x, y, ir.Constant(ir.VectorType(_INDEX, len(lanes)), lanes))
+
+
+def _pointer(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any, type_: ir.Type = _VECTOR) -> ir.Value:
+    data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+    return builder.bitcast(builder.gep(data, [arguments[1]]), type_.as_pointer())
