@@ -68,7 +68,7 @@ def decode(*, quick: bool, models: Sequence[str] = MODELS, plot: Path | None = N
                 _window(report, name, model, n_sequences, quick=quick)
             if not quick and name in _GROWING:
                 _growth(report, name, model)
-    if plot is not None and not quick:
+    if plot is not None and "growth, ms a step" in report.tables:
         plot_growth(report, plot)
     return report
 
