@@ -55,3 +55,17 @@ def test_a_short_one_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytes
     monkeypatch.setattr(module, "_run_all", lambda: None)
     warm_up()
     assert not caplog.records
+
+
+def test_torch_keeps_its_number_of_threads() -> None:
+    code = """
+import torch
+torch.set_num_threads(1)
+assert torch.get_num_threads() == 1, "what is counted first here, torch does not ask OpenMP for again"
+import numba.np.ufunc.parallel
+from memory import AttentionSpec, HybridMemory, MemorySpec
+HybridMemory(MemorySpec(((AttentionSpec(1, 1, 8),),), vocab_size=8), "1MiB")
+assert numba.np.ufunc.parallel._is_initialized and torch.get_num_threads() == 1, torch.get_num_threads()
+"""
+    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr

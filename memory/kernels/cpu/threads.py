@@ -15,7 +15,16 @@ ELEMENTWISE = {"contract", "arcp", "nsz"}
 _WORTH_A_THREAD = 1 << 15
 """Multiplications that a second thread must save: waking it costs some microseconds, far more on a busy machine."""
 
-_MOST_THREADS = get_num_threads()
+
+def _launch() -> int:
+    """Launch numba's threads and say how many there are. They share OpenMP with torch's, whose number that changes: put it back."""
+    n_threads = torch.get_num_threads()
+    n_most = get_num_threads()
+    torch.set_num_threads(n_threads)
+    return n_most
+
+
+_MOST_THREADS = _launch()
 _last = threading.local()
 """What this thread asked numba for: asking numba itself takes five microseconds, several times a layer."""
 
