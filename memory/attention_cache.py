@@ -72,6 +72,17 @@ class PageGrid:
         return np.where(first_page > 0, first_page * self.page_tokens + (self.window or 0) - 1, 0)
 
 
+def check_attention(
+    spec: AttentionSpec, n_tokens: int, dtype: torch.dtype, device: torch.device, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+) -> None:
+    """Raise StepError unless a layer's queries, keys and values are what its spec and its memory expect."""
+    for name, tensor, heads in (("q", q_THD, spec.n_query_heads), ("k", k_TGD, spec.n_kv_heads), ("v", v_TGD, spec.n_kv_heads)):
+        if tensor.shape != (n_tokens, heads, spec.head_dim):
+            raise StepError(f"{name} has shape {tuple(tensor.shape)}; this attention expects {(n_tokens, heads, spec.head_dim)}")
+        if tensor.dtype != dtype or tensor.device.type != device.type:
+            raise StepError(f"{name} is {tensor.dtype} on {tensor.device}; this memory holds {dtype} on {device}")
+
+
 class AttentionCache:
     """Paged K/V of all attention layers of one window: `memory.interface.LayerMemory`.
 
@@ -171,12 +182,7 @@ class AttentionCache:
         """Write the step's keys and values for attention `index` and attend to everything up to each token: (T, H, D)."""
         spec = self._specs[index]
         n_tokens = len(plan.packed.token_ids)
-        for name, tensor, heads in (("q", q_THD, spec.n_query_heads), ("k", k_TGD, spec.n_kv_heads), ("v", v_TGD, spec.n_kv_heads)):
-            if tensor.shape != (n_tokens, heads, spec.head_dim):
-                raise StepError(f"{name} has shape {tuple(tensor.shape)}; this attention expects {(n_tokens, heads, spec.head_dim)}")
-        for name, tensor in (("q", q_THD), ("k", k_TGD), ("v", v_TGD)):
-            if tensor.dtype != self._dtype or tensor.device.type != self._store.device.type:
-                raise StepError(f"{name} is {tensor.dtype} on {tensor.device}; this memory holds {self._dtype} on {self._store.device}")
+        check_attention(spec, n_tokens, self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
         keys, values = self._keys[index], self._values[index]
         self._kernels.write_rows_(keys, plan.rows[index], k_TGD.reshape(n_tokens, -1))
         self._kernels.write_rows_(values, plan.rows[index], v_TGD.reshape(n_tokens, -1))

@@ -36,12 +36,19 @@ class TailGrid:
         tail_rows: rows of a sequence's ring. The first rollback_window + fold_tokens - 1 are what a tail can hold; the rest
             lets a short step write in place.
         keeps: whether heads are kept.
+        has_heads: whether there is a state at the newest position. Attention reads its body and its tail as they are.
     """
 
     rollback_window: int
     fold_tokens: int
     tail_rows: int
     keeps: bool
+    has_heads: bool = True
+
+    @staticmethod
+    def headless(rollback_window: int, fold_tokens: int) -> TailGrid:
+        n_held = rollback_window + fold_tokens - 1
+        return TailGrid(rollback_window, fold_tokens, n_held + max(1, n_held // 32), keeps=False, has_heads=False)
 
     @staticmethod
     def of(rollback_window: int, *, keeps: bool) -> TailGrid:

@@ -27,6 +27,7 @@ from memory.errors import SequenceError, SpecError
 
 if TYPE_CHECKING:
     from memory.arena import BlockPool
+    from memory.eviction import EvictionPolicy
     from memory.recurrent_state import States
 
 Int64s = NDArray[np.int64]
@@ -46,6 +47,7 @@ class AttentionSpec:
     Attributes:
         window: a token sees only the last `window` tokens, itself included, and older ones are not kept beyond what a rollback may
             need; None for all.
+        policy: which old rows are kept; None for all. See `MemorySpec.with_policy`.
     """
 
     n_query_heads: int
@@ -53,6 +55,7 @@ class AttentionSpec:
     head_dim: int
     name: str = "attention"
     window: int | None = None
+    policy: EvictionPolicy | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -61,6 +64,8 @@ class AttentionSpec:
             _check_count(f"AttentionSpec.{size}", getattr(self, size))
         if self.n_query_heads % self.n_kv_heads:
             raise SpecError(f"{self.n_query_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly")
+        if self.window is not None and self.policy is not None:
+            raise SpecError(f"{self.name!r} has a window of {self.window} tokens; policies like {self.policy} suit attention without one")
 
 
 @dataclass(frozen=True)
@@ -167,11 +172,35 @@ class MemorySpec:
 
         return replace(self, layers=tuple(tuple(map(change, layer)) for layer in self.layers))
 
+    def with_policy(self, policy: EvictionPolicy | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
+        """The same, with attention that keeps only what `policy` (of `memory.eviction`) chooses, or everything again (None).
+
+        `spec.with_policy(H2O(1024), layers=range(4, 32))`; several calls give different layers different policies.
+
+        Args:
+            layers: whose attention is meant; unless given, all that has no window.
+        Raises:
+            SpecError: a layer that does not exist, has no attention, or has a window.
+        """
+        attention = [layer for layer, memory in self.of_kind("attention") if isinstance(memory, AttentionSpec) and memory.window is None]
+        chosen = attention if layers is None else list(layers)
+        for layer in chosen:
+            if layer not in attention:
+                raise SpecError(f"layer {layer!r} of {self.model} has no attention without a window; choose from {attention}")
+
+        def change(layer: int, memory: LayerSpec) -> LayerSpec:
+            if layer in chosen and isinstance(memory, AttentionSpec) and memory.window is None:
+                return replace(memory, policy=policy)
+            return memory
+
+        return replace(self, layers=tuple(tuple(change(layer, m) for m in memories) for layer, memories in enumerate(self.layers)))
+
     def same_memories(self, other: MemorySpec) -> bool:
-        """Whether both describe the same memories and tokens, wherever they live and in whatever dtype."""
-        return self.vocab_size == other.vocab_size and (
-            self.layers == other.layers or self.with_state_dtype(torch.float32).layers == other.with_state_dtype(torch.float32).layers
-        )
+        """Whether both describe the same memories and tokens, wherever they live, in whatever dtype, and whichever rows they keep."""
+        if self.vocab_size != other.vocab_size or self.layers == other.layers:
+            return self.vocab_size == other.vocab_size
+        plain = (spec.with_state_dtype(torch.float32).with_policy(None) for spec in (self, other))
+        return next(plain).layers == next(plain).layers
 
 
 class SequenceOwner(Protocol):

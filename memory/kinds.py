@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from memory.arena import Store
 from memory.attention_cache import AttentionCache, PageGrid
 from memory.cross_attention import CrossAttentionCache
+from memory.errors import SpecError
+from memory.eviction import EvictionPolicy
 from memory.folding import TailGrid
-from memory.interface import AttentionSpec, CrossAttentionSpec, LayerMemory, MemorySpec, RecurrentSpec
+from memory.interface import AttentionSpec, CrossAttentionSpec, LayerMemory, LayerSpec, MemorySpec, RecurrentSpec
 from memory.recurrent_state import RecurrentState
+from memory.sparse_attention import SparseAttention
 
 
 @dataclass
@@ -23,25 +28,48 @@ class Kinds:
     """
 
     by_name: dict[str, LayerMemory[Any]] = field(default_factory=dict)
-    attention: list[tuple[str, AttentionCache, int]] = field(default_factory=list)
+    attention: list[tuple[str, AttentionCache | SparseAttention, int]] = field(default_factory=list)
     cross_attention: CrossAttentionCache | None = None
     recurrent: RecurrentState | None = None
 
 
-def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store) -> Kinds:
-    """One cache for the attention layers of each window, for they share tables of pages; one for cross-attention, one for recurrences."""
-    kinds, flat = Kinds(), [memory for specs in spec.layers for memory in specs]
-    caches: dict[int | None, tuple[str, AttentionCache]] = {}
-    attention = [m for m in flat if isinstance(m, AttentionSpec)]
-    for window in sorted({m.window for m in attention}, key=lambda window: window or 0):
-        group = [m for m in attention if m.window == window]
-        name = "attention" if window is None else f"attention over {window}"
-        cache = AttentionCache(group, spec.dtype, PageGrid(page_tokens, window, grid.rollback_window), store)
-        caches[window], kinds.by_name[name] = (name, cache), cache
-    numbers = dict.fromkeys(caches, 0)
+_Group = tuple[int | None, EvictionPolicy | None]
+"""A window and a policy: layers that agree in both share blocks."""
+
+
+def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec, _Group]]:
+    """Each attention and its group, the policies made for their layers."""
+    attention = [m for m in memories if isinstance(m, AttentionSpec)]
     for memory in attention:
-        kinds.attention.append((*caches[memory.window], numbers[memory.window]))
-        numbers[memory.window] += 1
+        if not isinstance(memory.policy, EvictionPolicy | None):
+            raise SpecError(f"{memory.policy!r} is no EvictionPolicy; give an instance of one, such as H2O(1024)")
+    n_layers = Counter(memory.policy for memory in attention)
+    numbers: Counter[EvictionPolicy | None] = Counter()
+    for memory in attention:
+        policy = memory.policy
+        yield memory, (memory.window, None if policy is None else policy.of_layer(numbers[policy], n_layers[policy]))
+        numbers[policy] += 1
+
+
+def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store) -> Kinds:
+    """One cache for the attention layers of each window and of each policy; one for cross-attention, one for recurrences."""
+    kinds, flat = Kinds(), [memory for specs in spec.layers for memory in specs]
+    groups: dict[_Group, list[AttentionSpec]] = {}
+    places: list[tuple[_Group, int]] = []
+    for memory, key in _attention_groups(flat):
+        group = groups.setdefault(key, [])
+        places.append((key, len(group)))
+        group.append(memory)
+    caches: dict[_Group, tuple[str, AttentionCache | SparseAttention]] = {}
+    for (window, policy), group in sorted(groups.items(), key=lambda item: item[0][0] or 0):
+        if policy is not None:
+            name = f"attention {len(caches)}, {policy.label}"
+            cache: AttentionCache | SparseAttention = SparseAttention(group, policy, spec.dtype, grid.rollback_window, store, name)
+        else:
+            name = "attention" if window is None else f"attention over {window}"
+            cache = AttentionCache(group, spec.dtype, PageGrid(page_tokens, window, grid.rollback_window), store)
+        caches[window, policy], kinds.by_name[name] = (name, cache), cache
+    kinds.attention = [(*caches[key], number) for key, number in places]
     if cross := [m for m in flat if isinstance(m, CrossAttentionSpec)]:
         kinds.by_name["cross-attention"] = kinds.cross_attention = CrossAttentionCache(cross, spec.dtype, page_tokens, store)
     if recurrent := [m for m in flat if isinstance(m, RecurrentSpec)]:

@@ -130,12 +130,12 @@ class RecurrentState:
         dtype: of rows, and of state tensors that name none.
     """
 
-    def __init__(self, specs: list[RecurrentSpec], dtype: torch.dtype, grid: TailGrid, store: Store) -> None:
+    def __init__(self, specs: list[RecurrentSpec], dtype: torch.dtype, grid: TailGrid, store: Store, *, label: str = "") -> None:
         self.grid = grid
         self.state_layout = BlockLayout.of([(t.shape, t.dtype or dtype) for s in specs for t in s.states])
         self.tail_layout = BlockLayout.of([((grid.tail_rows, *s.row_shape), dtype) for s in specs])
-        self.states = store.make_pool("states", self.state_layout.block_bytes, from_top=True)
-        self.tails = tails = store.make_pool("tails", self.tail_layout.block_bytes, from_top=True)
+        self.states = store.make_pool("states" + label, self.state_layout.block_bytes, from_top=True)
+        self.tails = tails = store.make_pool("tails" + label, self.tail_layout.block_bytes, from_top=True)
         self._pools = (self.states, self.states, self.states, tails)  # of body, head, kept and tail
         self._specs = specs
         self._dtype = dtype
@@ -160,7 +160,7 @@ class RecurrentState:
     @property
     def least_bytes(self) -> int:
         """A head, a tail, and two bodies while the body moves, or one and a kept state; without a window only two bodies."""
-        n_states = 3 if self.grid.tail_rows else 2
+        n_states = 3 if self.grid.tail_rows and self.grid.has_heads else 2
         return n_states * self.state_layout.block_bytes + self.tail_layout.block_bytes
 
     # Steps
@@ -171,7 +171,7 @@ class RecurrentState:
         starts, ends, body_at = packed.starts, packed.ends, self.horizon_after(packed)
         after, fresh = Columns(before.table.copy()), np.full((4, len(ends)), NOTHING)
         after.body_at[:] = body_at
-        has_head = ends > body_at
+        has_head = (ends > body_at) & self.grid.has_heads
         after.head_at[:] = np.where(has_head, ends, NOTHING)
         moves = body_at > before.body_at
         if np.count_nonzero(moves):  # a kept state that the body reaches becomes the body; one that it has passed is of no use
@@ -281,13 +281,17 @@ class RecurrentState:
                 outputs[run.new_rows] = y
             elif run.tail_rows is None:
                 outputs = y
-        indices, targets = plan.writes
-        n_written = indices.shape[0]
-        if n_written:
-            written = rows if n_written == n_tokens else rows[indices]
-            self._kernels.write_rows_(self._tail_flats[index], targets[n_elements], written.reshape(n_written, n_elements))
+        self._write_tail(plan, index, rows)
         assert outputs is not None, "every new row belongs to run 3 or 4"
         return outputs
+
+    def _write_tail(self, plan: RecurrentPlan, index: int, rows: Tensor) -> None:
+        """Remember those of the step's rows that lie behind the new body."""
+        indices, targets = plan.writes
+        n_written, n_elements = indices.shape[0], self._row_elements[index]
+        if n_written:
+            written = rows if n_written == len(rows) else rows[indices]
+            self._kernels.write_rows_(self._tail_flats[index], targets[n_elements], written.reshape(n_written, n_elements))
 
     def commit(self, plan: RecurrentPlan, kept: Int64s) -> None:
         before, after, packed = plan.before, plan.after, plan.packed

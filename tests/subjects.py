@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM
 
-from memory import AttentionSpec, HybridMemory, Sequence
+from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence
+from memory.eviction import H2O, EvictionPolicy
 from memory.recurrences import FAMILIES
 from models import LanguageModel, load_model
 from tests.models import checkpoints
@@ -20,6 +21,7 @@ from tests.toy import FamilyToy, Toy
 
 SUBJECTS = (
     *("toy", "toy-attention", "toy-recurrent", "toy-window", "jamba", "mamba", "toy replay", "mamba replay"),
+    *("toy-sparse", "toy-attention-sparse", "toy-sparse replay"),
     *(f"family:{name}" for name in FAMILIES),
     "model:bamba",
     "model:falcon-h1",
@@ -52,16 +54,21 @@ class Subject:
     fold: Literal["keep", "replay"]
     model: LanguageModel
     is_exact: bool
+    policy: EvictionPolicy | None = None
+
+    @property
+    def spec(self) -> MemorySpec:
+        return self.model.memory_spec if self.policy is None else self.model.memory_spec.with_policy(self.policy)
 
     @property
     def reaches_everything(self) -> bool:
         """Whether any position can be returned to: where attention alone remembers, and sees everything."""
-        memories = [memory for layer in self.model.memory_spec.layers for memory in layer]
-        return all(isinstance(memory, AttentionSpec) and memory.window is None for memory in memories)
+        memories = [memory for layer in self.spec.layers for memory in layer]
+        return all(isinstance(memory, AttentionSpec) and memory.window is None and memory.policy is None for memory in memories)
 
     def memory(self, rollback_window: int = 8, budget: int | str = "8MiB", page_tokens: int = 4) -> HybridMemory:
         options = {"rollback_window": rollback_window, "page_tokens": page_tokens, "fold": self.fold}
-        return HybridMemory(self.model.memory_spec, budget, **options, poison=True)  # type: ignore[arg-type]
+        return HybridMemory(self.spec, budget, **options, poison=True)  # type: ignore[arg-type]
 
     def tokens(self, n_tokens: int, seed: int = 0) -> list[int]:
         generator = torch.Generator().manual_seed(seed)
@@ -102,8 +109,10 @@ def make_subject(name: str, folder: Path) -> Subject:
         checkpoints.write_checkpoint(folder, checkpoints.CONFIGS[name.removeprefix("model:")]())
         return Subject(name, fold or "keep", load_model(folder), is_exact=False)  # type: ignore[arg-type]
     if name.startswith("toy"):
-        model = Toy(attention=name != "toy-recurrent", recurrent=name != "toy-attention", window=5 if name == "toy-window" else None)
-        return Subject(name, fold or "keep", model, is_exact=True)  # type: ignore[arg-type]
+        model = Toy(attention=name != "toy-recurrent", recurrent="attention" not in name, window=5 if name == "toy-window" else None)
+        # Rows fold and none is forgotten: what is remembered does not depend on when they fold.
+        policy = H2O(512, every=4) if "sparse" in name else None
+        return Subject(name, fold or "keep", model, is_exact=True, policy=policy)  # type: ignore[arg-type]
     if name.startswith("model:"):
         checkpoints.write_checkpoint(folder, checkpoints.CONFIGS[name.removeprefix("model:")]())
         return Subject(name, fold or "keep", load_model(folder), is_exact=False)  # type: ignore[arg-type]

@@ -49,3 +49,16 @@ assert torch.allclose(run("ema"), run("fast_ema"), atol=1e-5)
 """
     outcome = subprocess.run([sys.executable, "-c", compare], cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
+
+
+def test_the_policy_of_the_guide_evicts() -> None:
+    policy, use = code_of("adding-a-policy.md")
+    check = """
+kept = memory._kinds[next(name for name in memory._kinds if "KeyDiff" in name)].kept_positions(0, 0)
+assert kept.shape[0] == 64 and kept[:4, 0].tolist() == [0, 1, 2, 3], kept
+assert not torch.equal(kept[:, 0], torch.arange(64))
+"""
+    code = "import torch\n" + policy + use + check
+    outcome = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    assert "KeyDiff(64)" in outcome.stdout

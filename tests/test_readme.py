@@ -11,14 +11,16 @@ ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_example_runs() -> None:
-    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+def test_the_examples_run() -> None:
+    example, policies = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(example.replace("print(memory)", "shown = repr(memory)"), "README.md", "exec"), names)
     assert "pages" in str(names["shown"])
     memory, alice, bob, carol = (names[n] for n in ("memory", "alice", "bob", "carol"))
     memory.check()  # type: ignore[attr-defined]
     assert [s.length for s in (alice, bob, carol)] == [1, 5, 4]  # type: ignore[attr-defined]
+    exec(compile(policies, "README.md", "exec"), names)
+    assert "H2O(1024)" in str(names["memory"])
 
 
 def test_ci_runs_the_readmes_commands() -> None:

@@ -31,21 +31,27 @@ def _elements(offsets_T: Tensor, n_elements: int) -> Tensor:
 
 def paged_attention(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scoring: Scoring) -> Tensor:
     out_THD = torch.empty_like(q_THD)
-    n_groups, head_dim = q_THD.shape[1] // n_kv_heads, q_THD.shape[2]
     for i, n_rows in enumerate(batch.kv_lengths.tolist()):
         start, end = batch.cu_seqlens[i : i + 2].tolist()
         n_seen = n_rows if scoring.window is None else min(n_rows, end - start + scoring.window - 1)
-        k_HRD, v_HRD = (
-            gather_rows(flat, batch, i, n_kv_heads, head_dim)[-n_seen:].float().repeat_interleave(n_groups, dim=1).transpose(0, 1)
-            for flat in (keys, values)
-        )
-        q_HTD = q_THD[start:end].float().transpose(0, 1)
-        out_THD[start:end] = attend(q_HTD, k_HRD, v_HRD, scoring).transpose(0, 1).to(q_THD.dtype)
+        k_RGD, v_RGD = (gather_rows(flat, batch, i, n_kv_heads, q_THD.shape[2])[-n_seen:] for flat in (keys, values))
+        out_THD[start:end] = attend_rows(q_THD[start:end], k_RGD, v_RGD, scoring)
     return out_THD
+
+
+def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -> Tensor:
+    n_shared = q_THD.shape[1] // k_RGD.shape[1]
+    k_HRD, v_HRD = (x.float().repeat_interleave(n_shared, dim=1).transpose(0, 1) for x in (k_RGD, v_RGD))
+    return attend(q_THD.float().transpose(0, 1), k_HRD, v_HRD, scoring).transpose(0, 1).to(q_THD.dtype)
 
 
 def attend(q_HTD: Tensor, k_HRD: Tensor, v_HRD: Tensor, scoring: Scoring) -> Tensor:
     """Queries of the last T of R rows, all scores at once: (H, T, D)."""
+    return attention_weights(q_HTD, k_HRD, scoring) @ v_HRD
+
+
+def attention_weights(q_HTD: Tensor, k_HRD: Tensor, scoring: Scoring) -> Tensor:
+    """What each query pays to each row: (H, T, R), float32."""
     scores_HTR = q_HTD @ k_HRD.transpose(1, 2) * scoring.scale
     if scoring.softcap is not None:
         scores_HTR = scoring.softcap * torch.tanh(scores_HTR / scoring.softcap)
@@ -55,9 +61,9 @@ def attend(q_HTD: Tensor, k_HRD: Tensor, v_HRD: Tensor, scoring: Scoring) -> Ten
         scores_HTR = scores_HTR + bias_HL[:, distances_TR.clamp(0, bias_HL.shape[1] - 1).to(bias_HL.device)]
     scores_HTR += causal_mask(scores_HTR.shape[1], scores_HTR.shape[2], scoring.window, q_HTD.device)
     if scoring.sinks_H is None:
-        return scores_HTR.softmax(-1) @ v_HRD
+        return scores_HTR.softmax(-1)
     sinks_HT1 = torch.as_tensor(scoring.sinks_H).float()[:, None, None].expand(-1, scores_HTR.shape[1], 1)
-    return torch.cat([scores_HTR, sinks_HT1], -1).softmax(-1)[:, :, :-1] @ v_HRD
+    return torch.cat([scores_HTR, sinks_HT1], -1).softmax(-1)[:, :, :-1]
 
 
 def gather_rows(flat: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int) -> Tensor:

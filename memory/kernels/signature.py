@@ -107,6 +107,10 @@ class Kernels(Protocol):
         """Causal grouped-query attention over pages: (T, H, D). The last query of a request sees all its rows, or the last `window`."""
         ...
 
+    def attend_rows(self, q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -> Tensor:
+        """`paged_attention` for one request whose rows are at hand, R >= T: (T, H, D)."""
+        ...
+
     def causal_conv(
         self, rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True
     ) -> Tensor:

@@ -109,7 +109,7 @@ def test_fork_shares_and_then_goes_its_own_way(subject: Subject) -> None:
 
 def test_forks_of_a_long_sequence_cost_a_tail_a_head_and_a_page(subject: Subject) -> None:
     """Even after each fork has gone on by a token of its own; by `usage` and by the arena's own count."""
-    memory = HybridMemory(subject.model.memory_spec, "64MiB", rollback_window=WINDOW, page_tokens=16, fold=subject.fold)
+    memory = HybridMemory(subject.spec, "64MiB", rollback_window=WINDOW, page_tokens=16, fold=subject.fold)
     sequence = memory.open()
     memory.run(subject.model, {sequence: subject.tokens(4096)})
     before = memory.usage()
@@ -171,14 +171,14 @@ def test_beam_search_equals_scoring_every_beam_afresh(subject: Subject) -> None:
 
 def bytes_of(subject: Subject, n_sequences: int, n_tokens: int) -> int:
     """What so many sequences take, and a tenth more: the least budget under which a test of them can run, however large the model."""
-    plan = HybridMemory(subject.model.memory_spec, "1GiB", rollback_window=4, page_tokens=4, device="meta")
+    plan = HybridMemory(subject.spec, "1GiB", rollback_window=4, page_tokens=4, device="meta")
     plan.run(None, {plan.open(): [1] * n_tokens for _ in range(n_sequences)})
     return int(1.1 * plan.usage().used_bytes)
 
 
 def test_capacity_is_refused_before_anything_changes(subject: Subject) -> None:
     budget = max(24 * 1024 if subject.name.startswith("toy") else 128 * 1024, bytes_of(subject, n_sequences=5, n_tokens=30))
-    memory = HybridMemory(subject.model.memory_spec, budget, rollback_window=4, poison=True)
+    memory = HybridMemory(subject.spec, budget, rollback_window=4, poison=True)
     sequences: list[Sequence] = []
     tokens = subject.tokens(30)
     with pytest.raises(CapacityError) as caught:
@@ -323,7 +323,7 @@ def test_an_interrupt_is_an_abort(subject: Subject, interrupt: type[BaseExceptio
 def test_fragments_never_lose_a_byte(subject: Subject) -> None:
     """A small budget, hundreds of sequences of all lengths opened and closed at random: refusals change nothing."""
     rng = random.Random(1)
-    spec = subject.model.memory_spec
+    spec = subject.spec
     memory = HybridMemory(spec, "512KiB", rollback_window=4, page_tokens=4, device="meta")
     open_ones: list[Sequence] = []
     for _ in range(600):

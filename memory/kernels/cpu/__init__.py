@@ -11,7 +11,7 @@ numba caches a kernel until its own file changes. After changing a function that
 `vector_math`, touch that file too.
 """
 
-from memory.kernels.cpu.attention import paged_attention
+from memory.kernels.cpu.attention import attend_rows, paged_attention
 from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from memory.kernels.cpu.matrix_states import matrix_scan
 from memory.kernels.cpu.norms import rms_norm
@@ -20,6 +20,7 @@ from memory.kernels.cpu.rows import prepare, read_rows, write_rows_
 from memory.kernels.cpu.warm_up import warm_up
 
 __all__ = [
+    "attend_rows",
     "causal_conv",
     "linear_scan",
     "matrix_scan",

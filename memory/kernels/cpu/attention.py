@@ -40,18 +40,25 @@ def paged_attention(q_THD: Tensor, keys: Prepared, values: Prepared, batch: Page
         )  # fmt: skip
     for i in range(n_short, len(counts)):
         start, end = batch.cu_seqlens[i : i + 2].tolist()
-        out_THD[start:end] = _attend_many(q_THD[start:end], keys, values, batch, i, n_kv_heads, scoring)
+        flats = (torch.as_tensor(flat) for flat in (keys, values))
+        k_RGD, v_RGD = (gather_rows(flat, batch, i, n_kv_heads, q_THD.shape[2]) for flat in flats)
+        out_THD[start:end] = _attend_many(q_THD[start:end], k_RGD, v_RGD, scoring)
     return out_THD
 
 
-def _attend_many(
-    q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, scoring: Scoring
-) -> Tensor:
-    n_queries, n_heads, head_dim = q_THD.shape
-    n_rows, window = int(batch.kv_lengths[request]), scoring.window
+def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -> Tensor:
+    if len(q_THD) > _FEW_QUERIES:
+        return _attend_many(q_THD, k_RGD, v_RGD, scoring)
+    cu_seqlens, lengths, one_page = np.array([0, len(q_THD)]), np.array([len(k_RGD)]), np.array([0, 1])
+    batch = PagedBatch(cu_seqlens, lengths, np.zeros(1, np.int64), one_page, page_tokens=len(k_RGD))
+    keys, values = (x.contiguous().view(-1).numpy() for x in (k_RGD, v_RGD))
+    return paged_attention(q_THD, keys, values, batch, k_RGD.shape[1], scoring)
+
+
+def _attend_many(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -> Tensor:
+    (n_queries, n_heads, _), (n_rows, n_kv_heads, _), window = q_THD.shape, k_RGD.shape, scoring.window
     n_seen = n_rows if window is None else min(n_rows, n_queries + window - 1)
-    flats = (torch.as_tensor(flat) for flat in (keys, values))
-    k_GRD, v_GRD = (gather_rows(flat, batch, request, n_kv_heads, head_dim)[n_rows - n_seen :].transpose(0, 1) for flat in flats)
+    k_GRD, v_GRD = (x[n_rows - n_seen :].transpose(0, 1) for x in (k_RGD, v_RGD))
     if scoring.softcap is not None or scoring.sinks_H is not None or scoring.bias_HL is not None:
         return _attend_group_by_group(q_THD, k_GRD, v_GRD, scoring)
     # `is_causal` aligns at the top left, which is right only when there are no earlier rows.
