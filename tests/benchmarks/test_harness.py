@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 import typer
+from typer.testing import CliRunner
 
+from benchmarks.__main__ import app
 from benchmarks.harness import Report, Samples, interleave, require_green
 from benchmarks.kernels import _decode_kernels
 from benchmarks.speed import timed_kernels
@@ -75,3 +78,18 @@ def test_kernels_are_timed_and_then_left_alone() -> None:
         assert run().isfinite().all()  # type: ignore[attr-defined]
     assert seconds["selective_scan"] > 0 and seconds["causal_conv"] == 0
     assert cpu.selective_scan is plain and n_bytes == 2 * 16 * 1536 * 4
+
+
+def test_all_runs_each_command_in_a_process_of_its_own_and_says_which_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[list[str]] = []
+
+    def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:
+        ran.append(command[3:])
+        return subprocess.CompletedProcess(command, 1 if command[3] == "rollback" else 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    outcome = CliRunner().invoke(app, ["all", "--quick", "--threads", "2", "--out", str(tmp_path)])
+    assert outcome.exit_code == 1 and "failed: rollback" in outcome.output
+    commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
+    assert {command[0] for command in ran} == commands - {"all", "table"}
+    assert all(command[1:] == ["--quick", "--out", str(tmp_path), "--threads", "2"] for command in ran)
