@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -44,19 +43,18 @@ def _quality(report: Report, *, n_dialogues: int, shares: tuple[float, ...]) -> 
     report.add("answers of the embedded model", row | {"of dense, %": 100.0, "bytes of dense, %": 100.0})
     for kind in _POLICIES:
         for share in shares:
-            for policy in _policies(kind, max(1, round(share * mean_tokens))):
-                right, n_bytes = _answer(model, model.memory_spec.with_policy(policy), dialogues)
-                report.add("answers of the embedded model", {
-                    "policy": type(policy).__name__, "budget, share": share, "budget, tokens": policy.budget_tokens,
-                    "right, %": 100 * right,
-                    "of dense, %": 100 * right / dense_share, "bytes of dense, %": 100 * n_bytes / dense_bytes,
-                })  # fmt: skip
+            policy = _policy(kind, max(1, round(share * mean_tokens)))
+            right, n_bytes = _answer(model, model.memory_spec.with_policy(policy), dialogues)
+            report.add("answers of the embedded model", {
+                "policy": kind.__name__, "budget, share": share, "budget, tokens": policy.budget_tokens, "right, %": 100 * right,
+                "of dense, %": 100 * right / dense_share, "bytes of dense, %": 100 * n_bytes / dense_bytes,
+            })  # fmt: skip
 
 
-def _policies(kind: type[EvictionPolicy], budget: int) -> Iterator[EvictionPolicy]:
+def _policy(kind: type[EvictionPolicy], budget: int) -> EvictionPolicy:
     protected = 0 if kind is Recent else min(8, budget // 4)
     policy = kind(budget, every=_EVERY, sinks=min(4, budget // 4), recent=protected)
-    yield replace(policy, observed=_EVERY) if isinstance(policy, SnapKV) else policy
+    return replace(policy, observed=_EVERY) if isinstance(policy, SnapKV) else policy
 
 
 def _dialogues(tokenizer: PreTrainedTokenizerBase, n: int) -> list[Dialogue]:
@@ -98,7 +96,7 @@ class _OneAttention:
 
 
 def _speed(report: Report, *, n_tokens: int, n_rounds: int) -> None:
-    """A decode step of eight sequences: dense attention, a fifth of it, and the step without attention."""
+    """A decode step of eight sequences: dense attention, and a fifth of it."""
     runs = {}
     for name, policy in (("dense", None), ("H2O", H2O(n_tokens // 5)), ("Recent", Recent(n_tokens // 5))):
         ours = Ours(_OneAttention(policy), 8, budget="2GiB")  # type: ignore[arg-type]

@@ -81,15 +81,18 @@ class EvictionPolicy(ABC):
     needs_queries: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        for name, least in (("budget_tokens", 1), ("sinks", 0), ("recent", 0), ("every", 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise SpecError(f"{type(self).__name__}.{name} is {value!r}; it must be an integer of at least {least} tokens")
+        self._check_counts(budget_tokens=1, sinks=0, recent=0, every=1)
         if self.sinks + self.recent > self.budget_tokens:
             raise SpecError(
                 f"{type(self).__name__} protects {self.sinks} sinks and {self.recent} recent rows, more than its budget of "
                 f"{self.budget_tokens} tokens; raise the budget or protect fewer"
             )
+
+    def _check_counts(self, **least: int) -> None:
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+                raise SpecError(f"{type(self).__name__}.{name} is {value!r}; it must be an integer of at least {lowest} tokens")
 
     @property
     def label(self) -> str:
@@ -212,9 +215,7 @@ class SnapKV(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, value in (("observed", self.observed), ("kernel", self.kernel)):
-            if not isinstance(value, int) or value < 1:
-                raise SpecError(f"{type(self).__name__}.{name} is {value!r}; it must be an integer of at least 1")
+        self._check_counts(observed=1, kernel=1)
         if self.kernel % 2 == 0:
             raise SpecError(f"{type(self).__name__}.kernel is {self.kernel}; it must be odd")
 
