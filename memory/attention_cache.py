@@ -18,7 +18,7 @@ from torch import Tensor
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.errors import IntegrityError, StepError
 from memory.interface import AttentionSpec, Int64s, Packed
-from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
+from memory.kernels import FoldedRows, Kernels, PagedBatch, Prepared, Scoring, select_kernels
 
 NO_PAGES: Int64s = np.zeros(0, np.int64)
 
@@ -61,6 +61,11 @@ class PageGrid:
         """Pages that rows [0, position) take."""
         return -(-positions // self.page_tokens)
 
+    @property
+    def leaves(self) -> bool:
+        """Whether a sequence gives up old pages."""
+        return self.window is not None
+
     def first_page(self, peaks: Int64s) -> Int64s:
         """The oldest page that a sequence keeps that has reached `peaks`. It depends on nothing else, as a body's position does."""
         if self.window is None:
@@ -69,7 +74,7 @@ class PageGrid:
 
     def horizon(self, first_page: Int64s) -> Int64s:
         """The earliest position whose window lies in pages [first_page, ...)."""
-        return np.where(first_page > 0, first_page * self.page_tokens + (self.window or 0) - 1, 0)
+        return np.where(first_page > 0, first_page * self.page_tokens + (self.window or 1) - 1, 0)
 
 
 def check_attention(
@@ -90,12 +95,12 @@ class AttentionCache:
         specs: the attention specs, in the order that `attend` numbers them.
     """
 
-    def __init__(self, specs: list[AttentionSpec], dtype: torch.dtype, grid: PageGrid, store: Store) -> None:
+    def __init__(self, specs: list[AttentionSpec], dtype: torch.dtype, grid: PageGrid, store: Store, *, name: str | None = None) -> None:
         page_tokens = grid.page_tokens
         shapes = [(page_tokens, s.n_kv_heads, s.head_dim) for s in specs for _ in ("keys", "values")]
         self.grid, self.page_tokens = grid, page_tokens
         self.layout = BlockLayout.of([(shape, dtype) for shape in shapes])
-        name = "pages" if grid.window is None else f"pages over {grid.window}"
+        name = name or ("pages" if grid.window is None else f"pages over {grid.window}")
         self.pool = store.make_pool(name, self.layout.block_bytes, from_top=False)
         self._specs = specs
         self._row_elements = [s.n_kv_heads * s.head_dim for s in specs]
@@ -180,13 +185,28 @@ class AttentionCache:
 
     def attend(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scoring: Scoring) -> Tensor:
         """Write the step's keys and values for attention `index` and attend to everything up to each token: (T, H, D)."""
-        spec = self._specs[index]
+        self.write(plan, index, q_THD, k_TGD, v_TGD)
+        return self.read(plan, index, q_THD, scoring)
+
+    def write(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> None:
         n_tokens = len(plan.packed.token_ids)
-        check_attention(spec, n_tokens, self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
-        keys, values = self._keys[index], self._values[index]
-        self._kernels.write_rows_(keys, plan.rows[index], k_TGD.reshape(n_tokens, -1))
-        self._kernels.write_rows_(values, plan.rows[index], v_TGD.reshape(n_tokens, -1))
-        return self._kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scoring._replace(window=spec.window))
+        check_attention(self._specs[index], n_tokens, self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
+        self._kernels.write_rows_(self._keys[index], plan.rows[index], k_TGD.reshape(n_tokens, -1))
+        self._kernels.write_rows_(self._values[index], plan.rows[index], v_TGD.reshape(n_tokens, -1))
+
+    def read(self, plan: AttentionPlan, index: int, q_THD: Tensor, scoring: Scoring, folded: FoldedRows | None = None) -> Tensor:
+        """What the queries find in the pages and, before them, in rows that have folded."""
+        spec = self._specs[index]
+        scoring = scoring._replace(window=spec.window)
+        return self._kernels.paged_attention(q_THD, self._keys[index], self._values[index], plan.batch, spec.n_kv_heads, scoring, folded)
+
+    def oldest_rows(self, plan: AttentionPlan, index: int, request: int, n_pages: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first pages that a request holds, (n_pages, page_tokens, G, D) each."""
+        spec, first = self._specs[index], plan.batch.cu_pages[request]
+        pages = plan.batch.pages[first : first + n_pages]
+        shape = (self.page_tokens, spec.n_kv_heads, spec.head_dim)
+        k, v = (self._kernels.read_rows(flat, pages, shape, 0.0) for flat in (self._keys[index], self._values[index]))
+        return k, v
 
     def commit(self, plan: AttentionPlan, kept: Int64s) -> None:
         del self._open_plans[id(plan)]
@@ -203,7 +223,7 @@ class AttentionCache:
             if i in copied:
                 dropped.append(np.array([copied[i][0 if kept[i] else 1]]))
             self._pages[slot] = pages
-        if self.grid.window is not None:
+        if self.grid.leaves:
             dropped += self._leave_behind(packed.slots[kept > 0], packed.peaks[kept > 0])
         if dropped:
             self.pool.release(np.concatenate(dropped))

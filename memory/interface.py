@@ -28,6 +28,7 @@ from memory.errors import SequenceError, SpecError
 if TYPE_CHECKING:
     from memory.arena import BlockPool
     from memory.eviction import EvictionPolicy
+    from memory.quantization import Storage
     from memory.recurrent_state import States
 
 Int64s = NDArray[np.int64]
@@ -48,6 +49,7 @@ class AttentionSpec:
         window: a token sees only the last `window` tokens, itself included, and older ones are not kept beyond what a rollback may
             need; None for all.
         policy: which old rows are kept; None for all. See `MemorySpec.with_policy`.
+        storage: how old rows are kept; None for as they came. See `MemorySpec.with_storage`.
     """
 
     n_query_heads: int
@@ -56,6 +58,7 @@ class AttentionSpec:
     name: str = "attention"
     window: int | None = None
     policy: EvictionPolicy | None = None
+    storage: Storage | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -64,8 +67,9 @@ class AttentionSpec:
             _check_count(f"AttentionSpec.{size}", getattr(self, size))
         if self.n_query_heads % self.n_kv_heads:
             raise SpecError(f"{self.n_query_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly")
-        if self.window is not None and self.policy is not None:
-            raise SpecError(f"{self.name!r} has a window of {self.window} tokens; policies like {self.policy} suit attention without one")
+        for what, choice in (("policies", self.policy), ("storages", self.storage)):
+            if self.window is not None and choice is not None:
+                raise SpecError(f"{self.name!r} has a window of {self.window} tokens; {what} like {choice} suit attention without one")
 
 
 @dataclass(frozen=True)
@@ -182,6 +186,16 @@ class MemorySpec:
         Raises:
             SpecError: a layer that does not exist, has no attention, or has a window.
         """
+        return self._with_attention(layers, policy=policy)
+
+    def with_storage(self, storage: Storage | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
+        """The same, with attention that keeps old rows in few bits (`memory.quantization`), or as they came again (None).
+
+        `spec.with_policy(H2O(1024)).with_storage(Quantized(4))` keeps 1,024 old rows in 4 bits a number; `layers` and errors as there.
+        """
+        return self._with_attention(layers, storage=storage)
+
+    def _with_attention(self, layers: Iterable[int] | None, **changes: EvictionPolicy | Storage | None) -> MemorySpec:
         attention = [layer for layer, memory in self.of_kind("attention") if isinstance(memory, AttentionSpec) and memory.window is None]
         chosen = attention if layers is None else list(layers)
         for layer in chosen:
@@ -190,16 +204,16 @@ class MemorySpec:
 
         def change(layer: int, memory: LayerSpec) -> LayerSpec:
             if layer in chosen and isinstance(memory, AttentionSpec) and memory.window is None:
-                return replace(memory, policy=policy)
+                return replace(memory, **changes)  # type: ignore[arg-type]
             return memory
 
         return replace(self, layers=tuple(tuple(change(layer, m) for m in memories) for layer, memories in enumerate(self.layers)))
 
     def same_memories(self, other: MemorySpec) -> bool:
-        """Whether both describe the same memories and tokens, wherever they live, in whatever dtype, and whichever rows they keep."""
+        """Whether both describe the same memories and tokens, whatever their device and dtype, and however they keep old rows."""
         if self.vocab_size != other.vocab_size or self.layers == other.layers:
             return self.vocab_size == other.vocab_size
-        plain = (spec.with_state_dtype(torch.float32).with_policy(None) for spec in (self, other))
+        plain = (spec.with_state_dtype(torch.float32).with_policy(None).with_storage(None) for spec in (self, other))
         return next(plain).layers == next(plain).layers
 
 

@@ -14,8 +14,12 @@ from memory.errors import SpecError
 from memory.eviction import EvictionPolicy
 from memory.folding import TailGrid
 from memory.interface import AttentionSpec, CrossAttentionSpec, LayerMemory, LayerSpec, MemorySpec, RecurrentSpec
+from memory.quantization import Storage
+from memory.quantized_attention import QuantizedAttention
 from memory.recurrent_state import RecurrentState
 from memory.sparse_attention import SparseAttention
+
+AttentionMemory = AttentionCache | QuantizedAttention | SparseAttention
 
 
 @dataclass
@@ -28,13 +32,13 @@ class Kinds:
     """
 
     by_name: dict[str, LayerMemory[Any]] = field(default_factory=dict)
-    attention: list[tuple[str, AttentionCache | SparseAttention, int]] = field(default_factory=list)
+    attention: list[tuple[str, AttentionMemory, int]] = field(default_factory=list)
     cross_attention: CrossAttentionCache | None = None
     recurrent: RecurrentState | None = None
 
 
-_Group = tuple[int | None, EvictionPolicy | None]
-"""A window and a policy: layers that agree in both share blocks."""
+_Group = tuple[int | None, EvictionPolicy | None, Storage | None]
+"""A window, a policy and a storage: layers that agree in all share blocks."""
 
 
 def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec, _Group]]:
@@ -43,16 +47,18 @@ def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec
     for memory in attention:
         if not isinstance(memory.policy, EvictionPolicy | None):
             raise SpecError(f"{memory.policy!r} is no EvictionPolicy; give an instance of one, such as H2O(1024)")
+        if not isinstance(memory.storage, Storage | None):
+            raise SpecError(f"{memory.storage!r} is no Storage; give an instance of one, such as Quantized(4)")
     n_layers = Counter(memory.policy for memory in attention)
     numbers: Counter[EvictionPolicy | None] = Counter()
     for memory in attention:
         policy = memory.policy
-        yield memory, (memory.window, None if policy is None else policy.of_layer(numbers[policy], n_layers[policy]))
+        yield memory, (memory.window, None if policy is None else policy.of_layer(numbers[policy], n_layers[policy]), memory.storage)
         numbers[policy] += 1
 
 
 def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store) -> Kinds:
-    """One cache for the attention layers of each window and of each policy; one for cross-attention, one for recurrences."""
+    """One cache for the attention layers of each window, policy and storage; one for cross-attention, one for recurrences."""
     kinds, flat = Kinds(), [memory for specs in spec.layers for memory in specs]
     groups: dict[_Group, list[AttentionSpec]] = {}
     places: list[tuple[_Group, int]] = []
@@ -60,15 +66,19 @@ def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store)
         group = groups.setdefault(key, [])
         places.append((key, len(group)))
         group.append(memory)
-    caches: dict[_Group, tuple[str, AttentionCache | SparseAttention]] = {}
-    for (window, policy), group in sorted(groups.items(), key=lambda item: item[0][0] or 0):
+    caches: dict[_Group, tuple[str, AttentionMemory]] = {}
+    for (window, policy, storage), group in sorted(groups.items(), key=lambda item: item[0][0] or 0):
+        cache: AttentionMemory
         if policy is not None:
-            name = f"attention {len(caches)}, {policy.label}"
-            cache: AttentionCache | SparseAttention = SparseAttention(group, policy, spec.dtype, grid.rollback_window, store, name)
+            name = f"attention {len(caches)}, {policy.label}" + (f" of {storage.label}" if storage else "")
+            cache = SparseAttention(group, policy, storage, spec.dtype, grid.rollback_window, store, name)
+        elif storage is not None:
+            name = f"attention {len(caches)}, {storage.label}"
+            cache = QuantizedAttention(group, storage, spec.dtype, page_tokens, grid.rollback_window, store, name)
         else:
             name = "attention" if window is None else f"attention over {window}"
             cache = AttentionCache(group, spec.dtype, PageGrid(page_tokens, window, grid.rollback_window), store)
-        caches[window, policy], kinds.by_name[name] = (name, cache), cache
+        caches[window, policy, storage], kinds.by_name[name] = (name, cache), cache
     kinds.attention = [(*caches[key], number) for key, number in places]
     if cross := [m for m in flat if isinstance(m, CrossAttentionSpec)]:
         kinds.by_name["cross-attention"] = kinds.cross_attention = CrossAttentionCache(cross, spec.dtype, page_tokens, store)

@@ -130,7 +130,16 @@ class RecurrentState:
         dtype: of rows, and of state tensors that name none.
     """
 
-    def __init__(self, specs: list[RecurrentSpec], dtype: torch.dtype, grid: TailGrid, store: Store, *, label: str = "") -> None:
+    def __init__(
+        self,
+        specs: list[RecurrentSpec],
+        dtype: torch.dtype,
+        grid: TailGrid,
+        store: Store,
+        *,
+        label: str = "",
+        kernels: Kernels | None = None,
+    ) -> None:
         self.grid = grid
         self.state_layout = BlockLayout.of([(t.shape, t.dtype or dtype) for s in specs for t in s.states])
         self.tail_layout = BlockLayout.of([((grid.tail_rows, *s.row_shape), dtype) for s in specs])
@@ -140,7 +149,7 @@ class RecurrentState:
         self._specs = specs
         self._dtype = dtype
         self._store = store
-        self._kernels: Kernels = select_kernels(store.device, dtype, *(f.dtype for f in self.state_layout.fields))
+        self._kernels = kernels or select_kernels(store.device, dtype, *(f.dtype for f in self.state_layout.fields))
         self._slots = Columns.empty(16)
         self._open_plans: dict[int, RecurrentPlan] = {}
         self._state_sizes = {field.dtype.itemsize for field in self.state_layout.fields}

@@ -10,10 +10,12 @@ have become older than the rollback window fold into a new body.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -24,7 +26,8 @@ from memory.errors import StepError
 from memory.eviction import Candidates, EvictionPolicy
 from memory.folding import Columns, TailGrid
 from memory.interface import AttentionSpec, Int64s, Packed, RecurrentSpec, StateTensor
-from memory.kernels import PagedBatch, Prepared, Scoring
+from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, select_kernels
+from memory.quantization import Parts, Storage
 from memory.recurrent_state import RecurrentPlan, RecurrentState
 
 
@@ -37,6 +40,7 @@ class SparsePlan(RecurrentPlan):
         tokens: (t,) packed index of their tokens; None if they are all.
         cu_seqlens, lengths, cu_rows: as `PagedBatch` has them, of the requests in place; a page is a row.
         blocks, rows, is_tail: of each row that they see: the block's address in elements, the row in it, and which kind of block it is.
+        bodies, cu_bodies, n_kept: with a storage, of the rows that it keeps for them: as `FoldedRows` has it.
     """
 
     in_place: Int64s
@@ -47,6 +51,9 @@ class SparsePlan(RecurrentPlan):
     blocks: Int64s
     rows: Int64s
     is_tail: NDArray[np.bool_]
+    bodies: Int64s
+    cu_bodies: Int64s
+    n_kept: Int64s
 
 
 class SparseAttention(RecurrentState):
@@ -57,11 +64,16 @@ class SparseAttention(RecurrentState):
     """
 
     def __init__(
-        self, specs: list[AttentionSpec], policy: EvictionPolicy, dtype: torch.dtype, rollback_window: int, store: Store, name: str
-    ) -> None:
+        self, specs: list[AttentionSpec], policy: EvictionPolicy, storage: Storage | None, dtype: torch.dtype, rollback_window: int,
+        store: Store, name: str,
+    ) -> None:  # fmt: skip
+        for spec in specs:
+            if storage is not None:
+                storage.check(spec.head_dim)
         grid = TailGrid.headless(rollback_window, policy.every)
-        super().__init__([_rows_of(s, policy) for s in specs], dtype, grid, store, label=f" of {name}")
-        self.policy = policy
+        rows = [_rows_of(s, policy, storage) for s in specs]
+        super().__init__(rows, dtype, grid, store, label=f" of {name}", kernels=select_kernels(store.device, dtype))
+        self.policy, self.storage = policy, storage
         self._attention = specs
         # Each row holds its keys and then its values: found from one offset, in a flat of the whole arena and in one that starts later.
         self._all: dict[int, tuple[Prepared, Prepared]] = {}
@@ -76,9 +88,11 @@ class SparseAttention(RecurrentState):
         starts, ends, counts = packed.starts[in_place], packed.ends[in_place], packed.counts[in_place]
         # For each request three stretches of rows: what was kept, the old rows of the tail, the new ones.
         n_kept = np.minimum(chosen.body_at, self.policy.budget_tokens)
+        bodies = self.states.addresses[chosen.body[n_kept > 0]]
+        n_in_place = np.zeros_like(n_kept) if self.storage else n_kept
         ids = np.stack([chosen.body, chosen.tail, after.tail[in_place]], 1)
         begins = np.stack([np.zeros_like(starts), chosen.body_at, starts], 1)
-        lengths = np.stack([n_kept, starts - chosen.body_at, counts], 1)
+        lengths = np.stack([n_in_place, starts - chosen.body_at, counts], 1)
         addresses = np.stack([self.states.addresses[ids[:, 0]], *(self.tails.addresses[ids[:, i]] for i in (1, 2))], 1)
         is_tail = np.repeat(np.tile([False, True, True], len(in_place)), lengths.ravel())
         rows = ranges(begins.ravel(), (begins + lengths).ravel())
@@ -89,7 +103,8 @@ class SparseAttention(RecurrentState):
             tokens = self._store.upload(ranges(first, first + ends - starts))
         return SparsePlan(
             packed, before, after, fresh, [], self._writes(packed, after), in_place, tokens, _cumulated(counts), lengths.sum(1),
-            _cumulated(lengths.sum(1)), np.repeat(addresses.ravel() // self._dtype.itemsize, lengths.ravel()), rows, is_tail,
+            _cumulated(lengths.sum(1)), np.repeat(addresses.ravel() // self._dtype.itemsize, lengths.ravel()), rows, is_tail, bodies,
+            _cumulated((n_kept > 0).astype(np.int64)), n_kept,
         )  # fmt: skip
 
     def attend(self, plan: SparsePlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scoring: Scoring) -> Tensor:
@@ -107,10 +122,9 @@ class SparseAttention(RecurrentState):
                 out_THD[plan.tokens] = self._attend_in_place(plan, index, q_THD[plan.tokens], scoring)
             for i in np.setdiff1d(np.arange(len(plan.packed.starts)), plan.in_place).tolist():
                 own = slice(*plan.packed.cu_seqlens[i : i + 2].tolist())
-                kept, tail_RXD = self._kept(plan, index, i), self._tail(plan, index, i)
-                n = k_TGD.shape[1]
-                k_RGD = torch.cat([kept[0][:, 0], tail_RXD[:, :n], k_TGD[own]])
-                v_RGD = torch.cat([kept[0][:, 1], tail_RXD[:, n : 2 * n], v_TGD[own]])
+                (k_GRD, v_GRD), tail_RXD, n = self._rows(self._kept(plan, index, i)[0]), self._tail(plan, index, i), k_TGD.shape[1]
+                k_RGD = torch.cat([k_GRD.transpose(0, 1), tail_RXD[:, :n], k_TGD[own]])
+                v_RGD = torch.cat([v_GRD.transpose(0, 1), tail_RXD[:, n : 2 * n], v_TGD[own]])
                 out_THD[own] = self._kernels.attend_rows(q_THD[own], k_RGD, v_RGD, scoring)
         for i in (plan.after.body_at > plan.before.body_at).nonzero()[0].tolist():
             self._fold(plan, index, i, rows_TRD, scoring)
@@ -118,35 +132,54 @@ class SparseAttention(RecurrentState):
 
     def kept_positions(self, slot: int, index: int) -> Tensor:
         """Positions of the rows that attention `index` has kept of a sequence, (R, G) int64, ascending; the tail's come on top."""
-        body_at, body = int(self._slots.body_at[slot]), self._slots.body[slot : slot + 1]
-        shape = (min(body_at, self.policy.budget_tokens), self._attention[index].n_kv_heads)
-        if not body_at:
-            return torch.zeros(shape, dtype=torch.int64)
-        flat = self._state_flats[index][_POSITIONS]
-        offset = self._place(self.states.addresses[body] // flat.itemsize)
-        return self._kernels.read_rows(flat, offset, shape, 0.0)[0].long()
+        n_kept = min(int(self._slots.body_at[slot]), self.policy.budget_tokens)
+        return self._body(index, int(self._slots.body[slot]))[_POSITIONS][:n_kept].long()
 
     def _attend_in_place(self, plan: SparsePlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
         spec, itemsize = self._attention[index], self._dtype.itemsize
-        n_elements = spec.n_kv_heads * spec.head_dim
-        body = self.state_layout.fields[_N_STATES * index].offset_bytes // itemsize
+        n_elements, states = spec.n_kv_heads * spec.head_dim, self._specs[index].states
+        body = self.state_layout.fields[len(states) * index].offset_bytes // itemsize
         tail = self.tail_layout.fields[index].offset_bytes // itemsize
         offsets = plan.blocks + np.where(plan.is_tail, tail + plan.rows * self._row_elements[index], body + plan.rows * (2 * n_elements))
         batch = PagedBatch(plan.cu_seqlens, plan.lengths, self._place(offsets), plan.cu_rows, page_tokens=1)
-        return self._kernels.paged_attention(q_THD, *self._all[n_elements], batch, spec.n_kv_heads, scoring)
+        folded = None
+        if self.storage is not None and len(plan.bodies):
+            shapes, flats = tuple(s.shape for s in states[:_POSITIONS]), tuple(self._state_flats[index][:_POSITIONS])
+            folded = FoldedRows(self.storage, shapes, flats, plan.bodies, plan.cu_bodies, plan.n_kept, spec.head_dim)
+        return self._kernels.paged_attention(q_THD, *self._all[n_elements], batch, spec.n_kv_heads, scoring, folded)
 
-    def _kept(self, plan: SparsePlan, index: int, request: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What was kept of a request before the step: rows (R, 2, G, D), positions (R, G) as float32, scores (R, G)."""
+    # Bodies. Parts are what rows (G, R, D) are stored as: keys and values, or each of them as a storage encodes it.
+
+    def _body(self, index: int, block: int) -> list[Tensor]:
+        """The state tensors of attention `index` in a block, in place; of no block, zeros that nobody reads."""
+        states = self._specs[index].states
+        if block < 0:
+            return [torch.zeros(s.shape, dtype=s.dtype or self._dtype, device=self._store.device) for s in states]
+        views = []
+        for flat, state in zip(map(torch.as_tensor, self._state_flats[index]), states, strict=True):
+            at = int(self.states.addresses[block]) // flat.element_size()
+            views.append(flat[at : at + math.prod(state.shape)].view(state.shape))
+        return views
+
+    def _kept(self, plan: SparsePlan, index: int, request: int) -> tuple[Parts, Tensor, Tensor]:
+        """What was kept of a request before the step: parts, positions (G, R) as int64, scores (G, R)."""
         n_kept = min(int(plan.before.body_at[request]), self.policy.budget_tokens)
-        block = self.states.addresses[plan.before.body[request : request + 1]] if n_kept else np.zeros(1, np.int64)
-        parts = []
-        for state, flat in zip(self._specs[index].states, self._state_flats[index], strict=True):
-            shape = (n_kept, *state.shape[1:])
-            if n_kept:
-                parts.append(self._kernels.read_rows(flat, self._place(block // flat.itemsize), shape, 0.0)[0])
-            else:
-                parts.append(torch.zeros(shape, dtype=state.dtype or self._dtype, device=self._store.device))
-        return parts[0], parts[1], parts[2]
+        *parts, positions_RG, scores_RG = self._body(index, int(plan.before.body[request]))
+        if self.storage is None:
+            parts = list(parts[0][:n_kept].permute(1, 2, 0, 3))
+        return tuple(part[:, :n_kept] for part in parts), positions_RG[:n_kept].T.long(), scores_RG[:n_kept].T
+
+    def _parts(self, k_GRD: Tensor, v_GRD: Tensor) -> Parts:
+        if self.storage is None:
+            return k_GRD, v_GRD
+        return (*self.storage.encode(k_GRD, by_channel=False), *self.storage.encode(v_GRD, by_channel=False))
+
+    def _rows(self, parts: Parts) -> tuple[Tensor, Tensor]:
+        """Keys and values, (G, R, D) each."""
+        if self.storage is None:
+            return parts[0], parts[1]
+        n = len(parts) // 2
+        return self.storage.decode(parts[:n]).to(self._dtype), self.storage.decode(parts[n:]).to(self._dtype)
 
     def _tail(self, plan: SparsePlan, index: int, request: int) -> Tensor:
         """The old rows of a request's tail, (R, *row_shape)."""
@@ -160,34 +193,40 @@ class SparseAttention(RecurrentState):
         first, last = int(plan.before.body_at[request]), int(plan.after.body_at[request])
         own = slice(*plan.packed.cu_seqlens[request : request + 2].tolist())
         rows_NXD = torch.cat([self._tail(plan, index, request), rows_TRD[own]])[: last - first]
-        kv_R2GD, positions_RG, scores_RG = self._kept(plan, index, request)
-        kept = (kv_R2GD[:, 0].transpose(0, 1), kv_R2GD[:, 1].transpose(0, 1), positions_RG.T.long(), scores_RG.T)
+        parts, positions, scores = self._kept(plan, index, request)
         for begin in range(first, last, every):
             chunk_NXD = rows_NXD[begin - first : begin - first + every]
             k_GND, v_GND, q_HND = torch.split(chunk_NXD.transpose(0, 1), [n_heads, n_heads, len(chunk_NXD[0]) - 2 * n_heads])
-            positions_GN = torch.arange(begin, begin + every, device=k_GND.device).expand(n_heads, -1)
-            new = (k_GND, v_GND, positions_GN, torch.zeros(n_heads, every, device=k_GND.device))
-            k, v, positions, scores = (torch.cat(pair, 1) for pair in zip(kept, new, strict=True))
+            parts = tuple(torch.cat(pair, 1) for pair in zip(parts, self._parts(k_GND, v_GND), strict=True))
+            positions = torch.cat([positions, torch.arange(begin, begin + every, device=k_GND.device).expand(n_heads, -1)], 1)
+            scores = F.pad(scores, (0, every))
             queries = q_HND.transpose(0, 1) if self.policy.needs_queries else None
-            chosen_GB, scores = self.policy.keep(Candidates(k, v, positions, scores, queries, scoring))
-            k, v = (x.gather(1, chosen_GB[:, :, None].expand(-1, -1, x.shape[2])) for x in (k, v))
-            kept = (k, v, positions.gather(1, chosen_GB), scores.gather(1, chosen_GB))
-        k, v, positions, scores = kept
-        block = self.states.addresses[plan.after.body[request : request + 1]]
-        ended = (torch.stack([k, v]).permute(2, 0, 1, 3), positions.T.float(), scores.T)
-        for flat, tensor in zip(self._state_flats[index], ended, strict=True):
-            self._kernels.write_rows_(flat, self._place(block // flat.itemsize), tensor.reshape(1, -1))
+            chosen_GB, scores = self.policy.keep(Candidates(*self._rows(parts), positions, scores, queries, scoring))
+            parts = tuple(part.gather(1, chosen_GB[:, :, None].expand(-1, -1, part.shape[2])) for part in parts)
+            positions, scores = positions.gather(1, chosen_GB), scores.gather(1, chosen_GB)
+        n_kept = positions.shape[1]
+        *targets, positions_RG, scores_RG = self._body(index, int(plan.after.body[request]))
+        if self.storage is None:
+            targets = list(targets[0].permute(1, 2, 0, 3))
+        for target, part in zip(targets, parts, strict=True):
+            target[:, :n_kept] = part
+        positions_RG[:n_kept], scores_RG[:n_kept] = positions.T.float(), scores.T
 
 
-_N_STATES, _POSITIONS = 3, 1
-"""State tensors of an attention, and which of them holds positions."""
+_POSITIONS = -2
+"""Where among the state tensors of an attention positions are; scores come last, what comes before are rows."""
 
 
-def _rows_of(spec: AttentionSpec, policy: EvictionPolicy) -> RecurrentSpec:
+def _rows_of(spec: AttentionSpec, policy: EvictionPolicy, storage: Storage | None) -> RecurrentSpec:
     """A row: keys, values and, where the policy observes them, queries. The body: kept rows, their positions and their scores."""
     n_heads, budget = spec.n_kv_heads, policy.budget_tokens
+    if storage is None:
+        kept = [StateTensor("kept", (budget, 2, n_heads, spec.head_dim), dtype=None)]
+    else:  # rows go one by one, so keys are grouped as values are
+        shapes = storage.shapes(n_heads, budget, spec.head_dim, by_channel=False)
+        kept = [StateTensor(f"{name} {i}", *shape) for name in ("keys", "values") for i, shape in enumerate(shapes)]
     states = (
-        StateTensor("kept", (budget, 2, n_heads, spec.head_dim), dtype=None),
+        *kept,
         StateTensor("positions", (budget, n_heads)),  # exact in float32 up to 16 million
         StateTensor("scores", (budget, n_heads)),
     )

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.kernels.signature import Erase, PagedBatch, Scoring, StateSlots
+from memory.kernels.signature import Erase, FoldedRows, PagedBatch, Scoring, StateSlots
 
 
 def prepare(tensor: Tensor) -> Tensor:
@@ -29,14 +29,31 @@ def _elements(offsets_T: Tensor, n_elements: int) -> Tensor:
     return offsets_T[:, None] + torch.arange(n_elements, device=offsets_T.device)
 
 
-def paged_attention(q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scoring: Scoring) -> Tensor:
+def paged_attention(
+    q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scoring: Scoring, folded: FoldedRows | None = None
+) -> Tensor:
     out_THD = torch.empty_like(q_THD)
     for i, n_rows in enumerate(batch.kv_lengths.tolist()):
         start, end = batch.cu_seqlens[i : i + 2].tolist()
         n_seen = n_rows if scoring.window is None else min(n_rows, end - start + scoring.window - 1)
         k_RGD, v_RGD = (gather_rows(flat, batch, i, n_kv_heads, q_THD.shape[2])[-n_seen:] for flat in (keys, values))
+        if folded is not None:
+            k_RGD, v_RGD = (torch.cat([old.to(new.dtype), new]) for old, new in zip(gather_folded(folded, i), (k_RGD, v_RGD), strict=True))
         out_THD[start:end] = attend_rows(q_THD[start:end], k_RGD, v_RGD, scoring)
     return out_THD
+
+
+def gather_folded(folded: FoldedRows, request: int) -> tuple[Tensor, Tensor]:
+    """Keys and values of a request that a storage keeps, in order: (rows, G, D) float32 each."""
+    blocks = torch.from_numpy(folded.blocks[folded.cu_blocks[request] : folded.cu_blocks[request + 1]])
+    parts = []
+    for flat, shape in zip(map(torch.as_tensor, folded.flats), folded.shapes, strict=True):
+        offsets = (blocks // flat.element_size()).to(flat.device)
+        parts.append(flat[_elements(offsets, math.prod(shape))].view(len(blocks), *shape))
+    halves = parts[: len(parts) // 2], parts[len(parts) // 2 :]
+    k_BGRD, v_BGRD = (folded.storage.decode(tuple(half)) for half in halves)
+    n_rows = int(folded.lengths[request])
+    return k_BGRD.transpose(1, 2).flatten(0, 1)[:n_rows], v_BGRD.transpose(1, 2).flatten(0, 1)[:n_rows]
 
 
 def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -> Tensor:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from memory.interface import Int64s
+from memory.quantization import Storage
 
 Prepared = Any
 """A tensor, or what `Kernels.prepare` made of it."""
@@ -53,6 +54,33 @@ class Scoring(NamedTuple):
     softcap: float | None = None
     sinks_H: Prepared | None = None
     bias_HL: Prepared | None = None
+
+
+@dataclass(frozen=True)
+class FoldedRows:
+    """Rows that a storage keeps, older than those in a step's pages: of one attention, for all requests of a step.
+
+    Attributes:
+        storage: how they are kept.
+        shapes: of the parts of a block: those of its keys, then as many of its values; n_rows a block, some of them perhaps not in use.
+        flats: of each part, the arena as its dtype from the part's place in a block on.
+        blocks: (all blocks,) byte address of each block, request after request; host.
+        cu_blocks: (S + 1,); host.
+        lengths: (S,) rows of each request; host.
+        head_dim: channels a row.
+    """
+
+    storage: Storage
+    shapes: tuple[tuple[int, ...], ...]
+    flats: tuple[Prepared, ...]
+    blocks: Int64s
+    cu_blocks: Int64s
+    lengths: Int64s
+    head_dim: int
+
+    @property
+    def block_rows(self) -> int:
+        return self.shapes[0][1]
 
 
 class StateSlots(NamedTuple):
@@ -102,9 +130,13 @@ class Kernels(Protocol):
         ...
 
     def paged_attention(
-        self, q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scoring: Scoring
-    ) -> Tensor:
-        """Causal grouped-query attention over pages: (T, H, D). The last query of a request sees all its rows, or the last `window`."""
+        self, q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scoring: Scoring,
+        folded: FoldedRows | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Causal grouped-query attention over pages: (T, H, D). The last query of a request sees all its rows, or the last `window`.
+
+        Rows that are `folded` come before those in pages, are seen by every query, and go with no window.
+        """
         ...
 
     def attend_rows(self, q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -> Tensor:

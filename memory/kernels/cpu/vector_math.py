@@ -25,7 +25,9 @@ _ATANH = tuple(np.float32(1 / k) for k in (3, 5, 7, 9, 11, 13, 15))
 
 
 @intrinsic
-def _float_from_bits(typing_context, bits):  # type: ignore[no-untyped-def]
+def float_from_bits(typing_context, bits):  # type: ignore[no-untyped-def]
+    """int32 -> the float32 of the same bits."""
+
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.bitcast(arguments[0], ir.FloatType())
 
@@ -56,7 +58,7 @@ def exp2_f32(x):  # type: ignore[no-untyped-def]
     p = p * r + _EXP2[0]
     p = p * r + _ONE
     # 2**n is n + 127 in the exponent's bits. Adding n to those of p would save a product and turn some NaN into numbers.
-    return p * _float_from_bits((_bits_from_float(shifted) << np.int32(23)) + _BITS_OF_ONE)  # type: ignore[call-arg]
+    return p * float_from_bits((_bits_from_float(shifted) << np.int32(23)) + _BITS_OF_ONE)  # type: ignore[call-arg]
 
 
 @njit(inline="always", error_model="numpy")

@@ -1,0 +1,138 @@
+"""Online softmax over blocks of rows (Milakov & Gimelshein 2018): the steps that attention kernels are made of, for one query.
+
+Heads are those of one query that a task works on, `scores` holds BLOCK of them for each, `out` what the values sum up to so far.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from memory.kernels.cpu.rows import copy_
+from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
+from memory.kernels.cpu.vector_math import exp_f32, prefetch
+
+BLOCK = 64
+"""Rows whose scores are kept at once, 256 bytes a head."""
+
+_ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
+_0, _1, _2, _3, _4, _STRIDE, _LINE = (np.uint64(i) for i in (0, 1, 2, 3, 4, BLOCK, 16))
+
+
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
+def start_(out, highest, total, sinks):  # type: ignore[no-untyped-def]
+    """Before any row: nothing, or for each head a row of its own without a value."""
+    out[:] = _ZERO
+    if len(sinks) > 0:
+        copy_(highest, sinks)
+        total[:] = _ONE
+    else:
+        highest[:] = -np.inf
+        total[:] = _ZERO
+
+
+@njit(fastmath=REDUCING)
+def score_rows(q, keys, values, rows, n_groups, head_dim, scale, scores):  # type: ignore[no-untyped-def]
+    """scores[h, r] = scale q[h] . keys[rows[r]], for the query heads of each of the row's key heads. Asks for the values."""
+    head_dim, n_groups = np.uint64(head_dim), np.uint64(n_groups)
+    n_kv_heads = np.uint64(len(q)) // (head_dim * n_groups)
+    for r in range(np.uint64(len(rows))):
+        for g in range(n_kv_heads):
+            row = np.uint64(rows[r]) + g * head_dim
+            for line in range(_0, head_dim, _LINE):
+                prefetch(values, row + line)  # type: ignore[call-arg]
+            for h in range(g * n_groups, (g + _1) * n_groups):
+                score = _ZERO
+                for d in range(head_dim):
+                    score += q[h * head_dim + d] * keys[row + d]
+                scores[h * _STRIDE + r] = score * scale
+
+
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
+def add_values_(out, values, rows, n_groups, head_dim, weights):  # type: ignore[no-untyped-def]
+    """out[h] += sum of weights[h, r] values[rows[r]]; four rows at once, so that `out` is written less often."""
+    head_dim, n_groups, n = np.uint64(head_dim), np.uint64(n_groups), np.uint64(len(rows))
+    n_kv_heads = np.uint64(len(out)) // (head_dim * n_groups)
+    r = _0
+    while r + _4 <= n:
+        for g in range(n_kv_heads):
+            at = g * head_dim
+            a, b = np.uint64(rows[r]) + at, np.uint64(rows[r + _1]) + at
+            c, d = np.uint64(rows[r + _2]) + at, np.uint64(rows[r + _3]) + at
+            for h in range(g * n_groups, (g + _1) * n_groups):
+                o, w = h * head_dim, h * _STRIDE + r
+                w_a, w_b, w_c, w_d = weights[w], weights[w + _1], weights[w + _2], weights[w + _3]
+                for e in range(head_dim):
+                    out[o + e] += w_a * values[a + e] + w_b * values[b + e] + w_c * values[c + e] + w_d * values[d + e]
+        r += _4
+    while r < n:
+        for h in range(n_kv_heads * n_groups):
+            row = np.uint64(rows[r]) + h // n_groups * head_dim
+            for e in range(head_dim):
+                out[h * head_dim + e] += weights[h * _STRIDE + r] * values[row + e]
+        r += _1
+
+
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
+def weigh_(scores, n, out, highest, total, softcap, bias_HL, distance):  # type: ignore[no-untyped-def]
+    """scores[h, :n] become weights relative to the highest score so far, which `out` and `total` are scaled to.
+
+    Row 0 stands `distance` before the query.
+    """
+    head_dim = len(out) // len(highest)
+    for h in range(len(highest)):
+        row_scores = scores[h * BLOCK : h * BLOCK + n]
+        if softcap > _ZERO:
+            _cap_(row_scores, softcap)
+        if len(bias_HL) > 0:
+            _add_bias_(row_scores, bias_HL[h], distance)
+        new_highest = max(highest[h], _largest(row_scores))
+        if new_highest > highest[h]:
+            fade = exp_f32(highest[h] - new_highest)
+            scale_(out[h * head_dim : (h + 1) * head_dim], fade)
+            total[h] *= fade
+            highest[h] = new_highest
+        total[h] += _exp_and_sum_(row_scores, highest[h])
+
+
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
+def _cap_(x, cap):  # type: ignore[no-untyped-def]
+    """x = cap tanh(x / cap)."""
+    for e in range(len(x)):
+        x[e] = cap * (_ONE - _TWO / (_ONE + exp_f32(_TWO * x[e] / cap)))
+
+
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
+def _add_bias_(x, bias, distance):  # type: ignore[no-untyped-def]
+    """x[0] is the score of a row at this distance, those after it are nearer."""
+    for e in range(len(x)):
+        x[e] += bias[min(distance - e, len(bias) - 1)]
+
+
+@njit(fastmath=REDUCING)
+def _largest(x):  # type: ignore[no-untyped-def]
+    largest = x[0]
+    for r in range(1, len(x)):
+        largest = max(largest, x[r])
+    return largest
+
+
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
+def scale_(x, factor):  # type: ignore[no-untyped-def]
+    for e in range(len(x)):
+        x[e] *= factor
+
+
+@njit(fastmath=ELEMENTWISE, error_model="numpy")
+def _exp_and_sum_(x, shift):  # type: ignore[no-untyped-def]
+    for e in range(len(x)):
+        x[e] = exp_f32(x[e] - shift)
+    return _sum(x)
+
+
+@njit(fastmath=REDUCING)
+def _sum(x):  # type: ignore[no-untyped-def]
+    total = _ZERO
+    for e in range(len(x)):
+        total += x[e]
+    return total

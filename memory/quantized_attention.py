@@ -1,0 +1,211 @@
+"""Attention whose old rows are kept in few bits: the body is quantised pages, the tail exact ones.
+
+The tail is an `AttentionCache` that gives pages up as one with a window does. When the `group` oldest of its rows have become older than
+the rollback window they fold: a quantised page takes their place. Groups lie at fixed positions, so forks, reruns and prefixes agree on
+them, and each is quantised once, from exact rows. A step sees the body as it was before the step.
+
+    position 0 ............................. body_at ............... start ......... end
+             quantised pages of `group` rows  |  exact pages, verbatim | rows of the step
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.arena import BlockLayout, BlockPool, Store
+from memory.attention_cache import NO_PAGES, AttentionCache, AttentionPlan, PageGrid
+from memory.errors import IntegrityError, SpecError
+from memory.interface import AttentionSpec, Int64s, Packed
+from memory.kernels import FoldedRows, Prepared, Scoring, reference
+from memory.quantization import Storage
+
+
+@dataclass(frozen=True)
+class FoldGrid(PageGrid):
+    """A grid of pages that leave `group` rows at a time, when all of these are older than the rollback window."""
+
+    group: int
+
+    @property
+    def leaves(self) -> bool:
+        return True
+
+    def n_groups(self, peaks: Int64s) -> Int64s:
+        """How many have folded of a sequence that has reached `peaks`."""
+        return np.maximum(0, peaks - self.rollback_window) // self.group
+
+    def first_page(self, peaks: Int64s) -> Int64s:
+        return self.n_groups(peaks) * (self.group // self.page_tokens)
+
+
+@dataclass(frozen=True)
+class QuantizedPlan:
+    """Blocks set aside for a step.
+
+    Attributes:
+        exact: of the pages that are exact while the step runs.
+        n_new: (S,) groups that fold at the end of the step.
+        fresh: their blocks, request after request.
+        blocks, cu_blocks, lengths: the body before the step, as `FoldedRows` has it.
+    """
+
+    packed: Packed
+    exact: AttentionPlan
+    n_new: Int64s
+    fresh: Int64s
+    blocks: Int64s
+    cu_blocks: Int64s
+    lengths: Int64s
+
+
+class QuantizedAttention:
+    """Quantised pages and exact tails of all attention layers of one storage: `memory.interface.LayerMemory`.
+
+    Args:
+        specs: the attention specs, in the order that `attend` numbers them; `storage` is that of all of them.
+        page_tokens: of the exact pages; a divisor of `storage.group`.
+    Raises:
+        SpecError: pages do not divide groups, or groups or bits do not suit the heads.
+    """
+
+    def __init__(
+        self, specs: list[AttentionSpec], storage: Storage, dtype: torch.dtype, page_tokens: int, rollback_window: int, store: Store,
+        name: str,
+    ) -> None:  # fmt: skip
+        if storage.group % page_tokens:
+            raise SpecError(
+                f"groups of {storage.group} tokens are no whole number of pages of {page_tokens}; give {storage} another group, or the "
+                "memory page_tokens= that divide it"
+            )
+        self.storage = storage
+        self.grid = FoldGrid(page_tokens, None, rollback_window, storage.group)
+        self.exact = AttentionCache(specs, dtype, self.grid, store, name=f"exact pages of {name}")
+        self._specs, self._store = specs, store
+        for spec in specs:
+            storage.check(spec.head_dim)
+        shapes = [storage.shapes(s.n_kv_heads, storage.group, s.head_dim, by_channel=is_key) for s in specs for is_key in (True, False)]
+        self.layout = BlockLayout.of([shape for half in shapes for shape in half])
+        self.bodies = store.make_pool(f"pages of {name}", self.layout.block_bytes, from_top=False)
+        n_parts = 2 * len(shapes[0])
+        fields = [self.layout.fields[i : i + n_parts] for i in range(0, len(self.layout.fields), n_parts)]
+        self._shapes = [tuple(field.shape for field in own) for own in fields]
+        self._flats: list[tuple[Prepared, ...]] = [] if store.is_dry else [tuple(map(store.flat, own)) for own in fields]
+        self._bodies: dict[int, Int64s] = {}
+        self._open_plans: dict[int, QuantizedPlan] = {}
+
+    @property
+    def sized_pools(self) -> list[tuple[BlockPool, int]]:
+        return [*self.exact.sized_pools, (self.bodies, self.layout.padding_bytes)]
+
+    @property
+    def least_bytes(self) -> int:
+        return self.exact.least_bytes
+
+    # Steps
+
+    def plan(self, packed: Packed) -> QuantizedPlan:
+        exact = self.exact.plan(packed)
+        try:
+            tables = [self._bodies.get(slot, NO_PAGES) for slot in packed.slots.tolist()]
+            n_blocks = np.array([len(table) for table in tables], np.int64)
+            n_new = self.grid.n_groups(packed.peaks) - n_blocks
+            cu_blocks = np.zeros(len(tables) + 1, np.int64)
+            n_blocks.cumsum(out=cu_blocks[1:])
+            blocks = self.bodies.addresses[np.concatenate(tables)]
+            fresh = self.bodies.allocate(int(n_new.sum()))
+        except BaseException:
+            self.exact.abort(exact)
+            raise
+        plan = QuantizedPlan(packed, exact, n_new, fresh, blocks, cu_blocks, n_blocks * self.storage.group)
+        self._open_plans[id(plan)] = plan
+        return plan
+
+    def begin(self, plan: QuantizedPlan) -> None:
+        self.exact.begin(plan.exact)
+
+    def attend(self, plan: QuantizedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scoring: Scoring) -> Tensor:
+        """Write the step's keys and values, attend to everything up to each token: (T, H, D). Then fold."""
+        self.exact.write(plan.exact, index, q_THD, k_TGD, v_TGD)
+        folded = None
+        if len(plan.blocks):
+            folded = FoldedRows(
+                self.storage, self._shapes[index], self._flats[index], plan.blocks, plan.cu_blocks, plan.lengths,
+                self._specs[index].head_dim,
+            )  # fmt: skip
+        out_THD = self.exact.read(plan.exact, index, q_THD, scoring, folded)
+        taken = 0
+        for i in plan.n_new.nonzero()[0].tolist():
+            self._fold(plan, index, i, plan.fresh[taken : taken + plan.n_new[i]])
+            taken += int(plan.n_new[i])
+        return out_THD
+
+    def _fold(self, plan: QuantizedPlan, index: int, request: int, targets: Int64s) -> None:
+        """Quantise the oldest exact rows of a request, a group into each block."""
+        n_pages = len(targets) * self.storage.group // self.grid.page_tokens
+        parts: list[Tensor] = []
+        for rows, is_key in zip(self.exact.oldest_rows(plan.exact, index, request, n_pages), (True, False), strict=True):
+            rows_BGRD = rows.reshape(len(targets), -1, *rows.shape[2:]).transpose(1, 2)
+            parts += self.storage.encode(rows_BGRD, by_channel=is_key)
+        for flat, part in zip(self._flats[index], parts, strict=True):
+            offsets = self._store.upload(self.bodies.addresses[targets] // part.element_size())
+            reference.write_rows_(flat, offsets, part.flatten(1))
+
+    def commit(self, plan: QuantizedPlan, kept: Int64s) -> None:
+        del self._open_plans[id(plan)]
+        self.exact.commit(plan.exact, kept)
+        ends = plan.n_new.cumsum()
+        for i in plan.n_new.nonzero()[0].tolist():
+            slot, fresh = int(plan.packed.slots[i]), plan.fresh[ends[i] - plan.n_new[i] : ends[i]]
+            if kept[i]:
+                self._bodies[slot] = np.concatenate([self._bodies.get(slot, NO_PAGES), fresh])
+            else:
+                self.bodies.release(fresh)
+
+    def abort(self, plan: QuantizedPlan) -> None:
+        del self._open_plans[id(plan)]
+        self.exact.abort(plan.exact)
+        self.bodies.release(plan.fresh)
+
+    # Sequences
+
+    def share(self, sources: Int64s, targets: Int64s) -> None:
+        tables = [self._bodies.get(slot, NO_PAGES) for slot in sources.tolist()]
+        for table in tables:
+            self.bodies.retain(table)
+        self.exact.share(sources, targets)
+        for slot, table in zip(targets.tolist(), tables, strict=True):
+            self.bodies.release(self._bodies.pop(slot, NO_PAGES))
+            self._bodies[slot] = table
+
+    def truncate(self, slot: int, to: int) -> None:
+        self.exact.truncate(slot, to)
+
+    def reset(self, slot: int) -> None:
+        self.release(slot)
+
+    def release(self, slot: int) -> None:
+        self.exact.release(slot)
+        self.bodies.release(self._bodies.pop(slot, NO_PAGES))
+
+    def horizon(self, slot: int) -> int:
+        return len(self._bodies.get(slot, NO_PAGES)) * self.storage.group
+
+    def horizon_after(self, packed: Packed) -> Int64s:
+        return self.grid.n_groups(packed.peaks) * self.storage.group
+
+    def blocks_of(self, slot: int) -> dict[str, Int64s]:
+        return self.exact.blocks_of(slot) | {self.bodies.name: self._bodies.get(slot, NO_PAGES)}
+
+    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
+        self.exact.check(lengths, peaks)
+        if strangers := self._bodies.keys() - lengths.keys():
+            raise IntegrityError(f"quantised pages are held for slots that are not open: {sorted(strangers)}")
+        for slot, peak in peaks.items():
+            n_blocks, expected = len(self._bodies.get(slot, NO_PAGES)), int(self.grid.n_groups(np.array(peak)))
+            if n_blocks != expected:
+                raise IntegrityError(f"slot {slot} holds {n_blocks} quantised pages, its furthest position {peak} makes it {expected}")
+        self.bodies.check(np.concatenate([NO_PAGES, *self._bodies.values(), *(plan.fresh for plan in self._open_plans.values())]))
