@@ -13,6 +13,7 @@ from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCau
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence
 from memory.eviction import H2O, EvictionPolicy
+from memory.quantization import Float8, Quantized, Storage
 from memory.recurrences import FAMILIES
 from models import LanguageModel, load_model
 from tests.models import checkpoints
@@ -22,6 +23,7 @@ from tests.toy import FamilyToy, Toy
 SUBJECTS = (
     *("toy", "toy-attention", "toy-recurrent", "toy-window", "jamba", "mamba", "toy replay", "mamba replay"),
     *("toy-sparse", "toy-attention-sparse", "toy-sparse replay"),
+    *("toy-4-bit", "toy-attention-8-bit", "toy-float8", "toy-evicting", "toy-evicting-4-bit", "toy-attention-evicting-8-bit"),
     *(f"family:{name}" for name in FAMILIES),
     "model:bamba",
     "model:falcon-h1",
@@ -46,6 +48,9 @@ SUBJECTS = (
 """Models, and how their memories fold: "keep" unless named."""
 
 
+STORAGES = {"8-bit": Quantized(8, group=4), "4-bit": Quantized(4, group=8), "float8": Float8(group=4)}
+
+
 @dataclass(frozen=True)
 class Subject:
     """A model, how its memories fold, and whether equal steps must give equal bits after a replay."""
@@ -55,16 +60,27 @@ class Subject:
     model: LanguageModel
     is_exact: bool
     policy: EvictionPolicy | None = None
+    storage: Storage | None = None
 
     @property
     def spec(self) -> MemorySpec:
-        return self.model.memory_spec if self.policy is None else self.model.memory_spec.with_policy(self.policy)
+        return self.model.memory_spec.with_policy(self.policy).with_storage(self.storage)
 
     @property
     def reaches_everything(self) -> bool:
         """Whether any position can be returned to: where attention alone remembers, and sees everything."""
         memories = [memory for layer in self.spec.layers for memory in layer]
-        return all(isinstance(memory, AttentionSpec) and memory.window is None and memory.policy is None for memory in memories)
+        return all(isinstance(m, AttentionSpec) and m.window is None and m.policy is None and m.storage is None for m in memories)
+
+    @property
+    def is_lossy(self) -> bool:
+        """Whether old rows are not what they were: then outputs depend on when rows folded, and on nothing else that was dropped."""
+        return self.storage is not None or (self.policy is not None and self.policy.budget_tokens < 512)
+
+    @property
+    def page_tokens(self) -> int:
+        """The usual number, or what divides the small groups of the storages above."""
+        return 16 if self.storage is None else 4
 
     def memory(self, rollback_window: int = 8, budget: int | str = "8MiB", page_tokens: int = 4) -> HybridMemory:
         options = {"rollback_window": rollback_window, "page_tokens": page_tokens, "fold": self.fold}
@@ -83,10 +99,26 @@ class Subject:
             memory.check()
         return torch.cat(logits)
 
-    def fresh(self, steps: Iterable[list[int]], rollback_window: int = 8) -> Tensor:
-        """Logits of a sequence in a memory of its own that saw only these steps."""
-        memory = self.memory(rollback_window)
-        return self.feed(memory, memory.open(), steps)
+    def fresh(self, steps: Iterable[list[int]], rollback_window: int = 8, *, detours: dict[int, int] | None = None) -> Tensor:
+        """Logits of a sequence in a memory of its own that saw only these steps.
+
+        Args:
+            detours: position -> tokens that another sequence took back there. A lossy subject's oracle does so too, with other
+                tokens, for its rows to fold at the same points.
+        """
+        memory, logits = self.memory(rollback_window), []
+        sequence = memory.open()
+        for tokens in steps:
+            logits.append(self.feed(memory, sequence, [tokens]))
+            at = sequence.length
+            if self.is_lossy and detours and detours.get(at):
+                self.feed(memory, sequence, [self.tokens(detours[at], seed=1000 + at)])
+                memory.rollback(sequence, to=at)
+        return torch.cat(logits)
+
+    def cut(self, steps: list[list[int]]) -> list[list[int]]:
+        """All tokens at once, where how they are cut into steps makes no difference: a step sees a body as it was before."""
+        return steps if self.is_lossy else [[token for tokens in steps for token in tokens]]
 
     def assert_same(self, actual: Tensor, expected: Tensor, *, bits: bool = False) -> None:
         """Equal bits where `bits` is asked for and the model can promise it, else equal to rounding."""
@@ -111,11 +143,9 @@ def make_subject(name: str, folder: Path) -> Subject:
     if name.startswith("toy"):
         model = Toy(attention=name != "toy-recurrent", recurrent="attention" not in name, window=5 if name == "toy-window" else None)
         # Rows fold and none is forgotten: what is remembered does not depend on when they fold.
-        policy = H2O(512, every=4) if "sparse" in name else None
-        return Subject(name, fold or "keep", model, is_exact=True, policy=policy)  # type: ignore[arg-type]
-    if name.startswith("model:"):
-        checkpoints.write_checkpoint(folder, checkpoints.CONFIGS[name.removeprefix("model:")]())
-        return Subject(name, fold or "keep", load_model(folder), is_exact=False)  # type: ignore[arg-type]
+        policy = H2O(512, every=4) if "sparse" in name else H2O(9, recent=2, every=4) if "evicting" in name else None
+        storage = next((storage for label, storage in STORAGES.items() if label in name), None)
+        return Subject(name, fold or "keep", model, is_exact=True, policy=policy, storage=storage)  # type: ignore[arg-type]
     torch.manual_seed(1)
     write_checkpoint(name, folder)
     return Subject(name, fold or "keep", load_model(folder), is_exact=False)  # type: ignore[arg-type]

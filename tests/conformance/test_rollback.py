@@ -32,7 +32,7 @@ def test_dropped_decodes(subject: Subject, k: int) -> None:
     memory.rollback(sequence, to=PROMPT)
     memory.check()
     assert sequence.tokens.tolist() == prompt
-    expected = subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:]
+    expected = subject.fresh([prompt, *NEXT], WINDOW, detours={PROMPT: k})[PROMPT:]
     subject.assert_same(subject.feed(memory, sequence, NEXT), expected, bits=True)
 
 
@@ -43,7 +43,7 @@ def test_part_of_a_chunk(subject: Subject, k: int) -> None:
     sequence = memory.open()
     subject.feed(memory, sequence, [tokens[:7], tokens[7:]])
     memory.rollback(sequence, to=len(tokens) - k)
-    expected = subject.fresh([tokens[:-k], *NEXT], WINDOW)[len(tokens) - k :]
+    expected = subject.fresh([tokens[:-k], *NEXT], WINDOW, detours={len(tokens) - k: k})[len(tokens) - k :]
     subject.assert_same(subject.feed(memory, sequence, NEXT), expected)
 
 
@@ -55,7 +55,9 @@ def test_two_rollbacks_in_a_row(subject: Subject, k: int) -> None:
     subject.feed(memory, sequence, [prompt, *ones(dropped)])
     memory.rollback(sequence, to=PROMPT + k // 2)
     memory.rollback(sequence, to=PROMPT)
-    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:], bits=True)
+    subject.assert_same(
+        subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW, detours={PROMPT: k})[PROMPT:], bits=True
+    )
 
 
 @pytest.mark.parametrize("k", range(1, WINDOW + 1))
@@ -69,7 +71,9 @@ def test_rollback_then_other_tokens_then_rollback(subject: Subject, k: int) -> N
         memory.rollback(sequence, to=PROMPT)
         subject.feed(memory, sequence, ones(subject.tokens(k, seed=seed)))
     memory.rollback(sequence, to=PROMPT)
-    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:], bits=True)
+    subject.assert_same(
+        subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW, detours={PROMPT: k})[PROMPT:], bits=True
+    )
 
 
 @pytest.mark.parametrize("k", range(1, WINDOW + 1))
@@ -80,7 +84,7 @@ def test_rollback_of_a_fork(subject: Subject, k: int) -> None:
     subject.feed(memory, first, [prompt, *ones(more)])
     second = memory.fork(first)
     memory.rollback(second, to=PROMPT)
-    subject.assert_same(subject.feed(memory, second, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:], bits=True)
+    subject.assert_same(subject.feed(memory, second, NEXT), subject.fresh([prompt, *NEXT], WINDOW, detours={PROMPT: k})[PROMPT:], bits=True)
     expected = subject.fresh([prompt, *ones(more), *NEXT], WINDOW)[PROMPT + k :]
     subject.assert_same(subject.feed(memory, first, NEXT), expected, bits=True)
 
@@ -93,7 +97,7 @@ def test_fork_after_a_rollback(subject: Subject, k: int) -> None:
     subject.feed(memory, first, [prompt, *ones(subject.tokens(k, seed=1))])
     memory.rollback(first, to=PROMPT)
     second = memory.fork(first)
-    expected = subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:]
+    expected = subject.fresh([prompt, *NEXT], WINDOW, detours={PROMPT: k})[PROMPT:]
     subject.assert_same(subject.feed(memory, second, NEXT), expected, bits=True)
     subject.assert_same(subject.feed(memory, first, NEXT), expected, bits=True)
 
@@ -165,7 +169,8 @@ def test_accept_some_drafts(subject: Subject, n_accepted: int) -> None:
     kept = drafts[:n_accepted]
     assert sequence.tokens.tolist() == prompt + kept
     assert other.tokens.tolist() == prompt
-    expected = subject.fresh([prompt, *([kept] if kept else []), *NEXT], WINDOW)[PROMPT + n_accepted :]
+    detours = {PROMPT + n_accepted: WINDOW - n_accepted} if kept else {}
+    expected = subject.fresh([prompt, *([kept] if kept else []), *NEXT], WINDOW, detours=detours)[PROMPT + n_accepted :]
     subject.assert_same(subject.feed(memory, sequence, NEXT), expected)
     subject.assert_same(subject.feed(memory, other, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:])
 
@@ -176,6 +181,7 @@ def test_speculative_rounds(subject: Subject) -> None:
     sequence = memory.open()
     tokens = subject.tokens(3)
     subject.feed(memory, sequence, [tokens])
+    steps, detours = [tokens], {}
     for i in range(25):
         drafts = subject.tokens(1 + i % WINDOW, seed=i)
         n_accepted = i * 7 % (len(drafts) + 1)
@@ -184,8 +190,12 @@ def test_speculative_rounds(subject: Subject) -> None:
             step.accept({sequence: n_accepted})
         memory.check()
         tokens = tokens + drafts[:n_accepted]
+        if n_accepted:
+            steps.append(drafts[:n_accepted])
+            detours[len(tokens)] = len(drafts) - n_accepted
     assert sequence.tokens.tolist() == tokens
-    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([tokens, *NEXT], WINDOW)[len(tokens) :])
+    expected = subject.fresh([*subject.cut(steps), *NEXT], WINDOW, detours=detours)[len(tokens) :]
+    subject.assert_same(subject.feed(memory, sequence, NEXT), expected)
 
 
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 13, 64])
@@ -196,7 +206,8 @@ def test_any_window_reaches_that_far(subject: Subject, window: int) -> None:
     subject.feed(memory, sequence, [tokens[:50], *ones(tokens[50:])])
     assert sequence.horizon <= 90 - window
     memory.rollback(sequence, to=90 - window)
-    expected = subject.fresh([tokens[: 90 - window], *NEXT], window)[90 - window :]
+    kept = subject.cut([tokens[: min(50, 90 - window)], *ones(tokens[50 : 90 - window])])
+    expected = subject.fresh([*kept, *NEXT], window, detours={90 - window: window})[90 - window :]
     subject.assert_same(subject.feed(memory, sequence, NEXT), expected)
 
 
@@ -235,7 +246,7 @@ def test_accept_beyond_the_window_is_refused(subject: Subject) -> None:
     with memory.step({sequence: subject.tokens(40, seed=2)}) as step:
         subject.model(step)
         step.accept({sequence: 0})
-    expected = subject.fresh([subject.tokens(40)[:horizons], *NEXT], WINDOW)[horizons:]
+    expected = subject.fresh([subject.tokens(40)[:horizons], *NEXT], WINDOW, detours={horizons: WINDOW})[horizons:]
     subject.assert_same(subject.feed(memory, sequence, NEXT), expected)
 
 
@@ -278,7 +289,8 @@ def test_positions_below_a_checkpoint_are_reachable_through_it(subject: Subject)
     assert memory.resume_point(sequence, to=45) in (40, 45)
     memory.rollback(sequence, to=37)
     assert sequence.tokens.tolist() == tokens[:37]
-    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([tokens[:37], *NEXT], WINDOW)[37:])
+    expected = subject.fresh([tokens[:37], *NEXT], WINDOW, detours={37: 3})[37:]
+    subject.assert_same(subject.feed(memory, sequence, NEXT), expected)
     assert mark.length == 40
 
 

@@ -16,6 +16,8 @@ NEXT = ([3, 1, 4], [1], [5])
 
 
 def test_every_split_of_a_prompt_equals_one_shot(subject: Subject) -> None:
+    if subject.is_lossy:
+        pytest.skip("a step sees old rows as they were before it: how tokens are cut matters")
     tokens = subject.tokens(24)
     expected = subject.fresh([tokens], WINDOW)
     for first in range(1, 24):
@@ -32,6 +34,7 @@ def test_64_sequences_shuffled_equal_each_alone(subject: Subject) -> None:
     memory = subject.memory(WINDOW, budget="32MiB")
     sequences = [memory.open() for _ in histories]
     left = [list(h) for h in histories]
+    steps: list[list[list[int]]] = [[] for _ in histories]
     logits: list[list[torch.Tensor]] = [[] for _ in histories]
     while any(left):
         chosen = [i for i in range(64) if left[i] and rng.random() < 0.7]
@@ -42,13 +45,14 @@ def test_64_sequences_shuffled_equal_each_alone(subject: Subject) -> None:
         for i in chosen:
             n_tokens = rng.choice((1, 1, 4, 20))
             requests[sequences[i]] = left[i][:n_tokens]
+            steps[i].append(left[i][:n_tokens])
             left[i] = left[i][n_tokens:]
         with memory.step(requests, outputs="all") as step:
             for i, rows in zip(chosen, step.split(subject.model(step)), strict=True):
                 logits[i].append(rows)
     memory.check()
     for i in range(64):
-        subject.assert_same(torch.cat(logits[i]), subject.fresh([histories[i]], WINDOW))
+        subject.assert_same(torch.cat(logits[i]), subject.fresh(subject.cut(steps[i]), WINDOW))
 
 
 def test_last_rows_are_the_last_of_all_rows(subject: Subject) -> None:
@@ -109,7 +113,7 @@ def test_fork_shares_and_then_goes_its_own_way(subject: Subject) -> None:
 
 def test_forks_of_a_long_sequence_cost_a_tail_a_head_and_a_page(subject: Subject) -> None:
     """Even after each fork has gone on by a token of its own; by `usage` and by the arena's own count."""
-    memory = HybridMemory(subject.spec, "64MiB", rollback_window=WINDOW, page_tokens=16, fold=subject.fold)
+    memory = subject.memory(WINDOW, budget="64MiB", page_tokens=subject.page_tokens)
     sequence = memory.open()
     memory.run(subject.model, {sequence: subject.tokens(4096)})
     before = memory.usage()
@@ -163,7 +167,9 @@ def test_beam_search_equals_scoring_every_beam_afresh(subject: Subject) -> None:
             logits = subject.model(step)
         memory.check()
     for i, beam in enumerate(beams):
-        subject.assert_same(logits[i : i + 1], subject.fresh([beam.tokens.tolist()], WINDOW)[-1:])
+        tokens = beam.tokens.tolist()
+        steps = subject.cut([tokens[:12], *([t] for t in tokens[12:])])
+        subject.assert_same(logits[i : i + 1], subject.fresh(steps, WINDOW)[-1:])
 
 
 # Capacity
@@ -178,7 +184,7 @@ def bytes_of(subject: Subject, n_sequences: int, n_tokens: int) -> int:
 
 def test_capacity_is_refused_before_anything_changes(subject: Subject) -> None:
     budget = max(24 * 1024 if subject.name.startswith("toy") else 128 * 1024, bytes_of(subject, n_sequences=5, n_tokens=30))
-    memory = HybridMemory(subject.spec, budget, rollback_window=4, poison=True)
+    memory = subject.memory(4, budget, page_tokens=subject.page_tokens)
     sequences: list[Sequence] = []
     tokens = subject.tokens(30)
     with pytest.raises(CapacityError) as caught:
@@ -223,6 +229,8 @@ def test_the_split_follows_demand(subject: Subject) -> None:
 
 
 def test_run_gives_what_one_step_would(subject: Subject) -> None:
+    if subject.is_lossy:
+        pytest.skip("a step sees old rows as they were before it: how tokens are cut matters")
     requests = [subject.tokens(n, seed=n) for n in (70, 1, 33, 2, 1)]
     memory = subject.memory(WINDOW)
     with memory.step({memory.open(): t for t in requests}, outputs="all") as step:
