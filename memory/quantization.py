@@ -20,8 +20,6 @@ Parts = tuple[Tensor, ...]
 
 _MOST = 60_000.0
 """Scales and lows are float16; numbers beyond this are clipped."""
-_SLACK = 2.0**-10
-"""So that a low rounded to float16 is not above the least number, nor a scale too small for the greatest."""
 
 
 @dataclass(frozen=True)
@@ -118,11 +116,10 @@ class Quantized(Storage):
         else:
             grouped = x_GRD.view(*x_GRD.shape[:-1], -1, self._channels(x_GRD.shape[-1]))
             least, greatest = grouped.amin(-1), grouped.amax(-1)
-        low = least.half()
-        low = torch.where(low.float() > least, (least - _SLACK * least.abs()).half(), low)
-        scale = ((greatest - low.float()) * (1 + _SLACK) / (2**self.bits - 1)).half()
+        low = -_half_above(-least)
+        scale = _half_above((greatest - low.float()) / (2**self.bits - 1))
         spread_low, spread_scale = (_spread(x.float(), x_GRD.shape[-1]) for x in (low, scale))
-        codes = ((x_GRD - spread_low) / spread_scale.clamp(min=1e-7)).round().clamp(0, 2**self.bits - 1)
+        codes = ((x_GRD - spread_low) / spread_scale.clamp(min=1e-8)).round().clamp(0, 2**self.bits - 1)
         return _pack(codes.to(torch.uint8), self.bits), scale, low
 
     def decode(self, parts: Parts) -> Tensor:
@@ -154,6 +151,13 @@ class Float8(Storage):
 
     def decode(self, parts: Parts) -> Tensor:
         return parts[0].contiguous().view(torch.float8_e4m3fn).float()
+
+
+def _half_above(x: Tensor) -> Tensor:
+    """The least float16 that is not below x: codes then reach both ends of a group."""
+    half = x.half()
+    next_up = half.view(torch.int16) + torch.where(half.view(torch.int16) < 0, -1, 1).to(torch.int16)  # sign and magnitude
+    return torch.where(half.float() < x, next_up.view(torch.float16), half)
 
 
 def _spread(x: Tensor, head_dim: int) -> Tensor:
