@@ -15,7 +15,8 @@ from memory.kernels.cpu.matrix_states import matrix_scan
 from memory.kernels.cpu.norms import rms_norm
 from memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from memory.kernels.cpu.rows import read_rows, write_rows_
-from memory.kernels.signature import PagedBatch, Scoring, StateSlots
+from memory.kernels.signature import FoldedRows, PagedBatch, Scoring, StateSlots
+from memory.quantization import Float8
 
 _LOG = logging.getLogger("memory")
 _SILENT_SECONDS = 1.0
@@ -51,7 +52,11 @@ def _run_all() -> None:
     read_rows(flat, offsets, (2,), 0.0)
     causal_conv(rows, torch.zeros(2, 2), None, StateSlots(cu, flat, offsets, offsets, (1, 2), 0.0))
     selective_scan(rows, rows, rows[0], b, b, a, rows[0], StateSlots(cu, flat, offsets, offsets, (3, 2), 0.0))
-    paged_attention(torch.zeros(1, 1, 2), flat, flat, PagedBatch(cu, np.ones(1, np.int64), offsets, cu, page_tokens=1), 1, Scoring(1.0))
+    batch = PagedBatch(cu, np.ones(1, np.int64), offsets, cu, page_tokens=1)
+    codes = torch.zeros(64, dtype=torch.uint8)
+    folded = FoldedRows(Float8(), ((1, 1, 2), (1, 1, 2)), (codes, codes), np.zeros(1, np.int64), cu, np.ones(1, np.int64), 2)
+    for old in (None, folded):
+        paged_attention(torch.zeros(1, 1, 2), flat, flat, batch, 1, Scoring(1.0), old)
     vector = StateSlots(cu, flat, offsets, offsets, (2,), 0.0)
     rms_norm(rows, None, 1.0)
     softplus(rows, rows[0])
