@@ -64,11 +64,11 @@ class SparseAttention(RecurrentState):
         self.policy = policy
         self._attention = specs
         # Each row holds its keys and then its values: found from one offset, in a flat of the whole arena and in one that starts later.
-        self._all: dict[int, tuple[Prepared, Prepared]] = {}
+        # Where values are a part of the keys, later is at once.
+        self._all: dict[int, Prepared] = {}
         if not store.is_dry:
-            for n_elements in {s.n_kv_heads * s.head_dim for s in specs}:
-                flats = (store.flat(Field(first * dtype.itemsize, (), dtype)) for first in (0, n_elements))
-                self._all[n_elements] = tuple(map(self._kernels.prepare, flats))
+            for first in {0, *(_values_at(s) for s in specs)}:
+                self._all[first] = self._kernels.prepare(store.flat(Field(first * dtype.itemsize, (), dtype)))
 
     def _plan_runs(self, packed: Packed, before: Columns, after: Columns, fresh: Int64s) -> SparsePlan:
         in_place = (packed.starts >= after.body_at).nonzero()[0]
@@ -92,12 +92,13 @@ class SparseAttention(RecurrentState):
             _cumulated(lengths.sum(1)), np.repeat(addresses.ravel() // self._dtype.itemsize, lengths.ravel()), rows, is_tail,
         )  # fmt: skip
 
-    def attend(self, plan: SparsePlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scoring: Scoring) -> Tensor:
-        """Attend to what each sequence has kept, its tail and the step's rows up to each token: (T, H, D). Then fold."""
+    def attend(self, plan: SparsePlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
+        """Attend to what each sequence has kept, its tail and the step's rows up to each token: (T, H, D or value_dim). Then fold."""
         check_attention(self._attention[index], len(plan.packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
         if scoring.bias_HL is not None:
             raise StepError(f"scores with a bias by distance need every row; take {self.policy.label} off this layer")
-        rows_TRD = torch.cat([k_TGD, v_TGD, q_THD] if self.policy.needs_queries else [k_TGD, v_TGD], 1)
+        kv = [k_TGD] if v_TGD is None else [k_TGD, v_TGD]
+        rows_TRD = torch.cat([*kv, q_THD] if self.policy.needs_queries else kv, 1)
         self._write_tail(plan, index, rows_TRD)
         if plan.tokens is None:
             out_THD = self._attend_in_place(plan, index, q_THD, scoring)
@@ -110,11 +111,11 @@ class SparseAttention(RecurrentState):
                 kept, tail_RXD = self._kept(plan, index, i), self._tail(plan, index, i)
                 n = k_TGD.shape[1]
                 k_RGD = torch.cat([kept[0][:, 0], tail_RXD[:, :n], k_TGD[own]])
-                v_RGD = torch.cat([kept[0][:, 1], tail_RXD[:, n : 2 * n], v_TGD[own]])
+                v_RGD = k_RGD if v_TGD is None else torch.cat([kept[0][:, 1], tail_RXD[:, n : 2 * n], v_TGD[own]])
                 out_THD[own] = self._kernels.attend_rows(q_THD[own], k_RGD, v_RGD, scoring)
         for i in (plan.after.body_at > plan.before.body_at).nonzero()[0].tolist():
             self._fold(plan, index, i, rows_TRD, scoring)
-        return out_THD
+        return out_THD[..., : self._attention[index].value_dim]
 
     def kept_positions(self, slot: int, index: int) -> Tensor:
         """Positions of the rows that attention `index` has kept of a sequence, (R, G) int64, ascending; the tail's come on top."""
@@ -128,15 +129,15 @@ class SparseAttention(RecurrentState):
 
     def _attend_in_place(self, plan: SparsePlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
         spec, itemsize = self._attention[index], self._dtype.itemsize
-        n_elements = spec.n_kv_heads * spec.head_dim
+        n_elements = spec.n_parts * spec.n_kv_heads * spec.head_dim
         body = self.state_layout.fields[_N_STATES * index].offset_bytes // itemsize
         tail = self.tail_layout.fields[index].offset_bytes // itemsize
-        offsets = plan.blocks + np.where(plan.is_tail, tail + plan.rows * self._row_elements[index], body + plan.rows * (2 * n_elements))
+        offsets = plan.blocks + np.where(plan.is_tail, tail + plan.rows * self._row_elements[index], body + plan.rows * n_elements)
         batch = PagedBatch(plan.cu_seqlens, plan.lengths, self._place(offsets), plan.cu_rows, page_tokens=1)
-        return self._kernels.paged_attention(q_THD, *self._all[n_elements], batch, spec.n_kv_heads, scoring)
+        return self._kernels.paged_attention(q_THD, self._all[0], self._all[_values_at(spec)], batch, spec.n_kv_heads, scoring)
 
     def _kept(self, plan: SparsePlan, index: int, request: int) -> tuple[Tensor, Tensor, Tensor]:
-        """What was kept of a request before the step: rows (R, 2, G, D), positions (R, G) as float32, scores (R, G)."""
+        """What was kept of a request before the step: rows (R, 1 or 2, G, D), positions (R, G) as float32, scores (R, G)."""
         n_kept = min(int(plan.before.body_at[request]), self.policy.budget_tokens)
         block = self.states.addresses[plan.before.body[request : request + 1]] if n_kept else np.zeros(1, np.int64)
         parts = []
@@ -156,25 +157,29 @@ class SparseAttention(RecurrentState):
 
     def _fold(self, plan: SparsePlan, index: int, request: int, rows_TRD: Tensor, scoring: Scoring) -> None:
         """A new body for a request: its old one, and the rows up to the new one's position, `every` at a time."""
-        n_heads, every = self._attention[index].n_kv_heads, self.policy.every
+        spec, every = self._attention[index], self.policy.every
+        n_heads, n_parts = spec.n_kv_heads, spec.n_parts
         first, last = int(plan.before.body_at[request]), int(plan.after.body_at[request])
         own = slice(*plan.packed.cu_seqlens[request : request + 2].tolist())
         rows_NXD = torch.cat([self._tail(plan, index, request), rows_TRD[own]])[: last - first]
-        kv_R2GD, positions_RG, scores_RG = self._kept(plan, index, request)
-        kept = (kv_R2GD[:, 0].transpose(0, 1), kv_R2GD[:, 1].transpose(0, 1), positions_RG.T.long(), scores_RG.T)
+        kv_RPGD, positions_RG, scores_RG = self._kept(plan, index, request)
+        # With one part, here and below, keys and values are the same.
+        kept = (kv_RPGD[:, 0].transpose(0, 1), kv_RPGD[:, -1].transpose(0, 1), positions_RG.T.long(), scores_RG.T)
         for begin in range(first, last, every):
             chunk_NXD = rows_NXD[begin - first : begin - first + every]
-            k_GND, v_GND, q_HND = torch.split(chunk_NXD.transpose(0, 1), [n_heads, n_heads, len(chunk_NXD[0]) - 2 * n_heads])
+            sizes = [n_heads] * n_parts + [len(chunk_NXD[0]) - n_parts * n_heads]
+            *kv_GND, q_HND = torch.split(chunk_NXD.transpose(0, 1), sizes)
+            k_GND, v_GND = kv_GND[0], kv_GND[-1]
             positions_GN = torch.arange(begin, begin + every, device=k_GND.device).expand(n_heads, -1)
             new = (k_GND, v_GND, positions_GN, torch.zeros(n_heads, every, device=k_GND.device))
             k, v, positions, scores = (torch.cat(pair, 1) for pair in zip(kept, new, strict=True))
             queries = q_HND.transpose(0, 1) if self.policy.needs_queries else None
-            chosen_GB, scores = self.policy.keep(Candidates(k, v, positions, scores, queries, scoring))
+            chosen_GB, scores = self.policy.keep(Candidates(k, v[..., : spec.value_dim], positions, scores, queries, scoring))
             k, v = (x.gather(1, chosen_GB[:, :, None].expand(-1, -1, x.shape[2])) for x in (k, v))
             kept = (k, v, positions.gather(1, chosen_GB), scores.gather(1, chosen_GB))
         k, v, positions, scores = kept
         block = self.states.addresses[plan.after.body[request : request + 1]]
-        ended = (torch.stack([k, v]).permute(2, 0, 1, 3), positions.T.float(), scores.T)
+        ended = (torch.stack([k, v][:n_parts]).permute(2, 0, 1, 3), positions.T.float(), scores.T)
         for flat, tensor in zip(self._state_flats[index], ended, strict=True):
             self._kernels.write_rows_(flat, self._place(block // flat.itemsize), tensor.reshape(1, -1))
 
@@ -184,14 +189,19 @@ _N_STATES, _POSITIONS = 3, 1
 
 
 def _rows_of(spec: AttentionSpec, policy: EvictionPolicy) -> RecurrentSpec:
-    """A row: keys, values and, where the policy observes them, queries. The body: kept rows, their positions and their scores."""
+    """A row: keys, own values and, where the policy observes them, queries. The body: kept rows, their positions and their scores."""
     n_heads, budget = spec.n_kv_heads, policy.budget_tokens
     states = (
-        StateTensor("kept", (budget, 2, n_heads, spec.head_dim), dtype=None),
+        StateTensor("kept", (budget, spec.n_parts, n_heads, spec.head_dim), dtype=None),
         StateTensor("positions", (budget, n_heads)),  # exact in float32 up to 16 million
         StateTensor("scores", (budget, n_heads)),
     )
-    return RecurrentSpec(policy.label, (2 * n_heads + policy.needs_queries * spec.n_query_heads, spec.head_dim), states)
+    return RecurrentSpec(policy.label, (spec.n_parts * n_heads + policy.needs_queries * spec.n_query_heads, spec.head_dim), states)
+
+
+def _values_at(spec: AttentionSpec) -> int:
+    """Elements from a row's keys to its values."""
+    return (spec.n_parts - 1) * spec.n_kv_heads * spec.head_dim
 
 
 def _cumulated(counts: Int64s) -> Int64s:
