@@ -24,6 +24,8 @@ SUBJECTS = (
     *("toy-sparse", "toy-attention-sparse", "toy-sparse replay"),
     *(f"family:{name}" for name in FAMILIES),
     "model:bamba",
+    "model:deepseek-v2-three-of-eight-experts-in-groups",
+    "model:deepseek-v3",
     "model:falcon-h1",
     "model:gemma2",
     "model:gemma3",
