@@ -22,6 +22,11 @@ WINDOW = 64
 _NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 PUBLISHED: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27], "mamba_d_state": 128},
+    "DeepseekV2ForCausalLM": {
+        "hidden_size": 5120, "num_hidden_layers": 60, "num_attention_heads": 128, "n_routed_experts": 160, "num_experts_per_tok": 6,
+        "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "moe_intermediate_size": 1536, "first_k_dense_replace": 1,
+        "intermediate_size": 12_288, "routed_scaling_factor": 16.0,
+    },
     "GraniteMoeHybridForCausalLM": {
         "num_hidden_layers": 40, "num_key_value_heads": 8, "num_local_experts": 72, "num_experts_per_tok": 10, "mamba_d_state": 128,
         "layer_types": ["full_attention" if i in (5, 15, 25, 35) else "linear_attention" for i in range(40)], "vocab_size": 100_352,
@@ -114,7 +119,8 @@ def write_table() -> None:
 
 def _kind(memory: object) -> str:
     if isinstance(memory, AttentionSpec):
-        return "attention" if memory.window is None else f"attention over {memory.window}"
+        kind = "attention" if memory.value_dim is None else "latent attention"
+        return kind if memory.window is None else f"{kind} over {memory.window}"
     return str(memory.family)  # type: ignore[attr-defined]
 
 

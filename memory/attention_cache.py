@@ -78,10 +78,16 @@ class PageGrid:
 
 
 def check_attention(
-    spec: AttentionSpec, n_tokens: int, dtype: torch.dtype, device: torch.device, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor
+    spec: AttentionSpec, n_tokens: int, dtype: torch.dtype, device: torch.device, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None
 ) -> None:
     """Raise StepError unless a layer's queries, keys and values are what its spec and its memory expect."""
+    if spec.value_dim is None and v_TGD is None:
+        raise StepError("v is missing; only an attention whose spec has a value_dim takes its values from its keys")
+    if spec.value_dim is not None and v_TGD is not None:
+        raise StepError(f"v is given, but values of this attention are the first {spec.value_dim} elements of its keys; leave v out")
     for name, tensor, heads in (("q", q_THD, spec.n_query_heads), ("k", k_TGD, spec.n_kv_heads), ("v", v_TGD, spec.n_kv_heads)):
+        if tensor is None:
+            continue
         if tensor.shape != (n_tokens, heads, spec.head_dim):
             raise StepError(f"{name} has shape {tuple(tensor.shape)}; this attention expects {(n_tokens, heads, spec.head_dim)}")
         if tensor.dtype != dtype or tensor.device.type != device.type:
@@ -97,7 +103,7 @@ class AttentionCache:
 
     def __init__(self, specs: list[AttentionSpec], dtype: torch.dtype, grid: PageGrid, store: Store, *, name: str | None = None) -> None:
         page_tokens = grid.page_tokens
-        shapes = [(page_tokens, s.n_kv_heads, s.head_dim) for s in specs for _ in ("keys", "values")]
+        shapes = [(page_tokens, s.n_kv_heads, s.head_dim) for s in specs for _ in range(s.n_parts)]
         self.grid, self.page_tokens = grid, page_tokens
         self.layout = BlockLayout.of([(shape, dtype) for shape in shapes])
         name = name or ("pages" if grid.window is None else f"pages over {grid.window}")
@@ -108,7 +114,9 @@ class AttentionCache:
         self._dtype = dtype
         self._kernels: Kernels = select_kernels(store.device, dtype)
         flats = [] if store.is_dry else [self._kernels.prepare(store.flat(field)) for field in self.layout.fields]
-        self._keys, self._values = flats[0::2], flats[1::2]
+        ends = np.cumsum([s.n_parts for s in specs]).tolist()
+        # Where values are a part of the keys, both are read from the same flat.
+        self._keys_values = [(flats[end - s.n_parts], flats[end - 1]) for s, end in zip(specs, ends, strict=True) if flats]
         self._pages: dict[int, Int64s] = {}
         self._first_page: dict[int, int] = {}  # of those slots that have given up any
         self._open_plans: dict[int, AttentionPlan] = {}
@@ -183,29 +191,36 @@ class AttentionCache:
         for _, old, new in plan.copies:
             self._store.copy(int(self.pool.addresses[old]), int(self.pool.addresses[new]), self.pool.block_bytes)
 
-    def attend(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scoring: Scoring) -> Tensor:
-        """Write the step's keys and values for attention `index` and attend to everything up to each token: (T, H, D)."""
+    def attend(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
+        """Write the step's keys and values for attention `index` and attend to everything up to each token: (T, H, D or value_dim)."""
         self.write(plan, index, q_THD, k_TGD, v_TGD)
         return self.read(plan, index, q_THD, scoring)
 
-    def write(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> None:
+    def write(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None) -> None:
         n_tokens = len(plan.packed.token_ids)
         check_attention(self._specs[index], n_tokens, self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
-        self._kernels.write_rows_(self._keys[index], plan.rows[index], k_TGD.reshape(n_tokens, -1))
-        self._kernels.write_rows_(self._values[index], plan.rows[index], v_TGD.reshape(n_tokens, -1))
+        keys, values = self._keys_values[index]
+        self._kernels.write_rows_(keys, plan.rows[index], k_TGD.reshape(n_tokens, -1))
+        if v_TGD is not None:
+            self._kernels.write_rows_(values, plan.rows[index], v_TGD.reshape(n_tokens, -1))
 
     def read(self, plan: AttentionPlan, index: int, q_THD: Tensor, scoring: Scoring, folded: FoldedRows | None = None) -> Tensor:
-        """What the queries find in the pages and, before them, in rows that have folded."""
-        spec = self._specs[index]
+        """What the queries find in the pages and, before them, in rows that have folded.
+
+        Where values are a part of the keys, the kernel mixes whole keys, D elements for value_dim wanted: for DeepSeek's sizes, 576 and
+        512, an eighth more work on values.
+        """
+        spec, (keys, values) = self._specs[index], self._keys_values[index]
         scoring = scoring._replace(window=spec.window)
-        return self._kernels.paged_attention(q_THD, self._keys[index], self._values[index], plan.batch, spec.n_kv_heads, scoring, folded)
+        out_THD = self._kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scoring, folded)
+        return out_THD[..., : spec.value_dim]
 
     def oldest_rows(self, plan: AttentionPlan, index: int, request: int, n_pages: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first pages that a request holds, (n_pages, page_tokens, G, D) each."""
         spec, first = self._specs[index], plan.batch.cu_pages[request]
         pages = plan.batch.pages[first : first + n_pages]
         shape = (self.page_tokens, spec.n_kv_heads, spec.head_dim)
-        k, v = (self._kernels.read_rows(flat, pages, shape, 0.0) for flat in (self._keys[index], self._values[index]))
+        k, v = (self._kernels.read_rows(flat, pages, shape, 0.0) for flat in self._keys_values[index])
         return k, v
 
     def commit(self, plan: AttentionPlan, kept: Int64s) -> None:

@@ -28,7 +28,7 @@ class Candidates:
     """Rows of one attention of one sequence that compete: R of them, by position; the last N are those that fold now.
 
     Attributes:
-        keys, values: (G, R, D).
+        keys, values: (G, R, D); values (G, R, value_dim) where they are a part of the keys, see `AttentionSpec`.
         positions: (G, R) int64. Which rows were kept may differ from head to head.
         scores: (G, R) float32: what `EvictionPolicy.score` said of them at the last fold; 0 for the last N.
         queries: (N, H, D) of the rows that fold, where the policy observes them.

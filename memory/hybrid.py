@@ -327,7 +327,7 @@ class HybridMemory:
                 self._kinds[name].abort(plan)
             self._ledger.vacate(packed.slots)
 
-    def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+    def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor | None, scoring: Scoring) -> Tensor:
         name, cache, number = self._attention[index]
         return cache.attend(plans[name], number, q, k, v, scoring)
 

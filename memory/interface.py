@@ -50,6 +50,9 @@ class AttentionSpec:
             need; None for all.
         policy: which old rows are kept; None for all. See `MemorySpec.with_policy`.
         storage: how old rows are kept; None for as they came. See `MemorySpec.with_storage`.
+        value_dim: None if values are rows of their own. Else a token is remembered by its keys alone, and a value is the first
+            `value_dim` elements of its key: multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"), where all query heads read
+            one row, a latent and a rotary key.
     """
 
     n_query_heads: int
@@ -59,6 +62,7 @@ class AttentionSpec:
     window: int | None = None
     policy: EvictionPolicy | None = None
     storage: Storage | None = None
+    value_dim: int | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -67,9 +71,20 @@ class AttentionSpec:
             _check_count(f"AttentionSpec.{size}", getattr(self, size))
         if self.n_query_heads % self.n_kv_heads:
             raise SpecError(f"{self.n_query_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly")
+        if self.value_dim is not None:
+            _check_count("AttentionSpec.value_dim", self.value_dim)
+            if self.value_dim > self.head_dim:
+                raise SpecError(f"value_dim is {self.value_dim}, but values are a part of keys of {self.head_dim}; give that many at most")
+            if self.storage is not None:
+                raise SpecError(f"{self.name!r} keeps latents, few as they are; {self.storage} suits attention with values of its own")
         for what, choice in (("policies", self.policy), ("storages", self.storage)):
             if self.window is not None and choice is not None:
                 raise SpecError(f"{self.name!r} has a window of {self.window} tokens; {what} like {choice} suit attention without one")
+
+    @property
+    def n_parts(self) -> int:
+        """Rows of `n_kv_heads` heads that a token is remembered as: keys and values, or keys alone."""
+        return 2 if self.value_dim is None else 1
 
 
 @dataclass(frozen=True)

@@ -127,7 +127,7 @@ class QuantizedAttention:
     def begin(self, plan: QuantizedPlan) -> None:
         self.exact.begin(plan.exact)
 
-    def attend(self, plan: QuantizedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scoring: Scoring) -> Tensor:
+    def attend(self, plan: QuantizedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
         """Write the step's keys and values, attend to everything up to each token: (T, H, D). Then fold."""
         self.exact.write(plan.exact, index, q_THD, k_TGD, v_TGD)
         folded = None

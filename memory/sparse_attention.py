@@ -76,11 +76,11 @@ class SparseAttention(RecurrentState):
         self.policy, self.storage = policy, storage
         self._attention = specs
         # Each row holds its keys and then its values: found from one offset, in a flat of the whole arena and in one that starts later.
-        self._all: dict[int, tuple[Prepared, Prepared]] = {}
+        # Where values are a part of the keys, later is at once.
+        self._all: dict[int, Prepared] = {}
         if not store.is_dry:
-            for n_elements in {s.n_kv_heads * s.head_dim for s in specs}:
-                flats = (store.flat(Field(first * dtype.itemsize, (), dtype)) for first in (0, n_elements))
-                self._all[n_elements] = tuple(map(self._kernels.prepare, flats))
+            for first in {0, *(_values_at(s) for s in specs)}:
+                self._all[first] = self._kernels.prepare(store.flat(Field(first * dtype.itemsize, (), dtype)))
 
     def _plan_runs(self, packed: Packed, before: Columns, after: Columns, fresh: Int64s) -> SparsePlan:
         in_place = (packed.starts >= after.body_at).nonzero()[0]
@@ -107,12 +107,13 @@ class SparseAttention(RecurrentState):
             _cumulated((n_kept > 0).astype(np.int64)), n_kept,
         )  # fmt: skip
 
-    def attend(self, plan: SparsePlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor, scoring: Scoring) -> Tensor:
-        """Attend to what each sequence has kept, its tail and the step's rows up to each token: (T, H, D). Then fold."""
+    def attend(self, plan: SparsePlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
+        """Attend to what each sequence has kept, its tail and the step's rows up to each token: (T, H, D or value_dim). Then fold."""
         check_attention(self._attention[index], len(plan.packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
         if scoring.bias_HL is not None:
             raise StepError(f"scores with a bias by distance need every row; take {self.policy.label} off this layer")
-        rows_TRD = torch.cat([k_TGD, v_TGD, q_THD] if self.policy.needs_queries else [k_TGD, v_TGD], 1)
+        kv = [k_TGD] if v_TGD is None else [k_TGD, v_TGD]
+        rows_TRD = torch.cat([*kv, q_THD] if self.policy.needs_queries else kv, 1)
         self._write_tail(plan, index, rows_TRD)
         if plan.tokens is None:
             out_THD = self._attend_in_place(plan, index, q_THD, scoring)
@@ -122,13 +123,14 @@ class SparseAttention(RecurrentState):
                 out_THD[plan.tokens] = self._attend_in_place(plan, index, q_THD[plan.tokens], scoring)
             for i in np.setdiff1d(np.arange(len(plan.packed.starts)), plan.in_place).tolist():
                 own = slice(*plan.packed.cu_seqlens[i : i + 2].tolist())
-                (k_GRD, v_GRD), tail_RXD, n = self._rows(self._kept(plan, index, i)[0]), self._tail(plan, index, i), k_TGD.shape[1]
+                parts, tail_RXD, n = self._kept(plan, index, i)[0], self._tail(plan, index, i), k_TGD.shape[1]
+                k_GRD, v_GRD = self._rows(parts)
                 k_RGD = torch.cat([k_GRD.transpose(0, 1), tail_RXD[:, :n], k_TGD[own]])
-                v_RGD = torch.cat([v_GRD.transpose(0, 1), tail_RXD[:, n : 2 * n], v_TGD[own]])
+                v_RGD = k_RGD if v_TGD is None else torch.cat([v_GRD.transpose(0, 1), tail_RXD[:, n : 2 * n], v_TGD[own]])
                 out_THD[own] = self._kernels.attend_rows(q_THD[own], k_RGD, v_RGD, scoring)
         for i in (plan.after.body_at > plan.before.body_at).nonzero()[0].tolist():
             self._fold(plan, index, i, rows_TRD, scoring)
-        return out_THD
+        return out_THD[..., : self._attention[index].value_dim]
 
     def kept_positions(self, slot: int, index: int) -> Tensor:
         """Positions of the rows that attention `index` has kept of a sequence, (R, G) int64, ascending; the tail's come on top."""
@@ -137,16 +139,16 @@ class SparseAttention(RecurrentState):
 
     def _attend_in_place(self, plan: SparsePlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
         spec, itemsize = self._attention[index], self._dtype.itemsize
-        n_elements, states = spec.n_kv_heads * spec.head_dim, self._specs[index].states
+        n_elements, states = spec.n_parts * spec.n_kv_heads * spec.head_dim, self._specs[index].states
         body = self.state_layout.fields[len(states) * index].offset_bytes // itemsize
         tail = self.tail_layout.fields[index].offset_bytes // itemsize
-        offsets = plan.blocks + np.where(plan.is_tail, tail + plan.rows * self._row_elements[index], body + plan.rows * (2 * n_elements))
+        offsets = plan.blocks + np.where(plan.is_tail, tail + plan.rows * self._row_elements[index], body + plan.rows * n_elements)
         batch = PagedBatch(plan.cu_seqlens, plan.lengths, self._place(offsets), plan.cu_rows, page_tokens=1)
         folded = None
         if self.storage is not None and len(plan.bodies):
             shapes, flats = tuple(s.shape for s in states[:_POSITIONS]), tuple(self._state_flats[index][:_POSITIONS])
             folded = FoldedRows(self.storage, shapes, flats, plan.bodies, plan.cu_bodies, plan.n_kept, spec.head_dim)
-        return self._kernels.paged_attention(q_THD, *self._all[n_elements], batch, spec.n_kv_heads, scoring, folded)
+        return self._kernels.paged_attention(q_THD, self._all[0], self._all[_values_at(spec)], batch, spec.n_kv_heads, scoring, folded)
 
     # Bodies. Parts are what rows (G, R, D) are stored as: keys and values, or each of them as a storage encodes it.
 
@@ -169,15 +171,15 @@ class SparseAttention(RecurrentState):
             parts = list(parts[0][:n_kept].permute(1, 2, 0, 3))
         return tuple(part[:, :n_kept] for part in parts), positions_RG[:n_kept].T.long(), scores_RG[:n_kept].T
 
-    def _parts(self, k_GRD: Tensor, v_GRD: Tensor) -> Parts:
+    def _parts(self, rows_GRD: list[Tensor]) -> Parts:
         if self.storage is None:
-            return k_GRD, v_GRD
-        return (*self.storage.encode(k_GRD, by_channel=False), *self.storage.encode(v_GRD, by_channel=False))
+            return tuple(rows_GRD)
+        return tuple(part for x_GRD in rows_GRD for part in self.storage.encode(x_GRD, by_channel=False))
 
     def _rows(self, parts: Parts) -> tuple[Tensor, Tensor]:
-        """Keys and values, (G, R, D) each."""
+        """Keys and values, (G, R, D) each; the same, where values are a part of the keys."""
         if self.storage is None:
-            return parts[0], parts[1]
+            return parts[0], parts[-1]
         n = len(parts) // 2
         return self.storage.decode(parts[:n]).to(self._dtype), self.storage.decode(parts[n:]).to(self._dtype)
 
@@ -189,19 +191,22 @@ class SparseAttention(RecurrentState):
 
     def _fold(self, plan: SparsePlan, index: int, request: int, rows_TRD: Tensor, scoring: Scoring) -> None:
         """A new body for a request: its old one, and the rows up to the new one's position, `every` at a time."""
-        n_heads, every = self._attention[index].n_kv_heads, self.policy.every
+        spec, every = self._attention[index], self.policy.every
+        n_heads, n_parts = spec.n_kv_heads, spec.n_parts
         first, last = int(plan.before.body_at[request]), int(plan.after.body_at[request])
         own = slice(*plan.packed.cu_seqlens[request : request + 2].tolist())
         rows_NXD = torch.cat([self._tail(plan, index, request), rows_TRD[own]])[: last - first]
         parts, positions, scores = self._kept(plan, index, request)
         for begin in range(first, last, every):
             chunk_NXD = rows_NXD[begin - first : begin - first + every]
-            k_GND, v_GND, q_HND = torch.split(chunk_NXD.transpose(0, 1), [n_heads, n_heads, len(chunk_NXD[0]) - 2 * n_heads])
-            parts = tuple(torch.cat(pair, 1) for pair in zip(parts, self._parts(k_GND, v_GND), strict=True))
-            positions = torch.cat([positions, torch.arange(begin, begin + every, device=k_GND.device).expand(n_heads, -1)], 1)
+            sizes = [n_heads] * n_parts + [len(chunk_NXD[0]) - n_parts * n_heads]
+            *kv_GND, q_HND = torch.split(chunk_NXD.transpose(0, 1), sizes)
+            parts = tuple(torch.cat(pair, 1) for pair in zip(parts, self._parts(kv_GND), strict=True))
+            positions = torch.cat([positions, torch.arange(begin, begin + every, device=rows_TRD.device).expand(n_heads, -1)], 1)
             scores = F.pad(scores, (0, every))
             queries = q_HND.transpose(0, 1) if self.policy.needs_queries else None
-            chosen_GB, scores = self.policy.keep(Candidates(*self._rows(parts), positions, scores, queries, scoring))
+            k_GRD, v_GRD = self._rows(parts)
+            chosen_GB, scores = self.policy.keep(Candidates(k_GRD, v_GRD[..., : spec.value_dim], positions, scores, queries, scoring))
             parts = tuple(part.gather(1, chosen_GB[:, :, None].expand(-1, -1, part.shape[2])) for part in parts)
             positions, scores = positions.gather(1, chosen_GB), scores.gather(1, chosen_GB)
         n_kept = positions.shape[1]
@@ -218,10 +223,10 @@ _POSITIONS = -2
 
 
 def _rows_of(spec: AttentionSpec, policy: EvictionPolicy, storage: Storage | None) -> RecurrentSpec:
-    """A row: keys, values and, where the policy observes them, queries. The body: kept rows, their positions and their scores."""
+    """A row: keys, own values and, where the policy observes them, queries. The body: kept rows, their positions and their scores."""
     n_heads, budget = spec.n_kv_heads, policy.budget_tokens
     if storage is None:
-        kept = [StateTensor("kept", (budget, 2, n_heads, spec.head_dim), dtype=None)]
+        kept = [StateTensor("kept", (budget, spec.n_parts, n_heads, spec.head_dim), dtype=None)]
     else:  # rows go one by one, so keys are grouped as values are
         shapes = storage.shapes(n_heads, budget, spec.head_dim, by_channel=False)
         kept = [StateTensor(f"{name} {i}", *shape) for name in ("keys", "values") for i, shape in enumerate(shapes)]
@@ -230,7 +235,12 @@ def _rows_of(spec: AttentionSpec, policy: EvictionPolicy, storage: Storage | Non
         StateTensor("positions", (budget, n_heads)),  # exact in float32 up to 16 million
         StateTensor("scores", (budget, n_heads)),
     )
-    return RecurrentSpec(policy.label, (2 * n_heads + policy.needs_queries * spec.n_query_heads, spec.head_dim), states)
+    return RecurrentSpec(policy.label, (spec.n_parts * n_heads + policy.needs_queries * spec.n_query_heads, spec.head_dim), states)
+
+
+def _values_at(spec: AttentionSpec) -> int:
+    """Elements from a row's keys to its values."""
+    return (spec.n_parts - 1) * spec.n_kv_heads * spec.head_dim
 
 
 def _cumulated(counts: Int64s) -> Int64s:

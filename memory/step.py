@@ -28,7 +28,7 @@ class StepOwner(Protocol):
     def begin_step(self, step: Step) -> None: ...
     def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None: ...
     def abort_step(self, packed: Packed, plans: Plans) -> None: ...
-    def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor: ...
+    def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor | None, scoring: Scoring) -> Tensor: ...
     def cross_attend(self, plans: Plans, index: int, q: Tensor, scoring: Scoring) -> Tensor: ...
     def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor: ...
     def horizons_after(self, packed: Packed) -> Int64s: ...
@@ -121,26 +121,27 @@ class Step:
             raise StepError(f"this memory holds {own.dtype} on {own.device}, {spec.model} runs in {spec.dtype} on {spec.device}")
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, softcap: float | None = None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float | None = None, softcap: float | None = None,
         sinks: Tensor | None = None, bias: Tensor | None = None, name: str | None = None,
     ) -> Tensor:  # fmt: skip
         """Remember keys and values, and attend to all of each request's tokens up to each query.
 
         Args:
             layer: index in `MemorySpec.layers`.
-            q: (T, n_query_heads, head_dim); k, v: (T, n_kv_heads, head_dim), rotated already where the model rotates.
+            q: (T, n_query_heads, head_dim); k, v: (T, n_kv_heads, head_dim), rotated already where the model rotates. No v where the spec
+                has a `value_dim`: there values are the first elements of the keys.
             scale: of the scores; 1 / sqrt(head_dim) unless given.
             softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
             sinks: (n_query_heads,) float32, for each head a score that takes its share of the weight and has no value, as in gpt-oss.
             bias: (n_query_heads, L) float32, added to the score of the row d tokens before a query: column min(d, L - 1), as in T5.
             name: which of the layer's attentions, if it has several.
         Returns:
-            (T, n_query_heads, head_dim), before the output projection.
+            (T, n_query_heads, head_dim, or value_dim where the spec has one), before the output projection.
         Raises:
             StepError: a shape, dtype or device that the spec does not have; or a second call for the same memory.
         """
         index = self._claim(layer, name, "attention")
-        _check_tensors(q=q, k=k, v=v)
+        _check_tensors(q=q, k=k, **({} if v is None else {"v": v}))
         with _without_gradients():
             if softcap is not None and not (isinstance(softcap, int | float) and softcap > 0):
                 raise StepError(f"softcap={softcap!r}; give a positive number, or None for no cap")
@@ -152,7 +153,7 @@ class Step:
             if bias is not None and (bias.dim() != 2 or len(bias) != q.shape[1] or not bias.shape[1]):
                 raise StepError(f"bias has shape {tuple(bias.shape)}; give ({q.shape[1]} query heads, distances)")
             scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks_H=sinks, bias_HL=bias)
-            y = self._owner.attend(self._plans, index, q.detach(), k.detach(), v.detach(), scoring)
+            y = self._owner.attend(self._plans, index, q.detach(), k.detach(), None if v is None else v.detach(), scoring)
         self._served.add(("attention", index))
         return y
 

@@ -3,6 +3,7 @@
 from models import (
     bamba,
     bart,
+    deepseek,
     falcon_h1,
     gemma,
     granite_moe_hybrid,
@@ -30,6 +31,7 @@ __all__ = [
     "UnsupportedModelError",
     "bamba",
     "bart",
+    "deepseek",
     "falcon_h1",
     "gemma",
     "granite_moe_hybrid",

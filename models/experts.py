@@ -19,14 +19,31 @@ Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Logits (T, experts) in float32 -> weights and indices of the chosen experts, (T, K) each."""
 
 
-def softmax_then_choose(n_chosen: int, *, renormalise: bool = False) -> Route:
-    """The softmax over all experts, of which the best are chosen; their weights need not sum to one, unless renormalised."""
+def softmax_then_choose(
+    n_chosen: int, *, renormalise: bool = False, n_groups: int = 1, n_chosen_groups: int = 1, scale: float = 1.0
+) -> Route:
+    """The softmax over all experts, of which the best are chosen; their weights need not sum to one, unless renormalised.
+
+    Args:
+        n_groups, n_chosen_groups: experts are chosen from the best groups alone, judged by their best expert (DeepSeek-AI 2024,
+            "DeepSeek-V2").
+    """
 
     def route(logits: Tensor) -> tuple[Tensor, Tensor]:
-        weights_TK, experts_TK = logits.softmax(-1).topk(n_chosen)
-        return (weights_TK / weights_TK.sum(-1, keepdim=True) if renormalise else weights_TK), experts_TK
+        weights_TK, experts_TK = _close_groups(logits.softmax(-1), n_groups, n_chosen_groups, n_judged=1).topk(n_chosen)
+        return (weights_TK / weights_TK.sum(-1, keepdim=True) if renormalise else weights_TK) * scale, experts_TK
 
     return route
+
+
+def _close_groups(ranks: Tensor, n_groups: int, n_chosen_groups: int, *, n_judged: int) -> Tensor:
+    """Ranks (T, experts), -inf outside the groups whose `n_judged` best experts have the highest sums."""
+    if n_chosen_groups >= n_groups:
+        return ranks
+    grouped = ranks.view(len(ranks), n_groups, -1)
+    best = grouped.topk(n_judged).values.sum(-1).topk(n_chosen_groups).indices
+    is_open = torch.zeros_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
+    return grouped.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
 
 
 def choose_then_softmax(n_chosen: int) -> Route:
@@ -53,12 +70,7 @@ def sigmoid_then_choose(
     def route(logits: Tensor) -> tuple[Tensor, Tensor]:
         scores = logits.sigmoid()
         ranks = scores if bias_E is None else scores + bias_E
-        if n_chosen_groups < n_groups:
-            grouped = ranks.view(len(ranks), n_groups, -1)
-            best = grouped.topk(2).values.sum(-1).topk(n_chosen_groups).indices
-            is_open = torch.zeros_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
-            ranks = grouped.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
-        experts_TK = ranks.topk(n_chosen).indices
+        experts_TK = _close_groups(ranks, n_groups, n_chosen_groups, n_judged=2).topk(n_chosen).indices
         weights_TK = scores.gather(1, experts_TK)
         if renormalise:
             weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + eps)

@@ -71,6 +71,10 @@ def load_model(
     device = _read_device(device)
     folder = find_folder(path_or_hub_id)
     config, model_class = read_config(folder)
+    if stored := getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"quantization_config={stored!r}; give a checkpoint whose weights are stored as they are, in 16 or 32 bits"
+        )
     checkpoint = Checkpoint(folder, device, _read_dtype(dtype, config))
     is_shown = Console(stderr=True).is_terminal and len(checkpoint) >= _PROGRESS_FROM_TENSORS if progress is None else progress
     with Progress(console=Console(stderr=True), disable=not is_shown) as bar:

@@ -26,6 +26,8 @@ SUBJECTS = (
     *("toy-4-bit", "toy-attention-8-bit", "toy-float8", "toy-evicting", "toy-evicting-4-bit", "toy-attention-evicting-8-bit"),
     *(f"family:{name}" for name in FAMILIES),
     "model:bamba",
+    "model:deepseek-v2-three-of-eight-experts-in-groups",
+    "model:deepseek-v3",
     "model:falcon-h1",
     "model:gemma2",
     "model:gemma3",

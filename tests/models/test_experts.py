@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from models.checkpoint import Checkpoint
-from models.experts import MixtureOfExperts, sigmoid_then_choose
+from models.experts import MixtureOfExperts, sigmoid_then_choose, softmax_then_choose
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 
 
@@ -25,6 +25,20 @@ def test_sigmoids_choose_among_the_best_groups(n_groups: int, n_chosen_groups: i
         assert chosen == sorted(torch.cat(best).tolist(), key=lambda e: -float(ranks[e]))[:3]
         scores = logits[token].sigmoid()[chosen]
         torch.testing.assert_close(weight, 2.5 * (scores / scores.sum() if renormalise else scores))
+
+
+@pytest.mark.parametrize("n_groups, n_chosen_groups", [(1, 1), (4, 2), (2, 2), (8, 3)])
+@pytest.mark.parametrize("renormalise", [True, False])
+def test_a_softmax_chooses_among_the_groups_of_the_best_experts(n_groups: int, n_chosen_groups: int, renormalise: bool) -> None:
+    logits = torch.randn(20, 8)
+    route = softmax_then_choose(3, n_groups=n_groups, n_chosen_groups=n_chosen_groups, renormalise=renormalise, scale=2.5)
+    for token, (weight, chosen) in enumerate(zip(*route(logits), strict=True)):
+        scores = logits[token].softmax(-1)
+        groups = torch.arange(8).view(n_groups, -1)
+        best = sorted(groups, key=lambda g: -float(scores[g].max()))[:n_chosen_groups]
+        assert chosen.tolist() == sorted(torch.cat(best).tolist(), key=lambda e: -float(scores[e]))[:3]
+        expected = scores[chosen] / scores[chosen].sum() if renormalise else scores[chosen]
+        torch.testing.assert_close(weight, 2.5 * expected)
 
 
 def test_a_shared_expert_sees_the_input_and_the_others_a_space_of_their_own() -> None:

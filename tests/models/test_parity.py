@@ -145,11 +145,12 @@ def test_a_forgotten_history_would_show(pair: Pair) -> None:
 
 
 def test_any_forgotten_memory_would_show(pair: Pair) -> None:
-    """Each state tensor by name, keys and values: set to nothing in all layers, the next logits are others."""
+    """Each state tensor by name, keys and values, or what both are made from: set to nothing in all layers, the next logits are others."""
     spec = pair.model.memory_spec
     states = {s.name for layer in spec.layers for m in layer if isinstance(m, RecurrentSpec) for s in m.states}
-    kinds = {"keys", "values"} if any(isinstance(m, AttentionSpec) for layer in spec.layers for m in layer) else set()
-    for name in sorted(states | kinds):
+    attention = [m for layer in spec.layers for m in layer if isinstance(m, AttentionSpec)]
+    rows = {name for m in attention for name in (("keys", "values") if m.value_dim is None else ("latents", "rotary keys"))}
+    for name in sorted(states | rows):
         memory = pair.memory()
         sequence = memory.open()
         pair.feed(memory, sequence, [TOKENS[:N_PROMPT]])
@@ -159,12 +160,18 @@ def test_any_forgotten_memory_would_show(pair: Pair) -> None:
 
 
 def forget(memory: HybridMemory, name: str) -> None:
-    """Set the state tensors called `name`, or all keys or values, to what they are before the first token."""
+    """Set the state tensors called `name`, or all keys, values, latents or rotary keys, to what they are before the first token."""
     cleared: list[tuple[Store, NDArray[np.int64], Field, float]] = []
+    part = slice(None)
     if name in ("keys", "values"):
         for cache in (kind for kind in memory._kinds.values() if isinstance(kind, AttentionCache)):
             blocks = cache.pool.addresses[cache.pool.counts > 0]
             cleared += [(cache._store, blocks, field, 0.0) for field in cache.layout.fields[name == "values" :: 2]]
+    elif name in ("latents", "rotary keys"):
+        for cache in (kind for kind in memory._kinds.values() if isinstance(kind, AttentionCache)):
+            (n_latent,) = {s.value_dim for s in cache._specs}
+            part = slice(n_latent) if name == "latents" else slice(n_latent, None)
+            cleared += [(cache._store, cache.pool.addresses[cache.pool.counts > 0], field, 0.0) for field in cache.layout.fields]
     else:
         recurrent = memory._recurrent
         blocks = recurrent.states.addresses[recurrent.states.counts > 0]
@@ -175,4 +182,4 @@ def forget(memory: HybridMemory, name: str) -> None:
     for store, blocks, field, initial in cleared:
         flat = store.flat(field)
         for address in (blocks // field.dtype.itemsize).tolist():
-            flat[address : address + field.n_elements] = initial
+            flat[address : address + field.n_elements].view(field.shape)[..., part] = initial

@@ -13,6 +13,7 @@ from transformers import PreTrainedConfig
 from memory import FormatError
 from models import UnsupportedModelError, load_model
 from tests.models.checkpoints import CONFIGS, write_checkpoint
+from tests.models.families.deepseek import deepseek_v3_config
 from tests.models.families.lfm2 import lfm2_config
 from tests.models.families.qwen3_next import qwen3_next_config
 
@@ -24,6 +25,9 @@ REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
         layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2
     ),
     "'relu' as the activation": lambda: qwen3_next_config(hidden_act="relu"),
+    "partial_rotary_factor=0.5": lambda: deepseek_v3_config(
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    ),
 }
 
 
@@ -43,7 +47,35 @@ def test_value_heads_that_cannot_share_key_heads_are_named(tmp_path: Path) -> No
         load_model(folder)
 
 
+@pytest.mark.parametrize(
+    "name, options, named",
+    [
+        ("deepseek-v3", {"n_group": 3, "topk_group": 2}, r"4 of 4 experts in 3 groups \(n_group\)"),
+        ("deepseek-v3", {"n_group": 4, "topk_group": 4}, "each judged by its best 2"),
+        ("deepseek-v3", {"n_group": 2, "topk_group": 1}, r"cannot be chosen from 1 of these \(topk_group\)"),
+        ("deepseek-v3", {"n_group": 2, "topk_group": 3}, "cannot be chosen from 3 of these"),
+        ("deepseek-v2-three-of-eight-experts-in-groups", {"n_group": 8}, "3 of 8 experts in 8 groups"),
+        ("deepseek-v2", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but there are 4 experts"),
+    ],
+)
+def test_experts_that_cannot_be_chosen_are_named(name: str, options: dict[str, int], named: str, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, CONFIGS[name]())
+    config = json.loads((folder / "config.json").read_text()) | options
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(FormatError, match=named):
+        load_model(folder)
+
+
 BY_OPTION: list[tuple[str, str, Any]] = [
+    ("deepseek-v2", "norm_topk_prob", True),
+    ("deepseek-v2", "scoring_func", "sigmoid"),
+    ("deepseek-v2", "topk_method", "best"),
+    ("deepseek-v2", "moe_layer_freq", 2),
+    ("deepseek-v2", "num_key_value_heads", 2),
+    ("deepseek-v2", "n_shared_experts", 0),
+    ("deepseek-v3", "scoring_func", "softmax"),
+    ("deepseek-v3", "topk_method", "greedy"),
+    ("deepseek-v3", "quantization_config", {"quant_method": "fp8"}),
     ("granite-moe-hybrid", "position_embedding_type", "alibi"),
     ("nemotron-h", "tie_word_embeddings", True),
     ("nemotron-h", "attention_bias", True),

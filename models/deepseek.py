@@ -1,0 +1,116 @@
+"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): latent attention, then a gated MLP or experts beside shared ones that every token goes through."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
+
+from memory import FormatError
+from models.checkpoint import Checkpoint, UnsupportedModelError, require
+from models.decoder import Block, Decoder, Function
+from models.experts import MixtureOfExperts, Route, load_experts, sigmoid_then_choose, softmax_then_choose
+from models.latent_attention import load_latent_attention, load_latent_rotary
+from models.layers import GatedMLP, RMSNorm, Vocabulary
+from models.loading import register
+
+
+class _DeepSeek(Decoder, ABC):
+    """What the two have in common; subclasses say how experts are chosen."""
+
+    has_mlp_bias = False
+    is_interleaved = True
+
+    def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
+        require(config, num_key_value_heads=config.num_attention_heads)
+        n_model = config.hidden_size
+        head = None if config.tie_word_embeddings else "lm_head.weight"
+        vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
+        rotary = load_latent_rotary(config, checkpoint)
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.rms_norm_eps)
+
+        layers = []
+        for i in range(config.num_hidden_layers):
+            prefix = f"model.layers.{i}"
+            mixer = load_latent_attention(config, checkpoint, f"{prefix}.self_attn", i, rotary, is_interleaved=self.is_interleaved)
+            is_dense = i < config.first_k_dense_replace
+            feed_forward = (self._mlp if is_dense else self._mixture)(config, checkpoint, f"{prefix}.mlp")
+            layers.append(Block((norm(f"layers.{i}.input_layernorm"), mixer), (norm(f"layers.{i}.post_attention_layernorm"), feed_forward)))
+        super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
+
+    def _mlp(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, n_inner: int | None = None) -> Function:
+        return GatedMLP.load(
+            checkpoint, prefix, config.hidden_size, n_inner or config.intermediate_size, config.hidden_act, has_bias=self.has_mlp_bias
+        )
+
+    def _mixture(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str) -> Function:
+        n_model, n_experts, n_inner = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
+        if config.n_shared_experts < 1:
+            raise UnsupportedModelError(f"n_shared_experts={config.n_shared_experts}; implemented is at least one")
+        # Read in float32 whatever the model's dtype: scores decide, and close ones are common.
+        router = checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model, dtype=torch.float32)
+        experts = load_experts(checkpoint, f"{prefix}.experts", n_experts, n_model, n_inner, config.hidden_act)
+        shared = self._mlp(config, checkpoint, f"{prefix}.shared_experts", n_inner * config.n_shared_experts)
+        return MixtureOfExperts(router, experts, config.num_experts_per_tok, self._route(config, checkpoint, prefix), shared=shared)
+
+    @abstractmethod
+    def _route(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str) -> Callable[[int], Route]:
+        """How the experts below `prefix` are chosen."""
+
+
+@register("DeepseekV2ForCausalLM")
+class DeepseekV2(_DeepSeek):
+    """Experts by their softmax."""
+
+    def __init__(self, config: DeepseekV2Config, checkpoint: Checkpoint) -> None:
+        self.has_mlp_bias = config.mlp_bias
+        _require_if_named(config, norm_topk_prob=False, scoring_func="softmax", moe_layer_freq=1)
+        super().__init__(config, checkpoint)
+
+    def _route(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str) -> Callable[[int], Route]:
+        scale = config.routed_scaling_factor
+        if config.topk_method == "greedy":
+            return partial(softmax_then_choose, scale=scale)
+        if config.topk_method != "group_limited_greedy":
+            raise UnsupportedModelError(f"topk_method={config.topk_method!r}; implemented are greedy and group_limited_greedy")
+        _check_groups(config, least=1)
+        return partial(softmax_then_choose, n_groups=config.n_group, n_chosen_groups=config.topk_group, scale=scale)
+
+
+@register("DeepseekV3ForCausalLM")
+class DeepseekV3(_DeepSeek):
+    """Experts by their sigmoids and biases that balance their loads. Layers that predict further tokens are left out."""
+
+    def __init__(self, config: DeepseekV3Config, checkpoint: Checkpoint) -> None:
+        self.is_interleaved = bool(config.rope_interleave)
+        _require_if_named(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+        super().__init__(config, checkpoint)
+
+    def _route(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str) -> Callable[[int], Route]:
+        _check_groups(config, least=2)
+        bias = checkpoint.take(f"{prefix}.gate.e_score_correction_bias", config.n_routed_experts, dtype=torch.float32)
+        return partial(
+            sigmoid_then_choose, bias_E=bias, n_groups=config.n_group, n_chosen_groups=config.topk_group,
+            renormalise=config.norm_topk_prob, scale=config.routed_scaling_factor,
+        )  # fmt: skip
+
+
+def _require_if_named(config: PreTrainedConfig, **wanted: object) -> None:
+    """As `require`, of options that DeepSeek's own configs have and transformers' need not."""
+    require(config, **{name: value for name, value in wanted.items() if hasattr(config, name)})
+
+
+def _check_groups(config: PreTrainedConfig, *, least: int) -> None:
+    """Refuse groups that experts cannot be chosen from; each is judged by its `least` best experts."""
+    n_experts, n_groups, n_chosen_groups = config.n_routed_experts, config.n_group, config.topk_group
+    size = n_experts // n_groups
+    if n_experts % n_groups or size < least or not config.num_experts_per_tok <= n_chosen_groups * size <= n_experts:
+        raise FormatError(
+            f"{config.num_experts_per_tok} of {n_experts} experts in {n_groups} groups (n_group) cannot be chosen from "
+            f"{n_chosen_groups} of these (topk_group), each judged by its best {least}"
+        )
