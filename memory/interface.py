@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memory.errors import SequenceError, SpecError
+from memory.shift import DropsTokens, Rotation
 
 if TYPE_CHECKING:
     from memory.arena import BlockPool
@@ -48,6 +49,8 @@ class AttentionSpec:
         window: a token sees only the last `window` tokens, itself included, and older ones are not kept beyond what a rollback may
             need; None for all.
         policy: which old rows are kept; None for all. See `MemorySpec.with_policy`.
+        rotation: how the keys given to `Step.attend` carry positions; `memory.UNROTATED` if they do not. None where that is not known
+            or positions are elsewhere, as in BART: then tokens cannot be dropped from the middle of a sequence.
     """
 
     n_query_heads: int
@@ -56,6 +59,7 @@ class AttentionSpec:
     name: str = "attention"
     window: int | None = None
     policy: EvictionPolicy | None = None
+    rotation: Rotation | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -66,6 +70,8 @@ class AttentionSpec:
             raise SpecError(f"{self.n_query_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly")
         if self.window is not None and self.policy is not None:
             raise SpecError(f"{self.name!r} has a window of {self.window} tokens; policies like {self.policy} suit attention without one")
+        if self.rotation is not None and not (isinstance(self.rotation, Rotation) and 2 * len(self.rotation.frequencies) <= self.head_dim):
+            raise SpecError(f"{self.rotation!r} does not turn pairs of the {self.head_dim} elements of a head of {self.name!r}")
 
 
 @dataclass(frozen=True)
@@ -301,7 +307,7 @@ class Packed:
 PlanT = TypeVar("PlanT")
 
 
-class LayerMemory(Protocol[PlanT]):
+class LayerMemory(DropsTokens, Protocol[PlanT]):
     """One kind of memory, for all layers that use it. It is told positions and never keeps one of its own.
 
     A step is plan -> begin -> (the model runs) -> commit or abort. Only `plan` may refuse.
