@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -27,7 +27,7 @@ class Rotation:
         layout: "half" pairs element i with element i + len(frequencies), as in Llama; "interleaved" 2i with 2i + 1, as in GPT-J.
     """
 
-    frequencies: tuple[float, ...] = field(repr=False)
+    frequencies: tuple[float, ...]
     layout: Literal["half", "interleaved"] = "half"
 
     def __post_init__(self) -> None:
@@ -35,6 +35,9 @@ class Rotation:
             raise SpecError(f"Rotation.layout is {self.layout!r}; choose 'half' or 'interleaved'")
         if not isinstance(self.frequencies, tuple) or not all(isinstance(f, float) and math.isfinite(f) for f in self.frequencies):
             raise SpecError(f"Rotation.frequencies are {self.frequencies!r}; give a tuple of finite floats, one for each pair of elements")
+
+    def __repr__(self) -> str:
+        return f"<Rotation of {len(self.frequencies)} pairs, {self.layout}>"
 
     def turns(self, old_R: NDArray[np.int64], new_R: NDArray[np.int64]) -> Turns:
         """From positions old_R to new_R.

@@ -68,13 +68,13 @@ def test_every_model_says_how_its_keys_carry_positions(name: str, tmp_path: Path
     rotations = {memory.rotation for memory in memories if isinstance(memory, AttentionSpec)}
     assert None not in rotations
     if name.startswith(UNTURNED):
-        assert rotations == {UNROTATED}
+        assert rotations <= {UNROTATED}
     memory, sequence = fed(model, draw_tokens(40))
     is_recurrent = any(isinstance(m, RecurrentSpec) for m in memories)
     if is_recurrent:
         with pytest.raises(DropError, match="approximate=True"):
-            memory.drop(sequence, 1, 5)
-    memory.drop(sequence, 1, 5, approximate=is_recurrent)
+            memory.drop(sequence, 1, 4)
+    memory.drop(sequence, 1, 4, approximate=is_recurrent)
     memory.check()
     with memory.step({sequence: [3, 4]}) as step:
         assert torch.isfinite(model(step)).all()
