@@ -3,6 +3,7 @@
 from memory.errors import (
     BatchError,
     CapacityError,
+    DropError,
     FormatError,
     HybridMemoryError,
     IntegrityError,
@@ -14,13 +15,16 @@ from memory.errors import (
 from memory.hybrid import HybridMemory
 from memory.interface import AttentionSpec, CrossAttentionSpec, MemorySpec, Recurrence, RecurrentSpec, Sequence, StateTensor
 from memory.recurrent_state import States
+from memory.shift import UNROTATED, Rotation
 from memory.step import Step
 
 __all__ = [
+    "UNROTATED",
     "AttentionSpec",
     "BatchError",
     "CapacityError",
     "CrossAttentionSpec",
+    "DropError",
     "FormatError",
     "HybridMemory",
     "HybridMemoryError",
@@ -29,6 +33,7 @@ __all__ = [
     "Recurrence",
     "RecurrentSpec",
     "RollbackError",
+    "Rotation",
     "Sequence",
     "SequenceError",
     "SpecError",

@@ -5,6 +5,9 @@ all. A row is written in place: until the sequence's length moves past it, nobod
 refer to is never written: the one that wants to append to it takes a copy.
 
 Layers with a window need the last `window` rows from wherever a rollback may lead: pages leave when every row of theirs is older.
+
+When tokens are dropped from the middle, the rows behind them are copied to where they stand now, their keys turned to the new positions.
+Pages before that stay.
 """
 
 from __future__ import annotations
@@ -16,11 +19,16 @@ import torch
 from torch import Tensor
 
 from memory.arena import BlockLayout, BlockPool, Store
-from memory.errors import IntegrityError, StepError
+from memory.errors import DropError, IntegrityError, StepError
 from memory.interface import AttentionSpec, Int64s, Packed
 from memory.kernels import FoldedRows, Kernels, PagedBatch, Prepared, Scoring, select_kernels
+from memory.page_grid import PageGrid
+from memory.shift import Dropped
 
 NO_PAGES: Int64s = np.zeros(0, np.int64)
+
+_ROWS_AT_ONCE = 4096
+"""Rows of a layer that are turned at once, so that what is dropped from a long sequence needs little memory beside its pages."""
 
 
 @dataclass(frozen=True)
@@ -44,37 +52,20 @@ class AttentionPlan:
 
 
 @dataclass(frozen=True)
-class PageGrid:
-    """How rows are cut into pages, and which pages a sequence keeps.
+class DropPlan:
+    """What a slot's table will be.
 
     Attributes:
-        page_tokens: rows a page.
-        window: rows that a token sees, itself included; None for all.
-        rollback_window: tokens that can always be taken back, counted from the furthest position reached.
+        first_page, oldest: the page it begins with, and the oldest row that is there.
+        n_kept: of the pages that it has now, those that stay, from the first on.
+        fresh: those that follow.
     """
 
-    page_tokens: int
-    window: int | None
-    rollback_window: int
-
-    def pages(self, positions: Int64s) -> Int64s:
-        """Pages that rows [0, position) take."""
-        return -(-positions // self.page_tokens)
-
-    @property
-    def leaves(self) -> bool:
-        """Whether a sequence gives up old pages."""
-        return self.window is not None
-
-    def first_page(self, peaks: Int64s) -> Int64s:
-        """The oldest page that a sequence keeps that has reached `peaks`. It depends on nothing else, as a body's position does."""
-        if self.window is None:
-            return np.zeros_like(peaks)
-        return np.maximum(0, peaks - self.rollback_window - self.window + 1) // self.page_tokens
-
-    def horizon(self, first_page: Int64s) -> Int64s:
-        """The earliest position whose window lies in pages [first_page, ...)."""
-        return np.where(first_page > 0, first_page * self.page_tokens + (self.window or 1) - 1, 0)
+    slot: int
+    first_page: int
+    oldest: int
+    n_kept: int
+    fresh: Int64s
 
 
 def check_attention(
@@ -119,6 +110,7 @@ class AttentionCache:
         self._keys_values = [(flats[end - s.n_parts], flats[end - 1]) for s, end in zip(specs, ends, strict=True) if flats]
         self._pages: dict[int, Int64s] = {}
         self._first_page: dict[int, int] = {}  # of those slots that have given up any
+        self._oldest: dict[int, int] = {}  # the oldest row, of slots whose first page may begin before it
         self._open_plans: dict[int, AttentionPlan] = {}
 
     @property
@@ -257,17 +249,77 @@ class AttentionCache:
         del self._open_plans[id(plan)]
         self.pool.release(plan.fresh)
 
+    # Dropping tokens
+
+    def plan_drop(self, dropped: Dropped) -> DropPlan:
+        for spec in self._specs:
+            if spec.rotation is None:
+                raise DropError(
+                    f"tokens behind [{dropped.start}, {dropped.end}) cannot move: the spec of {spec.name!r} does not say how its keys "
+                    "carry positions, or they do not; give AttentionSpec(rotation=...) if they do",
+                    start=dropped.start, end=dropped.end,
+                )  # fmt: skip
+        oldest = self._oldest_row(dropped.slot)
+        first_page, oldest_after = self.grid.after_drop(dropped, oldest)
+        n_kept = max(0, dropped.start // self.page_tokens - first_page)
+        n_after = dropped.length - dropped.n_tokens
+        fresh = self.pool.allocate(-(-n_after // self.page_tokens) - first_page - n_kept)
+        try:
+            if not self._store.is_dry:
+                positions = np.arange((first_page + n_kept) * self.page_tokens, n_after)
+                for begin in range(0, len(positions), _ROWS_AT_ONCE):
+                    self._copy_moved(dropped, oldest, positions[0], positions[begin : begin + _ROWS_AT_ONCE], fresh)
+        except BaseException:
+            self.pool.release(fresh)
+            raise
+        return DropPlan(dropped.slot, first_page, oldest_after, n_kept, fresh)
+
+    def _copy_moved(self, dropped: Dropped, oldest: int, origin: int, new_R: Int64s, fresh: Int64s) -> None:
+        """Write the rows of positions `new_R` into pages `fresh`, which begin at position `origin`.
+
+        Rows older than `oldest` are not there, and nobody will see them: they become zeros.
+        """
+        old_R = new_R + (new_R >= dropped.start) * dropped.n_tokens
+        is_held, table = old_R >= oldest, self._pages[dropped.slot]
+        page_R, slot_R = np.divmod(np.maximum(old_R - self._first_page.get(dropped.slot, 0) * self.page_tokens, 0), self.page_tokens)
+        sources = self.pool.addresses[table[page_R]] // self._dtype.itemsize
+        new_page_R, new_slot_R = np.divmod(new_R - origin, self.page_tokens)
+        targets = self.pool.addresses[fresh[new_page_R]] // self._dtype.itemsize
+        turns = {rotation: rotation.turns(old_R, new_R) for rotation in {s.rotation for s in self._specs} if rotation is not None}
+        for spec, size, (keys, values) in zip(self._specs, self._row_elements, self._keys_values, strict=True):
+            assert spec.rotation is not None, "`plan_drop` has looked"
+            source = self._place(np.where(is_held, sources + slot_R * size, -1))
+            target = self._place(targets + new_slot_R * size)
+            k_RGD, v_RGD = (self._kernels.read_rows(flat, source, (spec.n_kv_heads, spec.head_dim), 0.0) for flat in (keys, values))
+            k_RGD = spec.rotation.turned(k_RGD, turns[spec.rotation])
+            for flat, rows_RGD in ((keys, k_RGD), (values, v_RGD)):
+                self._kernels.write_rows_(flat, target, rows_RGD.reshape(len(new_R), -1))
+
+    def drop(self, plan: DropPlan) -> None:
+        table = self._pages[plan.slot]
+        self._pages[plan.slot] = np.concatenate([table[: plan.n_kept], plan.fresh])
+        self.pool.release(table[plan.n_kept :])
+        for column, value in ((self._first_page, plan.first_page), (self._oldest, plan.oldest)):
+            column.pop(plan.slot, None)
+            if value:
+                column[plan.slot] = value
+
+    def abandon_drop(self, plan: DropPlan) -> None:
+        self.pool.release(plan.fresh)
+
     # Sequences
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        tables = [(self._pages.get(slot, NO_PAGES), self._first_page.get(slot, 0)) for slot in sources.tolist()]
-        for table, _ in tables:
+        held = [(self._pages.get(slot, NO_PAGES), self._first_page.get(slot, 0), self._oldest.get(slot, 0)) for slot in sources.tolist()]
+        for table, _, _ in held:
             self.pool.retain(table)
-        for slot, (table, first) in zip(targets.tolist(), tables, strict=True):
+        for slot, (table, first, oldest) in zip(targets.tolist(), held, strict=True):
             self.release(slot)
             self._pages[slot] = table
             if first:
                 self._first_page[slot] = first
+            if oldest:
+                self._oldest[slot] = oldest
 
     def truncate(self, slot: int, to: int) -> None:
         pages = self._pages.get(slot, NO_PAGES)
@@ -281,26 +333,35 @@ class AttentionCache:
 
     def release(self, slot: int) -> None:
         self._first_page.pop(slot, None)
+        self._oldest.pop(slot, None)
         self.pool.release(self._pages.pop(slot, NO_PAGES))
 
     def horizon(self, slot: int) -> int:
         """0 for dense attention, which forgets from any position on."""
-        return int(self.grid.horizon(np.array(self._first_page[slot]))) if slot in self._first_page else 0
+        return int(self.grid.horizon(np.array(self._oldest_row(slot)))) if self.grid.leaves else 0
 
     def horizon_after(self, packed: Packed) -> Int64s:
-        return self.grid.horizon(self.grid.first_page(packed.peaks))
+        oldest = self.grid.first_page(packed.peaks) * self.page_tokens
+        if self._oldest:
+            oldest = np.maximum(oldest, [self._oldest.get(slot, 0) for slot in packed.slots.tolist()])
+        return self.grid.horizon(oldest)
+
+    def _oldest_row(self, slot: int) -> int:
+        return max(self._first_page.get(slot, 0) * self.page_tokens, self._oldest.get(slot, 0))
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {self.pool.name: self._pages.get(slot, NO_PAGES)}
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
-        if strangers := (self._pages.keys() | self._first_page.keys()) - lengths.keys():
+        if strangers := (self._pages.keys() | self._first_page.keys() | self._oldest.keys()) - lengths.keys():
             raise IntegrityError(f"pages are held for slots that are not open: {sorted(strangers)}")
         for slot, length in lengths.items():
             n_pages, first = len(self._pages.get(slot, NO_PAGES)), self._first_page.get(slot, 0)
             expected = int(self.grid.first_page(np.array(peaks[slot])))
             if first != expected:
                 raise IntegrityError(f"slot {slot} holds pages from {first} on, its furthest position {peaks[slot]} makes it {expected}")
+            if self._oldest.get(slot, 0) > self.grid.oldest_wanted(np.array(peaks[slot])):
+                raise IntegrityError(f"slot {slot} has rows from {self._oldest[slot]} on, its furthest position {peaks[slot]} wants more")
             if n_pages + first != -(-length // self.page_tokens):
                 raise IntegrityError(f"slot {slot} holds {length} tokens in {n_pages} pages of {self.page_tokens} from page {first} on")
         self.pool.check(np.concatenate([NO_PAGES, *self._pages.values(), *(p.fresh for p in self._open_plans.values())]))

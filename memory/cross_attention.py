@@ -17,6 +17,7 @@ from memory.arena import BlockLayout, BlockPool, Store
 from memory.errors import BatchError, IntegrityError, SequenceError, StepError
 from memory.interface import CrossAttentionSpec, Int64s, Packed
 from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
+from memory.shift import Dropped
 
 Encoded = Seq[tuple[Tensor, Tensor]]
 """For each cross-attention of a model, in layer order: keys and values of all encoder rows, (R, n_kv_heads, head_dim) each."""
@@ -144,6 +145,15 @@ class CrossAttentionCache:
         """Nothing has changed."""
 
     # Sequences
+
+    def plan_drop(self, dropped: Dropped) -> None:
+        """What the encoder said stays, whatever the decoder forgets."""
+
+    def drop(self, plan: None) -> None:
+        """As `plan_drop`."""
+
+    def abandon_drop(self, plan: None) -> None:
+        """As `plan_drop`."""
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
         held = [(self._tables.get(slot), self._n_rows.get(slot, 0)) for slot in sources.tolist()]

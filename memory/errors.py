@@ -3,6 +3,7 @@
     HybridMemoryError
     ├── CapacityError    the budget cannot hold it          .needed .free .unit
     ├── RollbackError    that position is out of reach      .to .horizon .resume_at
+    ├── DropError        tokens that cannot be dropped      .start .end (also a ValueError)
     ├── SequenceError    a closed, foreign or busy handle, or a checkpoint where a live sequence is needed
     ├── BatchError       bad tokens or requests             (also a ValueError)
     ├── StepError        a model and its step disagree
@@ -51,6 +52,19 @@ class RollbackError(HybridMemoryError):
         self.to = to
         self.horizon = horizon
         self.resume_at = resume_at
+
+
+class DropError(HybridMemoryError, ValueError):
+    """A range of tokens that a sequence cannot drop: there is no such range, or a layer could not be right afterwards.
+
+    Attributes:
+        start, end: the range asked for, whatever was given.
+    """
+
+    def __init__(self, message: str, *, start: object, end: object) -> None:
+        super().__init__(message)
+        self.start = start
+        self.end = end
 
 
 class SequenceError(HybridMemoryError):

@@ -21,18 +21,12 @@ from memory.cross_attention import Encoded
 from memory.errors import BatchError, CapacityError, RollbackError, SequenceError, SpecError
 from memory.folding import TailGrid
 from memory.inspection import Usage, measure, usage_html
-from memory.interface import (
-    Int64s,
-    MemorySpec,
-    Packed,
-    Recurrence,
-    Requests,
-    Sequence,
-)
+from memory.interface import Int64s, MemorySpec, Packed, Recurrence, Requests, Sequence
 from memory.interrupts import uninterrupted
 from memory.kernels import Scoring
-from memory.kinds import make_kinds
+from memory.kinds import index_of, make_kinds
 from memory.ledger import Ledger
+from memory.shift import Dropped, drop_from_all
 from memory.step import Outputs, Plans, Step
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -90,7 +84,7 @@ class HybridMemory:
             raise SpecError(f"state_dtype={state_dtype!r}; it must be one of {', '.join(map(str, _DTYPES))}, or None for the model's own")
         self.rollback_window = rollback_window
         self._ledger = Ledger(self)
-        self.index = _index(self.spec)
+        self.index = index_of(self.spec)
         # Of the spec's device: a dry run keeps the books of the real thing.
         keeps = spec.device.type == "cpu" if fold is None else fold == "keep"
         budget_bytes = read_budget(budget)
@@ -196,7 +190,7 @@ class HybridMemory:
         """
         self._ledger.check_usable(sequence)
         if isinstance(to, Sequence):
-            self._check_mark(sequence, to)
+            self._ledger.check_mark(sequence, to)
             self._share([to], [sequence])
             return
         reached, source = self._nearest(sequence, to)
@@ -229,7 +223,7 @@ class HybridMemory:
         self._ledger.check_usable(sequence)
         try:
             if isinstance(to, Sequence):
-                self._check_mark(sequence, to)
+                self._ledger.check_mark(sequence, to)
                 return True
             return self._nearest(sequence, to)[0] == to
         except (SequenceError, RollbackError):
@@ -257,12 +251,35 @@ class HybridMemory:
     def _horizon(self, sequence: Sequence) -> int:
         return max((kind.horizon(sequence.slot) for kind in self._kinds.values()), default=0)
 
-    def _check_mark(self, sequence: Sequence, mark: Sequence) -> None:
-        self._ledger.check_usable(mark, to_advance=False)
-        if not mark.is_checkpoint:
-            raise SequenceError(f"{mark!r} is no checkpoint; to continue as another live sequence does, use reorder or fork")
-        if mark.lineage != sequence.lineage:
-            raise SequenceError(f"{mark!r} was not taken from {sequence!r} or its family; fork the checkpoint instead")
+    def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool = False) -> None:
+        """Forget tokens [start, end) of a live sequence and keep those behind them, which move down by end - start: a context shift.
+
+        Attention keeps the rows of the other tokens; keys are turned to their new positions. What the model computed while it saw the
+        dropped tokens stays: keys and values of later tokens, in layers above the first, still carry a trace of them, as in llama.cpp.
+        Only a range that ends with the sequence leaves none: that is a rollback, where a rollback reaches.
+        Rollback, forks and checkpoints work on as ever. Forks and checkpoints of before are untouched.
+
+        Args:
+            approximate: recurrent layers cannot forget from the middle: their states hold all tokens in one. False: a model that has any is
+                refused. True: they stay as they are, so they go on remembering the dropped tokens while attention does not, and a rollback
+                by position reaches no further back than `start`. Without recurrent layers both are the same.
+        Raises:
+            DropError: no such range; recurrent layers, unless approximate; attention with a policy, or whose spec does not say how keys
+                carry positions; a window that would reach back to rows that have left it.
+            CapacityError: no room to copy the rows behind `end` before the old ones are freed. SequenceError: a bad handle.
+        Cost: those rows are read, turned and written, in every attention layer. No layer of the model runs.
+        """
+        self._ledger.check_usable(sequence)
+        slot = sequence.slot
+        length, peak = int(self._ledger.lengths[slot]), int(self._ledger.peaks[slot])
+        dropped = Dropped.of(slot, start, end, length, peak, approximate=approximate)
+        if dropped.n_tokens and dropped.end == length and self.can_rollback(sequence, dropped.start):
+            self.rollback(sequence, dropped.start)
+        elif dropped.n_tokens:
+            with uninterrupted():
+                # Recurrences refuse at once; attention may have much to copy before it does.
+                drop_from_all(reversed(self._kinds.values()), dropped, self._arena.free_bytes)
+                self._ledger.drop(dropped, dropped.start + (self._recurrent is None))
 
     # Steps
 
@@ -375,14 +392,3 @@ class HybridMemory:
 
     def _repr_html_(self) -> str:
         return usage_html(self.usage(), f"HybridMemory for {self.spec.model} on {self.spec.device}")
-
-
-def _index(spec: MemorySpec) -> dict[tuple[int, str, str | None], int]:
-    """(layer, kind, name) -> index within the kind; name None where the layer has only one of that kind."""
-    index: dict[tuple[int, str, str | None], int] = {}
-    for kind in ("attention", "cross-attention", "recurrence"):
-        for i, (layer, memory) in enumerate(spec.of_kind(kind)):
-            index[layer, kind, memory.name] = i
-            if sum(spec.kind_of(m) == kind for m in spec.layers[layer]) == 1:
-                index[layer, kind, None] = i
-    return index

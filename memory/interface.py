@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memory.errors import SequenceError, SpecError
+from memory.shift import DropsTokens, Rotation
 
 if TYPE_CHECKING:
     from memory.arena import BlockPool
@@ -53,6 +54,8 @@ class AttentionSpec:
         value_dim: None if values are rows of their own. Else a token is remembered by its keys alone, and a value is the first
             `value_dim` elements of its key: multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"), where all query heads read
             one row, a latent and a rotary key.
+        rotation: how the keys given to `Step.attend` carry positions; `memory.UNROTATED` if they do not. None where that is not known
+            or positions are elsewhere, as in BART: then tokens cannot be dropped from the middle of a sequence.
     """
 
     n_query_heads: int
@@ -63,6 +66,7 @@ class AttentionSpec:
     policy: EvictionPolicy | None = None
     storage: Storage | None = None
     value_dim: int | None = None
+    rotation: Rotation | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -80,6 +84,8 @@ class AttentionSpec:
         for what, choice in (("policies", self.policy), ("storages", self.storage)):
             if self.window is not None and choice is not None:
                 raise SpecError(f"{self.name!r} has a window of {self.window} tokens; {what} like {choice} suit attention without one")
+        if self.rotation is not None and not (isinstance(self.rotation, Rotation) and 2 * len(self.rotation.frequencies) <= self.head_dim):
+            raise SpecError(f"{self.rotation!r} does not turn pairs of the {self.head_dim} elements of a head of {self.name!r}")
 
     @property
     def n_parts(self) -> int:
@@ -330,7 +336,7 @@ class Packed:
 PlanT = TypeVar("PlanT")
 
 
-class LayerMemory(Protocol[PlanT]):
+class LayerMemory(DropsTokens, Protocol[PlanT]):
     """One kind of memory, for all layers that use it. It is told positions and never keeps one of its own.
 
     A step is plan -> begin -> (the model runs) -> commit or abort. Only `plan` may refuse.

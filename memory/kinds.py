@@ -8,15 +8,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memory.arena import Store
-from memory.attention_cache import AttentionCache, PageGrid
+from memory.attention_cache import AttentionCache
 from memory.cross_attention import CrossAttentionCache
 from memory.errors import SpecError
 from memory.eviction import EvictionPolicy
 from memory.folding import TailGrid
 from memory.interface import AttentionSpec, CrossAttentionSpec, LayerMemory, LayerSpec, MemorySpec, RecurrentSpec
+from memory.page_grid import PageGrid
 from memory.quantization import Storage
 from memory.quantized_attention import QuantizedAttention
-from memory.recurrent_state import RecurrentState
+from memory.rebased_state import RebasedState
 from memory.sparse_attention import SparseAttention
 
 AttentionMemory = AttentionCache | QuantizedAttention | SparseAttention
@@ -34,7 +35,7 @@ class Kinds:
     by_name: dict[str, LayerMemory[Any]] = field(default_factory=dict)
     attention: list[tuple[str, AttentionMemory, int]] = field(default_factory=list)
     cross_attention: CrossAttentionCache | None = None
-    recurrent: RecurrentState | None = None
+    recurrent: RebasedState | None = None
 
 
 _Group = tuple[int | None, EvictionPolicy | None, Storage | None]
@@ -83,5 +84,16 @@ def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store)
     if cross := [m for m in flat if isinstance(m, CrossAttentionSpec)]:
         kinds.by_name["cross-attention"] = kinds.cross_attention = CrossAttentionCache(cross, spec.dtype, page_tokens, store)
     if recurrent := [m for m in flat if isinstance(m, RecurrentSpec)]:
-        kinds.by_name["recurrence"] = kinds.recurrent = RecurrentState(recurrent, spec.dtype, grid, store)
+        kinds.by_name["recurrence"] = kinds.recurrent = RebasedState(recurrent, spec.dtype, grid, store)
     return kinds
+
+
+def index_of(spec: MemorySpec) -> dict[tuple[int, str, str | None], int]:
+    """(layer, kind, name) -> index within the kind; name None where the layer has only one of that kind."""
+    index: dict[tuple[int, str, str | None], int] = {}
+    for kind in ("attention", "cross-attention", "recurrence"):
+        for i, (layer, memory) in enumerate(spec.of_kind(kind)):
+            index[layer, kind, memory.name] = i
+            if sum(spec.kind_of(m) == kind for m in spec.layers[layer]) == 1:
+                index[layer, kind, None] = i
+    return index

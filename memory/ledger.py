@@ -6,6 +6,7 @@ import numpy as np
 
 from memory.errors import IntegrityError, SequenceError
 from memory.interface import Int64s, Packed, Sequence, SequenceOwner
+from memory.shift import Dropped
 
 _NO_TOKENS: Int64s = np.zeros(0, np.int64)
 
@@ -31,6 +32,8 @@ class Ledger:
         self._free_slots = list(range(15, -1, -1))
         self._n_opened = 0
         self._checkpoints: dict[int, list[Sequence]] = {}
+        self._seams: dict[int, tuple[tuple[int, int], ...]] = {}  # slot -> (the first position that a drop has changed, which drop)
+        self._n_drops = 0
         self._found_usable: tuple[list[Sequence], Int64s] = [], _NO_TOKENS
 
     def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
@@ -58,6 +61,7 @@ class Ledger:
         self._found_usable = [], _NO_TOKENS
         del self.handles[sequence.slot], self._tokens[sequence.slot]
         self.lengths[sequence.slot] = self.peaks[sequence.slot] = 0
+        self._seams.pop(sequence.slot, None)
         self._free_slots.append(sequence.slot)
         if sequence.is_checkpoint:
             self._checkpoints[sequence.lineage].remove(sequence)
@@ -100,27 +104,48 @@ class Ledger:
 
     def truncate(self, slot: int, to: int) -> None:
         self.lengths[slot] = to
+        if slot in self._seams:
+            self._seams[slot] = tuple(seam for seam in self._seams[slot] if seam[0] <= to)
 
     def reset(self, slot: int) -> None:
         """Position 0, as if nothing had ever been fed."""
         self.lengths[slot] = self.peaks[slot] = 0
+        self._seams.pop(slot, None)
+
+    def drop(self, dropped: Dropped, changed_from: int) -> None:
+        """Tokens leave from the middle; at positions from `changed_from` on the memory is no longer what feeding the tokens would give."""
+        slot, tokens = dropped.slot, self.tokens(dropped.slot)
+        self._tokens[slot] = np.concatenate([tokens[: dropped.start], tokens[dropped.end :]])
+        self._capacities[slot] = len(self._tokens[slot])
+        self.lengths[slot] -= dropped.n_tokens
+        self.peaks[slot] -= dropped.n_tokens
+        self._n_drops += 1
+        before = tuple(seam for seam in self._seams.get(slot, ()) if seam[0] < changed_from)
+        self._seams[slot] = (*before, (changed_from, self._n_drops))
 
     def copy(self, sources: list[Sequence], targets: list[Sequence]) -> None:
         """All at once: each target's record becomes a copy of its source's."""
-        records = [(self.lengths[s.slot], self.peaks[s.slot], self.tokens(s.slot).copy(), s.lineage) for s in sources]
-        for target, (length, peak, tokens, lineage) in zip(targets, records, strict=True):
+        records = [
+            (self.lengths[s.slot], self.peaks[s.slot], self.tokens(s.slot).copy(), s.lineage, self._seams.get(s.slot)) for s in sources
+        ]
+        for target, (length, peak, tokens, lineage, seams) in zip(targets, records, strict=True):
             self.lengths[target.slot], self.peaks[target.slot] = length, peak
             self._tokens[target.slot] = tokens
             self._capacities[target.slot] = len(tokens)
             target.lineage = lineage
+            self._seams.pop(target.slot, None)
+            if seams:
+                self._seams[target.slot] = seams
 
     def checkpoints(self, sequence: Sequence) -> list[Sequence]:
         """Open checkpoints of the sequence's family."""
         return self._checkpoints.get(sequence.lineage, [])
 
     def common_prefix(self, a: Sequence, b: Sequence) -> int:
-        """How many leading tokens two sequences share. Cost: O(shorter length)."""
+        """How many leading tokens of `a` stand in `b` as well, remembered there as in `a` or as if fed anew. Cost: O(shorter length)."""
         n = int(min(self.lengths[a.slot], self.lengths[b.slot]))
+        foreign = set(self._seams.get(b.slot, ())) - set(self._seams.get(a.slot, ()))
+        n = max(0, min(n, *(position - 1 for position, _ in foreign))) if foreign else n
         differs = self._tokens[a.slot][:n] != self._tokens[b.slot][:n]
         return int(differs.argmax()) if differs.any() else n
 
@@ -136,6 +161,14 @@ class Ledger:
             raise SequenceError(f"{sequence!r} is in an open step; leave the step first")
         if to_advance and sequence.is_checkpoint:
             raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
+
+    def check_mark(self, sequence: Sequence, mark: Sequence) -> None:
+        """Raise SequenceError unless the mark is an open checkpoint of the sequence's family."""
+        self.check_usable(mark, to_advance=False)
+        if not mark.is_checkpoint:
+            raise SequenceError(f"{mark!r} is no checkpoint; to continue as another live sequence does, use reorder or fork")
+        if mark.lineage != sequence.lineage:
+            raise SequenceError(f"{mark!r} was not taken from {sequence!r} or its family; fork the checkpoint instead")
 
     def check_all_usable(self, sequences: list[Sequence]) -> Int64s:
         """As `check_usable` to advance, for every one; their slots (S,).
@@ -158,6 +191,8 @@ class Ledger:
             raise IntegrityError("a slot is lost, or used and free at once")
         if self.lengths[self._free_slots].any() or self.is_busy[self._free_slots].any():
             raise IntegrityError("a free slot has a length or an open step")
+        if self._seams.keys() - self.handles.keys():
+            raise IntegrityError("a free slot has dropped tokens")
         for slot, handle in self.handles.items():
             length, peak = self.lengths[slot], self.peaks[slot]
             if handle.slot != slot or handle.closed or not length <= min(peak, self._capacities[slot]):

@@ -11,17 +11,20 @@ them, and each is quantised once, from exact rows. A step sees the body as it wa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from memory.arena import BlockLayout, BlockPool, Store
-from memory.attention_cache import NO_PAGES, AttentionCache, AttentionPlan, PageGrid
-from memory.errors import IntegrityError, SpecError
+from memory.attention_cache import NO_PAGES, AttentionCache, AttentionPlan
+from memory.errors import DropError, IntegrityError, SpecError
 from memory.interface import AttentionSpec, Int64s, Packed
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
+from memory.page_grid import PageGrid
 from memory.quantization import Storage
+from memory.shift import Dropped
 
 
 @dataclass(frozen=True)
@@ -169,6 +172,21 @@ class QuantizedAttention:
         del self._open_plans[id(plan)]
         self.exact.abort(plan.exact)
         self.bodies.release(plan.fresh)
+
+    # Dropping tokens
+
+    def plan_drop(self, dropped: Dropped) -> NoReturn:
+        raise DropError(
+            f"attention of {self.storage.label} cannot drop tokens [{dropped.start}, {dropped.end}): rows that share a scale lie at "
+            f"fixed positions; roll back to {dropped.start} and feed the rest again",
+            start=dropped.start, end=dropped.end,
+        )  # fmt: skip
+
+    def drop(self, plan: NoReturn) -> None:
+        """`plan_drop` never makes a plan."""
+
+    def abandon_drop(self, plan: NoReturn) -> None:
+        """As `drop`."""
 
     # Sequences
 

@@ -177,7 +177,7 @@ class RecurrentState:
     def plan(self, packed: Packed) -> RecurrentPlan:
         self._grow_to(int(packed.slots.max()) + 1)
         before = self._slots.take(packed.slots)
-        starts, ends, body_at = packed.starts, packed.ends, self.horizon_after(packed)
+        starts, ends, body_at = packed.starts, packed.ends, self.grid.body_at(packed.peaks)
         after, fresh = Columns(before.table.copy()), np.full((4, len(ends)), NOTHING)
         after.body_at[:] = body_at
         has_head = (ends > body_at) & self.grid.has_heads

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from memory import AttentionSpec, Step
+from memory import UNROTATED, AttentionSpec, Rotation, Step
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.layers import RMSNorm
 from models.linear import Linear
@@ -23,7 +23,7 @@ _FIXED_TYPES = ("linear", "yarn", "llama3")
 class Rotary:
     """Rotary position embedding (Su et al. 2021) of the first part of each head; element i is paired with element i + half of it.
 
-    One object serves all layers of a model: the angles of a step are computed once.
+    One object serves all layers of a model: the angles of a step are computed once. `rotation` tells the same to a memory.
 
     Args:
         config: its `rope_parameters` name the base, the scaling, and the share of a head that is rotated.
@@ -41,6 +41,7 @@ class Rotary:
             frequencies, self._attention_scale = ROPE_INIT_FUNCTIONS[kind](config, layer_type=layer_type)
         else:
             raise UnsupportedModelError(f"rope_type={kind!r}; implemented are default, {', '.join(_FIXED_TYPES)}")
+        self.rotation = Rotation(tuple(frequencies.float().tolist()))
         self._frequencies = frequencies.to(device, torch.float32)
         self._step: weakref.ref[Step] | None = None
         self._angles: tuple[Tensor, Tensor] | None = None
@@ -82,7 +83,7 @@ class Attention:
 
     @property
     def specs(self) -> tuple[AttentionSpec]:
-        return (self.spec,)
+        return (replace(self.spec, rotation=UNROTATED if self.rotary is None else self.rotary.rotation),)
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         spec = self.spec

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, BartConfig, PreTrainedConfig, PreTrainedModel, T5Config
 
-from memory import BatchError, CapacityError, HybridMemory, Sequence, SpecError
+from memory import BatchError, CapacityError, DropError, HybridMemory, Sequence, SpecError
 from memory.interface import CrossAttentionSpec
 from models import load_model
 from models.bart import Bart
@@ -105,6 +105,22 @@ def test_what_another_encoder_said_would_show(pair: Pair) -> None:
     wrong = memory.open(encoder=encoded[2])
     (rows,) = pair.feed(memory, {wrong: TOKENS[0]})
     assert float((rows - pair.expected(0, TOKENS[0])).abs().max()) > 100 * TOLERANCE[torch.float32].parity
+
+
+def test_dropped_tokens_where_positions_are_a_distance_and_where_they_are_in_the_embeddings(pair: Pair) -> None:
+    memory = pair.memory()
+    a, *_ = pair.open(memory)
+    pair.feed(memory, {a: TOKENS[0]})
+    if isinstance(pair.model, Bart):
+        with pytest.raises(DropError, match="rotation="):
+            memory.drop(a, 2, 5)
+        assert a.length == 12
+    else:
+        memory.drop(a, 2, 5)
+        assert a.tokens.tolist() == TOKENS[0][:2] + TOKENS[0][5:]
+        memory.check()
+        (rows,) = pair.feed(memory, {a: [1, 2]})
+        assert torch.isfinite(rows).all()
 
 
 def test_rollback_forks_and_reordering_leave_the_encoder_alone(pair: Pair) -> None:

@@ -228,7 +228,7 @@ def test_bad_accepts(hybrid: HybridMemory, toy: Toy) -> None:
 
 def test_every_error_is_ours() -> None:
     errors = [getattr(library, name) for name in library.__all__ if name.endswith("Error")]
-    assert len(errors) == 9
+    assert len(errors) == 10
     assert all(issubclass(error, HybridMemoryError) for error in errors)
     assert [name for name in library.__all__ if not hasattr(library, name)] == []
 

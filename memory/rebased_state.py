@@ -1,0 +1,113 @@
+"""Recurrent layers after tokens were dropped: their states go on holding them, so they stand further than the sequence does.
+
+    the sequence   0 ............... start ........ length
+    its states     0 ......... end ............ length + offset        offset = all tokens ever dropped
+
+Nothing moves. What this memory is told is a position of the sequence; `RecurrentState` gets that of the states.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from memory.arena import Store
+from memory.errors import DropError, IntegrityError
+from memory.folding import TailGrid
+from memory.interface import Int64s, Packed, RecurrentSpec
+from memory.recurrent_state import RecurrentPlan, RecurrentState
+from memory.shift import Dropped
+
+
+@dataclass(frozen=True)
+class Base:
+    """How far the states of a slot are ahead.
+
+    Attributes:
+        offset: tokens.
+        floor: the earliest position that has states: before it, position + offset is one of a dropped token. At least 1, for at
+            position 0 nothing is remembered at all.
+    """
+
+    offset: int
+    floor: int
+
+
+_LEVEL = Base(0, 0)
+
+
+class RebasedState(RecurrentState):
+    """`memory.interface.LayerMemory` of all recurrences of all layers; see `RecurrentState`."""
+
+    def __init__(self, specs: list[RecurrentSpec], dtype: torch.dtype, grid: TailGrid, store: Store) -> None:
+        super().__init__(specs, dtype, grid, store)
+        self._bases: dict[int, Base] = {}
+
+    def _column(self, slots: Int64s, name: str) -> Int64s:
+        return np.array([getattr(self._bases.get(slot, _LEVEL), name) for slot in slots.tolist()], np.int64)
+
+    def _to_states(self, packed: Packed) -> Packed:
+        """The step as the states see it."""
+        if not self._bases:
+            return packed
+        offsets = self._column(packed.slots, "offset")
+        positions = packed.positions + np.repeat(offsets, packed.counts)
+        return replace(packed, starts=packed.starts + offsets, peaks=packed.peaks + offsets, positions=positions)
+
+    def plan(self, packed: Packed) -> RecurrentPlan:
+        return super().plan(self._to_states(packed))
+
+    # Dropping tokens
+
+    def plan_drop(self, dropped: Dropped) -> Dropped:
+        if not dropped.approximate:
+            families = ", ".join(sorted({spec.family for spec in self._specs}))
+            raise DropError(
+                f"tokens [{dropped.start}, {dropped.end}) cannot be taken out of recurrent states ({families}), which hold all in one; "
+                f"roll back to {dropped.start} and feed the rest again, or give approximate=True: then these layers go on remembering them",
+                start=dropped.start, end=dropped.end,
+            )  # fmt: skip
+        return dropped
+
+    def drop(self, plan: Dropped) -> None:
+        base = self._bases.get(plan.slot, _LEVEL)
+        floor = max(1, plan.start, base.floor - plan.n_tokens)
+        self._bases[plan.slot] = Base(base.offset + plan.n_tokens, floor)
+
+    def abandon_drop(self, plan: Dropped) -> None:
+        """Nothing has been set aside."""
+
+    # Sequences
+
+    def share(self, sources: Int64s, targets: Int64s) -> None:
+        bases = [self._bases.get(slot) for slot in sources.tolist()]
+        super().share(sources, targets)
+        self._bases |= {slot: base for slot, base in zip(targets.tolist(), bases, strict=True) if base is not None}
+
+    def truncate(self, slot: int, to: int) -> None:
+        super().truncate(slot, to + self._bases.get(slot, _LEVEL).offset)
+
+    def release(self, slot: int) -> None:
+        super().release(slot)
+        self._bases.pop(slot, None)
+
+    def horizon(self, slot: int) -> int:
+        base = self._bases.get(slot, _LEVEL)
+        return max(super().horizon(slot) - base.offset, base.floor)
+
+    def horizon_after(self, packed: Packed) -> Int64s:
+        horizons: Int64s = super().horizon_after(self._to_states(packed))
+        if self._bases:
+            horizons = np.maximum(horizons - self._column(packed.slots, "offset"), self._column(packed.slots, "floor"))
+        return horizons
+
+    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
+        if strangers := self._bases.keys() - lengths.keys():
+            raise IntegrityError(f"slots that are not open have states ahead of them: {sorted(strangers)}")
+        for slot, base in self._bases.items():
+            if not 1 <= base.floor <= lengths[slot]:
+                raise IntegrityError(f"slot {slot} has length {lengths[slot]}, and states from {base.floor} on")
+        own = ({slot: n + self._bases.get(slot, _LEVEL).offset for slot, n in column.items()} for column in (lengths, peaks))
+        super().check(*own)

@@ -1,0 +1,128 @@
+"""Dropping tokens from the middle of a sequence: what moves where, and how keys turn with it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memory.errors import CapacityError, DropError, SpecError
+
+Turns = tuple[Tensor, Tensor]
+"""Cosines and sines, (R, 1, pairs) float32 each, of how far each row's pairs of elements turn."""
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How keys carry positions: at position p a pair of elements is turned by p times the pair's frequency (Su et al. 2021, "RoFormer").
+
+    Attributes:
+        frequencies: radians a token, one for each pair; the first 2 * len(frequencies) elements of each head are turned.
+        layout: "half" pairs element i with element i + len(frequencies), as in Llama; "interleaved" 2i with 2i + 1, as in GPT-J.
+    """
+
+    frequencies: tuple[float, ...]
+    layout: Literal["half", "interleaved"] = "half"
+
+    def __post_init__(self) -> None:
+        if self.layout not in ("half", "interleaved"):
+            raise SpecError(f"Rotation.layout is {self.layout!r}; choose 'half' or 'interleaved'")
+        if not isinstance(self.frequencies, tuple) or not all(isinstance(f, float) and math.isfinite(f) for f in self.frequencies):
+            raise SpecError(f"Rotation.frequencies are {self.frequencies!r}; give a tuple of finite floats, one for each pair of elements")
+
+    def __repr__(self) -> str:
+        return f"<Rotation of {len(self.frequencies)} pairs, {self.layout}>"
+
+    def turns(self, old_R: NDArray[np.int64], new_R: NDArray[np.int64]) -> Turns:
+        """From positions old_R to new_R.
+
+        A model rounds position times frequency to float32, which at position 10,000 is off by up to 5e-4. The difference of such angles
+        leads to the very key that the model would have computed at the new position.
+        """
+        frequencies = np.array(self.frequencies, np.float32)
+        old, new = (np.outer(positions.astype(np.float32), frequencies).astype(np.float64) for positions in (old_R, new_R))
+        cos, sin = (torch.from_numpy(f(new - old).astype(np.float32))[:, None] for f in (np.cos, np.sin))
+        return cos, sin
+
+    def turned(self, keys_RGD: Tensor, turns: Turns) -> Tensor:
+        """Keys (R, G, D) at their new positions, float32. Those given may be overwritten."""
+        n_pairs = len(self.frequencies)
+        out = keys_RGD.float()
+        first, second = (
+            (slice(0, n_pairs), slice(n_pairs, 2 * n_pairs))
+            if self.layout == "half"
+            else (slice(0, 2 * n_pairs, 2), slice(1, 2 * n_pairs, 2))
+        )
+        cos, sin = (t.to(keys_RGD.device) for t in turns)
+        a, b = out[..., first], out[..., second]
+        out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
+        return out
+
+
+UNROTATED = Rotation(())
+"""Of keys that are the same wherever their token stands, as in Jamba, or in T5, whose scores count the rows between instead."""
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Tokens [start, end) of a slot are to go; `length` and `peak` are its sequence's before that."""
+
+    slot: int
+    start: int
+    end: int
+    length: int
+    peak: int
+    approximate: bool
+
+    @staticmethod
+    def of(slot: int, start: int, end: int, length: int, peak: int, *, approximate: bool) -> Dropped:
+        """Raises DropError unless 0 <= start <= end <= length."""
+        if any(isinstance(x, bool) or not isinstance(x, int | np.integer) for x in (start, end)) or not 0 <= start <= end <= length:
+            raise DropError(
+                f"start={start!r}, end={end!r} is no range of the {length} tokens remembered; give 0 <= start <= end <= {length}",
+                start=start, end=end,
+            )  # fmt: skip
+        return Dropped(slot, int(start), int(end), length, peak, approximate)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.end - self.start
+
+
+class DropsTokens(Protocol):
+    """What a kind of memory does when tokens go: part of `memory.interface.LayerMemory`."""
+
+    def plan_drop(self, dropped: Dropped) -> Any:
+        """Copy what moves into fresh blocks, as it will be. Raises DropError or CapacityError with everything as before."""
+        ...
+
+    def drop(self, plan: Any) -> None:
+        """Forget the tokens: what was copied takes the place of what it was copied from."""
+        ...
+
+    def abandon_drop(self, plan: Any) -> None:
+        """Leave everything as it was."""
+        ...
+
+
+def drop_from_all(kinds: Iterable[DropsTokens], dropped: Dropped, free_bytes: int) -> None:
+    """From all kinds of memory, or from none."""
+    plans: list[tuple[DropsTokens, Any]] = []
+    try:
+        for kind in kinds:
+            plans.append((kind, kind.plan_drop(dropped)))
+    except BaseException as error:
+        for kind, plan in plans:
+            kind.abandon_drop(plan)
+        if isinstance(error, CapacityError):  # what it missed came on top of what other kinds had taken already
+            needed = error.needed + free_bytes - error.free
+            raise CapacityError.of("the rows behind the dropped tokens are copied and need at least", needed, free_bytes) from None
+        raise
+    for kind, plan in plans:
+        kind.drop(plan)

@@ -1,0 +1,80 @@
+"""Dropping tokens of a model: keys stand as if computed where they are now, and every model says how it turns them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from memory import UNROTATED, AttentionSpec, DropError, HybridMemory, RecurrentSpec, Sequence
+from models import LanguageModel, load_model
+from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
+
+UNTURNED = ("jamba", "nemotron")
+"""Models whose attention learns of positions from nowhere but the recurrent layers around it."""
+
+
+def keys(memory: HybridMemory, sequence: Sequence, attention: int) -> Tensor:
+    """Of an attention without a window, (n, G, D)."""
+    _, cache, number = memory._attention[attention]
+    spec, (table,) = cache._specs[number], cache.blocks_of(sequence.slot).values()
+    starts = torch.as_tensor(cache.pool.addresses[table] // cache._dtype.itemsize)  # type: ignore[union-attr]
+    offsets = (starts[:, None] + spec.n_kv_heads * spec.head_dim * torch.arange(cache.page_tokens)).flatten()  # type: ignore[union-attr]
+    offsets = cache._kernels.prepare(offsets[: sequence.length].contiguous())
+    return cache._kernels.read_rows(cache._keys[number], offsets, (spec.n_kv_heads, spec.head_dim), 0.0)  # type: ignore[union-attr]
+
+
+def fed(model: LanguageModel, tokens: list[int]) -> tuple[HybridMemory, Sequence]:
+    memory = HybridMemory(model.memory_spec, "8MiB", page_tokens=4, poison=True)
+    sequence = memory.open()
+    memory.run(model, {sequence: tokens})
+    return memory, sequence
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-3-rope", "qwen3", "bamba", "qwen3-next-no-experts", "zamba2", "lfm2", "jamba"])
+def test_keys_of_the_first_layer_are_those_of_a_sequence_that_never_saw_the_dropped_tokens(name: str, tmp_path: Path) -> None:
+    """They depend on the token and its position only, if no layer comes before; else on what the model saw, as later layers' do."""
+    model = load_model(write_checkpoint(tmp_path, CONFIGS[name]()))
+    tokens = draw_tokens(60)
+    memory, sequence = fed(model, tokens)
+    before = keys(memory, sequence, 0)
+    memory.drop(sequence, 7, 29, approximate=True)
+    memory.check()
+    actual = keys(memory, sequence, 0)
+    assert torch.equal(actual[:7], before[:7])
+    if isinstance(model.memory_spec.layers[0][0], AttentionSpec):
+        expected = keys(*fed(model, tokens[:7] + tokens[29:]), 0)
+        assert (actual - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
+    with memory.step({sequence: tokens[:5]}) as step:
+        assert torch.isfinite(model(step)).all()
+
+
+def test_a_later_layer_still_carries_a_trace(tmp_path: Path) -> None:
+    """What the docstring says of deeper layers is so: else the approximation would need no word."""
+    model = load_model(write_checkpoint(tmp_path, CONFIGS["llama"]()))
+    tokens = draw_tokens(60)
+    memory, sequence = fed(model, tokens)
+    memory.drop(sequence, 7, 29)
+    expected = keys(*fed(model, tokens[:7] + tokens[29:]), 1)
+    assert (keys(memory, sequence, 1) - expected).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_every_model_says_how_its_keys_carry_positions(name: str, tmp_path: Path) -> None:
+    model = load_model(write_checkpoint(tmp_path, CONFIGS[name]()))
+    memories = [memory for layer in model.memory_spec.layers for memory in layer]
+    rotations = {memory.rotation for memory in memories if isinstance(memory, AttentionSpec)}
+    assert None not in rotations
+    if name.startswith(UNTURNED):
+        assert rotations <= {UNROTATED}
+    memory, sequence = fed(model, draw_tokens(40))
+    is_recurrent = any(isinstance(m, RecurrentSpec) for m in memories)
+    if is_recurrent:
+        with pytest.raises(DropError, match="approximate=True"):
+            memory.drop(sequence, 1, 4)
+    memory.drop(sequence, 1, 4, approximate=is_recurrent)
+    memory.check()
+    with memory.step({sequence: [3, 4]}) as step:
+        assert torch.isfinite(model(step)).all()
