@@ -88,14 +88,14 @@ class AttentionCache:
 
     Args:
         specs: the attention specs, in the order that `attend` numbers them.
+        label: what the name of its pool ends with.
     """
 
-    def __init__(self, specs: list[AttentionSpec], dtype: torch.dtype, grid: PageGrid, store: Store) -> None:
-        page_tokens = grid.page_tokens
-        shapes = [(page_tokens, s.n_kv_heads, s.head_dim) for s in specs for _ in ("keys", "values")]
-        self.grid, self.page_tokens = grid, page_tokens
-        self.layout = BlockLayout.of([(shape, dtype) for shape in shapes])
-        name = "pages" if grid.window is None else f"pages over {grid.window}"
+    def __init__(self, specs: list[AttentionSpec], dtype: torch.dtype, grid: PageGrid, store: Store, *, label: str = "") -> None:
+        self.grid, self.page_tokens = grid, grid.page_tokens
+        fields = [self._page_fields(s) for s in specs]
+        self.layout = BlockLayout.of([(shape, dtype) for own in fields for shape in own])
+        name = ("pages" if grid.window is None else f"pages over {grid.window}") + label
         self.pool = store.make_pool(name, self.layout.block_bytes, from_top=False)
         self._specs = specs
         self._row_elements = [s.n_kv_heads * s.head_dim for s in specs]
@@ -103,10 +103,15 @@ class AttentionCache:
         self._dtype = dtype
         self._kernels: Kernels = select_kernels(store.device, dtype)
         flats = [] if store.is_dry else [self._kernels.prepare(store.flat(field)) for field in self.layout.fields]
-        self._keys, self._values = flats[0::2], flats[1::2]
+        self._flats = [flats[i :: len(fields[0])] for i in range(len(fields[0]))]
+        self._keys, self._values = self._flats[:2]
         self._pages: dict[int, Int64s] = {}
         self._first_page: dict[int, int] = {}  # of those slots that have given up any
         self._open_plans: dict[int, AttentionPlan] = {}
+
+    def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
+        """What a page holds of one attention: keys and values first."""
+        return [(self.page_tokens, spec.n_kv_heads, spec.head_dim)] * 2
 
     @property
     def sized_pools(self) -> list[tuple[BlockPool, int]]:
@@ -147,11 +152,16 @@ class AttentionCache:
             changed[i] = tables[i] = tables[i].copy()
             tables[i][held[i] - 1] = new
         try:
-            plan = AttentionPlan(packed, changed, copies, fresh, *self._addresses(packed, tables, wanted, lengths, positions))
+            batch, rows = self._addresses(packed, tables, wanted, lengths, positions)
+            plan = self._plan_reads(AttentionPlan(packed, changed, copies, fresh, batch, rows))
         except BaseException:
             self.pool.release(fresh)
             raise
         self._open_plans[id(plan)] = plan
+        return plan
+
+    def _plan_reads(self, plan: AttentionPlan) -> AttentionPlan:
+        """For kinds that do not read every page: the plan, and what they read."""
         return plan
 
     def _addresses(
@@ -183,10 +193,13 @@ class AttentionCache:
         spec = self._specs[index]
         n_tokens = len(plan.packed.token_ids)
         check_attention(spec, n_tokens, self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
-        keys, values = self._keys[index], self._values[index]
-        self._kernels.write_rows_(keys, plan.rows[index], k_TGD.reshape(n_tokens, -1))
-        self._kernels.write_rows_(values, plan.rows[index], v_TGD.reshape(n_tokens, -1))
-        return self._kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scoring._replace(window=spec.window))
+        self._kernels.write_rows_(self._keys[index], plan.rows[index], k_TGD.reshape(n_tokens, -1))
+        self._kernels.write_rows_(self._values[index], plan.rows[index], v_TGD.reshape(n_tokens, -1))
+        return self._read(plan, index, q_THD, scoring._replace(window=spec.window))
+
+    def _read(self, plan: AttentionPlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
+        n_heads = self._specs[index].n_kv_heads
+        return self._kernels.paged_attention(q_THD, self._keys[index], self._values[index], plan.batch, n_heads, scoring)
 
     def commit(self, plan: AttentionPlan, kept: Int64s) -> None:
         del self._open_plans[id(plan)]

@@ -27,7 +27,7 @@ from memory.errors import SequenceError, SpecError
 
 if TYPE_CHECKING:
     from memory.arena import BlockPool
-    from memory.eviction import EvictionPolicy
+    from memory.eviction import Budget
     from memory.recurrent_state import States
 
 Int64s = NDArray[np.int64]
@@ -47,7 +47,7 @@ class AttentionSpec:
     Attributes:
         window: a token sees only the last `window` tokens, itself included, and older ones are not kept beyond what a rollback may
             need; None for all.
-        policy: which old rows are kept; None for all. See `MemorySpec.with_policy`.
+        policy: which old rows are kept, or read; None for all. See `MemorySpec.with_policy`.
     """
 
     n_query_heads: int
@@ -55,7 +55,7 @@ class AttentionSpec:
     head_dim: int
     name: str = "attention"
     window: int | None = None
-    policy: EvictionPolicy | None = None
+    policy: Budget | None = None
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -172,8 +172,8 @@ class MemorySpec:
 
         return replace(self, layers=tuple(tuple(map(change, layer)) for layer in self.layers))
 
-    def with_policy(self, policy: EvictionPolicy | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
-        """The same, with attention that keeps only what `policy` (of `memory.eviction`) chooses, or everything again (None).
+    def with_policy(self, policy: Budget | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
+        """The same, with attention that keeps, or reads, what `policy` (of `memory.eviction`) chooses, or everything again (None).
 
         `spec.with_policy(H2O(1024), layers=range(4, 32))`; several calls give different layers different policies.
 

@@ -11,9 +11,10 @@ from memory.arena import Store
 from memory.attention_cache import AttentionCache, PageGrid
 from memory.cross_attention import CrossAttentionCache
 from memory.errors import SpecError
-from memory.eviction import EvictionPolicy
+from memory.eviction import Budget, EvictionPolicy, Quest
 from memory.folding import TailGrid
 from memory.interface import AttentionSpec, CrossAttentionSpec, LayerMemory, LayerSpec, MemorySpec, RecurrentSpec
+from memory.page_selection import PageSelection
 from memory.recurrent_state import RecurrentState
 from memory.sparse_attention import SparseAttention
 
@@ -33,7 +34,7 @@ class Kinds:
     recurrent: RecurrentState | None = None
 
 
-_Group = tuple[int | None, EvictionPolicy | None]
+_Group = tuple[int | None, Budget | None]
 """A window and a policy: layers that agree in both share blocks."""
 
 
@@ -41,10 +42,10 @@ def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec
     """Each attention and its group, the policies made for their layers."""
     attention = [m for m in memories if isinstance(m, AttentionSpec)]
     for memory in attention:
-        if not isinstance(memory.policy, EvictionPolicy | None):
-            raise SpecError(f"{memory.policy!r} is no EvictionPolicy; give an instance of one, such as H2O(1024)")
+        if not isinstance(memory.policy, EvictionPolicy | Quest | None):
+            raise SpecError(f"{memory.policy!r} is no EvictionPolicy and no Quest; give an instance of one, such as H2O(1024)")
     n_layers = Counter(memory.policy for memory in attention)
-    numbers: Counter[EvictionPolicy | None] = Counter()
+    numbers: Counter[Budget | None] = Counter()
     for memory in attention:
         policy = memory.policy
         yield memory, (memory.window, None if policy is None else policy.of_layer(numbers[policy], n_layers[policy]))
@@ -62,9 +63,12 @@ def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store)
         group.append(memory)
     caches: dict[_Group, tuple[str, AttentionCache | SparseAttention]] = {}
     for (window, policy), group in sorted(groups.items(), key=lambda item: item[0][0] or 0):
-        if policy is not None:
+        if isinstance(policy, EvictionPolicy):
             name = f"attention {len(caches)}, {policy.label}"
             cache: AttentionCache | SparseAttention = SparseAttention(group, policy, spec.dtype, grid.rollback_window, store, name)
+        elif isinstance(policy, Quest):
+            name = f"attention {len(caches)}, {policy.label}"
+            cache = PageSelection(group, policy, spec.dtype, PageGrid(page_tokens, None, grid.rollback_window), store, name)
         else:
             name = "attention" if window is None else f"attention over {window}"
             cache = AttentionCache(group, spec.dtype, PageGrid(page_tokens, window, grid.rollback_window), store)
