@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence
-from memory.eviction import H2O, EvictionPolicy
+from memory.eviction import H2O, Budget, EvictionPolicy, Quest
 from memory.recurrences import FAMILIES
 from models import LanguageModel, load_model
 from tests.models import checkpoints
@@ -21,7 +21,7 @@ from tests.toy import FamilyToy, Toy
 
 SUBJECTS = (
     *("toy", "toy-attention", "toy-recurrent", "toy-window", "jamba", "mamba", "toy replay", "mamba replay"),
-    *("toy-sparse", "toy-attention-sparse", "toy-sparse replay"),
+    *("toy-sparse", "toy-attention-sparse", "toy-sparse replay", "toy-quest", "toy-attention-quest"),
     *(f"family:{name}" for name in FAMILIES),
     "model:bamba",
     "model:falcon-h1",
@@ -54,7 +54,7 @@ class Subject:
     fold: Literal["keep", "replay"]
     model: LanguageModel
     is_exact: bool
-    policy: EvictionPolicy | None = None
+    policy: Budget | None = None
 
     @property
     def spec(self) -> MemorySpec:
@@ -63,8 +63,9 @@ class Subject:
     @property
     def reaches_everything(self) -> bool:
         """Whether any position can be returned to: where attention alone remembers, and sees everything."""
-        memories = [memory for layer in self.spec.layers for memory in layer]
-        return all(isinstance(memory, AttentionSpec) and memory.window is None and memory.policy is None for memory in memories)
+        attention = [memory for layer in self.spec.layers for memory in layer if isinstance(memory, AttentionSpec)]
+        forgets = any(memory.window is not None or isinstance(memory.policy, EvictionPolicy) for memory in attention)
+        return not forgets and len(attention) == sum(map(len, self.spec.layers))
 
     def memory(self, rollback_window: int = 8, budget: int | str = "8MiB", page_tokens: int = 4) -> HybridMemory:
         options = {"rollback_window": rollback_window, "page_tokens": page_tokens, "fold": self.fold}
@@ -111,7 +112,9 @@ def make_subject(name: str, folder: Path) -> Subject:
     if name.startswith("toy"):
         model = Toy(attention=name != "toy-recurrent", recurrent="attention" not in name, window=5 if name == "toy-window" else None)
         # Rows fold and none is forgotten: what is remembered does not depend on when they fold.
-        policy = H2O(512, every=4) if "sparse" in name else None
+        policy: Budget | None = H2O(512, every=4) if "sparse" in name else None
+        if "quest" in name:  # far less than everything, chosen by what a position and the rows up to it are
+            policy = Quest(12, recent=2, select_up_to=10**6)
         return Subject(name, fold or "keep", model, is_exact=True, policy=policy)  # type: ignore[arg-type]
     if name.startswith("model:"):
         checkpoints.write_checkpoint(folder, checkpoints.CONFIGS[name.removeprefix("model:")]())

@@ -97,23 +97,36 @@ class ExpectedAttention(EvictionPolicy):
     exp(z), z = scale k.mu + scale^2 / 2 k^T Sigma k, of each head: mean plus half the variance of its scores, which is how it is computed
     here. A softmax over the rows makes shares of it, learned sinks taking theirs, and they are averaged over a group's heads.
 
-    The paper knows queries before their rotation and averages the rotation of the next 512 positions. A memory sees queries that
-    are rotated already, or never are, so here the queries to come are as those just seen, where those just stood; and each fold
-    compresses anew with its own `every` queries, where the paper does once, with a prompt's.
+    Two things differ from the paper. It knows queries before their rotation and averages the rotation of the next 512 positions; a
+    memory sees them rotated already, or never, so here those to come are as those just seen, where those just stood. And it
+    compresses once, with a whole prompt's queries; here each fold has only `every`, so what a row expects is averaged over folds.
+
+    Attributes:
+        decay: how much of that average stays at each fold, from the row's own first one on; 0 for what the last queries say alone.
     """
 
     _: KW_ONLY
     sinks: int = 4
+    decay: float = 0.9
     needs_queries: ClassVar[bool] = True
 
-    def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
-        received_GSNR = rows.query_scores
-        expected_GSR = received_GSNR.mean(2) + received_GSNR.var(2, correction=0) / 2
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0.0 <= self.decay < 1.0:
+            raise SpecError(f"ExpectedAttention.decay is {self.decay!r}; it must lie in [0, 1)")
+
+    def score(self, rows: Candidates) -> Tensor:
+        scores_GSNR = rows.query_scores
+        expected_GSR = scores_GSNR.mean(2) + scores_GSNR.var(2, correction=0) / 2
         if rows.scoring.sinks_H is not None:
             sinks_GS1 = torch.as_tensor(rows.scoring.sinks_H).view(*expected_GSR.shape[:2], 1)
             expected_GSR = torch.cat([expected_GSR, sinks_GS1], -1)
-        shares_GSR = expected_GSR.softmax(-1)[..., : received_GSNR.shape[-1]]
-        return shares_GSR.mean(1) * rows.values.float().square().sum(-1).sqrt()
+        shares_GR = expected_GSR.softmax(-1).mean(1)[:, : rows.positions.shape[1]]
+        is_new = rows.positions >= rows.end - scores_GSNR.shape[2]
+        return torch.where(is_new, shares_GR, self.decay * rows.scores + (1 - self.decay) * shares_GR)
+
+    def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
+        return scores * rows.values.float().square().sum(-1).sqrt()
 
 
 @dataclass(frozen=True)
