@@ -45,6 +45,13 @@ def _quality(report: Report, *, n_dialogues: int, shares: tuple[float, ...]) -> 
         "remember as ever. An answer is right if no token of it is wrong. Bytes are the arena's, tails included. Quest keeps every row, "
         f"and reads pages of {_PAGE_TOKENS} when an answer is said."
     )
+    report.notes.append(
+        "Of this model's two attention layers the second answers, and reads mostly one row for it: the value that was told. The question "
+        "comes when that row has folded long ago, and nobody had asked for it. SnapKV, PyramidKV and TOVA judge rows by the last queries, "
+        "among which the benchmarks of the literature have the question. H2O and Scissorhands add up what a row received, so one that has "
+        "just folded competes, after two folds of queries, with sums over a whole dialogue. KNorm keeps short keys, and here the rows "
+        "that are read have long ones. ExpectedAttention asks each query about each row, and averages over folds."
+    )
     row: dict[str, str | int | float] = {"policy": "dense", "budget, share": 1.0, "budget, tokens": "-", "right, %": 100 * dense_share}
     report.add(_TABLE, row | {"of dense, %": 100.0, "bytes of dense, %": 100.0})
     for kind in _POLICIES:

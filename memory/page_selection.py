@@ -113,9 +113,9 @@ class PageSelection(AttentionCache):
 
     def _read(self, plan: AttentionPlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
         assert isinstance(plan, SelectionPlan)
-        self._bound(plan, index)
         if scoring.bias_HL is not None:
             raise StepError(f"scores with a bias by distance need every row; take {self.policy.label} off this layer")
+        self._bound(plan, index)
         if not plan.queries:
             return super()._read(plan, index, q_THD, scoring)
         spec, keys, values = self._specs[index], self._keys[index], self._values[index]

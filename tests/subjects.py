@@ -114,7 +114,7 @@ def make_subject(name: str, folder: Path) -> Subject:
         # Rows fold and none is forgotten: what is remembered does not depend on when they fold.
         policy: Budget | None = H2O(512, every=4) if "sparse" in name else None
         if "quest" in name:  # far less than everything, chosen by what a position and the rows up to it are
-            policy = Quest(12, recent=2, select_up_to=10**6)
+            policy = Quest(16, recent=1, select_up_to=10**6)
         return Subject(name, fold or "keep", model, is_exact=True, policy=policy)  # type: ignore[arg-type]
     if name.startswith("model:"):
         checkpoints.write_checkpoint(folder, checkpoints.CONFIGS[name.removeprefix("model:")]())

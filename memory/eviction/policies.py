@@ -95,7 +95,8 @@ class ExpectedAttention(EvictionPolicy):
 
     Queries to come are taken for normal, with the mean mu and the covariance Sigma of those that fold, so a row with key k expects
     exp(z), z = scale k.mu + scale^2 / 2 k^T Sigma k, of each head: mean plus half the variance of its scores, which is how it is computed
-    here. A softmax over the rows makes shares of it, learned sinks taking theirs, and they are averaged over a group's heads.
+    here. A softmax over the rows makes shares of it, learned sinks taking theirs, and they are averaged over a group's heads. Each
+    query counts for each row, also for those behind it: it stands for others to come, and a row that has just folded needs judges.
 
     Two things differ from the paper. It knows queries before their rotation and averages the rotation of the next 512 positions; a
     memory sees them rotated already, or never, so here those to come are as those just seen, where those just stood. And it
@@ -107,6 +108,7 @@ class ExpectedAttention(EvictionPolicy):
 
     _: KW_ONLY
     sinks: int = 4
+    recent: int = 16
     decay: float = 0.9
     needs_queries: ClassVar[bool] = True
 

@@ -10,13 +10,14 @@ from memory.eviction.policy import Budget
 
 @dataclass(frozen=True)
 class Quest(Budget):
-    """Every row is kept; a query reads the pages that its own scores say may matter to it (Tang et al. 2024).
+    """Every row is kept; a query reads the pages, of `HybridMemory(page_tokens=...)`, that may matter to it (Tang et al. 2024).
 
     A page's score is the most that a query could score a key between the least and the greatest of the page's, element by element.
     Each key/value head reads pages of its own; of the query heads that share it, the one that scores a page highest decides.
 
     A request with more than `select_up_to` new tokens reads everything, as prompts do in the paper: choosing pages for every
-    token would cost more than it saves. Layers 0 and 1 are dense in the paper; say `with_policy(Quest(1024), layers=range(2, n))`.
+    token would cost more than it saves. Layers 0 and 1 are dense in the paper: `with_policy(Quest(1024), layers=range(2, n))`. A page
+    takes two more rows of keys.
 
     Attributes:
         budget_tokens: rows that a query reads at most, in whole pages; sinks and recent rows are among them.

@@ -178,7 +178,7 @@ def bytes_of(subject: Subject, n_sequences: int, n_tokens: int) -> int:
 
 def test_capacity_is_refused_before_anything_changes(subject: Subject) -> None:
     budget = max(24 * 1024 if subject.name.startswith("toy") else 128 * 1024, bytes_of(subject, n_sequences=5, n_tokens=30))
-    memory = HybridMemory(subject.spec, budget, rollback_window=4, poison=True)
+    memory = subject.memory(4, budget)
     sequences: list[Sequence] = []
     tokens = subject.tokens(30)
     with pytest.raises(CapacityError) as caught:

@@ -26,7 +26,7 @@ POLICIES: list[EvictionPolicy] = [
     Scissorhands(BUDGET, recent=3, **SMALL),
     TOVA(BUDGET, **SMALL),
     SnapKV(BUDGET, recent=1, observed=3, kernel=3, **SMALL),
-    ExpectedAttention(BUDGET, sinks=0, decay=0.0, **SMALL),
+    ExpectedAttention(BUDGET, sinks=0, recent=0, decay=0.0, **SMALL),
     ExpectedAttention(BUDGET, recent=2, **SMALL),
 ]
 STEPS = (23, 1, 1, 1, 1, 5, 1, 17, 2, 1, 1, 1, 1, 1, 1, 1)
@@ -232,7 +232,7 @@ def test_expected_attention_knows_caps_and_sinks() -> None:
     scores = 2 * torch.tanh(torch.einsum("nhd,hrd->hnr", q, k.repeat_interleave(3, 0)) * 0.7 / 2)
     z = torch.cat([scores.mean(1) + scores.var(1, correction=0) / 2, sinks[:, None]], 1)
     expected = z.softmax(-1)[:, :30].unflatten(0, (2, 3)).mean(1) * v.norm(dim=-1)
-    new, half = ExpectedAttention(8), ExpectedAttention(8, decay=0.5)
+    new, half = ExpectedAttention(64), ExpectedAttention(64, decay=0.5)
     torch.testing.assert_close(half.rank(rows, half.score(rows))[:, :25], expected[:, :25] / 2)
     torch.testing.assert_close(new.rank(rows, new.score(rows))[:, 25:], expected[:, 25:])
 
