@@ -99,8 +99,9 @@ def states_(quick: Quick = False, out: Out = None, threads: Threads = None) -> N
 
 @app.command()
 def sparse(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Attention that keeps a budget of rows: answers of the embedded model, and the time of a decode step."""
-    _run(sparse_attention.sparse, ("tests/unit/test_eviction.py",), quick, out, threads)
+    """Attention that keeps, or reads, a budget of rows: answers of the embedded model, and the time of a decode step."""
+    tests = ("tests/unit/test_eviction.py", "tests/unit/test_page_selection.py")
+    _run(sparse_attention.sparse, tests, quick, out, threads, plot=None if out is None else out / "sparse.png")
 
 
 @app.command()

@@ -90,13 +90,13 @@ class AttentionCache:
 
     Args:
         specs: the attention specs, in the order that `attend` numbers them.
+        name: of its pool, unless "pages" says enough.
     """
 
     def __init__(self, specs: list[AttentionSpec], dtype: torch.dtype, grid: PageGrid, store: Store, *, name: str | None = None) -> None:
-        page_tokens = grid.page_tokens
-        shapes = [(page_tokens, s.n_kv_heads, s.head_dim) for s in specs for _ in range(s.n_parts)]
-        self.grid, self.page_tokens = grid, page_tokens
-        self.layout = BlockLayout.of([(shape, dtype) for shape in shapes])
+        self.grid, self.page_tokens = grid, grid.page_tokens
+        fields = [self._page_fields(s) for s in specs]
+        self.layout = BlockLayout.of([(shape, dtype) for own in fields for shape in own])
         name = name or ("pages" if grid.window is None else f"pages over {grid.window}")
         self.pool = store.make_pool(name, self.layout.block_bytes, from_top=False)
         self._specs = specs
@@ -105,13 +105,18 @@ class AttentionCache:
         self._dtype = dtype
         self._kernels: Kernels = select_kernels(store.device, dtype)
         flats = [] if store.is_dry else [self._kernels.prepare(store.flat(field)) for field in self.layout.fields]
-        ends = np.cumsum([s.n_parts for s in specs]).tolist()
+        remaining = iter(flats)
+        self._flats = [] if store.is_dry else [[next(remaining) for _ in own] for own in fields]
         # Where values are a part of the keys, both are read from the same flat.
-        self._keys_values = [(flats[end - s.n_parts], flats[end - 1]) for s, end in zip(specs, ends, strict=True) if flats]
+        self._keys_values = [(own[0], own[s.n_parts - 1]) for s, own in zip(specs, self._flats, strict=False)]
         self._pages: dict[int, Int64s] = {}
         self._first_page: dict[int, int] = {}  # of those slots that have given up any
         self._oldest: dict[int, int] = {}  # the oldest row, of slots whose first page may begin before it
         self._open_plans: dict[int, AttentionPlan] = {}
+
+    def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
+        """What a page holds of one attention: keys first, then its own values, if it has any."""
+        return [(self.page_tokens, spec.n_kv_heads, spec.head_dim)] * spec.n_parts
 
     @property
     def sized_pools(self) -> list[tuple[BlockPool, int]]:
@@ -152,11 +157,16 @@ class AttentionCache:
             changed[i] = tables[i] = tables[i].copy()
             tables[i][held[i] - 1] = new
         try:
-            plan = AttentionPlan(packed, changed, copies, fresh, *self._addresses(packed, tables, wanted, lengths, positions))
+            batch, rows = self._addresses(packed, tables, wanted, lengths, positions)
+            plan = self._plan_reads(AttentionPlan(packed, changed, copies, fresh, batch, rows))
         except BaseException:
             self.pool.release(fresh)
             raise
         self._open_plans[id(plan)] = plan
+        return plan
+
+    def _plan_reads(self, plan: AttentionPlan) -> AttentionPlan:
+        """For kinds that do not read every page: the plan, and what they read."""
         return plan
 
     def _addresses(

@@ -28,7 +28,7 @@ from memory.shift import DropsTokens, Rotation
 
 if TYPE_CHECKING:
     from memory.arena import BlockPool
-    from memory.eviction import EvictionPolicy
+    from memory.eviction import Budget
     from memory.quantization import Storage
     from memory.recurrent_state import States
 
@@ -49,7 +49,7 @@ class AttentionSpec:
     Attributes:
         window: a token sees only the last `window` tokens, itself included, and older ones are not kept beyond what a rollback may
             need; None for all.
-        policy: which old rows are kept; None for all. See `MemorySpec.with_policy`.
+        policy: which old rows are kept, or read; None for all. See `MemorySpec.with_policy`.
         storage: how old rows are kept; None for as they came. See `MemorySpec.with_storage`.
         value_dim: None if values are rows of their own. Else a token is remembered by its keys alone, and a value is the first
             `value_dim` elements of its key: multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"), where all query heads read
@@ -63,7 +63,7 @@ class AttentionSpec:
     head_dim: int
     name: str = "attention"
     window: int | None = None
-    policy: EvictionPolicy | None = None
+    policy: Budget | None = None
     storage: Storage | None = None
     value_dim: int | None = None
     rotation: Rotation | None = None
@@ -197,8 +197,8 @@ class MemorySpec:
 
         return replace(self, layers=tuple(tuple(map(change, layer)) for layer in self.layers))
 
-    def with_policy(self, policy: EvictionPolicy | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
-        """The same, with attention that keeps only what `policy` (of `memory.eviction`) chooses, or everything again (None).
+    def with_policy(self, policy: Budget | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
+        """The same, with attention that keeps, or reads, what `policy` (of `memory.eviction`) chooses, or everything again (None).
 
         `spec.with_policy(H2O(1024), layers=range(4, 32))`; several calls give different layers different policies.
 
@@ -216,7 +216,7 @@ class MemorySpec:
         """
         return self._with_attention(layers, storage=storage)
 
-    def _with_attention(self, layers: Iterable[int] | None, **changes: EvictionPolicy | Storage | None) -> MemorySpec:
+    def _with_attention(self, layers: Iterable[int] | None, **changes: Budget | Storage | None) -> MemorySpec:
         attention = [layer for layer, memory in self.of_kind("attention") if isinstance(memory, AttentionSpec) and memory.window is None]
         chosen = attention if layers is None else list(layers)
         for layer in chosen:

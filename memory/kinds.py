@@ -11,10 +11,11 @@ from memory.arena import Store
 from memory.attention_cache import AttentionCache
 from memory.cross_attention import CrossAttentionCache
 from memory.errors import SpecError
-from memory.eviction import EvictionPolicy
+from memory.eviction import Budget, EvictionPolicy, Quest
 from memory.folding import TailGrid
 from memory.interface import AttentionSpec, CrossAttentionSpec, LayerMemory, LayerSpec, MemorySpec, RecurrentSpec
 from memory.page_grid import PageGrid
+from memory.page_selection import PageSelection
 from memory.quantization import Storage
 from memory.quantized_attention import QuantizedAttention
 from memory.rebased_state import RebasedState
@@ -38,7 +39,7 @@ class Kinds:
     recurrent: RebasedState | None = None
 
 
-_Group = tuple[int | None, EvictionPolicy | None, Storage | None]
+_Group = tuple[int | None, Budget | None, Storage | None]
 """A window, a policy and a storage: layers that agree in all share blocks."""
 
 
@@ -46,12 +47,14 @@ def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec
     """Each attention and its group, the policies made for their layers."""
     attention = [m for m in memories if isinstance(m, AttentionSpec)]
     for memory in attention:
-        if not isinstance(memory.policy, EvictionPolicy | None):
-            raise SpecError(f"{memory.policy!r} is no EvictionPolicy; give an instance of one, such as H2O(1024)")
+        if not isinstance(memory.policy, EvictionPolicy | Quest | None):
+            raise SpecError(f"{memory.policy!r} is no EvictionPolicy and no Quest; give an instance of one, such as H2O(1024)")
         if not isinstance(memory.storage, Storage | None):
             raise SpecError(f"{memory.storage!r} is no Storage; give an instance of one, such as Quantized(4)")
+        if isinstance(memory.policy, Quest) and memory.storage is not None:
+            raise SpecError(f"{memory.policy.label} reads rows as they came; take {memory.storage} or the policy off {memory.name!r}")
     n_layers = Counter(memory.policy for memory in attention)
-    numbers: Counter[EvictionPolicy | None] = Counter()
+    numbers: Counter[Budget | None] = Counter()
     for memory in attention:
         policy = memory.policy
         yield memory, (memory.window, None if policy is None else policy.of_layer(numbers[policy], n_layers[policy]), memory.storage)
@@ -70,9 +73,12 @@ def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store)
     caches: dict[_Group, tuple[str, AttentionMemory]] = {}
     for (window, policy, storage), group in sorted(groups.items(), key=lambda item: item[0][0] or 0):
         cache: AttentionMemory
-        if policy is not None:
+        if isinstance(policy, EvictionPolicy):
             name = f"attention {len(caches)}, {policy.label}" + (f" of {storage.label}" if storage else "")
             cache = SparseAttention(group, policy, storage, spec.dtype, grid.rollback_window, store, name)
+        elif isinstance(policy, Quest):
+            name = f"attention {len(caches)}, {policy.label}"
+            cache = PageSelection(group, policy, spec.dtype, PageGrid(page_tokens, None, grid.rollback_window), store, name)
         elif storage is not None:
             name = f"attention {len(caches)}, {storage.label}"
             cache = QuantizedAttention(group, storage, spec.dtype, page_tokens, grid.rollback_window, store, name)

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence
-from memory.eviction import H2O, EvictionPolicy
+from memory.eviction import H2O, Budget, EvictionPolicy, Quest
 from memory.quantization import Float8, Quantized, Storage
 from memory.recurrences import FAMILIES
 from models import LanguageModel, load_model
@@ -22,7 +22,7 @@ from tests.toy import FamilyToy, Toy
 
 SUBJECTS = (
     *("toy", "toy-attention", "toy-recurrent", "toy-window", "jamba", "mamba", "toy replay", "mamba replay"),
-    *("toy-sparse", "toy-attention-sparse", "toy-sparse replay"),
+    *("toy-sparse", "toy-attention-sparse", "toy-sparse replay", "toy-quest", "toy-attention-quest"),
     *("toy-4-bit", "toy-attention-8-bit", "toy-float8", "toy-evicting", "toy-evicting-4-bit", "toy-attention-evicting-8-bit"),
     *(f"family:{name}" for name in FAMILIES),
     "model:bamba",
@@ -61,7 +61,7 @@ class Subject:
     fold: Literal["keep", "replay"]
     model: LanguageModel
     is_exact: bool
-    policy: EvictionPolicy | None = None
+    policy: Budget | None = None
     storage: Storage | None = None
 
     @property
@@ -71,18 +71,19 @@ class Subject:
     @property
     def reaches_everything(self) -> bool:
         """Whether any position can be returned to: where attention alone remembers, and sees everything."""
-        memories = [memory for layer in self.spec.layers for memory in layer]
-        return all(isinstance(m, AttentionSpec) and m.window is None and m.policy is None and m.storage is None for m in memories)
+        attention = [memory for layer in self.spec.layers for memory in layer if isinstance(memory, AttentionSpec)]
+        forgets = any(m.window is not None or isinstance(m.policy, EvictionPolicy) or m.storage is not None for m in attention)
+        return not forgets and len(attention) == sum(map(len, self.spec.layers))
 
     @property
     def is_lossy(self) -> bool:
         """Whether old rows are not what they were: then outputs depend on when rows folded, and on nothing else that was dropped."""
-        return self.storage is not None or (self.policy is not None and self.policy.budget_tokens < 512)
+        return self.storage is not None or (isinstance(self.policy, EvictionPolicy) and self.policy.budget_tokens < 512)
 
     @property
     def page_tokens(self) -> int:
-        """The usual number, or what divides the small groups of the storages above."""
-        return 16 if self.storage is None else 4
+        """The usual number, or what divides the small groups of the storages above and suits a small budget of pages."""
+        return 16 if self.storage is None and not isinstance(self.policy, Quest) else 4
 
     def memory(self, rollback_window: int = 8, budget: int | str = "8MiB", page_tokens: int = 4) -> HybridMemory:
         options = {"rollback_window": rollback_window, "page_tokens": page_tokens, "fold": self.fold}
@@ -145,7 +146,9 @@ def make_subject(name: str, folder: Path) -> Subject:
     if name.startswith("toy"):
         model = Toy(attention=name != "toy-recurrent", recurrent="attention" not in name, window=5 if name == "toy-window" else None)
         # Rows fold and none is forgotten: what is remembered does not depend on when they fold.
-        policy = H2O(512, every=4) if "sparse" in name else H2O(9, recent=2, every=4) if "evicting" in name else None
+        policy: Budget | None = H2O(512, every=4) if "sparse" in name else H2O(9, recent=2, every=4) if "evicting" in name else None
+        if "quest" in name:  # far less than everything, chosen by what a position and the rows up to it are
+            policy = Quest(16, recent=1, select_up_to=10**6)
         storage = next((storage for label, storage in STORAGES.items() if label in name), None)
         return Subject(name, fold or "keep", model, is_exact=True, policy=policy, storage=storage)  # type: ignore[arg-type]
     torch.manual_seed(1)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
-from memory.eviction import H2O, TOVA, Candidates, EvictionPolicy, KNorm, PyramidKV, Recent, Scissorhands, SnapKV
+from memory.eviction import H2O, TOVA, Candidates, EvictionPolicy, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
 from memory.kernels import Scoring, reference
 from tests.tolerances import assert_kernel_close
 from tests.toy import VOCAB, Toy
@@ -26,6 +26,8 @@ POLICIES: list[EvictionPolicy] = [
     Scissorhands(BUDGET, recent=3, **SMALL),
     TOVA(BUDGET, **SMALL),
     SnapKV(BUDGET, recent=1, observed=3, kernel=3, **SMALL),
+    ExpectedAttention(BUDGET, sinks=0, recent=0, decay=0.0, **SMALL),
+    ExpectedAttention(BUDGET, recent=2, **SMALL),
 ]
 STEPS = (23, 1, 1, 1, 1, 5, 1, 17, 2, 1, 1, 1, 1, 1, 1, 1)
 
@@ -115,11 +117,29 @@ class BruteForce:
                 padded = torch.cat([torch.zeros(policy.kernel // 2), received[g, places], torch.zeros(policy.kernel // 2)])
                 smooth[g, places] = padded.unfold(0, policy.kernel, 1).mean(-1)
             return smooth
+        if isinstance(policy, ExpectedAttention):
+            return self.expected(policy, candidates, chunk)
         if isinstance(policy, TOVA):
             return shares_GSNT[:, :, -1].flatten(0, 1).mean(0).expand(len(candidates), -1)
         if isinstance(policy, KNorm):
             return -self.k.norm(dim=-1).T
         return torch.arange(len(self.k)).float().expand(len(candidates), -1)
+
+    def expected(self, policy: ExpectedAttention, candidates: Tensor, chunk: range) -> Tensor:
+        """As the paper writes it: mean and covariance of the queries."""
+        q_NHD, scale = self.q[list(chunk)], DIM**-0.5
+        mean_HD = q_NHD.mean(0)
+        covariance_HDD = torch.einsum("nhd,nhe->hde", q_NHD - mean_HD, q_NHD - mean_HD) / len(q_NHD)
+        shares = torch.zeros_like(self.scores)
+        for h, mean_D in enumerate(mean_HD):
+            g = h // self.n_shared
+            spread = torch.einsum("td,de,te->t", self.k[:, g], covariance_HDD[h], self.k[:, g])
+            z = (self.k[:, g] @ mean_D * scale + scale**2 / 2 * spread).masked_fill(~candidates[g], -torch.inf)
+            shares[g] += z.softmax(-1) / self.n_shared
+        averages = policy.decay * self.scores + (1 - policy.decay) * shares
+        averages[:, list(chunk)] = shares[:, list(chunk)]
+        self.scores = averages
+        return averages * self.v.norm(dim=-1).T
 
 
 @pytest.mark.parametrize("n_heads, n_kv_heads", [(2, 2), (6, 2), (7, 1)])
@@ -140,7 +160,9 @@ def test_a_policy_keeps_what_brute_force_keeps(policy: EvictionPolicy, n_heads: 
     assert n_evicted > BUDGET
 
 
-@pytest.mark.parametrize("policy", [Recent(512), KNorm(512), H2O(512), TOVA(512, every=4), SnapKV(512), Scissorhands(512)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [Recent(512), KNorm(512), H2O(512), TOVA(512, every=4), SnapKV(512), Scissorhands(512), ExpectedAttention(512)], ids=str
+)
 @pytest.mark.parametrize("window", [0, 3, 20])
 def test_a_budget_for_everything_is_dense_attention_to_the_bit(policy: EvictionPolicy, window: int) -> None:
     toy = Toy()
@@ -204,6 +226,31 @@ def test_observed_weights_are_those_of_a_plain_softmax() -> None:
     assert rows.weights.sum().item() == pytest.approx(5 * 6, abs=1e-4)
 
 
+def test_expected_attention_knows_caps_and_sinks() -> None:
+    q, k, v, sinks = torch.randn(5, 6, DIM), torch.randn(2, 30, DIM), torch.randn(2, 30, DIM), torch.randn(6)
+    rows = Candidates(k, v, torch.arange(30).expand(2, -1), torch.zeros(2, 30), q, Scoring(0.7, softcap=2.0, sinks_H=sinks))
+    scores = 2 * torch.tanh(torch.einsum("nhd,hrd->hnr", q, k.repeat_interleave(3, 0)) * 0.7 / 2)
+    z = torch.cat([scores.mean(1) + scores.var(1, correction=0) / 2, sinks[:, None]], 1)
+    expected = z.softmax(-1)[:, :30].unflatten(0, (2, 3)).mean(1) * v.norm(dim=-1)
+    new, half = ExpectedAttention(64), ExpectedAttention(64, decay=0.5)
+    torch.testing.assert_close(half.rank(rows, half.score(rows))[:, :25], expected[:, :25] / 2)
+    torch.testing.assert_close(new.rank(rows, new.score(rows))[:, 25:], expected[:, 25:])
+
+
+def test_a_budget_may_be_a_share_of_the_longest_sequence() -> None:
+    assert H2O.of_ratio(0.2, max_tokens=8192, decay=0.9) == H2O(1638, decay=0.9)
+    assert Quest.of_ratio(1, max_tokens=100) == Quest(100)
+    assert Recent.of_ratio(0.29, max_tokens=100, sinks=0) == Recent(29, sinks=0)
+    for ratio in (0, 0.0, 1.2, -1, True, "half", float("nan")):
+        with pytest.raises(SpecError, match=r"a ratio must lie in \(0, 1\]; for tokens write H2O\(n\)"):
+            H2O.of_ratio(ratio, max_tokens=100)  # type: ignore[arg-type]
+    for max_tokens in (0, 2.5, True):
+        with pytest.raises(SpecError, match=r"max_tokens=.*the longest sequence planned"):
+            H2O.of_ratio(0.2, max_tokens=max_tokens)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="protects 0 sinks and 16 recent rows, more than its budget of 2"):
+        H2O.of_ratio(0.02, max_tokens=100)
+
+
 def test_evicted_rows_take_no_bytes() -> None:
     """A fifth of 4,096 tokens: at most 22 % of the bytes of dense attention, and a tail."""
     n_tokens, usages = 4096, []
@@ -250,6 +297,8 @@ def test_policies_that_cannot_work_are_refused() -> None:
         Recent(3)
     with pytest.raises(SpecError, match=r"H2O\.decay is 0"):
         H2O(64, decay=0.0)
+    with pytest.raises(SpecError, match=r"ExpectedAttention\.decay is 1"):
+        ExpectedAttention(64, decay=1)
     with pytest.raises(SpecError, match="kernel is 4; it must be odd"):
         SnapKV(64, kernel=4)
     with pytest.raises(SpecError, match="has a window of 5 tokens"):

@@ -1,0 +1,149 @@
+"""What a policy is: a budget, and how rows compete for it."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import KW_ONLY, dataclass
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from memory.errors import SpecError
+from memory.kernels import Scoring, reference
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Rows of one attention of one sequence that compete: R of them, by position; the last N are those that fold now.
+
+    Attributes:
+        keys, values: (G, R, D); values (G, R, value_dim) where they are a part of the keys, see `AttentionSpec`.
+        positions: (G, R) int64. Which rows were kept may differ from head to head.
+        scores: (G, R) float32: what `EvictionPolicy.score` said of them at the last fold; 0 for the last N.
+        queries: (N, H, D) of the rows that fold, where the policy observes them.
+        scoring: how the layer makes weights of them.
+    """
+
+    keys: Tensor
+    values: Tensor
+    positions: Tensor
+    scores: Tensor
+    queries: Tensor | None
+    scoring: Scoring
+
+    @property
+    def end(self) -> int:
+        """The position behind the last row."""
+        return int(self.positions[0, -1]) + 1
+
+    @cached_property
+    def weights(self) -> Tensor:
+        """(G, H / G, N, R) float32: the share of each row, up to its own, in what each query read; over R they sum to one, sinks apart.
+
+        N is at most `EvictionPolicy.every`, so no matrix of all queries and all rows is ever made.
+        """
+        assert self.queries is not None, "this policy has not asked for queries"
+        n_shared = self.queries.shape[1] // len(self.keys)
+        keys_HRD = self.keys.float().repeat_interleave(n_shared, dim=0)
+        weights_HNR = reference.attention_weights(self.queries.float().transpose(0, 1), keys_HRD, self.scoring)
+        return weights_HNR.view(len(self.keys), n_shared, *weights_HNR.shape[1:])
+
+    @property
+    def query_scores(self) -> Tensor:
+        """(G, H / G, N, R) float32: what each query would score each row, also those behind it; capped where the layer caps."""
+        assert self.queries is not None, "this policy has not asked for queries"
+        q_GSND = self.queries.float().transpose(0, 1).view(len(self.keys), -1, *self.queries.shape[::2])
+        scores_GSNR = q_GSND @ self.keys.float()[:, None].transpose(2, 3) * self.scoring.scale
+        cap = self.scoring.softcap
+        return scores_GSNR if cap is None else cap * torch.tanh(scores_GSNR / cap)
+
+
+PolicyT = TypeVar("PolicyT", bound="Budget")
+
+
+@dataclass(frozen=True)
+class Budget(ABC):
+    """What `MemorySpec.with_policy` takes: how many rows attention may keep, or read."""
+
+    budget_tokens: int
+
+    @classmethod
+    def of_ratio(cls: type[PolicyT], ratio: float, *, max_tokens: int, **options: Any) -> PolicyT:
+        """The policy whose budget is `ratio` of the longest sequence that is planned for: `H2O.of_ratio(0.2, max_tokens=8192)`.
+
+        How long a sequence will become is not known when its first rows fold, and its body has one size from the first fold on, so
+        a ratio needs a length to refer to. Shorter sequences are compressed less, longer ones more.
+
+        Args:
+            ratio: rows that stay or are read / max_tokens, in (0, 1]. What others call a compression ratio is 1 - this in kvpress.
+            options: the policy's other arguments.
+        Raises:
+            SpecError: a ratio or a length that makes no budget.
+        """
+        if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
+            raise SpecError(f"{cls.__name__}.of_ratio({ratio!r}): a ratio must lie in (0, 1]; for tokens write {cls.__name__}(n)")
+        if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
+            raise SpecError(f"max_tokens={max_tokens!r}; it must be an integer of at least 1 token: the longest sequence planned")
+        return cls(max(1, round(ratio * max_tokens)), **options)
+
+    def of_layer(self, number: int, n_layers: int) -> Budget:
+        """The policy of the attention `number` of the `n_layers` that are given this one."""
+        return self
+
+    @property
+    def label(self) -> str:
+        return f"{type(self).__name__}({self.budget_tokens})"
+
+    def _check_counts(self, **least: int) -> None:
+        for name, lowest in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
+                raise SpecError(f"{type(self).__name__}.{name} is {value!r}; it must be an integer of at least {lowest} tokens")
+
+
+@dataclass(frozen=True)
+class EvictionPolicy(Budget):
+    """How rows compete for `budget_tokens` places a head.
+
+    Attributes:
+        budget_tokens: rows that are kept of those that have folded. Newer ones come on top, at most rollback_window + every.
+        sinks: the first rows of a sequence, kept whatever their rank (Xiao et al. 2023, "StreamingLLM").
+        recent: of the rows that have folded, the newest that are kept whatever their rank.
+        every: tokens between two folds.
+        needs_queries: whether queries of rows that have not folded yet must be remembered, for `Candidates.queries`.
+    """
+
+    _: KW_ONLY
+    sinks: int = 0
+    recent: int = 0
+    every: int = 32
+
+    needs_queries: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        self._check_counts(budget_tokens=1, sinks=0, recent=0, every=1)
+        if self.sinks + self.recent > self.budget_tokens:
+            raise SpecError(
+                f"{type(self).__name__} protects {self.sinks} sinks and {self.recent} recent rows, more than its budget of "
+                f"{self.budget_tokens} tokens; raise the budget or protect fewer"
+            )
+
+    def score(self, rows: Candidates) -> Tensor:
+        """(G, R) float32, remembered with the rows that are kept."""
+        return rows.scores
+
+    @abstractmethod
+    def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
+        """(G, R): the rows with the highest ranks are kept, of equal ones the newest. Asked only when there are too many."""
+
+    def keep(self, rows: Candidates) -> tuple[Tensor, Tensor]:
+        """Indices of the rows that stay, (G, at most budget_tokens), ascending; and all scores (G, R)."""
+        scores, (n_heads, n_rows) = self.score(rows), rows.positions.shape
+        if n_rows <= self.budget_tokens:
+            return torch.arange(n_rows, device=scores.device).expand(n_heads, -1), scores
+        is_protected = (rows.positions < self.sinks) | (rows.positions >= rows.end - self.recent)
+        ranks = self.rank(rows, scores).masked_fill(is_protected, torch.inf)
+        newest_first = ranks.flip(-1).sort(dim=-1, descending=True, stable=True).indices
+        return (n_rows - 1 - newest_first[:, : self.budget_tokens]).sort(dim=-1).values, scores
