@@ -20,10 +20,11 @@ from torch import Tensor
 
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.errors import DropError, IntegrityError, StepError
-from memory.interface import AttentionSpec, Int64s, Packed
+from memory.interface import Int64s, Packed
 from memory.kernels import FoldedRows, Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.page_grid import PageGrid
 from memory.shift import Dropped
+from memory.specs import AttentionSpec
 
 NO_PAGES: Int64s = np.zeros(0, np.int64)
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from memory.batch import read_requests
 from memory.errors import BatchError, StepError
-from memory.interface import MemorySpec, Requests, Sequence
+from memory.interface import Requests, Sequence
+from memory.specs import MemorySpec
 from memory.step import Outputs, Step
 
 Model = Callable[[Step], Tensor]

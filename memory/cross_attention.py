@@ -15,9 +15,10 @@ from torch import Tensor
 
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.errors import BatchError, IntegrityError, SequenceError, StepError
-from memory.interface import CrossAttentionSpec, Int64s, Packed
+from memory.interface import Int64s, Packed
 from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.shift import Dropped
+from memory.specs import CrossAttentionSpec
 
 Encoded = Seq[tuple[Tensor, Tensor]]
 """For each cross-attention of a model, in layer order: keys and values of all encoder rows, (R, n_kv_heads, head_dim) each."""

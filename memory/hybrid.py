@@ -21,12 +21,13 @@ from memory.cross_attention import Encoded
 from memory.errors import BatchError, CapacityError, RollbackError, SequenceError, SpecError
 from memory.folding import TailGrid
 from memory.inspection import Usage, measure, usage_html
-from memory.interface import Int64s, MemorySpec, Packed, Recurrence, Requests, Sequence
+from memory.interface import Int64s, Packed, Recurrence, Requests, Sequence
 from memory.interrupts import uninterrupted
 from memory.kernels import Scoring
 from memory.kinds import index_of, make_kinds
 from memory.ledger import Ledger
 from memory.shift import Dropped, drop_from_all
+from memory.specs import MemorySpec
 from memory.step import Outputs, Plans, Step
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -13,13 +13,14 @@ from memory.cross_attention import CrossAttentionCache
 from memory.errors import SpecError
 from memory.eviction import Budget, EvictionPolicy, Quest
 from memory.folding import TailGrid
-from memory.interface import AttentionSpec, CrossAttentionSpec, LayerMemory, LayerSpec, MemorySpec, RecurrentSpec
+from memory.interface import LayerMemory
 from memory.page_grid import PageGrid
 from memory.page_selection import PageSelection
 from memory.quantization import Storage
 from memory.quantized_attention import QuantizedAttention
 from memory.rebased_state import RebasedState
 from memory.sparse_attention import SparseAttention
+from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
 
 AttentionMemory = AttentionCache | QuantizedAttention | SparseAttention
 

@@ -24,10 +24,11 @@ from memory.attention_cache import AttentionCache, AttentionPlan, DropPlan
 from memory.batch import ranges
 from memory.errors import StepError
 from memory.eviction import Quest
-from memory.interface import AttentionSpec, Int64s
+from memory.interface import Int64s
 from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring
 from memory.page_grid import PageGrid
 from memory.shift import Dropped
+from memory.specs import AttentionSpec
 
 
 @dataclass(frozen=True)

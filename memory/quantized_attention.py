@@ -20,11 +20,12 @@ from torch import Tensor
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.attention_cache import NO_PAGES, AttentionCache, AttentionPlan
 from memory.errors import DropError, IntegrityError, SpecError
-from memory.interface import AttentionSpec, Int64s, Packed
+from memory.interface import Int64s, Packed
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
 from memory.page_grid import PageGrid
 from memory.quantization import Storage
 from memory.shift import Dropped
+from memory.specs import AttentionSpec
 
 
 @dataclass(frozen=True)

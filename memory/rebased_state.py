@@ -16,9 +16,10 @@ import torch
 from memory.arena import Store
 from memory.errors import DropError, IntegrityError
 from memory.folding import TailGrid
-from memory.interface import Int64s, Packed, RecurrentSpec
+from memory.interface import Int64s, Packed
 from memory.recurrent_state import RecurrentPlan, RecurrentState
 from memory.shift import Dropped
+from memory.specs import RecurrentSpec
 
 
 @dataclass(frozen=True)

@@ -28,79 +28,12 @@ from memory.arena import BlockLayout, BlockPool, Store
 from memory.batch import ranges
 from memory.errors import IntegrityError, StepError
 from memory.folding import NOTHING, Columns, Pass, StateAddresses, TailGrid, schedule
-from memory.interface import Int64s, Packed, Recurrence, RecurrentSpec
-from memory.kernels import Kernels, Prepared, StateSlots, select_kernels
+from memory.interface import Int64s, Packed, Recurrence
+from memory.kernels import Kernels, Prepared, select_kernels
+from memory.specs import RecurrentSpec
+from memory.states import Run, States
 
 NO_ROWS: Int64s = np.zeros(0, np.int64)
-
-
-class States:
-    """Where a recurrence finds its start states and leaves its end states, for S runs of packed rows.
-
-    A recurrence in plain torch uses `start()` and `end(...)`; one with kernels uses `slots(j)` and `written()`.
-
-    Attributes:
-        cu_rows: (S + 1,) run i covers rows [cu_rows[i], cu_rows[i + 1]); int64 on the host.
-        begins: (S,) position of each run's first row; int64 on the host.
-    """
-
-    __slots__ = ("begins", "cu_rows", "flats", "is_written", "kernels", "sources", "spec", "targets")
-
-    def __init__(self, spec: RecurrentSpec, kernels: Kernels, flats: list[Prepared], run: Run) -> None:
-        self.spec = spec
-        self.kernels = kernels
-        self.flats = flats
-        self.cu_rows = run.cu_rows
-        self.begins = run.begins
-        self.sources = [run.sources[flat.itemsize] for flat in flats]
-        self.targets = [run.targets[flat.itemsize] for flat in flats]
-        self.is_written = False
-
-    def slots(self, index: int) -> StateSlots:
-        """Where state tensor `index` begins and ends, for kernels that read and write it in place."""
-        state = self.spec.states[index]
-        return StateSlots(self.cu_rows, self.flats[index], self.sources[index], self.targets[index], state.shape, state.initial)
-
-    def start(self) -> tuple[Tensor, ...]:
-        """The start states, (S, *shape) each: copies. Those that name a dtype come in float32, however few bits they are kept in."""
-        tensors = (
-            self.kernels.read_rows(flat, source, state.shape, state.initial)
-            for flat, source, state in zip(self.flats, self.sources, self.spec.states, strict=True)
-        )
-        return tuple(t if state.dtype is None else t.float() for t, state in zip(tensors, self.spec.states, strict=True))
-
-    def end(self, *tensors: Tensor) -> States:
-        """Write the end states, (S, *shape) each."""
-        for flat, target, state, tensor in zip(self.flats, self.targets, self.spec.states, tensors, strict=True):
-            if tensor.shape != (len(target), *state.shape):
-                raise StepError(f"end state {state.name!r} has shape {tuple(tensor.shape)}, not {(len(target), *state.shape)}")
-            self.kernels.write_rows_(flat, target, tensor.reshape(len(target), -1))
-        return self.written()
-
-    def written(self) -> States:
-        """Say that a kernel has written the end states in place."""
-        self.is_written = True
-        return self
-
-
-@dataclass(frozen=True)
-class Run:
-    """Some recurrence runs of a step that do not depend on each other; the same for every recurrence.
-
-    Attributes:
-        cu_rows: (n + 1,).
-        begins: (n,) position of the first row.
-        sources, targets: element size in bytes -> (n,) element offset of the start and end state's block.
-        tail_rows: for rows that come from tails: elements a row -> (rows,) element offset; None if the rows are new.
-        new_rows: (rows,) packed index of each new row; None if they are all of them, in order.
-    """
-
-    cu_rows: Int64s
-    begins: Int64s
-    sources: dict[int, Prepared]
-    targets: dict[int, Prepared]
-    tail_rows: dict[int, Prepared] | None
-    new_rows: Tensor | None
 
 
 @dataclass(frozen=True)

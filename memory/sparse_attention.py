@@ -26,11 +26,12 @@ from memory.batch import ranges
 from memory.errors import DropError, StepError
 from memory.eviction import Candidates, EvictionPolicy
 from memory.folding import Columns, TailGrid
-from memory.interface import AttentionSpec, Int64s, Packed, RecurrentSpec, StateTensor
+from memory.interface import Int64s, Packed
 from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, select_kernels
 from memory.quantization import Parts, Storage
 from memory.recurrent_state import RecurrentPlan, RecurrentState
 from memory.shift import Dropped
+from memory.specs import AttentionSpec, RecurrentSpec, StateTensor
 
 
 @dataclass(frozen=True)

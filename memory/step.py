@@ -13,8 +13,9 @@ from torch import Tensor
 
 from memory.batch import TokenLists, output_rows
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
-from memory.interface import Int64s, MemorySpec, Packed, Recurrence, Sequence
+from memory.interface import Int64s, Packed, Recurrence, Sequence
 from memory.kernels import Scoring
+from memory.specs import MemorySpec
 
 Outputs = Literal["last", "all"]
 

@@ -15,7 +15,7 @@ from transformers import BartConfig
 
 from memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, Step
 from memory.cross_attention import Encoded
-from memory.interface import LayerSpec
+from memory.specs import LayerSpec
 from models.attention import Attention, load_projections
 from models.checkpoint import Checkpoint, require
 from models.layers import MLP, LayerNorm, Vocabulary

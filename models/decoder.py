@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from memory import MemorySpec, Step
-from memory.interface import LayerSpec
+from memory.specs import LayerSpec
 from models.checkpoint import Checkpoint
 from models.layers import Vocabulary
 

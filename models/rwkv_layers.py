@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from memory import RecurrentSpec, Step
-from memory.interface import LayerSpec
 from memory.recurrences import TokenShift, token_shift_spec
+from memory.specs import LayerSpec
 from models.checkpoint import Checkpoint
 from models.decoder import Function, Mixer
 from models.linear import Linear

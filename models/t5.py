@@ -15,7 +15,7 @@ from transformers import T5Config
 
 from memory import UNROTATED, AttentionSpec, CrossAttentionSpec, MemorySpec, Step
 from memory.cross_attention import Encoded
-from memory.interface import LayerSpec
+from memory.specs import LayerSpec
 from models.bart import CrossAttention, read_token_ids
 from models.checkpoint import Checkpoint
 from models.decoder import Function

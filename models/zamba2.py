@@ -18,8 +18,8 @@ from transformers import Zamba2Config
 from transformers.activations import ACT2FN
 
 from memory import AttentionSpec, Step
-from memory.interface import LayerSpec
 from memory.recurrences import SSDShape
+from memory.specs import LayerSpec
 from models.attention import Attention, Rotary, load_projections
 from models.checkpoint import Checkpoint, require
 from models.decoder import Block, Decoder, Function, Layer, Mixer

@@ -18,11 +18,12 @@ import torch
 from torch import Generator, Tensor
 
 from memory.errors import SpecError
-from memory.interface import Recurrence, RecurrentSpec, StateTensor
+from memory.interface import Recurrence
 from memory.kernels import Erase, Weights
 from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
-from memory.recurrent_state import States
+from memory.specs import RecurrentSpec, StateTensor
+from memory.states import States
 
 
 @dataclass(frozen=True)

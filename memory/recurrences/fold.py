@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.recurrent_state import States
+from memory.states import States
 
 Formula = Callable[[tuple[Tensor, ...], Tensor], tuple[tuple[Tensor, ...], Tensor]]
 

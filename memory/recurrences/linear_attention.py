@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Generator, Tensor
 
-from memory.interface import Recurrence, RecurrentSpec, StateTensor
+from memory.interface import Recurrence
 from memory.recurrences.registry import register_family
-from memory.recurrent_state import States
+from memory.specs import RecurrentSpec, StateTensor
+from memory.states import States
 
 
 def linear_attention_spec(n_heads: int, value_dim: int, key_dim: int, name: str = "recurrence") -> RecurrentSpec:

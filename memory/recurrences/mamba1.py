@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from memory.interface import Recurrence, RecurrentSpec, StateTensor
+from memory.interface import Recurrence
 from memory.kernels import Weights, rms_norm
 from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
-from memory.recurrent_state import States
+from memory.specs import RecurrentSpec, StateTensor
+from memory.states import States
 
 
 def mamba1_spec(n_channels: int, d_state: int, d_conv: int, name: str = "recurrence") -> RecurrentSpec:

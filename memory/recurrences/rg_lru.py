@@ -16,10 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from memory.interface import Recurrence, RecurrentSpec, StateTensor
+from memory.interface import Recurrence
 from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
-from memory.recurrent_state import States
+from memory.specs import RecurrentSpec, StateTensor
+from memory.states import States
 
 _SHARPNESS = 8.0
 """The constant c of the paper."""

@@ -12,10 +12,11 @@ from functools import cached_property
 import torch
 from torch import Generator, Tensor
 
-from memory.interface import Recurrence, RecurrentSpec, StateTensor
+from memory.interface import Recurrence
 from memory.kernels import Weights
 from memory.recurrences.registry import register_family
-from memory.recurrent_state import States
+from memory.specs import RecurrentSpec, StateTensor
+from memory.states import States
 
 _LOWEST = -1e38
 """The exponent of an empty sum: as small as float32 can bear a sum with."""

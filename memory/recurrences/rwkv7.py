@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 from torch import Generator, Tensor
 
-from memory.interface import Recurrence, RecurrentSpec, StateTensor
+from memory.interface import Recurrence
 from memory.kernels import Erase
 from memory.recurrences.registry import register_family
-from memory.recurrent_state import States
+from memory.specs import RecurrentSpec, StateTensor
+from memory.states import States
 
 
 def rwkv7_spec(n_heads: int, head_dim: int, name: str = "recurrence") -> RecurrentSpec:

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, BartConfig, PreTrainedConfig, PreTrainedModel, T5Config
 
 from memory import BatchError, CapacityError, DropError, HybridMemory, Sequence, SpecError
-from memory.interface import CrossAttentionSpec
+from memory.specs import CrossAttentionSpec
 from models import load_model
 from models.bart import Bart
 from models.t5 import T5

@@ -21,7 +21,7 @@ from memory import RecurrentSpec, States, StateTensor
 from memory.kernels import Kernels, PagedBatch, Scoring, StateSlots, cpu, reference, select_kernels
 from memory.kernels.cpu.vector_math import exp2_f32, exp_f32, softplus_f32
 from memory.recurrences import Fold
-from memory.recurrent_state import Run
+from memory.states import Run
 from tests.tolerances import assert_kernel_close
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65)
