@@ -462,6 +462,11 @@ def test_a_window_that_would_reach_back_to_rows_that_have_left() -> None:
     model.assert_is(memory, other, [*range(50), *range(52, 60)])
     with pytest.raises(DropError, match="feed what is to stay"):
         memory.drop(other, 50, 51)
+    memory.rollback(other := memory.fork(sequence), 52)  # further than the promise of 6, because a page begins there
+    with pytest.raises(DropError, match="feed what is to stay"):
+        memory.drop(other, 50, 51)
+    memory.drop(other := memory.fork(sequence), 20, 43)  # the oldest row, 44, now stands in the middle of a page
+    assert other.horizon == memory.fork(other).horizon == 44 - 23 + 8
     memory.drop(sequence, 20, 46)
     model.assert_is(memory, sequence, [*range(20), *range(46, 60)])
     memory.rollback(sequence, sequence.length - 6)
