@@ -462,6 +462,11 @@ def test_a_window_that_would_reach_back_to_rows_that_have_left() -> None:
     model.assert_is(memory, other, [*range(50), *range(52, 60)])
     with pytest.raises(DropError, match="feed what is to stay"):
         memory.drop(other, 50, 51)
+    memory.rollback(other := memory.fork(sequence), 52)  # further than the promise of 6, because a page begins there
+    with pytest.raises(DropError, match="feed what is to stay"):
+        memory.drop(other, 50, 51)
+    memory.drop(other := memory.fork(sequence), 20, 43)  # the oldest row, 44, now stands in the middle of a page
+    assert other.horizon == memory.fork(other).horizon == 44 - 23 + 8
     memory.drop(sequence, 20, 46)
     model.assert_is(memory, sequence, [*range(20), *range(46, 60)])
     memory.rollback(sequence, sequence.length - 6)
@@ -532,3 +537,23 @@ def test_books_that_do_not_balance_are_found() -> None:
 def test_bad_rotations(make: Callable[[], object]) -> None:
     with pytest.raises(SpecError):
         make()
+
+
+def test_positions_of_states_after_several_drops() -> None:
+    """Where the first drop was moves down with the second; part of a step is kept by the sequence's positions, not by the states'."""
+    model = Table(HALF, recurrent=True)
+    memory = model.memory()
+    a = memory.open()
+    model.feed(memory, a, range(8))
+    b = memory.fork(a)
+    model.feed(memory, a, range(8, 40))
+    memory.drop(a, 8, 39, approximate=True)
+    memory.checkpoint(a)  # at 8 its states have seen what was dropped, those of `b` at 8 have not
+    model.feed(memory, b, range(50, 90))
+    assert memory.resume_point(b, 8) == 0
+    memory.drop(a, 3, 6, approximate=True)
+    assert a.length == 6 and a.horizon == 5
+    with memory.step({a: [1, 2, 3, 4]}) as step:
+        model(step)
+        step.accept({a: 1})
+    model.assert_is(memory, a, [0, 1, 2, 6, 7, 39, 1], own=[*range(40), 1])
