@@ -1,4 +1,4 @@
-"""Attention with a budget: answers of the embedded model against what it may keep, and what a long context costs to decode."""
+"""Attention with a budget, or in few bits: answers of the embedded model against what it may keep, and what a long context costs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ from benchmarks.workloads import Ours, draw
 from chat.dialogues import make_dialogue, messages
 from memory import AttentionSpec, HybridMemory, MemorySpec, Step
 from memory.eviction import H2O, TOVA, Budget, EvictionPolicy, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
+from memory.quantization import Float8, Quantized, Storage
 from models import EMBEDDED, LanguageModel, load_model
 
 _POLICIES = (Recent, KNorm, H2O, Scissorhands, TOVA, SnapKV, PyramidKV, ExpectedAttention, Quest)
 _SHARES = (0.05, 0.1, 0.2, 0.4, 0.7, 1.0)
 _WINDOW, _EVERY, _CHUNK = 8, 8, 64
+_STORAGES = (Quantized(8, group=16), Float8(group=16), Quantized(4, group=16), Quantized(2, group=16))
+_SHARE_IN_BITS = 0.2
 _PAGE_TOKENS = 4  # of 16, a fifth of these dialogues would be three pages, two of them the newest
 _TABLE = "answers of the embedded model"
 
@@ -43,7 +46,8 @@ def _quality(report: Report, *, n_dialogues: int, shares: tuple[float, ...]) -> 
         f"{n_dialogues} dialogues of {mean_tokens:.0f} tokens on average, with facts that training never showed. When the last question is "
         f"asked, all but the newest {_WINDOW} to {_WINDOW + _EVERY} tokens have folded, {_EVERY} at a time. The model's recurrent layers "
         "remember as ever. An answer is right if no token of it is wrong. Bytes are the arena's, tails included. Quest keeps every row, "
-        f"and reads pages of {_PAGE_TOKENS} when an answer is said."
+        f"and reads pages of {_PAGE_TOKENS} when an answer is said. Exact numbers are float32; "
+        f"those in bits share scales by {_STORAGES[0].group}."
     )
     report.notes.append(
         "Of this model's two attention layers the second answers, and reads mostly one row for it: the value that was told. The question "
@@ -52,16 +56,24 @@ def _quality(report: Report, *, n_dialogues: int, shares: tuple[float, ...]) -> 
         "just folded competes, after two folds of queries, with sums over a whole dialogue. KNorm keeps short keys, and here the rows "
         "that are read have long ones. ExpectedAttention asks each query about each row, and averages over folds."
     )
-    row: dict[str, str | int | float] = {"policy": "dense", "budget, share": 1.0, "budget, tokens": "-", "right, %": 100 * dense_share}
-    report.add(_TABLE, row | {"of dense, %": 100.0, "bytes of dense, %": 100.0})
+
+    def add(policy: Budget | None, storage: Storage | None, share: float) -> None:
+        spec = model.memory_spec.with_policy(policy).with_storage(storage)
+        right, n_bytes = (dense_share, dense_bytes) if spec == model.memory_spec else _answer(model, spec, dialogues)
+        report.add(_TABLE, {
+            "policy": type(policy).__name__ if policy else "dense", "numbers": storage.label if storage else "exact",
+            "budget, share": share, "budget, tokens": policy.budget_tokens if policy else "-", "right, %": 100 * right,
+            "of dense, %": 100 * right / dense_share, "bytes of dense, %": 100 * n_bytes / dense_bytes,
+        })  # fmt: skip
+
+    for storage in (None, *_STORAGES):
+        add(None, storage, 1.0)
     for kind in _POLICIES:
         for share in shares:
-            policy = _policy(kind, max(1, round(share * mean_tokens)))
-            right, n_bytes = _answer(model, model.memory_spec.with_policy(policy), dialogues)
-            report.add(_TABLE, {
-                "policy": kind.__name__, "budget, share": share, "budget, tokens": policy.budget_tokens, "right, %": 100 * right,
-                "of dense, %": 100 * right / dense_share, "bytes of dense, %": 100 * n_bytes / dense_bytes,
-            })  # fmt: skip
+            add(_policy(kind, max(1, round(share * mean_tokens))), None, share)
+        if kind is not Quest:
+            for storage in _STORAGES:
+                add(_policy(kind, round(_SHARE_IN_BITS * mean_tokens)), storage, _SHARE_IN_BITS)
 
 
 def plot_quality(report: Report, path: Path) -> None:
@@ -74,7 +86,10 @@ def plot_quality(report: Report, path: Path) -> None:
     figure, panel = plt.subplots(figsize=(7, 4.2), constrained_layout=True)
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in report.tables[_TABLE]:
-        lines.setdefault(str(row["policy"]), []).append((float(row["bytes of dense, %"]), float(row["of dense, %"])))
+        name = str(row["policy"]) if row["numbers"] == "exact" else f"{row['policy']}, in bits"
+        if row["numbers"] != "exact" and row["policy"] not in ("dense", "ExpectedAttention"):
+            continue  # a line for each would hide the others
+        lines.setdefault(name, []).append((float(row["bytes of dense, %"]), float(row["of dense, %"])))
     for name, points in lines.items():
         panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
     panel.set(xlabel="bytes of attention, % of dense", ylabel="right answers, % of dense", xlim=(0, None), ylim=(0, 105))
@@ -95,7 +110,7 @@ def _policy(kind: type[Budget], budget: int) -> Budget:
 
 
 def _dialogues(tokenizer: PreTrainedTokenizerBase, n: int) -> list[Dialogue]:
-    rng, found = random.Random(5), []
+    rng, found = random.Random(2026), []
     while len(found) < n:
         turns = make_dialogue(rng, 20, held_out=True, talk=0.4)
         prompt = tokenizer.apply_chat_template(messages(turns)[:-1], add_generation_prompt=True)["input_ids"]
@@ -122,8 +137,8 @@ def _answer(model: LanguageModel, spec: MemorySpec, dialogues: list[Dialogue]) -
 class _OneAttention:
     """A model of one attention of usual sizes, and nothing else: what is timed is what attention costs."""
 
-    def __init__(self, policy: EvictionPolicy | None) -> None:
-        spec = AttentionSpec(12, 4, 64, policy=policy)
+    def __init__(self, policy: Budget | None, storage: Storage | None) -> None:
+        spec = AttentionSpec(12, 4, 64, policy=policy, storage=storage)
         self.memory_spec = MemorySpec(((spec,),), vocab_size=32000, model="one attention")
         self._q, self._kv = torch.randn(32000, 12, 64), torch.randn(32000, 2, 4, 64)
 
@@ -133,15 +148,21 @@ class _OneAttention:
 
 
 def _speed(report: Report, *, n_tokens: int, n_rounds: int) -> None:
-    """A decode step of eight sequences: dense attention, and a fifth of it."""
-    runs = {}
-    for name, policy in (("dense", None), ("H2O", H2O(n_tokens // 5)), ("Recent", Recent(n_tokens // 5))):
-        ours = Ours(_OneAttention(policy), 8, budget="2GiB")  # type: ignore[arg-type]
+    """A decode step of eight sequences: dense attention, a fifth of it, and all of it in few bits."""
+    budget = n_tokens // 5
+    kinds: list[tuple[Budget | None, Storage | None]] = [
+        (None, None), (H2O(budget), None), (Recent(budget), None), (Quest(budget), None),
+        *((None, storage) for storage in (Quantized(8), Float8(), Quantized(4), Quantized(2))), (H2O(budget), Quantized(4)),
+    ]  # fmt: skip
+    runs, asked = {}, {}
+    for policy, storage in kinds:
+        name = ", ".join(x.label for x in (policy, storage) if x) or "dense"
+        ours = Ours(_OneAttention(policy, storage), 8, budget="2GiB")  # type: ignore[arg-type]
         ours.fill(draw(8, n_tokens))
-        runs[name] = ours.decode
+        runs[name], asked[name] = ours.decode, 2.0 if policy else 1 / 1.3 if storage else "-"
     times = interleave(runs, n_rounds, n_warm_up=3)
     for name, samples in times.items():
         report.add(f"one attention, a decode step of 8 sequences after {n_tokens} tokens, ms", {
             "kept": name, "median": samples.median_ms, "mean, folds included": samples.mean_ms,
-            "dense / this": times["dense"].median_ms / samples.median_ms, "asked": "-" if name == "dense" else 2.0,
+            "dense / this": times["dense"].median_ms / samples.median_ms, "asked": asked[name],
         })  # fmt: skip
