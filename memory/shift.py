@@ -23,18 +23,27 @@ class Rotation:
     """How keys carry positions: at position p a pair of elements is turned by p times the pair's frequency (Su et al. 2021, "RoFormer").
 
     Attributes:
-        frequencies: radians a token, one for each pair; the first 2 * len(frequencies) elements of each head are turned.
+        frequencies: radians a token, one for each pair of elements.
         layout: "half" pairs element i with element i + len(frequencies), as in Llama; "interleaved" 2i with 2i + 1, as in GPT-J.
+        start: the first element of a head that is turned, of 2 * len(frequencies); i counts from there.
     """
 
     frequencies: tuple[float, ...]
     layout: Literal["half", "interleaved"] = "half"
+    start: int = 0
 
     def __post_init__(self) -> None:
         if self.layout not in ("half", "interleaved"):
             raise SpecError(f"Rotation.layout is {self.layout!r}; choose 'half' or 'interleaved'")
         if not isinstance(self.frequencies, tuple) or not all(isinstance(f, float) and math.isfinite(f) for f in self.frequencies):
             raise SpecError(f"Rotation.frequencies are {self.frequencies!r}; give a tuple of finite floats, one for each pair of elements")
+        if isinstance(self.start, bool) or not isinstance(self.start, int) or self.start < 0:
+            raise SpecError(f"Rotation.start is {self.start!r}; it must be an integer of at least 0 elements")
+
+    @property
+    def end(self) -> int:
+        """Behind the last element of a head that is turned."""
+        return self.start + 2 * len(self.frequencies)
 
     def __repr__(self) -> str:
         return f"<Rotation of {len(self.frequencies)} pairs, {self.layout}>"
@@ -52,12 +61,10 @@ class Rotation:
 
     def turned(self, keys_RGD: Tensor, turns: Turns) -> Tensor:
         """Keys (R, G, D) at their new positions, float32. Those given may be overwritten."""
-        n_pairs = len(self.frequencies)
+        start, end, middle = self.start, self.end, self.start + len(self.frequencies)
         out = keys_RGD.float()
         first, second = (
-            (slice(0, n_pairs), slice(n_pairs, 2 * n_pairs))
-            if self.layout == "half"
-            else (slice(0, 2 * n_pairs, 2), slice(1, 2 * n_pairs, 2))
+            (slice(start, middle), slice(middle, end)) if self.layout == "half" else (slice(start, end, 2), slice(start + 1, end, 2))
         )
         cos, sin = (t.to(keys_RGD.device) for t in turns)
         a, b = out[..., first], out[..., second]

@@ -65,7 +65,7 @@ class AttentionSpec:
         for what, choice in (("policies", self.policy), ("storages", self.storage)):
             if self.window is not None and choice is not None:
                 raise SpecError(f"{self.name!r} has a window of {self.window} tokens; {what} like {choice} suit attention without one")
-        if self.rotation is not None and not (isinstance(self.rotation, Rotation) and 2 * len(self.rotation.frequencies) <= self.head_dim):
+        if self.rotation is not None and not (isinstance(self.rotation, Rotation) and self.rotation.end <= self.head_dim):
             raise SpecError(f"{self.rotation!r} does not turn pairs of the {self.head_dim} elements of a head of {self.name!r}")
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,7 +49,8 @@ class LatentAttention:
 
     @property
     def specs(self) -> tuple[AttentionSpec]:
-        return (self.spec,)
+        rotation = replace(self.rotary.rotation, start=self.keys_HNL.shape[2])
+        return (replace(self.spec, rotation=rotation),)
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         n_heads, n_latent = self.spec.n_query_heads, self.keys_HNL.shape[2]

@@ -23,7 +23,7 @@ def keys(memory: HybridMemory, sequence: Sequence, attention: int) -> Tensor:
     starts = torch.as_tensor(cache.pool.addresses[table] // cache._dtype.itemsize)  # type: ignore[union-attr]
     offsets = (starts[:, None] + spec.n_kv_heads * spec.head_dim * torch.arange(cache.page_tokens)).flatten()  # type: ignore[union-attr]
     offsets = cache._kernels.prepare(offsets[: sequence.length].contiguous())
-    return cache._kernels.read_rows(cache._keys[number], offsets, (spec.n_kv_heads, spec.head_dim), 0.0)  # type: ignore[union-attr]
+    return cache._kernels.read_rows(cache._keys_values[number][0], offsets, (spec.n_kv_heads, spec.head_dim), 0.0)  # type: ignore[union-attr]
 
 
 def fed(model: LanguageModel, tokens: list[int]) -> tuple[HybridMemory, Sequence]:
@@ -33,7 +33,9 @@ def fed(model: LanguageModel, tokens: list[int]) -> tuple[HybridMemory, Sequence
     return memory, sequence
 
 
-@pytest.mark.parametrize("name", ["llama", "llama-3-rope", "qwen3", "bamba", "qwen3-next-no-experts", "zamba2", "lfm2", "jamba"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama-3-rope", "qwen3", "bamba", "qwen3-next-no-experts", "zamba2", "lfm2", "jamba", "deepseek-v3"]
+)
 def test_keys_of_the_first_layer_are_those_of_a_sequence_that_never_saw_the_dropped_tokens(name: str, tmp_path: Path) -> None:
     """They depend on the token and its position only, if no layer comes before; else on what the model saw, as later layers' do."""
     model = load_model(write_checkpoint(tmp_path, CONFIGS[name]()))

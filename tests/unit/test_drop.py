@@ -31,6 +31,7 @@ from memory import (
     Step,
 )
 from memory.eviction import Recent
+from memory.quantization import Quantized
 from memory.rebased_state import _LEVEL
 from memory.recurrences import Fold
 from tests.tolerances import assert_kernel_close
@@ -46,7 +47,7 @@ def rotate(x_TGD: Tensor, positions_T: Tensor, rotation: Rotation) -> Tensor:
     out = x_TGD.clone()
     n = len(rotation.frequencies)
     for j, frequency in enumerate(rotation.frequencies):
-        a, b = (j, j + n) if rotation.layout == "half" else (2 * j, 2 * j + 1)
+        a, b = (rotation.start + i for i in ((j, j + n) if rotation.layout == "half" else (2 * j, 2 * j + 1)))
         angle = (positions_T.float() * torch.tensor(frequency))[:, None]
         out[..., a] = x_TGD[..., a] * angle.cos() - x_TGD[..., b] * angle.sin()
         out[..., b] = x_TGD[..., b] * angle.cos() + x_TGD[..., a] * angle.sin()
@@ -114,14 +115,15 @@ class Table:
 
 PROBE = (5, 60, 33)
 HALF, INTERLEAVED = Rotation(FREQUENCIES), Rotation(FREQUENCIES, "interleaved")
+LAST = Rotation((1.0, 0.2), start=4)
 RANGES = [(0, 1), (0, 8), (0, 30), (3, 4), (3, 9), (4, 8), (5, 23), (7, 28), (8, 16), (29, 30), (30, 33), (12, 33), (16, 17), (9, 9)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "rotations",
-    [(HALF,), (INTERLEAVED,), (replace(HALF, frequencies=(1.0, 0.3, 0.1, 0.01)),), (UNROTATED,), (HALF, INTERLEAVED, UNROTATED)],
-    ids=["half", "interleaved", "the whole head", "not", "several"],
+    [(HALF,), (INTERLEAVED,), (replace(HALF, frequencies=(1.0, 0.3, 0.1, 0.01)),), (LAST,), (UNROTATED,), (HALF, INTERLEAVED, UNROTATED)],
+    ids=["half", "interleaved", "the whole head", "its last part", "not", "several"],
 )
 def test_what_is_left_is_as_if_fed_alone(rotations: tuple[Rotation, ...], dtype: torch.dtype) -> None:
     """Aligned with pages of 4 or not; from the first token on, to the last, and to one that leaves no row to move."""
@@ -160,7 +162,7 @@ def stored_keys(memory: HybridMemory, sequence: Sequence, n: int) -> Tensor:
     starts = torch.as_tensor(cache.pool.addresses[table] // cache._dtype.itemsize)  # type: ignore[union-attr]
     size = spec.n_kv_heads * spec.head_dim
     offsets = (starts[:, None] + size * torch.arange(cache.page_tokens)).flatten()[:n]  # type: ignore[union-attr]
-    flat, shape = cache._keys[number], (spec.n_kv_heads, spec.head_dim)  # type: ignore[union-attr]
+    flat, shape = cache._keys_values[number][0], (spec.n_kv_heads, spec.head_dim)  # type: ignore[union-attr]
     return cache._kernels.read_rows(flat, cache._kernels.prepare(offsets), shape, 0.0)
 
 
@@ -433,8 +435,10 @@ def test_a_second_drop_before_the_first_needs_what_came_before_anew() -> None:
 def test_attention_that_cannot_move_its_rows_says_so() -> None:
     sparse = Table(HALF)
     sparse.memory_spec = sparse.memory_spec.with_policy(Recent(64))
+    quantised = Table(HALF)
+    quantised.memory_spec = quantised.memory_spec.with_storage(Quantized(4, group=8))
     unknown = Table(None)
-    for model, named in ((sparse, r"Recent\(64\)"), (unknown, "rotation=")):
+    for model, named in ((sparse, r"Recent\(64\)"), (quantised, "4 bits"), (unknown, "rotation=")):
         memory = model.memory()
         sequence = memory.open()
         model.feed(memory, sequence, range(40))
@@ -531,6 +535,8 @@ def test_books_that_do_not_balance_are_found() -> None:
         lambda: Rotation([1.0]),  # type: ignore[arg-type]
         lambda: Rotation((float("nan"),)),
         lambda: AttentionSpec(1, 1, 4, rotation=Rotation((1.0, 0.1, 0.01))),
+        lambda: AttentionSpec(1, 1, 4, rotation=Rotation((1.0,), start=3)),
+        lambda: Rotation((1.0,), start=-1),
         lambda: AttentionSpec(1, 1, 4, rotation="half"),  # type: ignore[arg-type]
     ],
 )

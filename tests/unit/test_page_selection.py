@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
+from memory import UNROTATED, AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
 from memory.eviction import H2O, Quest
 from memory.page_selection import page_scores
 from tests.tolerances import assert_kernel_close
@@ -30,7 +30,7 @@ class Table:
     """A model of one attention: queries, keys and values of a token are read from tables. `sinks` has one learned sink a head."""
 
     def __init__(self, policy: Quest | None, n_heads: int, n_kv_heads: int, *, sinks: bool = False, dtype: torch.dtype = torch.float32):
-        spec = AttentionSpec(n_heads, n_kv_heads, DIM, policy=policy)
+        spec = AttentionSpec(n_heads, n_kv_heads, DIM, policy=policy, rotation=UNROTATED)
         self.memory_spec = MemorySpec(((spec,),), vocab_size=N_TOKENS, dtype=dtype)
         generator = torch.Generator().manual_seed(3)
         heads = (n_heads, n_kv_heads, n_kv_heads)
@@ -91,6 +91,20 @@ def test_queries_read_the_pages_that_brute_force_reads(policy: Quest, n_heads: i
     expected, n_left_out = brute_force(model, policy, tokens)
     assert_kernel_close(feed(model, memory, memory.open(), tokens, (9, 1, 1, 17, 1, 3, 1, 1, 1, 20, 1, 1, 1, 1, 1)), expected)
     assert n_left_out > 100
+
+
+def test_pages_that_a_drop_has_filled_anew_are_found_like_others() -> None:
+    policy = POLICIES[0]
+    model, tokens = Table(policy, 6, 2), torch.randperm(N_TOKENS)[:70].tolist()
+    for start, end in ((3, 21), (8, 16), (0, 5), (30, 41)):
+        memory = model.memory()
+        sequence = memory.open()
+        feed(model, memory, sequence, tokens[:50], (50,))
+        memory.drop(sequence, start, end)
+        kept = tokens[:start] + tokens[end:]
+        expected, n_left_out = brute_force(model, policy, kept, first=len(kept) - 20)
+        assert_kernel_close(feed(model, memory, sequence, kept[-20:], (1, 5, *[1] * 14)), expected)
+        assert n_left_out > 100
 
 
 def test_prompts_read_everything_and_steps_of_few_tokens_select() -> None:
