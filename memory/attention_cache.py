@@ -301,9 +301,10 @@ class AttentionCache:
             assert spec.rotation is not None, "`plan_drop` has looked"
             source = self._place(np.where(is_held, sources + slot_R * size, -1))
             target = self._place(targets + new_slot_R * size)
-            k_RGD, v_RGD = (self._kernels.read_rows(flat, source, (spec.n_kv_heads, spec.head_dim), 0.0) for flat in (keys, values))
-            k_RGD = spec.rotation.turned(k_RGD, turns[spec.rotation])
-            for flat, rows_RGD in ((keys, k_RGD), (values, v_RGD)):
+            for flat in (keys, values)[: spec.n_parts]:
+                rows_RGD = self._kernels.read_rows(flat, source, (spec.n_kv_heads, spec.head_dim), 0.0)
+                if flat is keys:
+                    rows_RGD = spec.rotation.turned(rows_RGD, turns[spec.rotation])
                 self._kernels.write_rows_(flat, target, rows_RGD.reshape(len(new_R), -1))
 
     def drop(self, plan: DropPlan) -> None:
