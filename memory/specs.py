@@ -37,6 +37,7 @@ class AttentionSpec:
             one row, a latent and a rotary key.
         rotation: how the keys given to `Step.attend` carry positions; `memory.UNROTATED` if they do not. None where that is not known
             or positions are elsewhere, as in BART: then tokens cannot be dropped from the middle of a sequence.
+        has_bias: whether `Step.attend` will be given a bias by distance. It needs every row, so no policy suits it.
     """
 
     n_query_heads: int
@@ -48,6 +49,7 @@ class AttentionSpec:
     storage: Storage | None = None
     value_dim: int | None = None
     rotation: Rotation | None = None
+    has_bias: bool = False
 
     def __post_init__(self) -> None:
         if self.window is not None:
@@ -65,6 +67,10 @@ class AttentionSpec:
         for what, choice in (("policies", self.policy), ("storages", self.storage)):
             if self.window is not None and choice is not None:
                 raise SpecError(f"{self.name!r} has a window of {self.window} tokens; {what} like {choice} suit attention without one")
+        if self.has_bias and self.policy is not None:
+            raise SpecError(
+                f"scores of {self.name!r} have a bias by distance, which needs every row; {self.policy} suits attention without"
+            )
         if self.rotation is not None and not (isinstance(self.rotation, Rotation) and self.rotation.end <= self.head_dim):
             raise SpecError(f"{self.rotation!r} does not turn pairs of the {self.head_dim} elements of a head of {self.name!r}")
 

@@ -111,7 +111,7 @@ class _DecoderLayer:
 
     def __init__(self, config: T5Config, checkpoint: Checkpoint, i: int) -> None:
         prefix, n_heads, head_dim = f"decoder.block.{i}.layer", config.num_heads, config.d_kv
-        self._layer, self._spec = i, AttentionSpec(n_heads, n_heads, head_dim, rotation=UNROTATED)
+        self._layer, self._spec = i, AttentionSpec(n_heads, n_heads, head_dim, rotation=UNROTATED, has_bias=True)
         self._qkv, self._out = _load_attention(config, checkpoint, f"{prefix}.0.SelfAttention", "qkv")
         query, out = _load_attention(config, checkpoint, f"{prefix}.1.EncDecAttention", "q")
         key_value, _ = _load_attention(config, checkpoint, f"{prefix}.1.EncDecAttention", "kv")

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, BartConfig, PreTrainedConfig, PreTrainedModel, T5Config
 
-from memory import BatchError, CapacityError, DropError, HybridMemory, Sequence, SpecError
+from memory import BatchError, CapacityError, DropError, HybridMemory, MemorySpec, Sequence, SpecError
+from memory.eviction import Recent
+from memory.quantization import Quantized
 from memory.specs import CrossAttentionSpec
 from models import load_model
 from models.bart import Bart
@@ -204,6 +206,29 @@ def test_sequences_and_models_that_do_not_fit(pair: Pair) -> None:
     with pytest.raises(BatchError, match="40 positions"), memory.step({sequence: draw_tokens(41)}) as step:
         pair.model(step)
     assert sequence.length == 0
+
+
+def test_policies_and_storages_of_the_decoder(pair: Pair) -> None:
+    """Its own attention may keep few rows, or rows in few bits; not few rows where scores have a bias by distance."""
+    tokens, spec = draw_tokens(20), pair.model.memory_spec
+    if isinstance(pair.model, T5):
+        with pytest.raises(SpecError, match="bias by distance, which needs every row"):
+            spec.with_policy(Recent(64))
+    else:
+        spec = spec.with_policy(Recent(64))
+
+    def last_logits(spec: MemorySpec) -> Tensor:
+        memory = HybridMemory(spec, "4MiB", page_tokens=4, rollback_window=4, poison=True)
+        sequence = memory.open(encoder=pair.model.encode(INPUTS[:1])[0])
+        for token in tokens:
+            with memory.step({sequence: [token]}) as step:
+                logits: Tensor = pair.model(step)
+        return logits[0]
+
+    expected = pair.expected(0, tokens)[-1]
+    assert_logits_close(last_logits(spec), expected)
+    in_bits = last_logits(spec.with_storage(Quantized(8, group=8)))
+    assert 0 < float((in_bits - expected).square().mean().sqrt()) < 0.05 * float(expected.std())
 
 
 def test_no_room_for_an_encoder(pair: Pair) -> None:
