@@ -12,7 +12,7 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_examples_run() -> None:
-    example, policies = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    example, policies, storages = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(example.replace("print(memory)", "shown = repr(memory)"), "README.md", "exec"), names)
     assert "pages" in str(names["shown"])
@@ -21,6 +21,8 @@ def test_the_examples_run() -> None:
     assert [s.length for s in (alice, bob, carol)] == [1, 5, 4]  # type: ignore[attr-defined]
     exec(compile(policies, "README.md", "exec"), names)
     assert "H2O(1024)" in str(names["memory"])
+    exec(compile(storages, "README.md", "exec"), names)
+    assert "H2O(1024) of 4 bits" in str(names["memory"])
 
 
 def test_ci_runs_the_readmes_commands() -> None:

@@ -80,7 +80,7 @@ def example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
     def weights(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator)
 
-    x_proj, dt_proj = weights(2 + 2 * 3, 6), weights(6, 2)
+    x_proj, dt_proj = weights(2 + 2 * 3, 6) / 6**0.5, weights(6, 2) / 2**0.5
     conv = CausalConv(weights(4, 6), weights(6))
     decays = -weights(3, 6).exp() / 4
     layer = Mamba1(conv, lambda x: F.linear(x, x_proj), lambda dt: F.linear(dt, dt_proj), weights(6), decays, weights(6))
