@@ -113,7 +113,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
                 for r in range(n):
                     page, slot = (begin + r) // page_tokens, (begin + r) % page_tokens
                     rows[r] = table[page] + (slot * n_kv_heads + first) * head_dim
-                score_rows(q, keys, values, rows[:n], n_groups, head_dim, scale, scores)
+                score_rows(q, keys, values, rows[:n], n_groups, head_dim, scale, scores, True)
                 biases = bias_HL[first * n_groups : first * n_groups + n_heads]
                 weigh_(scores, n, out, highest, total, softcap, biases, n_rows - 1 - begin)
                 add_values_(out, values, rows[:n], n_groups, head_dim, scores)

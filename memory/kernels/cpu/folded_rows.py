@@ -1,6 +1,7 @@
 """Attention over rows that a storage keeps and, after them, rows in pages: for few queries.
 
-Codes of up to BLOCK rows of one head are turned into floats in the cache, and from there on are rows like others.
+Codes of up to BLOCK rows of one head are turned into floats in the cache, and from there on are rows like others. Where a channel or a row
+has one scale, it multiplies the query, the scores or the weights instead of every number.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ from torch import Tensor
 from memory.interface import Int64s
 from memory.kernels.cpu.rows import as_array
 from memory.kernels.cpu.softmax import BLOCK, add_values_, scale_, score_rows, start_, weigh_
-from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
+from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
 from memory.kernels.cpu.vector_math import float_from_bits
+from memory.kernels.cpu.vectors import LANES, load_codes, load_float8, store
 from memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
 
-_ONE = np.float32(1.0)
+_ZERO, _ONE = np.float32(0.0), np.float32(1.0)
+_BY_NUMBER, _BY_CHANNEL, _BY_ROW = 0, 1, 2
+_0, _1, _LANES = np.uint64(0), np.uint64(1), np.uint64(LANES)
 # Moving the bits of a short float to where those of a float32 stand leaves its exponent too small by the difference of their biases.
 _HALF_BIAS, _FLOAT8_BIAS = np.float32(2.0**112), np.float32(2.0**120)
 _NONE = np.zeros(0, np.uint16)
@@ -58,6 +62,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
     """A task is a request and one of its key/value heads."""
     head_dim = q_THD.shape[2]
     n_heads = q_THD.shape[1] // n_kv_heads
+    keys_fold, values_fold = _fold_of(bits, key_scale_shape), _fold_of(bits, value_scale_shape)
     q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
     for task in prange((len(cu_seqlens) - 1) * n_kv_heads):
         i, g = task // n_kv_heads, task % n_kv_heads
@@ -65,6 +70,8 @@ def _attend_few(  # type: ignore[no-untyped-def]
         table = pages[cu_pages[i] : cu_pages[i + 1]]
         some_keys, some_values = np.empty(BLOCK * head_dim, np.float32), np.empty(BLOCK * head_dim, np.float32)
         scales, lows = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
+        row_scales, row_lows = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+        q_scaled, offsets = np.empty(n_heads * head_dim, np.float32), np.empty(n_heads, np.float32)
         places, rows = np.arange(BLOCK) * head_dim, np.empty(BLOCK, np.int64)
         scores = np.empty(n_heads * BLOCK, np.float32)
         highest, total = np.empty(n_heads, np.float32), np.empty(n_heads, np.float32)
@@ -80,9 +87,21 @@ def _attend_few(  # type: ignore[no-untyped-def]
                 n = min(BLOCK, n_folded - begin, block_rows - first)
                 place = (own[block], g, block_rows, first, n, bits)
                 _decode(key_codes, key_scales, key_lows, key_scale_shape, place, scales, lows, some_keys)
-                _decode(value_codes, value_scales, value_lows, value_scale_shape, place, scales, lows, some_values)
-                score_rows(q, some_keys, some_values, places[:n], n_heads, head_dim, scale, scores)
+                if keys_fold == _BY_CHANNEL:
+                    _read_scales(key_scales, key_lows, key_scale_shape, place, scales, lows)
+                    _scale_query_(q, scales, lows, q_scaled, offsets)
+                    score_rows(q_scaled, some_keys, some_values, places[:n], n_heads, head_dim, scale, scores, False)
+                    _add_offsets_(scores, n, offsets, scale)
+                else:
+                    score_rows(q, some_keys, some_values, places[:n], n_heads, head_dim, scale, scores, False)
+                    if keys_fold == _BY_ROW:
+                        _read_scales(key_scales, key_lows, key_scale_shape, place, row_scales, row_lows)
+                        _scale_scores_(scores, n, q, row_scales, row_lows, scale)
                 weigh_(scores, n, out, highest, total, softcap, biases, n_folded + n_rows - 1 - begin)
+                _decode(value_codes, value_scales, value_lows, value_scale_shape, place, scales, lows, some_values)
+                if values_fold == _BY_ROW:
+                    _read_scales(value_scales, value_lows, value_scale_shape, place, row_scales, row_lows)
+                    _scale_weights_(scores, n, out, row_scales, row_lows)
                 add_values_(out, some_values, places[:n], n_heads, head_dim, scores)
                 begin += n
             for begin in range(0, n_rows, BLOCK):
@@ -90,58 +109,131 @@ def _attend_few(  # type: ignore[no-untyped-def]
                 for r in range(n):
                     page, slot = (begin + r) // page_tokens, (begin + r) % page_tokens
                     rows[r] = table[page] + (slot * n_kv_heads + g) * head_dim
-                score_rows(q, keys, values, rows[:n], n_heads, head_dim, scale, scores)
+                score_rows(q, keys, values, rows[:n], n_heads, head_dim, scale, scores, True)
                 weigh_(scores, n, out, highest, total, softcap, biases, n_rows - 1 - begin)
                 add_values_(out, values, rows[:n], n_heads, head_dim, scores)
             for h in range(n_heads):
                 scale_(out[h * head_dim : (h + 1) * head_dim], _ONE / total[h])
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@njit
+def _fold_of(bits, scale_shape):  # type: ignore[no-untyped-def]
+    """What scales a product with codes can be multiplied with instead of each number."""
+    if bits == 0:
+        return _BY_NUMBER
+    if scale_shape[0] == 1:
+        return _BY_CHANNEL
+    return _BY_ROW if scale_shape[1] == 1 else _BY_NUMBER
+
+
+@njit(error_model="numpy")
 def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):  # type: ignore[no-untyped-def]
-    """Rows [first, first + n) of head g in the block at byte `at`, as floats."""
+    """Rows [first, first + n) of head g in the block at byte `at`, as floats; without scales and lows where a product takes them.
+
+    No slices: making one takes as long as decoding 16 codes.
+    """
     at, g, block_rows, first, n, bits = place
-    head_dim = len(scales)
+    head_dim, scale_rows, scales_a_row = len(scales), scale_shape[0], scale_shape[1]
     code_bytes = head_dim if bits == 0 else head_dim * bits // 8
-    scale_rows, scales_a_row = scale_shape[0], scale_shape[1]
+    is_scaled = bits > 0 and _fold_of(bits, scale_shape) == _BY_NUMBER
     for r in range(n):
-        code = at + (g * block_rows + first + r) * code_bytes
-        row = out[r * head_dim : (r + 1) * head_dim]
+        code, row = np.uint64(at + (g * block_rows + first + r) * code_bytes), np.uint64(r * head_dim)
         if bits == 0:
-            _float8_(codes[code : code + code_bytes], row)
+            _float8_(codes, code, out, row, np.uint64(code_bytes))
             continue
-        if r == 0 or scale_rows > 1:
-            of_row = at // 2 + (g * scale_rows + (first + r if scale_rows > 1 else 0)) * scales_a_row
-            _spread_(halves[of_row : of_row + scales_a_row], scales)
-            _spread_(low_halves[of_row : of_row + scales_a_row], lows)
-        own = codes[code : code + code_bytes]
         for i in range(8 // bits):
-            start, end = i * code_bytes, (i + 1) * code_bytes
-            _numbers_(own, np.int32(i * bits), np.int32((1 << bits) - 1), scales[start:end], lows[start:end], row[start:end])
+            part = np.uint64(i * code_bytes)
+            _codes_(codes, code, np.int32(i * bits), np.int32((1 << bits) - 1), out, row + part, np.uint64(code_bytes))
+        if is_scaled:
+            of_row = np.uint64(at // 2 + (g * scale_rows + first + r) * scales_a_row)
+            n_channels = np.uint64(head_dim // scales_a_row)
+            for i in range(np.uint64(scales_a_row)):
+                scale, low = _half(halves[of_row + i]), _half(low_halves[of_row + i])
+                for e in range(row + i * n_channels, row + (i + _1) * n_channels):
+                    out[e] = out[e] * scale + low
+
+
+@njit(inline="always", error_model="numpy")
+def _codes_(codes, code, shift, mask, out, at, n):  # type: ignore[no-untyped-def]
+    e = _0
+    while e + _LANES <= n:
+        store(out, at + e, load_codes(codes, code + e, shift, mask))
+        e += _LANES
+    while e < n:
+        out[at + e] = np.float32((np.int32(codes[code + e]) >> shift) & mask)
+        e += _1
+
+
+@njit(inline="always", error_model="numpy")
+def _float8_(codes, code, out, row, n):  # type: ignore[no-untyped-def]
+    e = _0
+    while e + _LANES <= n:
+        store(out, row + e, load_float8(codes, code + e))
+        e += _LANES
+    while e < n:
+        x = np.int32(codes[code + e])
+        bits = ((x & np.int32(0x80)) << np.int32(24)) | ((x & np.int32(0x7F)) << np.int32(20))
+        out[row + e] = float_from_bits(bits) * _FLOAT8_BIAS  # type: ignore[call-arg]
+        e += _1
+
+
+@njit(inline="always", error_model="numpy")
+def _half(bits):  # type: ignore[no-untyped-def]
+    x = np.int32(bits)
+    moved = ((x & np.int32(0x8000)) << np.int32(16)) | ((x & np.int32(0x7FFF)) << np.int32(13))
+    return float_from_bits(moved) * _HALF_BIAS  # type: ignore[call-arg]
+
+
+@njit(error_model="numpy")
+def _read_scales(halves, low_halves, scale_shape, place, scales, lows):  # type: ignore[no-untyped-def]
+    """One a channel, or one for each of n rows."""
+    at, g, _, first, n, _ = place
+    start, count = (at // 2 + g * scale_shape[1], scale_shape[1]) if scale_shape[0] == 1 else (at // 2 + g * scale_shape[0] + first, n)
+    for i in range(count):
+        scales[i], lows[i] = _half(halves[start + i]), _half(low_halves[start + i])
+
+
+@njit(fastmath=REDUCING, error_model="numpy")
+def _scale_query_(q, scales, lows, q_scaled, offsets):  # type: ignore[no-untyped-def]
+    """q . (code scale + low) = (q scale) . code + q . low"""
+    head_dim = len(scales)
+    for h in range(len(offsets)):
+        own, scaled, offset = q[h * head_dim : (h + 1) * head_dim], q_scaled[h * head_dim : (h + 1) * head_dim], _ZERO
+        for d in range(head_dim):
+            scaled[d] = own[d] * scales[d]
+            offset += own[d] * lows[d]
+        offsets[h] = offset
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _numbers_(codes, shift, mask, scales, lows, out):  # type: ignore[no-untyped-def]
-    for e in range(len(codes)):
-        out[e] = np.float32((np.int32(codes[e]) >> shift) & mask) * scales[e] + lows[e]
+def _add_offsets_(scores, n, offsets, scale):  # type: ignore[no-untyped-def]
+    for h in range(len(offsets)):
+        own, offset = scores[h * BLOCK : h * BLOCK + n], offsets[h] * scale
+        for r in range(n):
+            own[r] += offset
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _float8_(codes, out):  # type: ignore[no-untyped-def]
-    """e4m3: a sign, four bits of exponent, three of mantissa."""
-    for e in range(len(codes)):
-        code = np.int32(codes[e])
-        bits = ((code & np.int32(0x80)) << np.int32(24)) | ((code & np.int32(0x7F)) << np.int32(20))
-        out[e] = float_from_bits(bits) * _FLOAT8_BIAS  # type: ignore[call-arg]
+@njit(fastmath=REDUCING, error_model="numpy")
+def _scale_scores_(scores, n, q, row_scales, row_lows, scale):  # type: ignore[no-untyped-def]
+    """q . (code scale + low) = (q . code) scale + sum(q) low"""
+    head_dim = len(q) // (len(scores) // BLOCK)
+    for h in range(len(scores) // BLOCK):
+        own, offset = scores[h * BLOCK : h * BLOCK + n], _ZERO
+        for d in range(h * head_dim, (h + 1) * head_dim):
+            offset += q[d]
+        offset *= scale
+        for r in range(n):
+            own[r] = own[r] * row_scales[r] + offset * row_lows[r]
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _spread_(halves, out):  # type: ignore[no-untyped-def]
-    """float16 numbers, each for as many channels as share it."""
-    n_channels = len(out) // len(halves)
-    for i in range(len(halves)):
-        half = np.int32(halves[i])
-        bits = ((half & np.int32(0x8000)) << np.int32(16)) | ((half & np.int32(0x7FFF)) << np.int32(13))
-        number = float_from_bits(bits) * _HALF_BIAS  # type: ignore[call-arg]
-        for e in range(i * n_channels, (i + 1) * n_channels):
-            out[e] = number
+@njit(fastmath=REDUCING, error_model="numpy")
+def _scale_weights_(weights, n, out, row_scales, row_lows):  # type: ignore[no-untyped-def]
+    """sum of weight (code scale + low) = sum of (weight scale) code + sum of weight low, which is added to `out`."""
+    head_dim = len(out) // (len(weights) // BLOCK)
+    for h in range(len(weights) // BLOCK):
+        own, below, offset = weights[h * BLOCK : h * BLOCK + n], out[h * head_dim : (h + 1) * head_dim], _ZERO
+        for r in range(n):
+            offset += own[r] * row_lows[r]
+            own[r] *= row_scales[r]
+        for d in range(head_dim):
+            below[d] += offset

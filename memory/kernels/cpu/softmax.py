@@ -32,15 +32,19 @@ def start_(out, highest, total, sinks):  # type: ignore[no-untyped-def]
 
 
 @njit(fastmath=REDUCING)
-def score_rows(q, keys, values, rows, n_groups, head_dim, scale, scores):  # type: ignore[no-untyped-def]
-    """scores[h, r] = scale q[h] . keys[rows[r]], for the query heads of each of the row's key heads. Asks for the values."""
+def score_rows(q, keys, values, rows, n_groups, head_dim, scale, scores, asks):  # type: ignore[no-untyped-def]
+    """scores[h, r] = scale q[h] . keys[rows[r]], for the query heads of each of the row's key heads.
+
+    If it `asks` for the values, they are fetched meanwhile.
+    """
     head_dim, n_groups = np.uint64(head_dim), np.uint64(n_groups)
     n_kv_heads = np.uint64(len(q)) // (head_dim * n_groups)
     for r in range(np.uint64(len(rows))):
         for g in range(n_kv_heads):
             row = np.uint64(rows[r]) + g * head_dim
-            for line in range(_0, head_dim, _LINE):
-                prefetch(values, row + line)  # type: ignore[call-arg]
+            if asks:
+                for line in range(_0, head_dim, _LINE):
+                    prefetch(values, row + line)  # type: ignore[call-arg]
             for h in range(g * n_groups, (g + _1) * n_groups):
                 score = _ZERO
                 for d in range(head_dim):

@@ -17,6 +17,7 @@ from numba.extending import intrinsic, models, register_model
 LANES = 16
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
 _INDEX = ir.IntType(32)
+_CODES = ir.VectorType(_INDEX, LANES)
 
 
 class _Float32x16(types.Type):
@@ -64,10 +65,42 @@ def splat(typing_context, x):  # type: ignore[no-untyped-def]
     """x in every lane."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        undefined = ir.Constant(_VECTOR, ir.Undefined)
-        return _shuffle(builder, builder.insert_element(undefined, arguments[0], _INDEX(0)), undefined, [0] * LANES)
+        return _in_every_lane(builder, arguments[0])
 
     return _float32x16(types.float32), codegen
+
+
+@_compiled
+def load_codes(typing_context, array, at, shift, mask):  # type: ignore[no-untyped-def]
+    """(array[at : at + 16] >> shift) & mask of a contiguous uint8 array, as float32; not checked. `shift` and `mask` are int32."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        shift, mask = (_in_every_lane(builder, x) for x in arguments[2:])
+        return builder.uitofp(builder.and_(builder.lshr(_bytes(context, builder, signature, arguments), shift), mask), _VECTOR)
+
+    return _float32x16(array, at, types.int32, types.int32), codegen
+
+
+@_compiled
+def load_float8(typing_context, array, at):  # type: ignore[no-untyped-def]
+    """The float8 e4m3 numbers array[at : at + 16] of a contiguous uint8 array, as float32; not checked.
+
+    Exponents are counted from 120 less. Numbers below 2**-6 have no leading one; given one, they are 2**-6 too large. (Moving the bits and
+    multiplying by 2**120 would be shorter, but for such numbers processors leave the fast path.)
+    """
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        def every(number: int) -> ir.Value:
+            return ir.Constant(_CODES, [number] * LANES)
+
+        codes = _bytes(context, builder, signature, arguments)
+        size = builder.shl(builder.and_(codes, every(0x7F)), every(20))
+        large = builder.bitcast(builder.add(size, every(121 << 23)), _VECTOR)
+        small = builder.bitcast(builder.fsub(large, ir.Constant(_VECTOR, [2.0**-6] * LANES)), _CODES)
+        size = builder.select(builder.icmp_unsigned("<", size, every(1 << 23)), small, builder.add(size, every(120 << 23)))
+        return builder.bitcast(builder.or_(size, builder.shl(builder.and_(codes, every(0x80)), every(24))), _VECTOR)
+
+    return _float32x16(array, at), codegen
 
 
 @_compiled
@@ -127,6 +160,17 @@ def _halved(builder: ir.IRBuilder, x: ir.Value, n_parts: int) -> ir.Value:
 def _sum_of_halves(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, n_parts: int, part: int) -> ir.Value:
     firsts = [part * p + lane for p in range(n_parts) for lane in range(part // 2)]
     return builder.fadd(_shuffle(builder, x, y, firsts), _shuffle(builder, x, y, [lane + part // 2 for lane in firsts]))
+
+
+def _in_every_lane(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
+    undefined = ir.Constant(ir.VectorType(x.type, LANES), ir.Undefined)
+    return _shuffle(builder, builder.insert_element(undefined, x, _INDEX(0)), undefined, [0] * LANES)
+
+
+def _bytes(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
+    """Sixteen bytes as int32."""
+    pointer = _pointer(context, builder, signature, arguments, ir.VectorType(ir.IntType(8), LANES))
+    return builder.zext(builder.load(pointer, align=1), _CODES)
 
 
 def _shuffle(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, lanes: list[int]) -> ir.Value:
