@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +14,19 @@ from torch import Tensor
 from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence
-from memory.eviction import H2O, Budget, EvictionPolicy, Quest
+from memory.eviction import (
+    H2O,
+    TOVA,
+    Budget,
+    EvictionPolicy,
+    ExpectedAttention,
+    KNorm,
+    PyramidKV,
+    Quest,
+    Recent,
+    Scissorhands,
+    SnapKV,
+)  # fmt: skip
 from memory.quantization import Float8, Quantized, Storage
 from memory.recurrences import FAMILIES
 from models import LanguageModel, load_model
@@ -23,7 +37,9 @@ from tests.toy import FamilyToy, Toy
 SUBJECTS = (
     *("toy", "toy-attention", "toy-recurrent", "toy-window", "jamba", "mamba", "toy replay", "mamba replay"),
     *("toy-sparse", "toy-attention-sparse", "toy-sparse replay", "toy-quest", "toy-attention-quest"),
-    *("toy-4-bit", "toy-attention-8-bit", "toy-float8", "toy-evicting", "toy-evicting-4-bit", "toy-attention-evicting-8-bit"),
+    *("toy-4-bit", "toy-attention-8-bit", "toy-float8"),
+    *("toy-h2o", "toy-attention-recent-2-bit", "toy-knorm-float8", "toy-attention-tova-4-bit", "toy-scissorhands", "toy-snapkv-8-bit"),
+    *("toy-attention-pyramid", "toy-expected-4-bit"),
     *(f"family:{name}" for name in FAMILIES),
     "model:bamba",
     "model:deepseek-v2-three-of-eight-experts-in-groups",
@@ -49,8 +65,24 @@ SUBJECTS = (
 )
 """Models, and how their memories fold: "keep" unless named."""
 
+POLICIES: dict[str, Budget] = {
+    "sparse": H2O(512, every=4),  # rows fold and none is forgotten: what is remembered does not depend on when they fold
+    "h2o": H2O(9, recent=2, every=4),
+    "recent": Recent(9, sinks=2, every=4),
+    "knorm": KNorm(9, every=4),
+    "tova": TOVA(9, every=4),
+    "scissorhands": Scissorhands(9, recent=2, every=4),
+    "snapkv": SnapKV(9, recent=2, observed=3, kernel=3, every=4),
+    "pyramid": PyramidKV(9, recent=1, observed=3, kernel=3, every=4),
+    "expected": ExpectedAttention(9, recent=2, every=4),
+    "quest": Quest(16, recent=1, select_up_to=10**6),  # far less than everything, chosen by what a position and the rows up to it are
+}
 
-STORAGES = {"8-bit": Quantized(8, group=4), "4-bit": Quantized(4, group=8), "float8": Float8(group=4)}
+STORAGES = {"8-bit": Quantized(8, group=4), "4-bit": Quantized(4, group=8), "2-bit": Quantized(2, group=8), "float8": Float8(group=4)}
+
+if os.environ.get("CONFORMANCE") == "full":  # every policy with every storage, on a hybrid and on attention alone: twenty minutes
+    pairs = itertools.product(("toy", "toy-attention"), POLICIES, ("", *(f"-{storage}" for storage in STORAGES)))
+    SUBJECTS = tuple(f"{toy}-{policy}{storage}" for toy, policy, storage in pairs if not (policy == "quest" and storage))
 
 
 @dataclass(frozen=True)
@@ -145,10 +177,7 @@ def make_subject(name: str, folder: Path) -> Subject:
         return Subject(name, fold or "keep", load_model(folder), is_exact=False)  # type: ignore[arg-type]
     if name.startswith("toy"):
         model = Toy(attention=name != "toy-recurrent", recurrent="attention" not in name, window=5 if name == "toy-window" else None)
-        # Rows fold and none is forgotten: what is remembered does not depend on when they fold.
-        policy: Budget | None = H2O(512, every=4) if "sparse" in name else H2O(9, recent=2, every=4) if "evicting" in name else None
-        if "quest" in name:  # far less than everything, chosen by what a position and the rows up to it are
-            policy = Quest(16, recent=1, select_up_to=10**6)
+        policy = next((policy for label, policy in POLICIES.items() if f"-{label}" in name), None)
         storage = next((storage for label, storage in STORAGES.items() if label in name), None)
         return Subject(name, fold or "keep", model, is_exact=True, policy=policy, storage=storage)  # type: ignore[arg-type]
     torch.manual_seed(1)

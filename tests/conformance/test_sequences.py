@@ -115,7 +115,7 @@ def test_forks_of_a_long_sequence_cost_a_tail_a_head_and_a_page(subject: Subject
     """Even after each fork has gone on by a token of its own; by `usage` and by the arena's own count."""
     memory = subject.memory(WINDOW, budget="64MiB", page_tokens=subject.page_tokens)
     sequence = memory.open()
-    memory.run(subject.model, {sequence: subject.tokens(4096)})
+    memory.run(subject.model, {sequence: subject.tokens(1024)})
     before = memory.usage()
     forks = [memory.fork(sequence) for _ in range(8)]
     with memory.step({fork: [i] for i, fork in enumerate(forks)}) as step:
