@@ -11,7 +11,6 @@ them, and each is quantised once, from exact rows. A step sees the body as it wa
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -19,12 +18,12 @@ from torch import Tensor
 
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.attention_cache import NO_PAGES, AttentionCache, AttentionPlan
-from memory.errors import DropError, IntegrityError, SpecError
+from memory.errors import IntegrityError, SpecError
 from memory.interface import Int64s, Packed
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
 from memory.page_grid import PageGrid
 from memory.quantization import Storage
-from memory.shift import Dropped
+from memory.shift import CannotDrop
 from memory.specs import AttentionSpec
 
 
@@ -66,7 +65,7 @@ class QuantizedPlan:
     lengths: Int64s
 
 
-class QuantizedAttention:
+class QuantizedAttention(CannotDrop):
     """Quantised pages and exact tails of all attention layers of one storage: `memory.interface.LayerMemory`.
 
     Args:
@@ -176,18 +175,8 @@ class QuantizedAttention:
 
     # Dropping tokens
 
-    def plan_drop(self, dropped: Dropped) -> NoReturn:
-        raise DropError(
-            f"attention of {self.storage.label} cannot drop tokens [{dropped.start}, {dropped.end}): rows that share a scale lie at "
-            f"fixed positions; roll back to {dropped.start} and feed the rest again",
-            start=dropped.start, end=dropped.end,
-        )  # fmt: skip
-
-    def drop(self, plan: NoReturn) -> None:
-        """`plan_drop` never makes a plan."""
-
-    def abandon_drop(self, plan: NoReturn) -> None:
-        """As `drop`."""
+    def why_not(self) -> str:
+        return f"rows that share a scale, in attention of {self.storage.label}, lie at fixed positions"
 
     # Sequences
 

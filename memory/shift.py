@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import numpy as np
 import torch
@@ -116,6 +117,27 @@ class DropsTokens(Protocol):
     def abandon_drop(self, plan: Any) -> None:
         """Leave everything as it was."""
         ...
+
+
+class CannotDrop(ABC):
+    """`DropsTokens` of a kind whose old rows cannot move: it refuses, so there is never a plan."""
+
+    @abstractmethod
+    def why_not(self) -> str:
+        """Who cannot, and why."""
+
+    def plan_drop(self, dropped: Dropped) -> NoReturn:
+        raise DropError(
+            f"tokens [{dropped.start}, {dropped.end}) cannot be dropped: {self.why_not()}; roll back to {dropped.start} and feed the rest "
+            "again",
+            start=dropped.start, end=dropped.end,
+        )  # fmt: skip
+
+    def drop(self, plan: NoReturn) -> None:
+        raise AssertionError("there is no plan")
+
+    def abandon_drop(self, plan: NoReturn) -> None:
+        raise AssertionError("there is no plan")
 
 
 def drop_from_all(kinds: Iterable[DropsTokens], dropped: Dropped, free_bytes: int) -> None:

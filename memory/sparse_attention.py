@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NoReturn
 
 import numpy as np
 import torch
@@ -23,14 +22,14 @@ from torch import Tensor
 from memory.arena import Field, Store
 from memory.attention_cache import check_attention
 from memory.batch import ranges
-from memory.errors import DropError, StepError
+from memory.errors import StepError
 from memory.eviction import Candidates, EvictionPolicy
 from memory.folding import Columns, TailGrid
 from memory.interface import Int64s, Packed
 from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, select_kernels
 from memory.quantization import Parts, Storage
 from memory.recurrent_state import RecurrentPlan, RecurrentState
-from memory.shift import Dropped
+from memory.shift import CannotDrop
 from memory.specs import AttentionSpec, RecurrentSpec, StateTensor
 
 
@@ -59,7 +58,7 @@ class SparsePlan(RecurrentPlan):
     n_kept: Int64s
 
 
-class SparseAttention(RecurrentState):
+class SparseAttention(CannotDrop, RecurrentState):
     """Kept rows and tails of all attention layers of one policy: `memory.interface.LayerMemory`.
 
     Args:
@@ -135,18 +134,8 @@ class SparseAttention(RecurrentState):
             self._fold(plan, index, i, rows_TRD, scoring)
         return out_THD[..., : self._attention[index].value_dim]
 
-    def plan_drop(self, dropped: Dropped) -> NoReturn:
-        raise DropError(
-            f"attention with {self.policy.label} cannot drop tokens [{dropped.start}, {dropped.end}): which rows it kept depends on them; "
-            f"roll back to {dropped.start} and feed the rest again",
-            start=dropped.start, end=dropped.end,
-        )  # fmt: skip
-
-    def drop(self, plan: NoReturn) -> None:
-        """`plan_drop` never makes a plan."""
-
-    def abandon_drop(self, plan: NoReturn) -> None:
-        """As `drop`."""
+    def why_not(self) -> str:
+        return f"which rows attention with {self.policy.label} has kept depends on them"
 
     def kept_positions(self, slot: int, index: int) -> Tensor:
         """Positions of the rows that attention `index` has kept of a sequence, (R, G) int64, ascending; the tail's come on top."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from typing import Protocol
 
 import pytest
 import torch
@@ -47,7 +49,7 @@ class Table:
         return HybridMemory(self.memory_spec, "4MiB", **({"rollback_window": WINDOW, "poison": True} | options))  # type: ignore[arg-type]
 
 
-def feed(model: Table | Toy, memory: HybridMemory, sequence: Sequence, tokens: Seq[int], steps: Seq[int]) -> Tensor:
+def feed(model: Callable[[Step], Tensor], memory: HybridMemory, sequence: Sequence, tokens: Seq[int], steps: Seq[int]) -> Tensor:
     outputs, at = [], 0
     for n in steps:
         with memory.step({sequence: tokens[at : at + n]}, outputs="all") as step:
@@ -175,15 +177,13 @@ def test_a_budget_for_everything_is_dense_attention_to_the_bit(policy: EvictionP
     assert torch.equal(*outputs)
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_what_was_dropped_leaves_no_trace(policy: EvictionPolicy) -> None:
+def assert_no_trace(model: Table, **options: object) -> None:
     """Two sequences that differ only in tokens that both take back go on alike, to the bit; so do their forks."""
-    model = Table(policy, 6, 2)
     prompt, after = torch.randperm(512)[:90].split([40, 50])
     results = []
     for seed in (1, 2):
         dropped = torch.randint(0, 512, (WINDOW - 1,), generator=torch.Generator().manual_seed(seed)).tolist()
-        memory = model.memory()
+        memory = model.memory(**options)
         sequence = memory.open()
         feed(model, memory, sequence, prompt.tolist(), (30, 10))
         feed(model, memory, sequence, dropped, (3, 1, 1))
@@ -198,8 +198,20 @@ def test_what_was_dropped_leaves_no_trace(policy: EvictionPolicy) -> None:
     assert torch.equal(*results)
 
 
-def test_each_sequence_of_a_batch_is_as_it_would_be_alone() -> None:
-    model = Table(H2O(BUDGET, recent=2, **SMALL), 6, 2)
+@pytest.mark.parametrize("policy", POLICIES, ids=str)
+def test_what_was_dropped_leaves_no_trace(policy: EvictionPolicy) -> None:
+    assert_no_trace(Table(policy, 6, 2))
+
+
+class Remembering(Protocol):
+    """A model that makes its own memories."""
+
+    def __call__(self, step: Step) -> Tensor: ...
+    def memory(self) -> HybridMemory: ...
+
+
+def assert_each_as_alone(model: Remembering) -> None:
+    """Four sequences in a batch, of steps of all lengths: the bits of each in a memory of its own."""
     streams = [torch.randint(0, 512, (60,)).tolist() for _ in range(4)]
     steps = [(20, 1, 9, 30), (7, 7, 1, 45), (1, 30, 28, 1), (33, 1, 1, 25)]
     memory = model.memory()
@@ -215,6 +227,10 @@ def test_each_sequence_of_a_batch_is_as_it_would_be_alone() -> None:
     for stream, own_steps, part in zip(streams, steps, parts, strict=True):
         alone = model.memory()
         assert torch.equal(feed(model, alone, alone.open(), stream, own_steps), torch.cat(part))
+
+
+def test_each_sequence_of_a_batch_is_as_it_would_be_alone() -> None:
+    assert_each_as_alone(Table(H2O(BUDGET, recent=2, **SMALL), 6, 2))
 
 
 def test_observed_weights_are_those_of_a_plain_softmax() -> None:

@@ -16,6 +16,7 @@ from memory.eviction import H2O, Quest
 from memory.page_selection import page_scores
 from tests.tolerances import assert_kernel_close
 from tests.toy import VOCAB, Toy
+from tests.unit.test_eviction import assert_each_as_alone
 
 PAGE, DIM, N_TOKENS = 4, 8, 512
 EVERY_QUERY = 10**6
@@ -208,22 +209,7 @@ def test_after_a_rollback_bits_are_those_of_a_sequence_that_never_saw_what_was_d
 
 
 def test_each_sequence_of_a_batch_is_as_it_would_be_alone() -> None:
-    model = Table(Quest(12, recent=3), 6, 2)
-    streams = [torch.randint(0, N_TOKENS, (60,)).tolist() for _ in range(4)]
-    steps = [(20, 1, 9, 30), (7, 7, 1, 45), (1, 30, 28, 1), (33, 1, 1, 25)]
-    memory = model.memory()
-    sequences, at = [memory.open() for _ in streams], [0] * 4
-    parts: list[list[Tensor]] = [[] for _ in streams]
-    for sizes in zip(*steps, strict=True):
-        requests = {s: stream[a : a + n] for s, stream, a, n in zip(sequences, streams, at, sizes, strict=True)}
-        with memory.step(requests, outputs="all") as step:
-            for part, rows in zip(parts, step.split(model(step)), strict=True):
-                part.append(rows)
-        at = [a + n for a, n in zip(at, sizes, strict=True)]
-        memory.check()
-    for stream, own_steps, part in zip(streams, steps, parts, strict=True):
-        alone = model.memory()
-        assert torch.equal(feed(model, alone, alone.open(), stream, own_steps), torch.cat(part))
+    assert_each_as_alone(Table(Quest(12, recent=3), 6, 2))
 
 
 def test_any_dtype_selects() -> None:

@@ -15,7 +15,7 @@ from memory.eviction import H2O, EvictionPolicy, KNorm, Recent
 from memory.kernels import FoldedRows, PagedBatch, Scoring, cpu, reference
 from memory.quantization import Float8, Quantized, Storage
 from tests.tolerances import assert_kernel_close
-from tests.unit.test_eviction import BUDGET, EVERY, WINDOW, BruteForce, Table, feed
+from tests.unit.test_eviction import BUDGET, EVERY, WINDOW, BruteForce, Table, assert_no_trace, feed
 
 STORAGES: list[Storage] = [Quantized(8, group=8), Quantized(4, group=4), Quantized(2, group=8), Float8(group=4)]
 
@@ -178,26 +178,9 @@ def test_attention_is_what_brute_force_makes_of_the_same_rows(
 @pytest.mark.parametrize("policy", [None, H2O(BUDGET, recent=2, every=EVERY)], ids=str)
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_what_was_dropped_leaves_no_trace(storage: Storage, policy: EvictionPolicy | None) -> None:
-    """Two sequences that differ only in tokens that both take back go on alike, to the bit; so do their forks."""
     model = Table(policy, 6, 2)
     model.memory_spec = model.memory_spec.with_storage(storage)
-    prompt, after = torch.randperm(512)[:90].split([40, 50])
-    results = []
-    for seed in (1, 2):
-        dropped = torch.randint(0, 512, (WINDOW - 1,), generator=torch.Generator().manual_seed(seed)).tolist()
-        memory = model.memory(page_tokens=4)
-        sequence = memory.open()
-        feed(model, memory, sequence, prompt.tolist(), (30, 10))
-        feed(model, memory, sequence, dropped, (3, 1, 1))
-        memory.rollback(sequence, to=40)
-        fork = memory.fork(sequence)
-        parts = [feed(model, memory, s, after.tolist(), (2, *[1] * 30, 18)) for s in (sequence, fork)]
-        assert torch.equal(*parts)
-        results.append(parts[0])
-        memory.close(sequence)
-        memory.close(fork)
-        assert memory.usage().used_bytes == 0
-    assert torch.equal(*results)
+    assert_no_trace(model, page_tokens=4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
