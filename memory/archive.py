@@ -117,5 +117,5 @@ def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
-        digest.update(tensors[name].contiguous().view(-1).numpy())
+        digest.update(tensors[name].contiguous().view(-1).numpy().data)
     return digest.hexdigest()
