@@ -1,0 +1,404 @@
+"""Continuous batching: many requests, one memory, one step of the model after the other.
+
+Each step feeds one token of every reply that is being decoded, and with what is left of `step_tokens` it goes on with prompts. Who
+finishes leaves, who waits joins, nobody waits for somebody else's prompt. When the memory is full, the request that came in last is
+swapped out and comes back before anybody new: what it had computed is kept, and what it says is what it would have said.
+
+What a sequence holds when its generation has ended, for who keeps it (`keeps_sequence`):
+- "stop" or "length": the prompt and every chosen token but the last, which nobody had to feed; with `remembers_end` the last one too,
+  and behind a reply that was cut (by max_tokens or a stop string) the first of `stop_ids`. A stop string is found in tokens that were
+  chosen already: they stand in the sequence although the text ends before them. Roll back to go on from the text itself.
+- "cancelled", "deadline", "error": what had been fed by then, some prefix of the same. It may be swapped out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from torch import Tensor
+
+from chat.prompts import Tokenizer, find_stop_ids
+from chat.requests import EngineStats, Generation, Job, OnToken, Request, read_stop, read_token_ids
+from chat.sampling import Sampling
+from chat.scheduling import Scheduler, plan_step
+from chat.serving import Serving
+from chat.streaming import TextStream
+from memory import BatchError, CapacityError, HybridMemory, Sequence, SequenceError, SpecError, Step, StepError
+from memory.interrupts import uninterrupted
+from memory.prefix import PrefixCache
+from models import LanguageModel
+
+__all__ = ["Engine", "EngineStats", "Generation", "OnToken", "Sampling"]
+
+Plan = list[tuple[Job, int]]
+Choice = int | StepError | None
+GREEDY = Sampling()
+
+
+class Engine(Serving):
+    """Generates for any number of requests at once. Drive it with `step` or `run`, or let `serve` do so beside an event loop.
+
+    `submit`, `cancel` and the properties may be used from any thread at any time. The memory may not: while steps run in another
+    thread, hold `lock` to use it (or any of the engine's sequences). A step holds it from its beginning to its end.
+
+    Args:
+        tokenizer: None: generations have ids and no text.
+        stop_ids: tokens that end a reply; the first is written where one is cut short and to be remembered. Unless given, what the
+            tokenizer and the model's config name.
+        prefixes: prompts go on from what it knows, and it gets to know prompts and replies.
+        step_tokens: fed in one step at most.
+        max_running: requests in one step at most; fewer than `step_tokens`, so that prompts always go on.
+        clock: seconds; for tests.
+    Raises:
+        SpecError: numbers that cannot work.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        memory: HybridMemory,
+        tokenizer: Tokenizer | None,
+        *,
+        stop_ids: Iterable[int] | None = None,
+        prefixes: PrefixCache | None = None,
+        step_tokens: int = 256,
+        max_running: int = 64,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__()
+        for name, value in (("step_tokens", step_tokens), ("max_running", max_running)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise SpecError(f"{name}={value!r}; it must be an integer of at least 1")
+        if step_tokens <= max_running:
+            raise SpecError(f"step_tokens={step_tokens} leaves nothing to prompts beside max_running={max_running} replies; give more")
+        self.model = model
+        self.memory = memory
+        self.prefixes = prefixes
+        self.step_tokens = step_tokens
+        self.max_running = max_running
+        self.stats = EngineStats()
+        self.lock = threading.RLock()
+        if stop_ids is None:
+            stop_ids = find_stop_ids(tokenizer, model) if tokenizer is not None else ()
+        self.stop_ids = tuple(stop_ids)
+        self._tokenizer = tokenizer
+        self._clock = clock
+        self._scheduler = Scheduler(memory, prefixes, self.stats, max_running)
+        self._n_submitted = 0
+        self._is_stepping = False
+        self._to_remember: list[Sequence] = []
+        self._news: dict[Job, str] = {}  # text that nobody was told of yet
+        self._finished: list[Generation] = []
+
+    # Requests
+
+    def submit(
+        self,
+        token_ids: Any,
+        *,
+        sequence: Sequence | None = None,
+        max_tokens: int = 256,
+        sampling: Sampling = GREEDY,
+        stop: str | Iterable[str] = (),
+        deadline_s: float | None = None,
+        marks: Iterable[int] = (),
+        keeps_sequence: bool = False,
+        remembers_end: bool = False,
+        on_token: OnToken | None = None,
+        priority: int = 0,
+    ) -> Generation:
+        """Ask for a reply. It joins the others before the next step in which there is room.
+
+        Args:
+            token_ids: to be fed; the reply follows them.
+            sequence: a live one to go on with, swapped out or not; nobody else may use it until the generation has ended. None: a new one.
+            max_tokens: to choose at most, the one that ends the reply included. 0: only feed.
+            stop: strings that end the reply; its text is cut before them.
+            deadline_s: seconds from now after which it ends as it is.
+            marks: positions in `token_ids` that the prefix cache should remember, such as the ends of messages.
+            keeps_sequence: leave the sequence open (`generation.sequence`); else it is closed at the end, a given one too.
+            remembers_end: also feed the tokens that end the reply, so that a next turn can follow. The generation ends after that.
+            on_token: see `OnToken`. It is called by the thread that steps, after the step. If it raises, its generation ends with
+                "error", and no other.
+            priority: larger ones come in first and are preempted last.
+        Raises:
+            BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use. Nothing has changed then.
+        """
+        ids = read_token_ids(token_ids, self.memory.spec.vocab_size)
+        request = Request(
+            token_ids=ids,
+            sequence=sequence,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=read_stop(stop),
+            deadline_s=deadline_s,
+            marks=tuple(marks),
+            keeps_sequence=keeps_sequence,
+            remembers_end=remembers_end,
+            on_token=on_token,
+            priority=priority,
+        )
+        if request.stop and self._tokenizer is None:
+            raise BatchError(f"stop={request.stop!r}, but this engine has no tokenizer to find text with; give it one, or stop_ids")
+        if sequence is None and self.memory.spec.of_kind("cross-attention"):
+            raise BatchError(f"{self.memory.spec.model} decodes what its encoder said; give sequence=memory.open(encoder=...)")
+        now = self._clock()
+        deadline = float("inf") if deadline_s is None else now + deadline_s
+        with self._scheduler.lock:
+            n_base = 0 if sequence is None else self._check_sequence(sequence)
+            generation = Generation(self._n_submitted, len(ids), now)
+            stream = TextStream(self._tokenizer, request.stop)
+            self._scheduler.add(Job(request, generation, stream, deadline, sequence, list(ids), n_base=n_base))
+            self._n_submitted += 1
+        self.wake()
+        return generation
+
+    def _check_sequence(self, sequence: Sequence) -> int:
+        """The length of a sequence that a generation can go on with."""
+        if any(job.sequence is sequence for job in self._scheduler.jobs.values()):
+            raise SequenceError(f"{sequence!r} is in use by another generation; wait for its end, or fork it")
+        if not isinstance(sequence, Sequence) or sequence.closed or not sequence.is_swapped:
+            self.memory.can_rollback(sequence, sequence)  # raises for a bad handle
+        return sequence.length
+
+    def cancel(self, generation: Generation) -> None:
+        """End a generation as it is; nothing happens if it has ended. Its bytes are free at once, or after the step that is running."""
+        with self._scheduler.lock:
+            job = self._scheduler.jobs.get(generation)
+            if job is None:
+                return
+            job.is_cancelled = True
+        self.wake()
+        if self.lock.acquire(blocking=False):  # else whoever holds it will see; an event loop must not wait for a step
+            try:
+                if not self._is_stepping:
+                    self._settle()
+            finally:
+                self.lock.release()
+
+    @property
+    def is_idle(self) -> bool:
+        """Every generation has ended."""
+        return not self._scheduler.jobs
+
+    @property
+    def n_running(self) -> int:
+        return len(self._scheduler.running)
+
+    @property
+    def n_waiting(self) -> int:
+        """Generations that take no part in the steps: new ones, and those that had to leave for a while."""
+        return len(self._scheduler.waiting) + len(self._scheduler.parked)
+
+    # Steps
+
+    def step(self) -> list[Generation]:
+        """One step of the model, over everybody who has something to be fed.
+
+        Returns:
+            The generations that ended since the last step returned, in the order in which they did.
+        Raises:
+            StepError: called by one of its own callbacks. Whatever the model raises: every request is then where it was, and the same
+            step can be tried again.
+        """
+        with self.lock:
+            if self._is_stepping:
+                raise StepError("this engine is in a step; call step() elsewhere than in on_token")
+            self._is_stepping = True
+            try:
+                self._settle()
+                self._scheduler.admit()
+                self._feed()
+                self._settle()
+            finally:
+                self._is_stepping = False
+            finished, self._finished = self._finished, []
+            return finished
+
+    def run(self) -> None:
+        """Step until every generation has ended. Raises as `step`."""
+        while not self.is_idle:
+            self.step()
+
+    def _feed(self) -> None:
+        """One step of the model, with as many of those who run as the memory can hold."""
+        scheduler, limit = self._scheduler, self.step_tokens
+        while scheduler.running:
+            plan = plan_step(scheduler.running, limit)
+            step = self._open_step(plan)
+            if step is None:
+                continue
+            try:
+                self._run_step(step, plan)
+                return
+            except CapacityError as error:
+                if len(scheduler.running) > 1:
+                    scheduler.preempt()
+                elif plan[0][1] > 1:  # windows and budgets of attention need less for fewer tokens at once
+                    limit = plan[0][1] // 2
+                elif not scheduler.restart():
+                    scheduler.end(plan[0][0], "error", error)
+
+    def _open_step(self, plan: Plan) -> Step | None:
+        """The step, or None if a sequence in it was spoilt from outside: its generation has ended with an error then."""
+        requests = [(job.live_sequence, job.tokens[job.n_fed : job.n_fed + n]) for job, n in plan]
+        try:
+            return self.memory.step(requests)
+        except (BatchError, SequenceError):
+            n_running = len(self._scheduler.running)
+            for (job, _), request in zip(plan, requests, strict=True):
+                try:
+                    self.memory.step([request])
+                except (BatchError, SequenceError) as error:
+                    self._scheduler.end(job, "error", error)
+            if len(self._scheduler.running) == n_running:
+                raise
+            return None
+
+    def _run_step(self, step: Step, plan: Plan) -> None:
+        started = time.perf_counter()
+        with ExitStack() as held:
+            with step:
+                chosen = self._choose(self.model(step), plan)
+                held.enter_context(uninterrupted())  # from the commit until the books here agree with the memory's
+            self.stats.n_steps += 1
+            now = self._clock()
+            for (job, n_tokens), choice in zip(plan, chosen, strict=True):
+                self._record(job, n_tokens)
+                try:
+                    self._hear(job, choice, now)
+                except Exception as error:  # of the tokenizer: the others have nothing to do with it
+                    self._scheduler.end(job, "error", error)
+            self.stats.seconds += time.perf_counter() - started
+
+    def _choose(self, logits_SV: Tensor, plan: Plan) -> list[Choice]:
+        """The next token of each job that wants one. Nothing changes, so that a step that fails can be tried again."""
+        highest: list[float] = []
+        best: list[int] = []
+        if any(job.request.sampling.is_plain for job, _ in plan):
+            highest_S, best_S = logits_SV.max(-1)
+            highest, best = highest_S.tolist(), best_S.tolist()
+        chosen: list[Choice] = []
+        for i, (job, n_tokens) in enumerate(plan):
+            if not job.wants_choice(n_tokens):
+                chosen.append(None)
+            elif job.request.sampling.is_plain and abs(highest[i]) < float("inf"):  # not so for NaN
+                chosen.append(best[i])
+            else:
+                assert job.sampler is not None, "made when it was admitted"
+                try:
+                    chosen.append(job.sampler.draw(logits_SV[i]))
+                except StepError as error:  # no finite logits: it alone ends
+                    chosen.append(error)
+        return chosen
+
+    def _record(self, job: Job, n_tokens: int) -> None:
+        """The memory holds this many more of the job's tokens."""
+        lookup = job.generation.lookup
+        if lookup is not None and job.n_fed == job.n_reused:
+            self.stats.n_reused += job.n_reused
+            self.stats.recomputed[lookup.why] += lookup.recomputed
+        was_prefilling = job.is_prefilling
+        job.n_fed += n_tokens
+        job.served = self.stats.n_steps
+        self.stats.n_fed += n_tokens
+        if was_prefilling and (job.n_fed == job.generation.n_prompt or job.n_fed in job.cuts):
+            self._to_remember.append(job.live_sequence)
+
+    def _hear(self, job: Job, choice: Choice, now: float) -> None:
+        if isinstance(choice, StepError):
+            self._scheduler.end(job, "error", choice)
+            return
+        if choice is not None:
+            self.stats.n_generated += 1
+            self._news[job] = self._news.get(job, "") + job.take(choice, self.stop_ids, now)
+        elif job.ending is None and job.n_fed == len(job.tokens):
+            job.ending = "length"  # max_tokens=0: there was nothing to choose
+        if job.ending is not None and job.n_fed == len(job.tokens):
+            self._to_remember.append(job.live_sequence)
+            self._scheduler.end(job, job.ending)
+
+    # Between steps
+
+    def _settle(self) -> None:
+        """End what is to end, and tell everybody what is new."""
+        while True:
+            self._reap()
+            while self._to_remember:
+                sequence = self._to_remember.pop()
+                if self.prefixes is not None and not sequence.closed:
+                    self.prefixes.insert(sequence)
+            with self._scheduler.lock:
+                ended = [job for job in self._scheduler.jobs.values() if job.outcome is not None]
+            for job in ended:
+                self._release(job)
+            if not self._news:
+                return
+            self._tell()
+
+    def _reap(self) -> None:
+        """Find out who was cancelled, is too late, or has lost its sequence."""
+        now = self._clock()
+        with self._scheduler.lock:
+            jobs = [job for job in self._scheduler.jobs.values() if job.outcome is None]
+        for job in jobs:
+            if job.is_cancelled:
+                self._scheduler.end(job, "cancelled")
+            elif now >= job.deadline:
+                self._scheduler.end(job, "deadline")
+            elif job.sequence is not None and job.sequence.closed:
+                self._scheduler.end(job, "error", SequenceError(f"{job.sequence!r} was closed while its generation was running"))
+
+    def _release(self, job: Job) -> None:
+        """Give the bytes back, and write down how it ended."""
+        assert job.outcome is not None, "it has ended"
+        generation, (reason, error) = job.generation, job.outcome
+        with uninterrupted():
+            piece = ""
+            try:
+                piece = job.stream.flush()
+            except Exception as failure:  # of the tokenizer
+                reason, error = "error", error or failure
+            if job.sequence is not None and not job.sequence.closed:
+                if job.request.keeps_sequence:
+                    generation.sequence = job.sequence
+                else:
+                    with suppress(SequenceError):  # somebody has it in a step of their own: then it is theirs to close
+                        self.memory.close(job.sequence)
+            self._news[job] = self._news.get(job, "") + piece
+            generation.text = job.stream.text
+            generation.error, generation.finished_at = error, self._clock()
+            generation.finish_reason = reason
+            with self._scheduler.lock:
+                del self._scheduler.jobs[generation]
+            if job.sequence is not None:
+                self._scheduler.is_full = False
+            self._finished.append(generation)
+            self.stats.finished[reason] += 1
+
+    def _tell(self) -> None:
+        while self._news:
+            job = next(iter(self._news))
+            piece = self._news.pop(job)
+            if job.request.on_token is None or job.is_deaf:
+                continue
+            try:
+                job.request.on_token(job.generation, piece)
+            except Exception as error:  # somebody else's code: it must not end the others
+                job.is_deaf = True
+                job.generation.error = job.generation.error or error
+                if job.outcome is None:
+                    self._scheduler.end(job, "error", error)
+
+    def end_all(self, error: Exception) -> None:
+        """End every generation with an error, as when the model cannot go on."""
+        with self.lock:
+            with self._scheduler.lock:
+                jobs = [job for job in self._scheduler.jobs.values() if job.outcome is None]
+            for job in jobs:
+                self._scheduler.end(job, "error", error)
+            self._settle()

@@ -1,0 +1,210 @@
+"""Who takes part in a step, with how many tokens, and who has to wait."""
+
+from __future__ import annotations
+
+import threading
+from bisect import insort
+from dataclasses import replace
+
+from chat.requests import EngineStats, FinishReason, Generation, Job
+from chat.sampling import Sampler
+from memory import CapacityError, CrossAttentionSpec, HybridMemory, HybridMemoryError
+from memory.interrupts import uninterrupted
+from memory.prefix import PrefixCache
+
+LEAST_CHUNK_TOKENS = 16
+"""Prompts share a step in chunks no smaller than this, if they have as many tokens left: below, each costs more than its tokens."""
+
+
+def plan_step(jobs: list[Job], step_tokens: int) -> list[tuple[Job, int]]:
+    """How many tokens each job is fed in a step; those that get none are left out.
+
+    One for each that decodes. What is left goes in equal parts to the prompts: a short one is soon done, a long one goes on at every
+    step. Where there are too many prompts for all to get a chunk, those that have waited for the longest do.
+
+    Args:
+        step_tokens: of the step, more than there are decodes.
+    """
+    plan = [(job, 1) for job in jobs if not job.is_prefilling]
+    left = max(1, step_tokens - len(plan))
+    prompts = sorted((job for job in jobs if job.is_prefilling), key=lambda job: (job.served, *job.rank))
+    prompts = prompts[: max(1, left // LEAST_CHUNK_TOKENS)]
+    for i, job in enumerate(sorted(prompts, key=_n_wanted)):  # who wants less than its part leaves more to the others
+        n_tokens = min(_n_wanted(job), left // (len(prompts) - i))
+        left -= n_tokens
+        plan.append((job, n_tokens))
+    return plan
+
+
+def _n_wanted(job: Job) -> int:
+    return job.next_stop - job.n_fed
+
+
+class Sizes:
+    """Bytes that sequences take by themselves, found out by a dry run on a memory of the same shape.
+
+    They are estimates: lengths are rounded up by as much as a quarter, pages are of the usual size, and nothing is shared.
+    """
+
+    def __init__(self, memory: HybridMemory) -> None:
+        without = tuple(tuple(m for m in layer if not isinstance(m, CrossAttentionSpec)) for layer in memory.spec.layers)
+        self.budget_bytes = memory.usage().budget_bytes
+        self._spec = replace(memory.spec, layers=without)
+        self._window = memory.rollback_window
+        self._bytes: dict[int, int] = {}
+
+    def of(self, n_tokens: int) -> int:
+        """Bytes of a sequence of this length; one more than the budget if it does not fit. Cost: the first time, a dry run."""
+        step = 1 << max(0, n_tokens.bit_length() - 3)
+        rounded = -(-n_tokens // step) * step
+        if rounded not in self._bytes:
+            self._bytes[rounded] = self._measure(rounded)
+        return self._bytes[rounded]
+
+    def _measure(self, n_tokens: int) -> int:
+        memory = HybridMemory(self._spec, self.budget_bytes, rollback_window=self._window, device="meta")
+        sequence = memory.open()
+        try:
+            for start in range(0, n_tokens, 512):
+                with memory.step({sequence: [0] * min(512, n_tokens - start)}):
+                    pass
+        except CapacityError:
+            return self.budget_bytes + 1
+        return memory.usage().used_bytes
+
+
+class Scheduler:
+    """All requests that have not ended: who waits, who runs, and who ran and had to leave.
+
+    Attributes:
+        lock: held for a moment by whoever reads or writes `jobs` or `waiting`. Everything else belongs to the thread that steps.
+        jobs: all of them, by generation.
+        waiting: not in yet, who is next first.
+        running: take part in the steps.
+        parked: had to leave, who comes back next first. They are swapped out, or stay in place if there is nowhere to swap to.
+        is_full: somebody had to leave and nobody has ended since.
+    """
+
+    def __init__(self, memory: HybridMemory, prefixes: PrefixCache | None, stats: EngineStats, max_running: int) -> None:
+        self.lock = threading.Lock()
+        self.jobs: dict[Generation, Job] = {}
+        self.waiting: list[Job] = []
+        self.running: list[Job] = []
+        self.parked: list[Job] = []
+        self.is_full = False
+        self._memory = memory
+        self._prefixes = prefixes
+        self._stats = stats
+        self._max_running = max_running
+        self._sizes = Sizes(memory)
+        self._n_admitted = 0
+
+    def add(self, job: Job) -> None:
+        """Let it wait. The caller holds `lock`."""
+        self.jobs[job.generation] = job
+        insort(self.waiting, job, key=lambda job: job.rank)
+
+    def end(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
+        """Take a job out of the steps; the engine does the rest when the step is over."""
+        job.outcome = reason, error
+        for queue in (self.running, self.parked):
+            if job in queue:
+                queue.remove(job)
+        with self.lock:
+            if job in self.waiting:
+                self.waiting.remove(job)
+
+    def admit(self) -> None:
+        """Let in who fits: first those who had to leave, then new ones."""
+        while len(self.running) < self._max_running:
+            with self.lock:
+                job = next(iter(self.parked or self.waiting), None)
+            if job is None or not self._has_room(job):
+                return
+            try:
+                self._start(job)
+            except CapacityError as error:
+                self.is_full = True
+                if self.running:
+                    return
+                if self.restart():
+                    continue
+                self.end(job, "error", error)  # nobody is left who could make room
+            except (HybridMemoryError, OSError) as error:  # a handle that was spoilt from outside, a swap file that is gone
+                self.end(job, "error", error)
+
+    def _has_room(self, job: Job) -> bool:
+        """Whether it is worth trying to let this one in."""
+        if not self.running:
+            return True
+        needed = self._sizes.of(job.expected_tokens)
+        if self.is_full:  # the others grow as well: without some room to spare it would soon have to leave again
+            return self._memory.free_bytes >= 2 * needed
+        # What a running request has from the prefix cache it shares with others: it counts with whoever brought it.
+        taken = sum(self._sizes.of(j.expected_tokens) - (self._sizes.of(j.n_reused) if j.n_reused else 0) for j in self.running)
+        return taken + needed <= self._sizes.budget_bytes
+
+    def _start(self, job: Job) -> None:
+        """Bring a job's sequence in and let it run. Raises as the memory does, with the job where it was."""
+        if job.sequence is not None and job.sequence.is_swapped:
+            self._memory.swap_in(job.sequence)
+            self._stats.n_swapped_in += 1
+        with uninterrupted():
+            if job.sequence is None or not job.admitted:
+                self._prepare(job)
+            if not job.admitted:  # once: who came early does not become the next to leave by coming back
+                self._n_admitted += 1
+                job.admitted = self._n_admitted
+            with self.lock:
+                (self.parked if job in self.parked else self.waiting).remove(job)
+            job.served = self._stats.n_steps
+            self.running.append(job)
+
+    def _prepare(self, job: Job) -> None:
+        request = job.request
+        known = job.tokens
+        if job.sequence is not None:
+            job.n_base = job.sequence.length
+            known = [*job.sequence.tokens.tolist(), *job.tokens]
+        elif self._prefixes is None:
+            job.sequence = self._memory.open()
+        else:
+            job.sequence, job.generation.lookup = self._prefixes.open(job.tokens)
+            job.n_fed = job.n_reused = job.sequence.length
+        if self._prefixes is not None:
+            marks = [job.n_base + mark for mark in request.marks]
+            job.cuts = [cut - job.n_base for cut in self._prefixes.cuts(known, job.n_base + job.n_fed, marks)]
+        job.sampler = job.sampler or Sampler(request.sampling, known)
+
+    def preempt(self) -> None:
+        """Make the least important one leave, the last to come of those. What was computed for it is kept."""
+        job = min(self.running, key=lambda job: (job.request.priority, -job.admitted))
+        self._stats.n_preempted += 1
+        self.is_full = True
+        with uninterrupted():
+            if job.is_untouched:  # there is nothing to keep
+                self._close(job)
+                self.running.remove(job)
+                with self.lock:
+                    insort(self.waiting, job, key=lambda job: job.rank)
+                return
+            try:
+                self._memory.swap_out(job.live_sequence)
+            except (CapacityError, OSError):
+                pass  # nowhere to swap to: it waits in place, and the others go on with what there is
+            self.running.remove(job)
+            insort(self.parked, job, key=lambda job: job.rank)
+
+    def restart(self) -> bool:
+        """Take the bytes of the last of those who wait in place, to be computed again; whether there was one. What was chosen stays."""
+        for job in reversed(self.parked):
+            if job.request.sequence is None and job.sequence is not None and not job.sequence.is_swapped:
+                with uninterrupted():
+                    self._close(job)
+                return True
+        return False
+
+    def _close(self, job: Job) -> None:
+        self._memory.close(job.live_sequence)
+        job.sequence = None
+        job.n_fed = job.n_reused = 0

@@ -1,0 +1,77 @@
+"""Text from tokens as they come: whole characters only, and never any of a stop string."""
+
+from __future__ import annotations
+
+from chat.prompts import Tokenizer
+
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What decoders write for bytes that are no character, or not yet."""
+
+
+class TextStream:
+    """The text of a reply that grows token by token.
+
+    Text is held back while a later token could still change it (the bytes of a character that came in part) or prove it to be the
+    start of a stop string. Special tokens have no text.
+
+    Args:
+        tokenizer: None: there is no text at all.
+        stop: strings that end the text; it is cut before the first of them.
+    Attributes:
+        text: what was returned so far, joined.
+        stopped_by: the stop string that was found; nothing is added from then on.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...] = ()) -> None:
+        self.text = ""
+        self.stopped_by: str | None = None
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._held = ""  # decoded, not shown: maybe the start of a stop string
+        # Tokens are decoded together with those of the piece before: a space may depend on what stands to its left.
+        self._window: list[int] = []
+        self._n_before = 0  # tokens of the window that belong to the piece before
+        self._n_taken = 0  # characters of the window's text that were taken already
+
+    def add(self, token_id: int) -> str:
+        """The text that this token completes. Cost: the decoding of a few tokens."""
+        if self._tokenizer is None or self.stopped_by is not None:
+            return ""
+        self._window.append(token_id)
+        decoded = self._decode(self._window)
+        whole = decoded.rstrip(_INCOMPLETE)
+        new = whole[self._n_taken :]
+        self._n_taken = max(self._n_taken, len(whole))
+        if new and whole == decoded:
+            self._window = self._window[self._n_before :]
+            self._n_before = len(self._window)
+            self._n_taken = len(self._decode(self._window))
+        return self._show(new)
+
+    def flush(self) -> str:
+        """The text that was held back; no token follows. Bytes that are no character show as replacement characters then."""
+        if self._tokenizer is None or self.stopped_by is not None:
+            return ""
+        rest = self._decode(self._window)[self._n_taken :]
+        self._n_taken += len(rest)
+        return self._show(rest, is_end=True)
+
+    def _decode(self, token_ids: list[int]) -> str:
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True)) if self._tokenizer is not None else ""
+
+    def _show(self, new: str, *, is_end: bool = False) -> str:
+        self._held += new
+        # No stop string can begin in what was shown: it would have been held back.
+        found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        if found:  # the one that was complete first, however the text was cut into tokens
+            _, n_shown, self.stopped_by = min(found)
+        else:
+            n_shown = len(self._held) - (0 if is_end else self._n_suspect())
+        piece, self._held = self._held[:n_shown], self._held[n_shown:]
+        self.text += piece
+        return piece
+
+    def _n_suspect(self) -> int:
+        """Characters at the end that may be the start of a stop string: the most that any of them explains."""
+        held = self._held
+        return max((n for stop in self._stop for n in range(1, min(len(stop), len(held) + 1)) if held.endswith(stop[:n])), default=0)

@@ -1,0 +1,121 @@
+"""What the tests of the engine share: models, memories that are poisoned, and the oracle, a sequence that decodes alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from chat.engine import Engine, Generation, Sampling
+from chat.sampling import Sampler
+from memory import HybridMemory, Step
+
+GREEDY = Sampling()
+
+
+def make_memory(model: Any, budget: int | str = "16MiB", *, rollback_window: int = 8) -> HybridMemory:
+    return HybridMemory(model.memory_spec, budget, rollback_window=rollback_window, page_tokens=4, poison=True)
+
+
+def make_engine(model: Any, budget: int | str = "16MiB", **options: Any) -> Engine:
+    """Without text, and with steps so small that prompts are cut, unless `options` say otherwise."""
+    defaults: dict[str, Any] = {"tokenizer": None, "step_tokens": 24, "max_running": 6}
+    return Engine(model, make_memory(model, budget), **(defaults | options))
+
+
+def draw_prompt(generator: random.Random, n_tokens: int, vocab_size: int) -> list[int]:
+    return [generator.randrange(vocab_size) for _ in range(n_tokens)]
+
+
+def decode_alone(
+    model: Any, prompt: list[int], max_tokens: int, sampling: Sampling = GREEDY, *, stop_ids: tuple[int, ...] = ()
+) -> list[int]:
+    """What a sequence in a memory of its own says: the whole prompt in one step, then token by token."""
+    memory, sampler, ids = make_memory(model), Sampler(sampling, prompt), list[int]()
+    sequence, new = memory.open(), prompt
+    while len(ids) < max_tokens and not (ids and ids[-1] in stop_ids):
+        with memory.step({sequence: new}) as step:
+            logits = model(step)
+        ids.append(sampler.choose(logits[0]))
+        new = ids[-1:]
+    return ids
+
+
+def private_bytes(model: Any, n_tokens: int) -> int:
+    """Bytes that a sequence of this length takes."""
+    memory = make_memory(model)
+    memory.run(model, {memory.open(): [0] * n_tokens}, max_tokens=16)
+    return memory.usage().used_bytes
+
+
+def run_checked(engine: Engine, before_step: Callable[[int], None] = lambda n: None, *, most_steps: int = 2000) -> list[Generation]:
+    """Step until the engine is idle, and check the memory after every step; the generations in the order in which they ended."""
+    finished: list[Generation] = []
+    for n in range(most_steps):
+        before_step(n)
+        finished += engine.step()
+        engine.memory.check()
+        if engine.is_idle:
+            return finished
+    raise AssertionError(f"not done after {most_steps} steps: {engine.n_running} running, {engine.n_waiting} waiting")
+
+
+class Scripted:
+    """A model that says what it is told to, over memories that a real one uses: token i of the script follows prompt and i tokens.
+
+    Attributes:
+        fails: raise in the middle of the next step.
+        spoils: say NaN where a sequence is this long.
+    """
+
+    def __init__(self, model: Any, script: list[int], *, n_prompt: int) -> None:
+        self.model, self.script, self.n_prompt = model, script, n_prompt
+        self.memory_spec, self.config = model.memory_spec, getattr(model, "config", None)
+        self.fails = False
+        self.spoils: int | None = None
+
+    def __call__(self, step: Step) -> Tensor:
+        logits = self.model(step)
+        if self.fails:
+            raise RuntimeError("the model broke")
+        ends = [s.length + n for s, n in zip(step.sequences, step.tokens.counts.tolist(), strict=True)]
+        logits = torch.zeros_like(logits)
+        for row, end in enumerate(ends):
+            if end >= self.n_prompt:
+                logits[row, self.script[(end - self.n_prompt) % len(self.script)]] = 5.0
+            if end == self.spoils:
+                logits[row] = float("nan")
+        return logits
+
+
+Wanted = list[tuple[Generation, list[int], int, Sampling]]
+
+
+def draw_sampling(generator: random.Random) -> Sampling:
+    seed = generator.randrange(1000)
+    return generator.choice(
+        [Sampling(), Sampling(repetition_penalty=1.3), Sampling(1.0, seed=seed), Sampling(0.8, top_k=5, top_p=0.9, seed=seed)]
+    )
+
+
+def submit_some(engine: Engine, model: Any, generator: random.Random, n: int, most_prompt: int, most_tokens: int, **options: Any) -> Wanted:
+    wanted = []
+    for _ in range(n):
+        prompt = draw_prompt(generator, generator.randint(1, most_prompt), model.memory_spec.vocab_size)
+        max_tokens, sampling = generator.randint(1, most_tokens), draw_sampling(generator)
+        generation = engine.submit(prompt, max_tokens=max_tokens, sampling=sampling, **options)
+        wanted.append((generation, prompt, max_tokens, sampling))
+    return wanted
+
+
+def assert_as_alone(model: Any, wanted: Wanted) -> None:
+    for generation, prompt, max_tokens, sampling in wanted:
+        alone = decode_alone(model, prompt, max_tokens, sampling)
+        if generation.finish_reason == "length":
+            assert generation.token_ids == alone
+        else:
+            assert generation.finish_reason in ("cancelled", "deadline")
+            assert generation.token_ids == alone[: len(generation.token_ids)]
