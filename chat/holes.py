@@ -1,10 +1,10 @@
 """What a template is made of: text, and holes that a model fills. And how a template is written as a string.
 
-    Q: {question}\\nA: {answer:max_tokens=20,stop='\\n'}\\nConfidence: {score:choices=['low','high']}
+Q: {question}\\nA: {answer:max_tokens=20,stop='\\n'}\\nConfidence: {score:choices=['low','high']}
 
-    {name}           a hole; {name} again is the same words again
-    {name:options}   as arguments of `Hole` are written in Python, on one line: max_tokens=20, stop='x' or stop=['x','y'], choices=['a','b']
-    {{ and }}        braces
+{name}           a hole; {name} again is the same words again
+{name:options}   as arguments of `Hole` are written in Python, on one line: max_tokens=20, stop='x' or stop=['x','y'], choices=['a','b']
+{{ and }}        braces
 """
 
 from __future__ import annotations

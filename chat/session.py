@@ -351,10 +351,10 @@ def _explain(why: str, prompt: Rendering, start: Start, n_old: int, *, was_held:
     """Why each token had to be computed, in the order in which they stand in the prompt."""
     n = len(prompt.token_ids)
     n_known = min(start.n_known, n - 1)
-    at, found = start.n_kept, {}
+    at, found = start.n_kept, dict[str, int]()
     for reason, end in ((NO_CHECKPOINT, n_known), (REWRITTEN if was_held else NO_CHECKPOINT, n_old), (why, n)):
         if reason == why and start.n_known >= n:
-            reason = LAST  # noqa: PLW2901
+            reason = LAST
         if end > at:
             found[reason] = found.get(reason, 0) + end - at
             at = end

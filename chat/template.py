@@ -85,6 +85,7 @@ def fill(
 
 def _pair(templates: Template | Iterable[Template], values: Any) -> list[tuple[Template, Mapping[str, str]]]:
     wanted = templates if isinstance(templates, Template) else list(templates)
+    given: list[Mapping[str, str]]
     if values is None:
         given = [{}] * (1 if isinstance(wanted, Template) else len(wanted))
     else:

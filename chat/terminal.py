@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
+from memory.prefix import PrefixCache
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -21,7 +22,6 @@ from chat.prompts import Tokenizer
 from chat.session import ChatSession, Turn
 from memory import BatchError, HybridMemory, HybridMemoryError
 from memory.inspection import format_bytes
-from memory.prefix import PrefixCache
 from models import LanguageModel
 
 _MAIN = "main"
@@ -48,8 +48,10 @@ def run_terminal(model: LanguageModel, tokenizer: Tokenizer, settings: Settings)
     session = ChatSession(engine, system=settings.system) if settings.resume is None else ChatSession.resume(engine, settings.resume)
     if settings.max_tokens is not None:
         session.max_tokens = settings.max_tokens
-    wanted = {"temperature": settings.temperature, "seed": settings.seed}
-    session.sampling = replace(session.sampling, **{name: value for name, value in wanted.items() if value is not None})
+    if settings.temperature is not None:
+        session.sampling = replace(session.sampling, temperature=settings.temperature)
+    if settings.seed is not None:
+        session.sampling = replace(session.sampling, seed=settings.seed)
     terminal = Terminal(engine, session, console=make_console(), notes=Console(stderr=True))
     try:
         terminal.run()

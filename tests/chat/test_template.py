@@ -9,13 +9,12 @@ import torch
 
 from chat.engine import Engine, Sampling
 from chat.history import decode
-from chat.prompts import Tokenizer, load_tokenizer
+from chat.prompts import Tokenizer
 from chat.template import Filled, Hole, Template, Text, fill
 from memory import BatchError, CapacityError, HybridMemory
-from models import EMBEDDED
 from tests.chat.talking import TALKERS, Counted, assert_all_given_back, decode_fresh, load_talker, make_engine
 
-NAMES = ("Milo", "Luna", "Zoe", "Oscar", "Ruby", "Nala", "Boris", "Clara", "Frank", "Greta", "Henry", "Karin", "Leo", "Maria", "Nora", "Tina")
+NAMES = "Milo Luna Zoe Oscar Ruby Nala Boris Clara Frank Greta Henry Karin Leo Maria Nora Tina".split()
 ARTICLE = (
     "<|bos|><|user|>{question}<|end|><|assistant|>{answer:max_tokens=5,stop='.'}<|end|>"
     "<|user|>Are you sure?<|end|><|assistant|>{doubt:max_tokens=3} {score:choices=['low','high','not sure']}"
@@ -25,16 +24,6 @@ ARTICLE = (
 @pytest.fixture(scope="module", params=TALKERS)
 def talker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return load_talker(request.param, tmp_path_factory.mktemp("talker"))
-
-
-@pytest.fixture(scope="module")
-def embedded(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load_talker("embedded", tmp_path_factory.mktemp("talker"))
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer(EMBEDDED)
 
 
 def counted(engine: Engine) -> Counted:
@@ -56,7 +45,8 @@ def log_probability(model: Any, prompt: list[int], ids: list[int]) -> float:
 @pytest.mark.parametrize("has_prefixes", [True, False])
 def test_a_batch_of_sixteen_reads_each_token_once(talker: Any, tokenizer: Tokenizer, has_prefixes: bool) -> None:
     engine = make_engine(talker, tokenizer, has_prefixes=has_prefixes)
-    rows = [{"question": f"My favourite name in all the world is {name}, and not {other}."} for name, other in zip(NAMES, NAMES[::-1], strict=True)]
+    pairs = zip(NAMES, NAMES[::-1], strict=True)
+    rows = [{"question": f"My favourite name in all the world is {name}, and not {other}."} for name, other in pairs]
     filled = fill(engine, Template(ARTICLE), rows)
     model, n_tokens = counted(engine), sum(len(f.token_ids) for f in filled)
     assert max(model.prefixes.values()) == 1  # no token in no context was computed twice: neither of texts, nor of values, nor of choices
@@ -75,7 +65,8 @@ def test_a_batch_of_sixteen_reads_each_token_once(talker: Any, tokenizer: Tokeni
 
 def test_holes_say_what_the_model_says_there(talker: Any, tokenizer: Tokenizer) -> None:
     engine = make_engine(talker, tokenizer)
-    parts = [Text("My cat is called Zoe."), Hole("first", max_tokens=4), Text(" and then "), Hole("second", max_tokens=3), Hole("third", max_tokens=2)]
+    holes = (Hole("first", max_tokens=4), Hole("second", max_tokens=3), Hole("third", max_tokens=2))
+    parts = [Text("My cat is called Zoe."), holes[0], Text(" and then "), *holes[1:]]
     one = fill(engine, Template(parts))[0]
     tokens, n_said = list[int](), 0
     for part in parts:
@@ -113,7 +104,8 @@ def test_choices_are_the_most_likely_ones(talker: Any, tokenizer: Tokenizer) -> 
     engine = make_engine(talker, tokenizer)
     choices = ("Okay, noted.", "low", "You have not told me that.", "high")
     prompts = [f"<|bos|><|user|>My cat is called {name}.<|end|><|assistant|>" for name in NAMES[:3]]
-    filled = fill(engine, [Template([Text(p), Hole("reply", choices=choices), Text("<|end|>"), Hole("more", max_tokens=2)]) for p in prompts])
+    rest = [Hole("reply", choices=choices), Text("<|end|>"), Hole("more", max_tokens=2)]
+    filled = fill(engine, [Template([Text(prompt), *rest]) for prompt in prompts])
     for prompt, one in zip(prompts, filled, strict=True):
         ids = tokenizer.encode(prompt)
         expected = {choice: log_probability(talker, ids, tokenizer.encode(choice)) for choice in choices}
@@ -131,7 +123,9 @@ def test_the_embedded_model_fills_what_it_was_told(embedded: Any, tokenizer: Tok
         "<|bos|><|user|>My cat is called{name}.<|end|><|assistant|>{reply:stop=','}, noted.<|end|><|user|>What is my cat called?<|end|>"
         "<|assistant|>Your cat is called{answer:choices=[' Zoe',' Milo',' Luna']}{rest}"
     )
-    for one, name in zip(fill(make_engine(embedded, tokenizer), template, [{"name": n} for n in (" Milo", " Luna")]), (" Milo", " Luna"), strict=True):
+    names = (" Milo", " Luna")
+    filled = fill(make_engine(embedded, tokenizer), template, [{"name": name} for name in names])
+    for one, name in zip(filled, names, strict=True):
         assert one.values == {"name": name, "reply": "Okay", "answer": name, "rest": "."}
         assert one.reasons == {"name": "given", "reply": "stop", "answer": "choice", "rest": "stop"}
 
@@ -141,7 +135,8 @@ def test_a_stop_string_in_the_middle_of_a_token(talker: Any, tokenizer: Tokenize
     engine = make_engine(talker, tokenizer)
     prompt, said = tokenizer.encode("My cat is called Zoe."), tokenizer.encode(" That sounds nice.")
     counted(engine).say(said, at=len(prompt))
-    one = fill(engine, Template([Text("My cat is called Zoe."), Hole("a", stop="unds", max_tokens=20), Text("!"), Hole("b", max_tokens=1)]))[0]
+    parts = [Text("My cat is called Zoe."), Hole("a", stop="unds", max_tokens=20), Text("!"), Hole("b", max_tokens=1)]  # type: ignore[arg-type]
+    one = fill(engine, Template(parts))[0]
     assert (one.values["a"], one.reasons["a"]) == (" That so", "stop")
     assert one.text.startswith("My cat is called Zoe. That so!")
     assert decode(tokenizer, one.token_ids).startswith("My cat is called Zoe. That so!")
@@ -168,7 +163,8 @@ def test_prefixes_of_earlier_batches_are_not_read_again(embedded: Any, tokenizer
 def test_templates_of_all_sorts_share_a_batch(talker: Any, tokenizer: Tokenizer) -> None:
     """Equal ones, ones that begin with others, ones without anything in common, and ones with nothing to do."""
     engine = make_engine(talker, tokenizer)
-    written = ["My cat{a:max_tokens=3}", "My cat{a:max_tokens=3}", "My cat is called{a:max_tokens=2}", "What{a:max_tokens=2}?", "nothing", "My{a:choices=['x','y']}"]
+    written = ["My cat{a:max_tokens=3}", "My cat{a:max_tokens=3}", "My cat is called{a:max_tokens=2}", "What{a:max_tokens=2}?", "nothing"]
+    written.append("My{a:choices=['x','y']}")
     filled = fill(engine, [Template(text) for text in written])
     alone = [fill(make_engine(talker, tokenizer), Template(text))[0] for text in written]
     assert [(f.text, f.token_ids, f.reasons) for f in filled] == [(f.text, f.token_ids, f.reasons) for f in alone]
@@ -194,10 +190,12 @@ def test_what_fails_leaves_nothing_behind(embedded: Any, tokenizer: Tokenizer) -
 
 
 def test_how_templates_are_written() -> None:
-    template = Template("{{Q}}: {question}\nA: {answer:max_tokens=20,stop='\n'}{ b : stop=['}', \"'\"], max_tokens=2 }{c:choices=['{','}}']}}}")
+    template = Template(
+        "{{Q}}: {question}\nA: {answer:max_tokens=20,stop='\n'}{ b : stop=['}', \"'\"], max_tokens=2 }{c:choices=['{','}}']}}}"
+    )
     assert template.parts == (
-        Text("{Q}: "), Hole("question"), Text("\nA: "), Hole("answer", max_tokens=20, stop=("\n",)), Hole("b", max_tokens=2, stop=("}", "'")),
-        Hole("c", choices=("{", "}}")), Text("}"),
+        Text("{Q}: "), Hole("question"), Text("\nA: "), Hole("answer", max_tokens=20, stop=("\n",)),
+        Hole("b", max_tokens=2, stop=("}", "'")), Hole("c", choices=("{", "}}")), Text("}"),
     )  # fmt: skip
     assert template.names == ("question", "answer", "b", "c")
     assert Template(list(template.parts)) == template and Template("").parts == ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from chat.cli import app
-from chat.prompts import Tokenizer, load_tokenizer
+from chat.engine import Sampling
+from chat.prompts import Tokenizer
 from chat.session import ChatSession
 from chat.terminal import Terminal
-from models import EMBEDDED, load_model
+from models import LanguageModel
 from tests.chat.talking import assert_all_given_back, make_engine
 
 TOLD, ASKED = "My cat is called Zoe.", "What is my cat called?"
@@ -25,14 +27,9 @@ def talk(*lines: str, options: tuple[str, ...] = ()) -> Result:
     return CliRunner().invoke(app, ["chat", *options], input="".join(f"{line}\n" for line in lines))
 
 
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer(EMBEDDED)
-
-
 @pytest.fixture
-def terminal(tokenizer: Tokenizer) -> Any:
-    engine = make_engine(load_model("embedded"), tokenizer)
+def terminal(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Terminal]:
+    engine = make_engine(embedded, tokenizer)
     out, notes = (Console(file=io.StringIO(), width=100) for _ in range(2))
     terminal = Terminal(engine, ChatSession(engine, max_tokens=20), console=out, notes=notes)
     yield terminal
@@ -59,9 +56,9 @@ def take(terminal: Terminal, line: str) -> tuple[str, str]:
 
 
 def test_replies_go_to_standard_output_and_notes_to_standard_error() -> None:
-    result = talk(TOLD, "", ASKED, "/edit 1 My cat is called Tom.", ASKED, "/quit", "never said")
+    result = talk(TOLD, "", ASKED, "/edit 1 My cat is called Luna.", ASKED, "/quit", "never said")
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines() == ["Okay, noted.", "Your cat is called Zoe.", "Okay, noted.", "Your cat is called Tom."]
+    assert result.stdout.splitlines() == ["Okay, noted.", "Your cat is called Zoe.", "Okay, noted.", "Your cat is called Luna."]
     notes = result.stderr.splitlines()
     assert len(notes) == 4 and all(re.search(r"\d+ reused, \d+ computed", note) for note in notes)
     assert "edited text" in notes[2] and "\x1b" not in result.output
@@ -74,7 +71,8 @@ def test_the_end_of_the_input_is_the_end() -> None:
 
 
 def test_errors_are_one_line_and_not_the_end(tmp_path: Path) -> None:
-    bad = ("/undo", "/regenerate", "/edit", "/edit 1 x", "/edit x y", "/nonsense", "/switch", "/switch nowhere", "/save", "/load", f"/load {tmp_path}")
+    bad = "/undo|/regenerate|/edit|/edit 1 x|/edit x y|/nonsense|/switch|/switch nowhere|/save|/load".split("|")
+    bad.append(f"/load {tmp_path}")
     result = talk(*bad, TOLD)
     assert (result.exit_code, result.stdout) == (0, "Okay, noted.\n")
     notes = result.stderr.splitlines()
@@ -88,7 +86,7 @@ def test_it_goes_on_from_what_was_saved(tmp_path: Path) -> None:
     result = talk(ASKED, options=("--resume", str(tmp_path / "chat")))
     assert result.stdout == "Your cat is called Zoe.\n"
     assert int(re.search(r"([\d,]+) reused", result.stderr)[1]) > 10  # type: ignore[index]
-    result = talk("My cat is called Tom.", f"/load {tmp_path / 'chat'}", ASKED)
+    result = talk("My cat is called Luna.", f"/load {tmp_path / 'chat'}", ASKED)
     assert result.stdout.splitlines() == ["Okay, noted.", "Your cat is called Zoe."]
 
 
@@ -117,11 +115,11 @@ def test_what_cannot_begin_is_one_line(options: tuple[str, ...], word: str) -> N
 def test_branches_go_their_own_ways(terminal: Terminal) -> None:
     take(terminal, TOLD)
     assert "branch-1" in take(terminal, "/branch")[1] and terminal.current == "branch-1"
-    take(terminal, "Actually my cat is called Tom.")
+    take(terminal, "Actually my cat is called Luna.")
     assert "already" in take(terminal, "/branch branch-1")[1] and "branch-2" in take(terminal, "/branch")[1]
     take(terminal, "/branch other")
     assert list(terminal.sessions) == ["main", "branch-1", "branch-2", "other"]
-    assert take(terminal, ASKED)[0] == "Your cat is called Tom.\n"
+    assert take(terminal, ASKED)[0] == "Your cat is called Luna.\n"
     take(terminal, "/switch main")
     assert take(terminal, ASKED)[0] == "Your cat is called Zoe.\n"
 
@@ -133,7 +131,7 @@ def test_memory_shows_live_bytes(terminal: Terminal) -> None:
     take(terminal, "/branch b")
     shown = take(terminal, "/memory")[0]
     assert all(words in shown for words in ("main", "b *", "pages", "states", "checkpoints")) and not shown.lstrip().startswith("0 B")
-    assert len(re.findall(r"\b(\d+) +[\d.]+ [KM]iB", shown)) >= 2  # tokens and bytes of each branch
+    assert len(re.findall(r"(\d+) │ +[\d.]+ [KM]iB", shown)) >= 2  # tokens and bytes of each branch
 
 
 def test_history_numbers_what_edit_takes(terminal: Terminal) -> None:
@@ -147,8 +145,6 @@ def test_history_numbers_what_edit_takes(terminal: Terminal) -> None:
 
 
 def test_regenerate_draws_again_where_a_seed_is_given(terminal: Terminal) -> None:
-    from chat.engine import Sampling
-
     terminal.session.sampling = Sampling(5.0, seed=1)
     said = [take(terminal, TOLD)[0], take(terminal, "/regenerate")[0], take(terminal, "/regenerate")[0]]
     assert len(set(said)) == 3 and len(terminal.session.messages) == 2
@@ -156,7 +152,7 @@ def test_regenerate_draws_again_where_a_seed_is_given(terminal: Terminal) -> Non
 
 def test_help_lists_every_command(terminal: Terminal) -> None:
     shown = take(terminal, "/help")[0]
-    assert all(name in shown for name in ("/edit", "/undo", "/regenerate", "/branch", "/switch", "/memory", "/save", "/load", "/help", "/quit"))
+    assert all(f"/{name}" in shown for name in "edit undo regenerate branch switch history memory save load help quit".split())
 
 
 def test_an_interrupted_reply_was_never_asked_for(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +172,8 @@ def test_an_interrupted_reply_was_never_asked_for(terminal: Terminal, monkeypatc
     assert take(terminal, ASKED)[0] == "Your cat is called Zoe.\n"
 
 
-def test_a_terminal_is_not_steered_by_the_model(tokenizer: Tokenizer) -> None:
-    engine = make_engine(load_model("embedded"), tokenizer)
+def test_a_terminal_is_not_steered_by_the_model(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
+    engine = make_engine(embedded, tokenizer)
     session = ChatSession(engine)
     out = Console(file=io.StringIO(), force_terminal=True)
     terminal = Terminal(engine, session, console=out, notes=Console(file=io.StringIO()))
