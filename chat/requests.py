@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
-from memory.prefix import Lookup
 from torch import Tensor
 
 from chat.sampling import Sampler, Sampling
 from chat.streaming import TextStream
 from memory import BatchError, Sequence
+from memory.prefix import Lookup
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 

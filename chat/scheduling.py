@@ -6,12 +6,11 @@ import threading
 from bisect import insort
 from dataclasses import replace
 
-from memory.prefix import PrefixCache
-
 from chat.requests import EngineStats, FinishReason, Generation, Job
 from chat.sampling import Sampler
 from memory import CapacityError, CrossAttentionSpec, HybridMemory, HybridMemoryError
 from memory.interrupts import uninterrupted
+from memory.prefix import PrefixCache
 
 LEAST_CHUNK_TOKENS = 16
 """Prompts share a step in chunks no smaller than this, if they have as many tokens left: below, each costs more than its tokens."""

@@ -6,11 +6,11 @@ import random
 from typing import Any
 
 import pytest
-from memory.prefix import PrefixCache
 
 from chat.engine import Engine, Generation, Sampling
 from chat.prompts import Tokenizer
 from memory import BatchError, HybridMemory, SequenceError, SpecError, StepError
+from memory.prefix import PrefixCache
 from models import LanguageModel
 from tests.chat.engines import (
     Scripted,
@@ -25,6 +25,7 @@ from tests.chat.engines import (
     submit_some,
 )
 from tests.toy import VOCAB, Toy
+
 
 # What goes wrong
 
