@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from memory.prefix import PrefixCache
 from torch import Tensor
 
 from chat.prompts import Tokenizer, find_stop_ids
@@ -30,6 +29,7 @@ from chat.serving import Serving
 from chat.streaming import TextStream
 from memory import BatchError, CapacityError, HybridMemory, Sequence, SequenceError, SpecError, Step, StepError
 from memory.interrupts import uninterrupted
+from memory.prefix import PrefixCache
 from models import LanguageModel
 
 __all__ = ["Engine", "EngineStats", "Generation", "OnToken", "Sampling"]
