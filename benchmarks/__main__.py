@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import architectures, books, kernels, speed, states
+from benchmarks import architectures, books, kernels, prefixes, speed, states
 from benchmarks import sparse as sparse_attention
 from benchmarks.harness import Report, require_green
 from benchmarks.workloads import MODELS
@@ -91,6 +91,12 @@ def rollback(quick: Quick = False, out: Out = None, threads: Threads = None) -> 
     _run(books.rollback, BOOK_TESTS, quick, out, threads)
 
 
+@app.command(name="prefixes")
+def prefixes_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Lookups in a tree of prefixes, the share of tokens reused on a known workload, and swapping."""
+    _run(prefixes.prefixes, ("tests/unit/test_prefix.py", "tests/unit/test_archive.py"), quick, out, threads)
+
+
 @app.command(name="states")
 def states_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Recurrent states: bytes of a rollback window, drift of 16-bit ones, and writing them late."""
@@ -120,7 +126,7 @@ def table_() -> None:
 def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Everything, each command in a process of its own: what another has left of the heap changes a peer's time by half."""
     options = [*(["--quick"] if quick else []), *(["--out", str(out)] if out else []), *(["--threads", str(threads)] if threads else [])]
-    commands = ("parity", "bookkeeping", "rollback", "memory", "kernels", "states", "sparse", "prefill", "decode")
+    commands = ("parity", "bookkeeping", "rollback", "memory", "prefixes", "kernels", "states", "sparse", "prefill", "decode")
     failed = [name for name in commands if subprocess.run([sys.executable, "-m", "benchmarks", name, *options], check=False).returncode]
     if failed:
         typer.echo(f"failed: {', '.join(failed)}", err=True)

@@ -298,10 +298,9 @@ class Engine(Serving):
 
     def _record(self, job: Job, n_tokens: int) -> None:
         """The memory holds this many more of the job's tokens."""
-        lookup = job.generation.lookup
-        if lookup is not None and job.n_fed == job.n_reused:
-            self.stats.n_reused += job.n_reused
-            self.stats.recomputed[lookup.why] += lookup.recomputed
+        if job.lookup is not None:
+            self.stats.count_lookup(job.lookup)
+            job.lookup = None
         was_prefilling = job.is_prefilling
         job.n_fed += n_tokens
         job.served = self.stats.n_steps
@@ -332,9 +331,7 @@ class Engine(Serving):
                 sequence = self._to_remember.pop()
                 if self.prefixes is not None and not sequence.closed:
                     self.prefixes.insert(sequence)
-            with self._scheduler.lock:
-                ended = [job for job in self._scheduler.jobs.values() if job.outcome is not None]
-            for job in ended:
+            for job in self._scheduler.ended():
                 self._release(job)
             if not self._news:
                 return
@@ -343,9 +340,7 @@ class Engine(Serving):
     def _reap(self) -> None:
         """Find out who was cancelled, is too late, or has lost its sequence."""
         now = self._clock()
-        with self._scheduler.lock:
-            jobs = [job for job in self._scheduler.jobs.values() if job.outcome is None]
-        for job in jobs:
+        for job in self._scheduler.going_on():
             if job.is_cancelled:
                 self._scheduler.end(job, "cancelled")
             elif now >= job.deadline:
@@ -397,8 +392,6 @@ class Engine(Serving):
     def end_all(self, error: Exception) -> None:
         """End every generation with an error, as when the model cannot go on."""
         with self.lock:
-            with self._scheduler.lock:
-                jobs = [job for job in self._scheduler.jobs.values() if job.outcome is None]
-            for job in jobs:
+            for job in self._scheduler.going_on():
                 self._scheduler.end(job, "error", error)
             self._settle()

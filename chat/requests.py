@@ -16,6 +16,9 @@ from chat.streaming import TextStream
 from memory import BatchError, Sequence
 from memory.prefix import Lookup
 
+EXPECTED_REPLY_TOKENS = 512
+"""Room that is kept for a reply at most: a large max_tokens says that a reply may be long, not that it will be."""
+
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
@@ -26,7 +29,8 @@ class EngineStats:
     Attributes:
         n_fed: computed by the model: prompts and generated tokens.
         n_reused: of prompts, taken from the prefix cache instead.
-        recomputed: why the cache could not give more -> tokens that it knew and the model had to compute again.
+        recomputed: reason -> tokens of prompts that the cache had seen before and the model computed all the same: "no state" of a
+            recurrent layer was kept where attention could have gone on, or it was the "last token", which is fed for its output.
         n_steps: of the model.
         n_preempted, n_swapped_in: times that a request had to leave, and that one came back from where it was swapped to.
         finished: reason -> generations.
@@ -46,6 +50,12 @@ class EngineStats:
     @property
     def tokens_per_second(self) -> float:
         return self.n_fed / self.seconds if self.seconds else 0.0
+
+    def count_lookup(self, lookup: Lookup) -> None:
+        """Count what a prompt had from the prefix cache, and what it could not have."""
+        could_reuse = min(lookup.by_attention, lookup.n_tokens - 1)
+        self.n_reused += lookup.reused
+        self.recomputed += Counter({"no state": could_reuse - lookup.reused, "last token": lookup.by_attention - could_reuse})
 
 
 @dataclass(eq=False)
@@ -160,6 +170,8 @@ class Job:
     Attributes:
         tokens: everything to be fed, in order: the prompt, what was chosen, and the end of the reply if it is to be remembered.
         n_fed: how many of `tokens` the sequence holds; at an index i of `tokens` its length is n_base + i.
+        n_reused: how many of them came from the prefix cache.
+        lookup: what the cache said of them, until the first step with this sequence is counted.
         cuts: indices into `tokens`, ascending, where a chunk of the prompt ends because the prefix cache wants to remember it.
         ending: why the reply is complete; what is left to be fed is its end.
         outcome: why it ends now, and the error if it is one; set first, the rest follows between steps.
@@ -177,6 +189,7 @@ class Job:
     n_fed: int = 0
     n_base: int = 0
     n_reused: int = 0
+    lookup: Lookup | None = None
     cuts: list[int] = field(default_factory=list)
     sampler: Sampler | None = None
     ending: FinishReason | None = None
@@ -217,8 +230,9 @@ class Job:
 
     @property
     def expected_tokens(self) -> int:
-        """How long its sequence will be, if it generates half of what it may: most replies end before they are cut."""
-        return self.n_base + max(len(self.tokens), self.generation.n_prompt + self.request.max_tokens // 2)
+        """How long its sequence will be, if it generates half of what it may and no long text: most replies end before they are cut."""
+        n_reply = min(self.request.max_tokens // 2, EXPECTED_REPLY_TOKENS)
+        return self.n_base + max(len(self.tokens), self.generation.n_prompt + n_reply)
 
     def wants_choice(self, n_tokens: int) -> bool:
         """Whether a token is to be chosen once the next `n_tokens` are fed."""

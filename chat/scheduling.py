@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from bisect import insort
 from dataclasses import replace
+from itertools import accumulate
 
 from chat.requests import EngineStats, FinishReason, Generation, Job
 from chat.sampling import Sampler
@@ -13,7 +14,7 @@ from memory.interrupts import uninterrupted
 from memory.prefix import PrefixCache
 
 LEAST_CHUNK_TOKENS = 16
-"""Prompts share a step in chunks no smaller than this, if they have as many tokens left: below, each costs more than its tokens."""
+"""Prompts share a step in chunks no smaller than this, or than what they still want: below, each costs more than its tokens."""
 
 
 def plan_step(jobs: list[Job], step_tokens: int) -> list[tuple[Job, int]]:
@@ -27,8 +28,9 @@ def plan_step(jobs: list[Job], step_tokens: int) -> list[tuple[Job, int]]:
     """
     plan = [(job, 1) for job in jobs if not job.is_prefilling]
     left = max(1, step_tokens - len(plan))
-    prompts = sorted((job for job in jobs if job.is_prefilling), key=lambda job: (job.served, *job.rank))
-    prompts = prompts[: max(1, left // LEAST_CHUNK_TOKENS)]
+    queue = sorted((job for job in jobs if job.is_prefilling), key=lambda job: (job.served, *job.rank))
+    needed = accumulate(min(_n_wanted(job), LEAST_CHUNK_TOKENS) for job in queue)
+    prompts = queue[: max(1, sum(n_tokens <= left for n_tokens in needed))]
     for i, job in enumerate(sorted(prompts, key=_n_wanted)):  # who wants less than its part leaves more to the others
         n_tokens = min(_n_wanted(job), left // (len(prompts) - i))
         left -= n_tokens
@@ -104,6 +106,16 @@ class Scheduler:
         self.jobs[job.generation] = job
         insort(self.waiting, job, key=lambda job: job.rank)
 
+    def going_on(self) -> list[Job]:
+        """Those that have no outcome yet, in the order in which they came."""
+        with self.lock:
+            return [job for job in self.jobs.values() if job.outcome is None]
+
+    def ended(self) -> list[Job]:
+        """Those that have one, and that the engine has still to let go."""
+        with self.lock:
+            return [job for job in self.jobs.values() if job.outcome is not None]
+
     def end(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
         """Take a job out of the steps; the engine does the rest when the step is over."""
         job.outcome = reason, error
@@ -169,8 +181,10 @@ class Scheduler:
         elif self._prefixes is None:
             job.sequence = self._memory.open()
         else:
-            job.sequence, job.generation.lookup = self._prefixes.open(job.tokens)
+            job.sequence, job.lookup = self._prefixes.open(job.tokens)
             job.n_fed = job.n_reused = job.sequence.length
+            if not job.generation.token_ids:  # else it starts again, and asks for more than the prompt
+                job.generation.lookup = job.lookup
         if self._prefixes is not None:
             marks = [job.n_base + mark for mark in request.marks]
             job.cuts = [cut - job.n_base for cut in self._prefixes.cuts(known, job.n_base + job.n_fed, marks)]
@@ -206,5 +220,5 @@ class Scheduler:
 
     def _close(self, job: Job) -> None:
         self._memory.close(job.live_sequence)
-        job.sequence = None
+        job.sequence = job.lookup = None
         job.n_fed = job.n_reused = 0

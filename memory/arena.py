@@ -282,6 +282,21 @@ class Store:
         if not self.is_dry:
             self._bytes[target : target + n_bytes] = self._bytes[source : source + n_bytes]
 
+    def read(self, addresses: Int64s, block_bytes: int) -> Tensor:
+        """Copies of blocks, (n, block_bytes) uint8 on the host; in a dry run on "meta"."""
+        if self.is_dry:
+            return torch.empty(len(addresses), block_bytes, dtype=torch.uint8, device="meta")
+        blocks = torch.empty(len(addresses), block_bytes, dtype=torch.uint8)
+        for block, address in zip(blocks, addresses.tolist(), strict=True):
+            block.copy_(self._bytes[address : address + block_bytes])
+        return blocks
+
+    def write(self, addresses: Int64s, blocks: Tensor) -> None:
+        """Put what `read` returned into other blocks."""
+        if not self.is_dry:
+            for block, address in zip(blocks, addresses.tolist(), strict=True):
+                self._bytes[address : address + len(block)] = block
+
     def _poison_block(self, address: int, n_bytes: int) -> None:
         """All bits set is NaN in every floating-point dtype."""
         if self._poison:

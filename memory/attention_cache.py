@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.errors import DropError, IntegrityError, StepError
-from memory.interface import Int64s, Packed
+from memory.interface import Int64s, Packed, Record
 from memory.kernels import FoldedRows, Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.page_grid import PageGrid
 from memory.shift import Dropped
@@ -363,6 +363,16 @@ class AttentionCache:
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {self.pool.name: self._pages.get(slot, NO_PAGES)}
+
+    def record(self, slot: int) -> Record:
+        return {"first_page": [self._first_page.get(slot, 0)], "oldest": [self._oldest.get(slot, 0)]}
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
+        first_page, oldest = int(record["first_page"][0]), int(record["oldest"][0])
+        self._pages[slot] = blocks[self.pool.name]
+        for column, value in ((self._first_page, first_page), (self._oldest, oldest)):
+            if value:
+                column[slot] = value
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         if strangers := (self._pages.keys() | self._first_page.keys() | self._oldest.keys()) - lengths.keys():

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.errors import BatchError, IntegrityError, SequenceError, StepError
-from memory.interface import Int64s, Packed
+from memory.interface import Int64s, Packed, Record
 from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.shift import Dropped
 from memory.specs import CrossAttentionSpec
@@ -183,6 +183,13 @@ class CrossAttentionCache:
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {self.pool.name: self._tables.get(slot, NO_PAGES)}
+
+    def record(self, slot: int) -> Record:
+        return {"n_rows": [self._n_rows.get(slot, 0)]}
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
+        n_rows = int(record["n_rows"][0])
+        self._tables[slot], self._n_rows[slot] = blocks[self.pool.name], n_rows
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         if strangers := self._tables.keys() - lengths.keys():

@@ -6,34 +6,34 @@ budget, and the order plan -> begin -> commit or abort in which all kinds move t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Literal
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from memory.archive import check_layout, describe_layout, read_snapshot, write_snapshot
 from memory.arena import Store, read_budget
 from memory.batch import pack, read_requests
 from memory.chunks import Model, run_in_chunks
 from memory.cross_attention import Encoded
-from memory.errors import BatchError, CapacityError, RollbackError, SequenceError, SpecError
+from memory.errors import BatchError, CapacityError, FormatError, SequenceError, SpecError
 from memory.folding import TailGrid
 from memory.inspection import Usage, measure, usage_html
-from memory.interface import Int64s, Packed, Recurrence, Requests, Sequence
+from memory.interface import Int64s, Packed, Plans, Recurrence, Requests, Sequence
 from memory.interrupts import uninterrupted
 from memory.kernels import Scoring
 from memory.kinds import index_of, make_kinds
-from memory.ledger import Ledger
-from memory.shift import Dropped, drop_from_all
 from memory.specs import MemorySpec
-from memory.step import Outputs, Plans, Step
+from memory.step import Outputs, Step
+from memory.tiers import Tiers
+from memory.timelines import Timelines
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class HybridMemory:
+class HybridMemory(Timelines):
     """The memory of a model for any number of sequences.
 
     Args:
@@ -49,6 +49,8 @@ class HybridMemory:
         device, dtype: the spec's unless given. device="meta" is a dry run: all bookkeeping, no tensors, no model.
         state_dtype: of recurrent states, which models ask for in float32. torch.bfloat16 halves them; each step rounds its end state, so
             outputs drift (`python -m benchmarks states` measures how far).
+        host_budget, swap_dir: for `swap_out`: bytes that may wait in host memory (None: any number), and the folder where those go that
+            find no room there (None: nowhere).
         poison: for tests: fill fresh and freed memory with NaN.
     Raises:
         SpecError: an option that cannot work, or a budget too small for one sequence.
@@ -65,6 +67,8 @@ class HybridMemory:
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
+        host_budget: int | str | None = None,
+        swap_dir: str | Path | None = None,
         poison: bool = False,
     ) -> None:
         if not isinstance(spec, MemorySpec):
@@ -84,17 +88,18 @@ class HybridMemory:
         if state_dtype not in (None, *_DTYPES):
             raise SpecError(f"state_dtype={state_dtype!r}; it must be one of {', '.join(map(str, _DTYPES))}, or None for the model's own")
         self.rollback_window = rollback_window
-        self._ledger = Ledger(self)
         self.index = index_of(self.spec)
         # Of the spec's device: a dry run keeps the books of the real thing.
         keeps = spec.device.type == "cpu" if fold is None else fold == "keep"
+        grid = TailGrid.of(rollback_window, keeps=keeps)
         budget_bytes = read_budget(budget)
         store = Store(budget_bytes, self.spec.device, poison=poison)
-        kinds = make_kinds(self.spec, page_tokens, TailGrid.of(rollback_window, keeps=keeps), store)
-        self._arena, self._kinds = store.arena, kinds.by_name
+        self._tiers = Tiers(None if host_budget is None else read_budget(host_budget), None if swap_dir is None else Path(swap_dir))
+        self._layout = describe_layout(self.spec, page_tokens, grid)
+        kinds = make_kinds(self.spec, page_tokens, grid, store)
+        super().__init__(kinds.by_name, store, has_states=kinds.recurrent is not None)
         self._attention, self._cross_attention, self._recurrent = kinds.attention, kinds.cross_attention, kinds.recurrent
-        needed = sum(kind.least_bytes for kind in self._kinds.values())
-        if needed > budget_bytes:
+        if (needed := self._kinds.least_bytes) > budget_bytes:
             raise SpecError(f"a budget of {budget_bytes:,} bytes is too small for one sequence of {spec.model}; give it {needed:,} or more")
 
     # Sequences
@@ -116,171 +121,92 @@ class HybridMemory:
             )
         if self._cross_attention is None or encoder is None:
             return self._ledger.open()
+        cross_attention = self._cross_attention
         with uninterrupted():
             sequence = self._ledger.open()
             try:
-                self._cross_attention.write(sequence.slot, encoder)
+                self._with_room(lambda: cross_attention.write(sequence.slot, encoder))
             except BaseException:
                 self._ledger.close(sequence)
                 raise
         return sequence
 
-    def fork(self, sequence: Sequence) -> Sequence:
-        """A new sequence that continues from where this one (or this checkpoint) stands.
-
-        Copies no tensor: blocks are shared until one side writes, and then only the last page, the tail and the head are
-        copied. Raises SequenceError.
-        """
-        return self._copy(sequence, is_checkpoint=False)
-
-    def checkpoint(self, sequence: Sequence) -> Sequence:
-        """A mark at the sequence's position: `rollback(sequence, to=mark)` returns to it at any distance, until it is closed.
-
-        A mark pins its blocks and nothing else; see `fork`. Raises SequenceError.
-        """
-        return self._copy(sequence, is_checkpoint=True)
-
-    def _copy(self, sequence: Sequence, *, is_checkpoint: bool) -> Sequence:
-        self._ledger.check_usable(sequence, to_advance=False)
-        copy = self._ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint)
-        self._share([sequence], [copy])
-        return copy
-
-    def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
-        """All at once: each key goes on as its value was. For beam search: `reorder({a: b, b: b, c: a})`.
-
-        Copies no tensor. Raises SequenceError or BatchError with nothing changed.
-        """
-        if not isinstance(moves, Mapping):
-            raise BatchError(f"{moves!r} is no reordering; give {{target: source}}")
-        for target, source in moves.items():
-            self._ledger.check_usable(target)
-            self._ledger.check_usable(source, to_advance=False)
-        if moves:
-            self._share(list(moves.values()), list(moves))
-
-    def _share(self, sources: list[Sequence], targets: list[Sequence]) -> None:
-        source_slots, target_slots = (np.array([s.slot for s in group]) for group in (sources, targets))
-        with uninterrupted():
-            for kind in self._kinds.values():
-                kind.share(source_slots, target_slots)
-            self._ledger.copy(sources, targets)
-
     def close(self, sequence: Sequence) -> None:
         """Forget a sequence or a checkpoint; bytes that nobody shares are free at once. Raises SequenceError."""
-        self._ledger.check_usable(sequence, to_advance=False)
+        self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         with uninterrupted():
-            for kind in self._kinds.values():
-                kind.release(sequence.slot)
+            self._kinds.release(sequence.slot)
+            self._tiers.drop(sequence.slot)
             self._ledger.close(sequence)
 
-    # Going back
+    # Out of the budget and back
 
-    def rollback(self, sequence: Sequence, to: int | Sequence) -> None:
-        """Return to an earlier position: later outputs are those of a sequence that never saw the dropped tokens.
+    def swap_out(self, sequence: Sequence) -> None:
+        """Give a sequence's or a checkpoint's bytes back while it waits: into host memory, then into files (`host_budget`, `swap_dir`).
 
-        Copies no tensor and runs no layer. Any position from `sequence.horizon` on can be reached, position 0, and whatever
-        a checkpoint of the same family holds.
+        Its handle stays good for its length and tokens, for `save`, `swap_in` and `close`, and for nothing else until it is back. What it
+        shares with others is copied as well and stays with them; when it is back, it shares nothing.
 
-        Args:
-            to: tokens to keep, 0 <= to <= length; or a checkpoint of the family: of this sequence, of one it was forked from
-                or of a fork. The sequence then goes on as the checkpoint was, whatever it has seen since.
         Raises:
-            RollbackError: out of reach; carries .to, .horizon and .resume_at, the nearest reachable position below.
-            SequenceError: a bad handle.
+            CapacityError: no room there. SequenceError: a bad handle.
+        Cost: its bytes, copied once.
         """
-        self._ledger.check_usable(sequence)
-        if isinstance(to, Sequence):
-            self._ledger.check_mark(sequence, to)
-            self._share([to], [sequence])
-            return
-        reached, source = self._nearest(sequence, to)
-        if reached != to:
-            raise self._out_of_reach(sequence, to, reached)
+        self._ledger.check_usable(sequence, to_advance=False)
         with uninterrupted():
-            if source is None:
-                for kind in self._kinds.values():
-                    kind.reset(sequence.slot)
-                self._ledger.reset(sequence.slot)
-                return
-            if source is not sequence:
-                self._share([source], [sequence])
-            for kind in self._kinds.values():
-                kind.truncate(sequence.slot, reached)
-            self._ledger.truncate(sequence.slot, reached)
+            self._tiers.put(sequence.slot, self._kinds.snapshot(sequence.slot, self._store))
+            self._ledger.send_away(sequence.slot, self._kinds.horizon(sequence.slot))
+            self._kinds.release(sequence.slot)
 
-    def _out_of_reach(self, sequence: Sequence, to: int, reached: int) -> RollbackError:
-        horizon = self._horizon(sequence)
-        why = (
-            f"it holds only {reached} tokens"
-            if to > reached and reached == self._ledger.lengths[sequence.slot]
-            else f"its tail reaches back to {horizon}, and no checkpoint holds {to}. The nearest reachable position is {reached}: "
-            f"roll back to it and feed tokens {reached} ... {to - 1} again"
-        )
-        return RollbackError(f"{sequence!r} cannot return to position {to}: {why}", to=to, horizon=horizon, resume_at=reached)
+    def swap_in(self, sequence: Sequence) -> None:
+        """Bring a sequence back, bit for bit as it was. Raises CapacityError, or FormatError if its file was damaged: it waits on then."""
+        self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
+        if not self._ledger.is_away[sequence.slot]:
+            raise SequenceError(f"{sequence!r} is not swapped out; it can be used as it is")
+        with uninterrupted():
+            snapshot = self._tiers.get(sequence.slot)
+            self._with_room(lambda: self._kinds.restore(sequence.slot, snapshot, self._store))
+            self._tiers.drop(sequence.slot)
+            self._ledger.bring_back(sequence.slot)
 
-    def can_rollback(self, sequence: Sequence, to: int | Sequence) -> bool:
-        """Whether `rollback(sequence, to)` would succeed now. Raises SequenceError for a bad `sequence`."""
-        self._ledger.check_usable(sequence)
-        try:
-            if isinstance(to, Sequence):
-                self._ledger.check_mark(sequence, to)
-                return True
-            return self._nearest(sequence, to)[0] == to
-        except (SequenceError, RollbackError):
-            return False
-
-    def resume_point(self, sequence: Sequence, to: int) -> int:
-        """The nearest position <= `to` that `rollback` reaches now (the length, if `to` lies beyond it)."""
-        self._ledger.check_usable(sequence)
-        return self._nearest(sequence, to)[0]
-
-    def _nearest(self, sequence: Sequence, to: int) -> tuple[int, Sequence | None]:
-        """The nearest reachable position <= to, and whose blocks hold it: the sequence's own, a checkpoint's, nobody's (0)."""
-        length, horizon = int(self._ledger.lengths[sequence.slot]), self._horizon(sequence)
-        if isinstance(to, bool) or not isinstance(to, int | np.integer) or to < 0:
-            raise RollbackError(f"to={to!r} is no position; give 0 <= to <= {length} or a checkpoint", to=to, horizon=horizon, resume_at=0)
-        if to >= horizon:
-            return min(int(to), length), sequence
-        best: tuple[int, Sequence | None] = (0, None)
-        for mark in self._ledger.checkpoints(sequence):
-            reach = min(int(to), self._ledger.common_prefix(sequence, mark))
-            if reach >= self._horizon(mark) and reach > best[0]:
-                best = (reach, mark)
-        return best
-
-    def _horizon(self, sequence: Sequence) -> int:
-        return max((kind.horizon(sequence.slot) for kind in self._kinds.values()), default=0)
-
-    def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool = False) -> None:
-        """Forget tokens [start, end) of a live sequence and keep those behind them, which move down by end - start: a context shift.
-
-        Attention keeps the rows of the other tokens; keys are turned to their new positions. What the model computed while it saw the
-        dropped tokens stays: keys and values of later tokens, in layers above the first, still carry a trace of them, as in llama.cpp.
-        Only a range that ends with the sequence leaves none: that is a rollback, where a rollback reaches.
-        Rollback, forks and checkpoints work on as ever. Forks and checkpoints of before are untouched.
+    def save(self, sequence: Sequence, path: str | Path) -> None:
+        """Write all that is remembered of a sequence or a checkpoint to a file, which `load` reads in any process.
 
         Args:
-            approximate: recurrent layers cannot forget from the middle: their states hold all tokens in one. False: a model that has any is
-                refused. True: they stay as they are, so they go on remembering the dropped tokens while attention does not, and a rollback
-                by position reaches no further back than `start`. Without recurrent layers both are the same.
+            path: as fsspec reads it, so it may be a URL. A file there is replaced when the new one is complete, and not before.
         Raises:
-            DropError: no such range; recurrent layers, unless approximate; attention with a policy, or whose spec does not say how keys
-                carry positions; a window that would reach back to rows that have left it.
-            CapacityError: no room to copy the rows behind `end` before the old ones are freed. SequenceError: a bad handle.
-        Cost: those rows are read, turned and written, in every attention layer. No layer of the model runs.
+            SequenceError: a bad handle. SpecError: a dry run. OSError: from the file system.
+        Cost: its bytes, copied twice, hashed and written.
         """
-        self._ledger.check_usable(sequence)
+        self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         slot = sequence.slot
-        length, peak = int(self._ledger.lengths[slot]), int(self._ledger.peaks[slot])
-        dropped = Dropped.of(slot, start, end, length, peak, approximate=approximate)
-        if dropped.n_tokens and dropped.end == length and self.can_rollback(sequence, dropped.start):
-            self.rollback(sequence, dropped.start)
-        elif dropped.n_tokens:
-            with uninterrupted():
-                # Recurrences refuse at once; attention may have much to copy before it does.
-                drop_from_all(reversed(self._kinds.values()), dropped, self._arena.free_bytes)
-                self._ledger.drop(dropped, dropped.start + (self._recurrent is None))
+        snapshot = self._tiers.get(slot) if self._ledger.is_away[slot] else self._kinds.snapshot(slot, self._store)
+        write_snapshot(str(path), snapshot, {"layout": self._layout, "model": self.spec.model, **self._ledger.record(slot)})
+
+    def load(self, path: str | Path) -> Sequence:
+        """A new sequence that goes on, bit for bit, where the saved one stood.
+
+        Forks and checkpoints of the saved one are not in its file. The memory must be like the one that wrote it: the same model,
+        policies, dtypes, rollback_window, fold and page_tokens; weights are not compared.
+
+        Raises:
+            FormatError: no such file, or a damaged, foreign or unsuitable one; nothing has changed. CapacityError.
+        """
+        snapshot, about = read_snapshot(str(path))
+        check_layout(str(path), about, self._layout)
+        with uninterrupted():
+            sequence = self._ledger.open()
+            try:
+                self._with_room(lambda: self._kinds.restore(sequence.slot, snapshot, self._store))
+                self._ledger.restore(sequence.slot, about, self.spec.vocab_size)
+                self.check()
+            except BaseException as error:
+                self._kinds.release(sequence.slot)
+                self._ledger.close(sequence)
+                if isinstance(error, CapacityError) or not isinstance(error, Exception):
+                    raise
+                # Its checksum is right, so it was written like this: by another program, or to do harm.
+                raise FormatError(f"{path} contradicts itself ({error}); save the sequence again") from error
+        return sequence
 
     # Steps
 
@@ -313,36 +239,21 @@ class HybridMemory:
         ledger = self._ledger
         slots = ledger.check_all_usable(step.sequences)
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
-        plans: Plans = {}
-        free_bytes = self._arena.free_bytes
         with uninterrupted():
-            try:
-                ledger.reserve(packed)
-                for name, kind in self._kinds.items():
-                    plans[name] = kind.plan(packed)
-                for name, plan in plans.items():
-                    self._kinds[name].begin(plan)
-            except BaseException as error:
-                for name, plan in plans.items():
-                    self._kinds[name].abort(plan)
-                if isinstance(error, CapacityError):  # what it missed came on top of what this step had taken already
-                    needed = error.needed + free_bytes - error.free
-                    raise CapacityError.of("the step needs at least", needed, free_bytes) from None
-                raise
+            ledger.reserve(packed)
+            plans = self._with_room(lambda: self._kinds.begin(packed, self.free_bytes))
             ledger.occupy(slots)
             step.hold(packed, plans)
 
     def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None:
         with uninterrupted():
-            for name, plan in plans.items():
-                self._kinds[name].commit(plan, kept)
+            self._kinds.commit(plans, kept)
             self._ledger.append(packed, kept)
             self._ledger.vacate(packed.slots)
 
     def abort_step(self, packed: Packed, plans: Plans) -> None:
         with uninterrupted():
-            for name, plan in plans.items():
-                self._kinds[name].abort(plan)
+            self._kinds.abort(plans)
             self._ledger.vacate(packed.slots)
 
     def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor | None, scoring: Scoring) -> Tensor:
@@ -359,34 +270,28 @@ class HybridMemory:
 
     def horizons_after(self, packed: Packed) -> Int64s:
         """(S,) the horizon of each request's sequence once all its tokens are kept."""
-        horizons = np.zeros_like(packed.starts)
-        for kind in self._kinds.values():
-            horizons = np.maximum(horizons, kind.horizon_after(packed))
-        return horizons
+        return self._kinds.horizons_after(packed)
 
     # Looking inside
 
-    def describe(self, sequence: Sequence) -> tuple[int, Int64s, int]:
-        """(length, tokens, horizon); what a handle's properties show."""
-        return int(self._ledger.lengths[sequence.slot]), self._ledger.tokens(sequence.slot), self._horizon(sequence)
+    def private_bytes(self, sequence: Sequence) -> int:
+        """What closing a sequence or a checkpoint would give back to the budget: what it shares with nobody. Raises SequenceError."""
+        self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
+        return self._kinds.private_bytes(sequence.slot)
 
     def usage(self) -> Usage:
         """Bytes by kind and by sequence, counted in the arena. Cost: O(blocks in use)."""
         sequences = (
-            (handle, int(self._ledger.lengths[slot]), {k: v for kind in self._kinds.values() for k, v in kind.blocks_of(slot).items()})
-            for slot, handle in self._ledger.handles.items()
+            (handle, int(self._ledger.lengths[slot]), self._kinds.blocks_of(slot)) for slot, handle in self._ledger.handles.items()
         )
-        pools = [pool for kind in self._kinds.values() for pool in kind.sized_pools]
-        return measure(self._arena, pools, sequences)
+        return measure(self._store.arena, self._kinds.pools, sequences, self._tiers.used_bytes)
 
     def check(self) -> None:
         """Compare every book with every other: slots, positions, references, bytes. Raises IntegrityError."""
         self._ledger.check()
-        slots = list(self._ledger.handles)
+        slots = [slot for slot in self._ledger.handles if not self._ledger.is_away[slot]]
         lengths, peaks = ({slot: int(column[slot]) for slot in slots} for column in (self._ledger.lengths, self._ledger.peaks))
-        for kind in self._kinds.values():
-            kind.check(lengths, peaks)
-        self._arena.check([r for kind in self._kinds.values() for pool, _ in kind.sized_pools for r in pool.used_ranges()])
+        self._kinds.check(lengths, peaks, self._store)
 
     def __repr__(self) -> str:
         return f"<HybridMemory for {self.spec.model} on {self.spec.device}: {self.usage()}>"

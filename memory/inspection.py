@@ -42,6 +42,7 @@ class Usage:
         block_bytes: of one block of each kind.
         padding_bytes: part of `used_bytes` that alignment adds.
         by_sequence: open sequences and checkpoints by id.
+        host_bytes, disk_bytes: what was swapped out holds outside of the budget.
     """
 
     budget_bytes: int
@@ -51,18 +52,26 @@ class Usage:
     by_kind: dict[str, int]
     block_bytes: dict[str, int]
     by_sequence: dict[int, SequenceUsage]
+    host_bytes: int
+    disk_bytes: int
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{name} {format_bytes(n)}" for name, n in self.by_kind.items())
-        return f"{format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} in {len(self.by_sequence)} sequences ({kinds})"
+        places = ((self.host_bytes, "host memory"), (self.disk_bytes, "files"))
+        away = "".join(f", {format_bytes(n)} swapped out to {place}" for n, place in places if n)
+        return f"{format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} in {len(self.by_sequence)} sequences ({kinds}){away}"
 
 
-def measure(arena: Arena, pools: Iterable[tuple[BlockPool, int]], sequences: Iterable[tuple[Sequence, int, dict[str, Int64s]]]) -> Usage:
+def measure(
+    arena: Arena, pools: Iterable[tuple[BlockPool, int]], sequences: Iterable[tuple[Sequence, int, dict[str, Int64s]]],
+    swapped_bytes: tuple[int, int],
+) -> Usage:  # fmt: skip
     """Count bytes.
 
     Args:
         pools: with the padding bytes of one block each.
         sequences: with their lengths and the blocks they refer to, by pool name.
+        swapped_bytes: in host memory, and in files.
     """
     by_name = {pool.name: (pool, padding) for pool, padding in pools}
     by_sequence: dict[int, SequenceUsage] = {}
@@ -78,6 +87,8 @@ def measure(arena: Arena, pools: Iterable[tuple[BlockPool, int]], sequences: Ite
         by_kind={name: pool.used_bytes for name, (pool, _) in by_name.items()},
         block_bytes={name: pool.block_bytes for name, (pool, _) in by_name.items()},
         by_sequence=by_sequence,
+        host_bytes=swapped_bytes[0],
+        disk_bytes=swapped_bytes[1],
     )
 
 

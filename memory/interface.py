@@ -16,7 +16,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,6 +37,10 @@ class SequenceOwner(Protocol):
 
     def describe(self, sequence: Sequence) -> tuple[int, Int64s, int]:
         """(length, tokens, horizon) of an open sequence."""
+        ...
+
+    def is_away(self, sequence: Sequence) -> bool:
+        """Whether an open sequence is swapped out."""
         ...
 
 
@@ -73,6 +77,11 @@ class Sequence:
     def horizon(self) -> int:
         """The earliest position that `rollback` reaches without a checkpoint (position 0 is always reachable)."""
         return self._described()[2]
+
+    @property
+    def is_swapped(self) -> bool:
+        """Whether it is swapped out: then `HybridMemory.swap_in` must bring it back before it is used."""
+        return not self.closed and self._owner.is_away(self)
 
     def _described(self) -> tuple[int, Int64s, int]:
         if self.closed:
@@ -126,6 +135,12 @@ class Packed:
         ends: Int64s = self.starts + self.counts
         return ends
 
+
+Plans = dict[str, Any]
+"""Kind of memory -> its plan for a step, known only to that kind."""
+
+Record = dict[str, list[int]]
+"""What a kind of memory knows of a slot beside the bytes of its blocks, as JSON can say it."""
 
 PlanT = TypeVar("PlanT")
 
@@ -188,6 +203,17 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         """Pool name -> ids of the blocks this slot refers to."""
+        ...
+
+    def record(self, slot: int) -> Record:
+        """What `adopt` needs beside the blocks of `blocks_of`."""
+        ...
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
+        """An empty slot becomes what `record` was taken of, over blocks with the same bytes; their references pass to it.
+
+        A record that makes no sense may raise anything, before a reference has passed.
+        """
         ...
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from memory.arena import Store
 from memory.attention_cache import AttentionCache
@@ -13,7 +12,6 @@ from memory.cross_attention import CrossAttentionCache
 from memory.errors import SpecError
 from memory.eviction import Budget, EvictionPolicy, Quest
 from memory.folding import TailGrid
-from memory.interface import LayerMemory
 from memory.page_grid import PageGrid
 from memory.page_selection import PageSelection
 from memory.quantization import Storage
@@ -21,6 +19,7 @@ from memory.quantized_attention import QuantizedAttention
 from memory.rebased_state import RebasedState
 from memory.sparse_attention import SparseAttention
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
+from memory.together import AllKinds
 
 AttentionMemory = AttentionCache | QuantizedAttention | SparseAttention
 
@@ -34,7 +33,7 @@ class Kinds:
         attention: for each attention of the spec the name of its cache, the cache, and its number there.
     """
 
-    by_name: dict[str, LayerMemory[Any]] = field(default_factory=dict)
+    by_name: AllKinds = field(default_factory=AllKinds)
     attention: list[tuple[str, AttentionMemory, int]] = field(default_factory=list)
     cross_attention: CrossAttentionCache | None = None
     recurrent: RebasedState | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from memory.errors import IntegrityError, SequenceError
@@ -17,6 +19,7 @@ class Ledger:
     Attributes:
         lengths, peaks: (n_slots,) tokens held, and the furthest position ever reached.
         is_busy: (n_slots,) whether a step is open on the sequence.
+        is_away: (n_slots,) whether what it remembers has been swapped out.
         handles: slot -> handle, open ones only.
     """
 
@@ -24,6 +27,7 @@ class Ledger:
         self.lengths = np.zeros(16, np.int64)
         self.peaks = np.zeros(16, np.int64)
         self.is_busy = np.zeros(16, np.bool_)
+        self.is_away = np.zeros(16, np.bool_)
         self.handles: dict[int, Sequence] = {}
         self._owner = owner
         self._tokens: dict[int, Int64s] = {}
@@ -34,6 +38,7 @@ class Ledger:
         self._checkpoints: dict[int, list[Sequence]] = {}
         self._seams: dict[int, tuple[tuple[int, int], ...]] = {}  # slot -> (the first position that a drop has changed, which drop)
         self._n_drops = 0
+        self._away: dict[int, int] = {}  # slot -> its horizon, of those swapped out
         self._found_usable: tuple[list[Sequence], Int64s] = [], _NO_TOKENS
 
     def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
@@ -43,7 +48,9 @@ class Ledger:
             self.lengths, self.peaks, self._capacities = (
                 np.concatenate([a, np.zeros(n, np.int64)]) for a in (self.lengths, self.peaks, self._capacities)
             )
-            self.is_busy, self._is_mark = (np.concatenate([a, np.zeros(n, np.bool_)]) for a in (self.is_busy, self._is_mark))
+            self.is_busy, self.is_away, self._is_mark = (
+                np.concatenate([a, np.zeros(n, np.bool_)]) for a in (self.is_busy, self.is_away, self._is_mark)
+            )
             self._free_slots = list(range(2 * n - 1, n - 1, -1))
         slot, id = self._free_slots.pop(), self._n_opened
         self._n_opened += 1
@@ -61,6 +68,7 @@ class Ledger:
         self._found_usable = [], _NO_TOKENS
         del self.handles[sequence.slot], self._tokens[sequence.slot]
         self.lengths[sequence.slot] = self.peaks[sequence.slot] = 0
+        self.bring_back(sequence.slot)
         self._seams.pop(sequence.slot, None)
         self._free_slots.append(sequence.slot)
         if sequence.is_checkpoint:
@@ -123,6 +131,40 @@ class Ledger:
         before = tuple(seam for seam in self._seams.get(slot, ()) if seam[0] < changed_from)
         self._seams[slot] = (*before, (changed_from, self._n_drops))
 
+    def seams(self, slot: int) -> list[int]:
+        """Positions from which on the memory is not what feeding the tokens would give, because others were dropped before."""
+        return [position for position, _ in self._seams.get(slot, ())]
+
+    def record(self, slot: int) -> dict[str, Any]:
+        """What `restore` needs: tokens (length,), and the rest as JSON can say it."""
+        return {"tokens": self.tokens(slot), "peak": int(self.peaks[slot]), "seams": self.seams(slot)}
+
+    def restore(self, slot: int, record: dict[str, Any], vocab_size: int) -> None:
+        """An empty record becomes that of another sequence, perhaps of another process. Raises ValueError, KeyError or TypeError."""
+        tokens, peak, seams = np.asarray(record["tokens"], np.int64).ravel(), int(record["peak"]), [int(x) for x in record["seams"]]
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise ValueError(f"token ids {tokens.min()} ... {tokens.max()} are not in a vocabulary of {vocab_size}")
+        self._tokens[slot] = tokens.copy()
+        self._capacities[slot] = self.lengths[slot] = len(tokens)
+        self.peaks[slot] = peak
+        if seams:
+            self._seams[slot] = tuple((position, self._n_drops + i) for i, position in enumerate(seams, 1))
+            self._n_drops += len(seams)
+
+    def send_away(self, slot: int, horizon: int) -> None:
+        """What the slot remembers has been swapped out, with this horizon, until `bring_back`."""
+        self._away[slot] = horizon
+        self.is_away[slot] = True
+        self._found_usable = [], _NO_TOKENS
+
+    def bring_back(self, slot: int) -> None:
+        self._away.pop(slot, None)
+        self.is_away[slot] = False
+
+    def horizon_away(self, slot: int) -> int | None:
+        """The horizon that a sequence will have when it is back; None of one that is here."""
+        return self._away.get(slot)
+
     def copy(self, sources: list[Sequence], targets: list[Sequence]) -> None:
         """All at once: each target's record becomes a copy of its source's."""
         records = [
@@ -138,8 +180,8 @@ class Ledger:
                 self._seams[target.slot] = seams
 
     def checkpoints(self, sequence: Sequence) -> list[Sequence]:
-        """Open checkpoints of the sequence's family."""
-        return self._checkpoints.get(sequence.lineage, [])
+        """Open checkpoints of the sequence's family that are not swapped out."""
+        return [mark for mark in self._checkpoints.get(sequence.lineage, ()) if not self.is_away[mark.slot]]
 
     def common_prefix(self, a: Sequence, b: Sequence) -> int:
         """How many leading tokens of `a` stand in `b` as well, remembered there as in `a` or as if fed anew. Cost: O(shorter length)."""
@@ -149,8 +191,8 @@ class Ledger:
         differs = self._tokens[a.slot][:n] != self._tokens[b.slot][:n]
         return int(differs.argmax()) if differs.any() else n
 
-    def check_usable(self, sequence: Sequence, *, to_advance: bool = True) -> None:
-        """Raise SequenceError unless the handle is open, of this memory, not in an open step and, `to_advance`, no checkpoint."""
+    def check_usable(self, sequence: Sequence, *, to_advance: bool = True, may_be_away: bool = False) -> None:
+        """Raise SequenceError unless the handle is open, of this memory, not in an open step, here and, `to_advance`, no checkpoint."""
         if not isinstance(sequence, Sequence):
             raise SequenceError(f"{sequence!r} is no sequence; use a handle from memory.open(), fork() or checkpoint()")
         if sequence.closed:
@@ -159,6 +201,8 @@ class Ledger:
             raise SequenceError(f"{sequence!r} belongs to another memory; use handles with the memory that made them")
         if self.is_busy[sequence.slot]:
             raise SequenceError(f"{sequence!r} is in an open step; leave the step first")
+        if self.is_away[sequence.slot] and not may_be_away:
+            raise SequenceError(f"{sequence!r} is swapped out; bring it back with memory.swap_in(sequence) first")
         if to_advance and sequence.is_checkpoint:
             raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
 
@@ -179,7 +223,7 @@ class Ledger:
             return self._found_usable[1]
         numbers = [s.slot for s in sequences]
         slots = np.array(numbers, np.int64)
-        if list(map(self.handles.get, numbers)) != sequences or (self.is_busy | self._is_mark)[slots].any():
+        if list(map(self.handles.get, numbers)) != sequences or (self.is_busy | self.is_away | self._is_mark)[slots].any():
             for sequence in sequences:
                 self.check_usable(sequence)
         self._found_usable = sequences.copy(), slots
@@ -191,6 +235,8 @@ class Ledger:
             raise IntegrityError("a slot is lost, or used and free at once")
         if self.lengths[self._free_slots].any() or self.is_busy[self._free_slots].any():
             raise IntegrityError("a free slot has a length or an open step")
+        if self.is_away[self._free_slots].any():
+            raise IntegrityError("a free slot is swapped out")
         if self._seams.keys() - self.handles.keys():
             raise IntegrityError("a free slot has dropped tokens")
         for slot, handle in self.handles.items():

@@ -13,7 +13,7 @@ Which pages a query reads depends on its position and on the rows up to it:
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -25,26 +25,10 @@ from memory.batch import ranges
 from memory.errors import StepError
 from memory.eviction import Quest
 from memory.interface import Int64s
-from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring
+from memory.kernels import FoldedRows, PageChoice, PagedBatch, Prepared, Scoring
 from memory.page_grid import PageGrid
 from memory.shift import Dropped
 from memory.specs import AttentionSpec
-
-
-@dataclass(frozen=True)
-class Query:
-    """One token that selects what it reads.
-
-    Attributes:
-        token: its place in the step.
-        n_rows: rows up to it, itself included.
-        begin, end: its request has the pages [begin, end) of those of the step.
-    """
-
-    token: int
-    n_rows: int
-    begin: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -53,25 +37,17 @@ class SelectionPlan(AttentionPlan):
 
     Attributes:
         full: pages that the step fills, element offsets (F,).
-        queries: those that select pages.
+        choice: what the queries that choose pages choose from, None if there are none; tokens: packed index of them (Q,).
+        chosen: what they read, each a request of its own, but for the pages.
         rest: the requests that read everything, None if there are none; rest_tokens: packed index of their tokens.
     """
 
     full: Prepared
-    queries: list[Query]
+    choice: PageChoice | None
+    tokens: Tensor
+    chosen: PagedBatch
     rest: PagedBatch | None
     rest_tokens: Tensor
-
-
-def page_scores(q_HD: Tensor, least_NGD: Tensor, greatest_NGD: Tensor) -> Tensor:
-    """(G, N) float32: the most that any query head of a group could score a key within a page's bounds, before scaling.
-
-    sum_d max(q_d least_d, q_d greatest_d): elements above zero meet the greatest key, those below the least.
-    """
-    q_GSD = q_HD.float().view(least_NGD.shape[1], -1, q_HD.shape[1])
-    least_GDN, greatest_GDN = (x.float().permute(1, 2, 0) for x in (least_NGD, greatest_NGD))
-    scores_GSN = q_GSD.clamp(min=0) @ greatest_GDN + q_GSD.clamp(max=0) @ least_GDN
-    return scores_GSN.amax(1)
 
 
 class PageSelection(AttentionCache):
@@ -92,18 +68,26 @@ class PageSelection(AttentionCache):
     def _plan_reads(self, plan: AttentionPlan) -> SelectionPlan:
         packed, batch = plan.packed, plan.batch
         selects = (packed.counts <= self.policy.select_up_to) & (self.grid.pages(packed.ends) > self._n_read)
-        queries = []
-        for i in selects.nonzero()[0].tolist():
-            begin, end = batch.cu_pages[i : i + 2].tolist()
-            first, start = int(packed.cu_seqlens[i]), int(packed.starts[i])
-            queries += [Query(first + n, start + n + 1, begin, end) for n in range(int(packed.counts[i]))]
-        reads_all = (~selects).nonzero()[0]
-        tokens = ranges(packed.cu_seqlens[:-1][reads_all], packed.cu_seqlens[1:][reads_all])
+        chosen, others = selects.nonzero()[0], (~selects).nonzero()[0]
+        tokens, rest_tokens = (ranges(packed.cu_seqlens[:-1][x], packed.cu_seqlens[1:][x]) for x in (chosen, others))
+        choice, reads = self._choice(batch, packed.positions[tokens] + 1, np.repeat(batch.cu_pages[:-1][chosen], packed.counts[chosen]))
         full = ranges(batch.cu_pages[:-1] + packed.starts // self.page_tokens, batch.cu_pages[:-1] + packed.ends // self.page_tokens)
         return SelectionPlan(
-            **{f.name: getattr(plan, f.name) for f in fields(plan)}, full=self._pages_at(batch, full), queries=queries,
-            rest=self._batch_of(batch, reads_all) if len(reads_all) else None, rest_tokens=self._store.upload(tokens),
+            **{f.name: getattr(plan, f.name) for f in fields(plan)}, full=self._pages_at(batch, full),
+            choice=choice if len(tokens) else None, tokens=self._store.upload(tokens), chosen=reads,
+            rest=self._batch_of(batch, others) if len(others) else None, rest_tokens=self._store.upload(rest_tokens),
         )  # fmt: skip
+
+    def _choice(self, batch: PagedBatch, n_rows: Int64s, begins: Int64s) -> tuple[PageChoice, PagedBatch]:
+        """For queries that see `n_rows`, in pages of the step from `begins` on: what they choose from, and how much they read."""
+        n_pages = self.grid.pages(n_rows)
+        n_last = n_pages - np.maximum(0, n_rows - self.policy.recent) // self.page_tokens
+        n_chosen = np.minimum(n_pages, self._n_read)
+        cu_pages, cu_chosen = (np.concatenate([[0], n.cumsum()]) for n in (n_pages, n_chosen))
+        pages = self._pages_at(batch, ranges(begins, begins + n_pages))
+        choice = PageChoice(pages, cu_pages, -(-self.policy.sinks // self.page_tokens), n_last, cu_chosen)
+        lengths = n_rows - (n_pages - n_chosen) * self.page_tokens
+        return choice, PagedBatch(np.arange(len(n_rows) + 1), lengths, choice.pages, cu_chosen, self.page_tokens)
 
     def _pages_at(self, batch: PagedBatch, places: Int64s) -> Prepared:
         return self._kernels.prepare(torch.as_tensor(batch.pages)[self._store.upload(places)])
@@ -119,24 +103,17 @@ class PageSelection(AttentionCache):
         if scoring.bias_HL is not None:
             raise StepError(f"scores with a bias by distance need every row; take {self.policy.label} off this layer")
         self._bound(index, plan.full)
-        if not plan.queries:
+        if plan.choice is None:
             return super().read(plan, index, q_THD, scoring)
-        spec, (keys, values) = self._specs[index], self._keys_values[index]
+        spec, (keys, values), (least, greatest) = self._specs[index], self._keys_values[index], self._flats[index][-2:]
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         if plan.rest is not None:
             tokens = plan.rest_tokens
             out_THD[tokens] = self._kernels.paged_attention(q_THD[tokens], keys, values, plan.rest, spec.n_kv_heads, scoring)
-        # Each head reads rows of its own: to the kernel a query is a request, and a page a row of one head.
-        rows = [self._rows(plan, index, query, q_THD[query.token]) for query in plan.queries]
-        lengths = np.array([x.shape[1] for x in rows])
-        cu_rows, cu_seqlens = np.concatenate([[0], lengths.cumsum()]), np.arange(len(rows) + 1)
-        rows_GR, tokens = torch.cat(rows, 1), torch.tensor([query.token for query in plan.queries], device=q_THD.device)
-        n_shared = spec.n_query_heads // spec.n_kv_heads
-        for g, rows_R in enumerate(rows_GR):
-            heads = slice(g * n_shared, (g + 1) * n_shared)
-            own = scoring._replace(sinks_H=None if scoring.sinks_H is None else scoring.sinks_H[heads])
-            batch = PagedBatch(cu_seqlens, lengths, self._kernels.prepare(rows_R.contiguous()), cu_rows, page_tokens=1)
-            out_THD[tokens, heads] = self._kernels.paged_attention(q_THD[tokens, heads], keys, values, batch, 1, own)
+        q_QHD = q_THD[plan.tokens]
+        pages_GC = self._kernels.choose_pages(q_QHD, least, greatest, plan.choice, spec.n_kv_heads)
+        chosen = replace(plan.chosen, pages=self._kernels.prepare(pages_GC))
+        out_THD[plan.tokens] = self._kernels.paged_attention(q_QHD, keys, values, chosen, spec.n_kv_heads, scoring)
         return out_THD[..., : spec.value_dim]
 
     def plan_drop(self, dropped: Dropped) -> DropPlan:
@@ -156,28 +133,3 @@ class PageSelection(AttentionCache):
         k_NPGD = self._kernels.read_rows(keys, full, (self.page_tokens, spec.n_kv_heads, spec.head_dim), 0.0)
         self._kernels.write_rows_(least, full, k_NPGD.amin(1).flatten(1))
         self._kernels.write_rows_(greatest, full, k_NPGD.amax(1).flatten(1))
-
-    def _rows(self, plan: SelectionPlan, index: int, query: Query, q_HD: Tensor) -> Tensor:
-        """Element offsets of the rows that a query reads, (G, R), ascending in position."""
-        policy, size, spec = self.policy, self.page_tokens, self._specs[index]
-        pages = torch.as_tensor(plan.batch.pages)[query.begin : query.end]
-        n_old, n_pages = max(0, query.n_rows - policy.recent) // size, -(-query.n_rows // size)
-        recent_N = torch.arange(n_old, n_pages, device=pages.device).expand(spec.n_kv_heads, -1)
-        chosen_GN = torch.cat([self._select(pages[:n_old], index, q_HD, self._n_read - (n_pages - n_old)), recent_N], 1)
-        row_elements = spec.n_kv_heads * spec.head_dim
-        slots_P = torch.arange(size, device=pages.device) * row_elements
-        heads_G1 = torch.arange(spec.n_kv_heads, device=pages.device)[:, None] * spec.head_dim
-        rows_GR = (pages[chosen_GN][:, :, None] + slots_P).flatten(1) + heads_G1
-        return rows_GR[:, : rows_GR.shape[1] - (n_pages * size - query.n_rows)]
-
-    def _select(self, pages: Tensor, index: int, q_HD: Tensor, n_read: int) -> Tensor:
-        """Which of these full pages a query reads, (G, at most n_read), ascending."""
-        spec = self._specs[index]
-        if len(pages) <= n_read:
-            return torch.arange(len(pages), device=pages.device).expand(spec.n_kv_heads, -1)
-        bounds, shape, places = self._flats[index][spec.n_parts :], (spec.n_kv_heads, spec.head_dim), self._kernels.prepare(pages)
-        least, greatest = (self._kernels.read_rows(flat, places, shape, 0.0) for flat in bounds)
-        scores_GN = page_scores(q_HD, least, greatest)
-        scores_GN[:, : -(-self.policy.sinks // self.page_tokens)] = torch.inf
-        best_first = scores_GN.sort(dim=-1, descending=True, stable=True).indices
-        return best_first[:, :n_read].sort(dim=-1).values

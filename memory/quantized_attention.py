@@ -19,7 +19,7 @@ from torch import Tensor
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.attention_cache import NO_PAGES, AttentionCache, AttentionPlan
 from memory.errors import IntegrityError, SpecError
-from memory.interface import Int64s, Packed
+from memory.interface import Int64s, Packed, Record
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
 from memory.page_grid import PageGrid
 from memory.quantization import Storage
@@ -207,6 +207,13 @@ class QuantizedAttention(CannotDrop):
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return self.exact.blocks_of(slot) | {self.bodies.name: self._bodies.get(slot, NO_PAGES)}
+
+    def record(self, slot: int) -> Record:
+        return self.exact.record(slot)
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
+        self.exact.adopt(slot, record, blocks)
+        self._bodies[slot] = blocks[self.bodies.name]
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         self.exact.check(lengths, peaks)

@@ -16,7 +16,7 @@ import torch
 from memory.arena import Store
 from memory.errors import DropError, IntegrityError
 from memory.folding import TailGrid
-from memory.interface import Int64s, Packed
+from memory.interface import Int64s, Packed, Record
 from memory.recurrent_state import RecurrentPlan, RecurrentState
 from memory.shift import Dropped
 from memory.specs import RecurrentSpec
@@ -103,6 +103,16 @@ class RebasedState(RecurrentState):
         if self._bases:
             horizons = np.maximum(horizons - self._column(packed.slots, "offset"), self._column(packed.slots, "floor"))
         return horizons
+
+    def record(self, slot: int) -> Record:
+        base = self._bases.get(slot, _LEVEL)
+        return super().record(slot) | {"base": [base.offset, base.floor]}
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
+        base = Base(*map(int, record["base"]))
+        super().adopt(slot, record, blocks)
+        if base != _LEVEL:
+            self._bases[slot] = base
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         if strangers := self._bases.keys() - lengths.keys():

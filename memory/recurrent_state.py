@@ -28,7 +28,7 @@ from memory.arena import BlockLayout, BlockPool, Store
 from memory.batch import ranges
 from memory.errors import IntegrityError, StepError
 from memory.folding import NOTHING, Columns, Pass, StateAddresses, TailGrid, schedule
-from memory.interface import Int64s, Packed, Recurrence
+from memory.interface import Int64s, Packed, Record, Recurrence
 from memory.kernels import Kernels, Prepared, select_kernels
 from memory.specs import RecurrentSpec
 from memory.states import Run, States
@@ -304,6 +304,18 @@ class RecurrentState:
         self._grow_to(slot + 1)
         states, tail = self._slots.table[3:6, slot], self._slots.table[6:, slot]
         return {self.states.name: states[states >= 0], self.tails.name: tail[tail >= 0]}
+
+    def record(self, slot: int) -> Record:
+        self._grow_to(slot + 1)
+        column = self._slots.table[:, slot]
+        return {"positions": column[:3].tolist(), "holds": (column[3:] >= 0).astype(int).tolist()}
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
+        self._grow_to(slot + 1)
+        holds, ids = np.array(record["holds"], np.bool_), np.concatenate([blocks[self.states.name], blocks[self.tails.name]])
+        column = np.full(7, NOTHING)
+        column[:3], column[3:][holds] = record["positions"], ids
+        self._slots.table[:, slot] = column
 
     def _grow_to(self, n_slots: int) -> None:
         n_missing = n_slots - len(self._slots)

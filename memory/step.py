@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memory.batch import TokenLists, output_rows
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
-from memory.interface import Int64s, Packed, Recurrence, Sequence
+from memory.interface import Int64s, Packed, Plans, Recurrence, Sequence
 from memory.kernels import Scoring
 from memory.specs import MemorySpec
 
@@ -33,10 +33,6 @@ class StepOwner(Protocol):
     def cross_attend(self, plans: Plans, index: int, q: Tensor, scoring: Scoring) -> Tensor: ...
     def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor: ...
     def horizons_after(self, packed: Packed) -> Int64s: ...
-
-
-Plans = dict[str, Any]
-"""Kind of memory -> its plan, known only to that kind."""
 
 
 class Step:

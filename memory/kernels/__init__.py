@@ -6,10 +6,22 @@ import torch
 from torch import Tensor
 
 from memory.kernels import reference
-from memory.kernels.signature import Erase, FoldedRows, Kernels, PagedBatch, Prepared, Scoring, StateSlots
+from memory.kernels.signature import Erase, FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, StateSlots
 from memory.kernels.weights import Weights
 
-__all__ = ["Erase", "FoldedRows", "Kernels", "PagedBatch", "Prepared", "Scoring", "StateSlots", "Weights", "rms_norm", "select_kernels"]
+__all__ = [
+    "Erase",
+    "FoldedRows",
+    "Kernels",
+    "PageChoice",
+    "PagedBatch",
+    "Prepared",
+    "Scoring",
+    "StateSlots",
+    "Weights",
+    "rms_norm",
+    "select_kernels",
+]
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, n_groups: int = 1, gate: Tensor | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.kernels.signature import Erase, FoldedRows, PagedBatch, Scoring, StateSlots
+from memory.kernels.signature import Erase, FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots
 
 
 def prepare(tensor: Tensor) -> Tensor:
@@ -86,9 +86,35 @@ def attention_weights(q_HTD: Tensor, k_HRD: Tensor, scoring: Scoring) -> Tensor:
 def gather_rows(flat: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int) -> Tensor:
     """The rows a request can see, in order: (rows, G, D), a copy."""
     n_rows = int(batch.kv_lengths[request])
-    pages = torch.as_tensor(batch.pages)[batch.cu_pages[request] : batch.cu_pages[request + 1]]
-    rows = flat[_elements(pages, batch.page_tokens * n_kv_heads * head_dim)]
-    return rows.reshape(-1, n_kv_heads, head_dim)[:n_rows]
+    pages = torch.as_tensor(batch.pages)[..., batch.cu_pages[request] : batch.cu_pages[request + 1]]
+    rows = flat[_elements(pages.reshape(-1), batch.page_tokens * n_kv_heads * head_dim)]
+    if pages.ndim == 1:
+        return rows.reshape(-1, n_kv_heads, head_dim)[:n_rows]
+    return rows.reshape(n_kv_heads, -1, n_kv_heads, head_dim).diagonal(dim1=0, dim2=2)[:n_rows].transpose(1, 2)
+
+
+def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageChoice, n_kv_heads: int) -> Tensor:
+    parts = []
+    for i, q_HD in enumerate(q_QHD):
+        pages = torch.as_tensor(choice.pages)[choice.cu_pages[i] : choice.cu_pages[i + 1]]
+        n_chosen, n_last = int(choice.cu_chosen[i + 1] - choice.cu_chosen[i]), int(choice.n_last[i])
+        if n_chosen == len(pages):
+            parts.append(pages.expand(n_kv_heads, -1))
+            continue
+        first, middle, last = torch.split(pages, [choice.n_first, len(pages) - choice.n_first - n_last, n_last])
+        scores_GN = page_scores(q_HD, *(read_rows(flat, middle, (n_kv_heads, q_HD.shape[1]), 0.0) for flat in (least, greatest)))
+        best_first = scores_GN.sort(dim=-1, descending=True, stable=True).indices
+        best = middle[best_first[:, : n_chosen - choice.n_first - n_last].sort(dim=-1).values]
+        parts.append(torch.cat([first.expand(n_kv_heads, -1), best, last.expand(n_kv_heads, -1)], 1))
+    return torch.cat(parts, 1)
+
+
+def page_scores(q_HD: Tensor, least_NGD: Tensor, greatest_NGD: Tensor) -> Tensor:
+    """(G, N) float32: what `Kernels.choose_pages` goes by. Elements above zero meet the greatest key, those below the least."""
+    q_GSD = q_HD.float().view(least_NGD.shape[1], -1, q_HD.shape[1])
+    least_GDN, greatest_GDN = (x.float().permute(1, 2, 0) for x in (least_NGD, greatest_NGD))
+    scores_GSN = q_GSD.clamp(min=0) @ greatest_GDN + q_GSD.clamp(max=0) @ least_GDN
+    return scores_GSN.amax(1)
 
 
 def causal_mask(n_queries: int, n_rows: int, window: int | None, device: torch.device) -> Tensor:

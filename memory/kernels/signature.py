@@ -25,7 +25,7 @@ class PagedBatch:
     Attributes:
         cu_seqlens: (S + 1,) request i owns queries [cu_seqlens[i], cu_seqlens[i + 1]); host. Short requests come first.
         kv_lengths: (S,) rows each request can see, its new ones included; host.
-        pages: (all pages,) element offset of each page, request after request.
+        pages: (all pages,) element offset of each page, request after request; (G, all pages) where each key/value head reads others.
         cu_pages: (S + 1,) request i has pages [cu_pages[i], cu_pages[i + 1]); host.
         page_tokens: rows a page.
     """
@@ -35,6 +35,24 @@ class PagedBatch:
     pages: Prepared
     cu_pages: Int64s
     page_tokens: int
+
+
+@dataclass(frozen=True)
+class PageChoice:
+    """What queries choose pages from; the same for all layers.
+
+    Attributes:
+        pages: (all pages,) element offset of each page up to its query, query after query.
+        cu_pages: (Q + 1,) query i chooses from pages [cu_pages[i], cu_pages[i + 1]); host.
+        n_first, n_last: pages that are chosen whatever they score: the first ones, and (Q,) the last ones; host.
+        cu_chosen: (Q + 1,) query i chooses cu_chosen[i + 1] - cu_chosen[i] pages, n_first + n_last[i] or more, or all; host.
+    """
+
+    pages: Prepared
+    cu_pages: Int64s
+    n_first: int
+    n_last: Int64s
+    cu_chosen: Int64s
 
 
 class Scoring(NamedTuple):
@@ -136,6 +154,15 @@ class Kernels(Protocol):
         """Causal grouped-query attention over pages: (T, H, D). The last query of a request sees all its rows, or the last `window`.
 
         Rows that are `folded` come before those in pages, are seen by every query, and go with no window.
+        """
+        ...
+
+    def choose_pages(self, q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: PageChoice, n_kv_heads: int) -> Tensor:
+        """Element offsets of the pages that each key/value head should read, (G, all chosen), query after query, oldest first.
+
+        A page's score is the most that any query head of the group could score a key between the page's bounds, the (G, D) elements of
+        `least` and of `greatest` from its offset on: max_s sum_d max(q_sd least_d, q_sd greatest_d). Of equal pages the older is chosen,
+        and one whose score is NaN before all others (Tang et al. 2024, "Quest", Alg. 1).
         """
         ...
 

@@ -26,7 +26,6 @@ from tests.chat.engines import (
 )
 from tests.toy import VOCAB, Toy
 
-
 # What goes wrong
 
 
@@ -283,15 +282,15 @@ def test_prompts_go_on_from_what_was_said_before(model: LanguageModel) -> None:
     prompts = [shared + draw_prompt(generator, 7, model.memory_spec.vocab_size) for _ in range(5)]
     fresh = engine.submit(shared, max_tokens=8)
     run_checked(engine)
-    assert fresh.lookup is not None and fresh.lookup.n_tokens == 0
+    assert fresh.lookup is not None and fresh.lookup.reused == 0
     generations = [engine.submit(prompt, max_tokens=8) for prompt in prompts]
     again = engine.submit(shared + fresh.token_ids[:-1] + [3], max_tokens=8)
     run_checked(engine)
     for generation, prompt in zip(generations, prompts, strict=True):
         assert generation.token_ids == decode_alone(model, prompt, 8)
-        assert generation.lookup is not None and generation.lookup.n_tokens >= len(shared) - 1
-    assert again.lookup is not None and again.lookup.n_tokens == len(shared) + 7, "the end of a reply was not remembered"
-    assert engine.stats.n_reused == sum(g.lookup.n_tokens for g in (*generations, again) if g.lookup is not None)
+        assert generation.lookup is not None and generation.lookup.reused >= len(shared) - 1
+    assert again.lookup is not None and again.lookup.reused == len(shared) + 7, "the end of a reply was not remembered"
+    assert engine.stats.n_reused == sum(g.lookup.reused for g in (*generations, again) if g.lookup is not None)
     assert engine.stats.n_fed == sum(g.n_prompt + len(g.token_ids) - 1 for g in (fresh, *generations, again)) - engine.stats.n_reused
     prefixes.clear()
     assert engine.memory.usage().used_bytes == 0
@@ -306,7 +305,7 @@ def test_marks_are_remembered_where_they_are(model: LanguageModel) -> None:
         other = (prompt[mark] + 1) % model.memory_spec.vocab_size
         generation = engine.submit([*prompt[:mark], other, 1, 2], max_tokens=4)
         run_checked(engine)
-        assert generation.lookup is not None and generation.lookup.n_tokens == mark
+        assert generation.lookup is not None and generation.lookup.reused == mark
         assert generation.token_ids == decode_alone(model, [*prompt[:mark], other, 1, 2], 4)
 
 

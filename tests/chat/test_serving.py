@@ -43,7 +43,9 @@ def served(engine: Engine, use: Callable[[], Awaitable[None]]) -> None:
 
 
 async def until(is_true: Callable[[], bool]) -> None:
+    latest = time.monotonic() + 30
     while not is_true():
+        assert time.monotonic() < latest, "it never came true"
         await asyncio.sleep(0.001)
 
 

@@ -54,7 +54,7 @@ class Machine(RuleBasedStateMachine):
         self.fork(0, mark=True)
 
     def pick(self, index: int, *, live: bool = True) -> Sequence | None:
-        found = [s for s in self.model if not (live and s.is_checkpoint)]
+        found = [s for s in self.model if not (live and s.is_checkpoint) and not s.is_swapped]
         return found[index % len(found)] if found else None
 
     @rule()
@@ -144,7 +144,7 @@ class Machine(RuleBasedStateMachine):
                 self.memory.rollback(sequence, to=to)
             assert caught.value.resume_at == resume_at < to
             return
-        horizon, marks = sequence.horizon, [s for s in self.model if s.is_checkpoint]
+        horizon, marks = sequence.horizon, [s for s in self.model if s.is_checkpoint and not s.is_swapped]
         self.memory.rollback(sequence, to=to)
         self.model[sequence] = tokens[:to]
         if to == 0 and horizon > 0:
@@ -161,7 +161,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(index=INDEX, mark_index=INDEX)
     def return_to_checkpoint(self, index: int, mark_index: int) -> None:
-        sequence, marks = self.pick(index), [s for s in self.model if s.is_checkpoint]
+        sequence, marks = self.pick(index), [s for s in self.model if s.is_checkpoint and not s.is_swapped]
         if sequence is None or not marks:
             return
         mark = marks[mark_index % len(marks)]
@@ -179,11 +179,37 @@ class Machine(RuleBasedStateMachine):
         self.model |= {t: list(self.model[s]) for t, s in moves.items()}
         self.peaks |= {t: self.peaks[s] for t, s in moves.items()}
 
+    @rule(index=INDEX)
+    def swap_out(self, index: int) -> None:
+        sequence = self.pick(index, live=False)
+        if sequence is not None:
+            self.memory.swap_out(sequence)
+
+    @precondition(lambda self: any(s.is_swapped for s in self.model))
+    @rule(index=INDEX)
+    def swap_in(self, index: int) -> None:
+        away = [s for s in self.model if s.is_swapped]
+        try:
+            self.memory.swap_in(away[index % len(away)])
+        except CapacityError:
+            assert away[index % len(away)].is_swapped
+
+    @rule(index=INDEX)
+    def save_and_load(self, index: int) -> None:
+        sequence = self.pick(index, live=False)
+        if sequence is None or len(self.model) >= 12:
+            return
+        self.memory.save(sequence, "memory://machine/saved")
+        try:
+            loaded = self.memory.load("memory://machine/saved")
+        except CapacityError:
+            return
+        self.model[loaded], self.peaks[loaded] = list(self.model[sequence]), self.peaks[sequence]
+
     @precondition(lambda self: self.model)
     @rule(index=INDEX)
     def close(self, index: int) -> None:
-        sequence = self.pick(index, live=False)
-        assert sequence is not None
+        sequence = list(self.model)[index % len(self.model)]
         self.memory.close(sequence)
         del self.model[sequence], self.peaks[sequence]
         self.closed.append(sequence)
@@ -216,7 +242,7 @@ class Machine(RuleBasedStateMachine):
             for sequence in list(self.model):
                 self.memory.close(sequence)
             self.memory.check()
-            assert self.memory.usage().used_bytes == 0
+            assert self.memory.usage().used_bytes == self.memory.usage().host_bytes == 0
 
 
 TestMachine = Machine.TestCase

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memory import UNROTATED, AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
 from memory.eviction import H2O, Quest
-from memory.page_selection import page_scores
+from memory.kernels.reference import page_scores
 from tests.tolerances import assert_kernel_close
 from tests.toy import VOCAB, Toy
 from tests.unit.test_eviction import assert_each_as_alone

@@ -165,10 +165,10 @@ def test_check_notices(memory: HybridMemory, toy: Toy) -> None:
 
     a = memory.open()
     feed(memory, toy, a, [1] * 20)
-    memory._arena.free_bytes += 64
+    memory._store.arena.free_bytes += 64
     with pytest.raises(IntegrityError, match="free bytes"):
         memory.check()
-    memory._arena.free_bytes -= 64
+    memory._store.arena.free_bytes -= 64
     memory._kinds["attention"].pool._free_ids.append(0)
     with pytest.raises(IntegrityError, match="in use at once"):
         memory.check()

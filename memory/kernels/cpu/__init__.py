@@ -15,6 +15,7 @@ from memory.kernels.cpu.attention import attend_rows, paged_attention
 from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from memory.kernels.cpu.matrix_states import matrix_scan
 from memory.kernels.cpu.norms import rms_norm
+from memory.kernels.cpu.page_choice import choose_pages
 from memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from memory.kernels.cpu.rows import prepare, read_rows, write_rows_
 from memory.kernels.cpu.warm_up import warm_up
@@ -22,6 +23,7 @@ from memory.kernels.cpu.warm_up import warm_up
 __all__ = [
     "attend_rows",
     "causal_conv",
+    "choose_pages",
     "linear_scan",
     "matrix_scan",
     "paged_attention",

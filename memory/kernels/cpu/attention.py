@@ -33,10 +33,11 @@ def paged_attention(
         attend_few_folded(q_THD, keys, values, batch, n_short, n_kv_heads, scoring, sinks, bias_HL, folded, out_THD)
     elif n_short:
         n_threads = use_threads(2 * q_THD[0].numel() * int((counts * batch.kv_lengths)[:n_short].sum()))
-        heads_a_task = n_kv_heads if n_short >= 2 * n_threads else 1
+        pages = as_array(batch.pages)
+        heads_a_task = n_kv_heads if n_short >= 2 * n_threads and pages.ndim == 1 else 1
         _attend_few(
             q_THD.contiguous().numpy(), as_array(keys), as_array(values), batch.cu_seqlens[: n_short + 1], batch.kv_lengths,
-            as_array(batch.pages), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task, np.float32(scoring.scale),
+            np.atleast_2d(pages), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task, np.float32(scoring.scale),
             _NO_WINDOW if scoring.window is None else scoring.window, np.float32(scoring.softcap or 0.0), sinks, bias_HL, out_THD.numpy(),
         )  # fmt: skip
     for i in range(n_short, len(counts)):
@@ -88,7 +89,7 @@ def _attend_group_by_group(q_THD: Tensor, k_GRD: Tensor, v_GRD: Tensor, scoring:
 
 @njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
 def _attend_few(  # type: ignore[no-untyped-def]
-    q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale, window, softcap,
+    q_THD, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale, window, softcap,
     sinks, bias_HL, out_THD,
 ):  # fmt: skip
     """Online softmax over blocks of rows (Milakov & Gimelshein 2018); a task is a request and some of its key/value heads."""
@@ -99,7 +100,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
     q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
     for task in prange((len(cu_seqlens) - 1) * tasks_a_request):
         i, first = task // tasks_a_request, task % tasks_a_request * heads_a_task
-        table = pages[cu_pages[i] : cu_pages[i + 1]]
+        table = pages_GP[first if len(pages_GP) > 1 else 0, cu_pages[i] : cu_pages[i + 1]]
         rows = np.empty(BLOCK, np.int64)
         scores = np.empty(n_heads * BLOCK, np.float32)
         highest, total = np.empty(n_heads, np.float32), np.empty(n_heads, np.float32)

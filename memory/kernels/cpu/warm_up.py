@@ -13,9 +13,10 @@ from memory.kernels.cpu.attention import paged_attention
 from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from memory.kernels.cpu.matrix_states import matrix_scan
 from memory.kernels.cpu.norms import rms_norm
+from memory.kernels.cpu.page_choice import choose_pages
 from memory.kernels.cpu.recurrences import causal_conv, selective_scan
 from memory.kernels.cpu.rows import read_rows, write_rows_
-from memory.kernels.signature import FoldedRows, PagedBatch, Scoring, StateSlots
+from memory.kernels.signature import FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots
 from memory.quantization import Float8
 
 _LOG = logging.getLogger("memory")
@@ -57,6 +58,7 @@ def _run_all() -> None:
     folded = FoldedRows(Float8(), ((1, 1, 2), (1, 1, 2)), (codes, codes), np.zeros(1, np.int64), cu, np.ones(1, np.int64), 2)
     for old in (None, folded):
         paged_attention(torch.zeros(1, 1, 2), flat, flat, batch, 1, Scoring(1.0), old)
+    choose_pages(torch.zeros(1, 1, 2), flat, flat, PageChoice(offsets, cu, 0, np.ones(1, np.int64), cu), 1)
     vector = StateSlots(cu, flat, offsets, offsets, (2,), 0.0)
     rms_norm(rows, None, 1.0)
     softplus(rows, rows[0])

@@ -1,0 +1,121 @@
+"""A sequence as a file: safetensors with one tensor of blocks for each pool, and everything else as JSON in its header.
+
+    tensors    tokens (n,) int64; blocks/NAME OF A POOL (n, block_bytes) uint8
+    metadata   format, version, layout (what the memory must be like), records, about (of the sequence), sha256 over all of this
+
+Bytes are the arena's own, so a loaded sequence goes on bit for bit as the saved one would; a memory of another layout refuses them.
+Paths are those of fsspec: a local file, or a URL such as s3://bucket/name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from typing import Any
+from uuid import uuid4
+
+import numpy as np
+import torch
+from fsspec.core import url_to_fs
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from memory.errors import FormatError, SpecError
+from memory.folding import TailGrid
+from memory.specs import MemorySpec
+from memory.together import Snapshot
+
+_FORMAT, _VERSION = "hybrid-memory sequence", 1
+_BLOCKS = "blocks/"
+
+
+def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any]) -> None:
+    """Write a file, whole or not at all: what stood there before stays until the new one is complete.
+
+    On a local disk the file is written beside its place, flushed to the disk and then renamed; object stores show an upload when it is
+    complete.
+
+    Args:
+        about: what JSON can say of the sequence; `tokens` may be an array.
+    Raises:
+        SpecError: a dry run's memory has no bytes to write. OSError: as the file system has it.
+    """
+    if any(blocks.is_meta for blocks in snapshot.blocks.values()):
+        raise SpecError('a memory on device="meta" holds no bytes that a file could keep; save from a real one')
+    about = dict(about)
+    tensors = {_BLOCKS + name: blocks for name, blocks in snapshot.blocks.items()}
+    tensors["tokens"] = torch.from_numpy(np.asarray(about.pop("tokens", ()), np.int64))
+    metadata = {"format": _FORMAT, "version": str(_VERSION), "records": json.dumps(snapshot.records), "about": json.dumps(about)}
+    data = save(tensors, metadata | {"sha256": _digest(tensors, metadata)})
+    fs, place = url_to_fs(path)
+    if "file" not in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol):
+        fs.pipe_file(place, data)
+        return
+    beside = f"{place}.{uuid4().hex}.part"
+    try:
+        with open(beside, "wb") as file:  # noqa: PTH123 - its flush must reach the disk
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, place)  # noqa: PTH105
+    except BaseException:
+        fs.rm_file(beside) if fs.exists(beside) else None
+        raise
+
+
+def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
+    """What `write_snapshot` wrote, and `about`, its tokens an array again. Raises FormatError unless every byte is as it was written."""
+    try:
+        fs, place = url_to_fs(path)
+        data = fs.cat_file(place)
+    except (OSError, ValueError, ImportError) as error:
+        raise FormatError(f"{path} cannot be read: {str(error) or type(error).__name__}; give the path of a saved sequence") from error
+    try:
+        metadata = dict(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {}))
+        tensors = load(data)
+    except (SafetensorError, ValueError, AttributeError, MemoryError, OverflowError) as error:
+        raise FormatError(f"{path} is no safetensors file, or a damaged one ({error}); save the sequence again") from error
+    if metadata.get("format") != _FORMAT:
+        raise FormatError(f"{path} holds no sequence of a HybridMemory; give a file that memory.save wrote")
+    if metadata.get("version") != str(_VERSION):
+        raise FormatError(f"{path} has format version {metadata.get('version')}, this library reads {_VERSION}; use the one that wrote it")
+    if _digest(tensors, {k: v for k, v in metadata.items() if k != "sha256"}) != metadata.get("sha256"):
+        raise FormatError(f"{path} is damaged: its checksum is not that of its content; save the sequence again")
+    try:
+        records, about, tokens = json.loads(metadata["records"]), json.loads(metadata["about"]), tensors["tokens"].numpy()
+    except (KeyError, ValueError) as error:
+        raise FormatError(f"{path} lacks {error}, which memory.save always writes; save the sequence again") from error
+    blocks = {name.removeprefix(_BLOCKS): tensor for name, tensor in tensors.items() if name.startswith(_BLOCKS)}
+    return Snapshot(records, blocks), {**about, "tokens": tokens}
+
+
+def describe_layout(spec: MemorySpec, page_tokens: int, grid: TailGrid) -> dict[str, int | str]:
+    """What two memories must have in common for the bytes of one to mean the same to the other."""
+    layers = re.sub(r" at 0x[0-9a-f]+", "", repr(spec.layers))  # of a policy without a repr of its own
+    return {
+        "vocab_size": spec.vocab_size, "dtype": str(spec.dtype), "page_tokens": page_tokens, "rollback_window": grid.rollback_window,
+        "fold": "keep" if grid.keeps else "replay", "layers": hashlib.sha256(layers.encode()).hexdigest(),
+    }  # fmt: skip
+
+
+def check_layout(path: str, about: dict[str, Any], ours: dict[str, int | str]) -> None:
+    """Raise FormatError unless a file with these contents suits a memory with our layout."""
+    theirs = about.get("layout")
+    if not isinstance(theirs, dict):
+        raise FormatError(f"{path} does not say of what memory it is a part: it is a swapped-out one; give a file that memory.save wrote")
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            what = "other layers, policies or storages" if name == "layers" else f"{name}={theirs.get(name)!r}"
+            remedy = "load it with that model's memory_spec" if name in ("layers", "vocab_size") else f"make a memory with {name} like that"
+            raise FormatError(f"{path} was saved from a memory of {about.get('model')} with {what}, not {value!r} as here; {remedy}")
+
+
+def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
+        digest.update(tensors[name].contiguous().view(-1).numpy().data)
+    return digest.hexdigest()

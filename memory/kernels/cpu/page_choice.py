@@ -1,0 +1,83 @@
+"""Which pages a query reads, by the bounds of their keys."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from memory.kernels.cpu.rows import as_array, copy_
+from memory.kernels.cpu.threads import REDUCING, use_threads
+from memory.kernels.signature import PageChoice, Prepared
+
+_ZERO = np.float32(0.0)
+
+
+def choose_pages(q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: PageChoice, n_kv_heads: int) -> Tensor:
+    n_queries, _, head_dim = q_QHD.shape
+    out_GC = torch.empty(n_kv_heads, int(choice.cu_chosen[-1]), dtype=torch.int64)
+    n_threads = use_threads(2 * q_QHD[0].numel() * int(choice.cu_pages[-1]))
+    heads_a_task = n_kv_heads if n_queries >= 2 * n_threads else 1
+    _choose(
+        q_QHD.contiguous().numpy().reshape(n_queries, n_kv_heads, -1), as_array(least), as_array(greatest), as_array(choice.pages),
+        choice.cu_pages, choice.n_first, choice.n_last, choice.cu_chosen, heads_a_task, head_dim, out_GC.numpy(),
+    )  # fmt: skip
+    return out_GC
+
+
+@njit(parallel=True, error_model="numpy", cache=True)
+def _choose(  # type: ignore[no-untyped-def]
+    q_QGE, least, greatest, pages, cu_pages, n_first, n_last, cu_chosen, heads_a_task, head_dim, out_GC,
+):  # fmt: skip
+    """A task is a query and some of its key/value heads."""
+    tasks_a_query = len(out_GC) // heads_a_task
+    for task in prange(len(q_QGE) * tasks_a_query):
+        i, first = task // tasks_a_query, task % tasks_a_query * heads_a_task
+        own = pages[cu_pages[i] : cu_pages[i + 1]]
+        begin, end = cu_chosen[i], cu_chosen[i + 1]
+        if end - begin == len(own):
+            for g in range(first, first + heads_a_task):
+                copy_(out_GC[g, begin:end], own)
+        else:
+            scores_GN = np.empty((heads_a_task, len(own) - n_first - n_last[i]), np.float32)
+            _score(q_QGE[i, first : first + heads_a_task], least, greatest, own[n_first:], first, head_dim, scores_GN)
+            for g in range(heads_a_task):
+                _take_best(scores_GN[g], own, n_first, n_last[i], out_GC[first + g, begin:end])
+
+
+@njit(fastmath=REDUCING, error_model="numpy")
+def _score(q_GE, least, greatest, pages, first, head_dim, scores_GN):  # type: ignore[no-untyped-def]
+    up_GE, down_GE = np.maximum(q_GE, _ZERO), np.minimum(q_GE, _ZERO)
+    n_heads, n_elements, size = np.uint64(len(q_GE)), np.uint64(q_GE.shape[1]), np.uint64(head_dim)
+    for p in range(np.uint64(scores_GN.shape[1])):
+        for g in range(n_heads):
+            row = np.uint64(pages[p]) + (np.uint64(first) + g) * size
+            best = np.float32(-np.inf)
+            for h in range(np.uint64(0), n_elements, size):
+                score = _ZERO
+                for d in range(size):
+                    score += up_GE[g, h + d] * greatest[row + d] + down_GE[g, h + d] * least[row + d]
+                # NaN counts as the best: whoever reads the page shall see it.
+                best = score if score > best else best if score == score else np.float32(np.inf)
+            scores_GN[g, p] = best
+
+
+@njit(error_model="numpy")
+def _take_best(scores, pages, n_first, n_last, chosen):  # type: ignore[no-untyped-def]
+    """chosen = the first pages, the best of the middle, and the last ones, ascending."""
+    copy_(chosen[:n_first], pages[:n_first])
+    copy_(chosen[len(chosen) - n_last :], pages[len(pages) - n_last :])
+    n_best = len(chosen) - n_first - n_last
+    if n_best == 0:
+        return
+    least_chosen = np.partition(scores, len(scores) - n_best)[len(scores) - n_best]
+    n_equal = n_best
+    for p in range(len(scores)):
+        n_equal -= scores[p] > least_chosen
+    at = n_first
+    for p in range(len(scores)):
+        if scores[p] > least_chosen or (scores[p] == least_chosen and n_equal > 0):
+            n_equal -= scores[p] == least_chosen
+            chosen[at] = pages[n_first + p]
+            at += 1

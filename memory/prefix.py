@@ -1,0 +1,319 @@
+"""Prefixes that several sequences have in common: a radix tree over token ids whose nodes hold checkpoints.
+
+Attention could go on from wherever two prompts part; a recurrent layer only from a position whose state somebody kept. So the tree knows
+both: which tokens were seen, and where checkpoints stand.
+
+    You are a helpful ... | system prompt ends *  | What is my dog called? *
+                                                  | My cat is called Zoe. *       * a checkpoint
+
+A hit is a fork of the nearest checkpoint, taken back by at most the rollback window. Checkpoints live in the memory's own budget, and go
+when it lacks room: first those that save the least recomputation a byte, and were not used for long (after Pan et al. 2024, "Marconi").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from memory.errors import BatchError, SpecError
+from memory.hybrid import HybridMemory
+from memory.interface import Int64s, Sequence
+
+_NO_TOKENS: Int64s = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """What a prompt found.
+
+    Attributes:
+        n_tokens: of the prompt.
+        by_attention: leading tokens that were seen before; a memory of attention alone could reuse them all.
+        by_recurrent: leading tokens up to which states can be had: from a checkpoint, or by taking one back.
+        reused: the lesser of the two, and less than `n_tokens`: the last token must be fed for its output.
+        why: in words.
+    """
+
+    n_tokens: int
+    by_attention: int
+    by_recurrent: int
+    reused: int
+    why: str
+
+    @property
+    def recomputed(self) -> int:
+        return self.n_tokens - self.reused
+
+
+@dataclass
+class _Node:
+    """Tokens from the parent's depth to this one's, and the checkpoint that stands at their end, if any."""
+
+    tokens: Int64s
+    depth: int
+    parent: _Node | None
+    mark: Sequence | None = None
+    used_at: int = 0
+    children: dict[int, _Node] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """What a cache has done, and what it holds.
+
+    Attributes:
+        n_lookups, n_hits: prompts asked for, and those of which anything was reused.
+        n_tokens, n_reused: their tokens.
+        n_checkpoints, n_evicted: that it holds, and that went for want of room.
+        private_bytes: what closing all its checkpoints, one alone each, would give back at least.
+    """
+
+    n_lookups: int
+    n_hits: int
+    n_tokens: int
+    n_reused: int
+    n_checkpoints: int
+    n_evicted: int
+    private_bytes: int
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of all prompts' tokens that were reused."""
+        return self.n_reused / self.n_tokens if self.n_tokens else 0.0
+
+
+class PrefixCache:
+    """Checkpoints of a memory by the tokens that led to them.
+
+    Args:
+        grid_tokens: `cuts` asks for a checkpoint at each multiple of this, so that a prompt that parts from others where none has parted
+            before recomputes no more than that; 0 for none.
+    Raises:
+        SpecError: a model whose sequences depend on more than their tokens (an encoder), or a grid that cannot be.
+    """
+
+    def __init__(self, memory: HybridMemory, *, grid_tokens: int = 512) -> None:
+        if not isinstance(grid_tokens, int) or isinstance(grid_tokens, bool) or grid_tokens < 0:
+            raise SpecError(f"grid_tokens={grid_tokens!r}; give a number of tokens, or 0 for no grid")
+        if memory.spec.of_kind("cross-attention"):
+            raise SpecError(f"sequences of {memory.spec.model} depend on what an encoder said, so equal tokens are no equal prefix")
+        self.memory = memory
+        self.grid_tokens = grid_tokens
+        self._root = _Node(_NO_TOKENS, 0, None)
+        self._marked: dict[Sequence, _Node] = {}
+        self._clock = 0
+        self._n_lookups = self._n_hits = self._n_tokens = self._n_reused = self._n_evicted = 0
+        memory.add_reclaimer(self.reclaim)
+
+    # Looking up
+
+    def find(self, token_ids: Seq[int] | Int64s) -> Lookup:
+        """What `open` would reuse. Changes nothing. Cost: O(tokens matched); an int64 array saves its conversion."""
+        return self._find(_as_tokens(token_ids))[0]
+
+    def open(self, token_ids: Seq[int] | Int64s) -> tuple[Sequence, Lookup]:
+        """A new sequence that holds the longest reusable prefix of a prompt; feed it `token_ids[lookup.reused:]`, one token at least.
+
+        Raises BatchError: no tokens. Cost: `find` and a fork; no tensor is copied.
+        """
+        tokens = _as_tokens(token_ids)
+        if not len(tokens):
+            raise BatchError("an empty prompt has no prefix; give at least one token")
+        lookup, node = self._find(tokens)
+        self._n_lookups += 1
+        self._n_tokens += lookup.n_tokens
+        if node is None or node.mark is None:
+            return self.memory.open(), lookup
+        self._touch(node)
+        self._n_hits += 1
+        self._n_reused += lookup.reused
+        sequence = self.memory.fork(node.mark)
+        if sequence.length > lookup.reused:
+            self.memory.rollback(sequence, to=lookup.reused)
+        return sequence, lookup
+
+    def _find(self, tokens: Int64s) -> tuple[Lookup, _Node | None]:
+        n_matched, path, beyond = self._walk(tokens)
+        limit = min(n_matched, len(tokens) - 1)
+        best, reused = None, 0
+        for node in path:
+            if node.mark is not None and node.depth <= limit:
+                best, reused = node, node.depth
+        # What was kept a little further on, along the same tokens or past where they part, may be taken back.
+        for node in (*(node for node in path if node.depth > limit), *_first_marked(beyond)):
+            if node.mark is not None and limit > reused and node.mark.horizon <= limit:
+                best, reused = node, limit
+        by_recurrent = reused if reused < limit else n_matched
+        return Lookup(len(tokens), n_matched, by_recurrent, reused, _why(len(tokens), n_matched, reused)), best
+
+    def _walk(self, tokens: Int64s) -> tuple[int, list[_Node], _Node | None]:
+        """How many tokens match, the nodes that end within them, and the node below that they end inside of, or next to."""
+        node, at = self._root, 0
+        path: list[_Node] = []
+        while at < len(tokens):
+            child = node.children.get(int(tokens[at]))
+            if child is None:
+                break
+            n_common = _common(child.tokens, tokens[at:])
+            at += n_common
+            if n_common < len(child.tokens):
+                return at, path, child
+            path.append(child)
+            node = child
+        return at, path, node if node.children else None
+
+    # Remembering
+
+    def cuts(self, token_ids: Seq[int] | Int64s, start: int, marks: Seq[int] = ()) -> list[int]:
+        """Positions in (start, len(token_ids)), ascending, at which a prefill should pause and `insert` what it has.
+
+        They are where this prompt parts from those seen before, where the caller wants one, and on the grid.
+
+        Raises BatchError: a mark that is no position of the prompt.
+        """
+        tokens = _as_tokens(token_ids)
+        for mark in marks:
+            if isinstance(mark, bool) or not isinstance(mark, int | np.integer) or not 0 <= mark <= len(tokens):
+                raise BatchError(f"mark {mark!r} is no position of a prompt of {len(tokens)} tokens; give 0 <= mark <= {len(tokens)}")
+        n_matched = self._walk(tokens)[0]
+        wanted = {int(mark) for mark in marks} | {n_matched}
+        if self.grid_tokens:
+            wanted |= set(range(0, len(tokens), self.grid_tokens))
+        return sorted(position for position in wanted if start < position < len(tokens))
+
+    def insert(self, sequence: Sequence) -> None:
+        """Remember a sequence where it stands. Nothing happens at position 0, where a checkpoint stands already, and for a sequence from
+        whose middle tokens were dropped: it is not what its tokens would give.
+
+        Raises SequenceError. Cost: O(tokens) and a checkpoint, which copies no tensor.
+        """
+        if not self.memory.is_whole(sequence) or not sequence.length:
+            return
+        node = self._node_at(sequence.tokens)
+        if node.mark is None:
+            node.mark = self.memory.checkpoint(sequence)
+            self._marked[node.mark] = node
+        self._touch(node)
+
+    def _node_at(self, tokens: Int64s) -> _Node:
+        """The node that ends with these tokens, made if there is none."""
+        node, at = self._root, 0
+        while at < len(tokens):
+            rest = tokens[at:]
+            child = node.children.get(int(rest[0]))
+            if child is None:
+                node.children[int(rest[0])] = leaf = _Node(rest, len(tokens), node)
+                return leaf
+            n_common = _common(child.tokens, rest)
+            if n_common < len(child.tokens):
+                child = self._split(child, n_common)
+            node, at = child, child.depth
+        return node
+
+    def _split(self, node: _Node, n: int) -> _Node:
+        """A node of the first n tokens of `node`, between it and its parent."""
+        assert node.parent is not None, "the root has no tokens"
+        upper = _Node(node.tokens[:n], node.depth - len(node.tokens) + n, node.parent, used_at=node.used_at)
+        node.parent.children[int(upper.tokens[0])] = upper
+        node.tokens, node.parent = node.tokens[n:], upper
+        upper.children[int(node.tokens[0])] = node
+        return upper
+
+    def _touch(self, node: _Node) -> None:
+        self._clock += 1
+        node.used_at = self._clock
+
+    # Forgetting
+
+    def reclaim(self, missing_bytes: int) -> bool:
+        """Close checkpoints, those of least worth first, until `missing_bytes` more are free; whether any was closed."""
+        free_bytes, n_before = self.memory.free_bytes, len(self._marked)
+        for mark in sorted(self._marked, key=self._worth):
+            if self.memory.free_bytes - free_bytes >= missing_bytes:
+                break
+            self._evict(mark)
+        self._n_evicted += n_before - len(self._marked)
+        return len(self._marked) < n_before
+
+    def _worth(self, mark: Sequence) -> float:
+        """Tokens that would have to be computed again, by the byte that closing the checkpoint frees, less the longer it was not used.
+
+        What shares all its bytes frees none, and goes last.
+        """
+        node = self._marked[mark]
+        above = node.parent
+        while above is not None and above.mark is None:
+            above = above.parent
+        saved = node.depth - (above.depth if above is not None else 0)
+        return saved / max(self.memory.private_bytes(mark), 1) / (1 + self._clock - node.used_at)
+
+    def _evict(self, mark: Sequence) -> None:
+        node: _Node | None = self._marked.pop(mark)
+        assert node is not None
+        node.mark = None
+        self.memory.close(mark)
+        while node is not None and node.parent is not None and node.mark is None and len(node.children) < 2:
+            parent, first = node.parent, int(node.tokens[0])
+            if node.children:  # its tokens go to its only child
+                (child,) = node.children.values()
+                child.tokens, child.parent = np.concatenate([node.tokens, child.tokens]), parent
+                parent.children[first] = child
+                return
+            del parent.children[first]
+            node = parent
+
+    def clear(self) -> None:
+        """Close all checkpoints and forget all tokens."""
+        for mark in list(self._marked):
+            self._evict(mark)
+
+    def stats(self) -> PrefixStats:
+        private_bytes = sum(map(self.memory.private_bytes, self._marked))
+        counts = (self._n_lookups, self._n_hits, self._n_tokens, self._n_reused, len(self._marked), self._n_evicted)
+        return PrefixStats(*counts, private_bytes)
+
+    def __repr__(self) -> str:
+        return f"<PrefixCache with {len(self._marked)} checkpoints in {self.memory!r}>"
+
+
+def _as_tokens(token_ids: Seq[int] | Int64s) -> Int64s:
+    try:
+        tokens = np.asarray(token_ids)
+    except ValueError as error:
+        raise BatchError(f"{token_ids!r} are no token ids; give a list or array of integers") from error
+    if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
+        raise BatchError(f"token ids of shape {tokens.shape} and {tokens.dtype}; give a list or array of integers")
+    return tokens.astype(np.int64, copy=False)
+
+
+def _common(a: Int64s, b: Int64s) -> int:
+    """How many leading tokens are the same."""
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    first = int(differs.argmax()) if n else 0
+    return first if n and differs[first] else n
+
+
+def _first_marked(node: _Node | None) -> Iterator[_Node]:
+    """The checkpoints nearest below, one on each way down from the shortest child on."""
+    while node is not None:
+        if node.mark is not None:
+            yield node
+            return
+        node = min(node.children.values(), key=lambda child: child.depth, default=None)
+
+
+def _why(n_tokens: int, n_matched: int, reused: int) -> str:
+    if not n_matched:
+        return "nothing like it was seen before"
+    if reused == n_tokens - 1:
+        return "all but the last token, which must be fed for its output"
+    if reused == n_matched:
+        return f"all {n_matched} tokens that were seen before"
+    seen = f"{n_matched} tokens were seen before, and attention could reuse them; "
+    if not reused:
+        return seen + "recurrent states were kept nowhere on that way"
+    return seen + f"recurrent states were kept at {reused}, and tokens {reused} ... {n_matched - 1} are computed again"

@@ -1,0 +1,82 @@
+"""Where sequences go that have to wait: out of the arena into host memory, and from there into files.
+
+What a sequence holds is copied whole, what it shares with others included: it needs nobody to come back, and others may go. On its return
+it shares nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from uuid import uuid4
+
+from memory.archive import read_snapshot, write_snapshot
+from memory.errors import CapacityError
+from memory.together import Snapshot
+
+
+class Tiers:
+    """What was swapped out, by slot.
+
+    Args:
+        host_bytes: that may wait in host memory; None for any number.
+        folder: where the others go, those first that have waited longest; None for nowhere.
+    """
+
+    def __init__(self, host_bytes: int | None, folder: Path | None) -> None:
+        self.host_bytes = host_bytes
+        self.folder = folder
+        self._waiting: dict[int, Snapshot] = {}  # in the order in which they came
+        self._files: dict[int, tuple[Path, int]] = {}
+        weakref.finalize(self, _unlink_all, self._files)  # no handle outlives the memory, so nobody could come back from them
+
+    @property
+    def used_bytes(self) -> tuple[int, int]:
+        """In host memory, and in files."""
+        return sum(s.n_bytes for s in self._waiting.values()), sum(n_bytes for _, n_bytes in self._files.values())
+
+    def put(self, slot: int, snapshot: Snapshot) -> None:
+        """Raises CapacityError: no room in either, nothing has changed. Whatever writing a file raises, with nothing lost."""
+        free_bytes = self._free_host_bytes()
+        while snapshot.n_bytes > free_bytes and self._waiting and self.folder is not None:
+            oldest = next(iter(self._waiting))
+            self._to_file(oldest, self._waiting[oldest])
+            del self._waiting[oldest]
+            free_bytes = self._free_host_bytes()
+        if snapshot.n_bytes <= free_bytes:
+            self._waiting[slot] = snapshot
+        elif self.folder is not None:
+            self._to_file(slot, snapshot)
+        else:
+            raise CapacityError(
+                f"what the sequence holds, {snapshot.n_bytes:,} bytes, does not fit into {free_bytes:,} bytes of host memory; give the "
+                "memory a larger host_budget, or a swap_dir",
+                needed=snapshot.n_bytes, free=int(free_bytes),
+            )  # fmt: skip
+
+    def get(self, slot: int) -> Snapshot:
+        """What was put there; it stays. Raises FormatError if its file was damaged or taken away."""
+        if slot in self._waiting:
+            return self._waiting[slot]
+        return read_snapshot(str(self._files[slot][0]))[0]
+
+    def drop(self, slot: int) -> None:
+        """Forget it, and its file."""
+        self._waiting.pop(slot, None)
+        if slot in self._files:
+            self._files.pop(slot)[0].unlink(missing_ok=True)
+
+    def _free_host_bytes(self) -> float:
+        return float("inf") if self.host_bytes is None else self.host_bytes - self.used_bytes[0]
+
+    def _to_file(self, slot: int, snapshot: Snapshot) -> None:
+        assert self.folder is not None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / f"{uuid4().hex}.safetensors"
+        write_snapshot(str(path), snapshot, {})
+        self._files[slot] = path, snapshot.n_bytes
+
+
+def _unlink_all(files: dict[int, tuple[Path, int]]) -> None:
+    for path, _ in files.values():
+        path.unlink(missing_ok=True)

@@ -1,0 +1,220 @@
+"""Sequences and their positions: forks, checkpoints, and every way back. The half of `HybridMemory` that runs no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import numpy as np
+
+from memory.arena import Store
+from memory.errors import BatchError, CapacityError, RollbackError, SequenceError
+from memory.interface import Int64s, Sequence
+from memory.interrupts import uninterrupted
+from memory.ledger import Ledger
+from memory.shift import Dropped, drop_from_all
+from memory.together import AllKinds
+
+_T = TypeVar("_T")
+
+
+class Timelines:
+    """What is remembered of each sequence up to which position, in all kinds of memory at once.
+
+    Args:
+        has_states: whether any layer is recurrent.
+    """
+
+    def __init__(self, kinds: AllKinds, store: Store, *, has_states: bool) -> None:
+        self._kinds = kinds
+        self._store = store
+        self._has_states = has_states
+        self._ledger = Ledger(self)
+        self._reclaimers: list[Callable[[int], bool]] = []
+
+    # Copies that share
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A new sequence that continues from where this one (or this checkpoint) stands.
+
+        Copies no tensor: blocks are shared until one side writes, and then only the last page, the tail and the head are
+        copied. Raises SequenceError.
+        """
+        return self._copy(sequence, is_checkpoint=False)
+
+    def checkpoint(self, sequence: Sequence) -> Sequence:
+        """A mark at the sequence's position: `rollback(sequence, to=mark)` returns to it at any distance, until it is closed.
+
+        A mark pins its blocks and nothing else; see `fork`. Raises SequenceError.
+        """
+        return self._copy(sequence, is_checkpoint=True)
+
+    def _copy(self, sequence: Sequence, *, is_checkpoint: bool) -> Sequence:
+        self._ledger.check_usable(sequence, to_advance=False)
+        copy = self._ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint)
+        self._share([sequence], [copy])
+        return copy
+
+    def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
+        """All at once: each key goes on as its value was. For beam search: `reorder({a: b, b: b, c: a})`.
+
+        Copies no tensor. Raises SequenceError or BatchError with nothing changed.
+        """
+        if not isinstance(moves, Mapping):
+            raise BatchError(f"{moves!r} is no reordering; give {{target: source}}")
+        for target, source in moves.items():
+            self._ledger.check_usable(target)
+            self._ledger.check_usable(source, to_advance=False)
+        if moves:
+            self._share(list(moves.values()), list(moves))
+
+    def _share(self, sources: list[Sequence], targets: list[Sequence]) -> None:
+        source_slots, target_slots = (np.array([s.slot for s in group]) for group in (sources, targets))
+        with uninterrupted():
+            self._kinds.share(source_slots, target_slots)
+            self._ledger.copy(sources, targets)
+
+    # Going back
+
+    def rollback(self, sequence: Sequence, to: int | Sequence) -> None:
+        """Return to an earlier position: later outputs are those of a sequence that never saw the dropped tokens.
+
+        Copies no tensor and runs no layer. Any position from `sequence.horizon` on can be reached, position 0, and whatever
+        a checkpoint of the same family holds.
+
+        Args:
+            to: tokens to keep, 0 <= to <= length; or a checkpoint of the family: of this sequence, of one it was forked from
+                or of a fork. The sequence then goes on as the checkpoint was, whatever it has seen since.
+        Raises:
+            RollbackError: out of reach; carries .to, .horizon and .resume_at, the nearest reachable position below.
+            SequenceError: a bad handle.
+        """
+        self._ledger.check_usable(sequence)
+        if isinstance(to, Sequence):
+            self._ledger.check_mark(sequence, to)
+            self._share([to], [sequence])
+            return
+        reached, source = self._nearest(sequence, to)
+        if reached != to:
+            raise self._out_of_reach(sequence, to, reached)
+        with uninterrupted():
+            if source is None:
+                self._kinds.reset(sequence.slot)
+                self._ledger.reset(sequence.slot)
+                return
+            if source is not sequence:
+                self._share([source], [sequence])
+            self._kinds.truncate(sequence.slot, reached)
+            self._ledger.truncate(sequence.slot, reached)
+
+    def _out_of_reach(self, sequence: Sequence, to: int, reached: int) -> RollbackError:
+        horizon = self._horizon(sequence)
+        why = (
+            f"it holds only {reached} tokens"
+            if to > reached and reached == self._ledger.lengths[sequence.slot]
+            else f"its tail reaches back to {horizon}, and no checkpoint holds {to}. The nearest reachable position is {reached}: "
+            f"roll back to it and feed tokens {reached} ... {to - 1} again"
+        )
+        return RollbackError(f"{sequence!r} cannot return to position {to}: {why}", to=to, horizon=horizon, resume_at=reached)
+
+    def can_rollback(self, sequence: Sequence, to: int | Sequence) -> bool:
+        """Whether `rollback(sequence, to)` would succeed now. Raises SequenceError for a bad `sequence`."""
+        self._ledger.check_usable(sequence)
+        try:
+            if isinstance(to, Sequence):
+                self._ledger.check_mark(sequence, to)
+                return True
+            return self._nearest(sequence, to)[0] == to
+        except (SequenceError, RollbackError):
+            return False
+
+    def resume_point(self, sequence: Sequence, to: int) -> int:
+        """The nearest position <= `to` that `rollback` reaches now (the length, if `to` lies beyond it)."""
+        self._ledger.check_usable(sequence)
+        return self._nearest(sequence, to)[0]
+
+    def _nearest(self, sequence: Sequence, to: int) -> tuple[int, Sequence | None]:
+        """The nearest reachable position <= to, and whose blocks hold it: the sequence's own, a checkpoint's, nobody's (0)."""
+        length, horizon = int(self._ledger.lengths[sequence.slot]), self._horizon(sequence)
+        if isinstance(to, bool) or not isinstance(to, int | np.integer) or to < 0:
+            raise RollbackError(f"to={to!r} is no position; give 0 <= to <= {length} or a checkpoint", to=to, horizon=horizon, resume_at=0)
+        if to >= horizon:
+            return min(int(to), length), sequence
+        best: tuple[int, Sequence | None] = (0, None)
+        for mark in self._ledger.checkpoints(sequence):
+            reach = min(int(to), self._ledger.common_prefix(sequence, mark))
+            if reach >= self._horizon(mark) and reach > best[0]:
+                best = (reach, mark)
+        return best
+
+    def _horizon(self, sequence: Sequence) -> int:
+        away = self._ledger.horizon_away(sequence.slot)
+        return self._kinds.horizon(sequence.slot) if away is None else away
+
+    def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool = False) -> None:
+        """Forget tokens [start, end) of a live sequence and keep those behind them, which move down by end - start: a context shift.
+
+        Attention keeps the rows of the other tokens; keys are turned to their new positions. What the model computed while it saw the
+        dropped tokens stays: keys and values of later tokens, in layers above the first, still carry a trace of them, as in llama.cpp.
+        Only a range that ends with the sequence leaves none: that is a rollback, where a rollback reaches.
+        Rollback, forks and checkpoints work on as ever. Forks and checkpoints of before are untouched.
+
+        Args:
+            approximate: recurrent layers cannot forget from the middle: their states hold all tokens in one. False: a model that has any is
+                refused. True: they stay as they are, so they go on remembering the dropped tokens while attention does not, and a rollback
+                by position reaches no further back than `start`. Without recurrent layers both are the same.
+        Raises:
+            DropError: no such range; recurrent layers, unless approximate; attention with a policy, or whose spec does not say how keys
+                carry positions; a window that would reach back to rows that have left it.
+            CapacityError: no room to copy the rows behind `end` before the old ones are freed. SequenceError: a bad handle.
+        Cost: those rows are read, turned and written, in every attention layer. No layer of the model runs.
+        """
+        self._ledger.check_usable(sequence)
+        slot = sequence.slot
+        length, peak = int(self._ledger.lengths[slot]), int(self._ledger.peaks[slot])
+        dropped = Dropped.of(slot, start, end, length, peak, approximate=approximate)
+        if dropped.n_tokens and dropped.end == length and self.can_rollback(sequence, dropped.start):
+            self.rollback(sequence, dropped.start)
+        elif dropped.n_tokens:
+            with uninterrupted():
+                # Recurrences refuse at once; attention may have much to copy before it does.
+                self._with_room(lambda: drop_from_all(reversed(self._kinds.values()), dropped, self.free_bytes))
+                self._ledger.drop(dropped, dropped.start + (not self._has_states))
+
+    # Room
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the budget that nothing holds."""
+        return self._store.arena.free_bytes
+
+    def add_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
+        """Let `reclaim(missing_bytes)` free what is only optional, such as cached prefixes, before any call is refused for want of room.
+
+        It says whether it has freed anything; it may close sequences and checkpoints that are in no step, and nothing else.
+        """
+        self._reclaimers.append(reclaim)
+
+    def _with_room(self, attempt: Callable[[], _T]) -> _T:
+        """What `attempt` returns, which may be made several times: where it lacks room, what is optional goes."""
+        while True:
+            try:
+                return attempt()
+            except CapacityError as error:
+                if not any(reclaim(max(1, error.needed - error.free)) for reclaim in self._reclaimers):
+                    raise
+
+    # Looking inside
+
+    def describe(self, sequence: Sequence) -> tuple[int, Int64s, int]:
+        """(length, tokens, horizon); what a handle's properties show."""
+        return int(self._ledger.lengths[sequence.slot]), self._ledger.tokens(sequence.slot), self._horizon(sequence)
+
+    def is_whole(self, sequence: Sequence) -> bool:
+        """Whether a sequence remembers what feeding its tokens would give: none was dropped from its middle. Raises SequenceError."""
+        self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
+        return not self._ledger.seams(sequence.slot)
+
+    def is_away(self, sequence: Sequence) -> bool:
+        """Whether an open sequence is swapped out."""
+        return bool(self._ledger.is_away[sequence.slot])

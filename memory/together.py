@@ -1,0 +1,151 @@
+"""All kinds of memory of one model, moving together: what reaches one kind reaches every other, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from memory.arena import BlockPool, Store
+from memory.errors import CapacityError
+from memory.interface import Int64s, LayerMemory, Packed, Plans, Record
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a slot holds, outside of the arena.
+
+    Attributes:
+        records: kind of memory -> what it is beside its bytes.
+        blocks: pool -> (n, block_bytes) uint8 on the host, in the order of `LayerMemory.blocks_of`; on "meta" for a dry run.
+    """
+
+    records: dict[str, Record]
+    blocks: dict[str, Tensor]
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(blocks.numel() for blocks in self.blocks.values())
+
+
+class AllKinds(dict[str, LayerMemory[Any]]):
+    """Name -> kind of memory, in the order in which they plan. They share a store."""
+
+    @property
+    def pools(self) -> Iterator[tuple[BlockPool, int]]:
+        """Every pool with the padding bytes of one block."""
+        return (pool for kind in self.values() for pool in kind.sized_pools)
+
+    @property
+    def least_bytes(self) -> int:
+        return sum(kind.least_bytes for kind in self.values())
+
+    # Steps
+
+    def begin(self, packed: Packed, free_bytes: int) -> Plans:
+        """Set blocks aside everywhere and copy what may not be written in place. Raises CapacityError with everything as before."""
+        plans: Plans = {}
+        try:
+            for name, kind in self.items():
+                plans[name] = kind.plan(packed)
+            for name, plan in plans.items():
+                self[name].begin(plan)
+        except BaseException as error:
+            self.abort(plans)
+            if isinstance(error, CapacityError):  # what it missed came on top of what this step had taken already
+                raise CapacityError.of("the step needs at least", error.needed + free_bytes - error.free, free_bytes) from None
+            raise
+        return plans
+
+    def commit(self, plans: Plans, kept: Int64s) -> None:
+        for name, plan in plans.items():
+            self[name].commit(plan, kept)
+
+    def abort(self, plans: Plans) -> None:
+        for name, plan in plans.items():
+            self[name].abort(plan)
+
+    def horizons_after(self, packed: Packed) -> Int64s:
+        horizons = np.zeros_like(packed.starts)
+        for kind in self.values():
+            horizons = np.maximum(horizons, kind.horizon_after(packed))
+        return horizons
+
+    # Sequences
+
+    def share(self, sources: Int64s, targets: Int64s) -> None:
+        for kind in self.values():
+            kind.share(sources, targets)
+
+    def truncate(self, slot: int, to: int) -> None:
+        for kind in self.values():
+            kind.truncate(slot, to)
+
+    def reset(self, slot: int) -> None:
+        for kind in self.values():
+            kind.reset(slot)
+
+    def release(self, slot: int) -> None:
+        for kind in self.values():
+            kind.release(slot)
+
+    def horizon(self, slot: int) -> int:
+        return max((kind.horizon(slot) for kind in self.values()), default=0)
+
+    def blocks_of(self, slot: int) -> dict[str, Int64s]:
+        return {name: ids for kind in self.values() for name, ids in kind.blocks_of(slot).items()}
+
+    def private_bytes(self, slot: int) -> int:
+        """What `release` would give back."""
+        blocks, pools = self.blocks_of(slot), {pool.name: pool for pool, _ in self.pools}
+        return sum(int((pools[name].counts[ids] == 1).sum()) * pools[name].block_bytes for name, ids in blocks.items())
+
+    # Out of the arena and back
+
+    def snapshot(self, slot: int, store: Store) -> Snapshot:
+        """A copy of everything that a slot holds, what it shares included. Cost: its bytes, once."""
+        pools = {pool.name: pool for pool, _ in self.pools}
+        blocks = {
+            name: store.read(pools[name].addresses[ids], pools[name].block_bytes) for name, ids in self.blocks_of(slot).items() if len(ids)
+        }
+        return Snapshot({name: kind.record(slot) for name, kind in self.items()}, blocks)
+
+    def restore(self, slot: int, snapshot: Snapshot, store: Store) -> None:
+        """An empty slot becomes what `snapshot` was taken of. Raises CapacityError with nothing changed. Cost: its bytes, once."""
+        pools, fresh = {pool.name: pool for pool, _ in self.pools}, dict[str, Int64s]()
+        free_bytes = store.arena.free_bytes
+        try:
+            for name, blocks in snapshot.blocks.items():
+                if blocks.shape[1:] != (pools[name].block_bytes,):
+                    raise ValueError(f"blocks of {name} have {tuple(blocks.shape)} bytes, not {pools[name].block_bytes} each")
+                fresh[name] = pools[name].allocate(len(blocks))
+                store.write(pools[name].addresses[fresh[name]], blocks)
+        except BaseException as error:
+            for name, ids in fresh.items():
+                pools[name].release(ids)
+            if isinstance(error, CapacityError):
+                raise CapacityError.of("the sequence needs", snapshot.n_bytes, free_bytes) from None
+            raise
+        self._adopt(slot, snapshot, fresh)
+
+    def _adopt(self, slot: int, snapshot: Snapshot, fresh: dict[str, Int64s]) -> None:
+        none = np.zeros(0, np.int64)
+        try:
+            for name, kind in self.items():
+                own = [pool.name for pool, _ in kind.sized_pools]
+                kind.adopt(slot, snapshot.records[name], {pool: fresh.get(pool, none) for pool in own})
+                for pool in own:
+                    fresh.pop(pool, None)
+        except BaseException:
+            for left, _ in self.pools:
+                left.release(fresh.get(left.name, none))
+            raise
+
+    def check(self, lengths: dict[int, int], peaks: dict[int, int], store: Store) -> None:
+        """Raise IntegrityError unless all books of the given slots (and of no others) balance."""
+        for kind in self.values():
+            kind.check(lengths, peaks)
+        store.arena.check([used for pool, _ in self.pools for used in pool.used_ranges()])

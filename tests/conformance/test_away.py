@@ -1,0 +1,73 @@
+"""What leaves the arena comes back bit for bit: swapped to host memory or to a file, or saved by one memory and loaded by another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from memory import HybridMemory, Sequence
+from tests.subjects import Subject
+
+WINDOW, PROMPT = 8, 37
+NEXT = ([3, 1, 4], [1], [5], [9, 2, 6, 5, 3], [5])
+
+
+def grown(subject: Subject, memory: HybridMemory) -> Sequence:
+    """A sequence that has fed, forgotten and fed again: what it holds is not what a prompt alone would leave."""
+    sequence = memory.open()
+    subject.feed(memory, sequence, [subject.tokens(PROMPT), *([t] for t in subject.tokens(5, seed=1))])
+    memory.rollback(sequence, to=PROMPT + 2)
+    subject.feed(memory, sequence, [subject.tokens(2, seed=2)])
+    return sequence
+
+
+def go_on(subject: Subject, memory: HybridMemory, sequence: Sequence) -> torch.Tensor:
+    """Outputs of a rollback into the tail that came back, and of what follows."""
+    memory.rollback(sequence, to=sequence.length - 3)
+    return subject.feed(memory, sequence, NEXT)
+
+
+@pytest.mark.parametrize("tier", ["host", "file"])
+def test_a_swapped_sequence_goes_on_as_if_it_had_stayed(subject: Subject, tmp_path: Path, tier: str) -> None:
+    memory = HybridMemory(
+        subject.spec, "8MiB", rollback_window=WINDOW, page_tokens=4, fold=subject.fold, poison=True,
+        host_budget=None if tier == "host" else 1, swap_dir=tmp_path,
+    )  # fmt: skip
+    stays, leaves = (grown(subject, memory) for _ in range(2))
+    fork = memory.fork(leaves)
+    tokens, horizon, before = leaves.tokens.tolist(), leaves.horizon, memory.usage()
+    memory.swap_out(leaves)
+    memory.check()
+    away = memory.usage()
+    assert leaves.is_swapped and (leaves.tokens.tolist(), leaves.horizon) == (tokens, horizon)
+    assert (away.host_bytes, away.disk_bytes)[tier == "file"] == sum(before.by_sequence[leaves.id].by_kind.values())
+    assert bool(list(tmp_path.iterdir())) == (tier == "file")
+    memory.close(fork)
+    assert memory.usage().used_bytes < before.used_bytes
+    other = memory.open()
+    subject.feed(memory, other, [subject.tokens(PROMPT, seed=9)])  # into the blocks that were freed
+    memory.swap_in(leaves)
+    memory.check()
+    assert not leaves.is_swapped and not list(tmp_path.iterdir())
+    found, expected = go_on(subject, memory, leaves), go_on(subject, memory, stays)
+    assert torch.equal(found, expected)
+    for sequence in (stays, leaves, other):
+        memory.close(sequence)
+    assert memory.usage().used_bytes == memory.usage().host_bytes == 0
+
+
+def test_a_saved_sequence_goes_on_in_another_memory(subject: Subject, tmp_path: Path) -> None:
+    memory, other = subject.memory(WINDOW), subject.memory(WINDOW, budget="7MiB")
+    sequence = grown(subject, memory)
+    memory.save(sequence, tmp_path / "saved")
+    used_bytes = memory.usage().used_bytes
+    expected = go_on(subject, memory, sequence)
+    other.open()
+    twins = [other.load(tmp_path / "saved") for _ in range(2)]
+    other.check()
+    assert other.usage().used_bytes == 2 * used_bytes
+    for twin in twins:
+        assert torch.equal(go_on(subject, other, twin), expected)
+    assert [p.name for p in tmp_path.iterdir()] == ["saved"]

@@ -1,0 +1,361 @@
+"""Saving, loading and swapping: what files hold, what is refused, and that a refusal changes nothing."""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from safetensors.torch import load, save
+
+from memory import AttentionSpec, CapacityError, FormatError, HybridMemory, MemorySpec, Sequence, SequenceError, SpecError
+from memory.archive import _digest
+from memory.eviction import H2O
+from memory.shift import Dropped
+from tests.toy import VOCAB, Toy
+
+TOY = Toy()
+
+
+def make(**options: Any) -> HybridMemory:
+    return HybridMemory(TOY.memory_spec, **({"budget": "2MiB", "rollback_window": 6, "page_tokens": 4, "poison": True} | options))
+
+
+def feed(memory: HybridMemory, sequence: Sequence, tokens: list[int]) -> torch.Tensor:
+    with memory.step({sequence: tokens}, outputs="all") as step:
+        return TOY(step)
+
+
+def opened(memory: HybridMemory, n_tokens: int = 30) -> Sequence:
+    sequence = memory.open()
+    feed(memory, sequence, [i % VOCAB for i in range(n_tokens)])
+    return sequence
+
+
+def state_of(memory: HybridMemory) -> tuple[Any, ...]:
+    usage = memory.usage()
+    return usage.used_bytes, usage.host_bytes, usage.disk_bytes, len(usage.by_sequence)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    memory = make()
+    memory.save(opened(memory), tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+# Files
+
+
+def test_any_damaged_byte_and_any_missing_end_is_found(saved: Path) -> None:
+    data, rng, memory = saved.read_bytes(), random.Random(0), make()
+    before = state_of(memory)
+    places = {0, 7, 8, 9, len(data) - 1, *(rng.randrange(len(data)) for _ in range(150))}
+    for place in places:
+        saved.write_bytes(data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :])
+        with pytest.raises(FormatError):
+            memory.load(saved)
+    for n in (0, 1, 8, 100, len(data) // 2, len(data) - 1):
+        saved.write_bytes(data[:n])
+        with pytest.raises(FormatError, match="saved"):
+            memory.load(saved)
+    saved.write_bytes(data)
+    assert state_of(memory) == before
+    memory.check()
+    assert memory.load(saved).length == 30
+
+
+@pytest.mark.parametrize("change", ["peak", "seams", "tokens", "lengths", "positions", "blocks", "missing", "layout", "version", "format"])
+def test_a_file_with_a_right_checksum_and_wrong_content_is_refused(saved: Path, change: str) -> None:
+    data = saved.read_bytes()
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    tensors, about, records = load(data), json.loads(metadata["about"]), json.loads(metadata["records"])
+    if change == "peak":
+        about["peak"] = 10_000
+    elif change == "seams":
+        about["seams"] = ["nowhere"]
+    elif change == "tokens":
+        tensors["tokens"][3] = VOCAB
+    elif change == "lengths":
+        tensors["tokens"] = torch.zeros(500, dtype=torch.int64)
+    elif change == "positions":
+        records["recurrence"]["positions"] = [9, 9, 9]
+    elif change == "blocks":
+        tensors = {name: tensor[:, :64].contiguous() if name.startswith("blocks/") else tensor for name, tensor in tensors.items()}
+    elif change == "missing":
+        del records["recurrence"]
+    elif change == "layout":
+        del about["layout"]
+    metadata |= {"about": json.dumps(about), "records": json.dumps(records)}
+    metadata |= {"version": {"version": "99"}, "format": {"format": "a novel"}}.get(change, {})
+    del metadata["sha256"]
+    saved.write_bytes(save(tensors, metadata | {"sha256": _digest(tensors, metadata)}))
+    memory = make()
+    with pytest.raises(FormatError, match="saved"):
+        memory.load(saved)
+    memory.check()
+    assert state_of(memory) == (0, 0, 0, 0)
+
+
+def test_files_of_others_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    for content in (b"", b"\x89PNG\r\n", b"{}" * 50, save({"weight": torch.zeros(3)})):
+        path.write_bytes(content)
+        with pytest.raises(FormatError, match="file"):
+            make().load(path)
+    with pytest.raises(FormatError, match="cannot be read"):
+        make().load(tmp_path / "nothing")
+    with pytest.raises(FormatError, match="cannot be read"):
+        make().load("no-such-protocol://bucket/name")
+
+
+@pytest.mark.parametrize(
+    "options, named", [({"rollback_window": 7}, "rollback_window=6, not 7"), ({"page_tokens": 8}, "page_tokens=4, not 8"),
+                       ({"fold": "replay"}, "fold='keep', not 'replay'"), ({"dtype": torch.bfloat16}, r"dtype='torch\.float32'")],
+)  # fmt: skip
+def test_a_memory_that_is_not_alike_says_in_what(saved: Path, options: dict[str, Any], named: str) -> None:
+    with pytest.raises(FormatError, match=named):
+        make(**options).load(saved)
+
+
+def test_a_memory_of_another_model_or_policy_refuses(saved: Path) -> None:
+    spec = MemorySpec(((AttentionSpec(6, 2, 4),),), VOCAB)
+    for other in (spec, TOY.memory_spec.with_policy(H2O(64))):
+        with pytest.raises(FormatError, match="other layers"):
+            HybridMemory(other, "2MiB", rollback_window=6, page_tokens=4).load(saved)
+
+
+def test_paths_may_be_urls(tmp_path: Path) -> None:
+    memory = make()
+    sequence = opened(memory)
+    memory.save(sequence, "memory://bucket/alice")
+    assert fsspec.filesystem("memory").exists("/bucket/alice")
+    assert memory.load("memory://bucket/alice").tokens.tolist() == sequence.tokens.tolist()
+    memory.save(sequence, f"file://{tmp_path}/alice")
+    assert memory.load(tmp_path / "alice").length == sequence.length
+
+
+def test_a_full_memory_loads_nothing(saved: Path) -> None:
+    used_bytes = make().load(saved)._owner.usage().used_bytes  # type: ignore[attr-defined]
+    memory = make(budget=2 * used_bytes + 64)
+    memory.load(saved), memory.load(saved)
+    before = state_of(memory)
+    with pytest.raises(CapacityError, match="the sequence needs"):
+        memory.load(saved)
+    assert state_of(memory) == before
+    memory.check()
+
+
+def test_a_dry_run_has_nothing_to_save(tmp_path: Path) -> None:
+    memory = make(device="meta", poison=False)
+    sequence = memory.open()
+    memory.run(None, {sequence: [1] * 30})
+    with pytest.raises(SpecError, match="meta"):
+        memory.save(sequence, tmp_path / "file")
+    assert not list(tmp_path.iterdir())
+    memory.swap_out(sequence)
+    assert memory.usage().host_bytes and not memory.usage().used_bytes
+    memory.swap_in(sequence)
+    memory.check()
+
+
+def test_checkpoints_and_what_is_swapped_out_are_saved_as_well(tmp_path: Path) -> None:
+    memory = make()
+    sequence = opened(memory)
+    mark = memory.checkpoint(sequence)
+    memory.swap_out(sequence)
+    for i, source in enumerate((mark, sequence)):
+        memory.save(source, tmp_path / f"{i}")
+        loaded = memory.load(tmp_path / f"{i}")
+        assert not loaded.is_checkpoint
+        assert torch.equal(feed(memory, loaded, [1, 2]), feed(memory, memory.fork(mark), [1, 2]))
+
+
+def test_where_tokens_were_dropped_stays_known(tmp_path: Path) -> None:
+    memory = make()
+    sequence = opened(memory)
+    memory.save(sequence, tmp_path / "whole")
+    memory._ledger.drop(Dropped.of(sequence.slot, 3, 9, 30, 30, approximate=False), 4)  # the book alone: toys' keys cannot be turned
+    assert memory._ledger.record(sequence.slot)["seams"] == [4]
+    other = make()
+    loaded = other.load(tmp_path / "whole")
+    assert other.is_whole(loaded) and not memory.is_whole(sequence)
+    other._ledger.restore(loaded.slot, memory._ledger.record(sequence.slot), VOCAB)
+    assert not other.is_whole(loaded)
+
+
+def _save_forever(folder: str, ready: Any) -> None:
+    memory = make(budget="16MiB")
+    first, second = opened(memory, 30), opened(memory, 60)
+    memory.save(first, f"{folder}/saved")
+    ready.set()
+    while True:
+        memory.save(second, f"{folder}/saved")
+        memory.save(first, f"{folder}/saved")
+
+
+def test_whoever_is_killed_while_saving_leaves_a_whole_file(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    rng = random.Random(1)
+    process = context.Process(target=_save_forever, args=(str(tmp_path), ready), daemon=True)
+    process.start()
+    assert ready.wait(120)
+    time.sleep(rng.uniform(0.01, 0.1))
+    assert process.pid is not None
+    process.kill()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    memory = make()
+    assert memory.load(tmp_path / "saved").length in (30, 60)
+
+
+# Swapping
+
+
+def test_what_is_away_can_only_wait_be_saved_or_closed() -> None:
+    memory = make()
+    sequence = opened(memory)
+    mark = memory.checkpoint(sequence)
+    memory.swap_out(sequence)
+    for refused in (
+        lambda: memory.step({sequence: [1]}), lambda: memory.fork(sequence), lambda: memory.checkpoint(sequence),
+        lambda: memory.rollback(sequence, to=29), lambda: memory.reorder({sequence: mark}), lambda: memory.drop(sequence, 0, 1),
+        lambda: memory.swap_out(sequence), lambda: memory.can_rollback(sequence, to=29),
+    ):  # fmt: skip
+        with pytest.raises(SequenceError, match="swap_in"):
+            refused()
+    with pytest.raises(SequenceError, match="not swapped out"):
+        memory.swap_in(mark)
+    assert sequence.length == 30
+    memory.check()
+    memory.close(sequence)
+    assert memory.usage().host_bytes == 0 and sequence.closed and not sequence.is_swapped
+
+
+def test_a_checkpoint_that_is_away_is_no_way_back_until_it_returns() -> None:
+    memory = make()
+    sequence = opened(memory)
+    mark = memory.checkpoint(sequence)
+    feed(memory, sequence, [1] * 20)
+    assert memory.can_rollback(sequence, to=30)
+    memory.swap_out(mark)
+    assert not memory.can_rollback(sequence, to=30) and not memory.can_rollback(sequence, to=mark)
+    memory.swap_in(mark)
+    memory.rollback(sequence, to=mark)
+    assert sequence.length == 30
+
+
+def test_an_open_step_keeps_its_sequences() -> None:
+    memory = make()
+    sequence = opened(memory)
+    with memory.step({sequence: [1]}) as step:
+        with pytest.raises(SequenceError, match="open step"):
+            memory.swap_out(sequence)
+        TOY(step)
+    assert sequence.length == 31
+
+
+def test_host_memory_overflows_into_files_the_longest_waiting_first(tmp_path: Path) -> None:
+    n_bytes = make_bytes()
+    memory = make(host_budget=2 * n_bytes, swap_dir=tmp_path / "swap")
+    sequences = [opened(memory) for _ in range(4)]
+    for sequence in sequences:
+        memory.swap_out(sequence)
+    assert (memory.usage().host_bytes, memory.usage().disk_bytes) == (2 * n_bytes, 2 * n_bytes)
+    assert len(list((tmp_path / "swap").iterdir())) == 2
+    memory.swap_in(sequences[0])
+    assert memory.usage().disk_bytes == n_bytes
+    memory.close(sequences[1])
+    assert not list((tmp_path / "swap").iterdir())
+
+
+def make_bytes() -> int:
+    memory = make()
+    opened(memory)
+    return sum(next(iter(memory.usage().by_sequence.values())).by_kind.values())
+
+
+def test_without_room_outside_a_sequence_stays() -> None:
+    memory = make(host_budget=100)
+    sequence = opened(memory)
+    with pytest.raises(CapacityError, match="host_budget"):
+        memory.swap_out(sequence)
+    feed(memory, sequence, [1])
+    memory.check()
+
+
+def test_without_room_inside_a_sequence_waits_on(tmp_path: Path) -> None:
+    memory = make(budget=3 * make_bytes())
+    sequence = opened(memory)
+    memory.swap_out(sequence)
+    others = [opened(memory) for _ in range(3)]
+    with pytest.raises(CapacityError):
+        memory.swap_in(sequence)
+    memory.check()
+    assert sequence.is_swapped
+    memory.close(others[0])
+    memory.swap_in(sequence)
+    memory.close(others[1])
+    assert torch.equal(feed(memory, sequence, [1]), feed(memory, others[2], [1]))
+
+
+def test_files_go_with_their_memory(tmp_path: Path) -> None:
+    memory = make(host_budget=1, swap_dir=tmp_path)
+    memory.swap_out(opened(memory))
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    del memory
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_swap_file_is_named_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    memory = make(host_budget=1, swap_dir=tmp_path)
+    sequence, other = opened(memory), opened(memory)
+    memory.swap_out(sequence)
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(FormatError):
+        memory.swap_in(sequence)
+    memory.check()
+    assert sequence.is_swapped
+    feed(memory, other, [1])
+    memory.close(sequence)
+
+
+# Room
+
+
+def test_what_is_optional_goes_before_anything_is_refused() -> None:
+    memory = make(budget=3 * make_bytes())
+    optional = [memory.checkpoint(opened(memory)) for _ in range(3)]
+    for live in list(memory._ledger.handles.values()):
+        if not live.is_checkpoint:
+            memory.close(live)
+    asked: list[int] = []
+
+    def reclaim(missing_bytes: int) -> bool:
+        asked.append(missing_bytes)
+        if optional:
+            memory.close(optional.pop())
+            return True
+        return False
+
+    memory.add_reclaimer(reclaim)
+    for n_left in (2, 1, 0):
+        opened(memory)
+        memory.check()
+        assert len(optional) == n_left
+    assert len(asked) == 3 and all(n > 0 for n in asked)
+    with pytest.raises(CapacityError):
+        opened(memory)
+    memory.check()
