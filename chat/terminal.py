@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
-from memory.prefix import PrefixCache
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +21,7 @@ from chat.prompts import Tokenizer
 from chat.session import ChatSession, Turn
 from memory import BatchError, HybridMemory, HybridMemoryError
 from memory.inspection import format_bytes
+from memory.prefix import PrefixCache
 from models import LanguageModel
 
 _MAIN = "main"
