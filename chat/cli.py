@@ -1,4 +1,4 @@
-"""The `hybrid-memory` command: `generate` text for several prompts at once, and the `demo` that checks itself.
+"""The `hybrid-memory` command: `generate` for several prompts at once, `chat` with a model, and the `demo` that checks itself.
 
 The libraries behind a command are imported when it runs: torch and transformers would make `--help` wait for seconds.
 """
@@ -57,6 +57,26 @@ def generate(
         batch = Batch(language_model, memory, find_stop_ids(tokenizer, language_model))
         show_replies(make_console(), _decode(batch, tokenizer, prompts, max_tokens))
         typer.echo(str(batch.speed), err=True)
+
+
+@app.command()
+def chat(
+    model: Model = "embedded",
+    system: Annotated[str | None, typer.Option(help="a first message that tells the model how to behave")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="tokens of a reply at most (256)", show_default=False)] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 for the most likely reply, more for others (0)")] = None,
+    seed: Annotated[int | None, typer.Option(help="draws the same replies again")] = None,
+    resume: Annotated[str | None, typer.Option(help="the folder of a conversation that /save wrote", metavar="FOLDER")] = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    budget: Budget = "1GiB",
+) -> None:
+    """Talk to a model. /edit, /undo, /regenerate and /branch take back what was said without computing the rest again; see /help."""
+    with _one_line_errors():
+        from chat.terminal import Settings, run_terminal
+
+        language_model, tokenizer = _load(model, device, dtype)
+        run_terminal(language_model, tokenizer, Settings(budget, system, max_tokens, temperature, seed, resume))
 
 
 @app.command()
