@@ -63,6 +63,13 @@ def encode_turn(tokenizer: Tokenizer, history: list[Message], text: str) -> list
     return list(tokenizer.encode(rendered[len(seen) :], add_special_tokens=False))
 
 
+def encode_chat(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
+    """Token ids of a whole chat, up to where the reply begins. Raises FormatError: no chat template, or it refuses the messages."""
+    if not tokenizer.chat_template:
+        raise FormatError("this tokenizer has no chat template; ask for a completion of plain text")
+    return list(tokenizer.encode(_render(tokenizer, messages), add_special_tokens=False))
+
+
 def _render(tokenizer: Tokenizer, messages: list[Message]) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
