@@ -47,6 +47,7 @@ class Service:
         self.context_tokens = find_context_tokens(engine, options.max_tokens)
         self._tokenizer = tokenizer
         self._created = int(time.time())
+        self._live: set[Replies] = set()
         self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
         # A tokenizer may change itself at its first call: now, while nobody else uses it.
         self._tokenizer.encode("a", add_special_tokens=False)
@@ -63,7 +64,7 @@ class Service:
             self.is_open = False
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
-            self._end_all()
+            self.engine.end_all(StoppingError())
             self._texts.shutdown(wait=False)
 
     async def _keep_serving(self) -> None:
@@ -82,10 +83,12 @@ class Service:
         """Refuse new requests; what runs has the grace period to end, and is ended then. Called on the event loop."""
         self.is_open = False
         loop = asyncio.get_running_loop()
-        loop.call_later(self.options.grace_seconds, loop.run_in_executor, None, self._end_all)
+        loop.call_later(self.options.grace_seconds, self._cancel_all)
 
-    def _end_all(self) -> None:
-        self.engine.end_all(StoppingError())
+    def _cancel_all(self) -> None:
+        """Takes no lock: a thread that steps without a pause could keep it for long."""
+        for replies in self._live:
+            replies.cancel()
 
     # Endpoints
 
@@ -164,7 +167,8 @@ class Service:
         if not self.is_open:
             raise stopping()
         replies = Replies(self.engine, asks, self.metrics, exchange.started)
-        exchange.at_end.append(replies.cancel)
+        self._live.add(replies)
+        exchange.at_end += [replies.cancel, lambda: self._live.discard(replies)]
         try:
             piece = await replies.next()
             if asked.stream:
