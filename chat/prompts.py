@@ -63,6 +63,11 @@ def encode_turn(tokenizer: Tokenizer, history: list[Message], text: str) -> list
     return list(tokenizer.encode(rendered[len(seen) :], add_special_tokens=False))
 
 
+def encode_chat(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
+    """Token ids of a whole chat, up to where the reply begins. Raises FormatError: no chat template, or it refuses the messages."""
+    return list(tokenizer.encode(render(tokenizer, messages), add_special_tokens=False))
+
+
 def render(tokenizer: Tokenizer, messages: list[Message], *, awaits_reply: bool = True) -> str:
     """The chat template's text of these messages, with the opening of a reply behind them unless told otherwise.
 
