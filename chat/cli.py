@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chat.simulate_command import simulate
+
 if TYPE_CHECKING:
     from chat.display import Reply
     from chat.generation import Batch
@@ -132,3 +134,6 @@ def _one_line_errors() -> Iterator[None]:
     except HybridMemoryError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from None
+
+
+app.command()(_one_line_errors()(simulate))
