@@ -121,7 +121,7 @@ class Simulation:
             if not self.engine.is_idle:
                 for generation in self.engine.step():
                     self._finish(generation)
-            elif not self._wait_for_next(started):
+            elif not self._wait_for_next():
                 break
             self._sample()
             on_step(self)
@@ -142,7 +142,7 @@ class Simulation:
         else:
             self.seconds = (time.perf_counter() - started) * self.setup.speed
 
-    def _wait_for_next(self, started: float) -> bool:
+    def _wait_for_next(self) -> bool:
         """Let time pass until somebody does something; False if nobody ever will."""
         times = [self._due[0][0]] if self._due else []
         times += [self._next_family[0].at] if self._next_family else []

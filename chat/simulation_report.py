@@ -123,7 +123,9 @@ class Tally:
     Attributes:
         reused, recomputed: (action, way or reason) -> tokens that the memory had, and that were computed again.
         swaps: why somebody was swapped out -> times; "given up" where there was no room for that.
-        n_failed: replies that ended with an error, by its text.
+        failed: the text of an error -> replies that ended with it.
+        regenerated: whether the words were the same again -> replies.
+        first_steps, gap_steps, first_seconds, gap_seconds: until the first token of a reply, and between two, for each.
     """
 
     engine: EngineStats
@@ -164,8 +166,8 @@ class Report:
         clock: "virtual" or "wall": what `Sample.seconds` and the arrivals are by.
         start_bytes, end_bytes: in use before the first user and after the last, with nothing cached.
         swapped: "host", "disk" and "back" -> sequences.
+        n_given_up: users whose conversation ended with a failed reply.
         seconds: of the wall clock, in all.
-        speed: how much faster than its times the workload was played; None: as fast as it went.
         n_checked_alone: answers that were compared with what the model says alone.
     """
 
