@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chat.simulate_command import simulate
+
 if TYPE_CHECKING:
     from chat.display import Reply
     from chat.engine import Engine
@@ -240,3 +242,6 @@ def _find_extra(*modules: str) -> None:
     missing = [module for module in modules if find_spec(module) is None]
     if missing:
         raise SpecError(f"serve needs {', '.join(missing)}; install them with: pip install 'hybrid-memory[server]'")
+
+
+app.command()(_one_line_errors()(simulate))
