@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from memory.prefix import PrefixCache
 from torch import Tensor
 from transformers import PreTrainedConfig
 
 from chat.engine import Engine
 from memory import HybridMemory, Step
+from memory.prefix import PrefixCache
 from models import load_model
 from tests.models.checkpoints import write_checkpoint
 from tests.models.families.jamba import jamba_config

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from memory.prefix import PrefixCache
 
 from chat.engine import Engine, Sampling
 from chat.history import Utterance, common_tokens, decode, encode_history
 from chat.prompts import Tokenizer, load_tokenizer, render
 from chat.session import EDITED, LAST, NEW, NO_CHECKPOINT, REWRITTEN, ChatSession, Turn
 from memory import BatchError, CapacityError, FormatError, HybridMemory, SequenceError, StepError
+from memory.prefix import PrefixCache
 from models import EMBEDDED
 from tests.chat.talking import TALKERS, Counted, assert_all_given_back, decode_fresh, load_talker, make_engine
 
