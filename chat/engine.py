@@ -161,8 +161,9 @@ class Engine(Serving):
         """The length of a sequence that a generation can go on with."""
         if any(job.sequence is sequence for job in self._scheduler.jobs.values()):
             raise SequenceError(f"{sequence!r} is in use by another generation; wait for its end, or fork it")
-        if not isinstance(sequence, Sequence) or sequence.closed or not sequence.is_swapped:
-            self.memory.can_rollback(sequence, sequence)  # raises for a bad handle
+        self.memory.is_whole(sequence)  # raises for a bad handle, and for none that is swapped out
+        if sequence.is_checkpoint:
+            raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
         return sequence.length
 
     def cancel(self, generation: Generation) -> None:
@@ -367,8 +368,8 @@ class Engine(Serving):
             self._news[job] = self._news.get(job, "") + piece
             generation.text = job.stream.text
             generation.error, generation.finished_at = error, self._clock()
-            generation.finish_reason = reason
-            with self._scheduler.lock:
+            with self._scheduler.lock:  # who sees that it has ended may submit its sequence again
+                generation.finish_reason = reason
                 del self._scheduler.jobs[generation]
             if job.sequence is not None:
                 self._scheduler.is_full = False

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 from chat.requests import EngineStats, FinishReason, Generation, Job
 from chat.sampling import Sampler
-from memory import CapacityError, CrossAttentionSpec, HybridMemory, HybridMemoryError
+from memory import CapacityError, CrossAttentionSpec, HybridMemory, HybridMemoryError, SpecError
 from memory.interrupts import uninterrupted
 from memory.prefix import PrefixCache
 
@@ -64,13 +64,13 @@ class Sizes:
         return self._bytes[rounded]
 
     def _measure(self, n_tokens: int) -> int:
-        memory = HybridMemory(self._spec, self.budget_bytes, rollback_window=self._window, device="meta")
-        sequence = memory.open()
         try:
+            memory = HybridMemory(self._spec, self.budget_bytes, rollback_window=self._window, device="meta")
+            sequence = memory.open()
             for start in range(0, n_tokens, 512):
                 with memory.step({sequence: [0] * min(512, n_tokens - start)}):
                     pass
-        except CapacityError:
+        except (CapacityError, SpecError):  # the latter where the budget holds smaller pages than the usual ones only
             return self.budget_bytes + 1
         return memory.usage().used_bytes
 

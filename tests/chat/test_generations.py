@@ -144,11 +144,16 @@ def test_sequences_that_cannot_be_gone_on_with_are_refused() -> None:
     engine = make_engine(Toy())
     memory = engine.memory
     closed, live, mark, foreign = memory.open(), memory.open(), memory.checkpoint(memory.open()), make_memory(Toy()).open()
+    away, other = memory.checkpoint(live), make_memory(Toy())
+    away_elsewhere = other.open()
     memory.close(closed)
+    memory.swap_out(away)
+    other.swap_out(away_elsewhere)
     engine.submit([1], sequence=live)
-    for bad, word in ((closed, "closed"), (mark, "checkpoint"), (foreign, "another memory"), (live, "in use"), (7, "7")):
+    bad = {closed: "closed", mark: "checkpoint", foreign: "another memory", live: "in use", 7: "7"}
+    for handle, word in (bad | {away: "checkpoint", away_elsewhere: "another memory"}).items():
         with pytest.raises(SequenceError, match=word):
-            engine.submit([1], sequence=bad)  # type: ignore[arg-type]
+            engine.submit([1], sequence=handle)  # type: ignore[arg-type]
     assert engine.n_waiting == 1
 
 
@@ -269,8 +274,8 @@ def test_cancelled_generations_leave_kept_sequences_open() -> None:
 # Prefixes
 
 
-def with_prefixes(model: Any, budget: int | str = "16MiB", **options: Any) -> tuple[Engine, PrefixCache]:
-    memory = make_memory(model, budget)
+def with_prefixes(model: Any, budget: int | str = "16MiB", *, rollback_window: int = 8, **options: Any) -> tuple[Engine, PrefixCache]:
+    memory = make_memory(model, budget, rollback_window=rollback_window)
     prefixes = PrefixCache(memory, grid_tokens=16)
     return Engine(model, memory, None, prefixes=prefixes, **({"step_tokens": 24, "max_running": 6} | options)), prefixes
 
@@ -292,8 +297,22 @@ def test_prompts_go_on_from_what_was_said_before(model: LanguageModel) -> None:
     assert again.lookup is not None and again.lookup.reused == len(shared) + 7, "the end of a reply was not remembered"
     assert engine.stats.n_reused == sum(g.lookup.reused for g in (*generations, again) if g.lookup is not None)
     assert engine.stats.n_fed == sum(g.n_prompt + len(g.token_ids) - 1 for g in (fresh, *generations, again)) - engine.stats.n_reused
+    known = [g.lookup for g in (*generations, again) if g.lookup is not None]
+    assert engine.stats.recomputed.total() == sum(lookup.by_attention - lookup.reused for lookup in known)
     prefixes.clear()
     assert engine.memory.usage().used_bytes == 0
+
+
+def test_what_a_prefix_could_not_save_is_counted_by_reason() -> None:
+    engine, prompt = with_prefixes(Toy(), rollback_window=0)[0], [i % VOCAB for i in range(30)]
+    engine.submit(prompt, max_tokens=1)
+    run_checked(engine)
+    engine.submit(prompt[:20] + [0] * 9, max_tokens=1)  # checkpoints stand at 16 and 30
+    run_checked(engine)
+    assert engine.stats.n_reused == 16 and engine.stats.recomputed == {"no state": 4}
+    engine.submit(prompt, max_tokens=1)  # at 20, where the other one parted: what stands at 30 cannot be taken back
+    run_checked(engine)
+    assert engine.stats.recomputed == {"no state": 4 + 9, "last token": 1}
 
 
 def test_marks_are_remembered_where_they_are(model: LanguageModel) -> None:
