@@ -132,7 +132,7 @@ def speculative(*, quick: bool) -> Report:
             decoding = Decoding(model, prompt, 36 if quick else 256)
             _repetitive(report, name, decoding, quick=quick)
             if scale == max(SCALES.values()):
-                decoding = Decoding(model, prompt, 18 if quick else 128)
+                decoding = Decoding(model, prompt, 18 if quick else 96)
                 _given(report, decoding, quick=quick)
                 _bytes(report, decoding)
         if quick:
@@ -167,7 +167,7 @@ def _given(report: Report, decoding: Decoding, *, quick: bool) -> None:
         return batch
 
     batches = {case: run(*case) for case in cases}
-    times = interleave({str(case): partial(run, *case) for case in cases}, 2 if quick else 5, n_warm_up=0)
+    times = interleave({str(case): partial(run, *case) for case in cases}, 2 if quick else 4, n_warm_up=0)
     plain = times[str(cases[0])].median_ms / decoding.n_tokens
     for case in cases:
         ms, n_steps = times[str(case)].median_ms, batches[case].speed.n_steps
