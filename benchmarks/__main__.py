@@ -18,6 +18,7 @@ import typer
 
 from benchmarks import architectures, books, kernels, prefixes, speed, states
 from benchmarks import sparse as sparse_attention
+from benchmarks import speculative as speculative_decoding
 from benchmarks.harness import Report, require_green
 from benchmarks.workloads import MODELS
 
@@ -111,6 +112,12 @@ def sparse(quick: Quick = False, out: Out = None, threads: Threads = None) -> No
 
 
 @app.command()
+def speculative(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Drafts: prompt lookup on repetitive text against plain decoding, steps by length and quality of drafts, and bytes."""
+    _run(speculative_decoding.speculative, ("tests/chat/test_speculative.py",), quick, out, threads)
+
+
+@app.command()
 def parity(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Logits of every architecture against transformers'."""
     _run(architectures.parity, (), quick, out, threads)
@@ -126,7 +133,9 @@ def table_() -> None:
 def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Everything, each command in a process of its own: what another has left of the heap changes a peer's time by half."""
     options = [*(["--quick"] if quick else []), *(["--out", str(out)] if out else []), *(["--threads", str(threads)] if threads else [])]
-    commands = ("parity", "bookkeeping", "rollback", "memory", "prefixes", "kernels", "states", "sparse", "prefill", "decode")
+    commands = (
+        "parity", "bookkeeping", "rollback", "memory", "prefixes", "kernels", "states", "sparse", "speculative", "prefill", "decode",
+    )  # fmt: skip
     failed = [name for name in commands if subprocess.run([sys.executable, "-m", "benchmarks", name, *options], check=False).returncode]
     if failed:
         typer.echo(f"failed: {', '.join(failed)}", err=True)
