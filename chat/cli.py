@@ -1,4 +1,4 @@
-"""The `hybrid-memory` command: `generate` text for several prompts at once, and the `demo` that checks itself.
+"""The `hybrid-memory` command: `generate` for several prompts at once, `chat` with a model, a server, and the `demo` that checks itself.
 
 The libraries behind a command are imported when it runs: torch and transformers would make `--help` wait for seconds.
 """
@@ -7,19 +7,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chat.simulate_command import simulate
+
 if TYPE_CHECKING:
     from chat.display import Reply
+    from chat.engine import Engine
     from chat.generation import Batch
     from chat.prompts import Tokenizer
+    from memory import HybridMemory
     from models import LanguageModel
 
 app = typer.Typer(
     name="hybrid-memory",
-    help="One memory for attention caches and recurrent states: generate with many prompts at once, or watch the demo.",
+    help="One memory for attention caches and recurrent states: generate with many prompts at once, watch the demo, or serve.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
@@ -57,6 +63,26 @@ def generate(
         batch = Batch(language_model, memory, find_stop_ids(tokenizer, language_model))
         show_replies(make_console(), _decode(batch, tokenizer, prompts, max_tokens))
         typer.echo(str(batch.speed), err=True)
+
+
+@app.command()
+def chat(
+    model: Model = "embedded",
+    system: Annotated[str | None, typer.Option(help="a first message that tells the model how to behave")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="tokens of a reply at most (256)", show_default=False)] = None,
+    temperature: Annotated[float | None, typer.Option(min=0, help="0 for the most likely reply, more for others (0)")] = None,
+    seed: Annotated[int | None, typer.Option(help="draws the same replies again")] = None,
+    resume: Annotated[str | None, typer.Option(help="the folder of a conversation that /save wrote", metavar="FOLDER")] = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    budget: Budget = "1GiB",
+) -> None:
+    """Talk to a model. /edit, /undo, /regenerate and /branch take back what was said without computing the rest again; see /help."""
+    with _one_line_errors():
+        from chat.terminal import Settings, run_terminal
+
+        language_model, tokenizer = _load(model, device, dtype)
+        run_terminal(language_model, tokenizer, Settings(budget, system, max_tokens, temperature, seed, resume))
 
 
 @app.command()
@@ -99,6 +125,81 @@ def demo(
         raise typer.Exit(1)
 
 
+@app.command()
+def serve(
+    model: Model = "embedded",
+    host: Annotated[str, typer.Option(help="address to listen on; others than loopback need an API key")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(envvar="HYBRID_MEMORY_API_KEY", help="what clients must send; better set in the environment", show_default=False),
+    ] = None,
+    device: Device = "cpu",
+    dtype: Dtype = "auto",
+    budget: Budget = "1GiB",
+    rollback_window: Annotated[int, typer.Option(min=0, help="tokens by which a cached prefix may be longer than what is reused")] = 32,
+    host_budget: Annotated[str | None, typer.Option(help="bytes in host memory for requests that make room; unless given, any")] = None,
+    swap_dir: Annotated[Path | None, typer.Option(help="folder for those that find no room there", show_default=False)] = None,
+    max_body: Annotated[str, typer.Option(help="bytes of a request's body")] = "1MiB",
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, help="tokens of a prompt and its reply; unless given, what the model and the budget allow")
+    ] = None,
+    default_tokens: Annotated[int, typer.Option(min=1, help="tokens of a chat's reply, where the request does not say")] = 1024,
+    max_requests: Annotated[int, typer.Option(min=1, help="answered at once; others are told to come back")] = 64,
+    max_running: Annotated[int, typer.Option(min=1, help="replies in one step of the model")] = 64,
+    step_tokens: Annotated[int, typer.Option(min=2, help="tokens in one step of the model")] = 256,
+    prefix_cache: Annotated[bool, typer.Option(help="keep prompts and replies, for prompts that begin like them")] = True,
+    grace: Annotated[float, typer.Option(min=0, help="seconds that replies may still take when the server is to stop")] = 10.0,
+) -> None:
+    """Answer OpenAI's clients: /v1/chat/completions and /v1/completions, /v1/models, /health and /metrics."""
+    with _one_line_errors():
+        _find_extra("fastapi", "prometheus_client", "uvicorn")
+        from chat.server import ServerOptions, bind, make_app, run
+        from memory import HybridMemory
+
+        limits: dict[str, Any] = {"max_tokens": max_tokens, "default_tokens": default_tokens, "max_requests": max_requests}
+        options = ServerOptions(api_key=api_key, max_body_bytes=_read_bytes("--max-body", max_body), grace_seconds=grace, **limits)
+        with bind(host, port, has_key=api_key is not None) as listener:
+            language_model, tokenizer = _load(model, device, dtype)
+            kept: dict[str, Any] = {"rollback_window": rollback_window, "host_budget": host_budget, "swap_dir": swap_dir}
+            memory = HybridMemory(language_model.memory_spec, budget, **kept)
+            engine = _warm_engine(language_model, memory, tokenizer, prefix_cache, step_tokens=step_tokens, max_running=max_running)
+            name = _name_of(model)
+            run(make_app(engine, tokenizer, name, options), listener, lambda url: typer.echo(f"{name} answers at {url}/v1", err=True))
+
+
+def _warm_engine(model: LanguageModel, memory: HybridMemory, tokenizer: Tokenizer, has_prefixes: bool, **sizes: Any) -> Engine:
+    """An engine that has taken a step: kernels are compiled, and nobody's first request waits for that."""
+    from chat.engine import Engine
+    from memory.prefix import PrefixCache
+
+    prefixes = PrefixCache(memory) if has_prefixes else None
+    engine = Engine(model, memory, tokenizer, prefixes=prefixes, **sizes)
+    generation = engine.submit([0], max_tokens=1)
+    engine.run()
+    if generation.error is not None:
+        raise generation.error
+    if prefixes is not None:
+        prefixes.clear()
+    return engine
+
+
+def _name_of(model: str) -> str:
+    """What clients call a model: its folder's name, or what it was loaded by."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else model
+
+
+def _read_bytes(option: str, text: str) -> int:
+    from memory import SpecError
+    from memory.arena import read_budget
+
+    try:
+        return read_budget(text)
+    except SpecError:
+        raise SpecError(f"{option}={text!r}; give bytes, such as 512KiB or 1MB") from None
+
+
 def _load(model: str, device: str, dtype: str) -> tuple[LanguageModel, Tokenizer]:
     from chat.prompts import load_tokenizer
     from models import load_model
@@ -132,3 +233,15 @@ def _one_line_errors() -> Iterator[None]:
     except HybridMemoryError as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(1) from None
+
+
+def _find_extra(*modules: str) -> None:
+    """Raises SpecError if what only the server needs is not installed."""
+    from memory import SpecError
+
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise SpecError(f"serve needs {', '.join(missing)}; install them with: pip install 'hybrid-memory[server]'")
+
+
+app.command()(_one_line_errors()(simulate))

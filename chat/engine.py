@@ -85,7 +85,7 @@ class Engine(Serving):
         if stop_ids is None:
             stop_ids = find_stop_ids(tokenizer, model) if tokenizer is not None else ()
         self.stop_ids = tuple(stop_ids)
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._clock = clock
         self._scheduler = Scheduler(memory, prefixes, self.stats, max_running)
         self._n_submitted = 0
@@ -142,7 +142,7 @@ class Engine(Serving):
             on_token=on_token,
             priority=priority,
         )
-        if request.stop and self._tokenizer is None:
+        if request.stop and self.tokenizer is None:
             raise BatchError(f"stop={request.stop!r}, but this engine has no tokenizer to find text with; give it one, or stop_ids")
         if sequence is None and self.memory.spec.of_kind("cross-attention"):
             raise BatchError(f"{self.memory.spec.model} decodes what its encoder said; give sequence=memory.open(encoder=...)")
@@ -151,7 +151,7 @@ class Engine(Serving):
         with self._scheduler.lock:
             n_base = 0 if sequence is None else self._check_sequence(sequence)
             generation = Generation(self._n_submitted, len(ids), now)
-            stream = TextStream(self._tokenizer, request.stop)
+            stream = TextStream(self.tokenizer, request.stop)
             self._scheduler.add(Job(request, generation, stream, deadline, sequence, list(ids), n_base=n_base))
             self._n_submitted += 1
         self.wake()

@@ -56,15 +56,27 @@ def encode_turn(tokenizer: Tokenizer, history: list[Message], text: str) -> list
     Raises:
         FormatError: the template rewrites earlier turns, so that no new part follows from the old one.
     """
-    rendered = _render(tokenizer, [*history, {"role": "user", "content": text}])
-    seen = _render(tokenizer, history[:-1]) + history[-1]["content"] + tokenizer.eos_token if history else ""
+    rendered = render(tokenizer, [*history, {"role": "user", "content": text}])
+    seen = render(tokenizer, history[:-1]) + history[-1]["content"] + tokenizer.eos_token if history else ""
     if not rendered.startswith(seen):
         raise FormatError("this chat template rewrites earlier turns; its new turns cannot be fed to what is remembered")
     return list(tokenizer.encode(rendered[len(seen) :], add_special_tokens=False))
 
 
-def _render(tokenizer: Tokenizer, messages: list[Message]) -> str:
+def encode_chat(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
+    """Token ids of a whole chat, up to where the reply begins. Raises FormatError: no chat template, or it refuses the messages."""
+    return list(tokenizer.encode(render(tokenizer, messages), add_special_tokens=False))
+
+
+def render(tokenizer: Tokenizer, messages: list[Message], *, awaits_reply: bool = True) -> str:
+    """The chat template's text of these messages, with the opening of a reply behind them unless told otherwise.
+
+    Raises:
+        FormatError: there is no template, or it refuses the messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise FormatError("this tokenizer has no chat template; set tokenizer.chat_template to the one that the model was trained with")
     try:
-        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
-    except TemplateError as error:
+        return str(tokenizer.apply_chat_template(messages, add_generation_prompt=awaits_reply, tokenize=False))
+    except (TemplateError, TypeError, ValueError) as error:
         raise FormatError(f"this chat template refuses the messages: {error}") from error

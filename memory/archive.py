@@ -4,7 +4,7 @@
     metadata   format, version, layout (what the memory must be like), records, about (of the sequence), sha256 over all of this
 
 Bytes are the arena's own, so a loaded sequence goes on bit for bit as the saved one would; a memory of another layout refuses them.
-Paths are those of fsspec: a local file, or a URL such as s3://bucket/name.
+Paths are those of fsspec: a local file, or a URL such as s3://bucket/name. It and safetensors are imported by who saves or loads.
 """
 
 from __future__ import annotations
@@ -18,9 +18,6 @@ from uuid import uuid4
 
 import numpy as np
 import torch
-from fsspec.core import url_to_fs
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from memory.errors import FormatError, SpecError
@@ -43,6 +40,9 @@ def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any]) -> None
     Raises:
         SpecError: a dry run's memory has no bytes to write. OSError: as the file system has it.
     """
+    from fsspec.core import url_to_fs
+    from safetensors.torch import save
+
     if any(blocks.is_meta for blocks in snapshot.blocks.values()):
         raise SpecError('a memory on device="meta" holds no bytes that a file could keep; save from a real one')
     about = dict(about)
@@ -68,6 +68,10 @@ def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any]) -> None
 
 def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
     """What `write_snapshot` wrote, and `about`, its tokens an array again. Raises FormatError unless every byte is as it was written."""
+    from fsspec.core import url_to_fs
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
     try:
         fs, place = url_to_fs(path)
         data = fs.cat_file(place)

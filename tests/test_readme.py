@@ -12,13 +12,15 @@ README = (ROOT / "README.md").read_text()
 
 
 def test_the_examples_run() -> None:
-    example, policies, storages = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    example, prefixes, policies, storages = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(example.replace("print(memory)", "shown = repr(memory)"), "README.md", "exec"), names)
     assert "pages" in str(names["shown"])
     memory, alice, bob, carol = (names[n] for n in ("memory", "alice", "bob", "carol"))
     memory.check()  # type: ignore[attr-defined]
     assert [s.length for s in (alice, bob, carol)] == [1, 5, 4]  # type: ignore[attr-defined]
+    exec(compile(prefixes, "README.md", "exec"), names)
+    assert names["found"].reused == 0 and names["cache"].find([1, 3, 50, 51, 60]).reused == 4  # type: ignore[attr-defined]
     exec(compile(policies, "README.md", "exec"), names)
     assert "H2O(1024)" in str(names["memory"])
     exec(compile(storages, "README.md", "exec"), names)

@@ -1,0 +1,200 @@
+"""What a simulation needs beside an engine: a memory that counts, an engine that can run without a model, and token ids for texts."""
+
+from __future__ import annotations
+
+import math
+import random
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jinja2 import TemplateError
+from torch import Tensor
+
+from chat.engine import Choice, Engine, Plan
+from chat.prompts import Message, Tokenizer, encode_turn
+from chat.requests import Generation
+from chat.workload import Event
+from memory import FormatError, HybridMemory, Sequence, Step
+
+_MEAN_REPLY_TOKENS = 40
+"""Of replies that nobody has said anything about, in a dry run."""
+_POOL_TOKENS = 1 << 16
+
+
+class CountingMemory(HybridMemory):
+    """A memory that counts who leaves it and who comes back.
+
+    Attributes:
+        n_to_host, n_to_disk, n_back: sequences that were swapped out so that files grew or did not, and those swapped in.
+        n_away: sequences that are swapped out now.
+    """
+
+    def __init__(self, *arguments: Any, swap_dir: str | Path | None = None, **options: Any) -> None:
+        super().__init__(*arguments, swap_dir=swap_dir, **options)
+        self.n_to_host = self.n_to_disk = self.n_back = self.n_away = 0
+        self._has_files = swap_dir is not None
+
+    def swap_out(self, sequence: Sequence) -> None:
+        before = self._tiers.used_bytes[1] if self._has_files else 0
+        super().swap_out(sequence)
+        self.n_away += 1
+        if self._has_files and self._tiers.used_bytes[1] > before:
+            self.n_to_disk += 1
+        else:
+            self.n_to_host += 1
+
+    def swap_in(self, sequence: Sequence) -> None:
+        super().swap_in(sequence)
+        self.n_back += 1
+        self.n_away -= 1
+
+    def close(self, sequence: Sequence) -> None:
+        was_away = isinstance(sequence, Sequence) and sequence.is_swapped
+        super().close(sequence)
+        self.n_away -= was_away
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the budget in use."""
+        return self._store.arena.used_bytes
+
+    def bytes_by_kind(self) -> dict[str, int]:
+        """As `usage().by_kind`, without looking at every sequence."""
+        return {pool.name: pool.used_bytes for pool, _ in self._kinds.pools}
+
+    def bytes_away(self) -> tuple[int, int]:
+        """In host memory and in files. Cost: O(sequences swapped out)."""
+        return self._tiers.used_bytes
+
+
+class SimulationEngine(Engine):
+    """An engine that knows whose sequences may be swapped out because they take no part in its steps."""
+
+    def waiting_sequences(self) -> list[Sequence]:
+        """Live ones of generations that wait, those first that will wait for longest."""
+        jobs = [*self._scheduler.parked, *self._scheduler.waiting]
+        return [job.sequence for job in reversed(jobs) if job.sequence is not None and not job.sequence.is_swapped]
+
+    def expect(self, generation: Generation, reply: list[int]) -> None:
+        """What a dry run is to generate; models need no telling."""
+
+
+class DryEngine(SimulationEngine):
+    """Schedules as ever, with replies that were made up beforehand instead of a model's."""
+
+    def __init__(self, memory: HybridMemory, *, stop_ids: tuple[int, ...], **options: Any) -> None:
+        super().__init__(_NoModel(), memory, None, stop_ids=stop_ids, **options)  # type: ignore[arg-type]
+        self._replies: dict[Generation, list[int]] = {}
+
+    def expect(self, generation: Generation, reply: list[int]) -> None:
+        self._replies[generation] = reply
+
+    def step(self) -> list[Generation]:
+        finished = super().step()
+        for generation in finished:
+            self._replies.pop(generation, None)
+        return finished
+
+    def _choose(self, logits_SV: Tensor, plan: Plan) -> list[Choice]:
+        return [self._next(job.generation) if job.wants_choice(n_tokens) else None for job, n_tokens in plan]
+
+    def _next(self, generation: Generation) -> int:
+        reply, n_chosen = self._replies[generation], len(generation.token_ids)
+        return reply[n_chosen] if n_chosen < len(reply) else self.stop_ids[0]
+
+
+class _NoModel:
+    """Stands where a model would be."""
+
+    def __call__(self, step: Step) -> Tensor:
+        return torch.empty(0)
+
+
+class Words:
+    """Token ids of what users say and, in a dry run, of what they are told.
+
+    In a dry run a message's ids are looked up by its text once it was encoded in some conversation: how many tokens there are is what
+    counts then.
+
+    Args:
+        tokenizer: None: only made-up tokens can be said.
+        stop_ids: never among made-up tokens.
+        is_dry: remember encodings, as above.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: tuple[int, ...], seed: int, *, is_dry: bool) -> None:
+        self._tokenizer = tokenizer
+        self._seed = seed
+        self._is_dry = is_dry
+        self._known: dict[tuple[object, ...], list[int]] = {}
+        ids = np.random.default_rng(seed).integers(0, vocab_size, _POOL_TOKENS)
+        fine = next(i for i in range(vocab_size) if i not in stop_ids)
+        self._pool: list[int] = np.where(np.isin(ids, stop_ids), fine, ids).tolist()
+
+    def opening(self, arrival: Event) -> list[int]:
+        """The tokens that every conversation with this opening begins with."""
+        if not arrival.opening:
+            return []
+        if arrival.n_tokens is not None:
+            return self._make_up(repr(arrival.opening), arrival.n_tokens)
+        key = ("opening", arrival.opening)
+        if key not in self._known:
+            a, b = (self._encode_first(arrival, text) for text in ("a", "b"))
+            n_common = next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
+            self._known[key] = a[:n_common]
+        return self._known[key]
+
+    def first(self, arrival: Event, event: Event) -> list[int]:
+        """A user's first message, behind the opening."""
+        if event.text is None:
+            return self.opening(arrival) + self._made_up_of(event)
+        return self._remembered(("first", arrival.opening, event.text), lambda: self._encode_first(arrival, str(event.text)))
+
+    def later(self, messages: list[Message], event: Event) -> list[int]:
+        """What another message adds to a conversation. Raises FormatError as `encode_turn`."""
+        if event.text is None:
+            return self._made_up_of(event)
+        history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] if self._is_dry else messages
+        return self._remembered(("later", event.text), lambda: encode_turn(self._some_tokenizer(), history, str(event.text)))
+
+    def reply(self, event: Event) -> list[int]:
+        """A dry run's reply, without its end: the right one if that is known, else one made up."""
+        if event.n_reply is None and event.reply is not None and self._tokenizer is not None:
+            tokenizer, text = self._tokenizer, event.reply
+            return self._remembered(("reply", text), lambda: list(tokenizer.encode(text, add_special_tokens=False)))
+        n_tokens = event.n_reply
+        if n_tokens is None:
+            uniform = random.Random(f"{self._seed}/{event.user}/{event.at}").random()
+            n_tokens = 1 + int(-math.log(1 - uniform) * _MEAN_REPLY_TOKENS)
+        return self._make_up(f"reply to {event.user} at {event.at}", n_tokens)
+
+    def _encode_first(self, arrival: Event, text: str) -> list[int]:
+        messages = [*({"role": role, "content": content} for role, content in arrival.opening), {"role": "user", "content": text}]
+        try:
+            return list(self._some_tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+        except TemplateError as error:
+            raise FormatError(f"this chat template refuses the opening: {error}") from error
+
+    def _made_up_of(self, event: Event) -> list[int]:
+        return self._make_up(f"{event.user} at {event.at}", event.n_tokens or 1)
+
+    def _make_up(self, what: str, n_tokens: int) -> list[int]:
+        """Token ids that are the same wherever they stand for the same thing."""
+        start = zlib.crc32(f"{self._seed} {what}".encode()) % _POOL_TOKENS
+        n_rounds = (start + n_tokens) // _POOL_TOKENS + 1
+        return (self._pool * n_rounds)[start : start + n_tokens] if n_rounds > 1 else self._pool[start : start + n_tokens]
+
+    def _remembered(self, key: tuple[object, ...], encode: Any) -> list[int]:
+        if not self._is_dry:
+            return list(encode())
+        if key not in self._known:
+            self._known[key] = list(encode())
+        return self._known[key]
+
+    def _some_tokenizer(self) -> Tokenizer:
+        if self._tokenizer is None or not self._tokenizer.chat_template:
+            raise FormatError("this workload says texts, which needs a tokenizer with a chat template; make up messages instead (n_tokens)")
+        return self._tokenizer

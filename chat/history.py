@@ -1,0 +1,136 @@
+"""What was said, as tokens: the chat template's text, in which the model's own words stand as it chose them.
+
+A template renders a whole history as text, and the text is tokenised. But a model may have chosen its words in other tokens than a
+tokenizer would: "Okay" as "O" and "kay". The memory holds the tokens that were chosen, so they are to be found again: wherever the
+rendered text shows a reply word for word, the tokens chosen for it stand for it. Text, and so meaning, is the template's in any case.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from uuid import uuid4
+
+from chat.prompts import Message, Tokenizer, render
+
+Span = tuple[int, int]
+"""Characters [start, end) of a rendered text."""
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """A message.
+
+    Attributes:
+        role: "system", "user" or "assistant", as far as the chat template knows them.
+        content: its text.
+        token_ids: of a reply: what the model chose, without the token that ended it. Empty: nobody chose, it was given as text.
+    """
+
+    role: str
+    content: str
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Segment:
+    """Characters from `start` on that were tokenised by themselves, or a reply's own tokens; `first` is the number of the first token."""
+
+    start: int
+    text: str
+    first: int
+    token_ids: list[int]
+    is_reply: bool
+
+
+@dataclass(frozen=True)
+class Rendering:
+    """A history as the template renders it.
+
+    Attributes:
+        token_ids: of all of it.
+        spans: where each message's content stands in the text; None where the template left it out, or so changed that nobody can tell.
+    """
+
+    token_ids: list[int]
+    spans: tuple[Span | None, ...]
+    segments: tuple[_Segment, ...]
+    tokenizer: Tokenizer
+
+    def position(self, character: int) -> int:
+        """How many tokens stand before this character, whatever follows it: what two texts that agree so far have in common at least."""
+        for segment in self.segments:
+            n = character - segment.start
+            if n == len(segment.text):
+                return segment.first + len(segment.token_ids)
+            if n < len(segment.text):
+                if segment.is_reply or n <= 0:
+                    return segment.first
+                return segment.first + common_tokens(_encode(self.tokenizer, segment.text[:n]), segment.token_ids)
+        return len(self.token_ids)
+
+
+def encode_history(tokenizer: Tokenizer, messages: Seq[Utterance], *, awaits_reply: bool = True) -> Rendering:
+    """Token ids of a whole history, with the opening of a reply behind it unless told otherwise.
+
+    Raises FormatError: no template, or it refuses the messages. Cost: the template twice, the tokenizer once.
+    """
+    text = render(tokenizer, [_as_dict(m) for m in messages], awaits_reply=awaits_reply)
+    spans = _locate(tokenizer, text, messages, awaits_reply)
+    segments: list[_Segment] = []
+    at = n_tokens = 0
+
+    def add(end: int, token_ids: list[int] | None = None) -> None:
+        nonlocal at, n_tokens
+        if end > at:
+            words = text[at:end]
+            ids = _encode(tokenizer, words) if token_ids is None else token_ids
+            segments.append(_Segment(at, words, n_tokens, ids, token_ids is not None))
+            at, n_tokens = end, n_tokens + len(ids)
+
+    for message, span in zip(messages, spans, strict=True):
+        if message.token_ids and span is not None and text[slice(*span)] == message.content == decode(tokenizer, message.token_ids):
+            add(span[0])
+            add(span[1], list(message.token_ids))
+    add(len(text))
+    return Rendering([i for segment in segments for i in segment.token_ids], tuple(spans), tuple(segments), tokenizer)
+
+
+def decode(tokenizer: Tokenizer, token_ids: Seq[int]) -> str:
+    """The text of a reply: special tokens have none."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def common_tokens(a: Seq[int], b: Seq[int]) -> int:
+    """How many leading tokens are the same."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _locate(tokenizer: Tokenizer, text: str, messages: Seq[Utterance], awaits_reply: bool) -> list[Span | None]:
+    """Where each content stands. To search for it would find an "a" in "<|assistant|>": instead, the template renders marks that stand
+    nowhere else, and what it puts around them leads the way through the real text."""
+    marks = [uuid4().hex for _ in messages]
+    dressed = [{**_as_dict(m), "content": mark} for m, mark in zip(messages, marks, strict=True)]
+    marked = render(tokenizer, dressed, awaits_reply=awaits_reply)
+    shown = [i for i, mark in enumerate(marks) if mark in marked]  # some templates show the last messages only
+    spans: list[Span | None] = [None] * len(messages)
+    at = 0
+    for i, following in zip(shown, [*shown[1:], None], strict=True):
+        before, _, marked = marked.partition(marks[i])
+        after = marked if following is None else marked.partition(marks[following])[0]
+        if not text.startswith(before, at):  # the template decides by what is said: whatever follows is tokenised as it stands
+            break
+        start, content = at + len(before), messages[i].content
+        at = start + len(content) if text.startswith(content + after, start) else text.find(after, start)  # word for word, or changed
+        if at < 0:
+            break
+        spans[i] = start, at
+    return spans
+
+
+def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _as_dict(message: Utterance) -> Message:
+    return {"role": message.role, "content": message.content}

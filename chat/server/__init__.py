@@ -1,0 +1,11 @@
+"""An OpenAI-compatible server on the engine: `make_app` builds it, `bind` and `run` put it on a port.
+
+It needs the extra: pip install "hybrid-memory[server]". The command is `hybrid-memory serve`.
+"""
+
+from chat.server.app import make_app
+from chat.server.listening import bind, run
+from chat.server.options import ServerOptions
+from chat.server.service import Service
+
+__all__ = ["ServerOptions", "Service", "bind", "make_app", "run"]

@@ -1,0 +1,48 @@
+"""The app: which path leads where."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+
+from chat.engine import Engine
+from chat.prompts import Tokenizer
+from chat.server.errors import ApiError, answer_api_error, answer_http_error
+from chat.server.guard import Guard
+from chat.server.options import ServerOptions
+from chat.server.service import Service
+
+
+def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: ServerOptions | None = None) -> FastAPI:
+    """An ASGI app that owns the engine's loop: it steps from the app's start to its end.
+
+    Args:
+        tokenizer: the engine's.
+        model_id: the name that clients know the model by.
+    Returns:
+        The app; `app.state.service` is the `Service` behind it.
+    """
+    service = Service(engine, tokenizer, model_id, options or ServerOptions())
+    app = FastAPI(
+        title="hybrid-memory",
+        lifespan=service.lifespan,
+        openapi_url=None,  # bodies are read by hand, for OpenAI's errors: there would be nothing to see
+        redirect_slashes=False,
+        exception_handlers={ApiError: answer_api_error, HTTPException: answer_http_error},
+    )
+    app.state.service = service
+    routes: dict[str, tuple[str, Callable[..., Any]]] = {
+        "/health": ("GET", service.health),
+        "/metrics": ("GET", service.render_metrics),
+        "/v1/models": ("GET", service.list_models),
+        "/v1/models/{name:path}": ("GET", service.show_model),
+        "/v1/chat/completions": ("POST", service.chat),
+        "/v1/completions": ("POST", service.complete),
+    }
+    for path, (method, endpoint) in routes.items():
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    app.add_middleware(Guard, service=service)
+    return app

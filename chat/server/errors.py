@@ -1,0 +1,79 @@
+"""What goes wrong, as OpenAI's clients expect to be told: {"error": {"message", "type", "param", "code"}}."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+
+from memory import BatchError, CapacityError
+
+log = logging.getLogger("hybrid_memory.server")
+
+RETRY = {"Retry-After": "1"}
+_INTERNAL = "The server made an error; its log says more."
+
+
+class ApiError(Exception):
+    """A request that is answered with an error. `param` names the field of the request that is to blame."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        kinds = {401: "authentication_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body, self.status, self.headers)
+
+
+class StoppingError(Exception):
+    """What ends the generations of a server that stops."""
+
+
+def stopping() -> ApiError:
+    return ApiError(503, "The server is starting or stopping; try again.", code="server_unavailable", headers=RETRY)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an error of the engine. Those that are our fault go to the log, not to the client."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, StoppingError):
+        return stopping()
+    if isinstance(error, CapacityError):
+        return ApiError(503, "The memory cannot hold this now; try again, or send a shorter request.", code="out_of_memory", headers=RETRY)
+    if isinstance(error, BatchError):
+        return ApiError(400, str(error))
+    log.error("a request failed", exc_info=error)
+    return ApiError(500, _INTERNAL, code="internal_error")
+
+
+async def answer_api_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
+    """What the router refuses: unknown paths, and methods that a path does not have."""
+    assert isinstance(error, HTTPException)
+    status, headers = error.status_code, dict(error.headers or {})
+    what = f"{request.method} {request.url.path}"
+    if status == 404:
+        return ApiError(404, f"There is nothing at {what}.", code="unknown_url", headers=headers).response()
+    if status == 405:
+        message = f"{what} is not possible; {headers.get('Allow', 'another method')} is."
+        return ApiError(405, message, code="method_not_allowed", headers=headers).response()
+    return ApiError(status, str(error.detail), headers=headers).response()

@@ -1,0 +1,117 @@
+"""Answers as OpenAI's clients read them: whole, and in pieces as server-sent events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from chat.engine import Generation
+
+DONE = "data: [DONE]\n\n"
+
+
+def as_event(value: dict[str, Any]) -> str:
+    return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Chat completions."""
+
+    model: str
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": i,
+                "message": {"role": "assistant", "content": generation.text, "refusal": None},
+                "logprobs": None,
+                "finish_reason": generation.finish_reason,
+            }
+            for i, generation in enumerate(generations)
+        ]
+        return self._head("chat.completion") | {"choices": choices, "usage": usage}
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return self._chunk(index, {"role": "assistant", "content": "", "refusal": None}, None)
+
+    def piece(self, index: int, text: str) -> dict[str, Any]:
+        return self._chunk(index, {"content": text}, None)
+
+    def closing(self, index: int, finish_reason: str | None) -> dict[str, Any]:
+        return self._chunk(index, {}, finish_reason)
+
+    def usage(self, usage: dict[str, object]) -> dict[str, Any]:
+        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage}
+
+    def _chunk(self, index: int, delta: dict[str, object], finish_reason: str | None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return self._head("chat.completion.chunk") | {"choices": [choice]}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+@dataclass(frozen=True)
+class CompletionFormat:
+    """Completions of plain text.
+
+    Attributes:
+        echoes: what stands before the reply of each choice.
+    """
+
+    model: str
+    echoes: list[str]
+    id: str = field(default_factory=lambda: f"cmpl-{uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]:
+        choices = [self._choice(i, self.echoes[i] + generation.text, generation.finish_reason) for i, generation in enumerate(generations)]
+        return self._head() | {"choices": choices, "usage": usage}
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        return self.piece(index, self.echoes[index]) if self.echoes[index] else None
+
+    def piece(self, index: int, text: str) -> dict[str, Any]:
+        return self._head() | {"choices": [self._choice(index, text, None)]}
+
+    def closing(self, index: int, finish_reason: str | None) -> dict[str, Any]:
+        return self._head() | {"choices": [self._choice(index, "", finish_reason)]}
+
+    def usage(self, usage: dict[str, object]) -> dict[str, Any]:
+        return self._head() | {"choices": [], "usage": usage}
+
+    def _choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+
+    def _head(self) -> dict[str, Any]:
+        return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+
+
+class EventStream(Response):
+    """Server-sent events, each sent when it is there."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+            async for event in self._events:
+                await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            await self._events.aclose()

@@ -1,0 +1,43 @@
+"""How many tokens a request may have."""
+
+from __future__ import annotations
+
+from chat.engine import Engine
+from chat.server.errors import ApiError
+from memory import CapacityError, HybridMemory
+
+_MOST_TOKENS = 1 << 20
+_DRY_STEPS = 64
+
+
+def find_context_tokens(engine: Engine, wanted: int | None) -> int:
+    """How long a sequence may become: what is wanted, what the model's config names, what the budget holds; the least of them.
+
+    Cost: a dry run of about 64 steps.
+    """
+    named = getattr(engine.model.config, "max_position_embeddings", None)
+    limit = min(n for n in (wanted, named, _MOST_TOKENS) if n is not None)
+    memory = engine.memory
+    dry = HybridMemory(memory.spec, memory.usage().budget_bytes, rollback_window=memory.rollback_window, device="meta")
+    sequence, chunk = dry.open(), max(engine.step_tokens, limit // _DRY_STEPS)
+    while sequence.length < limit:
+        try:
+            with dry.step({sequence: [0] * min(chunk, limit - sequence.length)}):
+                pass
+        except CapacityError:
+            if chunk == 1:
+                break
+            chunk = max(1, chunk // 4)
+    return sequence.length
+
+
+def check_length(n_prompt: int, wanted: int | None, default: int, limit: int, *, param: str) -> int:
+    """How many tokens a reply may have. Raises ApiError 400 if a prompt with so many does not fit."""
+    if wanted is None:
+        if n_prompt < limit:
+            return min(default, limit - n_prompt)
+    elif n_prompt + wanted <= limit:
+        return wanted
+    asked = f"{n_prompt:,} tokens" + (f" and asks for {wanted:,} more" if wanted is not None else "")
+    message = f"This server takes {limit:,} tokens at most, prompt and reply together; the prompt has {asked}. Shorten either."
+    raise ApiError(400, message, param=param, code="context_length_exceeded")

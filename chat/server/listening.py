@@ -1,0 +1,77 @@
+"""From an app to a port: who may connect, and how it ends."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Callable
+
+import uvicorn
+from fastapi import FastAPI
+
+from chat.server.service import Service
+from memory import SpecError
+
+_EXTRA_GRACE_SECONDS = 5
+"""For answers on their way when the grace period ends; then connections are cut."""
+_BACKLOG = 256
+
+
+def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
+    """A listening socket.
+
+    Args:
+        port: 0 takes a free one.
+        has_key: whether clients must show a key; without one, nobody but this machine may connect.
+    Raises:
+        SpecError: a host that others can reach, without a key; or one that is not here, or a port that is not free.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        if not has_key and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+            raise SpecError(
+                f"host={host!r} can be reached from other machines, and there is no API key; set HYBRID_MEMORY_API_KEY (or --api-key), or "
+                "listen on 127.0.0.1"
+            )
+        return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+    except (OSError, OverflowError) as error:
+        raise SpecError(f"cannot listen on host={host!r}, port={port}: {error}; choose another") from error
+
+
+class Server(uvicorn.Server):
+    """uvicorn's, which tells the service when it is to stop: what runs may end in its own time, and is told so if it cannot."""
+
+    def __init__(self, app: FastAPI) -> None:
+        service = app.state.service
+        assert isinstance(service, Service)
+        self._service = service
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                ws="none",
+                lifespan="on",
+                timeout_graceful_shutdown=int(service.options.grace_seconds) + _EXTRA_GRACE_SECONDS,
+            )
+        )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._service.close()
+        await super().shutdown(sockets)
+
+
+def run(app: FastAPI, listener: socket.socket, on_listening: Callable[[str], None]) -> None:
+    """Answer until a signal says to stop.
+
+    Args:
+        on_listening: told the URL.
+    """
+    on_listening(url_of(listener))
+    Server(app).run([listener])
+
+
+def url_of(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,140 @@
+"""The generations of one HTTP request, heard by the event loop as one stream of pieces."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+
+from chat.engine import Engine, Generation
+from chat.sampling import Sampling
+from chat.server.errors import stopping
+from chat.server.metrics import Metrics
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One prompt, and how each of its choices is to be generated."""
+
+    token_ids: list[int]
+    max_tokens: int
+    stop: tuple[str, ...]
+    samplings: tuple[Sampling, ...]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What one step of the engine brought for one choice.
+
+    Attributes:
+        index: of the choice: those of the first prompt, then those of the second ...
+        is_last: nothing follows; `generation` says the rest.
+        heard_at: seconds of time.perf_counter.
+    """
+
+    index: int
+    text: str
+    generation: Generation
+    is_last: bool
+    heard_at: float
+
+
+class Replies:
+    """Asks the engine for all choices of all prompts. Whoever makes it calls `cancel` in the end, whatever happens.
+
+    The first choice of a prompt goes ahead; the others follow when it has its first token, and find its prompt in the prefix cache.
+
+    Args:
+        started: when the request came in, in seconds of time.perf_counter.
+    Raises:
+        BatchError: tokens that make no request. Nothing has been submitted then.
+    """
+
+    def __init__(self, engine: Engine, asks: list[Ask], metrics: Metrics, started: float) -> None:
+        self.asks = asks
+        self.generations: dict[int, Generation] = {}
+        self._engine = engine
+        self._metrics = metrics
+        self._started = started
+        self._loop = asyncio.get_running_loop()
+        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
+        self._heard_at: dict[int, float] = {}
+        self._n_choices = sum(len(ask.samplings) for ask in asks)
+        self._n_ended = 0
+        self._is_cancelled = False
+        try:
+            for i, ask in enumerate(asks):
+                self._submit(i, 0)
+                metrics.prompt_tokens.inc(len(ask.token_ids))
+        except BaseException:
+            self.cancel()
+            raise
+
+    def _index(self, prompt: int, choice: int) -> int:
+        return sum(len(ask.samplings) for ask in self.asks[:prompt]) + choice
+
+    def _submit(self, prompt: int, choice: int) -> None:
+        index, ask = self._index(prompt, choice), self.asks[prompt]
+
+        def hear(generation: Generation, text: str) -> None:  # in the thread that steps
+            piece = Piece(index, text, generation, generation.is_finished, time.perf_counter())
+            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
+
+        self.generations[index] = self._engine.submit(
+            ask.token_ids, max_tokens=ask.max_tokens, stop=ask.stop, sampling=ask.samplings[choice], on_token=hear
+        )
+
+    async def next(self) -> Piece | None:
+        """The next piece of any choice; None when all have ended.
+
+        Raises:
+            Whatever ended a generation with an error. ApiError 503: it was ended because the server stops.
+        """
+        if self._n_ended == self._n_choices:
+            return None
+        piece = await self._pieces.get()
+        self._measure(piece)
+        if piece.is_last:
+            self._n_ended += 1
+            if piece.generation.error is not None:
+                raise piece.generation.error
+            if piece.generation.finish_reason not in ("stop", "length"):
+                raise stopping()
+        self._let_others_follow(piece)
+        return piece
+
+    def _let_others_follow(self, piece: Piece) -> None:
+        for i, ask in enumerate(self.asks):
+            first = self._index(i, 0)
+            if piece.index == first and first + 1 not in self.generations and not self._is_cancelled:
+                for choice in range(1, len(ask.samplings)):
+                    self._submit(i, choice)
+
+    def _measure(self, piece: Piece) -> None:
+        if not piece.generation.token_ids:
+            return
+        before = self._heard_at.get(piece.index)
+        if before is None:
+            self._metrics.first_token_seconds.observe(piece.heard_at - self._started)
+        else:
+            self._metrics.between_tokens_seconds.observe(piece.heard_at - before)
+        self._heard_at[piece.index] = piece.heard_at
+
+    def cancel(self) -> None:
+        """End what has not ended, and free its bytes."""
+        self._is_cancelled = True
+        for generation in self.generations.values():
+            self._engine.cancel(generation)
+
+    def usage(self) -> dict[str, object]:
+        """Tokens of prompts, each counted once however many choices it has, and of replies."""
+        n_prompt = sum(len(ask.token_ids) for ask in self.asks)
+        firsts = [self.generations[self._index(i, 0)] for i in range(len(self.asks))]
+        n_cached = sum(g.lookup.reused for g in firsts if g.lookup is not None)
+        n_completion = sum(len(g.token_ids) for g in self.generations.values())
+        return {
+            "prompt_tokens": n_prompt,
+            "completion_tokens": n_completion,
+            "total_tokens": n_prompt + n_completion,
+            "prompt_tokens_details": {"cached_tokens": n_cached},
+        }

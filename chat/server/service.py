@@ -1,0 +1,204 @@
+"""What the server does: from a request to the engine and back, and the loop that keeps the engine stepping."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from chat.engine import Engine
+from chat.prompts import Tokenizer, encode_chat
+from chat.server.errors import ApiError, StoppingError, as_api_error, log, stopping
+from chat.server.formats import DONE, ChatFormat, CompletionFormat, EventStream, as_event
+from chat.server.guard import Exchange, exchange_of
+from chat.server.lengths import check_length, find_context_tokens
+from chat.server.metrics import Metrics
+from chat.server.options import ServerOptions
+from chat.server.replies import Ask, Piece, Replies
+from chat.server.schema import ChatRequest, CompletionRequest, Prompt, read_request
+from memory import FormatError, IntegrityError
+
+T = TypeVar("T")
+
+
+class Service:
+    """One model behind the endpoints.
+
+    Args:
+        tokenizer: the engine's.
+        model_id: the name that clients know the model by.
+    Attributes:
+        is_open: it answers; not before `lifespan` has begun and not after `close`.
+        context_tokens: a prompt and its reply may have together.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, model_id: str, options: ServerOptions) -> None:
+        self.engine = engine
+        self.options = options
+        self.model_id = model_id
+        self.metrics = Metrics(engine)
+        self.is_open = False
+        self.context_tokens = find_context_tokens(engine, options.max_tokens)
+        self._tokenizer = tokenizer
+        self._created = int(time.time())
+        self._live: set[Replies] = set()
+        self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
+        # A tokenizer may change itself at its first call: now, while nobody else uses it.
+        self._tokenizer.encode("a", add_special_tokens=False)
+
+    # From the beginning to the end
+
+    @asynccontextmanager
+    async def lifespan(self, app: object) -> AsyncIterator[None]:
+        serving = asyncio.create_task(self._keep_serving())
+        self.is_open = True
+        try:
+            yield
+        finally:
+            self.is_open = False
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            self.engine.end_all(StoppingError())
+            self._texts.shutdown(wait=False)
+
+    async def _keep_serving(self) -> None:
+        """A step that fails ends the requests of its time, not the server; unless the memory's books are wrong."""
+        while True:
+            try:
+                await self.engine.serve()
+            except IntegrityError:
+                self.is_open = False
+                log.exception("the memory's books do not balance; the server answers no more")
+                return
+            except Exception:
+                log.exception("a step failed; every generation has ended")
+
+    def close(self) -> None:
+        """Refuse new requests; what runs has the grace period to end, and is ended then. Called on the event loop."""
+        self.is_open = False
+        loop = asyncio.get_running_loop()
+        loop.call_later(self.options.grace_seconds, self._cancel_all)
+
+    def _cancel_all(self) -> None:
+        """Takes no lock: a thread that steps without a pause could keep it for long."""
+        for replies in self._live:
+            replies.cancel()
+
+    # Endpoints
+
+    async def health(self) -> Response:
+        return JSONResponse({"status": "ok"}) if self.is_open else stopping().response()
+
+    async def render_metrics(self) -> Response:
+        text = await asyncio.to_thread(self.metrics.render)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def list_models(self) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model()]})
+
+    async def show_model(self, name: str) -> Response:
+        self._check_model(name)
+        return JSONResponse(self._model())
+
+    async def chat(self, request: Request) -> Response:
+        asked = read_request(ChatRequest, await request.body())
+        self._check_model(asked.model)
+        messages = [message.as_template_knows() for message in asked.messages]
+        try:
+            token_ids = await self._with_texts(lambda: encode_chat(self._tokenizer, messages))
+        except FormatError as error:
+            raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
+        ask = self._ask(asked, token_ids, asked.wanted_tokens, param="messages")
+        return await self._reply(exchange_of(request.scope), asked, [ask], ChatFormat(self.model_id))
+
+    async def complete(self, request: Request) -> Response:
+        asked = read_request(CompletionRequest, await request.body())
+        self._check_model(asked.model)
+        encoded = await self._with_texts(lambda: [self._encode(prompt) for prompt in asked.prompt])
+        asks = [self._ask(asked, token_ids, asked.max_tokens, param="prompt") for token_ids in encoded]
+        echoes = [""] * len(asks)
+        if asked.echo:
+            echoes = await self._with_texts(lambda: [self._text_of(*pair) for pair in zip(asked.prompt, encoded, strict=True)])
+        style = CompletionFormat(self.model_id, [echo for echo in echoes for _ in range(asked.n)])
+        return await self._reply(exchange_of(request.scope), asked, asks, style)
+
+    # What they are made of
+
+    def _model(self) -> dict[str, Any]:
+        about = {"id": self.model_id, "object": "model", "created": self._created, "owned_by": "hybrid-memory"}
+        return about | {"max_model_len": self.context_tokens}
+
+    def _check_model(self, name: str) -> None:
+        if name != self.model_id:
+            message = f"There is no model {name[:100]!r} here; there is {self.model_id!r}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def _with_texts(self, work: Callable[[], T]) -> T:
+        """Run what takes a tokenizer in the one thread for that: long texts must not keep the event loop from the others."""
+        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        token_ids = list(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+        vocab_size = self.engine.memory.spec.vocab_size
+        if not token_ids:
+            raise ApiError(400, "Invalid 'prompt': it has no tokens; give some text.", param="prompt", code="invalid_value")
+        if not (0 <= min(token_ids) and max(token_ids) < vocab_size):
+            message = f"Invalid 'prompt': token ids must be 0 ... {vocab_size - 1}."
+            raise ApiError(400, message, param="prompt", code="invalid_value")
+        return token_ids
+
+    def _text_of(self, prompt: Prompt, token_ids: list[int]) -> str:
+        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _ask(self, asked: ChatRequest | CompletionRequest, token_ids: list[int], wanted: int | None, *, param: str) -> Ask:
+        n_reply = check_length(len(token_ids), wanted, self.options.default_tokens, self.context_tokens, param=param)
+        return Ask(token_ids, n_reply, asked.stop, tuple(asked.sampling(choice) for choice in range(asked.n)))
+
+    async def _reply(
+        self, exchange: Exchange, asked: ChatRequest | CompletionRequest, asks: list[Ask], style: ChatFormat | CompletionFormat
+    ) -> Response:
+        """Generate. The status is not known before the first token is there, or the error instead of it."""
+        if not self.is_open:
+            raise stopping()
+        replies = Replies(self.engine, asks, self.metrics, exchange.started)
+        self._live.add(replies)
+        exchange.at_end += [replies.cancel, lambda: self._live.discard(replies)]
+        try:
+            piece = await replies.next()
+            if asked.stream:
+                return EventStream(self._events(replies, piece, style, includes_usage=asked.includes_usage))
+            while piece is not None:
+                piece = await replies.next()
+        except Exception as error:
+            raise as_api_error(error) from None
+        generations = [generation for _, generation in sorted(replies.generations.items())]
+        return JSONResponse(style.whole(generations, replies.usage()))
+
+    async def _events(
+        self, replies: Replies, piece: Piece | None, style: ChatFormat | CompletionFormat, *, includes_usage: bool
+    ) -> AsyncGenerator[str, None]:
+        null_usage = {"usage": None} if includes_usage else {}
+        seen: set[int] = set()
+        try:
+            while piece is not None:
+                if piece.index not in seen:
+                    seen.add(piece.index)
+                    opening = style.opening(piece.index)
+                    if opening is not None:
+                        yield as_event(opening | null_usage)
+                if piece.text:
+                    yield as_event(style.piece(piece.index, piece.text) | null_usage)
+                if piece.is_last:
+                    yield as_event(style.closing(piece.index, piece.generation.finish_reason) | null_usage)
+                piece = await replies.next()
+            if includes_usage:
+                yield as_event(style.usage(replies.usage()))
+            yield DONE
+        except Exception as error:  # it is too late for a status
+            yield as_event(as_api_error(error).body)

@@ -1,0 +1,361 @@
+"""A chat with one model, in which everything said can be taken back: say, regenerate, edit, undo, branch, save.
+
+Every call works the same way. The history is rendered by the chat template as a whole, tokenised, and compared, token by token, with
+what the memory holds. What both have in common is kept, by rollback or from a checkpoint; the rest is fed. So it does not matter why a
+history differs: because the user edited it, or because the template strips the thoughts of earlier replies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from chat.engine import GREEDY, Engine, Generation, Sampling
+from chat.history import Rendering, Utterance, common_tokens, decode, encode_history
+from chat.resuming import Start, resume
+from chat.saved_session import SavedSession, read_session, write_session
+from memory import BatchError, FormatError, Sequence, SequenceError, StepError
+
+NEW = "new text"
+EDITED = "edited text"
+REWRITTEN = "history that the template renders otherwise now"
+NO_CHECKPOINT = "no checkpoint near enough"
+LAST = "last token, for its output"
+
+_LEAST_MARK_TOKENS = 16
+"""A checkpoint nearer than this behind another one saves less than it costs: a step of the model ends at each."""
+_MOST_MARKS = 8
+"""Checkpoints that one call asks for at most, where the latest user messages begin: an edit goes back there."""
+
+OnText = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A reply, and what it took. Counts are tokens.
+
+    Attributes:
+        text: the reply.
+        token_ids: as they were chosen, the one that ended the reply included.
+        finish_reason: "stop" or "length"; "cancelled" if somebody ended it from outside.
+        n_prompt: of the whole history, with the opening of the reply.
+        n_reused: leading ones of these that the memory held already.
+        computed: why -> those that the model had to compute; `n_prompt - n_reused` in all.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    n_prompt: int
+    n_reused: int
+    computed: dict[str, int]
+
+    @property
+    def n_computed(self) -> int:
+        return self.n_prompt - self.n_reused
+
+
+class ChatSession:
+    """One conversation. Its messages are what counts; the live sequence only saves computing them again.
+
+    A call that fails leaves the messages as they were. Checkpoints that edits and regenerations return to are the prefix cache's, if the
+    engine has one; without, they return as far as the rollback window reaches, or to the beginning.
+
+    Calls wait for their reply and step the engine meanwhile, so other requests go on too. A session is used by one thread at a time;
+    several sessions of one engine may be used by several threads.
+
+    Args:
+        engine: with a tokenizer.
+        system: the first message, if the template knows such a role.
+        messages: a history to begin with, oldest first.
+        max_tokens, sampling, stop: of replies, as `Engine.submit` takes them, unless a call says otherwise.
+    Raises:
+        FormatError: no tokenizer, no chat template, or one that refuses the messages.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        system: str | None = None,
+        messages: Iterable[Utterance] = (),
+        max_tokens: int = 256,
+        sampling: Sampling = GREEDY,
+        stop: str | Iterable[str] = (),
+    ) -> None:
+        if engine.tokenizer is None:
+            raise FormatError("this engine has no tokenizer, so nothing can be said to it; make it with one")
+        self.engine = engine
+        self.max_tokens = max_tokens
+        self.sampling = sampling
+        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        self._tokenizer = engine.tokenizer
+        first = [] if system is None else [Utterance("system", system)]
+        self._messages: tuple[Utterance, ...] = (*first, *messages)
+        self._n_heard = 0  # messages that the memory has held once
+        self._live: Sequence | None = None
+        self._is_closed = self._is_answering = False
+        self._on_text: OnText | None = None  # of the reply that is coming
+        encode_history(self._tokenizer, [*self._messages, Utterance("user", "?")])  # refuses now what could never be said
+
+    # Talking
+
+    @property
+    def messages(self) -> tuple[Utterance, ...]:
+        return self._messages
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """The live sequence, to be looked at: its tokens are what the memory holds of this session. None: nothing yet."""
+        return self._live
+
+    def say(
+        self, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
+    ) -> Turn:  # fmt: skip
+        """Say something and get the reply.
+
+        Args:
+            on_text: called with each piece of the reply. What it raises ends the call.
+        Raises:
+            BatchError: arguments that make no request. CapacityError: no room. SequenceError: the session is closed. Whatever the model
+            or `on_text` raises. The messages are as they were then.
+        """
+        return self._answer(NEW, len(self._messages), [Utterance("user", _checked(text))], max_tokens, sampling, on_text)
+
+    def edit(
+        self, index: int, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
+    ) -> Turn:  # fmt: skip
+        """Say `messages[index]` otherwise, forget what followed, and get the reply.
+
+        Raises as `say`, and BatchError: it is none of the user's.
+        """
+        users = [i for i, message in enumerate(self._messages) if message.role == "user"]
+        if isinstance(index, bool) or index not in users:
+            raise BatchError(f"message {index!r} is none of the user's; edit one of {', '.join(map(str, users)) or 'those to come'}")
+        return self._answer(EDITED, index, [Utterance("user", _checked(text))], max_tokens, sampling, on_text)
+
+    def regenerate(
+        self, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
+    ) -> Turn:  # fmt: skip
+        """Another reply in place of the last one. Greedy sampling, or the same seed, gives the same again. Raises as `say`."""
+        self._check_exchange("regenerate")
+        return self._answer(NEW, len(self._messages) - 1, [], max_tokens, sampling, on_text)
+
+    def undo(self) -> tuple[Utterance, ...]:
+        """Take back the last thing the user said, and the reply; what was taken back. Nothing is computed, now or for it later.
+
+        Raises BatchError: there is none.
+        """
+        self._check_exchange("undo")
+        n_kept = max(i for i, message in enumerate(self._messages) if message.role == "user")
+        undone, self._messages = self._messages[n_kept:], self._messages[:n_kept]
+        self._n_heard = min(self._n_heard, n_kept)
+        self._give_back()
+        return undone
+
+    def _give_back(self) -> None:
+        """Let go of tokens behind the messages, if that costs nothing; else the next call decides what to go on from."""
+        live, memory = self._live, self.engine.memory
+        if live is None or live.is_swapped or not self._messages:
+            return
+        try:
+            kept = encode_history(self._tokenizer, self._messages, awaits_reply=False).token_ids
+        except FormatError:  # some templates need a message of the user
+            return
+        with self.engine.lock:
+            n_common = common_tokens(live.tokens.tolist(), kept)
+            if memory.can_rollback(live, n_common):
+                memory.rollback(live, to=n_common)
+
+    def branch(self) -> ChatSession:
+        """Another session that has heard the same and goes its own way. It shares all memory until either goes on.
+
+        Raises CapacityError: this one sleeps, and there is no room to wake it. Cost: no layer runs; no tensor is copied.
+        """
+        self._check_free()
+        options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop}
+        other = ChatSession(self.engine, messages=self._messages, **options)  # type: ignore[arg-type]
+        other._n_heard = self._n_heard
+        with self.engine.lock:
+            if self._live is not None:
+                self.wake()
+                other._live = self.engine.memory.fork(self._live)
+        return other
+
+    # Waiting, staying, ending
+
+    def sleep(self) -> None:
+        """Give the memory's bytes back while nobody talks: they wait in host memory or in files, and the next call brings them back.
+
+        Raises CapacityError: no room there. Prefixes and branches that share them keep theirs.
+        """
+        self._check_free()
+        with self.engine.lock:
+            if self._live is not None and not self._live.is_swapped:
+                self.engine.memory.swap_out(self._live)
+
+    def wake(self) -> None:
+        """Undo `sleep` before the next call does. Raises CapacityError, or FormatError if the file was damaged: it sleeps on then."""
+        self._check_free()
+        with self.engine.lock:
+            if self._live is not None and self._live.is_swapped:
+                self.engine.memory.swap_in(self._live)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the messages and all that is remembered of them to a folder of their own, which `resume` reads in any process.
+
+        A session that was saved there before is replaced when the new one is complete, and not before. Checkpoints stay behind.
+
+        Raises OSError: from the file system. SpecError: a dry run.
+        """
+        self._check_free()
+        saved = SavedSession(self._messages, self._n_heard, self.max_tokens, self.sampling, self.stop)
+        with self.engine.lock:
+            write_session(Path(folder), saved, self.engine.memory, self._live)
+
+    @staticmethod
+    def resume(engine: Engine, folder: str | Path) -> ChatSession:
+        """The session that was saved there, which goes on bit for bit. The engine's model, tokenizer and memory must be like those that
+        wrote it; weights are not compared.
+
+        Raises FormatError: no session there, or a damaged or unsuitable one; nothing has changed. CapacityError.
+        """
+        with engine.lock:
+            saved, load = read_session(Path(folder), engine.memory)
+            options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop}
+            session = ChatSession(engine, messages=saved.messages, **options)  # type: ignore[arg-type]
+            session._n_heard = saved.n_heard
+            session._live = load()
+        return session
+
+    def close(self) -> None:
+        """Give everything back. The messages can still be read; closing again does nothing."""
+        if self._is_closed:
+            return
+        self._check_free()
+        self._is_closed = True
+        with self.engine.lock:
+            if self._live is not None and not self._live.closed:
+                self.engine.memory.close(self._live)
+        self._live = None
+
+    def __enter__(self) -> ChatSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self._is_closed else "nothing computed yet" if self._live is None else repr(self._live)
+        return f"<ChatSession of {len(self._messages)} messages: {state}>"
+
+    # How
+
+    def _answer(
+        self, why: str, n_kept: int, new: list[Utterance], max_tokens: int | None, sampling: Sampling | None, on_text: OnText | None
+    ) -> Turn:  # fmt: skip
+        """Reply to the first `n_kept` messages and to `new` ones."""
+        self._check_free()
+        messages = (*self._messages[:n_kept], *new)
+        prompt = encode_history(self._tokenizer, messages)
+        n_heard, was_held = min(self._n_heard, n_kept), self._live is not None
+        self._is_answering, self._on_text = True, on_text
+        try:
+            start = resume(self.engine, self._live, prompt.token_ids)
+            self._live = start.sequence
+            generation = self.engine.submit(
+                prompt.token_ids[start.n_kept :],
+                sequence=start.sequence,
+                max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+                sampling=self.sampling if sampling is None else sampling,
+                stop=self.stop,
+                marks=_choose_marks(prompt, messages, start.n_kept),
+                keeps_sequence=True,
+                remembers_end=True,
+                on_token=self._hear,
+            )
+            self._wait(generation)
+        finally:
+            self._is_answering, self._on_text = False, None
+        if generation.error is not None:
+            raise generation.error
+        reply = self._read_reply(generation)
+        self._messages = (*messages, reply)
+        self._n_heard = len(self._messages)
+        computed = _explain(why, prompt, start, _n_old(prompt, n_heard), was_held=was_held)
+        reason = str(generation.finish_reason)
+        return Turn(reply.content, tuple(generation.token_ids), reason, len(prompt.token_ids), start.n_kept, computed)
+
+    def _wait(self, generation: Generation) -> None:
+        try:
+            while not generation.is_finished:
+                self.engine.step()
+        except BaseException:
+            self._on_text = None  # it was told enough
+            with self.engine.lock:  # so that it has ended when this returns
+                self.engine.cancel(generation)
+            raise
+
+    def _hear(self, generation: Generation, piece: str) -> None:
+        if piece and self._on_text is not None:
+            self._on_text(piece)
+
+    def _read_reply(self, generation: Generation) -> Utterance:
+        """The reply as a message. Where a stop string cut it in the middle of a token, the tokens are not those of the text, and a
+        tokenizer will have to find others."""
+        if generation.stopped_by is not None:
+            return Utterance("assistant", generation.text, tuple(generation.token_ids))
+        ids = generation.token_ids
+        has_end = generation.finish_reason == "stop" and bool(ids) and ids[-1] in self.engine.stop_ids
+        words = ids[:-1] if has_end else ids
+        return Utterance("assistant", decode(self._tokenizer, words), tuple(words))
+
+    def _check_free(self) -> None:
+        if self._is_closed:
+            raise SequenceError("this session is closed; resume a saved one or begin another")
+        if self._is_answering:
+            raise StepError("this session is in the middle of a reply; wait until it is complete")
+
+    def _check_exchange(self, what: str) -> None:
+        self._check_free()
+        if [message.role for message in self._messages[-2:]] != ["user", "assistant"]:
+            raise BatchError(f"there is nothing to {what}: the last two messages are no question and its reply; say something first")
+
+
+def _checked(text: str) -> str:
+    if not isinstance(text, str):
+        raise BatchError(f"{text!r} is no text; say a string")
+    return text
+
+
+def _choose_marks(prompt: Rendering, messages: Iterable[Utterance], n_kept: int) -> list[int]:
+    """Positions, from `n_kept` on, where the latest user messages begin. Where replies begin, the engine leaves a checkpoint anyway."""
+    marks: list[int] = []
+    users = [span for span, message in zip(prompt.spans, messages, strict=True) if message.role == "user" and span is not None]
+    for start, _ in reversed(users[-_MOST_MARKS:]):
+        mark = prompt.position(start) - n_kept
+        if mark < _LEAST_MARK_TOKENS:
+            break
+        marks.append(mark)
+    return marks[::-1]
+
+
+def _n_old(prompt: Rendering, n_heard: int) -> int:
+    """Tokens of the prompt that stand for messages that were there before."""
+    span = prompt.spans[n_heard - 1] if n_heard else None
+    return 0 if span is None else prompt.position(span[1])
+
+
+def _explain(why: str, prompt: Rendering, start: Start, n_old: int, *, was_held: bool) -> dict[str, int]:
+    """Why each token had to be computed, in the order in which they stand in the prompt."""
+    n = len(prompt.token_ids)
+    n_known = min(start.n_known, n - 1)
+    at, found = start.n_kept, dict[str, int]()
+    for reason, end in ((NO_CHECKPOINT, n_known), (REWRITTEN if was_held else NO_CHECKPOINT, n_old), (why, n)):
+        if reason == why and start.n_known >= n:
+            reason = LAST
+        if end > at:
+            found[reason] = found.get(reason, 0) + end - at
+            at = end
+    return found

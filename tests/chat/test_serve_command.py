@@ -1,0 +1,110 @@
+"""`hybrid-memory serve`: who may listen where, what is missing, and a server from its start to a signal."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import openai
+import pytest
+from typer.testing import CliRunner
+
+from chat.cli import app
+from chat.server import ServerOptions, bind
+from memory import SpecError
+
+
+def assert_one_line_error(arguments: list[str], *words: str, **environment: str) -> None:
+    result = CliRunner().invoke(app, ["serve", *arguments], env=environment)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("error: ")
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_others_may_connect_only_with_a_key(host: str) -> None:
+    assert_one_line_error(["--host", host, "--port", "0"], host, "HYBRID_MEMORY_API_KEY")
+    with pytest.raises(SpecError, match="API key"):
+        bind(host, 0, has_key=False)
+    if host == "0.0.0.0":
+        bind(host, 0, has_key=True).close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "127.0.0.2"])
+def test_this_machine_needs_no_key(host: str) -> None:
+    with bind(host, 0, has_key=False) as listener:
+        assert listener.getsockname()[1] > 0
+
+
+def test_what_cannot_be_listened_on_is_one_line() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        assert_one_line_error(["--port", str(other.getsockname()[1])], "port", "choose another")
+    assert_one_line_error(["--host", "nowhere.invalid"], "nowhere.invalid")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--max-body", "much"], "--max-body='much'"),
+        (["--budget", "1KiB"], "budget"),
+        (["--api-key", " "], "API key"),
+        (["--step-tokens", "8", "--max-running", "8"], "step_tokens"),
+        (["--model", "/nowhere/at/all"], "nowhere"),
+    ],
+)
+def test_what_cannot_work_is_one_line(arguments: list[str], word: str) -> None:
+    assert_one_line_error(["--port", "0", *arguments], word)
+
+
+def test_the_key_may_be_in_the_environment() -> None:
+    assert_one_line_error(["--host", "0.0.0.0", "--port", "0", "--model", "/nowhere/at/all"], "nowhere", HYBRID_MEMORY_API_KEY="secret")
+
+
+def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("chat.cli.find_spec", lambda name: None if name == "uvicorn" else find_spec(name))
+    assert_one_line_error([], "uvicorn", "pip install", "hybrid-memory[server]")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("api_key", ""), ("max_body_bytes", 0), ("max_tokens", 1), ("max_requests", True), ("grace_seconds", -1)]
+)
+def test_options_that_cannot_work(name: str, value: object) -> None:
+    with pytest.raises(SpecError, match="key" if name == "api_key" else name):
+        ServerOptions(**{name: value})  # type: ignore[arg-type]
+
+
+def test_from_start_to_signal(tmp_path: Path) -> None:
+    """The command as it is: its line on stderr says where, the key is asked for, and SIGTERM ends it in peace."""
+    program = [sys.executable, "-c", "from chat.cli import app; app()"]
+    command = [*program, "serve", "--port", "0", "--budget", "32MiB", "--swap-dir", str(tmp_path), "--host-budget", "1MiB"]
+    environment = os.environ | {"HYBRID_MEMORY_API_KEY": "secret", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
+        killer = threading.Timer(120, process.kill)
+        killer.start()
+        try:
+            assert process.stderr is not None
+            line = next(line for line in process.stderr if " answers at " in line)
+            url = re.search(r"http://127\.0\.0\.1:\d+/v1", line)
+            assert url is not None and line.startswith("embedded")
+            with openai.OpenAI(base_url=url[0], api_key="secret", max_retries=0) as client:
+                reply = client.chat.completions.create(
+                    model="embedded", messages=[{"role": "user", "content": "My cat is called Zoe."}], temperature=0
+                )
+            assert reply.choices[0].message.content == "Okay, noted."
+            with openai.OpenAI(base_url=url[0], api_key="wrong", max_retries=0) as stranger, pytest.raises(openai.AuthenticationError):
+                stranger.models.list()
+            process.send_signal(signal.SIGTERM)
+            assert "Traceback" not in process.stderr.read()
+            assert process.wait() == -signal.SIGTERM
+        finally:
+            killer.cancel()
+            process.kill()
