@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from benchmarks import architectures
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
 
-def test_the_examples_run() -> None:
-    example, prefixes, policies, storages = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # one of them saves
+    example, prefixes, chats, policies, storages = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
     names: dict[str, object] = {}
     exec(compile(example.replace("print(memory)", "shown = repr(memory)"), "README.md", "exec"), names)
     assert "pages" in str(names["shown"])
@@ -21,6 +24,9 @@ def test_the_examples_run() -> None:
     assert [s.length for s in (alice, bob, carol)] == [1, 5, 4]  # type: ignore[attr-defined]
     exec(compile(prefixes, "README.md", "exec"), names)
     assert names["found"].reused == 0 and names["cache"].find([1, 3, 50, 51, 60]).reused == 4  # type: ignore[attr-defined]
+    exec(compile(chats, "README.md", "exec"), names)
+    assert names["filled"].text == "My cat is called Milo." and names["turn"].n_reused  # type: ignore[attr-defined]
+    assert (tmp_path / "saved-chat").exists()
     exec(compile(policies, "README.md", "exec"), names)
     assert "H2O(1024)" in str(names["memory"])
     exec(compile(storages, "README.md", "exec"), names)
