@@ -100,7 +100,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
     q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
     for task in prange((len(cu_seqlens) - 1) * tasks_a_request):
         i, first = task // tasks_a_request, task % tasks_a_request * heads_a_task
-        table = pages_GP[first if len(pages_GP) > 1 else 0, cu_pages[i] : cu_pages[i + 1]]
+        table = pages_GP[first if len(pages_GP) > 1 else 0][cu_pages[i] : cu_pages[i + 1]]
         rows = np.empty(BLOCK, np.int64)
         scores = np.empty(n_heads * BLOCK, np.float32)
         highest, total = np.empty(n_heads, np.float32), np.empty(n_heads, np.float32)

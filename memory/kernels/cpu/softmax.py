@@ -11,13 +11,12 @@ from numba import njit
 from memory.kernels.cpu.rows import copy_
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
 from memory.kernels.cpu.vector_math import exp_f32, prefetch
-from memory.kernels.cpu.vectors import LANES, load, multiply_add, splat, store_totals
 
 BLOCK = 64
 """Rows whose scores are kept at once, 256 bytes a head."""
 
 _ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
-_0, _1, _2, _3, _4, _STRIDE, _LINE, _LANES = (np.uint64(i) for i in (0, 1, 2, 3, 4, BLOCK, 16, LANES))
+_0, _1, _2, _3, _4, _STRIDE, _LINE = (np.uint64(i) for i in (0, 1, 2, 3, 4, BLOCK, 16))
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
@@ -39,23 +38,8 @@ def score_rows(q, keys, values, rows, n_groups, head_dim, scale, scores, asks): 
     If it `asks` for the values, they are fetched meanwhile.
     """
     head_dim, n_groups = np.uint64(head_dim), np.uint64(n_groups)
-    n_kv_heads, n, r = np.uint64(len(q)) // (head_dim * n_groups), np.uint64(len(rows)), _0
-    if head_dim % _LANES == _0:  # four rows at once: summing up a vector takes longer than a product of one
-        while r + _4 <= n:
-            for g in range(n_kv_heads):
-                at = g * head_dim
-                a, b = np.uint64(rows[r]) + at, np.uint64(rows[r + _1]) + at
-                c, d = np.uint64(rows[r + _2]) + at, np.uint64(rows[r + _3]) + at
-                if asks:
-                    for line in range(_0, head_dim, _LINE):
-                        prefetch(values, a + line)  # type: ignore[call-arg]
-                        prefetch(values, b + line)
-                        prefetch(values, c + line)
-                        prefetch(values, d + line)
-                for h in range(g * n_groups, (g + _1) * n_groups):
-                    _score_four(q, h * head_dim, keys, a, b, c, d, head_dim, scale, scores, h * _STRIDE + r)
-            r += _4
-    while r < n:
+    n_kv_heads = np.uint64(len(q)) // (head_dim * n_groups)
+    for r in range(np.uint64(len(rows))):
         for g in range(n_kv_heads):
             row = np.uint64(rows[r]) + g * head_dim
             if asks:
@@ -66,22 +50,6 @@ def score_rows(q, keys, values, rows, n_groups, head_dim, scale, scores, asks): 
                 for d in range(head_dim):
                     score += q[h * head_dim + d] * keys[row + d]
                 scores[h * _STRIDE + r] = score * scale
-        r += _1
-
-
-@njit(inline="always")
-def _score_four(q, query, keys, a, b, c, d, head_dim, scale, scores, at):  # type: ignore[no-untyped-def]
-    """scores[at : at + 4] = scale times the products of q[query : query + head_dim] with four keys."""
-    x0 = x1 = x2 = x3 = splat(_ZERO)
-    for e in range(_0, head_dim, _LANES):
-        x = load(q, query + e)
-        x0 = multiply_add(x, load(keys, a + e), x0)
-        x1 = multiply_add(x, load(keys, b + e), x1)
-        x2 = multiply_add(x, load(keys, c + e), x2)
-        x3 = multiply_add(x, load(keys, d + e), x3)
-    store_totals(scores, at, x0, x1, x2, x3)
-    for i in range(at, at + _4):
-        scores[i] *= scale
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
