@@ -8,11 +8,12 @@ The bookkeeping half (`Arena`, `BlockPool`) knows no tensors; `Store` holds the 
 
 from __future__ import annotations
 
+import itertools
 import math
 import mmap
 import re
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -241,6 +242,14 @@ def _reserve(n_bytes: int, device: torch.device) -> Tensor:
     return torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
 
+def _runs(addresses: Int64s, block_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """(first, end, address) of blocks [first, end) that lie one behind the other: what was allocated together mostly does."""
+    bounds = [0, *((addresses[1:] - addresses[:-1] != block_bytes).nonzero()[0] + 1).tolist(), len(addresses)]
+    for first, end in itertools.pairwise(bounds):
+        if end > first:
+            yield first, end, int(addresses[first])
+
+
 class Store:
     """An arena with its bytes: one tensor on the device, none at all on "meta".
 
@@ -287,15 +296,16 @@ class Store:
         if self.is_dry:
             return torch.empty(len(addresses), block_bytes, dtype=torch.uint8, device="meta")
         blocks = torch.empty(len(addresses), block_bytes, dtype=torch.uint8)
-        for block, address in zip(blocks, addresses.tolist(), strict=True):
-            block.copy_(self._bytes[address : address + block_bytes])
+        for first, end, address in _runs(addresses, block_bytes):
+            blocks[first:end].view(-1).copy_(self._bytes[address : address + (end - first) * block_bytes])
         return blocks
 
     def write(self, addresses: Int64s, blocks: Tensor) -> None:
         """Put what `read` returned into other blocks."""
         if not self.is_dry:
-            for block, address in zip(blocks, addresses.tolist(), strict=True):
-                self._bytes[address : address + len(block)] = block
+            n_bytes = blocks.shape[1]
+            for first, end, address in _runs(addresses, n_bytes):
+                self._bytes[address : address + (end - first) * n_bytes] = blocks[first:end].view(-1)
 
     def _poison_block(self, address: int, n_bytes: int) -> None:
         """All bits set is NaN in every floating-point dtype."""

@@ -190,9 +190,10 @@ class PrefixCache:
 
         Raises SequenceError. Cost: O(tokens) and a checkpoint, which copies no tensor.
         """
-        if not self.memory.is_whole(sequence) or not sequence.length:
+        tokens = sequence.tokens if self.memory.is_whole(sequence) else _NO_TOKENS
+        if not len(tokens):
             return
-        node = self._node_at(sequence.tokens)
+        node = self._node_at(tokens)
         if node.mark is None:
             node.mark = self.memory.checkpoint(sequence)
             self._marked[node.mark] = node
