@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
-import numba
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from chat.cli import app
@@ -25,25 +22,12 @@ PROMPTS = ["My cat is called Zoe.", "What is my dog called?"]
 REPLIES = ["Okay, noted.", "You have not told me that."]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    """The model is tiny: threads gain nothing, and waiting for each other on a busy machine they lose a factor of 50."""
-    n_torch, n_numba = torch.get_num_threads(), numba.get_num_threads()
-    torch.set_num_threads(1)
-    numba.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_torch)
-    numba.set_num_threads(n_numba)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
     return load_model("embedded")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer(EMBEDDED)
 
 
 def make_batch(model: LanguageModel, tokenizer: Tokenizer, *, remembers_end: bool = False, step_tokens: int = 512) -> Batch:

@@ -5,26 +5,23 @@ from __future__ import annotations
 import io
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numba
 import pytest
-import torch
 from typer.testing import CliRunner
 
 from chat.cli import app
-from chat.prompts import Tokenizer, load_tokenizer
+from chat.prompts import Tokenizer
 from chat.simulation import Setup, Simulation, simulate
 from chat.simulation_alone import compare_alone, serve_alone
 from chat.simulation_plots import write_plots
 from chat.simulation_report import Answer, Report, Sample, Samples
 from chat.workload import Event, Habits, Workload, make_workload
 from memory import FormatError, HybridMemory, SpecError
-from models import EMBEDDED, LanguageModel, load_model
+from models import LanguageModel, load_model
 
 LIVELY = Habits(
     n_users=12, turns=4, rate=20, think_s=0.2, pause_s=0.5, edits=0.2, regenerations=0.15, branches=0.2, pauses=0.3, n_openings=2
@@ -34,25 +31,12 @@ TIGHT = "3MiB"
 """Less than its users hold together, and more than any of them."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def single_thread() -> Iterator[None]:
-    """As in test_cli: the model is tiny, and threads would wait for each other."""
-    n_torch, n_numba = torch.get_num_threads(), numba.get_num_threads()
-    torch.set_num_threads(1)
-    numba.set_num_threads(1)
-    yield
-    torch.set_num_threads(n_torch)
-    numba.set_num_threads(n_numba)
+pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")
 def model() -> LanguageModel:
     return load_model("embedded")
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Tokenizer:
-    return load_tokenizer(EMBEDDED)
 
 
 @pytest.fixture(scope="module")
