@@ -11,9 +11,11 @@ import numpy as np
 
 from chat.simulation_report import STEP_SECONDS, Report, Sample
 from memory import SpecError
+from memory.pictures.canvas import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _WIDTH_INCHES, _HEIGHT_INCHES, _DOTS_PER_INCH = 8.0, 4.5, 120
 _MIB = 1 << 20
@@ -27,17 +29,23 @@ def need_matplotlib() -> None:
 
 def write_plots(report: Report, folder: Path) -> list[Path]:
     """Write latency.png, bytes.png, tokens.png and users.png. Raises SpecError if matplotlib is not installed; OSError."""
-    need_matplotlib()
-    from matplotlib.figure import Figure
-
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, draw in (("latency", _draw_latency), ("bytes", _draw_bytes), ("tokens", _draw_tokens), ("users", _draw_users)):
-        figure = Figure(figsize=(_WIDTH_INCHES, _HEIGHT_INCHES), layout="constrained")
+        figure = new_figure(_WIDTH_INCHES, _HEIGHT_INCHES)
         draw(figure.subplots(), report)
         written.append(folder / f"{name}.png")
-        figure.savefig(written[-1], dpi=_DOTS_PER_INCH)
+        figure.savefig(written[-1], dpi=_DOTS_PER_INCH, facecolor="white")
     return written
+
+
+def timeline(report: Report) -> Figure:
+    """What conversations were doing, tokens and bytes, over the time of a simulation. Raises SpecError if matplotlib is not installed."""
+    figure = new_figure(_WIDTH_INCHES, 2 * _HEIGHT_INCHES)
+    for axes, draw in zip(figure.subplots(3, 1, sharex=True), (_draw_users, _draw_tokens, _draw_bytes), strict=True):
+        draw(axes, report)
+        axes.label_outer()
+    return figure
 
 
 def _draw_latency(axes: Axes, report: Report) -> None:
