@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from memory.arena import Arena, BlockPool
 from memory.interface import Holding, Int64s, Sequence
 from memory.specs import LayerSpec
-from memory.tables import Table, as_html, as_rich, format_bytes
+from memory.tables import Table, as_html, as_rich, count, format_bytes
 
 if TYPE_CHECKING:
     from rich.console import Group as RichGroup
+
+Booleans = NDArray[np.bool_]
 
 _PARTS = ("body", "tail", "head", "checkpoints", "steps")
 _MOST_ROWS = {"text": 20, "html": 50}
@@ -65,7 +69,7 @@ class Inventory:
     arena: Arena
     sequences: list[Sequence]
     lengths: Int64s
-    away_bytes: list[int]
+    away_bytes: Int64s
     groups: list[Group]
 
 
@@ -122,6 +126,35 @@ class SequenceUsage(_Held):
         return self.total_bytes - self.shared_bytes
 
 
+@dataclass(frozen=True, eq=False)
+class BySequence(Mapping[int, SequenceUsage]):
+    """Id -> usage, of S sequences at P places. Each is made when it is asked for: of thousands, few are.
+
+    Attributes:
+        index: id -> where it stands below, (S,) each.
+        held_SP: bytes.
+    """
+
+    index: dict[int, int]
+    lengths: Int64s
+    is_mark: Booleans
+    places: list[Place]
+    held_SP: Int64s
+    shared: Int64s
+    swapped: Int64s
+
+    def __getitem__(self, id: int) -> SequenceUsage:
+        i = self.index[id]
+        held = dict(zip(self.places, self.held_SP[i].tolist(), strict=True))
+        return SequenceUsage(id, int(self.lengths[i]), bool(self.is_mark[i]), held, int(self.shared[i]), int(self.swapped[i]))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.index)
+
+    def __len__(self) -> int:
+        return len(self.index)
+
+
 @dataclass(frozen=True, repr=False)
 class Usage(_Held):
     """Bytes of a memory, counted in the arena. `held` sums to `used_bytes`; each block counts once there.
@@ -145,7 +178,7 @@ class Usage(_Held):
     shared: dict[str, int]
     block_bytes: dict[str, int]
     layers: dict[str, tuple[int, ...]]
-    by_sequence: dict[int, SequenceUsage]
+    by_sequence: Mapping[int, SequenceUsage]
     host_bytes: int
     disk_bytes: int
 
@@ -163,9 +196,8 @@ class Usage(_Held):
         kinds = ", ".join(f"{name} {format_bytes(n)}" for name, n in self.by_kind.items())
         places = ((self.host_bytes, "host memory"), (self.disk_bytes, "files"))
         away = "".join(f", {format_bytes(n)} swapped out to {place}" for n, place in places if n)
-        return (
-            f"{format_bytes(self.used_bytes)} of {format_bytes(self.budget_bytes)} in {len(self.by_sequence):,} sequences ({kinds}){away}"
-        )
+        used, budget = format_bytes(self.used_bytes), format_bytes(self.budget_bytes)
+        return f"{used} of {budget} in {count(len(self.by_sequence), 'sequence', 'sequences')} ({kinds}){away}"
 
     def __str__(self) -> str:
         return "\n\n".join([self.summary, *map(str, self.tables("text"))])
@@ -180,11 +212,11 @@ class Usage(_Held):
         return self.html("Usage")
 
     def html(self, title: str) -> str:
-        return as_html(title, self.summary, self.by_part, self.budget_bytes, self.tables("html"))
+        return as_html(title, [self.summary], self.by_part, self.budget_bytes, self.tables("html"))
 
     def tables(self, medium: str) -> list[Table]:
         """Where the bytes are, and whose they are."""
-        return [self._places(), *self._sequences(_MOST_ROWS[medium])] if self.held else []
+        return [*([self._places()] if self.held else []), *self._sequences(_MOST_ROWS[medium])]
 
     def _places(self) -> Table:
         by_part = self.by_part
@@ -200,7 +232,7 @@ class Usage(_Held):
     def _sequences(self, most: int) -> Iterable[Table]:
         if not self.by_sequence:
             return
-        shown = list(self.by_sequence.values())[:most]
+        shown = list(islice(self.by_sequence.values(), most))
         parts = [part for part in ("body", "tail", "head") if any(s.by_part.get(part) for s in shown)]
         is_away = any(s.swapped_bytes for s in shown)
         rows = []
@@ -215,7 +247,7 @@ class Usage(_Held):
 
 def _name(group: str, kind: str, n_layers: int) -> str:
     """'attention: pages, 4 layers'; names of kinds that tell of their layers already stand alone."""
-    return f"{kind if group in kind else f'{group}: {kind}'}, {n_layers} layer{'s' * (n_layers != 1)}"
+    return f"{kind if group in kind else f'{group}: {kind}'}, {count(n_layers, 'layer', 'layers')}"
 
 
 def _cell(n_bytes: int) -> str:
@@ -228,7 +260,7 @@ def measure(inventory: Inventory, swapped_bytes: tuple[int, int]) -> Usage:
     Args:
         inventory: of all sequences.
         swapped_bytes: in host memory, and in files.
-    Cost: O(blocks in use), and a little Python for each sequence.
+    Cost: O(blocks in use).
     """
     sequences, arena = inventory.sequences, inventory.arena
     is_mark = np.array([s.is_checkpoint for s in sequences], np.bool_)
@@ -247,11 +279,9 @@ def measure(inventory: Inventory, swapped_bytes: tuple[int, int]) -> Usage:
             n_blocks = _by_part(pool, holdings, is_mark)
             held |= {Place(group.name, pool.name, part): n * pool.block_bytes for part, n in n_blocks.items()}
             shared[pool.name] = int((pool.counts > 1).sum()) * pool.block_bytes
-    table = np.array(list(columns.values()), np.int64).reshape(len(columns), len(sequences)).T.tolist()
-    by_sequence = {
-        s.id: SequenceUsage(s.id, n, s.is_checkpoint, dict(zip(columns, row, strict=True)), own, away)
-        for s, n, away, row, own in zip(sequences, inventory.lengths.tolist(), inventory.away_bytes, table, shared_S.tolist(), strict=True)
-    }
+    held_SP = np.array(list(columns.values()), np.int64).reshape(len(columns), len(sequences)).T
+    index = {s.id: i for i, s in enumerate(sequences)}
+    by_sequence = BySequence(index, inventory.lengths, is_mark, list(columns), held_SP, shared_S, inventory.away_bytes)
     pools = [entry for group in inventory.groups for entry in group.pools]
     return Usage(
         budget_bytes=arena.capacity_bytes,
@@ -268,7 +298,7 @@ def measure(inventory: Inventory, swapped_bytes: tuple[int, int]) -> Usage:
     )
 
 
-def _by_part(pool: BlockPool, holdings: list[Holding], is_mark: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> dict[str, int]:
+def _by_part(pool: BlockPool, holdings: list[Holding], is_mark: Booleans) -> dict[str, int]:
     """Blocks in use by part, each once: as the first of `_PARTS` that it is to anybody."""
     ranks = np.full(len(pool.counts), _PARTS.index("steps"))
     for part in ("checkpoints", "head", "tail", "body"):
@@ -301,16 +331,20 @@ def sequence_html(inventory: Inventory, marks: list[Sequence]) -> str:
             rows.append((_name(group.name, pool.name, n_layers), *map(_cell, (*sizes, sum(sizes), shared))))
     table = Table(("kind", *parts, "total", "shared"), rows)
     title = f"{'Checkpoint' if sequence.is_checkpoint else 'Sequence'} {sequence.id}"
-    return as_html(title, " · ".join(_facts(sequence, usage, marks)), usage.by_part, max(1, usage.total_bytes), [table] if rows else [])
+    bar = {part: usage.by_part.get(part, 0) for part in _PARTS}
+    return as_html(title, list(_facts(sequence, usage, marks)), bar, max(1, usage.total_bytes), [table] if rows else [])
 
 
 def _facts(sequence: Sequence, usage: SequenceUsage, marks: list[Sequence]) -> Iterator[str]:
     length, horizon = usage.n_tokens, sequence.horizon
-    yield f"{length:,} tokens"
-    yield f"horizon {horizon:,}"
+    yield f"{count(length, 'token', 'tokens')}, horizon {horizon:,}"
     if not sequence.is_checkpoint:
-        others = [f"checkpoint {mark.id} at {mark.length:,}" for mark in marks[:_MOST_MARKS]]
-        more = [f"{len(marks) - _MOST_MARKS:,} more checkpoints"] * (len(marks) > _MOST_MARKS)
-        yield "rolls back to " + ", ".join([f"any position from {horizon:,} to {length:,}", *["0"] * (horizon > 0), *others, *more])
-    yield f"{format_bytes(usage.total_bytes)}, of which {format_bytes(usage.shared_bytes)} are shared with others"
-    yield f"swapped out: {format_bytes(usage.swapped_bytes)} wait elsewhere" if sequence.is_swapped else "not swapped out"
+        others = [f"to checkpoint {mark.id} at {mark.length:,}" for mark in marks[:_MOST_MARKS]]
+        more = [f"to {len(marks) - _MOST_MARKS:,} more checkpoints"] * (len(marks) > _MOST_MARKS)
+        reach = ", ".join([f"to {horizon:,} … {length:,}", *["to 0"] * (horizon > 0), *others, *more])
+        yield f"{'once it is back, it ' if sequence.is_swapped else ''}can roll back {reach}"
+    if sequence.is_swapped:
+        yield f"swapped out: {format_bytes(usage.swapped_bytes)} wait outside of the budget"
+    else:
+        total, shared, private = map(format_bytes, (usage.total_bytes, usage.shared_bytes, usage.private_bytes))
+        yield f"{total}: {shared} shared with others, {private} private"

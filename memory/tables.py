@@ -29,6 +29,11 @@ def format_bytes(n_bytes: float) -> str:
     return f"{n_bytes / 1024**step:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[step]}"
 
 
+def count(n: int, one: str, several: str) -> str:
+    """'1 page', '2,000 pages'."""
+    return f"{n:,} {one if n == 1 else several}"
+
+
 @dataclass(frozen=True)
 class Table:
     """Rows of text.
@@ -63,7 +68,7 @@ class Table:
             for row in self.rows
         )
         note = f'<div style="opacity:.75">{escape(self.note)}</div>' if self.note else ""
-        style = "border-collapse:collapse;margin:.4em 0;color:inherit;font-variant-numeric:tabular-nums"
+        style = "border-collapse:collapse;margin:.4em 0;color:inherit;font-size:inherit;font-variant-numeric:tabular-nums"
         return f'<table style="{style}"><tr>{head}</tr>{body}</table>{note}'
 
 
@@ -85,10 +90,11 @@ def as_rich(heading: str, tables: list[Table]) -> Group:
     return Group(*shown)
 
 
-def as_html(title: str, subtitle: str, bar: dict[str, int], total_bytes: int, tables: list[Table]) -> str:
+def as_html(title: str, lines: list[str], bar: dict[str, int], total_bytes: int, tables: list[Table]) -> str:
     """A view for notebooks.
 
     Args:
+        lines: of text below the title.
         bar: part -> bytes, drawn to scale in `total_bytes`; what is left of them stays empty.
     """
     pieces, keys = [], []
@@ -104,6 +110,6 @@ def as_html(title: str, subtitle: str, bar: dict[str, int], total_bytes: int, ta
     frame = f"display:flex;height:.8em;max-width:40em;margin:.4em 0 .2em;border:{_LINE};background:rgba(128,128,128,.15)"
     return (
         '<div style="color:inherit;font-size:.9em;line-height:1.5;overflow-x:auto">'
-        f'<b>{escape(title)}</b><div style="opacity:.85">{escape(subtitle)}</div>'
+        f"<b>{escape(title)}</b>{''.join(f'<div>{escape(line)}</div>' for line in lines)}"
         f'<div style="{frame}">{"".join(pieces)}</div><div>{"".join(keys)}</div>{"".join(t.html() for t in tables)}</div>'
     )

@@ -230,7 +230,7 @@ class Timelines:
             self._ledger.check_open(sequence)
         chosen = list(sequences or self._ledger.handles.values())
         slots = np.array([s.slot for s in chosen], np.int64)
-        away_bytes = [self._ledger.bytes_away(s.slot) for s in chosen]
+        away_bytes = np.array([self._ledger.bytes_away(slot) for slot in slots.tolist()], np.int64)
         return Inventory(self._store.arena, chosen, self._ledger.lengths[slots], away_bytes, self._kinds.groups(slots))
 
     def html_of(self, sequence: Sequence) -> str:
