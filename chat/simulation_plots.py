@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from chat.simulation_report import STEP_SECONDS, Report, Sample
-from memory.pictures.canvas import INK, PALETTE, entitle, literal, new_figure, plain
+from memory.pictures.canvas import INK, PALETTE, entitle, literal, need_matplotlib, new_figure, plain
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -21,6 +21,7 @@ _MIB = 1 << 20
 
 def write_plots(report: Report, folder: Path) -> list[Path]:
     """Write latency.png, bytes.png, tokens.png and users.png. Raises SpecError if matplotlib is not installed; OSError."""
+    need_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     for name, draw in (("latency", _draw_latency), ("bytes", _draw_bytes), ("tokens", _draw_tokens), ("users", _draw_users)):

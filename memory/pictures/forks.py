@@ -124,7 +124,7 @@ def fork_tree(memory: HybridMemory) -> Figure:
     ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     ax.xaxis.set_major_formatter("{x:,.0f}")
     ax.set_xlim(0, max([1, *(len(s.tokens) for root in roots for s in root.sequences)]) * 1.02)
-    _explain(figure, memory, roots)
+    _explain(figure, roots)
     return figure
 
 
@@ -149,7 +149,8 @@ def _draw(ax: Axes, memory: HybridMemory, node: Node, y: int, colour: str) -> No
 def _label(node: Node, memory: HybridMemory) -> str:
     s = node.sequence
     if s is None:
-        return f"{format_bytes(node.n_bytes) if node.n_bytes else 'nothing'} shared among {len(node.sequences)}"
+        n_here = sum(not leaf.is_swapped for leaf in node.sequences)  # who comes back from elsewhere shares nothing
+        return f"{format_bytes(node.n_bytes) if node.n_bytes else 'nothing'} shared among {n_here}"
     name = f"{'checkpoint' if s.is_checkpoint else 'sequence'} {s.id}, {node.end:,} tokens: "
     if s.is_swapped:
         return f"{name}{format_bytes(int(memory.inventory(s).away_bytes[0]))} swapped out"
@@ -160,7 +161,7 @@ def _marker(sequence: Sequence) -> str:
     return "D" if sequence.is_checkpoint else "o"
 
 
-def _explain(figure: Figure, memory: HybridMemory, roots: list[Node]) -> None:
+def _explain(figure: Figure, roots: list[Node]) -> None:
     from matplotlib.artist import Artist
     from matplotlib.lines import Line2D
 
