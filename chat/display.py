@@ -14,7 +14,8 @@ from rich.text import Text
 
 from chat.conversation import Conversation, OnWord
 from chat.demo import Report
-from memory.inspection import Usage, format_bytes
+from memory.inspection import Usage
+from memory.tables import format_bytes
 
 MOST_ROWS = 40
 """Right answers beyond these are counted, not listed."""

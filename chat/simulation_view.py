@@ -13,7 +13,7 @@ from rich.text import Text
 
 from chat.simulation import Simulation
 from chat.simulation_report import Report, nest
-from memory.inspection import format_bytes
+from memory.tables import format_bytes
 
 _REFRESHES_PER_SECOND = 8
 _BAR_COLUMNS = 60

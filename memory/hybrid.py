@@ -20,7 +20,7 @@ from memory.chunks import Model, run_in_chunks
 from memory.cross_attention import Encoded
 from memory.errors import BatchError, CapacityError, FormatError, SequenceError, SpecError
 from memory.folding import TailGrid
-from memory.inspection import Usage, measure, usage_html
+from memory.inspection import Usage, measure
 from memory.interface import Int64s, Packed, Plans, Recurrence, Requests, Sequence
 from memory.interrupts import uninterrupted
 from memory.kernels import Scoring
@@ -153,8 +153,9 @@ class HybridMemory(Timelines):
         """
         self._ledger.check_usable(sequence, to_advance=False)
         with uninterrupted():
-            self._tiers.put(sequence.slot, self._kinds.snapshot(sequence.slot, self._store))
-            self._ledger.send_away(sequence.slot, self._kinds.horizon(sequence.slot))
+            snapshot = self._kinds.snapshot(sequence.slot, self._store)
+            self._tiers.put(sequence.slot, snapshot)
+            self._ledger.send_away(sequence.slot, self._kinds.horizon(sequence.slot), snapshot.n_bytes)
             self._kinds.release(sequence.slot)
 
     def swap_in(self, sequence: Sequence) -> None:
@@ -274,17 +275,9 @@ class HybridMemory(Timelines):
 
     # Looking inside
 
-    def private_bytes(self, sequence: Sequence) -> int:
-        """What closing a sequence or a checkpoint would give back to the budget: what it shares with nobody. Raises SequenceError."""
-        self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
-        return self._kinds.private_bytes(sequence.slot)
-
     def usage(self) -> Usage:
-        """Bytes by kind and by sequence, counted in the arena. Cost: O(blocks in use)."""
-        sequences = (
-            (handle, int(self._ledger.lengths[slot]), self._kinds.blocks_of(slot)) for slot, handle in self._ledger.handles.items()
-        )
-        return measure(self._store.arena, self._kinds.pools, sequences, self._tiers.used_bytes)
+        """Bytes by kind, by layers, by part and by sequence, counted in the arena. Print it. Cost: O(blocks in use)."""
+        return measure(self.inventory(), self._tiers.used_bytes)
 
     def check(self) -> None:
         """Compare every book with every other: slots, positions, references, bytes. Raises IntegrityError."""
@@ -294,7 +287,7 @@ class HybridMemory(Timelines):
         self._kinds.check(lengths, peaks, self._store)
 
     def __repr__(self) -> str:
-        return f"<HybridMemory for {self.spec.model} on {self.spec.device}: {self.usage()}>"
+        return f"<HybridMemory for {self.spec.model} on {self.spec.device}: {self.usage().summary}>"
 
     def _repr_html_(self) -> str:
-        return usage_html(self.usage(), f"HybridMemory for {self.spec.model} on {self.spec.device}")
+        return self.usage().html(f"HybridMemory for {self.spec.model} on {self.spec.device}")

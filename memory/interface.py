@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,6 +42,10 @@ class SequenceOwner(Protocol):
 
     def is_away(self, sequence: Sequence) -> bool:
         """Whether an open sequence is swapped out."""
+        ...
+
+    def html_of(self, sequence: Sequence) -> str:
+        """What an open sequence shows in a notebook."""
         ...
 
 
@@ -92,6 +97,9 @@ class Sequence:
         kind = "checkpoint" if self.is_checkpoint else "sequence"
         return f"<{kind} {self.id}, {'closed' if self.closed else f'{self.length} tokens'}>"
 
+    def _repr_html_(self) -> str:
+        return escape(repr(self)) if self.closed else self._owner.html_of(self)
+
 
 Tokens = int | Seq[int] | Int64s | Tensor
 Requests = Mapping[Sequence, Tokens] | Iterable[tuple[Sequence, Tokens]]
@@ -141,6 +149,36 @@ Plans = dict[str, Any]
 
 Record = dict[str, list[int]]
 """What a kind of memory knows of a slot beside the bytes of its blocks, as JSON can say it."""
+
+Part = Literal["body", "tail", "head"]
+"""What a block is to a sequence: what is older, the newest rows verbatim, or a state that is only a shortcut."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The blocks of one pool that S slots hold in one role, for whoever looks inside.
+
+    Attributes:
+        counts: (S,) blocks of each slot.
+        ids: (counts.sum(),) slot after slot.
+        starts, ends: (S,) the tokens [start, end) that each slot's blocks stand for; ends None: up to its newest. Of cross-attention the
+            encoder's tokens. Negative: none, the state is stale.
+        fold_tokens: distance of the positions at which rows fold into a body; None: they do not.
+    """
+
+    pool: str
+    part: Part
+    counts: Int64s
+    ids: Int64s
+    starts: Int64s
+    ends: Int64s | None = None
+    fold_tokens: int | None = None
+
+    @staticmethod
+    def of_tables(pool: str, part: Part, tables: list[Int64s], starts: Int64s, ends: Int64s | None = None) -> Holding:
+        """Of any number of blocks a slot."""
+        return Holding(pool, part, np.array([len(t) for t in tables], np.int64), np.concatenate([starts[:0], *tables]), starts, ends)
+
 
 PlanT = TypeVar("PlanT")
 
@@ -203,6 +241,15 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         """Pool name -> ids of the blocks this slot refers to."""
+        ...
+
+    def holdings(self, slots: Int64s) -> list[Holding]:
+        """The blocks of `blocks_of` for many slots (S,), and what they are to them."""
+        ...
+
+    @property
+    def shares(self) -> dict[str, list[int]]:
+        """Pool name -> bytes of a block that each memory has, in the order of their numbers; together the whole block."""
         ...
 
     def record(self, slot: int) -> Record:

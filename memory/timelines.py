@@ -9,6 +9,7 @@ import numpy as np
 
 from memory.arena import Store
 from memory.errors import BatchError, CapacityError, RollbackError, SequenceError
+from memory.inspection import Inventory, sequence_html
 from memory.interface import Int64s, Sequence
 from memory.interrupts import uninterrupted
 from memory.ledger import Ledger
@@ -214,6 +215,27 @@ class Timelines:
         """Whether a sequence remembers what feeding its tokens would give: none was dropped from its middle. Raises SequenceError."""
         self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         return not self._ledger.seams(sequence.slot)
+
+    def private_bytes(self, sequence: Sequence) -> int:
+        """What closing a sequence or a checkpoint would give back to the budget: what it shares with nobody. Raises SequenceError."""
+        self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
+        return self._kinds.private_bytes(sequence.slot)
+
+    def inventory(self, *sequences: Sequence) -> Inventory:
+        """Which blocks these sequences, or all, refer to: what `usage` counts and `memory.pictures` draws. Valid until the memory changes.
+
+        Raises SequenceError: a closed sequence, or one of another memory.
+        """
+        for sequence in sequences:
+            self._ledger.check_open(sequence)
+        chosen = list(sequences or self._ledger.handles.values())
+        slots = np.array([s.slot for s in chosen], np.int64)
+        away_bytes = np.array([self._ledger.bytes_away(slot) for slot in slots.tolist()], np.int64)
+        return Inventory(self._store.arena, chosen, self._ledger.lengths[slots], away_bytes, self._kinds.groups(slots))
+
+    def html_of(self, sequence: Sequence) -> str:
+        """What an open sequence shows in a notebook."""
+        return sequence_html(self.inventory(sequence), self._ledger.checkpoints(sequence))
 
     def is_away(self, sequence: Sequence) -> bool:
         """Whether an open sequence is swapped out."""

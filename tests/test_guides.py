@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -62,3 +64,16 @@ assert not torch.equal(kept[:, 0], torch.arange(64))
     outcome = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
     assert "KeyDiff(64)" in outcome.stdout
+
+
+def test_the_guide_to_views_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
+    """Its blocks in order, in a folder for its pictures."""
+    pytest.importorskip("matplotlib")
+    guide = "how-to/see-the-memory.md"
+    command = [sys.executable, "-c", "\n".join(code_of(guide))]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    outcome = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert outcome.returncode == 0, outcome.stderr
+    (shown,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / guide).read_text(), re.DOTALL)
+    assert outcome.stdout == shown
+    assert {path.stem for path in tmp_path.glob("*.png")} == {"arena", "layers", "forks", "timeline"}
