@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chat.plan_command import plan
 from chat.simulate_command import simulate
 
 if TYPE_CHECKING:
@@ -244,4 +245,5 @@ def _find_extra(*modules: str) -> None:
         raise SpecError(f"serve needs {', '.join(missing)}; install them with: pip install 'hybrid-memory[server]'")
 
 
-app.command()(_one_line_errors()(simulate))
+for _command in (simulate, plan):
+    app.command()(_one_line_errors()(_command))
