@@ -95,9 +95,14 @@ def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | tor
         UnsupportedModelError: an architecture or option that is not implemented.
         FormatError: a config that contradicts itself.
     """
+    return dry_model(config, architecture, dtype=dtype).memory_spec
+
+
+def dry_model(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
+    """A model whose weights are on "meta": it cannot run, but has their shapes. Arguments and errors as `plan_memory`."""
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(f"{architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
-    return build(ARCHITECTURES[architecture], config, DryCheckpoint(architecture, _read_dtype(dtype, config))).memory_spec
+    return build(ARCHITECTURES[architecture], config, DryCheckpoint(architecture, _read_dtype(dtype, config)))
 
 
 def weight_bytes(model: LanguageModel) -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from chat.planning.peers import Model, PeerPlan, plan_peers
 from memory import MemorySpec, SpecError
 from memory.eviction import H2O, TOVA, Budget, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
 from memory.planning import SequencePlan, plan_sequence
@@ -20,21 +21,28 @@ class Question:
     """What is planned.
 
     Attributes:
+        architecture: as the config has it.
         budget_bytes: for memories, without the model's weights.
+        weight_bytes: that were taken off the budget first; None if nobody asked for that.
         context_tokens: that a session may grow to.
         keep: of the context, the share that policies keep (or, `Quest`, read).
-        options: of `HybridMemory`: rollback_window, fold, state_dtype.
+        options: of `HybridMemory`, beside the rollback window: fold, page_tokens.
     """
 
     spec: MemorySpec
+    architecture: str
     budget_bytes: int
     context_tokens: int
+    window_tokens: int = 64
     keep: float = 0.2
     encoder_tokens: int = 0
+    weight_bytes: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
 
     def measure(self, spec: MemorySpec) -> SequencePlan:
-        return plan_sequence(spec, self.context_tokens, encoder_tokens=self.encoder_tokens, **self.options)
+        return plan_sequence(
+            spec, self.context_tokens, encoder_tokens=self.encoder_tokens, rollback_window=self.window_tokens, **self.options
+        )
 
 
 @dataclass(frozen=True)
@@ -63,31 +71,37 @@ class Report:
     overtakes_at: int | None
     policies: tuple[Choice, ...]
     storages: tuple[Choice, ...]
+    peers: tuple[PeerPlan, ...]
 
     def to_json(self) -> dict[str, Any]:
         """As JSON can say it."""
         question, session = self.question, self.session
         return {
             "model": question.spec.model, "device": str(question.spec.device), "dtype": str(question.spec.dtype).removeprefix("torch."),
-            "budget_bytes": question.budget_bytes, "context_tokens": question.context_tokens,
+            "weight_bytes": question.weight_bytes, "budget_bytes": question.budget_bytes, "context_tokens": question.context_tokens,
+            "rollback_window": question.window_tokens,
             "n_sessions": self.n_sessions, "session": asdict(session),
             "attention_token_bytes": self.attention_token_bytes, "attention_overtakes_states_at": self.overtakes_at,
             "policies": [asdict(choice) for choice in self.policies], "storages": [asdict(choice) for choice in self.storages],
+            "peers": [asdict(peer) for peer in self.peers],
         }  # fmt: skip
 
 
 def make_report(question: Question) -> Report:
     """Answer a question. Raises SpecError: options that cannot work."""
     session = question.measure(question.spec)
+    sizes = (question.budget_bytes, question.context_tokens, question.window_tokens)
     page_bytes, page_tokens = session.block_bytes.get("pages", 0), session.page_tokens
     recurrent_bytes = session.by_kind.get("states", 0) + session.by_kind.get("tails", 0)
     policies = [(kind.__name__, _with_policy(question, kind)) for kind in POLICIES] if page_bytes else []
     storages = [(storage.label, _with_storage(question, storage)) for storage in STORAGES] if page_bytes else []
+    # An encoder's rows are kept for decoders only, which those formulas do not describe.
+    peers = () if question.spec.of_kind("cross-attention") else plan_peers(Model.of(question.spec, question.architecture), *sizes)
     return Report(
         question, session, session.fit_into(question.budget_bytes),
         attention_token_bytes=page_bytes // page_tokens if page_bytes else None,
         overtakes_at=recurrent_bytes // page_bytes * page_tokens + 1 if page_bytes and recurrent_bytes else None,
-        policies=_choices(question, policies), storages=_choices(question, storages),
+        policies=_choices(question, policies), storages=_choices(question, storages), peers=peers,
     )  # fmt: skip
 
 
