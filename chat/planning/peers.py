@@ -21,9 +21,9 @@ class Model:
     Attributes:
         token_elements: of each attention: elements that it remembers a token by.
         windows: the rows it sees, None for all.
-        row_bytes: of a recurrence's rows in its state, such as a convolution's window: (columns, bytes each), summed over state tensors.
-        state_bytes, float32_bytes: of each recurrence: the whole state as the engines keep it, and in float32.
-        fixed_bytes: of each recurrence: its state without those rows.
+        row_bytes: of each recurrence: old rows in its state, such as a convolution's window: how many columns, and bytes of one.
+        fixed_bytes: of each recurrence: its state without these.
+        float32_bytes: of each recurrence: its whole state in float32.
         itemsize: bytes of an element of the model's dtype.
     """
 
@@ -53,6 +53,7 @@ class Model:
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
+        """Of each recurrence: its whole state."""
         return tuple(n * size + fixed for (n, size), fixed in zip(self.row_bytes, self.fixed_bytes, strict=True))
 
     @property

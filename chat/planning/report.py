@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from chat.planning.peers import Model, PeerPlan, plan_peers
@@ -23,10 +23,11 @@ class Question:
     Attributes:
         architecture: as the config has it.
         budget_bytes: for memories, without the model's weights.
+        window_tokens: the rollback window.
         weight_bytes: that were taken off the budget first; None if nobody asked for that.
         context_tokens: that a session may grow to.
         keep: of the context, the share that policies keep (or, `Quest`, read).
-        options: of `HybridMemory`, beside the rollback window: fold, page_tokens.
+        encoder_tokens: rows that an encoder says, if the model has one.
     """
 
     spec: MemorySpec
@@ -37,12 +38,10 @@ class Question:
     keep: float = 0.2
     encoder_tokens: int = 0
     weight_bytes: int | None = None
-    options: dict[str, Any] = field(default_factory=dict)
 
     def measure(self, spec: MemorySpec) -> SequencePlan:
-        return plan_sequence(
-            spec, self.context_tokens, encoder_tokens=self.encoder_tokens, rollback_window=self.window_tokens, **self.options
-        )
+        """A session in a memory of this spec, which may keep old rows in another way."""
+        return plan_sequence(spec, self.context_tokens, encoder_tokens=self.encoder_tokens, rollback_window=self.window_tokens)
 
 
 @dataclass(frozen=True)
