@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chat.inspect_command import inspect
+from chat.plan_command import plan
 from chat.simulate_command import simulate
 
 if TYPE_CHECKING:
@@ -231,7 +233,9 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except HybridMemoryError as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        from chat.display import harmless
+
+        typer.echo(f"error: {' '.join(harmless(str(error)).split())}", err=True)
         raise typer.Exit(1) from None
 
 
@@ -244,4 +248,5 @@ def _find_extra(*modules: str) -> None:
         raise SpecError(f"serve needs {', '.join(missing)}; install them with: pip install 'hybrid-memory[server]'")
 
 
-app.command()(_one_line_errors()(simulate))
+for _command in (simulate, plan, inspect):
+    app.command()(_one_line_errors()(_command))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from rich.console import Console
 from rich.progress import Progress
@@ -22,6 +22,7 @@ from models.checkpoint import Checkpoint, DryCheckpoint, UnsupportedModelError
 EMBEDDED = Path(__file__).parent / "embedded"
 """The small Jamba that ships with the library; see `training/train_embedded.py`."""
 
+_DOWNLOAD_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
 _PROGRESS_FROM_TENSORS = 200
 """A progress bar for fewer tensors would only flash."""
 
@@ -94,9 +95,14 @@ def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | tor
         UnsupportedModelError: an architecture or option that is not implemented.
         FormatError: a config that contradicts itself.
     """
+    return dry_model(config, architecture, dtype=dtype).memory_spec
+
+
+def dry_model(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
+    """A model whose weights are on "meta": it cannot run, but has their shapes. Arguments and errors as `plan_memory`."""
     if architecture not in ARCHITECTURES:
         raise UnsupportedModelError(f"{architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
-    return build(ARCHITECTURES[architecture], config, DryCheckpoint(architecture, _read_dtype(dtype, config))).memory_spec
+    return build(ARCHITECTURES[architecture], config, DryCheckpoint(architecture, _read_dtype(dtype, config)))
 
 
 def weight_bytes(model: LanguageModel) -> int:
@@ -133,20 +139,42 @@ def find_folder(path_or_hub_id: str | Path) -> Path:
         return folder
     if folder.exists():
         raise FormatError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
-    if str(path_or_hub_id).count("/") != 1 or str(path_or_hub_id)[0] in "/.~":
+    if not _is_hub_id(str(path_or_hub_id)):
         raise FormatError(f"there is no folder {folder}; give a checkpoint's folder, 'embedded', or a hub id such as 'owner/name'")
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
         return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except _DOWNLOAD_ERRORS as error:
         raise FormatError(f"{path_or_hub_id} is no folder here and no model that can be downloaded: {error}") from error
 
 
-def read_config(folder: Path) -> tuple[PreTrainedConfig, ModelClass]:
-    """config.json as transformers' config object, with all defaults, and the class that implements it."""
-    path = folder / "config.json"
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and name[0] not in "/.~"
+
+
+def find_config(path_or_hub_id: str | Path) -> Path:
+    """The config of a checkpoint, without its weights: a folder that has one, such a file itself, or a hub id, of which nothing else is
+    downloaded."""
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir() or not _is_hub_id(str(path_or_hub_id)):
+        return find_folder(path_or_hub_id)
+    try:
+        return Path(hf_hub_download(str(path_or_hub_id), "config.json"))
+    except _DOWNLOAD_ERRORS as error:
+        raise FormatError(f"{path_or_hub_id} is no file here and no model whose config can be downloaded: {error}") from error
+
+
+def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
+    """A config as transformers' object, with all defaults, and the class that implements it.
+
+    Args:
+        place: the folder of a checkpoint, or its config.json, whatever it is called.
+    """
+    path = place / "config.json" if place.is_dir() else place
     if not path.exists():
-        raise FormatError(f"{folder} has no config.json; give the folder of a checkpoint in Hugging Face layout")
+        raise FormatError(f"{place} has no config.json; give the folder of a checkpoint in Hugging Face layout")
     try:
         raw = json.loads(path.read_text())
         architectures = raw.get("architectures") or [f"unnamed ({raw.get('model_type', 'no model_type')})"]
@@ -155,7 +183,7 @@ def read_config(folder: Path) -> tuple[PreTrainedConfig, ModelClass]:
     if architectures[0] not in ARCHITECTURES:
         raise UnsupportedModelError(f"{architectures[0]} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(place)
     except Exception as error:  # its validators raise types of their own, of several libraries
         raise FormatError(f"{path} does not describe a {architectures[0]}: {error}") from error
     return config, ARCHITECTURES[architectures[0]]

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
+from chat.cli import app
 
 ROOT = Path(__file__).parent.parent
 
@@ -77,3 +81,20 @@ def test_the_guide_to_views_runs_and_prints_what_it_shows(tmp_path: Path) -> Non
     (shown,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / guide).read_text(), re.DOTALL)
     assert outcome.stdout == shown
     assert {path.stem for path in tmp_path.glob("*.png")} == {"arena", "layers", "forks", "timeline"}
+
+
+def test_the_plan_of_the_guide_is_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    block = re.search(r"```console\n\$ hybrid-memory (.*?)\n(.*?)```", (ROOT / "docs" / "how-to" / "plan.md").read_text(), re.DOTALL)
+    assert block is not None
+    shutil.copy(ROOT / "tests" / "data" / "configs" / "jamba-1.5-mini.json", tmp_path / "config.json")
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, block[1].split())
+    assert result.exit_code == 0, result.output
+    assert [line.rstrip() for line in result.stdout.splitlines()] == block[2].splitlines()
+
+
+def test_the_plan_of_the_guide_in_python(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = code_of("how-to/plan.md")
+    exec(code, {})
+    dense, few_bits = (int(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
+    assert 0 < dense < few_bits
