@@ -100,12 +100,16 @@ class Checkpoint:
         if name not in self._file_of:
             close = [n for n in self._file_of if n.rsplit(".", 2)[-2:] == name.rsplit(".", 2)[-2:]][:3]
             raise FormatError(f"{self.folder} has no tensor {name!r} of shape {list(shape)}{f'; similar: {close}' if close else ''}")
-        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        tensor = self._read(name)
         if tensor.shape != shape:
             raise FormatError(f"{name} in {self.folder} has shape {list(tensor.shape)}, its config.json says {list(shape)}")
         if name not in self._taken:
             self._taken.add(name)
             self.on_taken()
+        return tensor
+
+    def _read(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor
 
     def take_optional(self, condition: bool, name: str, *shape: int) -> Tensor | None:
@@ -117,6 +121,27 @@ class Checkpoint:
         left = sorted(self._file_of.keys() - self._taken - set(expected))
         if left:
             warnings.warn(f"{len(left)} tensors of {self.folder} are not used: {left[:5]}", stacklevel=3)
+
+
+class LoadedCheckpoint(Checkpoint):
+    """Tensors that are in memory already; what is taken unchanged is shared.
+
+    Args:
+        tensors: under the names that a file would have.
+    """
+
+    def __init__(self, name: str, tensors: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        self.folder = Path(name)
+        self.device = device
+        self.dtype = dtype
+        self.on_taken = lambda: None
+        self._taken = set()
+        self._factors = {}
+        self._file_of = dict.fromkeys(tensors, name)
+        self._tensors = tensors
+
+    def _read(self, name: str) -> Tensor:
+        return self._tensors[name]
 
 
 class DryCheckpoint(Checkpoint):
