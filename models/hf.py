@@ -22,8 +22,9 @@ from transformers.modeling_utils import AttentionInterface, PreTrainedModel
 
 from memory import BatchError, MemorySpec, StepError
 from models.checkpoint import UnsupportedModelError
-from models.hf_cache import CURRENT_PASS, HybridCache, Pass
+from models.hf_cache import HybridCache
 from models.hf_mixers import MIXERS, Mix, Module
+from models.hf_pass import CURRENT_PASS, Pass
 from models.loading import check_source, plan_memory
 
 ATTACHABLE = (
@@ -87,7 +88,7 @@ class Attached:
         spec = plan_memory(hf_model.config, architecture, dtype=hf_model.dtype)
         self.memory_spec: MemorySpec = replace(spec, device=device, model=architecture)
         self._model = hf_model
-        self._parameters = inspect.signature(hf_model.forward).parameters
+        self._parameters = _signature_of(hf_model).parameters
         self._has_attention = bool(spec.of_kind("attention"))
         mixes = [(m, MIXERS[type(m).__name__](m)) for m in hf_model.modules() if type(m).__name__ in MIXERS]
         n_recurrences = len(spec.of_kind("recurrence"))
@@ -181,7 +182,7 @@ class _Forward:
     def __init__(self, module: Module, run: Callable[..., Any], *extra: str) -> None:
         self._module, self._run, self._original = module, run, module.forward
         self._before = vars(module).get("forward")
-        signature = inspect.signature(module.forward)
+        signature = _signature_of(module)
         missing = [name for name in extra if name not in signature.parameters]
         added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in missing]
         ordered = sorted([*signature.parameters.values(), *added], key=lambda parameter: parameter.kind)
@@ -203,6 +204,12 @@ class _Forward:
             del self._module.forward
         else:
             self._module.forward = self._before
+
+
+def _signature_of(module: Module) -> inspect.Signature:
+    """Of its class's `forward`; what stands on the object may be a wrapper that names nothing."""
+    signature = inspect.signature(type(module).forward)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
 
 
 def _mixer_of(mix: Mix) -> Callable[..., Any]:

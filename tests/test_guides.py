@@ -7,6 +7,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from models import ATTACHABLE
 
 ROOT = Path(__file__).parent.parent
 
@@ -62,3 +65,17 @@ assert not torch.equal(kept[:, 0], torch.arange(64))
     outcome = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
     assert "KeyDiff(64)" in outcome.stdout
+
+
+def test_the_how_to_on_transformers_runs() -> None:
+    """Block after block, as one script."""
+    names: dict[str, Any] = {}
+    for block in code_of("how-to/transformers.md"):
+        exec(compile(block, "transformers.md", "exec"), names)
+    assert names["memory"].usage().used_bytes == 0
+    names["memory"].check()
+    said, drafted = names["said"], names["drafted"]
+    assert said.tolist() == drafted.tolist() and "Milo" in names["tokenizer"].decode(said[0])
+    assert names["logits"].shape == (1, names["hf_model"].config.vocab_size)
+    page = (ROOT / "docs" / "how-to" / "transformers.md").read_text()
+    assert all(f"{name.removesuffix('ForCausalLM')}" in page for name in ATTACHABLE)

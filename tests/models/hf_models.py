@@ -58,6 +58,11 @@ def padded(*lengths: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.cat(rows), torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
 
 
+def generate(model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    """With a mask in any case: without one, `generate` takes a token 0 for padding."""
+    return model.generate(tokens, attention_mask=torch.ones_like(tokens) if mask is None else mask, **(GREEDY | options))
+
+
 @torch.no_grad()
 def logits(model: PreTrainedModel, tokens: Tensor, **options: Any) -> Tensor:
     """(rows, tokens, vocab)."""

@@ -11,7 +11,7 @@ from memory import HybridMemory, StepError
 from memory.eviction import H2O
 from models import ATTACHABLE, HybridCache, attach, from_transformers
 from tests.models.checkpoints import CONFIGS
-from tests.models.hf_models import GREEDY, HYBRIDS, N_NEW, attached, hf_model, ids, logits, padded, stacked
+from tests.models.hf_models import HYBRIDS, N_NEW, attached, generate, hf_model, ids, logits, padded, stacked
 from tests.tolerances import assert_logits_close
 
 ONE_OF_EACH = (
@@ -35,9 +35,9 @@ def test_each_class_that_can_be_attached_is_tested() -> None:
 @pytest.mark.parametrize("lengths", [(13,), (13, 13), (5, 13, 1)])
 def test_greedy_generation_is_that_of_transformers_own_cache(name: str, lengths: tuple[int, ...]) -> None:
     tokens, mask = padded(*lengths)
-    expected = hf_model(name).generate(tokens, attention_mask=mask, **GREEDY)
+    expected = generate(hf_model(name), tokens, mask)
     with attached(name, len(lengths)) as (model, cache):
-        actual = model.generate(tokens, attention_mask=mask, past_key_values=cache, **GREEDY)
+        actual = generate(model, tokens, mask, past_key_values=cache)
         assert [sequence.length for sequence in cache.sequences] == [n + N_NEW - 1 for n in lengths]
         for row, sequence in enumerate(cache.sequences):  # the newest token is nobody's yet
             assert sequence.tokens.tolist() == actual.sequences[row, -sequence.length - 1 : -1].tolist()
@@ -52,31 +52,31 @@ def test_each_row_is_generated_as_if_it_were_alone(name: str) -> None:
     lengths = 3, 11
     tokens, mask = padded(*lengths)
     with attached(name, len(lengths)) as (model, cache):
-        actual = model.generate(tokens, attention_mask=mask, past_key_values=cache, **GREEDY)
+        actual = generate(model, tokens, mask, past_key_values=cache)
     for row, length in enumerate(lengths):
-        alone = hf_model(name).generate(tokens[row : row + 1, -length:], **GREEDY)
+        alone = generate(hf_model(name), tokens[row : row + 1, -length:])
         assert actual.sequences[row, -N_NEW:].tolist() == alone.sequences[0, -N_NEW:].tolist()
         assert_logits_close(stacked(actual)[row], stacked(alone)[0])
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_sampling_with_the_same_seed_gives_the_same_text(name: str) -> None:
-    options = GREEDY | {"do_sample": True, "temperature": 0.8, "top_k": 20}
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 20}
     tokens, mask = padded(4, 9)
     torch.manual_seed(7)
-    expected = hf_model(name).generate(tokens, attention_mask=mask, **options).sequences
+    expected = generate(hf_model(name), tokens, mask, **options).sequences
     with attached(name, 2) as (model, cache):
         torch.manual_seed(7)
-        assert torch.equal(model.generate(tokens, attention_mask=mask, past_key_values=cache, **options).sequences, expected)
+        assert torch.equal(generate(model, tokens, mask, past_key_values=cache, **options).sequences, expected)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_beam_search_is_that_of_transformers_own_cache(name: str) -> None:
-    options = {"max_new_tokens": N_NEW, "num_beams": 3, "num_return_sequences": 2, "do_sample": False, "pad_token_id": 0, "eos_token_id": 3}
+    options = {"num_beams": 3, "num_return_sequences": 2, "eos_token_id": 3, "return_dict_in_generate": False, "output_logits": False}
     tokens, mask = padded(6, 9)
-    expected = hf_model(name).generate(tokens, attention_mask=mask, **options)
+    expected = generate(hf_model(name), tokens, mask, **options)
     with attached(name, 2 * 3) as (model, cache):
-        assert torch.equal(model.generate(tokens, attention_mask=mask, past_key_values=cache, **options), expected)
+        assert torch.equal(generate(model, tokens, mask, past_key_values=cache, **options), expected)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
@@ -84,13 +84,12 @@ def test_a_conversation_goes_on_from_what_is_cached(name: str) -> None:
     """And a cached prompt is not fed again, which transformers' own cache makes Mamba do."""
     first, more = ids(9), ids(4, seed=3)
     with attached(name, 1) as (model, cache):
-        said = model.generate(first, attention_mask=torch.ones_like(first), past_key_values=cache, **GREEDY).sequences
+        said = generate(model, first, past_key_values=cache).sequences
         assert cache.get_seq_length() == 9 + N_NEW - 1
         history = torch.cat([said, more], 1)
-        mask = torch.ones_like(history)  # or generate takes a token 0 for padding
-        actual = model.generate(history, attention_mask=mask, past_key_values=cache, **GREEDY)
+        actual = generate(model, history, past_key_values=cache)
         assert cache.sequences[0].tokens.tolist() == actual.sequences[0, :-1].tolist()
-    expected = hf_model(name).generate(history, attention_mask=mask, **GREEDY)
+    expected = generate(hf_model(name), history)
     assert torch.equal(actual.sequences, expected.sequences)
     assert_logits_close(stacked(actual), stacked(expected))
 
@@ -99,10 +98,10 @@ def test_a_conversation_goes_on_from_what_is_cached(name: str) -> None:
 def test_a_prompt_may_be_fed_in_chunks(name: str) -> None:
     """Of Mamba-1, transformers forgets the state between chunks. Row 0 has nothing but padding in the first ones."""
     tokens, mask = padded(3, 14)
-    expected = hf_model(name).generate(tokens, attention_mask=mask, **GREEDY)
-    options = GREEDY if name == "mamba" else GREEDY | {"prefill_chunk_size": 5}  # its outputs have no past_key_values, which generate wants
+    expected = generate(hf_model(name), tokens, mask)
+    options = {} if name == "mamba" else {"prefill_chunk_size": 5}  # its outputs have no past_key_values, which generate wants
     with attached(name, 2) as (model, cache):
-        actual = model.generate(tokens, attention_mask=mask, past_key_values=cache, **options)
+        actual = generate(model, tokens, mask, past_key_values=cache, **options)
     assert torch.equal(actual.sequences, expected.sequences)
     with attached(name, 1) as (model, cache):
         parts = [logits(model, part, past_key_values=cache) for part in tokens[1:].split([5, 1, 8], 1)]
@@ -121,23 +120,23 @@ def test_assisted_generation_gives_the_same_text(name: str, with_model: bool, mo
     crop = HybridCache.crop
     monkeypatch.setattr(HybridCache, "crop", lambda self, n: (cropped.append(n), crop(self, n)))
     helper: dict[str, Any] = {"assistant_model": hf_model("llama")} if with_model else {"prompt_lookup_num_tokens": 4}
-    options = GREEDY | {"max_new_tokens": 24}
-    expected = hf_model(name).generate(prompt, **options).sequences
+    options = helper | {"max_new_tokens": 24}
+    expected = generate(hf_model(name), prompt, max_new_tokens=24).sequences
     with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-        hf_model(name).generate(prompt, **helper, **options)
+        generate(hf_model(name), prompt, **options)
     with attached(name, 1) as (model, cache):
-        assert torch.equal(model.generate(prompt, past_key_values=cache, **helper, **options).sequences, expected)
+        assert torch.equal(generate(model, prompt, past_key_values=cache, **options).sequences, expected)
     assert min(cropped) < 0, "no draft was wrong: the test shows nothing"
 
 
 def test_assisted_generation_with_another_cache_stays_refused() -> None:
     with attached("jamba", 1) as (model, _), pytest.raises(StepError, match="needs past_key_values=HybridCache"):
-        model.generate(ids(6).repeat(1, 3), prompt_lookup_num_tokens=4, **GREEDY)
+        generate(model, ids(6).repeat(1, 3), prompt_lookup_num_tokens=4)
 
 
 def test_assisted_generation_of_mamba_is_refused_by_transformers() -> None:
     with attached("mamba", 1) as (model, cache), pytest.raises(ValueError, match="not supported with stateful models, such as Mamba"):
-        model.generate(ids(6), past_key_values=cache, prompt_lookup_num_tokens=4, **GREEDY)
+        generate(model, ids(6), past_key_values=cache, prompt_lookup_num_tokens=4)
 
 
 # Beside the rest of the library
@@ -146,7 +145,7 @@ def test_assisted_generation_of_mamba_is_refused_by_transformers() -> None:
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_our_own_model_of_the_same_weights_takes_over(name: str) -> None:
     """A sequence goes from transformers' model to ours and back, over one memory."""
-    expected = hf_model(name).generate(ids(9), **(GREEDY | {"max_new_tokens": 3}))
+    expected = generate(hf_model(name), ids(9), max_new_tokens=3)
     with attached(name, 1) as (model, cache):
         own, (sequence,) = from_transformers(model), cache.sequences
         tokens, found = expected.sequences, []
@@ -163,7 +162,7 @@ def test_attention_may_keep_a_budget_of_rows() -> None:
         for policy in (None, H2O(8, recent=4, every=4)):
             memory = HybridMemory(bridge.memory_spec.with_policy(policy), "8MiB", rollback_window=4, page_tokens=4)
             cache = HybridCache(memory, [memory.open()])
-            hf_model("bamba").generate(ids(60), past_key_values=cache, **GREEDY)
+            generate(hf_model("bamba"), ids(60), past_key_values=cache)
             assert cache.get_seq_length() == 60 + N_NEW - 1
             used[policy] = memory.usage().used_bytes
     assert used[policy] < used[None]
