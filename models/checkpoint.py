@@ -145,6 +145,27 @@ class UnreadCheckpoint(Checkpoint):
         """There are no numbers to scale."""
 
 
+class LoadedCheckpoint(Checkpoint):
+    """Tensors that are in memory already; what is taken unchanged is shared.
+
+    Args:
+        tensors: under the names that a file would have.
+    """
+
+    def __init__(self, name: str, tensors: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        self.folder = Path(name)
+        self.device = device
+        self.dtype = dtype
+        self.on_taken = lambda: None
+        self._taken = set()
+        self._factors = {}
+        self._file_of = dict.fromkeys(tensors, name)
+        self._tensors = tensors
+
+    def _read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
 class DryCheckpoint(Checkpoint):
     """A checkpoint without numbers: every tensor that is asked for exists, has the right shape, and takes no memory."""
 

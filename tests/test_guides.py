@@ -8,6 +8,9 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
+
+from models import ATTACHABLE
 
 import pytest
 from typer.testing import CliRunner
@@ -98,3 +101,17 @@ def test_the_plan_of_the_guide_in_python(capsys: pytest.CaptureFixture[str]) -> 
     exec(code, {})
     dense, few_bits = (int(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
     assert 0 < dense < few_bits
+
+
+def test_the_how_to_on_transformers_runs() -> None:
+    """Block after block, as one script."""
+    names: dict[str, Any] = {}
+    for block in code_of("how-to/transformers.md"):
+        exec(compile(block, "transformers.md", "exec"), names)
+    assert names["memory"].usage().used_bytes == 0
+    names["memory"].check()
+    said, drafted = names["said"], names["drafted"]
+    assert said.tolist() == drafted.tolist() and "Milo" in names["tokenizer"].decode(said[0])
+    assert names["logits"].shape == (1, names["hf_model"].config.vocab_size)
+    page = (ROOT / "docs" / "how-to" / "transformers.md").read_text()
+    assert all(f"{name.removesuffix('ForCausalLM')}" in page for name in ATTACHABLE)
