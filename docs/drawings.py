@@ -51,11 +51,12 @@ def read_house(root: Path) -> House:
         graph.squash_module(f"memory.{module}")
     imports = {(a, b) for a in modules for b in modules - {a} if graph.direct_import_exists(importer=f"memory.{a}", imported=f"memory.{b}")}
     house = House(tuple(packages["layers"]), floors, frozenset(imports))
-    _check(house, modules)
+    check_house(house, modules)
     return house
 
 
-def _check(house: House, modules: set[str]) -> None:
+def check_house(house: House, modules: set[str]) -> None:
+    """Raise ValueError unless each of the modules of `memory` has a floor, and imports only modules of floors below its own."""
     if homeless := sorted(modules.symmetric_difference(house.modules)):
         raise ValueError(f"the layers in pyproject.toml and the modules of memory/ differ: {', '.join(homeless)}")
     floor_of = {module: number for number, floor in enumerate(house.floors) for module in floor}
