@@ -125,7 +125,7 @@ def parity(quick: Quick = False, out: Out = None, threads: Threads = None) -> No
 
 @app.command(name="table")
 def table_() -> None:
-    """Write the README's table of architectures, from the registry and the parity that was measured last."""
+    """Write the docs' table of architectures, from the registry and the parity that was measured last."""
     architectures.write_table()
 
 

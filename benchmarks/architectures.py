@@ -1,4 +1,4 @@
-"""The architectures that load, as a table for the README: what each remembers, in bytes, and how close its logits are to the peer's."""
+"""The architectures that load, as a table for the docs: what each remembers, in bytes, and how close its logits are to the peer's."""
 
 from __future__ import annotations
 
@@ -101,20 +101,20 @@ def table() -> str:
     return "\n".join(lines)
 
 
-README = Path(__file__).parent.parent / "README.md"
+PAGE = Path(__file__).parent.parent / "docs" / "results" / "architectures.md"
 _BEGIN, _END = "<!-- architectures: python -m benchmarks table -->\n", "<!-- end of architectures -->"
 
 
-def table_in_readme() -> str:
+def table_in_docs() -> str:
     """What stands between the marks."""
-    return README.read_text().partition(_BEGIN)[2].partition(_END)[0].strip()
+    return PAGE.read_text().partition(_BEGIN)[2].partition(_END)[0].strip()
 
 
 def write_table() -> None:
     """Put the table between the marks."""
-    before, begin, rest = README.read_text().partition(_BEGIN)
+    before, begin, rest = PAGE.read_text().partition(_BEGIN)
     _, end, after = rest.partition(_END)
-    README.write_text(f"{before}{begin}\n{table()}\n\n{end}{after}")
+    PAGE.write_text(f"{before}{begin}\n{table()}\n\n{end}{after}")
 
 
 def _kind(memory: object) -> str:

@@ -35,7 +35,7 @@ def _show(console: Console, finding: Finding) -> None:
     from rich.text import Text
 
     from chat.display import harmless
-    from memory.inspection import format_bytes
+    from memory.tables import format_bytes
 
     def text(value: object) -> Text:
         return Text(harmless(value if isinstance(value, str) else json.dumps(value)))

@@ -40,8 +40,7 @@ class Serving(ABC):
 
         Who stops listening (`aclose`, a cancelled task) cancels the generation.
 
-        Raises:
-            Whatever ended the generation with "error". After a cancellation or a deadline the text just ends.
+        Raises whatever ended the generation with "error". After a cancellation or a deadline the text just ends.
         """
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[str, bool]]()
         also = options.pop("on_token", None)

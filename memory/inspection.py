@@ -298,7 +298,6 @@ def measure(inventory: Inventory, swapped_bytes: tuple[int, int]) -> Usage:
     )
 
 
-<<<<<<< HEAD
 def _by_part(pool: BlockPool, holdings: list[Holding], is_mark: Booleans) -> dict[str, int]:
     """Blocks in use by part, each once: as the first of `_PARTS` that it is to anybody."""
     ranks = np.full(len(pool.counts), _PARTS.index("steps"))
@@ -310,13 +309,6 @@ def _by_part(pool: BlockPool, holdings: list[Holding], is_mark: Booleans) -> dic
             elif part == holding.part:
                 ranks[holding.ids[~is_marks]] = _PARTS.index(part)
     return dict(zip(_PARTS, np.bincount(ranks[pool.counts > 0], minlength=len(_PARTS)).tolist(), strict=True))
-=======
-def format_bytes(n_bytes: float) -> str:
-    """'1.5 MiB': three significant digits in the largest binary unit below."""
-    step = int(min(np.log2(max(n_bytes, 1)) // 10, 4))
-    number = n_bytes / 1024**step
-    return f"{number:{'.0f' if number >= 999.5 else '.3g'}} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[step]}"
->>>>>>> c1e451e4b7759dd9891b6d80541645974dce59aa
 
 
 def sequence_html(inventory: Inventory, marks: list[Sequence]) -> str:

@@ -26,7 +26,8 @@ _LINE = "1px solid rgba(128,128,128,.35)"
 def format_bytes(n_bytes: float) -> str:
     """'1.5 MiB': three significant digits in the largest binary unit below."""
     step = int(min(np.log2(max(n_bytes, 1)) // 10, 4))
-    return f"{n_bytes / 1024**step:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[step]}"
+    number = n_bytes / 1024**step
+    return f"{number:{'.0f' if number >= 999.5 else '.3g'}} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[step]}"
 
 
 def count(n: int, one: str, several: str) -> str:

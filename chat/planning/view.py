@@ -8,7 +8,7 @@ from rich.text import Text
 
 from chat.display import harmless
 from chat.planning.report import Choice, Report
-from memory.inspection import format_bytes
+from memory.tables import format_bytes
 
 
 def print_plan(console: Console, report: Report) -> None:

@@ -5,7 +5,8 @@ they fold, `every` tokens at a time: they join the rows that were kept before, a
 forgotten. Scores change only then, from the queries of the rows that fold, so a token that is taken back leaves no trace in
 them. Positions stay what they were: nothing is rotated again.
 
-A policy is a subclass of `EvictionPolicy`, mostly of ten lines: see `docs/adding-a-policy.md`. `Quest` forgets nothing and reads little.
+A policy is a subclass of `EvictionPolicy`, mostly of ten lines: see `docs/how-to/adding-a-policy.md`. `Quest` forgets nothing and reads
+little.
 """
 
 from memory.eviction.policies import H2O, TOVA, ExpectedAttention, KNorm, PyramidKV, Recent, Scissorhands, SnapKV

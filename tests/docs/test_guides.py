@@ -1,4 +1,4 @@
-"""The guides in docs/ say what works: their code is executed."""
+"""The guides to adding something: what they add does what is promised of it. That their code runs is tested with all other pages."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from models import ATTACHABLE
-
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from chat.cli import app
-
-ROOT = Path(__file__).parent.parent
+from models import ATTACHABLE
+from tests.docs.pages import ROOT, read_blocks
 
 
 def code_of(guide: str) -> list[str]:
     """Its Python blocks, in order."""
-    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / guide).read_text(), re.DOTALL)
+    return [block.code for block in read_blocks(ROOT / "docs" / "how-to" / guide) if block.language == "python"]
 
 
 def test_the_recurrence_of_the_guide_passes_the_conformance_suite(tmp_path: Path) -> None:
@@ -61,27 +60,24 @@ assert torch.allclose(run("ema"), run("fast_ema"), atol=1e-5)
 
 
 def test_the_policy_of_the_guide_evicts() -> None:
-    policy, use = code_of("adding-a-policy.md")
-    check = """
-kept = memory._kinds[next(name for name in memory._kinds if "KeyDiff" in name)].kept_positions(0, 0)
-assert kept.shape[0] == 64 and kept[:4, 0].tolist() == [0, 1, 2, 3], kept
-assert not torch.equal(kept[:, 0], torch.arange(64))
-"""
-    code = "import torch\n" + policy + use + check
-    outcome = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stderr
-    assert "KeyDiff(64)" in outcome.stdout
+    names: dict[str, Any] = {"__name__": "guide"}
+    for code in code_of("adding-a-policy.md"):
+        exec(code, names)
+    kinds = names["memory"]._kinds
+    kept = kinds[next(name for name in kinds if "KeyDiff" in name)].kept_positions(0, 0)
+    assert kept.shape[0] == 64 and kept[:4, 0].tolist() == [0, 1, 2, 3], kept
+    assert not torch.equal(kept[:, 0], torch.arange(64))
 
 
 def test_the_guide_to_views_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     """Its blocks in order, in a folder for its pictures."""
     pytest.importorskip("matplotlib")
-    guide = "how-to/see-the-memory.md"
+    guide = "see-the-memory.md"
     command = [sys.executable, "-c", "\n".join(code_of(guide))]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     outcome = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert outcome.returncode == 0, outcome.stderr
-    (shown,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / guide).read_text(), re.DOTALL)
+    (shown,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "how-to" / guide).read_text(), re.DOTALL)
     assert outcome.stdout == shown
     assert {path.stem for path in tmp_path.glob("*.png")} == {"arena", "layers", "forks", "timeline"}
 
@@ -97,7 +93,7 @@ def test_the_plan_of_the_guide_is_what_is_printed(tmp_path: Path, monkeypatch: p
 
 
 def test_the_plan_of_the_guide_in_python(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = code_of("how-to/plan.md")
+    (code,) = code_of("plan.md")
     exec(code, {})
     dense, few_bits = (int(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
     assert 0 < dense < few_bits
@@ -106,7 +102,7 @@ def test_the_plan_of_the_guide_in_python(capsys: pytest.CaptureFixture[str]) -> 
 def test_the_how_to_on_transformers_runs() -> None:
     """Block after block, as one script."""
     names: dict[str, Any] = {}
-    for block in code_of("how-to/transformers.md"):
+    for block in code_of("transformers.md"):
         exec(compile(block, "transformers.md", "exec"), names)
     assert names["memory"].usage().used_bytes == 0
     names["memory"].check()

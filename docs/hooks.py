@@ -1,0 +1,87 @@
+"""What the site's build adds to its pages: texts that stand elsewhere, once, and pictures of the source as it is.
+
+A page asks for one with a comment on a line of its own: `<!-- house -->`, `<!-- imports -->`, `<!-- modules PACKAGE -->` or
+`<!-- commands -->`. The home page is the README; pages of the changelog and of benchmarks/results are those files.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+from html import escape
+from pathlib import Path
+
+import typer
+from drawings import PACKAGES, describe_modules, draw_house, draw_imports, read_house
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from chat.cli import app
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+_MARK = re.compile(r"^<!-- (house|imports|modules|commands)(?: (\w+))? -->$", re.MULTILINE)
+_TO_RESULTS = re.compile(r"\]\((?:\.\./)+benchmarks/results/([\w.]+)")
+"""A link as it works in the repository; on the site these files stand in results/."""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """Every file of results gets a place in the navigation."""
+    (measured,) = (section["Measured"] for section in config.nav or [] if "Measured" in section)
+    measured += [{path.stem: f"results/{path.name}"} for path in sorted(RESULTS.glob("*.md"))]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](").replace("](CHANGELOG.md)", "](changelog.md)")
+    files.append(File.generated(config, "index.md", content=readme))
+    files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")))
+    for path in sorted(path for path in RESULTS.iterdir() if path.suffix in (".md", ".png")):
+        files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    here = posixpath.dirname(page.file.src_uri)
+    markdown = _TO_RESULTS.sub(lambda match: f"]({posixpath.relpath('results/' + match[1], here or '.')}", markdown)
+    try:
+        return _MARK.sub(lambda match: _MAKERS[match[1]](match[2]), markdown)
+    except ValueError as error:
+        raise PluginError(f"{page.file.src_uri}: {error}") from error
+
+
+def _list_modules(package: str) -> str:
+    if package not in PACKAGES:
+        raise ValueError(f"there is no package {package!r}; name one of {', '.join(PACKAGES)}")
+    lines = ["| module | what it is |", "|---|---|"]
+    for name, sentence in describe_modules(ROOT, package).items():
+        shown = name.partition(".")[2] or name
+        lines.append(f'| <span id="{name}"></span>`{shown}` | {sentence.replace("|", "&#124;")} |')
+    return "\n".join(lines)
+
+
+def _list_commands(_: str) -> str:
+    """Each command of `hybrid-memory` with its options, from their own help texts."""
+    group = typer.main.get_command(app)
+    lines: list[str] = []
+    for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
+        lines += [f"## hybrid-memory {name}", "", command.help, "", "| option | default | |", "|---|---|---|", *_options(command), ""]
+    return "\n".join(lines)
+
+
+def _options(command: object) -> Iterator[str]:
+    for option in command.params:  # type: ignore[attr-defined]
+        default = "" if option.default is None or option.default is False else f"`{option.default}`"
+        names = ", ".join(f"`{n}`" for n in (*option.opts, *option.secondary_opts))
+        yield f"| {names} | {'required' if option.required else default} | {escape(option.help or '')} |"
+
+
+_MAKERS: dict[str, Callable[[str], str]] = {
+    "house": lambda _: draw_house(read_house(ROOT)),
+    "imports": lambda _: draw_imports(read_house(ROOT)),
+    "modules": _list_modules,
+    "commands": _list_commands,
+}

@@ -1,0 +1,162 @@
+"""What the README and the docs show is so: Python runs and prints what they say, commands and files exist, JSON parses."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import typer
+
+import models
+from benchmarks.__main__ import app as benchmarks_app
+from chat.cli import app as chat_app
+from chat.prompts import load_tokenizer
+from memory.recurrences import FAMILIES
+from tests.chat.servers import running
+from tests.docs.pages import NOT_RUN, OUTPUT, PAGES, ROOT, Block, name_of, read_blocks, read_prose
+
+LANGUAGES = {"python", "bash", "json", "jsonl", "text"}
+MOST_NOT_RUN = 3
+SERVER = "http://127.0.0.1:8000"
+APPS: dict[str, Any] = {
+    "hybrid-memory": typer.main.get_command(chat_app),
+    "python -m benchmarks": typer.main.get_command(benchmarks_app),
+}
+UsageError = typer.BadParameter.__bases__[0]
+"""What a command line that cannot be parsed raises; typer has a click of its own, or the one that is installed, and shows no other name."""
+OTHERS = ("python -m pytest", "python3 -m venv", "pip install", "mkdocs")
+"""Commands that are not ours; those of the README are run by CI."""
+
+load_once = cache(models.load_model)
+every_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A folder to write to, one embedded model for all pages, and no family that a page has registered left behind."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(models, "load_model", load_once)
+    families = dict(FAMILIES)
+    yield
+    FAMILIES.clear()
+    FAMILIES.update(families)
+
+
+@every_page
+@pytest.mark.usefixtures("workplace")
+def test_python_runs(page: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks of a page are one program. Whoever talks to a server at its usual port gets one on a free port."""
+    blocks = read_blocks(page)
+    module = ModuleType(f"page_{page.stem.replace('-', '_')}")
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    printed = None
+    with ExitStack() as stack:
+        url = SERVER
+        if any(SERVER in block.code for block in blocks if block.language == "python"):
+            server = running(load_once("embedded"), load_tokenizer(models.EMBEDDED))
+            url = stack.enter_context(server).url
+        for block in blocks:
+            if block.title == OUTPUT:
+                assert printed is not None, f"{name_of(page)}:{block.line}: nothing stands before this output"
+                assert printed == block.code, f"{name_of(page)}:{block.line}: this is not what the block before prints"
+            elif block.language == "python":
+                run_block(page, block, url, module)
+                printed = capsys.readouterr().out
+
+
+def run_block(page: Path, block: Block, url: str, module: ModuleType) -> None:
+    code = compile("\n" * (block.line - 1) + block.code.replace(SERVER, url), str(page), "exec")
+    if not block.title.startswith(NOT_RUN):
+        exec(code, module.__dict__)
+
+
+@every_page
+def test_every_block_is_of_a_kind_that_is_checked(page: Path) -> None:
+    for block in read_blocks(page):
+        assert block.language in LANGUAGES, f"{name_of(page)}:{block.line}"
+        if block.language in ("json", "jsonl"):
+            for document in [block.code] if block.language == "json" else block.code.splitlines():
+                json.loads(document)
+
+
+def test_few_blocks_are_not_run_and_each_says_why() -> None:
+    titles = [block.title for page in PAGES for block in read_blocks(page) if block.title.startswith("not run")]
+    assert len(titles) <= MOST_NOT_RUN and all(title.removeprefix(NOT_RUN).strip() not in ("", title) for title in titles), titles
+
+
+@every_page
+def test_every_command_and_option_exists(page: Path) -> None:
+    """In blocks each command is parsed as it would be when it is run; in the text each that begins as ours do, and each option alone."""
+    for block in read_blocks(page):
+        if block.language == "bash":
+            for line in block.code.replace("\\\n", " ").splitlines():
+                if command := line.partition(" #")[0].strip():
+                    check_command(command, f"{name_of(page)}:{block.line}")
+    spans = re.findall(r"`([^`\n]+)`", read_prose(page))
+    for span in spans:
+        if span.startswith(tuple(APPS)) and " " in span.removeprefix("python -m "):
+            check_command(span.replace("COMMAND", "generate"), name_of(page))
+        elif re.match(r"--[a-z]", span):
+            option = span.split()[0]
+            assert option == "--help" or any(option in known_options(app) for app in APPS.values()), f"{name_of(page)}: {option}"
+
+
+def check_command(command: str, where: str) -> None:
+    command = re.sub(r"^(?:[A-Z_]+=\S+ )*(?:\.venv/bin/)?", "", command)
+    start = next((name for name in (*APPS, *OTHERS) if command == name or command.startswith(name + " ")), None)
+    assert start is not None, f"{where}: {command!r} is no command of this project"
+    if start not in APPS:
+        return
+    group, words = APPS[start], shlex.split(command.removeprefix(start))
+    if not words:
+        return
+    assert words[0] in group.commands, f"{where}: there is no {start} {words[0]}"
+    chosen = group.commands[words[0]]
+    if "--help" in words:
+        return
+    if len(words) > 1 or not any(parameter.required for parameter in chosen.params):
+        try:
+            chosen.make_context(words[0], words[1:])
+        except UsageError as error:
+            raise AssertionError(f"{where}: {command!r}: {error}") from error
+
+
+def known_options(app: Any) -> set[str]:
+    return {name for command in app.commands.values() for p in command.params for name in (*p.opts, *p.secondary_opts)}
+
+
+@every_page
+def test_every_file_it_names_exists(page: Path) -> None:
+    for name in re.findall(r"`((?:memory|models|chat|training|tests|benchmarks|docs)/[\w/.-]*)`", read_prose(page)):
+        assert (ROOT / name).exists(), f"{name_of(page)}: {name}"
+    for target in re.findall(r"\]\(([^)#\s]+)", read_prose(page)):
+        if not target.startswith("https://"):
+            # One page is a text that stands elsewhere; the site's build checks that link, and all anchors.
+            assert (page.parent / target).exists() or target == "../changelog.md", f"{name_of(page)}: {target}"
+
+
+def test_blocks_are_found(tmp_path: Path) -> None:
+    """What finds them is what all of this rests on."""
+    page = tmp_path / "page.md"
+    page.write_text('text\n\n```python title="not run: no"\nx = 1\n```\n\n```text\ny\n```\n')
+    assert read_blocks(page) == [Block("python", "not run: no", "x = 1\n", 4), Block("text", "", "y\n", 8)]
+    page.write_text("```python linenums\nx\n```\n")
+    with pytest.raises(ValueError, match="fence"):
+        read_blocks(page)
+
+
+@pytest.mark.parametrize(
+    "command", ["hybrid-memory fly", "hybrid-memory serve --wings 2", "python -m benchmarks decode --threads many", "curl localhost"]
+)
+def test_commands_that_do_not_exist_are_found(command: str) -> None:
+    with pytest.raises(AssertionError, match="page"):
+        check_command(command, "page")

@@ -1,0 +1,108 @@
+"""The site: it builds strictly, needs nothing from the network, and its architecture is that of the source."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import memory
+from tests.docs.pages import ROOT
+
+KEY_PAGES = [
+    f"{name}.html"
+    for name in (
+        "index concepts/index concepts/limits how-to/decode how-to/adding-a-policy reference/memory reference/command-line architecture "
+        "results/peers results/decode faq changelog"
+    ).split()
+]
+
+
+class Loaded(HTMLParser):
+    """What a browser fetches to show a page: addresses of scripts, styles, images, icons and frames, but not of links to follow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        if tag == "link" and found.get("rel") not in ("canonical", "prev", "next"):
+            self.addresses.append(found.get("href") or "")
+        elif tag != "a":
+            self.addresses += [found[name] or "" for name in ("src", "srcset", "data") if name in found]
+
+
+def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    environment = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
+    built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    assert not re.search(r"^(WARNING|ERROR)", built.stdout + built.stderr, re.MULTILINE), built.stderr
+
+    texts = {str(path.relative_to(tmp_path)): path.read_text(encoding="utf-8") for path in tmp_path.rglob("*.html")}
+    assert texts.keys() >= set(KEY_PAGES)
+    for name, text in texts.items():
+        loaded = Loaded()
+        loaded.feed(text)
+        assert loaded.addresses and not [a for a in loaded.addresses if re.match(r"(https?:)?//", a)], name
+    for path in tmp_path.rglob("*.css"):
+        assert not re.search(r"""(@import|url\()\s*["']?(https?:)?//""", path.read_text(encoding="utf-8")), path
+
+    check_reference(texts)
+    check_architecture(texts["architecture.html"])
+    assert "<h1" in texts["changelog.html"] and "HybridMemory" in texts["changelog.html"]
+
+
+def check_reference(texts: dict[str, str]) -> None:
+    """Whatever `import memory` offers stands in the reference."""
+    reference = "".join(text for name, text in texts.items() if name.startswith("reference/"))
+    for name in set(memory.__all__) - {"UNROTATED"}:
+        assert re.search(rf'id="memory\.[\w.]*\b{name}"', reference), name
+    assert 'id="hybrid-memory-simulate"' in reference and "--rollback-window" in reference
+
+
+def check_architecture(page: str) -> None:
+    """Each module with what it says of itself, and each of memory in both drawings."""
+    text = unescape(page)
+    drawings = load_drawings()
+    for package in drawings.PACKAGES:
+        for name in drawings.describe_modules(ROOT, package):
+            assert f'id="{name}"' in text, name
+        n_modules = sum(1 for path in (ROOT / package).rglob("*.py") if path.read_text())
+        assert n_modules == len(drawings.describe_modules(ROOT, package))
+    house = drawings.read_house(ROOT)
+    for module in house.modules:
+        assert text.count(f">{module}</text>") == 3, module
+    assert text.count("<circle") == len(house.imports) > 100
+
+
+def load_drawings() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("drawings", ROOT / "docs" / "drawings.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["drawings"] = module  # its dataclass looks itself up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_house_that_breaks_its_contract_is_not_drawn(tmp_path: Path) -> None:
+    drawings = load_drawings()
+    house = drawings.read_house(ROOT)
+    upward = drawings.House(house.packages, house.floors, house.imports | {("errors", "hybrid")})
+    with pytest.raises(ValueError, match=r"memory\.errors imports memory\.hybrid"):
+        drawings.check_house(upward, set(house.modules))
+    with pytest.raises(ValueError, match="newcomer"):
+        drawings.check_house(house, {*house.modules, "newcomer"})
+    (tmp_path / "silent").mkdir()
+    (tmp_path / "silent" / "module.py").write_text("x = 1\n")
+    with pytest.raises(ValueError, match="no docstring"):
+        drawings.describe_modules(tmp_path, "silent")
