@@ -221,8 +221,10 @@ def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
     try:
         raw = json.loads(path.read_text())
         architectures = raw.get("architectures") or [f"unnamed ({raw.get('model_type', 'no model_type')})"]
-    except (ValueError, AttributeError) as error:
-        raise FormatError(f"{path} is no JSON object: {error}") from error
+        if not (isinstance(architectures, list) and isinstance(architectures[0], str)):
+            raise ValueError(f"architectures={architectures!r}")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{path} is no JSON object that names an architecture: {error}") from error
     if architectures[0] not in ARCHITECTURES:
         raise _unsupported(architectures[0])
     try:

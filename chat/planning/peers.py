@@ -195,24 +195,21 @@ def sglang(model: Model, budget_bytes: int, context_tokens: int, window_tokens: 
     if any(model.windows) or not model.token_elements:
         return PeerPlan("SGLang", _SGLANG_SOURCES, why_not="windows, or no attention; its documented formula is for neither")
     kv_bytes, slot_bytes = context_tokens * model.token_bytes, SGLANG_SLOTS * sum(model.state_bytes)
+    if not slot_bytes:
+        return _plan("SGLang", _SGLANG_SOURCES, [], budget_bytes, kv_bytes, kv_bytes)
+    for_kv, for_slots = 1 / (1 + SGLANG_RATIO), SGLANG_RATIO / (1 + SGLANG_RATIO)
     sessions, counts = [], []
     for n_drafts in (0, window_tokens):
         draft_bytes = sglang_draft_bytes(model, n_drafts)
-        # Drafts are taken off first; what is left is split between attention and slots once, when it starts.
-        for_kv, for_slots = 1 / (1 + SGLANG_RATIO), SGLANG_RATIO / (1 + SGLANG_RATIO)
-        fits = [
-            budget_bytes * for_kv // (kv_bytes + for_kv * draft_bytes),
-            budget_bytes * for_slots // (slot_bytes + for_slots * draft_bytes),
-        ]
-        counts.append(int(min(fits)) if slot_bytes else budget_bytes // kv_bytes)
+        # Drafts are taken off first; what is left is divided once, so each part must do: share (budget - n drafts) >= n part.
+        parts = ((for_kv, kv_bytes), (for_slots, slot_bytes))
+        counts.append(min(int(budget_bytes * share // (part + share * draft_bytes)) for share, part in parts))
         sessions.append(kv_bytes + slot_bytes + draft_bytes)
-    notes = []
-    if slot_bytes:
-        notes = [
-            "SGLang splits memory between attention and states when it starts",
-            "SGLang takes back draft tokens of one step, a state each",
-        ]
-    return PeerPlan("SGLang", _SGLANG_SOURCES, tuple(notes), sessions[0], counts[0], sessions[1], counts[1])
+    notes = (
+        "SGLang divides memory between attention and states when it starts",
+        "SGLang takes back draft tokens of one step, a state each",
+    )
+    return PeerPlan("SGLang", _SGLANG_SOURCES, notes, sessions[0], counts[0], sessions[1], counts[1])
 
 
 def _plan(
