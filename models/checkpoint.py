@@ -165,6 +165,12 @@ class LoadedCheckpoint(Checkpoint):
     def _read(self, name: str) -> Tensor:
         return self._tensors[name]
 
+    def warn_of_leftovers(self, *expected: str) -> None:
+        """As for files, which hold a tensor of several names once."""
+        places = {self._tensors[name].data_ptr() for name in self._taken}
+        tied = (name for name, tensor in self._tensors.items() if tensor.data_ptr() in places)
+        super().warn_of_leftovers(*expected, *tied)
+
 
 class DryCheckpoint(Checkpoint):
     """A checkpoint without numbers: every tensor that is asked for exists, has the right shape, and takes no memory."""

@@ -8,6 +8,7 @@ the memory can start a recurrence from where a sequence stands, and take it back
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -15,6 +16,7 @@ from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
@@ -89,10 +91,12 @@ class Attached:
         self.memory_spec: MemorySpec = replace(spec, device=device, model=architecture)
         self._model = hf_model
         self._parameters = _signature_of(hf_model).parameters
-        self._has_attention = bool(spec.of_kind("attention"))
         mixes = [(m, MIXERS[type(m).__name__](m)) for m in hf_model.modules() if type(m).__name__ in MIXERS]
-        n_recurrences = len(spec.of_kind("recurrence"))
-        assert len(mixes) == n_recurrences, f"{len(mixes)} recurrent modules, {n_recurrences} recurrences"
+        if len(mixes) != (n_recurrences := len(spec.of_kind("recurrence"))):
+            raise UnsupportedModelError(
+                f"{n_recurrences} recurrent layers of {architecture}, of which {len(mixes)} have a module that is known; this is "
+                f"transformers {transformers.__version__}, and 5.23 is what attach was written for"
+            )
         self._forwards = [_Forward(module, _mixer_of(mix)) for module, mix in mixes]
         self._forwards.append(_Forward(hf_model, self._run, "past_key_values", "position_ids"))
         # The name of a model's cache in its outputs, where assisted generation looks for it.
@@ -151,14 +155,14 @@ class Attached:
         if self._lifts_guard and isinstance(cache, Cache) and any(getattr(layer, "record_past", False) for layer in cache.layers):
             raise StepError(
                 f"assisted generation of {type(self._model).__name__} needs past_key_values=HybridCache(...): {type(cache).__name__} does "
-                "not take recurrent states back"
+                "not take recurrent states back. Detach a model that only assists another one"
             )
 
     def _check(self, given: dict[str, Any], cache: HybridCache) -> None:
         """Refuse what a HybridCache cannot serve."""
         name = type(self._model).__name__
-        if torch.compiler.is_compiling():
-            raise StepError(f"a HybridCache inside torch.compile; call {name} itself")
+        if _is_compiled():
+            raise StepError(f"a HybridCache inside torch.compile, which cannot follow a memory; call {name} as it was before")
         if self._model.training:
             raise StepError(f"{name} is in training mode, and a HybridCache carries no gradients; call its .eval()")
         if given.get("output_attentions") or self._model.config.output_attentions:
@@ -204,6 +208,13 @@ class _Forward:
             del self._module.forward
         else:
             self._module.forward = self._before
+
+
+def _is_compiled() -> bool:
+    """Whether torch.compile traces this, or did, gave up and runs it as it is, which only a private name tells."""
+    if torch.compiler.is_compiling():
+        return True
+    return "torch._dynamo" in sys.modules and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def _signature_of(module: Module) -> inspect.Signature:
