@@ -52,6 +52,9 @@ class HybridMemory(Timelines):
         host_budget, swap_dir: for `swap_out`: bytes that may wait in host memory (None: any number), and the folder where those go that
             find no room there (None: nowhere).
         poison: for tests: fill fresh and freed memory with NaN.
+    Attributes:
+        spec, rollback_window, page_tokens, fold: what it goes by, defaults filled in; to be read, not set. A memory made with these has
+            blocks of the same sizes.
     Raises:
         SpecError: an option that cannot work, or a budget too small for one sequence.
     """
@@ -88,10 +91,11 @@ class HybridMemory(Timelines):
         if state_dtype not in (None, *_DTYPES):
             raise SpecError(f"state_dtype={state_dtype!r}; it must be one of {', '.join(map(str, _DTYPES))}, or None for the model's own")
         self.rollback_window = rollback_window
-        self.index = index_of(self.spec)
+        self.page_tokens = page_tokens
         # Of the spec's device: a dry run keeps the books of the real thing.
-        keeps = spec.device.type == "cpu" if fold is None else fold == "keep"
-        grid = TailGrid.of(rollback_window, keeps=keeps)
+        self.fold: Literal["keep", "replay"] = fold or ("keep" if spec.device.type == "cpu" else "replay")
+        self.index = index_of(self.spec)
+        grid = TailGrid.of(rollback_window, keeps=self.fold == "keep")
         budget_bytes = read_budget(budget)
         store = Store(budget_bytes, self.spec.device, poison=poison)
         self._tiers = Tiers(None if host_budget is None else read_budget(host_budget), None if swap_dir is None else Path(swap_dir))
@@ -274,6 +278,11 @@ class HybridMemory(Timelines):
         return self._kinds.horizons_after(packed)
 
     # Looking inside
+
+    def held_bytes(self, sequence: Sequence) -> int:
+        """Bytes of the budget that a sequence or a checkpoint refers to, shared with others or not. Raises SequenceError."""
+        self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
+        return self._kinds.held_bytes(sequence.slot)
 
     def usage(self) -> Usage:
         """Bytes by kind, by layers, by part and by sequence, counted in the arena. Print it. Cost: O(blocks in use)."""

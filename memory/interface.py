@@ -36,8 +36,16 @@ Int64s = NDArray[np.int64]
 class SequenceOwner(Protocol):
     """What a handle asks of the memory that made it."""
 
-    def describe(self, sequence: Sequence) -> tuple[int, Int64s, int]:
-        """(length, tokens, horizon) of an open sequence."""
+    def length_of(self, sequence: Sequence) -> int:
+        """Tokens of an open sequence."""
+        ...
+
+    def tokens_of(self, sequence: Sequence) -> Int64s:
+        """(length,) their ids: a view."""
+        ...
+
+    def horizon_of(self, sequence: Sequence) -> int:
+        """The earliest position that a rollback of an open sequence reaches."""
         ...
 
     def is_away(self, sequence: Sequence) -> bool:
@@ -70,28 +78,28 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens remembered."""
-        return self._described()[0]
+        return self._open_owner().length_of(self)
 
     @property
     def tokens(self) -> Int64s:
         """The token ids remembered, int64 (length,): a copy."""
-        tokens: Int64s = self._described()[1].copy()
+        tokens: Int64s = self._open_owner().tokens_of(self).copy()
         return tokens
 
     @property
     def horizon(self) -> int:
         """The earliest position that `rollback` reaches without a checkpoint (position 0 is always reachable)."""
-        return self._described()[2]
+        return self._open_owner().horizon_of(self)
 
     @property
     def is_swapped(self) -> bool:
         """Whether it is swapped out: then `HybridMemory.swap_in` must bring it back before it is used."""
         return not self.closed and self._owner.is_away(self)
 
-    def _described(self) -> tuple[int, Int64s, int]:
+    def _open_owner(self) -> SequenceOwner:
         if self.closed:
             raise SequenceError(f"sequence {self.id} is closed; open or fork another one")
-        return self._owner.describe(self)
+        return self._owner
 
     def __repr__(self) -> str:
         kind = "checkpoint" if self.is_checkpoint else "sequence"

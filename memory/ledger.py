@@ -35,7 +35,7 @@ class Ledger:
         self._is_mark = np.zeros(16, np.bool_)
         self._free_slots = list(range(15, -1, -1))
         self._n_opened = 0
-        self._checkpoints: dict[int, list[Sequence]] = {}
+        self._checkpoints: dict[int, dict[Sequence, None]] = {}  # by lineage, in the order in which they were taken
         self._seams: dict[int, tuple[tuple[int, int], ...]] = {}  # slot -> (the first position that a drop has changed, which drop)
         self._n_drops = 0
         self._away: dict[int, tuple[int, int]] = {}  # slot -> its horizon and its bytes, of those swapped out
@@ -60,7 +60,7 @@ class Ledger:
         self._capacities[slot] = 0
         self._is_mark[slot] = is_checkpoint
         if is_checkpoint:
-            self._checkpoints.setdefault(handle.lineage, []).append(handle)
+            self._checkpoints.setdefault(handle.lineage, {})[handle] = None
         return handle
 
     def close(self, sequence: Sequence) -> None:
@@ -72,7 +72,7 @@ class Ledger:
         self._seams.pop(sequence.slot, None)
         self._free_slots.append(sequence.slot)
         if sequence.is_checkpoint:
-            self._checkpoints[sequence.lineage].remove(sequence)
+            del self._checkpoints[sequence.lineage][sequence]
             if not self._checkpoints[sequence.lineage]:
                 del self._checkpoints[sequence.lineage]
 
@@ -231,7 +231,7 @@ class Ledger:
             return self._found_usable[1]
         numbers = [s.slot for s in sequences]
         slots = np.array(numbers, np.int64)
-        if list(map(self.handles.get, numbers)) != sequences or (self.is_busy | self.is_away | self._is_mark)[slots].any():
+        if list(map(self.handles.get, numbers)) != sequences or (self.is_busy[slots] | self.is_away[slots] | self._is_mark[slots]).any():
             for sequence in sequences:
                 self.check_usable(sequence)
         self._found_usable = sequences.copy(), slots

@@ -207,9 +207,15 @@ class Timelines:
 
     # Looking inside
 
-    def describe(self, sequence: Sequence) -> tuple[int, Int64s, int]:
-        """(length, tokens, horizon); what a handle's properties show."""
-        return int(self._ledger.lengths[sequence.slot]), self._ledger.tokens(sequence.slot), self._horizon(sequence)
+    def length_of(self, sequence: Sequence) -> int:
+        """What `sequence.length` shows; so do the next two."""
+        return int(self._ledger.lengths[sequence.slot])
+
+    def tokens_of(self, sequence: Sequence) -> Int64s:
+        return self._ledger.tokens(sequence.slot)
+
+    def horizon_of(self, sequence: Sequence) -> int:
+        return self._horizon(sequence)
 
     def is_whole(self, sequence: Sequence) -> bool:
         """Whether a sequence remembers what feeding its tokens would give: none was dropped from its middle. Raises SequenceError."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -110,8 +111,16 @@ class AllKinds(dict[str, LayerMemory[Any]]):
 
     def private_bytes(self, slot: int) -> int:
         """What `release` would give back."""
-        blocks, pools = self.blocks_of(slot), {pool.name: pool for pool, _ in self.pools}
-        return sum(int((pools[name].counts[ids] == 1).sum()) * pools[name].block_bytes for name, ids in blocks.items())
+        pools = self._pools_by_name
+        return sum(int(np.count_nonzero(pools[n].counts[ids] == 1)) * pools[n].block_bytes for n, ids in self.blocks_of(slot).items())
+
+    def held_bytes(self, slot: int) -> int:
+        """What a slot refers to, shared with others or not."""
+        return sum(len(ids) * self._pools_by_name[name].block_bytes for name, ids in self.blocks_of(slot).items())
+
+    @cached_property
+    def _pools_by_name(self) -> dict[str, BlockPool]:
+        return {pool.name: pool for pool, _ in self.pools}
 
     def groups(self, slots: Int64s) -> list[Group]:
         """What slots (S,) hold, kind by kind."""

@@ -340,7 +340,7 @@ def test_the_live_view_draws_every_state(setup: Setup) -> None:
         dashboard._drawn_at = 0.0
         dashboard.watch(simulation)
         console.print(dashboard)
-        seen.append(simulation.engine.n_running)
+        seen.append(simulation.engine.load.running)
 
     simulate(setup, make_workload(replace(LIVELY, n_users=2, turns=2), 0), watch)
     text = console.export_text()
