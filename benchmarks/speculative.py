@@ -13,11 +13,11 @@ from torch import Tensor
 
 from benchmarks.harness import Report, interleave
 from benchmarks.workloads import CONFIGS, VOCAB, make_peer
-from chat.conversation import Conversation, Player
-from chat.dialogues import make_dialogue
+from chat.conversation import MAX_REPLY_TOKENS, Conversation, Player
+from chat.dialogues import Turn, make_dialogue
 from chat.drafts import Draft, Drafter, DraftRequest, PromptLookup
-from chat.generation import Batch
-from chat.prompts import find_stop_ids, load_tokenizer
+from chat.engine import Engine
+from chat.prompts import Message, Tokenizer, encode_turn, find_stop_ids, load_tokenizer
 from chat.speculative import SpeculativeBatch
 from memory import HybridMemory, Sequence, Step
 from models import EMBEDDED, LanguageModel, load_model
@@ -90,18 +90,23 @@ class Decoding:
         model: LanguageModel | None = None,
         *,
         adapts: bool = True,
-        after_step: Callable[[], None] | None = None,
-    ) -> tuple[list[int], Batch]:
-        """The tokens that follow the prompt, and the batch that decoded them."""
-        model = model or self.model
-        batch = Batch(model, self.memory, ()) if drafter is None else SpeculativeBatch(model, self.memory, (), drafter, adapts=adapts)
-        sequence = self.memory.fork(self._root)
+        after_step: Callable[[], None] = lambda: None,
+    ) -> tuple[list[int], Engine | SpeculativeBatch]:
+        """The tokens that follow the prompt, and who decoded them: without drafts the engine."""
+        model, sequence = model or self.model, self.memory.fork(self._root)
+        if drafter is None:
+            engine = Engine(model, self.memory, None, stop_ids=())
+            generation = engine.submit(self.prompt[-1:], sequence=sequence, max_tokens=self.n_tokens)
+            while not engine.is_idle:
+                engine.step()
+                after_step()
+            return generation.token_ids, engine
+        batch = SpeculativeBatch(model, self.memory, (), drafter, adapts=adapts)
         batch.add(sequence, self.prompt[-1:], self.n_tokens)
         token_ids = []
         while not batch.is_idle:
             token_ids += [new.token_id for new in batch.step()]
-            if after_step is not None:
-                after_step()
+            after_step()
         batch.discard(sequence)
         self.memory.close(sequence)
         return token_ids, batch
@@ -160,7 +165,7 @@ def _given(report: Report, decoding: Decoding, *, quick: bool) -> None:
     shares = (0.0, 1.0) if quick else (0.0, 0.5, 0.8, 0.95, 1.0)
     cases = [(0, 0.0), *((n, share) for n in LENGTHS for share in shares)]
 
-    def run(n_draft: int, share: float) -> Batch:
+    def run(n_draft: int, share: float) -> Engine | SpeculativeBatch:
         drafter = GivenDrafts(decoding.text, n_draft, share) if n_draft else None
         token_ids, batch = decoding.decode(drafter, adapts=False)
         assert token_ids == decoding.text[len(decoding.prompt) :], "drafts must not change the text"
@@ -170,7 +175,7 @@ def _given(report: Report, decoding: Decoding, *, quick: bool) -> None:
     times = interleave({str(case): partial(run, *case) for case in cases}, 2 if quick else 4, n_warm_up=0)
     plain = times[str(cases[0])].median_ms / decoding.n_tokens
     for case in cases:
-        ms, n_steps = times[str(case)].median_ms, batches[case].speed.n_steps
+        ms, n_steps = times[str(case)].median_ms, batches[case].stats.n_steps
         report.add("drafts of given length and quality, jamba, 1 sequence", {
             "drafts a step": case[0], "each right with probability": case[1] if case[0] else "-", "ms a step": ms / n_steps,
             "tokens a step": decoding.n_tokens / n_steps, "ms a token": ms / decoding.n_tokens,
@@ -193,21 +198,30 @@ def _bytes(report: Report, decoding: Decoding) -> None:
 def _dialogues(report: Report, n_users: int) -> None:
     """The embedded model talks to users who state facts and ask for them later; what prompt lookup makes of its replies."""
     model, tokenizer = load_model("embedded"), load_tokenizer(EMBEDDED)
-    replies = []
-    for drafter in (None, PromptLookup(2, 8)):
-        memory = HybridMemory(model.memory_spec, "256MiB", rollback_window=WINDOW)
-        stop_ids = find_stop_ids(tokenizer, model)
-        batch = (
-            Batch(model, memory, stop_ids, remembers_end=True)
-            if drafter is None
-            else SpeculativeBatch(model, memory, stop_ids, drafter, remembers_end=True)
-        )
-        users = [Conversation(f"user {i}", memory.open()) for i in range(n_users)]
-        for i, user in enumerate(users):  # one after the other: speculation is for few sequences
-            Player(batch, tokenizer, lambda *_: None).play("dialogue", [(user, make_dialogue(random.Random(i), 8))])
-        replies.append([user.messages for user in users])
-        if isinstance(batch, SpeculativeBatch):
-            report.add("dialogues of the embedded model, one at a time", {
-                "drafts": "prompt lookup, n-grams of 2", "tokens": batch.acceptance.n_generated, "accepted": batch.acceptance.rate,
-                "tokens a step": batch.acceptance.tokens_per_step, "same replies": "yes" if replies[0] == replies[1] else "NO",
-            })  # fmt: skip
+    dialogues = [make_dialogue(random.Random(i), 8) for i in range(n_users)]  # one after the other: speculation is for few sequences
+    memory, plain = HybridMemory(model.memory_spec, "256MiB", rollback_window=WINDOW), list[list[Message]]()
+    player = Player(Engine(model, memory, tokenizer), tokenizer, lambda *_: None)
+    for turns in dialogues:
+        user = Conversation("user", memory.open())
+        player.play("dialogue", [(user, turns)])
+        plain.append(user.messages)
+    memory = HybridMemory(model.memory_spec, "256MiB", rollback_window=WINDOW)
+    batch = SpeculativeBatch(model, memory, find_stop_ids(tokenizer, model), PromptLookup(2, 8), remembers_end=True)
+    drafted = [_talk(batch, tokenizer, turns) for turns in dialogues]
+    report.add("dialogues of the embedded model, one at a time", {
+        "drafts": "prompt lookup, n-grams of 2", "tokens": batch.acceptance.n_generated, "accepted": batch.acceptance.rate,
+        "tokens a step": batch.acceptance.tokens_per_step, "same replies": "yes" if drafted == plain else "NO",
+    })  # fmt: skip
+
+
+def _talk(batch: SpeculativeBatch, tokenizer: Tokenizer, turns: list[Turn]) -> list[Message]:
+    """What is said in a dialogue, replies with drafts."""
+    sequence, messages = batch.memory.open(), list[Message]()
+    for turn in turns:
+        batch.add(sequence, encode_turn(tokenizer, messages, turn.user), MAX_REPLY_TOKENS)
+        token_ids = []
+        while not batch.is_idle:
+            token_ids += [new.token_id for new in batch.step()]
+        reply = tokenizer.decode(token_ids, skip_special_tokens=True)
+        messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": reply}]
+    return messages

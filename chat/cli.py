@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from chat.inspect_command import inspect
+from chat.plan_command import plan
 from chat.simulate_command import simulate
 
 if TYPE_CHECKING:
     from chat.display import Reply
     from chat.engine import Engine
-    from chat.generation import Batch
     from chat.prompts import Tokenizer
     from memory import HybridMemory
     from models import LanguageModel
@@ -53,16 +54,16 @@ def generate(
     """Reply to several prompts at once, greedily, in one batch."""
     with _one_line_errors():
         from chat.display import make_console, show_replies
-        from chat.generation import Batch
-        from chat.prompts import encode_prompt, find_stop_ids
+        from chat.engine import Engine
+        from chat.prompts import encode_prompt
         from memory import HybridMemory
 
         language_model, tokenizer = _load(model, device, dtype)
         prompts = [encode_prompt(tokenizer, text, is_chat=is_chat) for text in prompt]
         memory = HybridMemory(language_model.memory_spec, budget)
-        batch = Batch(language_model, memory, find_stop_ids(tokenizer, language_model))
-        show_replies(make_console(), _decode(batch, tokenizer, prompts, max_tokens))
-        typer.echo(str(batch.speed), err=True)
+        engine = Engine(language_model, memory, tokenizer)
+        show_replies(make_console(), _stream_replies(engine, prompts, max_tokens))
+        typer.echo(str(engine.stats), err=True)
 
 
 @app.command()
@@ -209,18 +210,16 @@ def _load(model: str, device: str, dtype: str) -> tuple[LanguageModel, Tokenizer
     return load_model(folder, device=device, dtype=dtype), load_tokenizer(folder)
 
 
-def _decode(batch: Batch, tokenizer: Tokenizer, prompts: list[list[int]], max_tokens: int) -> Iterator[list[Reply]]:
+def _stream_replies(engine: Engine, prompts: list[list[int]], max_tokens: int) -> Iterator[list[Reply]]:
     """Replies in the order of `prompts`, after every step."""
     from chat.display import Reply
-    from chat.generation import generate as generate_tokens
 
-    replies = [Reply() for _ in prompts]
-    ids: list[list[int]] = [[] for _ in prompts]
-    for step in generate_tokens(batch, prompts, max_tokens):
-        for i, new in step:
-            ids[i].append(new.token_id)
-            replies[i] = Reply(tokenizer.decode(ids[i], skip_special_tokens=True), new.is_last)
-        yield replies
+    generations = [engine.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
+    while not engine.is_idle:
+        for generation in engine.step():
+            if generation.error is not None:
+                raise generation.error
+        yield [Reply(generation.text, generation.is_finished) for generation in generations]
 
 
 @contextmanager
@@ -231,7 +230,9 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except HybridMemoryError as error:
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        from chat.display import harmless
+
+        typer.echo(f"error: {' '.join(harmless(str(error)).split())}", err=True)
         raise typer.Exit(1) from None
 
 
@@ -244,4 +245,5 @@ def _find_extra(*modules: str) -> None:
         raise SpecError(f"serve needs {', '.join(missing)}; install them with: pip install 'hybrid-memory[server]'")
 
 
-app.command()(_one_line_errors()(simulate))
+for _command in (simulate, plan, inspect):
+    app.command()(_one_line_errors()(_command))

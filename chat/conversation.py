@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from chat.dialogues import Turn
-from chat.generation import Batch
+from chat.engine import Engine, Generation
 from chat.prompts import Message, Tokenizer, encode_turn
 from memory import Sequence
 
@@ -55,12 +55,12 @@ class Player:
     """Lets any number of conversations talk to the model at once.
 
     Args:
-        batch: must feed the ends of replies (`remembers_end`), so that memories hold what the chat template would render.
+        engine: with the tokenizer.
         on_word: watches the replies grow.
     """
 
-    def __init__(self, batch: Batch, tokenizer: Tokenizer, on_word: OnWord) -> None:
-        self.batch = batch
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, on_word: OnWord) -> None:
+        self.engine = engine
         self._tokenizer = tokenizer
         self._on_word = on_word
 
@@ -70,48 +70,45 @@ class Player:
         Returns:
             An answer for each question, in the order of `scripts`.
         Raises:
-            As `Batch.step`, and FormatError as `encode_turn`.
+            As `Engine.step`, what ended a reply with an error, and FormatError as `encode_turn`.
         """
         lines = [_Line(conversation, list(turns)) for conversation, turns in scripts]
-        active = {line.conversation.sequence: line for line in lines}
-        for line in lines:
-            self._start(line)
-        while not self.batch.is_idle:
-            for new in self.batch.step():
-                self._hear(scene, active[new.sequence], new.token_id, is_last=new.is_last)
+        active = {self._start(line): line for line in lines if line.turns}
+        while active:
+            for generation in self.engine.step():
+                line = active.pop(generation)
+                self._finish(scene, line, generation)
+                if line.turns:
+                    active[self._start(line)] = line
         return [answer for line in lines for answer in line.answers]
 
-    def _start(self, line: _Line) -> None:
-        """Feed the next turn's user text, if there is one left."""
-        if line.turns:
-            conversation = line.conversation
-            token_ids = encode_turn(self._tokenizer, conversation.messages, line.turns[0].user)
-            self.batch.add(conversation.sequence, token_ids, MAX_REPLY_TOKENS)
-
-    def _hear(self, scene: str, line: _Line, token_id: int, *, is_last: bool) -> None:
+    def _start(self, line: _Line) -> Generation:
+        """Feed the next turn's user text, and the end of the reply to it, so that memories hold what the chat template would render."""
         conversation, turn = line.conversation, line.turns[0]
-        line.reply_ids.append(token_id)
-        reply = self._tokenizer.decode(line.reply_ids, skip_special_tokens=True)
-        if is_last:
-            self._finish(scene, line, reply)
-        self._on_word(conversation, turn.user, reply, is_last)
+        return self.engine.submit(
+            encode_turn(self._tokenizer, conversation.messages, turn.user),
+            sequence=conversation.sequence,
+            max_tokens=MAX_REPLY_TOKENS,
+            keeps_sequence=True,
+            remembers_end=True,
+            on_token=lambda generation, _: self._on_word(conversation, turn.user, generation.text, generation.is_finished),
+        )
 
-    def _finish(self, scene: str, line: _Line, reply: str) -> None:
-        conversation, turn = line.conversation, line.turns.pop(0)
-        line.reply_ids.clear()
+    def _finish(self, scene: str, line: _Line, generation: Generation) -> None:
+        if generation.error is not None:
+            raise generation.error
+        conversation, turn, reply = line.conversation, line.turns.pop(0), generation.text
         conversation.messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": reply}]
         if turn.is_question:
             line.answers.append(Answer(scene, conversation.name, turn.user, reply, turn.reply))
         elif turn.topic is not None and turn.value is not None:
             conversation.told[turn.topic] = turn.value
-        self._start(line)
 
 
 @dataclass
 class _Line:
-    """A conversation's part of a scene: the turns to come and the reply that is growing."""
+    """A conversation's part of a scene: the turns to come and the answers so far."""
 
     conversation: Conversation
     turns: list[Turn]
-    reply_ids: list[int] = field(default_factory=list)
     answers: list[Answer] = field(default_factory=list)

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from chat.conversation import Answer, Conversation, OnWord, Player
 from chat.dialogues import NAMED, TOPICS, Turn, choose_value, make_dialogue, question, small_talk, statement
-from chat.generation import Batch, Speed
-from chat.prompts import Tokenizer, find_stop_ids
+from chat.engine import Engine, EngineStats
+from chat.prompts import Tokenizer
 from memory import FormatError, HybridMemory, SpecError
 from memory.inspection import Usage
 from models import LanguageModel
@@ -20,7 +20,7 @@ from models import LanguageModel
 
 @dataclass(frozen=True)
 class Reuse:
-    """History that a scene went on from instead of computing it again. All counts are tokens, measured at the batch.
+    """History that a scene went on from instead of computing it again. All counts are tokens, measured at the engine.
 
     Attributes:
         n_reused: history kept by the rollback, or shared by the forks.
@@ -39,7 +39,7 @@ class Reuse:
 class Report:
     """What a demo found. `usage` is taken at the end, with all users, forks and checkpoints still open."""
 
-    speed: Speed
+    speed: EngineStats
     usage: Usage
     answers: list[Answer] = field(default_factory=list)
     reuses: list[Reuse] = field(default_factory=list)
@@ -78,10 +78,10 @@ def run_demo(
     if not tokenizer.chat_template or tokenizer.eos_token_id is None:
         raise FormatError("the demo needs a tokenizer with a chat template and an end-of-text token")
     memory = HybridMemory(model.memory_spec, budget)
-    batch = Batch(model, memory, find_stop_ids(tokenizer, model), remembers_end=True)
+    engine = Engine(model, memory, tokenizer)
     users = [Conversation(f"user {i + 1}", memory.open()) for i in range(n_users)]
-    scenes = _Scenes(memory, Player(batch, tokenizer, on_word), seed)
-    report = Report(batch.speed, memory.usage())
+    scenes = _Scenes(memory, Player(engine, tokenizer, on_word), seed)
+    report = Report(engine.stats, memory.usage())
     report.answers += scenes.talk(users, n_turns)
     scenes.edit(report, users[0], n_later=0)
     scenes.edit(report, users[1], users[0], n_later=3)  # so there is something that user 1 can be asked and never told
@@ -123,11 +123,11 @@ class _Scenes:
         self._memory.rollback(user.sequence, to=kept if is_in_window else mark)
         self._memory.close(mark)
         user.messages, user.told = before.messages, before.told
-        n_fed = self._player.batch.speed.n_fed
+        n_fed = self._player.engine.stats.n_fed
         turns = [statement(rng, topic, second), question(rng, topic, second)]
         scene = f"edited by rollback, was {first}"
         report.answers += self._player.play(scene, [(user, turns)])
-        n_fed, n_new = self._player.batch.speed.n_fed - n_fed, user.sequence.length - kept
+        n_fed, n_new = self._player.engine.stats.n_fed - n_fed, user.sequence.length - kept
         means = "rollback within the window" if is_in_window else "rollback to a checkpoint"
         report.reuses.append(Reuse(f"{user.name} edits a fact", means, kept, n_fed - n_new, n_new))
 
@@ -137,12 +137,12 @@ class _Scenes:
         topic = self._new_topic(rng, user)
         left = choose_value(rng, topic, held_out=True)
         right = choose_value(rng, topic, held_out=True, but_not=left)
-        kept, n_fed = user.sequence.length, self._player.batch.speed.n_fed
+        kept, n_fed = user.sequence.length, self._player.engine.stats.n_fed
         forks = [user.copy(f"{user.name}, fork {name}", self._memory.fork(user.sequence)) for name in "AB"]
         scripts = [(f, [statement(rng, topic, v), question(rng, topic, v)]) for f, v in zip(forks, (left, right), strict=True)]
         report.answers += self._player.play("forked", [*scripts, (user, [question(rng, topic, None)])])
         n_new = sum(c.sequence.length - kept for c in (*forks, user))
-        n_fed = self._player.batch.speed.n_fed - n_fed
+        n_fed = self._player.engine.stats.n_fed - n_fed
         report.reuses.append(Reuse(f"{user.name} is forked", "two forks", len(forks) * kept, n_fed - n_new, n_new))
 
     def probe_leaks(self, users: list[Conversation]) -> list[Answer]:

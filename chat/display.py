@@ -14,10 +14,13 @@ from rich.text import Text
 
 from chat.conversation import Conversation, OnWord
 from chat.demo import Report
-from memory.inspection import Usage, format_bytes
+from memory.inspection import Usage
+from memory.tables import format_bytes
 
 MOST_ROWS = 40
 """Right answers beyond these are counted, not listed."""
+MOST_CHARACTERS = 2000
+"""Of a text out of a file."""
 _PIPED_WIDTH = 120
 """Columns where nobody says how wide the output is: most rows fit on one line."""
 _MOST_LIVE_ROWS = 12
@@ -28,6 +31,12 @@ def make_console() -> Console:
     """Standard output."""
     console = Console()
     return console if console.is_terminal else Console(width=_PIPED_WIDTH)
+
+
+def harmless(text: str) -> str:
+    """Text of files that anybody may have written, as a terminal may show it: control characters are named, and nothing is endless."""
+    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text[:MOST_CHARACTERS])
+    return shown + "…" * (len(text) > MOST_CHARACTERS)
 
 
 @dataclass

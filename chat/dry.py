@@ -13,7 +13,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
-from chat.engine import Choice, Engine, Plan
+from chat.choosing import Choice, Plan
 from chat.prompts import Message, Tokenizer, encode_turn
 from chat.requests import Generation
 from chat.workload import Event
@@ -70,43 +70,34 @@ class CountingMemory(HybridMemory):
         return self._tiers.used_bytes
 
 
-class SimulationEngine(Engine):
-    """An engine that knows whose sequences may be swapped out because they take no part in its steps."""
+class Script:
+    """Replies that were made up beforehand, in a model's place: what an engine chooses in a dry run.
 
-    def waiting_sequences(self) -> list[Sequence]:
-        """Live ones of generations that wait, those first that will wait for longest."""
-        jobs = [*self._scheduler.parked, *self._scheduler.waiting]
-        return [job.sequence for job in reversed(jobs) if job.sequence is not None and not job.sequence.is_swapped]
+    Args:
+        stop_id: ends each reply.
+    """
 
-    def expect(self, generation: Generation, reply: list[int]) -> None:
-        """What a dry run is to generate; models need no telling."""
-
-
-class DryEngine(SimulationEngine):
-    """Schedules as ever, with replies that were made up beforehand instead of a model's."""
-
-    def __init__(self, memory: HybridMemory, *, stop_ids: tuple[int, ...], **options: Any) -> None:
-        super().__init__(_NoModel(), memory, None, stop_ids=stop_ids, **options)  # type: ignore[arg-type]
+    def __init__(self, stop_id: int) -> None:
+        self._stop_id = stop_id
         self._replies: dict[Generation, list[int]] = {}
 
     def expect(self, generation: Generation, reply: list[int]) -> None:
+        """What is to be said, from the next step on."""
         self._replies[generation] = reply
 
-    def step(self) -> list[Generation]:
-        finished = super().step()
-        for generation in finished:
-            self._replies.pop(generation, None)
-        return finished
+    def forget(self, generation: Generation) -> None:
+        self._replies.pop(generation, None)
 
-    def _choose(self, logits_SV: Tensor, plan: Plan) -> list[Choice]:
+    def choose(self, logits: Tensor, plan: Plan) -> list[Choice]:
+        """For `Engine(choose=...)`."""
         return [self._next(job.generation) if job.wants_choice(n_tokens) else None for job, n_tokens in plan]
 
     def _next(self, generation: Generation) -> int:
         reply, n_chosen = self._replies[generation], len(generation.token_ids)
-        return reply[n_chosen] if n_chosen < len(reply) else self.stop_ids[0]
+        return reply[n_chosen] if n_chosen < len(reply) else self._stop_id
 
 
-class _NoModel:
+class NoModel:
     """Stands where a model would be."""
 
     def __call__(self, step: Step) -> Tensor:

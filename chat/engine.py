@@ -19,12 +19,12 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Any
 
-from torch import Tensor
-
+from chat.choosing import Choice, Choose, Plan, choose_tokens
+from chat.news import News
 from chat.prompts import Tokenizer, find_stop_ids
 from chat.requests import EngineStats, Generation, Job, OnToken, Request, read_stop, read_token_ids
 from chat.sampling import Sampling
-from chat.scheduling import Scheduler, plan_step
+from chat.scheduling import Load, Scheduler, open_step, plan_step
 from chat.serving import Serving
 from chat.streaming import TextStream
 from memory import BatchError, CapacityError, HybridMemory, Sequence, SequenceError, SpecError, Step, StepError
@@ -34,8 +34,6 @@ from models import LanguageModel
 
 __all__ = ["Engine", "EngineStats", "Generation", "OnToken", "Sampling"]
 
-Plan = list[tuple[Job, int]]
-Choice = int | StepError | None
 GREEDY = Sampling()
 
 
@@ -53,6 +51,7 @@ class Engine(Serving):
         step_tokens: fed in one step at most.
         max_running: requests in one step at most; fewer than `step_tokens`, so that prompts always go on.
         clock: seconds; for tests.
+        choose: the next tokens from a step's logits; for dry runs, which have none.
     Raises:
         SpecError: numbers that cannot work.
     """
@@ -68,6 +67,7 @@ class Engine(Serving):
         step_tokens: int = 256,
         max_running: int = 64,
         clock: Callable[[], float] = time.perf_counter,
+        choose: Choose = choose_tokens,
     ) -> None:
         super().__init__()
         for name, value in (("step_tokens", step_tokens), ("max_running", max_running)):
@@ -87,11 +87,12 @@ class Engine(Serving):
         self.stop_ids = tuple(stop_ids)
         self.tokenizer = tokenizer
         self._clock = clock
+        self._choose = choose
         self._scheduler = Scheduler(memory, prefixes, self.stats, max_running)
         self._n_submitted = 0
         self._is_stepping = False
         self._to_remember: list[Sequence] = []
-        self._news: dict[Job, str] = {}  # text that nobody was told of yet
+        self._news = News(self._scheduler)
         self._finished: list[Generation] = []
 
     # Requests
@@ -149,7 +150,7 @@ class Engine(Serving):
         now = self._clock()
         deadline = float("inf") if deadline_s is None else now + deadline_s
         with self._scheduler.lock:
-            n_base = 0 if sequence is None else self._check_sequence(sequence)
+            n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
             generation = Generation(self._n_submitted, len(ids), now)
             stream = TextStream(self.tokenizer, request.stop)
             self._scheduler.add(Job(request, generation, stream, deadline, sequence, list(ids), n_base=n_base))
@@ -157,22 +158,10 @@ class Engine(Serving):
         self.wake()
         return generation
 
-    def _check_sequence(self, sequence: Sequence) -> int:
-        """The length of a sequence that a generation can go on with."""
-        if any(job.sequence is sequence for job in self._scheduler.jobs.values()):
-            raise SequenceError(f"{sequence!r} is in use by another generation; wait for its end, or fork it")
-        self.memory.is_whole(sequence)  # raises for a bad handle, and for none that is swapped out
-        if sequence.is_checkpoint:
-            raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
-        return sequence.length
-
     def cancel(self, generation: Generation) -> None:
         """End a generation as it is; nothing happens if it has ended. Its bytes are free at once, or after the step that is running."""
-        with self._scheduler.lock:
-            job = self._scheduler.jobs.get(generation)
-            if job is None:
-                return
-            job.is_cancelled = True
+        if not self._scheduler.cancel(generation):
+            return
         self.wake()
         if self.lock.acquire(blocking=False):  # else whoever holds it will see; an event loop must not wait for a step
             try:
@@ -187,13 +176,14 @@ class Engine(Serving):
         return not self._scheduler.jobs
 
     @property
-    def n_running(self) -> int:
-        return len(self._scheduler.running)
+    def load(self) -> Load:
+        """How many generations have not ended, and how they stand."""
+        return self._scheduler.load
 
-    @property
-    def n_waiting(self) -> int:
-        """Generations that take no part in the steps: new ones, and those that had to leave for a while."""
-        return len(self._scheduler.waiting) + len(self._scheduler.parked)
+    def waiting_sequences(self) -> list[Sequence]:
+        """Live ones, in the memory, of generations that take no part in the steps: those first that will wait for longest. Swap them out
+        where room is short (`HybridMemory.add_reclaimer`)."""
+        return self._scheduler.waiting_sequences()
 
     # Steps
 
@@ -230,7 +220,7 @@ class Engine(Serving):
         scheduler, limit = self._scheduler, self.step_tokens
         while scheduler.running:
             plan = plan_step(scheduler.running, limit)
-            step = self._open_step(plan)
+            step = open_step(self.memory, scheduler, plan)
             if step is None:
                 continue
             try:
@@ -243,22 +233,6 @@ class Engine(Serving):
                     limit = plan[0][1] // 2
                 elif not scheduler.restart():
                     scheduler.end(plan[0][0], "error", error)
-
-    def _open_step(self, plan: Plan) -> Step | None:
-        """The step, or None if a sequence in it was spoilt from outside: its generation has ended with an error then."""
-        requests = [(job.live_sequence, job.tokens[job.n_fed : job.n_fed + n]) for job, n in plan]
-        try:
-            return self.memory.step(requests)
-        except (BatchError, SequenceError):
-            n_running = len(self._scheduler.running)
-            for (job, _), request in zip(plan, requests, strict=True):
-                try:
-                    self.memory.step([request])
-                except (BatchError, SequenceError) as error:
-                    self._scheduler.end(job, "error", error)
-            if len(self._scheduler.running) == n_running:
-                raise
-            return None
 
     def _run_step(self, step: Step, plan: Plan) -> None:
         started = time.perf_counter()
@@ -275,27 +249,6 @@ class Engine(Serving):
                 except Exception as error:  # of the tokenizer: the others have nothing to do with it
                     self._scheduler.end(job, "error", error)
             self.stats.seconds += time.perf_counter() - started
-
-    def _choose(self, logits_SV: Tensor, plan: Plan) -> list[Choice]:
-        """The next token of each job that wants one. Nothing changes, so that a step that fails can be tried again."""
-        highest: list[float] = []
-        best: list[int] = []
-        if any(job.request.sampling.is_plain for job, _ in plan):
-            highest_S, best_S = logits_SV.max(-1)
-            highest, best = highest_S.tolist(), best_S.tolist()
-        chosen: list[Choice] = []
-        for i, (job, n_tokens) in enumerate(plan):
-            if not job.wants_choice(n_tokens):
-                chosen.append(None)
-            elif job.request.sampling.is_plain and abs(highest[i]) < float("inf"):  # not so for NaN
-                chosen.append(best[i])
-            else:
-                assert job.sampler is not None, "made when it was admitted"
-                try:
-                    chosen.append(job.sampler.draw(logits_SV[i]))
-                except StepError as error:  # no finite logits: it alone ends
-                    chosen.append(error)
-        return chosen
 
     def _record(self, job: Job, n_tokens: int) -> None:
         """The memory holds this many more of the job's tokens."""
@@ -315,7 +268,7 @@ class Engine(Serving):
             return
         if choice is not None:
             self.stats.n_generated += 1
-            self._news[job] = self._news.get(job, "") + job.take(choice, self.stop_ids, now)
+            self._news.add(job, job.take(choice, self.stop_ids, now))
         elif job.ending is None and job.n_fed == len(job.tokens):
             job.ending = "length"  # max_tokens=0: there was nothing to choose
         if job.ending is not None and job.n_fed == len(job.tokens):
@@ -327,27 +280,15 @@ class Engine(Serving):
     def _settle(self) -> None:
         """End what is to end, and tell everybody what is new."""
         while True:
-            self._reap()
+            self._scheduler.reap(self._clock())
             while self._to_remember:
                 sequence = self._to_remember.pop()
                 if self.prefixes is not None and not sequence.closed:
                     self.prefixes.insert(sequence)
             for job in self._scheduler.ended():
                 self._release(job)
-            if not self._news:
+            if not self._news.tell():
                 return
-            self._tell()
-
-    def _reap(self) -> None:
-        """Find out who was cancelled, is too late, or has lost its sequence."""
-        now = self._clock()
-        for job in self._scheduler.going_on():
-            if job.is_cancelled:
-                self._scheduler.end(job, "cancelled")
-            elif now >= job.deadline:
-                self._scheduler.end(job, "deadline")
-            elif job.sequence is not None and job.sequence.closed:
-                self._scheduler.end(job, "error", SequenceError(f"{job.sequence!r} was closed while its generation was running"))
 
     def _release(self, job: Job) -> None:
         """Give the bytes back, and write down how it ended."""
@@ -365,30 +306,16 @@ class Engine(Serving):
                 else:
                     with suppress(SequenceError):  # somebody has it in a step of their own: then it is theirs to close
                         self.memory.close(job.sequence)
-            self._news[job] = self._news.get(job, "") + piece
+            self._news.add(job, piece)
             generation.text = job.stream.text
             generation.error, generation.finished_at = error, self._clock()
             with self._scheduler.lock:  # who sees that it has ended may submit its sequence again
                 generation.finish_reason = reason
-                del self._scheduler.jobs[generation]
+                self._scheduler.forget(job)
             if job.sequence is not None:
                 self._scheduler.is_full = False
             self._finished.append(generation)
             self.stats.finished[reason] += 1
-
-    def _tell(self) -> None:
-        while self._news:
-            job = next(iter(self._news))
-            piece = self._news.pop(job)
-            if job.request.on_token is None or job.is_deaf:
-                continue
-            try:
-                job.request.on_token(job.generation, piece)
-            except Exception as error:  # somebody else's code: it must not end the others
-                job.is_deaf = True
-                job.generation.error = job.generation.error or error
-                if job.outcome is None:
-                    self._scheduler.end(job, "error", error)
 
     def end_all(self, error: Exception) -> None:
         """End every generation with an error, as when the model cannot go on."""

@@ -51,6 +51,12 @@ class EngineStats:
     def tokens_per_second(self) -> float:
         return self.n_fed / self.seconds if self.seconds else 0.0
 
+    def __str__(self) -> str:
+        return (
+            f"{self.n_fed:,} tokens ({self.n_generated:,} of them generated) in {self.n_steps:,} steps and {self.seconds:.2f} s: "
+            f"{self.tokens_per_second:,.0f} tokens/s"
+        )
+
     def count_lookup(self, lookup: Lookup) -> None:
         """Count what a prompt had from the prefix cache, and what it could not have."""
         could_reuse = min(lookup.by_attention, lookup.n_tokens - 1)

@@ -23,7 +23,7 @@ from chat.sampling import Sampling
 from memory import FormatError, HybridMemory, Sequence
 
 _FORMAT, _VERSION = "hybrid-memory chat", 1
-_FILE = "session.json"
+SESSION_FILE = "session.json"
 _MEMORY_FILE = re.compile(r"memory-[0-9a-f]{32}\.safetensors")
 
 
@@ -52,7 +52,7 @@ def write_session(folder: Path, saved: SavedSession, memory: HybridMemory, live:
             json.dump({**about, "sha256": _digest(about)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(folder / _FILE)
+        beside.replace(folder / SESSION_FILE)
     except BaseException:
         for path in (beside, *([] if name is None else [folder / name])):
             path.unlink(missing_ok=True)
@@ -63,8 +63,8 @@ def write_session(folder: Path, saved: SavedSession, memory: HybridMemory, live:
 
 def read_session(folder: Path, memory: HybridMemory) -> tuple[SavedSession, Callable[[], Sequence | None]]:
     """What was saved, and what loads its memory when called. Raises FormatError; loading raises it as well, and CapacityError."""
-    path = folder / _FILE
-    about = _read_json(path)
+    path = folder / SESSION_FILE
+    about = read_about(path)
     try:
         messages = tuple(Utterance(str(m["role"]), str(m["content"]), tuple(map(int, m["token_ids"]))) for m in about["messages"])
         ids = [i for m in messages for i in m.token_ids]
@@ -82,10 +82,11 @@ def read_session(folder: Path, memory: HybridMemory) -> tuple[SavedSession, Call
     return saved, lambda: None if name is None else memory.load(folder / name)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_about(path: Path) -> dict[str, Any]:
+    """The JSON of a saved session, its checksum right. Raises FormatError."""
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise FormatError(f"{path} cannot be read ({error}); give the folder of a saved session") from error
     if not isinstance(about, dict) or about.get("format") != _FORMAT:
         raise FormatError(f"{path} holds no saved session; give a folder that ChatSession.save wrote")
@@ -99,7 +100,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _memory_file_of(folder: Path) -> str | None:
     """The memory file of the session that is saved there now."""
     try:
-        name = _read_json(folder / _FILE)["memory"]
+        name = read_about(folder / SESSION_FILE)["memory"]
     except (FormatError, KeyError):
         return None
     return name if isinstance(name, str) and _MEMORY_FILE.fullmatch(name) else None

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
 from itertools import accumulate
+from typing import Any
 
+from chat.choosing import Plan
 from chat.requests import EngineStats, FinishReason, Generation, Job
 from chat.sampling import Sampler
-from memory import CapacityError, CrossAttentionSpec, HybridMemory, HybridMemoryError, SpecError
+from memory import BatchError, CapacityError, CrossAttentionSpec, HybridMemory, HybridMemoryError, Sequence, SequenceError, Step
 from memory.interrupts import uninterrupted
 from memory.prefix import PrefixCache
 
@@ -17,7 +20,7 @@ LEAST_CHUNK_TOKENS = 16
 """Prompts share a step in chunks no smaller than this, or than what they still want: below, each costs more than its tokens."""
 
 
-def plan_step(jobs: list[Job], step_tokens: int) -> list[tuple[Job, int]]:
+def plan_step(jobs: list[Job], step_tokens: int) -> Plan:
     """How many tokens each job is fed in a step; those that get none are left out.
 
     One for each that decodes. What is left goes in equal parts to the prompts: a short one is soon done, a long one goes on at every
@@ -42,17 +45,36 @@ def _n_wanted(job: Job) -> int:
     return job.next_stop - job.n_fed
 
 
+def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan) -> Step | None:
+    """The step, or None if a sequence in it was spoilt from outside: its generation has ended with an error then."""
+    requests = [(job.live_sequence, job.tokens[job.n_fed : job.n_fed + n]) for job, n in plan]
+    try:
+        return memory.step(requests)
+    except (BatchError, SequenceError):
+        n_running = len(scheduler.running)
+        for (job, _), request in zip(plan, requests, strict=True):
+            try:
+                memory.step([request])
+            except (BatchError, SequenceError) as error:
+                scheduler.end(job, "error", error)
+        if len(scheduler.running) == n_running:
+            raise
+        return None
+
+
 class Sizes:
     """Bytes that sequences take by themselves, found out by a dry run on a memory of the same shape.
 
-    They are estimates: lengths are rounded up by as much as a quarter, pages are of the usual size, and nothing is shared.
+    They are estimates: lengths are rounded up by as much as a quarter, and nothing is shared.
     """
 
     def __init__(self, memory: HybridMemory) -> None:
         without = tuple(tuple(m for m in layer if not isinstance(m, CrossAttentionSpec)) for layer in memory.spec.layers)
         self.budget_bytes = memory.usage().budget_bytes
         self._spec = replace(memory.spec, layers=without)
-        self._window = memory.rollback_window
+        self._options: dict[str, Any] = {
+            "rollback_window": memory.rollback_window, "page_tokens": memory.page_tokens, "fold": memory.fold, "device": "meta",
+        }  # fmt: skip
         self._bytes: dict[int, int] = {}
 
     def of(self, n_tokens: int) -> int:
@@ -64,15 +86,34 @@ class Sizes:
         return self._bytes[rounded]
 
     def _measure(self, n_tokens: int) -> int:
+        memory = HybridMemory(self._spec, self.budget_bytes, **self._options)
+        sequence = memory.open()
         try:
-            memory = HybridMemory(self._spec, self.budget_bytes, rollback_window=self._window, device="meta")
-            sequence = memory.open()
             for start in range(0, n_tokens, 512):
                 with memory.step({sequence: [0] * min(512, n_tokens - start)}):
                     pass
-        except (CapacityError, SpecError):  # the latter where the budget holds smaller pages than the usual ones only
+        except CapacityError:
             return self.budget_bytes + 1
         return memory.usage().used_bytes
+
+
+@dataclass(frozen=True)
+class Load:
+    """Generations that have not ended.
+
+    Attributes:
+        running: take part in the steps.
+        waiting: have not been let in yet.
+        preempted: had to leave, and come back before those who wait.
+    """
+
+    running: int
+    waiting: int
+    preempted: int
+
+    @property
+    def total(self) -> int:
+        return self.running + self.waiting + self.preempted
 
 
 class Scheduler:
@@ -94,6 +135,10 @@ class Scheduler:
         self.running: list[Job] = []
         self.parked: list[Job] = []
         self.is_full = False
+        self._given: set[Sequence] = set()  # by callers, for jobs to go on with
+        self._cancelled: list[Job] = []
+        self._deadlines: list[tuple[float, int, Job]] = []  # a heap
+        self._ended: list[Job] = []
         self._memory = memory
         self._prefixes = prefixes
         self._stats = stats
@@ -104,7 +149,30 @@ class Scheduler:
     def add(self, job: Job) -> None:
         """Let it wait. The caller holds `lock`."""
         self.jobs[job.generation] = job
+        if job.request.sequence is not None:
+            self._given.add(job.request.sequence)
+        if job.deadline < float("inf"):
+            heappush(self._deadlines, (job.deadline, job.generation.id, job))
         insort(self.waiting, job, key=lambda job: job.rank)
+
+    @property
+    def load(self) -> Load:
+        return Load(len(self.running), len(self.waiting), len(self.parked))
+
+    def waiting_sequences(self) -> list[Sequence]:
+        """Live ones of those who wait or are parked, not swapped out, those first that will wait for longest."""
+        with self.lock:
+            jobs = [*self.parked, *self.waiting]
+        return [job.sequence for job in reversed(jobs) if job.sequence is not None and not job.sequence.is_swapped]
+
+    def check_sequence(self, sequence: Sequence) -> int:
+        """The length of a sequence that a generation can go on with. The caller holds `lock`. Raises SequenceError."""
+        if sequence in self._given:
+            raise SequenceError(f"{sequence!r} is in use by another generation; wait for its end, or fork it")
+        self._memory.is_whole(sequence)  # raises for a bad handle, and for none that is swapped out
+        if sequence.is_checkpoint:
+            raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
+        return sequence.length
 
     def going_on(self) -> list[Job]:
         """Those that have no outcome yet, in the order in which they came."""
@@ -112,29 +180,68 @@ class Scheduler:
             return [job for job in self.jobs.values() if job.outcome is None]
 
     def ended(self) -> list[Job]:
-        """Those that have one, and that the engine has still to let go."""
+        """Those that have one, and that the engine has still to let go, in the order in which they came."""
+        return sorted(self._ended, key=lambda job: job.generation.id)
+
+    def forget(self, job: Job) -> None:
+        """One that has ended is let go. The caller holds `lock`."""
+        del self.jobs[job.generation]
+        self._ended.remove(job)
+        if job.request.sequence is not None:
+            self._given.discard(job.request.sequence)
+
+    def cancel(self, generation: Generation) -> bool:
+        """Let a generation end at the next `reap`; whether it goes on until then. From any thread."""
         with self.lock:
-            return [job for job in self.jobs.values() if job.outcome is not None]
+            job = self.jobs.get(generation)
+            if job is None:
+                return False
+            job.is_cancelled = True
+            self._cancelled.append(job)
+        return True
+
+    def reap(self, now: float) -> None:
+        """End who was cancelled, is too late, or has lost its sequence (who waits finds that out when it is let in)."""
+        with self.lock:
+            cancelled, self._cancelled = self._cancelled, []
+            late = []
+            while self._deadlines and self._deadlines[0][0] <= now:
+                late.append(heappop(self._deadlines)[2])
+        for job in (*cancelled, *late):
+            if job.outcome is None:
+                self.end(job, "cancelled" if job.is_cancelled else "deadline")
+        for job in [*self.running, *self.parked]:
+            if job.sequence is not None and job.sequence.closed:
+                self.end(job, "error", SequenceError(f"{job.sequence!r} was closed while its generation was running"))
 
     def end(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
         """Take a job out of the steps; the engine does the rest when the step is over."""
+        if job.outcome is None:
+            self._ended.append(job)
         job.outcome = reason, error
         for queue in (self.running, self.parked):
             if job in queue:
                 queue.remove(job)
+                return
         with self.lock:
             if job in self.waiting:
                 self.waiting.remove(job)
 
     def admit(self) -> None:
         """Let in who fits: first those who had to leave, then new ones."""
+        taken_bytes: int | None = None
         while len(self.running) < self._max_running:
             with self.lock:
                 job = next(iter(self.parked or self.waiting), None)
-            if job is None or not self._has_room(job):
+            if job is None:
+                return
+            if taken_bytes is None:
+                taken_bytes = sum(map(self._own_bytes, self.running))
+            if not self._has_room(job, taken_bytes):
                 return
             try:
                 self._start(job)
+                taken_bytes += self._own_bytes(job)
             except CapacityError as error:
                 self.is_full = True
                 if self.running:
@@ -145,16 +252,18 @@ class Scheduler:
             except (HybridMemoryError, OSError) as error:  # a handle that was spoilt from outside, a swap file that is gone
                 self.end(job, "error", error)
 
-    def _has_room(self, job: Job) -> bool:
-        """Whether it is worth trying to let this one in."""
+    def _own_bytes(self, job: Job) -> int:
+        """What is expected of a running request. What it has from the prefix cache it shares with others: it counts with who brought it."""
+        return self._sizes.of(job.expected_tokens) - (self._sizes.of(job.n_reused) if job.n_reused else 0)
+
+    def _has_room(self, job: Job, taken_bytes: int) -> bool:
+        """Whether it is worth trying to let this one in, beside what those who run are expected to take."""
         if not self.running:
             return True
         needed = self._sizes.of(job.expected_tokens)
         if self.is_full:  # the others grow as well: without some room to spare it would soon have to leave again
             return self._memory.free_bytes >= 2 * needed
-        # What a running request has from the prefix cache it shares with others: it counts with whoever brought it.
-        taken = sum(self._sizes.of(j.expected_tokens) - (self._sizes.of(j.n_reused) if j.n_reused else 0) for j in self.running)
-        return taken + needed <= self._sizes.budget_bytes
+        return taken_bytes + needed <= self._sizes.budget_bytes
 
     def _start(self, job: Job) -> None:
         """Bring a job's sequence in and let it run. Raises as the memory does, with the job where it was."""

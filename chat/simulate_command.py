@@ -100,8 +100,8 @@ def _find_workload(habits: tuple[Any, ...], seed: int, trace: Path | None, save_
 
 def _check_outputs(alone: str, plots: Path | None) -> None:
     """Refuse now what would be refused after the simulation."""
-    from chat.simulation_plots import need_matplotlib
     from memory import SpecError
+    from memory.pictures.canvas import need_matplotlib
 
     if alone not in ("wrong", "all", "none"):
         raise SpecError(f'--alone {alone}; choose "wrong", "all" or "none"')

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from chat.dry import CountingMemory, SimulationEngine, Words
+from chat.dry import CountingMemory, Script, Words
+from chat.engine import Engine
 from chat.prompts import Message
 from chat.requests import Generation
 from chat.simulation_report import Tally
@@ -76,7 +77,7 @@ class Room:
     """
 
     def __init__(
-        self, engine: SimulationEngine, memory: CountingMemory, words: Words, tally: Tally, *, max_tokens: int, is_dry: bool
+        self, engine: Engine, memory: CountingMemory, words: Words, tally: Tally, *, max_tokens: int, script: Script | None
     ) -> None:
         self.engine = engine
         self.memory = memory
@@ -84,7 +85,7 @@ class Room:
         self.tally = tally
         self.here: dict[SimulatedUser, None] = {}
         self._max_tokens = max_tokens
-        self._is_dry = is_dry
+        self._script = script
         memory.add_reclaimer(self.make_room)
 
     # What users do
@@ -159,8 +160,8 @@ class Room:
             ids, sequence=user.sequence, max_tokens=event.n_reply or self._max_tokens, marks=marks, keeps_sequence=True, remembers_end=True,
             on_token=self.tally.clock_of(self.engine.stats.n_steps).hear,
         )  # fmt: skip
-        if self._is_dry:
-            self.engine.expect(generation, self.words.reply(event))
+        if self._script is not None:
+            self._script.expect(generation, self.words.reply(event))
         return generation
 
     def _take_back(self, user: SimulatedUser, start: int) -> str:

@@ -15,8 +15,10 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from chat.dry import CountingMemory, DryEngine, SimulationEngine, Words
+from chat.dry import CountingMemory, NoModel, Script, Words
+from chat.engine import Engine
 from chat.prompts import Tokenizer, find_stop_ids
 from chat.requests import Generation
 from chat.simulated_user import Room, SimulatedUser
@@ -81,7 +83,9 @@ class Simulation:
         self.setup = setup
         self.memory = _make_memory(setup)
         self.cache = None if setup.grid_tokens is None else PrefixCache(self.memory, grid_tokens=setup.grid_tokens)
-        self.engine = _make_engine(setup, self.memory, self.cache)
+        stop_ids = _find_stop_ids(setup)
+        self._script = Script(stop_ids[0]) if setup.is_dry else None
+        self.engine = _make_engine(setup, self.memory, self.cache, stop_ids, self._script)
         self.tally = Tally(self.engine.stats, setup.is_dry)
         words = Words(setup.tokenizer, setup.spec.vocab_size, self.engine.stop_ids, setup.seed, is_dry=setup.is_dry)
         self.latest: deque[tuple[str, str, str]] = deque(maxlen=8)
@@ -89,7 +93,7 @@ class Simulation:
         self.seconds = 0.0  # on the clock that the users live by
         self.n_families = 0
         self._words = words
-        self._room = Room(self.engine, self.memory, words, self.tally, max_tokens=setup.max_tokens, is_dry=setup.is_dry)
+        self._room = Room(self.engine, self.memory, words, self.tally, max_tokens=setup.max_tokens, script=self._script)
         self._families: Iterator[Family] = iter(workload)
         self._next_family = next(self._families, None)
         self._unborn: dict[int, dict[str, deque[tuple[int, Event]]]] = {}  # family -> branch -> events
@@ -229,6 +233,8 @@ class Simulation:
 
     def _finish(self, generation: Generation) -> None:
         user = self._speaking.pop(generation)
+        if self._script is not None:
+            self._script.forget(generation)
         user.sequence, user.tokens = generation.sequence, []
         self._count_lookup(user, generation)
         if generation.error is not None or user.sequence is None:
@@ -278,7 +284,7 @@ class Simulation:
     # Samples
 
     def _sample(self) -> None:
-        memory, stats = self.memory, self.engine.stats
+        memory, stats, load = self.memory, self.engine.stats, self.engine.load
         self._peak_bytes = max(self._peak_bytes, used_bytes := memory.used_bytes)
         if not self.tally.samples.is_due(stats.n_steps):
             return
@@ -289,7 +295,7 @@ class Simulation:
         reused, recomputed = self.tally.reused.total(), self.tally.recomputed.total()
         self.tally.samples.add(
             Sample(
-                stats.n_steps, self.seconds, self.engine.n_running, self.engine.n_waiting, n_silent, self.n_paused, memory.n_away, by_kind,
+                stats.n_steps, self.seconds, load.running, load.waiting + load.preempted, n_silent, self.n_paused, memory.n_away, by_kind,
                 host_bytes, disk_bytes, stats.n_generated, reused, recomputed,
             )
         )  # fmt: skip
@@ -313,10 +319,18 @@ def _make_memory(setup: Setup) -> CountingMemory:
     )  # fmt: skip
 
 
-def _make_engine(setup: Setup, memory: CountingMemory, cache: PrefixCache | None) -> SimulationEngine:
-    numbers = {"prefixes": cache, "step_tokens": setup.step_tokens, "max_running": setup.max_running}
+def _find_stop_ids(setup: Setup) -> tuple[int, ...]:
+    if setup.stop_ids:
+        return setup.stop_ids
     if setup.model is None:
-        stop_ids = setup.stop_ids or ((setup.tokenizer.eos_token_id,) if setup.tokenizer is not None else (0,))
-        return DryEngine(memory, stop_ids=stop_ids, **numbers)
-    stop_ids = setup.stop_ids or (find_stop_ids(setup.tokenizer, setup.model) if setup.tokenizer is not None else ())
-    return SimulationEngine(setup.model, memory, setup.tokenizer, stop_ids=stop_ids, **numbers)  # type: ignore[arg-type]
+        return (setup.tokenizer.eos_token_id,) if setup.tokenizer is not None else (0,)
+    return find_stop_ids(setup.tokenizer, setup.model) if setup.tokenizer is not None else ()
+
+
+def _make_engine(
+    setup: Setup, memory: CountingMemory, cache: PrefixCache | None, stop_ids: tuple[int, ...], script: Script | None
+) -> Engine:  # fmt: skip
+    options: dict[str, Any] = {"stop_ids": stop_ids, "prefixes": cache, "step_tokens": setup.step_tokens, "max_running": setup.max_running}
+    if script is None:
+        return Engine(setup.model, memory, setup.tokenizer, **options)  # type: ignore[arg-type]
+    return Engine(NoModel(), memory, None, choose=script.choose, **options)  # type: ignore[arg-type]

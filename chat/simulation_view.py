@@ -13,7 +13,7 @@ from rich.text import Text
 
 from chat.simulation import Simulation
 from chat.simulation_report import Report, nest
-from memory.inspection import format_bytes
+from memory.tables import format_bytes
 
 _REFRESHES_PER_SECOND = 8
 _BAR_COLUMNS = 60
@@ -44,8 +44,8 @@ class _Dashboard:
         n_silent = simulation.n_users - simulation.n_generating - simulation.n_paused
         counts = Table.grid(padding=(0, 2))
         counts.add_row(
-            Text(f"{engine.n_running} running", style="bold green"),
-            Text(f"{engine.n_waiting} waiting", style="yellow"),
+            Text(f"{engine.load.running} running", style="bold green"),
+            Text(f"{engine.load.waiting + engine.load.preempted} waiting", style="yellow"),
             f"{n_silent} silent",
             Text(f"{simulation.n_paused} paused", style="dim"),
             f"{simulation.n_families:,} arrived",

@@ -10,10 +10,12 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from chat.acceptance import Acceptance, accept_drawn, accept_likeliest
 from chat.drafts import Draft, Drafter, DraftRequest, Draws, check_window
-from chat.generation import Batch, NewToken
+from chat.requests import EngineStats
 from chat.sampling import Sampling
 from memory import CapacityError, HybridMemory, Sequence, SpecError
 from models import LanguageModel
@@ -21,40 +23,22 @@ from models import LanguageModel
 _NO_DRAFT = Draft([])
 
 
-@dataclass
-class Acceptance:
-    """What drafts have been worth so far.
+@dataclass(frozen=True)
+class NewToken:
+    """One token that the model chose for a sequence; `is_last` if it ends the reply."""
 
-    Attributes:
-        n_drafted: tokens of drafts that the model was fed.
-        n_accepted: those of them that it agreed with.
-        n_turns: times that a sequence got new tokens; n_generated: how many in all.
-    """
-
-    n_drafted: int = 0
-    n_accepted: int = 0
-    n_turns: int = 0
-    n_generated: int = 0
-
-    @property
-    def rate(self) -> float:
-        """Share of drafted tokens that were accepted."""
-        return self.n_accepted / self.n_drafted if self.n_drafted else 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        """Tokens that a sequence gets from a step; 1 without drafts."""
-        return self.n_generated / self.n_turns if self.n_turns else 0.0
-
-    def __str__(self) -> str:
-        accepted = f"{self.n_accepted:,} of {self.n_drafted:,} drafted tokens accepted"
-        return f"{accepted} ({self.rate:.0%}), {self.tokens_per_step:.2f} tokens a step"
+    sequence: Sequence
+    token_id: int
+    is_last: bool
 
 
-class SpeculativeBatch(Batch):
-    """A `Batch` whose steps may bring several tokens a sequence. Sequences have drafts of their own lengths, or none, in the same step.
+class SpeculativeBatch:
+    """Decodes any number of sequences together, several tokens a sequence in a step; new ones may join before any step.
 
-    What it generates: unless sampled, each token is the likeliest after those before it, as in a `Batch`. The texts are equal unless
+    Sequences have drafts of their own lengths, or none, in the same step. The caller owns the sequences, and the memory has room for them:
+    nobody is made to wait here, as the engine does it.
+
+    What it generates: unless sampled, each token is the likeliest after those before it, as without drafts. The texts are equal unless
     - two logits are closer than a step of several tokens and steps of one round apart: in float32 up to 1e-4 of the logits' spread;
     - the memory is lossy (sparse or quantised attention): rows leave the exact tail by the furthest position fed, and drafts feed further.
     Sampled, every token has the distribution that it has without drafts (Leviathan et al. 2023), but not the same random numbers.
@@ -62,9 +46,11 @@ class SpeculativeBatch(Batch):
     A step with a prompt in it has no drafts: it wants the logits of last tokens only.
 
     Args:
+        stop_ids: tokens that end a reply; the first is the one written where a reply is cut short.
         drafter: who guesses; see `chat.drafts`. It must not be shared with another batch.
         adapts: shorten drafts where they fail: to twice what was accepted of the sequence's last one, plus one.
-        others: as `Batch`.
+        remembers_end: also feed the token that ends a reply, so that the memory holds the whole turn and a next one can follow.
+        step_tokens: a step with more tokens than these is run in chunks.
     Raises:
         SpecError: drafts longer than the memory's rollback window; a drafter of another vocabulary.
     """
@@ -73,24 +59,37 @@ class SpeculativeBatch(Batch):
         self, model: LanguageModel, memory: HybridMemory, stop_ids: tuple[int, ...], drafter: Drafter, *,
         adapts: bool = True, remembers_end: bool = False, step_tokens: int = 512,
     ) -> None:  # fmt: skip
-        super().__init__(model, memory, stop_ids, remembers_end=remembers_end, step_tokens=step_tokens)
         check_window(drafter.n_draft, memory)
         if drafter.vocab_size not in (None, memory.spec.vocab_size):
             raise SpecError(f"the drafter has a vocabulary of {drafter.vocab_size} tokens, the model one of {memory.spec.vocab_size}")
+        self.model = model
+        self.memory = memory
+        self.stats = EngineStats()
         self.acceptance = Acceptance()
+        self._stop_ids = stop_ids
         self._drafter = drafter
         self._adapts = adapts
+        self._remembers_end = remembers_end
+        self._step_tokens = step_tokens
+        self._waiting: dict[Sequence, list[int]] = {}
+        self._n_left: dict[Sequence, int] = {}
         self._texts: dict[Sequence, list[int]] = {}
         self._draws: dict[Sequence, Draws] = {}
         self._n_draft: dict[Sequence, int] = {}
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits to be fed."""
+        return not self._waiting
+
     def add(self, sequence: Sequence, token_ids: list[int], max_tokens: int, *, sampling: Sampling | None = None) -> None:
-        """As `Batch.add`.
+        """Feed these tokens in the next step, behind what still waits, and then decode up to `max_tokens` more.
 
         Args:
             sampling: how this sequence's tokens are chosen; None: each is the likeliest.
         """
-        super().add(sequence, token_ids, max_tokens)
+        self._waiting[sequence] = [*self._waiting.get(sequence, ()), *token_ids]
+        self._n_left[sequence] = max_tokens
         # A new list: whatever a drafter knows of this sequence may have been edited since.
         self._texts[sequence] = [*sequence.tokens.tolist(), *self._waiting[sequence]]
         self._n_draft[sequence] = self._drafter.n_draft
@@ -99,7 +98,9 @@ class SpeculativeBatch(Batch):
             self._draws[sequence] = Draws.of(sampling, self._texts[sequence])
 
     def discard(self, sequence: Sequence) -> None:
-        super().discard(sequence)
+        """Stop decoding a sequence; the memory keeps what it has seen."""
+        self._waiting.pop(sequence, None)
+        self._n_left.pop(sequence, None)
         self._settle(sequence)
         self._drafter.forget(sequence)
 
@@ -109,9 +110,14 @@ class SpeculativeBatch(Batch):
             known.pop(sequence, None)
 
     def step(self) -> list[NewToken]:
-        """As `Batch.step`, with one or more new tokens of each sequence, in the order of its text.
+        """Feed everything that waits, and choose the next token, or several, of each sequence that is not done.
 
         A step whose drafts the memory has no room for is taken without them.
+
+        Returns:
+            The new tokens: sequences in the order in which they were added, each one's tokens in the order of its text.
+        Raises:
+            As `HybridMemory.run`; nothing has changed then, and the same step can be tried again.
         """
         if self.is_idle:
             return []
@@ -131,10 +137,23 @@ class SpeculativeBatch(Batch):
         self._texts[sequence].append(token_id)
         if sequence in self._draws:
             self._draws[sequence].sampler.add(token_id)
-        self.speed.n_generated += 1
+        self.stats.n_generated += 1
         if new.is_last:
             self._settle(sequence)
         return new
+
+    def _take(self, sequence: Sequence, token_id: int) -> NewToken:
+        """Note the token, and what is to be fed for it."""
+        self._n_left[sequence] -= 1
+        is_stop = token_id in self._stop_ids
+        is_last = is_stop or self._n_left[sequence] == 0
+        if not is_last:
+            self._waiting[sequence] = [token_id]
+            return NewToken(sequence, token_id, is_last)
+        self._n_left[sequence] = 0
+        if self._remembers_end:
+            self._waiting[sequence] = [token_id] if is_stop else [token_id, *self._stop_ids[:1]]
+        return NewToken(sequence, token_id, is_last)
 
     def _draft(self) -> dict[Sequence, Draft]:
         """Drafts for those that are decoding, no longer than what they may still generate and a step may hold."""
@@ -150,11 +169,31 @@ class SpeculativeBatch(Batch):
 
     def _feed_plain(self) -> dict[Sequence, list[int]]:
         """Feed what waits; the next token of each sequence that is not done."""
-        rows = self._feed(self._waiting)
-        chosen = {s: self._verify(s, _NO_DRAFT, row[None]) for s, row in zip(self._waiting, rows, strict=True) if self._n_left[s] > 0}
+        rows_SV = self._feed(self._waiting)
+        chosen = {s: self._verify(s, _NO_DRAFT, row[None]) for s, row in zip(self._waiting, rows_SV, strict=True) if self._n_left[s] > 0}
         self.acceptance.n_turns += len(chosen)
         self.acceptance.n_generated += len(chosen)
         return chosen
+
+    def _feed(self, requests: dict[Sequence, list[int]]) -> Tensor:
+        """(n_requests, vocab) logits of the last tokens."""
+        n_tokens, started = sum(map(len, requests.values())), time.perf_counter()
+        if n_tokens <= self._step_tokens:
+            with self.memory.step(requests) as step:
+                logits = self.model(step)
+        else:  # run() marks every sequence first, which a step of single tokens should not pay for
+            whole = self.memory.run(self.model, requests, max_tokens=self._step_tokens)
+            assert whole is not None  # only a dry run has no logits
+            logits = whole
+        if logits.device.type == "cuda":
+            torch.cuda.synchronize(logits.device)  # or the clock would stop before the work does
+        self._count_step(n_tokens, started)
+        return logits
+
+    def _count_step(self, n_tokens: int, started: float) -> None:
+        self.stats.seconds += time.perf_counter() - started
+        self.stats.n_fed += n_tokens
+        self.stats.n_steps += 1
 
     def _feed_drafts(self, drafts: dict[Sequence, Draft]) -> dict[Sequence, list[int]]:
         """Feed what waits with drafts behind it, and keep what the model agrees with; the new tokens of each sequence that is not done."""
@@ -166,9 +205,7 @@ class SpeculativeBatch(Batch):
                 if self._n_left[sequence] > 0:
                     chosen[sequence] = self._verify(sequence, drafts.get(sequence, _NO_DRAFT), rows_KV)
             step.accept({s: len(chosen[s]) for s in drafts})
-        self.speed.seconds += time.perf_counter() - started
-        self.speed.n_fed += sum(map(len, requests.values()))
-        self.speed.n_steps += 1
+        self._count_step(sum(map(len, requests.values())), started)
         for sequence, draft in drafts.items():
             self._count(sequence, draft, chosen[sequence])
         self.acceptance.n_turns += len(chosen)
@@ -191,41 +228,3 @@ class SpeculativeBatch(Batch):
         self.acceptance.n_accepted += n_accepted
         if self._adapts:
             self._n_draft[sequence] = min(self._drafter.n_draft, 2 * n_accepted + 1)
-
-
-def accept_likeliest(draft: Draft, rows_KV: Tensor) -> list[int]:
-    """The leading tokens of a draft that are the likeliest, and the likeliest behind them."""
-    best: list[int] = rows_KV.argmax(-1).tolist()
-    n_accepted = next((i for i, (a, b) in enumerate(zip(draft.token_ids, best, strict=False)) if a != b), len(draft.token_ids))
-    return best[: n_accepted + 1]
-
-
-def accept_drawn(draft: Draft, rows_KV: Tensor, draws: Draws) -> list[int]:
-    """Leading tokens of a draft, and one more, distributed as if the sampler had chosen each of them (Leviathan et al. 2023).
-
-    A drafted token x, drawn from q, is accepted with probability min(1, p(x) / q(x)); else a token is drawn from max(0, p - q), normed,
-    and the rest of the draft is dropped. A drafter that had no other choice has q(x) = 1: x is accepted with p(x), or p without x remains.
-
-    Args:
-        draws: is told of the tokens, one after the other.
-    """
-    token_ids: list[int] = []
-    certain: list[Tensor | None] = [None] * len(draft.token_ids)
-    for row_V, token_id, chances_V in zip(rows_KV, draft.token_ids, draft.chances or certain, strict=False):
-        p_V = draws.probabilities(row_V)
-        q = 1.0 if chances_V is None else float(chances_V[token_id])
-        if draws.random.random() * q >= float(p_V[token_id]):
-            return [*token_ids, draws.draw(_remainder(p_V, token_id, chances_V))]
-        token_ids.append(token_id)
-        draws.sampler.add(token_id)
-    return [*token_ids, draws.draw(draws.probabilities(rows_KV[-1]))]
-
-
-def _remainder(p_V: Tensor, token_id: int, chances_V: Tensor | None) -> Tensor:
-    """What a token is drawn from where the drafted one was not accepted, not normed."""
-    if chances_V is None:
-        rest_V = p_V.clone()
-        rest_V[token_id] = 0
-    else:
-        rest_V = (p_V - chances_V.to(p_V.device)).clamp(min=0)
-    return rest_V if bool(rest_V.any()) else p_V  # p and q differ by rounding only: both are right

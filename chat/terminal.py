@@ -20,8 +20,8 @@ from chat.engine import Engine
 from chat.prompts import Tokenizer
 from chat.session import ChatSession, Turn
 from memory import BatchError, HybridMemory, HybridMemoryError
-from memory.inspection import format_bytes
 from memory.prefix import PrefixCache
+from memory.tables import format_bytes
 from models import LanguageModel
 
 _MAIN = "main"

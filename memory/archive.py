@@ -80,7 +80,7 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
     try:
         metadata = dict(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {}))
         tensors = load(data)
-    except (SafetensorError, ValueError, AttributeError, MemoryError, OverflowError) as error:
+    except (SafetensorError, ValueError, AttributeError, TypeError, MemoryError, OverflowError, RecursionError) as error:
         raise FormatError(f"{path} is no safetensors file, or a damaged one ({error}); save the sequence again") from error
     if metadata.get("format") != _FORMAT:
         raise FormatError(f"{path} holds no sequence of a HybridMemory; give a file that memory.save wrote")
@@ -90,10 +90,13 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
         raise FormatError(f"{path} is damaged: its checksum is not that of its content; save the sequence again")
     try:
         records, about, tokens = json.loads(metadata["records"]), json.loads(metadata["about"]), tensors["tokens"].numpy()
+        about = {**about, "tokens": tokens}
     except (KeyError, ValueError) as error:
         raise FormatError(f"{path} lacks {error}, which memory.save always writes; save the sequence again") from error
+    except (TypeError, RecursionError) as error:
+        raise FormatError(f"{path} holds what memory.save never writes ({error}); save the sequence again") from error
     blocks = {name.removeprefix(_BLOCKS): tensor for name, tensor in tensors.items() if name.startswith(_BLOCKS)}
-    return Snapshot(records, blocks), {**about, "tokens": tokens}
+    return Snapshot(records, blocks), about
 
 
 def describe_layout(spec: MemorySpec, page_tokens: int, grid: TailGrid) -> dict[str, int | str]:
@@ -121,5 +124,5 @@ def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
-        digest.update(tensors[name].contiguous().view(-1).numpy().data)
+        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()

@@ -225,6 +225,11 @@ class BlockLayout:
             offset = aligned_bytes(offset + math.prod(shape) * dtype.itemsize)
         return BlockLayout(tuple(fields), offset)
 
+    def split(self, n_fields: Seq[int]) -> list[int]:
+        """Bytes of the first n_fields[0] fields, of the next n_fields[1], and so on, with what alignment adds to them."""
+        bounds = [*(f.offset_bytes for f in self.fields), self.block_bytes]
+        return [bounds[end] - bounds[end - n] for n, end in zip(n_fields, itertools.accumulate(n_fields), strict=True)]
+
     @property
     def padding_bytes(self) -> int:
         return self.block_bytes - sum(f.n_elements * f.dtype.itemsize for f in self.fields)

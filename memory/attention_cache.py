@@ -20,7 +20,7 @@ from torch import Tensor
 
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.errors import DropError, IntegrityError, StepError
-from memory.interface import Int64s, Packed, Record
+from memory.interface import Holding, Int64s, Packed, Record
 from memory.kernels import FoldedRows, Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.page_grid import PageGrid
 from memory.shift import Dropped
@@ -363,6 +363,14 @@ class AttentionCache:
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {self.pool.name: self._pages.get(slot, NO_PAGES)}
+
+    def holdings(self, slots: Int64s) -> list[Holding]:
+        tables = [self._pages.get(slot, NO_PAGES) for slot in slots.tolist()]
+        return [Holding.of_tables(self.pool.name, "body", tables, np.array([*map(self._oldest_row, slots.tolist())], np.int64))]
+
+    @property
+    def shares(self) -> dict[str, list[int]]:
+        return {self.pool.name: self.layout.split([len(self._page_fields(s)) for s in self._specs])}
 
     def record(self, slot: int) -> Record:
         return {"first_page": [self._first_page.get(slot, 0)], "oldest": [self._oldest.get(slot, 0)]}

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.errors import BatchError, IntegrityError, SequenceError, StepError
-from memory.interface import Int64s, Packed, Record
+from memory.interface import Holding, Int64s, Packed, Record
 from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.shift import Dropped
 from memory.specs import CrossAttentionSpec
@@ -183,6 +183,15 @@ class CrossAttentionCache:
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {self.pool.name: self._tables.get(slot, NO_PAGES)}
+
+    def holdings(self, slots: Int64s) -> list[Holding]:
+        tables = [self._tables.get(slot, NO_PAGES) for slot in slots.tolist()]
+        n_rows = np.array([self._n_rows.get(slot, 0) for slot in slots.tolist()], np.int64)
+        return [Holding.of_tables(self.pool.name, "body", tables, np.zeros_like(n_rows), n_rows)]
+
+    @property
+    def shares(self) -> dict[str, list[int]]:
+        return {self.pool.name: self.layout.split([2] * len(self._specs))}
 
     def record(self, slot: int) -> Record:
         return {"n_rows": [self._n_rows.get(slot, 0)]}

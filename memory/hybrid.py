@@ -20,7 +20,7 @@ from memory.chunks import Model, run_in_chunks
 from memory.cross_attention import Encoded
 from memory.errors import BatchError, CapacityError, FormatError, SequenceError, SpecError
 from memory.folding import TailGrid
-from memory.inspection import Usage, measure, usage_html
+from memory.inspection import Usage, measure
 from memory.interface import Int64s, Packed, Plans, Recurrence, Requests, Sequence
 from memory.interrupts import uninterrupted
 from memory.kernels import Scoring
@@ -52,6 +52,9 @@ class HybridMemory(Timelines):
         host_budget, swap_dir: for `swap_out`: bytes that may wait in host memory (None: any number), and the folder where those go that
             find no room there (None: nowhere).
         poison: for tests: fill fresh and freed memory with NaN.
+    Attributes:
+        spec, rollback_window, page_tokens, fold: what it goes by, defaults filled in; to be read, not set. A memory made with these has
+            blocks of the same sizes.
     Raises:
         SpecError: an option that cannot work, or a budget too small for one sequence.
     """
@@ -88,10 +91,11 @@ class HybridMemory(Timelines):
         if state_dtype not in (None, *_DTYPES):
             raise SpecError(f"state_dtype={state_dtype!r}; it must be one of {', '.join(map(str, _DTYPES))}, or None for the model's own")
         self.rollback_window = rollback_window
-        self.index = index_of(self.spec)
+        self.page_tokens = page_tokens
         # Of the spec's device: a dry run keeps the books of the real thing.
-        keeps = spec.device.type == "cpu" if fold is None else fold == "keep"
-        grid = TailGrid.of(rollback_window, keeps=keeps)
+        self.fold: Literal["keep", "replay"] = fold or ("keep" if spec.device.type == "cpu" else "replay")
+        self.index = index_of(self.spec)
+        grid = TailGrid.of(rollback_window, keeps=self.fold == "keep")
         budget_bytes = read_budget(budget)
         store = Store(budget_bytes, self.spec.device, poison=poison)
         self._tiers = Tiers(None if host_budget is None else read_budget(host_budget), None if swap_dir is None else Path(swap_dir))
@@ -153,8 +157,9 @@ class HybridMemory(Timelines):
         """
         self._ledger.check_usable(sequence, to_advance=False)
         with uninterrupted():
-            self._tiers.put(sequence.slot, self._kinds.snapshot(sequence.slot, self._store))
-            self._ledger.send_away(sequence.slot, self._kinds.horizon(sequence.slot))
+            snapshot = self._kinds.snapshot(sequence.slot, self._store)
+            self._tiers.put(sequence.slot, snapshot)
+            self._ledger.send_away(sequence.slot, self._kinds.horizon(sequence.slot), snapshot.n_bytes)
             self._kinds.release(sequence.slot)
 
     def swap_in(self, sequence: Sequence) -> None:
@@ -274,17 +279,14 @@ class HybridMemory(Timelines):
 
     # Looking inside
 
-    def private_bytes(self, sequence: Sequence) -> int:
-        """What closing a sequence or a checkpoint would give back to the budget: what it shares with nobody. Raises SequenceError."""
+    def held_bytes(self, sequence: Sequence) -> int:
+        """Bytes of the budget that a sequence or a checkpoint refers to, shared with others or not. Raises SequenceError."""
         self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
-        return self._kinds.private_bytes(sequence.slot)
+        return self._kinds.held_bytes(sequence.slot)
 
     def usage(self) -> Usage:
-        """Bytes by kind and by sequence, counted in the arena. Cost: O(blocks in use)."""
-        sequences = (
-            (handle, int(self._ledger.lengths[slot]), self._kinds.blocks_of(slot)) for slot, handle in self._ledger.handles.items()
-        )
-        return measure(self._store.arena, self._kinds.pools, sequences, self._tiers.used_bytes)
+        """Bytes by kind, by layers, by part and by sequence, counted in the arena. Print it. Cost: O(blocks in use)."""
+        return measure(self.inventory(), self._tiers.used_bytes)
 
     def check(self) -> None:
         """Compare every book with every other: slots, positions, references, bytes. Raises IntegrityError."""
@@ -294,7 +296,7 @@ class HybridMemory(Timelines):
         self._kinds.check(lengths, peaks, self._store)
 
     def __repr__(self) -> str:
-        return f"<HybridMemory for {self.spec.model} on {self.spec.device}: {self.usage()}>"
+        return f"<HybridMemory for {self.spec.model} on {self.spec.device}: {self.usage().summary}>"
 
     def _repr_html_(self) -> str:
-        return usage_html(self.usage(), f"HybridMemory for {self.spec.model} on {self.spec.device}")
+        return self.usage().html(f"HybridMemory for {self.spec.model} on {self.spec.device}")

@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from html import escape
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,12 +36,24 @@ Int64s = NDArray[np.int64]
 class SequenceOwner(Protocol):
     """What a handle asks of the memory that made it."""
 
-    def describe(self, sequence: Sequence) -> tuple[int, Int64s, int]:
-        """(length, tokens, horizon) of an open sequence."""
+    def length_of(self, sequence: Sequence) -> int:
+        """Tokens of an open sequence."""
+        ...
+
+    def tokens_of(self, sequence: Sequence) -> Int64s:
+        """(length,) their ids: a view."""
+        ...
+
+    def horizon_of(self, sequence: Sequence) -> int:
+        """The earliest position that a rollback of an open sequence reaches."""
         ...
 
     def is_away(self, sequence: Sequence) -> bool:
         """Whether an open sequence is swapped out."""
+        ...
+
+    def html_of(self, sequence: Sequence) -> str:
+        """What an open sequence shows in a notebook."""
         ...
 
 
@@ -65,32 +78,35 @@ class Sequence:
     @property
     def length(self) -> int:
         """Tokens remembered."""
-        return self._described()[0]
+        return self._open_owner().length_of(self)
 
     @property
     def tokens(self) -> Int64s:
         """The token ids remembered, int64 (length,): a copy."""
-        tokens: Int64s = self._described()[1].copy()
+        tokens: Int64s = self._open_owner().tokens_of(self).copy()
         return tokens
 
     @property
     def horizon(self) -> int:
         """The earliest position that `rollback` reaches without a checkpoint (position 0 is always reachable)."""
-        return self._described()[2]
+        return self._open_owner().horizon_of(self)
 
     @property
     def is_swapped(self) -> bool:
         """Whether it is swapped out: then `HybridMemory.swap_in` must bring it back before it is used."""
         return not self.closed and self._owner.is_away(self)
 
-    def _described(self) -> tuple[int, Int64s, int]:
+    def _open_owner(self) -> SequenceOwner:
         if self.closed:
             raise SequenceError(f"sequence {self.id} is closed; open or fork another one")
-        return self._owner.describe(self)
+        return self._owner
 
     def __repr__(self) -> str:
         kind = "checkpoint" if self.is_checkpoint else "sequence"
         return f"<{kind} {self.id}, {'closed' if self.closed else f'{self.length} tokens'}>"
+
+    def _repr_html_(self) -> str:
+        return escape(repr(self)) if self.closed else self._owner.html_of(self)
 
 
 Tokens = int | Seq[int] | Int64s | Tensor
@@ -141,6 +157,36 @@ Plans = dict[str, Any]
 
 Record = dict[str, list[int]]
 """What a kind of memory knows of a slot beside the bytes of its blocks, as JSON can say it."""
+
+Part = Literal["body", "tail", "head"]
+"""What a block is to a sequence: what is older, the newest rows verbatim, or a state that is only a shortcut."""
+
+
+@dataclass(frozen=True)
+class Holding:
+    """The blocks of one pool that S slots hold in one role, for whoever looks inside.
+
+    Attributes:
+        counts: (S,) blocks of each slot.
+        ids: (counts.sum(),) slot after slot.
+        starts, ends: (S,) the tokens [start, end) that each slot's blocks stand for; ends None: up to its newest. Of cross-attention the
+            encoder's tokens. Negative: none, the state is stale.
+        fold_tokens: distance of the positions at which rows fold into a body; None: they do not.
+    """
+
+    pool: str
+    part: Part
+    counts: Int64s
+    ids: Int64s
+    starts: Int64s
+    ends: Int64s | None = None
+    fold_tokens: int | None = None
+
+    @staticmethod
+    def of_tables(pool: str, part: Part, tables: list[Int64s], starts: Int64s, ends: Int64s | None = None) -> Holding:
+        """Of any number of blocks a slot."""
+        return Holding(pool, part, np.array([len(t) for t in tables], np.int64), np.concatenate([starts[:0], *tables]), starts, ends)
+
 
 PlanT = TypeVar("PlanT")
 
@@ -203,6 +249,15 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         """Pool name -> ids of the blocks this slot refers to."""
+        ...
+
+    def holdings(self, slots: Int64s) -> list[Holding]:
+        """The blocks of `blocks_of` for many slots (S,), and what they are to them."""
+        ...
+
+    @property
+    def shares(self) -> dict[str, list[int]]:
+        """Pool name -> bytes of a block that each memory has, in the order of their numbers; together the whole block."""
         ...
 
     def record(self, slot: int) -> Record:

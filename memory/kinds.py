@@ -91,6 +91,9 @@ def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store)
         kinds.by_name["cross-attention"] = kinds.cross_attention = CrossAttentionCache(cross, spec.dtype, page_tokens, store)
     if recurrent := [m for m in flat if isinstance(m, RecurrentSpec)]:
         kinds.by_name["recurrence"] = kinds.recurrent = RebasedState(recurrent, spec.dtype, grid, store)
+    for kind in ("attention", "cross-attention", "recurrence"):
+        for i, member in enumerate(spec.of_kind(kind)):
+            kinds.by_name.members.setdefault(kinds.attention[i][0] if kind == "attention" else kind, []).append(member)
     return kinds
 
 

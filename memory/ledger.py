@@ -35,10 +35,10 @@ class Ledger:
         self._is_mark = np.zeros(16, np.bool_)
         self._free_slots = list(range(15, -1, -1))
         self._n_opened = 0
-        self._checkpoints: dict[int, list[Sequence]] = {}
+        self._checkpoints: dict[int, dict[Sequence, None]] = {}  # by lineage, in the order in which they were taken
         self._seams: dict[int, tuple[tuple[int, int], ...]] = {}  # slot -> (the first position that a drop has changed, which drop)
         self._n_drops = 0
-        self._away: dict[int, int] = {}  # slot -> its horizon, of those swapped out
+        self._away: dict[int, tuple[int, int]] = {}  # slot -> its horizon and its bytes, of those swapped out
         self._found_usable: tuple[list[Sequence], Int64s] = [], _NO_TOKENS
 
     def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
@@ -60,7 +60,7 @@ class Ledger:
         self._capacities[slot] = 0
         self._is_mark[slot] = is_checkpoint
         if is_checkpoint:
-            self._checkpoints.setdefault(handle.lineage, []).append(handle)
+            self._checkpoints.setdefault(handle.lineage, {})[handle] = None
         return handle
 
     def close(self, sequence: Sequence) -> None:
@@ -72,7 +72,7 @@ class Ledger:
         self._seams.pop(sequence.slot, None)
         self._free_slots.append(sequence.slot)
         if sequence.is_checkpoint:
-            self._checkpoints[sequence.lineage].remove(sequence)
+            del self._checkpoints[sequence.lineage][sequence]
             if not self._checkpoints[sequence.lineage]:
                 del self._checkpoints[sequence.lineage]
 
@@ -151,9 +151,9 @@ class Ledger:
             self._seams[slot] = tuple((position, self._n_drops + i) for i, position in enumerate(seams, 1))
             self._n_drops += len(seams)
 
-    def send_away(self, slot: int, horizon: int) -> None:
+    def send_away(self, slot: int, horizon: int, n_bytes: int) -> None:
         """What the slot remembers has been swapped out, with this horizon, until `bring_back`."""
-        self._away[slot] = horizon
+        self._away[slot] = horizon, n_bytes
         self.is_away[slot] = True
         self._found_usable = [], _NO_TOKENS
 
@@ -163,7 +163,11 @@ class Ledger:
 
     def horizon_away(self, slot: int) -> int | None:
         """The horizon that a sequence will have when it is back; None of one that is here."""
-        return self._away.get(slot)
+        return self._away[slot][0] if slot in self._away else None
+
+    def bytes_away(self, slot: int) -> int:
+        """That wait outside of the budget."""
+        return self._away[slot][1] if slot in self._away else 0
 
     def copy(self, sources: list[Sequence], targets: list[Sequence]) -> None:
         """All at once: each target's record becomes a copy of its source's."""
@@ -193,18 +197,22 @@ class Ledger:
 
     def check_usable(self, sequence: Sequence, *, to_advance: bool = True, may_be_away: bool = False) -> None:
         """Raise SequenceError unless the handle is open, of this memory, not in an open step, here and, `to_advance`, no checkpoint."""
-        if not isinstance(sequence, Sequence):
-            raise SequenceError(f"{sequence!r} is no sequence; use a handle from memory.open(), fork() or checkpoint()")
-        if sequence.closed:
-            raise SequenceError(f"sequence {sequence.id} is closed; open or fork another one")
-        if self.handles.get(sequence.slot) is not sequence:
-            raise SequenceError(f"{sequence!r} belongs to another memory; use handles with the memory that made them")
+        self.check_open(sequence)
         if self.is_busy[sequence.slot]:
             raise SequenceError(f"{sequence!r} is in an open step; leave the step first")
         if self.is_away[sequence.slot] and not may_be_away:
             raise SequenceError(f"{sequence!r} is swapped out; bring it back with memory.swap_in(sequence) first")
         if to_advance and sequence.is_checkpoint:
             raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
+
+    def check_open(self, sequence: Sequence) -> None:
+        """Raise SequenceError unless the handle is open, and of this memory."""
+        if not isinstance(sequence, Sequence):
+            raise SequenceError(f"{sequence!r} is no sequence; use a handle from memory.open(), fork() or checkpoint()")
+        if sequence.closed:
+            raise SequenceError(f"sequence {sequence.id} is closed; open or fork another one")
+        if self.handles.get(sequence.slot) is not sequence:
+            raise SequenceError(f"{sequence!r} belongs to another memory; use handles with the memory that made them")
 
     def check_mark(self, sequence: Sequence, mark: Sequence) -> None:
         """Raise SequenceError unless the mark is an open checkpoint of the sequence's family."""
@@ -223,7 +231,7 @@ class Ledger:
             return self._found_usable[1]
         numbers = [s.slot for s in sequences]
         slots = np.array(numbers, np.int64)
-        if list(map(self.handles.get, numbers)) != sequences or (self.is_busy | self.is_away | self._is_mark)[slots].any():
+        if list(map(self.handles.get, numbers)) != sequences or (self.is_busy[slots] | self.is_away[slots] | self._is_mark[slots]).any():
             for sequence in sequences:
                 self.check_usable(sequence)
         self._found_usable = sequences.copy(), slots

@@ -21,6 +21,7 @@ import numpy as np
 from memory.errors import BatchError, SpecError
 from memory.hybrid import HybridMemory
 from memory.interface import Int64s, Sequence
+from memory.ranking import Ranking
 
 _NO_TOKENS: Int64s = np.zeros(0, np.int64)
 
@@ -56,7 +57,6 @@ class _Node:
     depth: int
     parent: _Node | None
     mark: Sequence | None = None
-    used_at: int = 0
     children: dict[int, _Node] = field(default_factory=dict)
 
 
@@ -104,6 +104,7 @@ class PrefixCache:
         self.grid_tokens = grid_tokens
         self._root = _Node(_NO_TOKENS, 0, None)
         self._marked: dict[Sequence, _Node] = {}
+        self._ranking = Ranking()
         self._clock = 0
         self._n_lookups = self._n_hits = self._n_tokens = self._n_reused = self._n_evicted = 0
         memory.add_reclaimer(self.reclaim)
@@ -143,7 +144,7 @@ class PrefixCache:
             if node.mark is not None and node.depth <= limit:
                 best, reused = node, node.depth
         # What was kept a little further on, along the same tokens or past where they part, may be taken back.
-        for node in (*(node for node in path if node.depth > limit), *_first_marked(beyond)):
+        for node in (*(node for node in path if node.depth > limit), *_first_marked(beyond)) if limit > reused else ():
             if node.mark is not None and limit > reused and node.mark.horizon <= limit:
                 best, reused = node, limit
         by_recurrent = reused if reused < limit else n_matched
@@ -197,7 +198,19 @@ class PrefixCache:
         if node.mark is None:
             node.mark = self.memory.checkpoint(sequence)
             self._marked[node.mark] = node
+            self._ranking.add(node.mark, node.depth - _marked_above(node), self.memory.held_bytes(node.mark))
+            self._count_saved_below(node, node.depth)
         self._touch(node)
+
+    def _count_saved_below(self, node: _Node, start: int) -> None:
+        """The next checkpoints below a node save the tokens from `start` on."""
+        below = list(node.children.values())
+        while below:
+            child = below.pop()
+            if child.mark is not None:
+                self._ranking.saves(child.mark, child.depth - start)
+            else:
+                below.extend(child.children.values())
 
     def _node_at(self, tokens: Int64s) -> _Node:
         """The node that ends with these tokens, made if there is none."""
@@ -217,7 +230,7 @@ class PrefixCache:
     def _split(self, node: _Node, n: int) -> _Node:
         """A node of the first n tokens of `node`, between it and its parent."""
         assert node.parent is not None, "the root has no tokens"
-        upper = _Node(node.tokens[:n], node.depth - len(node.tokens) + n, node.parent, used_at=node.used_at)
+        upper = _Node(node.tokens[:n], node.depth - len(node.tokens) + n, node.parent)
         node.parent.children[int(upper.tokens[0])] = upper
         node.tokens, node.parent = node.tokens[n:], upper
         upper.children[int(node.tokens[0])] = node
@@ -225,36 +238,36 @@ class PrefixCache:
 
     def _touch(self, node: _Node) -> None:
         self._clock += 1
-        node.used_at = self._clock
+        if node.mark is not None:
+            self._ranking.use(node.mark, self._clock)
 
     # Forgetting
 
     def reclaim(self, missing_bytes: int) -> bool:
-        """Close checkpoints, those of least worth first, until `missing_bytes` more are free; whether any was closed."""
+        """Close checkpoints, those of least worth first, until `missing_bytes` more are free; whether any was closed.
+
+        What shares all its bytes frees none, and goes last.
+        """
         free_bytes, n_before = self.memory.free_bytes, len(self._marked)
-        for mark in sorted(self._marked, key=self._worth):
-            if self.memory.free_bytes - free_bytes >= missing_bytes:
+        chosen, n_promised = list[Sequence](), 0
+        for mark, n_bytes in self._ranking.ascending(self._clock, self.memory.private_bytes):
+            chosen.append(mark)
+            n_promised += n_bytes
+            if n_promised >= missing_bytes:
+                break
+        for mark in chosen:
+            if self.memory.free_bytes - free_bytes >= missing_bytes:  # two that share with each other alone free more than promised
                 break
             self._evict(mark)
         self._n_evicted += n_before - len(self._marked)
         return len(self._marked) < n_before
 
-    def _worth(self, mark: Sequence) -> float:
-        """Tokens that would have to be computed again, by the byte that closing the checkpoint frees, less the longer it was not used.
-
-        What shares all its bytes frees none, and goes last.
-        """
-        node = self._marked[mark]
-        above = node.parent
-        while above is not None and above.mark is None:
-            above = above.parent
-        saved = node.depth - (above.depth if above is not None else 0)
-        return saved / max(self.memory.private_bytes(mark), 1) / (1 + self._clock - node.used_at)
-
     def _evict(self, mark: Sequence) -> None:
         node: _Node | None = self._marked.pop(mark)
         assert node is not None
         node.mark = None
+        self._ranking.remove(mark)
+        self._count_saved_below(node, _marked_above(node))
         self.memory.close(mark)
         while node is not None and node.parent is not None and node.mark is None and len(node.children) < 2:
             parent, first = node.parent, int(node.tokens[0])
@@ -296,6 +309,14 @@ def _common(a: Int64s, b: Int64s) -> int:
     differs = a[:n] != b[:n]
     first = int(differs.argmax()) if n else 0
     return first if n and differs[first] else n
+
+
+def _marked_above(node: _Node) -> int:
+    """Where the nearest checkpoint above a node stands; 0 if there is none."""
+    above = node.parent
+    while above is not None and above.mark is None:
+        above = above.parent
+    return 0 if above is None else above.depth
 
 
 def _first_marked(node: _Node | None) -> Iterator[_Node]:

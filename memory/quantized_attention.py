@@ -10,7 +10,7 @@ them, and each is quantised once, from exact rows. A step sees the body as it wa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor
 from memory.arena import BlockLayout, BlockPool, Store
 from memory.attention_cache import NO_PAGES, AttentionCache, AttentionPlan
 from memory.errors import IntegrityError, SpecError
-from memory.interface import Int64s, Packed, Record
+from memory.interface import Holding, Int64s, Packed, Record
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
 from memory.page_grid import PageGrid
 from memory.quantization import Storage
@@ -207,6 +207,17 @@ class QuantizedAttention(CannotDrop):
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return self.exact.blocks_of(slot) | {self.bodies.name: self._bodies.get(slot, NO_PAGES)}
+
+    def holdings(self, slots: Int64s) -> list[Holding]:
+        tables = [self._bodies.get(slot, NO_PAGES) for slot in slots.tolist()]
+        bodies = Holding.of_tables(self.bodies.name, "body", tables, np.zeros_like(slots))
+        tails = (replace(h, part="tail", fold_tokens=self.storage.group) for h in self.exact.holdings(slots))
+        return [*tails, replace(bodies, ends=bodies.counts * self.storage.group)]
+
+    @property
+    def shares(self) -> dict[str, list[int]]:
+        n_fields = len(self.layout.fields) // len(self._specs)
+        return self.exact.shares | {self.bodies.name: self.layout.split([n_fields] * len(self._specs))}
 
     def record(self, slot: int) -> Record:
         return self.exact.record(slot)

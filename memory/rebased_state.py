@@ -16,7 +16,7 @@ import torch
 from memory.arena import Store
 from memory.errors import DropError, IntegrityError
 from memory.folding import TailGrid
-from memory.interface import Int64s, Packed, Record
+from memory.interface import Holding, Int64s, Packed, Record
 from memory.recurrent_state import RecurrentPlan, RecurrentState
 from memory.shift import Dropped
 from memory.specs import RecurrentSpec
@@ -103,6 +103,17 @@ class RebasedState(RecurrentState):
         if self._bases:
             horizons = np.maximum(horizons - self._column(packed.slots, "offset"), self._column(packed.slots, "floor"))
         return horizons
+
+    def holdings(self, slots: Int64s) -> list[Holding]:
+        held = super().holdings(slots)
+        if not self._bases:
+            return held
+        offsets = self._column(slots, "offset")
+
+        def moved(at: Int64s) -> Int64s:
+            return np.where(at < 0, at, np.maximum(at - offsets, 0))
+
+        return [replace(h, starts=moved(h.starts), ends=None if h.ends is None else moved(h.ends)) for h in held]
 
     def record(self, slot: int) -> Record:
         base = self._bases.get(slot, _LEVEL)

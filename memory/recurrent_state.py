@@ -28,7 +28,7 @@ from memory.arena import BlockLayout, BlockPool, Store
 from memory.batch import ranges
 from memory.errors import IntegrityError, StepError
 from memory.folding import NOTHING, Columns, Pass, StateAddresses, TailGrid, schedule
-from memory.interface import Int64s, Packed, Record, Recurrence
+from memory.interface import Holding, Int64s, Packed, Part, Record, Recurrence
 from memory.kernels import Kernels, Prepared, select_kernels
 from memory.specs import RecurrentSpec
 from memory.states import Run, States
@@ -304,6 +304,23 @@ class RecurrentState:
         self._grow_to(slot + 1)
         states, tail = self._slots.table[3:6, slot], self._slots.table[6:, slot]
         return {self.states.name: states[states >= 0], self.tails.name: tail[tail >= 0]}
+
+    def holdings(self, slots: Int64s) -> list[Holding]:
+        self._grow_to(int(slots.max(initial=-1)) + 1)
+        held, start, fold = self._slots.take(slots), np.zeros_like(slots), self.grid.fold_tokens
+
+        def of(pool: BlockPool, part: Part, ids: Int64s, starts: Int64s, ends: Int64s | None = None) -> Holding:
+            return Holding(pool.name, part, (ids >= 0).astype(np.int64), ids[ids >= 0], starts, ends, fold if part == "tail" else None)
+
+        states = [of(self.states, "body", held.body, start, held.body_at)]
+        if self.grid.has_heads:
+            states += [of(self.states, "head", held.head, start, held.head_at), of(self.states, "head", held.kept, start, held.kept_at)]
+        return [*states, of(self.tails, "tail", held.tail, held.body_at)]
+
+    @property
+    def shares(self) -> dict[str, list[int]]:
+        n_fields = [len(s.states) for s in self._specs]
+        return {self.states.name: self.state_layout.split(n_fields), self.tails.name: self.tail_layout.split([1] * len(n_fields))}
 
     def record(self, slot: int) -> Record:
         self._grow_to(slot + 1)

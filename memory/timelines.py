@@ -9,6 +9,7 @@ import numpy as np
 
 from memory.arena import Store
 from memory.errors import BatchError, CapacityError, RollbackError, SequenceError
+from memory.inspection import Inventory, sequence_html
 from memory.interface import Int64s, Sequence
 from memory.interrupts import uninterrupted
 from memory.ledger import Ledger
@@ -206,14 +207,41 @@ class Timelines:
 
     # Looking inside
 
-    def describe(self, sequence: Sequence) -> tuple[int, Int64s, int]:
-        """(length, tokens, horizon); what a handle's properties show."""
-        return int(self._ledger.lengths[sequence.slot]), self._ledger.tokens(sequence.slot), self._horizon(sequence)
+    def length_of(self, sequence: Sequence) -> int:
+        """What `sequence.length` shows; so do the next two."""
+        return int(self._ledger.lengths[sequence.slot])
+
+    def tokens_of(self, sequence: Sequence) -> Int64s:
+        return self._ledger.tokens(sequence.slot)
+
+    def horizon_of(self, sequence: Sequence) -> int:
+        return self._horizon(sequence)
 
     def is_whole(self, sequence: Sequence) -> bool:
         """Whether a sequence remembers what feeding its tokens would give: none was dropped from its middle. Raises SequenceError."""
         self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         return not self._ledger.seams(sequence.slot)
+
+    def private_bytes(self, sequence: Sequence) -> int:
+        """What closing a sequence or a checkpoint would give back to the budget: what it shares with nobody. Raises SequenceError."""
+        self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
+        return self._kinds.private_bytes(sequence.slot)
+
+    def inventory(self, *sequences: Sequence) -> Inventory:
+        """Which blocks these sequences, or all, refer to: what `usage` counts and `memory.pictures` draws. Valid until the memory changes.
+
+        Raises SequenceError: a closed sequence, or one of another memory.
+        """
+        for sequence in sequences:
+            self._ledger.check_open(sequence)
+        chosen = list(sequences or self._ledger.handles.values())
+        slots = np.array([s.slot for s in chosen], np.int64)
+        away_bytes = np.array([self._ledger.bytes_away(slot) for slot in slots.tolist()], np.int64)
+        return Inventory(self._store.arena, chosen, self._ledger.lengths[slots], away_bytes, self._kinds.groups(slots))
+
+    def html_of(self, sequence: Sequence) -> str:
+        """What an open sequence shows in a notebook."""
+        return sequence_html(self.inventory(sequence), self._ledger.checkpoints(sequence))
 
     def is_away(self, sequence: Sequence) -> bool:
         """Whether an open sequence is swapped out."""

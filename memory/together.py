@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,9 @@ from torch import Tensor
 
 from memory.arena import BlockPool, Store
 from memory.errors import CapacityError
+from memory.inspection import Group
 from memory.interface import Int64s, LayerMemory, Packed, Plans, Record
+from memory.specs import LayerSpec
 
 
 @dataclass(frozen=True)
@@ -32,7 +35,15 @@ class Snapshot:
 
 
 class AllKinds(dict[str, LayerMemory[Any]]):
-    """Name -> kind of memory, in the order in which they plan. They share a store."""
+    """Name -> kind of memory, in the order in which they plan. They share a store.
+
+    Attributes:
+        members: name -> layer and spec of each memory that it is for, in the order of their numbers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.members: dict[str, list[tuple[int, LayerSpec]]] = {}
 
     @property
     def pools(self) -> Iterator[tuple[BlockPool, int]]:
@@ -100,8 +111,20 @@ class AllKinds(dict[str, LayerMemory[Any]]):
 
     def private_bytes(self, slot: int) -> int:
         """What `release` would give back."""
-        blocks, pools = self.blocks_of(slot), {pool.name: pool for pool, _ in self.pools}
-        return sum(int((pools[name].counts[ids] == 1).sum()) * pools[name].block_bytes for name, ids in blocks.items())
+        pools = self._pools_by_name
+        return sum(int(np.count_nonzero(pools[n].counts[ids] == 1)) * pools[n].block_bytes for n, ids in self.blocks_of(slot).items())
+
+    def held_bytes(self, slot: int) -> int:
+        """What a slot refers to, shared with others or not."""
+        return sum(len(ids) * self._pools_by_name[name].block_bytes for name, ids in self.blocks_of(slot).items())
+
+    @cached_property
+    def _pools_by_name(self) -> dict[str, BlockPool]:
+        return {pool.name: pool for pool, _ in self.pools}
+
+    def groups(self, slots: Int64s) -> list[Group]:
+        """What slots (S,) hold, kind by kind."""
+        return [Group(name, self.members[name], kind.sized_pools, kind.holdings(slots), kind.shares) for name, kind in self.items()]
 
     # Out of the arena and back
 

@@ -21,18 +21,25 @@ from models import (
     zamba2,
 )
 from models.checkpoint import Checkpoint, UnsupportedModelError
-from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, load_model, plan_memory, weight_bytes
+from models.hf import ATTACHABLE, Attached, attach
+from models.hf_cache import HybridCache
+from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, from_transformers, load_model, plan_memory, weight_bytes
 
 __all__ = [
     "ARCHITECTURES",
+    "ATTACHABLE",
     "EMBEDDED",
+    "Attached",
     "Checkpoint",
+    "HybridCache",
     "LanguageModel",
     "UnsupportedModelError",
+    "attach",
     "bamba",
     "bart",
     "deepseek",
     "falcon_h1",
+    "from_transformers",
     "gemma",
     "granite_moe_hybrid",
     "jamba",

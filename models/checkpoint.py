@@ -100,12 +100,16 @@ class Checkpoint:
         if name not in self._file_of:
             close = [n for n in self._file_of if n.rsplit(".", 2)[-2:] == name.rsplit(".", 2)[-2:]][:3]
             raise FormatError(f"{self.folder} has no tensor {name!r} of shape {list(shape)}{f'; similar: {close}' if close else ''}")
-        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        tensor = self._read(name)
         if tensor.shape != shape:
             raise FormatError(f"{name} in {self.folder} has shape {list(tensor.shape)}, its config.json says {list(shape)}")
         if name not in self._taken:
             self._taken.add(name)
             self.on_taken()
+        return tensor
+
+    def _read(self, name: str) -> Tensor:
+        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
         return tensor
 
     def take_optional(self, condition: bool, name: str, *shape: int) -> Tensor | None:
@@ -114,9 +118,58 @@ class Checkpoint:
 
     def warn_of_leftovers(self, *expected: str) -> None:
         """Warn of tensors that nobody took, except `expected` ones: the model may not be what its config says."""
-        left = sorted(self._file_of.keys() - self._taken - set(expected))
-        if left:
+        if left := self.leftovers(*expected):
             warnings.warn(f"{len(left)} tensors of {self.folder} are not used: {left[:5]}", stacklevel=3)
+
+    def leftovers(self, *expected: str) -> list[str]:
+        """Tensors that nobody took, except `expected` ones."""
+        return sorted(self._file_of.keys() - self._taken - set(expected))
+
+
+class UnreadCheckpoint(Checkpoint):
+    """The checkpoint of a folder without its numbers: names and shapes are checked as ever, tensors take no memory.
+
+    Attributes:
+        stored: name -> (dtype as safetensors names it, shape) of every tensor in the files.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        super().__init__(folder, torch.device("meta"), dtype)
+        slices = {name: self._files[file].get_slice(name) for name, file in self._file_of.items()}
+        self.stored: dict[str, tuple[str, tuple[int, ...]]] = {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+
+    def _read(self, name: str) -> Tensor:
+        return torch.empty(self.stored[name][1], dtype=self.dtype, device=self.device)
+
+    def scale(self, name: str, factor: float | Tensor) -> None:
+        """There are no numbers to scale."""
+
+
+class LoadedCheckpoint(Checkpoint):
+    """Tensors that are in memory already; what is taken unchanged is shared.
+
+    Args:
+        tensors: under the names that a file would have.
+    """
+
+    def __init__(self, name: str, tensors: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
+        self.folder = Path(name)
+        self.device = device
+        self.dtype = dtype
+        self.on_taken = lambda: None
+        self._taken = set()
+        self._factors = {}
+        self._file_of = dict.fromkeys(tensors, name)
+        self._tensors = tensors
+
+    def _read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+    def warn_of_leftovers(self, *expected: str) -> None:
+        """As for files, which hold a tensor of several names once."""
+        places = {self._tensors[name].data_ptr() for name in self._taken}
+        tied = (name for name, tensor in self._tensors.items() if tensor.data_ptr() in places)
+        super().warn_of_leftovers(*expected, *tied)
 
 
 class DryCheckpoint(Checkpoint):

@@ -16,8 +16,11 @@ from models.loading import register
 @register("GraniteMoeHybridForCausalLM")
 class GraniteMoeHybrid(Decoder):
     def __init__(self, config: GraniteMoeHybridConfig, checkpoint: Checkpoint) -> None:
-        if config.position_embedding_type not in (None, "rope"):
-            raise UnsupportedModelError(f"position_embedding_type={config.position_embedding_type!r}; implemented are None and 'rope'")
+        # Granite 4.0-H's own configs say "nope" for none, which transformers understands as None.
+        if config.position_embedding_type not in (None, "nope", "rope"):
+            raise UnsupportedModelError(
+                f"position_embedding_type={config.position_embedding_type!r}; implemented are None, 'nope' and 'rope'"
+            )
         n_model = config.hidden_size
         vocabulary = Vocabulary(
             checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, None if config.tie_word_embeddings else "lm_head.weight",

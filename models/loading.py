@@ -8,20 +8,22 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from huggingface_hub import snapshot_download
+from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
 
 from memory import MemorySpec, SpecError, Step
 from memory.errors import FormatError, HybridMemoryError
-from models.checkpoint import Checkpoint, DryCheckpoint, UnsupportedModelError
+from models.checkpoint import Checkpoint, DryCheckpoint, LoadedCheckpoint, UnsupportedModelError
 
 EMBEDDED = Path(__file__).parent / "embedded"
 """The small Jamba that ships with the library; see `training/train_embedded.py`."""
 
+_DOWNLOAD_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
 _PROGRESS_FROM_TENSORS = 200
 """A progress bar for fewer tensors would only flash."""
 
@@ -71,10 +73,7 @@ def load_model(
     device = _read_device(device)
     folder = find_folder(path_or_hub_id)
     config, model_class = read_config(folder)
-    if stored := getattr(config, "quantization_config", None):
-        raise UnsupportedModelError(
-            f"quantization_config={stored!r}; give a checkpoint whose weights are stored as they are, in 16 or 32 bits"
-        )
+    _check_unquantised(config)
     checkpoint = Checkpoint(folder, device, _read_dtype(dtype, config))
     is_shown = Console(stderr=True).is_terminal and len(checkpoint) >= _PROGRESS_FROM_TENSORS if progress is None else progress
     with Progress(console=Console(stderr=True), disable=not is_shown) as bar:
@@ -83,6 +82,51 @@ def load_model(
         model = build(model_class, config, checkpoint)
     checkpoint.warn_of_leftovers("lm_head.weight")
     return model
+
+
+def from_transformers(hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
+    """Our model with the weights of a loaded transformers model, where it stands; no file is written.
+
+    Tensors that are used as they are stay shared with `hf_model`: embeddings, norms, and off the CPU or in 16 bits most matrices. Copied
+    are those that our layers want in another form: queries, keys and values in one matrix, taps and decays of recurrences, and in float32
+    on the CPU every matrix of a product, which is laid out for oneDNN. So leave `hf_model`'s weights alone afterwards.
+
+    Args:
+        dtype: as `load_model`; "auto" takes the model's own. With another one everything is copied.
+    Raises:
+        UnsupportedModelError: an architecture or option that is not implemented, quantised weights, or weights on several devices.
+    """
+    names = [base.__name__ for base in type(hf_model).__mro__]
+    model_class = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    if model_class is None:
+        raise _unsupported(names[0])
+    device = check_source(hf_model)
+    read_as = _read_dtype(hf_model.dtype if dtype == "auto" else dtype, hf_model.config)
+    tensors = revert_weight_conversion(hf_model, hf_model.state_dict())
+    checkpoint = LoadedCheckpoint(names[0], tensors, device, read_as)
+    model = build(model_class, hf_model.config, checkpoint)
+    checkpoint.warn_of_leftovers("lm_head.weight")
+    return model
+
+
+def check_source(hf_model: PreTrainedModel) -> torch.device:
+    """The one device of a transformers model whose weights are numbers as they stand. Raises UnsupportedModelError for any other."""
+    _check_unquantised(hf_model.config)
+    devices = sorted({str(parameter.device) for parameter in hf_model.parameters()})
+    if len(devices) != 1 or devices == ["meta"]:
+        raise UnsupportedModelError(f"weights on {', '.join(devices)}; load the model onto one device, with its weights")
+    return torch.device(devices[0])
+
+
+def _check_unquantised(config: PreTrainedConfig) -> None:
+    if stored := getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"quantization_config={stored!r}; give a checkpoint whose weights are stored as they are, in 16 or 32 bits"
+        )
+
+
+def _unsupported(architecture: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
 
 
 def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> MemorySpec:
@@ -94,9 +138,14 @@ def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | tor
         UnsupportedModelError: an architecture or option that is not implemented.
         FormatError: a config that contradicts itself.
     """
+    return dry_model(config, architecture, dtype=dtype).memory_spec
+
+
+def dry_model(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
+    """A model whose weights are on "meta": it cannot run, but has their shapes. Arguments and errors as `plan_memory`."""
     if architecture not in ARCHITECTURES:
-        raise UnsupportedModelError(f"{architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
-    return build(ARCHITECTURES[architecture], config, DryCheckpoint(architecture, _read_dtype(dtype, config))).memory_spec
+        raise _unsupported(architecture)
+    return build(ARCHITECTURES[architecture], config, DryCheckpoint(architecture, _read_dtype(dtype, config)))
 
 
 def weight_bytes(model: LanguageModel) -> int:
@@ -133,29 +182,53 @@ def find_folder(path_or_hub_id: str | Path) -> Path:
         return folder
     if folder.exists():
         raise FormatError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
-    if str(path_or_hub_id).count("/") != 1 or str(path_or_hub_id)[0] in "/.~":
+    if not _is_hub_id(str(path_or_hub_id)):
         raise FormatError(f"there is no folder {folder}; give a checkpoint's folder, 'embedded', or a hub id such as 'owner/name'")
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
         return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except _DOWNLOAD_ERRORS as error:
         raise FormatError(f"{path_or_hub_id} is no folder here and no model that can be downloaded: {error}") from error
 
 
-def read_config(folder: Path) -> tuple[PreTrainedConfig, ModelClass]:
-    """config.json as transformers' config object, with all defaults, and the class that implements it."""
-    path = folder / "config.json"
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and name[0] not in "/.~"
+
+
+def find_config(path_or_hub_id: str | Path) -> Path:
+    """The config of a checkpoint, without its weights: a folder that has one, such a file itself, or a hub id, of which nothing else is
+    downloaded."""
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir() or not _is_hub_id(str(path_or_hub_id)):
+        return find_folder(path_or_hub_id)
+    try:
+        return Path(hf_hub_download(str(path_or_hub_id), "config.json"))
+    except _DOWNLOAD_ERRORS as error:
+        raise FormatError(f"{path_or_hub_id} is no file here and no model whose config can be downloaded: {error}") from error
+
+
+def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
+    """A config as transformers' object, with all defaults, and the class that implements it.
+
+    Args:
+        place: the folder of a checkpoint, or its config.json, whatever it is called.
+    """
+    path = place / "config.json" if place.is_dir() else place
     if not path.exists():
-        raise FormatError(f"{folder} has no config.json; give the folder of a checkpoint in Hugging Face layout")
+        raise FormatError(f"{place} has no config.json; give the folder of a checkpoint in Hugging Face layout")
     try:
         raw = json.loads(path.read_text())
         architectures = raw.get("architectures") or [f"unnamed ({raw.get('model_type', 'no model_type')})"]
-    except (ValueError, AttributeError) as error:
-        raise FormatError(f"{path} is no JSON object: {error}") from error
+        if not (isinstance(architectures, list) and isinstance(architectures[0], str)):
+            raise ValueError(f"architectures={architectures!r}")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{path} is no JSON object that names an architecture: {error}") from error
     if architectures[0] not in ARCHITECTURES:
-        raise UnsupportedModelError(f"{architectures[0]} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
+        raise _unsupported(architectures[0])
     try:
-        config = AutoConfig.from_pretrained(folder)
+        config = AutoConfig.from_pretrained(place)
     except Exception as error:  # its validators raise types of their own, of several libraries
         raise FormatError(f"{path} does not describe a {architectures[0]}: {error}") from error
     return config, ARCHITECTURES[architectures[0]]

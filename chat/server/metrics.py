@@ -73,8 +73,8 @@ class _EngineCollector(Collector):
     def _generations(self) -> Iterator[Metric]:
         engine = self._engine
         now = GaugeMetricFamily(f"{_PREFIX}_generations", "Generations that have not ended.", labels=["state"])
-        n_away = len(engine._scheduler.parked)
-        counts = {"running": engine.n_running, "waiting": engine.n_waiting - n_away, "swapped": n_away}
+        load = engine.load
+        counts = {"running": load.running, "waiting": load.waiting, "swapped": load.preempted}
         for state, n in counts.items():
             now.add_metric([state], n)
         yield now

@@ -60,7 +60,7 @@ def run_checked(engine: Engine, before_step: Callable[[int], None] = lambda n: N
         engine.memory.check()
         if engine.is_idle:
             return finished
-    raise AssertionError(f"not done after {most_steps} steps: {engine.n_running} running, {engine.n_waiting} waiting")
+    raise AssertionError(f"not done after {most_steps} steps: {engine.load}")
 
 
 class Scripted:

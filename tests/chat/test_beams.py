@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from chat.beams import Beam, BeamOptions, beam_search, beam_searches, n_best
-from chat.generation import Batch, generate
+from chat.engine import Engine
 from chat.sampling import Sampling
 from memory import BatchError, CapacityError, HybridMemory, Step
 from models import LanguageModel, load_model
@@ -144,11 +144,11 @@ def test_beams_as_wide_as_all_prefixes_find_the_best_of_three() -> None:
 def test_one_beam_is_greedy() -> None:
     model = Toy()
     memory = make_memory(model)
-    texts: list[list[int]] = [[] for _ in PROMPTS]
-    for news in generate(Batch(model, memory, ()), PROMPTS, 20):
-        for i, new in news:
-            texts[i].append(new.token_id)
-    assert [beams[0].token_ids for beams in beam_searches(model, memory, PROMPTS, BeamOptions(1, 20))] == texts
+    engine = Engine(model, memory, None)  # type: ignore[arg-type]
+    greedy = [engine.submit(prompt, max_tokens=20) for prompt in PROMPTS]
+    engine.run()
+    beams = beam_searches(model, memory, PROMPTS, BeamOptions(1, 20))
+    assert [found[0].token_ids for found in beams] == [generation.token_ids for generation in greedy]
 
 
 def test_prompts_of_a_batch_do_not_disturb_each_other() -> None:

@@ -13,34 +13,16 @@ from chat.cli import app
 from chat.conversation import Conversation, Player
 from chat.demo import run_demo
 from chat.dialogues import make_dialogue
-from chat.generation import Batch, generate
-from chat.prompts import Tokenizer, encode_prompt, encode_turn, find_stop_ids, load_tokenizer
+from chat.engine import Engine
+from chat.prompts import Tokenizer, encode_prompt, encode_turn, load_tokenizer
 from memory import FormatError, HybridMemory, SpecError
-from models import EMBEDDED, LanguageModel, load_model
+from models import EMBEDDED, LanguageModel
 
 PROMPTS = ["My cat is called Zoe.", "What is my dog called?"]
 REPLIES = ["Okay, noted.", "You have not told me that."]
 
 
 pytestmark = pytest.mark.usefixtures("single_thread")
-
-
-@pytest.fixture(scope="module")
-def model() -> LanguageModel:
-    return load_model("embedded")
-
-
-def make_batch(model: LanguageModel, tokenizer: Tokenizer, *, remembers_end: bool = False, step_tokens: int = 512) -> Batch:
-    memory = HybridMemory(model.memory_spec, "64MiB", poison=True)
-    return Batch(model, memory, find_stop_ids(tokenizer, model), remembers_end=remembers_end, step_tokens=step_tokens)
-
-
-def decode(batch: Batch, tokenizer: Tokenizer, texts: list[str], max_tokens: int = 32) -> list[list[int]]:
-    ids: list[list[int]] = [[] for _ in texts]
-    for step in generate(batch, [encode_prompt(tokenizer, text, is_chat=None) for text in texts], max_tokens):
-        for i, new in step:
-            ids[i].append(new.token_id)
-    return ids
 
 
 # generate
@@ -95,6 +77,7 @@ def test_a_tokenizer_that_cannot_be_read_is_one_line(damage: str, tmp_path: Path
     [
         (["--raw", "--prompt", ""], "token"),
         (["--prompt", "hello", "--budget", "1KiB"], "budget"),
+        (["--prompt", "My cat is called Zoe. " * 400, "--budget", "1MiB"], "bytes"),  # of what the engine ends with an error
         (["--prompt", "hello", "--dtype", "int7"], "int7"),
         (["--prompt", "hello", "--device", "abacus"], "abacus"),
     ],
@@ -112,34 +95,7 @@ def test_usage_errors(arguments: list[str], word: str) -> None:
     assert f"--{word}" in result.stderr and "Traceback" not in result.stderr
 
 
-# Decoding
-
-
-def test_a_batch_decodes_what_each_prompt_alone_would(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    texts = [*PROMPTS, "I read a book today.", "My lucky number is 23. " * 12]
-    together = decode(make_batch(model, tokenizer), tokenizer, texts)
-    assert together == [decode(make_batch(model, tokenizer), tokenizer, [text])[0] for text in texts]
-    assert together == decode(make_batch(model, tokenizer, step_tokens=7), tokenizer, texts)
-
-
-def test_finished_sequences_drop_out_and_everything_is_closed(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    batch = make_batch(model, tokenizer)
-    prompts = [encode_prompt(tokenizer, text, is_chat=True) for text in PROMPTS]
-    steps = list(generate(batch, prompts, 32))
-    short, long = (len(tokenizer.encode(reply)) + 1 for reply in REPLIES)
-    assert [[i for i, _ in step] for step in steps] == [[0, 1]] * short + [[1]] * (long - short)
-    assert [new.is_last for step in steps for i, new in step if i == 0] == [False] * (short - 1) + [True]
-    assert (batch.speed.n_generated, batch.speed.n_steps) == (short + long, long)
-    assert batch.speed.n_fed == sum(map(len, prompts)) + short + long - 2  # the ends were chosen, not fed
-    assert batch.memory.usage().used_bytes == 0 and batch.is_idle
-
-
-def test_a_stream_left_early_closes_its_sequences(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    batch = make_batch(model, tokenizer)
-    stream = generate(batch, [encode_prompt(tokenizer, PROMPTS[0], is_chat=True)], 32)
-    next(stream)
-    stream.close()  # type: ignore[attr-defined]
-    assert batch.memory.usage().by_sequence == {} and batch.is_idle
+# Templates
 
 
 def test_a_template_that_rewrites_history_is_refused(tokenizer: Tokenizer) -> None:
@@ -161,19 +117,19 @@ def test_a_template_that_rewrites_history_is_refused(tokenizer: Tokenizer) -> No
 
 @pytest.mark.parametrize("max_reply_tokens", [32, 3])
 def test_the_memory_holds_what_the_chat_template_renders(
-    model: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, max_reply_tokens: int
+    embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, max_reply_tokens: int
 ) -> None:
     """Even where replies are cut short."""
     monkeypatch.setattr("chat.conversation.MAX_REPLY_TOKENS", max_reply_tokens)
-    batch = make_batch(model, tokenizer, remembers_end=True)
-    users = [Conversation(f"user {i}", batch.memory.open()) for i in range(3)]
+    memory = HybridMemory(embedded.memory_spec, "64MiB", poison=True)
+    users = [Conversation(f"user {i}", memory.open()) for i in range(3)]
     scripts = [(user, make_dialogue(random.Random(i), 2 + 3 * i)) for i, user in enumerate(users)]
-    Player(batch, tokenizer, lambda *_: None).play("dialogue", scripts)
+    Player(Engine(embedded, memory, tokenizer), tokenizer, lambda *_: None).play("dialogue", scripts)
     for user, turns in scripts:
         assert len(user.messages) == 2 * len(turns)
         rendered = tokenizer.apply_chat_template(user.messages, return_dict=False)
         assert user.sequence.tokens.tolist() == rendered
-    batch.memory.check()
+    memory.check()
 
 
 def test_the_demo_prints_its_table_and_succeeds() -> None:
@@ -184,8 +140,8 @@ def test_the_demo_prints_its_table_and_succeeds() -> None:
     assert "✗" not in result.stdout and "\x1b" not in result.stdout
 
 
-def test_the_demo_recomputes_nothing(model: LanguageModel, tokenizer: Tokenizer) -> None:
-    report = run_demo(model, tokenizer, n_users=2, n_turns=2, seed=5)
+def test_the_demo_recomputes_nothing(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
+    report = run_demo(embedded, tokenizer, n_users=2, n_turns=2, seed=5)
     assert report.is_ok
     assert [reuse.n_recomputed for reuse in report.reuses] == [0, 0, 0]
     assert all(reuse.n_reused > 0 and reuse.n_new > 0 for reuse in report.reuses)
@@ -200,20 +156,22 @@ def test_a_wrong_answer_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "✗" in result.stdout and "answers are wrong" in result.stdout and "Traceback" not in result.output
 
 
-def test_a_rollback_that_does_nothing_fails_the_demo(model: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rollback_that_does_nothing_fails_the_demo(
+    embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The demo looks at what the memory really did, not at what it was asked to do."""
     monkeypatch.setattr(HybridMemory, "rollback", lambda self, sequence, to: None)
-    report = run_demo(model, tokenizer, n_users=2, n_turns=3)
+    report = run_demo(embedded, tokenizer, n_users=2, n_turns=3)
     assert not report.is_ok
 
 
-def test_the_demo_refuses_what_cannot_work(model: LanguageModel) -> None:
+def test_the_demo_refuses_what_cannot_work(embedded: LanguageModel) -> None:
     with pytest.raises(SpecError, match="at least 2"):
-        run_demo(model, load_tokenizer(EMBEDDED), n_users=1)
+        run_demo(embedded, load_tokenizer(EMBEDDED), n_users=1)
     bare = load_tokenizer(EMBEDDED)
     bare.chat_template = None
     with pytest.raises(FormatError, match="chat template"):
-        run_demo(model, bare)
+        run_demo(embedded, bare)
 
 
 # warmup

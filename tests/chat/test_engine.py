@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from typing import Literal
 
 import pytest
 
 from chat.engine import Engine, Generation, Sampling
 from chat.prompts import Tokenizer, encode_prompt, find_stop_ids
+from chat.scheduling import Sizes
 from memory import CapacityError, HybridMemory, Sequence, StepError
 from models import LanguageModel
 from tests.chat.engines import Wanted, assert_as_alone, decode_alone, draw_prompt, make_engine, private_bytes, run_checked, submit_some
@@ -90,7 +92,7 @@ def test_those_who_had_to_leave_come_back_before_new_ones() -> None:
     def arrive(n: int) -> None:
         if not late and engine.stats.n_preempted:
             late.append(engine.submit([3], max_tokens=5))
-        if engine._scheduler.parked:
+        if engine.load.preempted:
             assert not any(g.token_ids for g in late)
 
     finished = run_checked(engine, arrive)
@@ -119,7 +121,7 @@ def test_admission_expects_what_prompts_will_need() -> None:
 
     def watch(n: int) -> None:
         nonlocal most
-        most = max(most, engine.n_running)
+        most = max(most, engine.load.running)
 
     run_checked(engine, watch)
     assert engine.stats.n_preempted == 0
@@ -130,12 +132,24 @@ def test_large_limits_on_replies_keep_nobody_out() -> None:
     engine = make_engine(Toy())
     generations = [engine.submit([i], max_tokens=10**6) for i in range(3)]
     engine.step()
-    assert engine.n_running == 3 and [len(g.token_ids) for g in generations] == [1, 1, 1], "prompts of one token share a step"
+    assert engine.load.running == 3 and [len(g.token_ids) for g in generations] == [1, 1, 1], "prompts of one token share a step"
 
 
-def test_budgets_below_a_page_of_the_usual_size_work() -> None:
+@pytest.mark.parametrize("fold", ["keep", "replay"])
+@pytest.mark.parametrize("page_tokens", [1, 4, 32])
+def test_admission_knows_what_a_sequence_takes(page_tokens: int, fold: Literal["keep", "replay"]) -> None:
+    """To the byte, for lengths that are not rounded, whatever the memory was made with."""
+    memory = HybridMemory(Toy().memory_spec, "1MiB", rollback_window=5, page_tokens=page_tokens, fold=fold)
+    sizes = Sizes(memory)
+    for n_tokens in (4, 16, 48):
+        sequence = memory.open()
+        memory.run(Toy(), {sequence: [1] * n_tokens})
+        assert sizes.of(n_tokens) == memory.private_bytes(sequence)
+
+
+def test_budgets_of_two_small_pages_work() -> None:
     model = Toy(recurrent=False)
-    engine = make_engine(model, 2 * private_bytes(model, 4))  # pages of 4 tokens; estimates are made with pages of 16
+    engine = make_engine(model, 2 * private_bytes(model, 4))
     generations = [engine.submit([i], max_tokens=3) for i in range(2)]
     run_checked(engine)
     assert [g.finish_reason for g in generations] == ["length"] * 2
@@ -227,7 +241,7 @@ def test_short_prompts_do_not_wait_for_long_ones_nor_long_ones_for_ever() -> Non
     generator = random.Random(5)
 
     def arrive(n: int) -> None:  # more than there is room for, all the time
-        while engine.n_waiting < 4 and not long.is_finished:
+        while engine.load.waiting < 4 and not long.is_finished:
             engine.submit(draw_prompt(generator, 40, VOCAB), max_tokens=2)
 
     finished: list[Generation] = []

@@ -154,7 +154,7 @@ def test_sequences_that_cannot_be_gone_on_with_are_refused() -> None:
     for handle, word in (bad | {away: "checkpoint", away_elsewhere: "another memory"}).items():
         with pytest.raises(SequenceError, match=word):
             engine.submit([1], sequence=handle)  # type: ignore[arg-type]
-    assert engine.n_waiting == 1
+    assert engine.load.waiting == 1
 
 
 @pytest.mark.parametrize(

@@ -373,7 +373,7 @@ def test_too_many_requests(gated: Gated, tokenizer: Tokenizer) -> None:
     with running(gated, tokenizer, ServerOptions(max_requests=2)) as server:
         gated.is_open = False
         first = [send(server, {"stream": i == 1}) for i in range(2)]
-        wait_until(lambda: server.engine.n_running + server.engine.n_waiting == 2)
+        wait_until(lambda: server.engine.load.total == 2)
         answer = server.chat()
         assert (answer.status, answer.headers["Retry-After"], answer.error["type"]) == (429, "1", "rate_limit_error")
         assert server.call("GET", "/health").status == server.call("GET", "/v1/models").status == 200
@@ -391,7 +391,7 @@ def test_who_goes_frees_its_bytes(gated: Gated, tokenizer: Tokenizer, is_stream:
     with running(gated, tokenizer) as server:
         gated.is_open = False
         connection = send(server, {"stream": is_stream, "messages": [{"role": "user", "content": "What is my dog called?"}], "n": 2})
-        wait_until(lambda: server.engine.n_running == 1)
+        wait_until(lambda: server.engine.load.running == 1)
         for n in range(n_steps):
             gated.may_step.release()
             wait_until(lambda n=n: server.engine.stats.n_steps > n)  # type: ignore[misc]
@@ -494,7 +494,7 @@ def test_a_step_that_fails_ends_its_requests_and_no_others(gated: Gated, tokeniz
         assert server.chat().json["choices"][0]["message"]["content"] == NOTED
         gated.is_open = False
         connection = send(server, {"stream": True})
-        wait_until(lambda: server.engine.n_running == 1)
+        wait_until(lambda: server.engine.load.running == 1)
         gated.may_step.release()
         response = connection.getresponse()
         assert response.status == 200 and response.readline().startswith(b"data: ")
@@ -532,7 +532,7 @@ def test_what_runs_may_end_in_the_grace_period(gated: Gated, tokenizer: Tokenize
     with running(gated, tokenizer) as server:
         gated.is_open = False
         connections = [send(server, {"stream": i == 1}) for i in range(2)]
-        wait_until(lambda: len(server.engine._scheduler.jobs) == 2)
+        wait_until(lambda: server.engine.load.total == 2)
         server.server.should_exit = True
         wait_until(lambda: not server.service.is_open)
         gated.open()
@@ -546,7 +546,7 @@ def test_what_does_not_end_in_the_grace_period_is_told(gated: Gated, tokenizer: 
     with running(gated, tokenizer, ServerOptions(grace_seconds=0)) as server:
         gated.is_open = False
         connections = [send(server, {"stream": i == 1}) for i in range(2)]
-        wait_until(lambda: len(server.engine._scheduler.jobs) == 2)
+        wait_until(lambda: server.engine.load.total == 2)
         server.server.should_exit = True
         wait_until(lambda: all(job.is_cancelled for job in server.engine._scheduler.jobs.values()))
         gated.open()

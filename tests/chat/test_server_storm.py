@@ -21,8 +21,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chat.dialogues import make_dialogue, messages
-from chat.generation import Batch, generate
-from chat.prompts import Tokenizer, encode_chat, find_stop_ids
+from chat.engine import Engine
+from chat.prompts import Tokenizer, encode_chat
 from chat.server import ServerOptions
 from memory import HybridMemory
 from models import LanguageModel
@@ -57,14 +57,10 @@ def make_questions(model: LanguageModel, tokenizer: Tokenizer, n_clients: int, n
     for i in range(n_clients * n_each):
         *told, last = make_dialogue(random.Random(f"storm/{i}"), 2 + i % 7)
         drawn.append(Question([*messages(told), {"role": "user", "content": last.user}], last.reply))
-    prompts = [encode_chat(tokenizer, question.messages) for question in drawn]
-    batch = Batch(model, HybridMemory(model.memory_spec, "256MiB"), find_stop_ids(tokenizer, model))
-    ids: list[list[int]] = [[] for _ in prompts]
-    for step in generate(batch, prompts, 32):
-        for i, new in step:
-            ids[i].append(new.token_id)
-    said = [tokenizer.decode(reply, skip_special_tokens=True) for reply in ids]
-    known = [[drawn[i] for i in range(c, len(drawn), n_clients) if said[i] == drawn[i].answer] for c in range(n_clients)]
+    engine = Engine(model, HybridMemory(model.memory_spec, "256MiB"), tokenizer)
+    said = [engine.submit(encode_chat(tokenizer, question.messages), max_tokens=32) for question in drawn]
+    engine.run()
+    known = [[drawn[i] for i in range(c, len(drawn), n_clients) if said[i].text == drawn[i].answer] for c in range(n_clients)]
     assert all(known), "the model should know nearly all of them"
     return known
 

@@ -117,7 +117,7 @@ def test_a_model_that_breaks_ends_every_stream_with_its_error() -> None:
         server = asyncio.create_task(engine.serve())
         generation = engine.submit([2], max_tokens=10**6)
         task = asyncio.create_task(listen())
-        await until(lambda: bool(generation.token_ids) and engine.n_running == 2)
+        await until(lambda: bool(generation.token_ids) and engine.load.running == 2)
         scripted.fails = True
         for waits in (task, server):
             with pytest.raises(RuntimeError, match="the model broke"):

@@ -17,7 +17,7 @@ from chat.cli import app
 from chat.prompts import Tokenizer
 from chat.simulation import Setup, Simulation, simulate
 from chat.simulation_alone import compare_alone, serve_alone
-from chat.simulation_plots import write_plots
+from chat.simulation_plots import timeline, write_plots
 from chat.simulation_report import Answer, Report, Sample, Samples
 from chat.workload import Event, Habits, Workload, make_workload
 from memory import FormatError, HybridMemory, SpecError
@@ -258,6 +258,19 @@ def test_plots_are_written(lively: Report, tmp_path: Path) -> None:
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in paths)
 
 
+def test_a_notebook_shows_the_timeline(lively: Report) -> None:
+    pytest.importorskip("matplotlib")
+    figure, rows = timeline(lively), lively.tally.samples.rows
+    users, tokens, held = figure.axes
+    assert [ax.get_title(loc="left").split()[0] for ax in figure.axes] == ["What", "Tokens", "Bytes"]
+    drawn = {line.get_label(): line.get_ydata().tolist() for ax in (users, tokens) for line in ax.lines}  # type: ignore[union-attr]
+    assert drawn["running"] == [row.running for row in rows] and drawn["generated"] == [row.generated for row in rows]
+    top = held.collections[-1].get_paths()[0].vertices[:, 1].max() * 2**20  # type: ignore[index]
+    assert top == pytest.approx(max(sum(row.by_kind.values()) for row in rows))
+    assert held.get_xlabel() and not users.get_xlabel()
+    assert figure._repr_png_().startswith(b"\x89PNG")  # type: ignore[attr-defined]
+
+
 # The command
 
 
@@ -306,7 +319,7 @@ def test_what_the_command_refuses_is_one_line(arguments: list[str], words: str) 
 
 
 def test_plots_without_matplotlib_are_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("chat.simulation_plots.find_spec", lambda name: None)
+    monkeypatch.setattr("memory.pictures.canvas.find_spec", lambda name: None)
     result = CliRunner().invoke(app, ["simulate", "--plots", str(tmp_path)])
     assert result.exit_code == 1 and len(result.stderr.splitlines()) == 1 and "pip install" in result.stderr
 
@@ -327,7 +340,7 @@ def test_the_live_view_draws_every_state(setup: Setup) -> None:
         dashboard._drawn_at = 0.0
         dashboard.watch(simulation)
         console.print(dashboard)
-        seen.append(simulation.engine.n_running)
+        seen.append(simulation.engine.load.running)
 
     simulate(setup, make_workload(replace(LIVELY, n_users=2, turns=2), 0), watch)
     text = console.export_text()

@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from chat.conversation import Conversation, Player
+from chat.acceptance import accept_drawn
 from chat.dialogues import make_dialogue
 from chat.drafts import Draft, DraftModel, DraftRequest, Draws, PromptLookup
-from chat.generation import Batch, generate
-from chat.prompts import encode_prompt, find_stop_ids, load_tokenizer
+from chat.engine import Engine
+from chat.prompts import Message, Tokenizer, encode_turn, find_stop_ids
 from chat.sampling import Sampling
-from chat.speculative import SpeculativeBatch, accept_drawn
+from chat.speculative import SpeculativeBatch
 from memory import HybridMemory, Sequence, SpecError, Step
 from memory.recurrences import FAMILIES
-from models import EMBEDDED, load_model
+from models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.toy import VOCAB, FamilyToy, Toy
 
@@ -50,14 +52,27 @@ class RandomDrafts:
     def forget(self, sequence: Sequence) -> None: ...
 
 
-def decode(batch: Batch, prompts: list[list[int]], max_tokens: int = 40) -> list[list[int]]:
-    texts: list[list[int]] = [[] for _ in prompts]
-    for new_tokens in generate(batch, prompts, max_tokens):
-        for i, new in new_tokens:
-            texts[i].append(new.token_id)
+def plain(model: Any, prompts: list[list[int]] = PROMPTS, max_tokens: int = 40, *, stop_ids: tuple[int, ...] = ()) -> list[list[int]]:
+    """What is said without drafts."""
+    engine = Engine(model, HybridMemory(model.memory_spec, "16MiB", rollback_window=8, page_tokens=4, poison=True), None, stop_ids=stop_ids)
+    generations = [engine.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
+    engine.run()
+    return [generation.token_ids for generation in generations]
+
+
+def decode(batch: SpeculativeBatch, prompts: list[list[int]] = PROMPTS, max_tokens: int = 40) -> list[list[int]]:
+    texts: dict[Sequence, list[int]] = {batch.memory.open(): [] for _ in prompts}
+    for sequence, prompt in zip(texts, prompts, strict=True):
+        batch.add(sequence, prompt, max_tokens)
+    while not batch.is_idle:
+        for new in batch.step():
+            texts[new.sequence].append(new.token_id)
+    for sequence in texts:
+        batch.discard(sequence)
+        batch.memory.close(sequence)
     batch.memory.check()
     assert batch.memory.usage().used_bytes == 0
-    return texts
+    return list(texts.values())
 
 
 def make_memory(model: Toy | FamilyToy, window: int = 8, **options: object) -> HybridMemory:
@@ -71,12 +86,12 @@ def make_memory(model: Toy | FamilyToy, window: int = 8, **options: object) -> H
 @pytest.mark.parametrize(("window", "n_draft"), [(8, 8), (8, 3), (4, 4), (16, 5)])
 def test_prompt_lookup_decodes_the_same_text(window: int, n_draft: int, fold: str) -> None:
     model = Toy(window=5)
-    expected = decode(Batch(model, make_memory(model), (0,)), PROMPTS)
+    expected = plain(model, stop_ids=(0,))
     batch = SpeculativeBatch(model, make_memory(model, window, fold=fold), (0,), PromptLookup(1, n_draft))
     assert decode(batch, PROMPTS) == expected
     assert 0 < batch.acceptance.n_accepted < batch.acceptance.n_drafted, "both must be seen: accepted and rejected tokens"
     assert batch.acceptance.tokens_per_step > 1
-    assert batch.acceptance.n_generated == batch.speed.n_generated == sum(map(len, expected))
+    assert batch.acceptance.n_generated == batch.stats.n_generated == sum(map(len, expected))
 
 
 @pytest.mark.parametrize("p_right", [0.0, 0.5, 0.9, 1.0])
@@ -84,7 +99,7 @@ def test_prompt_lookup_decodes_the_same_text(window: int, n_draft: int, fold: st
 def test_any_draft_decodes_the_same_text(toy: str, p_right: float) -> None:
     """Random drafts of random lengths, none among them, for several sequences in one batch."""
     model = Toy(attention=toy != "recurrent", recurrent=toy != "attention", window=6)
-    expected = decode(Batch(model, make_memory(model), ()), PROMPTS)
+    expected = plain(model)
     drafter = RandomDrafts([p + e for p, e in zip(PROMPTS, expected, strict=True)], 8, p_right)
     batch = SpeculativeBatch(model, make_memory(model), (), drafter, adapts=False)
     assert decode(batch, PROMPTS) == expected
@@ -96,7 +111,7 @@ def test_any_draft_decodes_the_same_text(toy: str, p_right: float) -> None:
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)
 def test_every_recurrence_decodes_the_same_text(family) -> None:  # type: ignore[no-untyped-def]
     model = FamilyToy(family)
-    expected = decode(Batch(model, make_memory(model), ()), PROMPTS, 24)
+    expected = plain(model, max_tokens=24)
     drafter = RandomDrafts([p + e for p, e in zip(PROMPTS, expected, strict=True)], 6, 0.7)
     assert decode(SpeculativeBatch(model, make_memory(model), (), drafter), PROMPTS, 24) == expected
 
@@ -104,43 +119,35 @@ def test_every_recurrence_decodes_the_same_text(family) -> None:  # type: ignore
 @pytest.mark.parametrize("name", ["jamba", "bamba", "qwen3-next", "lfm2", "mamba"])
 def test_checkpoints_decode_the_same_text(name: str, tmp_path: Path) -> None:
     model = load_model(write_checkpoint(tmp_path, CONFIGS[name]()))
-    memories = [HybridMemory(model.memory_spec, "16MiB", rollback_window=8, page_tokens=4, poison=True) for _ in range(2)]
-    expected = decode(Batch(model, memories[0], ()), PROMPTS)
+    memory = HybridMemory(model.memory_spec, "16MiB", rollback_window=8, page_tokens=4, poison=True)
+    expected = plain(model)
     drafter = RandomDrafts([p + e for p, e in zip(PROMPTS, expected, strict=True)], 6, 0.8)
-    assert decode(SpeculativeBatch(model, memories[1], (), drafter), PROMPTS) == expected
+    assert decode(SpeculativeBatch(model, memory, (), drafter), PROMPTS) == expected
 
 
 def test_a_draft_ends_where_the_reply_does() -> None:
     """A token that ends the reply may stand inside of an accepted draft; the memory ends before it, or with it where ends are fed."""
     model = Toy()
-    text = decode(Batch(model, make_memory(model), ()), PROMPTS[:1])[0]
+    text = plain(model, PROMPTS[:1])[0]
     stop_id = next(t for i, t in enumerate(text) if i > 3 and t not in text[:i])
+    reply = text[: text.index(stop_id) + 1]
     for remembers_end in (False, True):
-        sequences, replies = [], []
-        for speculates in (False, True):
-            memory = make_memory(model)
-            drafter = RandomDrafts([PROMPTS[0] + text], 8, 1.0)
-            batch = (
-                SpeculativeBatch(model, memory, (stop_id,), drafter, remembers_end=remembers_end)
-                if speculates
-                else Batch(model, memory, (stop_id,), remembers_end=remembers_end)
-            )
-            sequence = memory.open()
-            batch.add(sequence, PROMPTS[0], 40)
-            news = []
-            while not batch.is_idle:
-                news += batch.step()
-            assert [new.is_last for new in news] == [False] * (len(news) - 1) + [True]
-            replies.append([new.token_id for new in news])
-            sequences.append(sequence.tokens.tolist())
-            memory.check()
-        assert replies[0] == replies[1] and replies[0][-1] == stop_id
-        assert sequences[0] == sequences[1] == PROMPTS[0] + replies[0][: None if remembers_end else -1]
+        memory = make_memory(model)
+        drafter = RandomDrafts([PROMPTS[0] + text], 8, 1.0)
+        batch = SpeculativeBatch(model, memory, (stop_id,), drafter, remembers_end=remembers_end)
+        sequence = memory.open()
+        batch.add(sequence, PROMPTS[0], 40)
+        news = []
+        while not batch.is_idle:
+            news += batch.step()
+        assert [(new.token_id, new.is_last) for new in news] == [(token_id, token_id == stop_id) for token_id in reply]
+        assert sequence.tokens.tolist() == PROMPTS[0] + (reply if remembers_end else reply[:-1])
+        memory.check()
 
 
 def test_no_more_tokens_than_asked_for() -> None:
     model = Toy()
-    text = decode(Batch(model, make_memory(model), ()), PROMPTS[:1])[0]
+    text = plain(model, PROMPTS[:1])[0]
     for max_tokens in (1, 2, 5, 9, 10):
         batch = SpeculativeBatch(model, make_memory(model), (), RandomDrafts([PROMPTS[0] + text], 8, 1.0))
         assert decode(batch, PROMPTS[:1], max_tokens) == [text[:max_tokens]]
@@ -149,7 +156,7 @@ def test_no_more_tokens_than_asked_for() -> None:
 
 def test_a_step_is_no_larger_than_asked_for() -> None:
     model = Toy()
-    texts = decode(Batch(model, make_memory(model), ()), PROMPTS)
+    texts = plain(model)
     sizes = []
 
     def watched(step: Step) -> Tensor:
@@ -166,7 +173,7 @@ def test_a_memory_without_room_for_drafts_goes_on_without_them() -> None:
     """One page is left behind the prompt: a token fits, a draft does not."""
     model = Toy(recurrent=False)
     page_bytes = make_memory(model).usage().block_bytes["pages"]
-    texts = decode(Batch(model, make_memory(model), ()), [[1, 2, 3]], 5)
+    texts = plain(model, [[1, 2, 3]], 5)
     memory = HybridMemory(model.memory_spec, 2 * page_bytes, rollback_window=8, page_tokens=4, poison=True)
     batch = SpeculativeBatch(model, memory, (), RandomDrafts([[1, 2, 3] + texts[0] + [0] * 8], 8, 1.0))
     batch._draft = lambda: {s: Draft([1] * 8) for s in batch._waiting if batch._n_left[s] > 1 and s.length}  # type: ignore[method-assign]
@@ -176,7 +183,7 @@ def test_a_memory_without_room_for_drafts_goes_on_without_them() -> None:
 
 def test_a_failing_step_changes_nothing() -> None:
     model = Toy()
-    expected = decode(Batch(model, make_memory(model), ()), PROMPTS)
+    expected = plain(model)
     fails = [False]
 
     def fragile(step: Step) -> Tensor:
@@ -234,7 +241,7 @@ def test_prompt_lookup_forgets_an_edited_text() -> None:
 @pytest.mark.parametrize("is_same", [True, False])
 def test_a_draft_model_follows_the_text(is_same: bool) -> None:
     model, small = Toy(), Toy() if is_same else Toy(attention=False)
-    expected = decode(Batch(model, make_memory(model), (0,)), PROMPTS)
+    expected = plain(model, stop_ids=(0,))
     drafter = DraftModel(small, make_memory(small, 4), 4)
     batch = SpeculativeBatch(model, make_memory(model), (0,), drafter)
     assert decode(batch, PROMPTS) == expected
@@ -280,7 +287,7 @@ def test_a_draft_model_follows_an_edit_and_a_closed_sequence() -> None:
 def test_a_draft_model_without_room_drafts_nothing() -> None:
     model = Toy()
     least = next(n for n in range(512, 1 << 20, 512) if _fits(model, n))
-    expected = decode(Batch(model, make_memory(model), ()), PROMPTS)
+    expected = plain(model)
     drafter = DraftModel(model, HybridMemory(model.memory_spec, least, rollback_window=4, page_tokens=4, poison=True), 4)
     batch = SpeculativeBatch(model, make_memory(model), (), drafter)
     assert decode(batch, PROMPTS) == expected
@@ -432,7 +439,7 @@ def test_drafts_hold_no_states(fold: str) -> None:
     """Between steps a sequence holds the states and the tail that plain decoding holds. Inside of a step, where the body may move while the
     old one must stay, one more of each at most. None of it depends on how long drafts are."""
     model, prompt = Toy(), PROMPTS[0]
-    text = decode(Batch(model, make_memory(model), ()), [prompt], 100)[0]
+    text = plain(model, [prompt], 100)[0]
     held: dict[int, tuple[int, int]] = {}
     inside: dict[int, tuple[int, int]] = {}
     for n_draft in (0, 1, 4, 16):
@@ -447,8 +454,7 @@ def test_drafts_hold_no_states(fold: str) -> None:
             inside[n_draft] = tuple(map(max, zip(inside.get(n_draft, (0, 0)), count(), strict=True)))  # type: ignore[assignment]
             return model(step)
 
-        drafter = RandomDrafts([prompt + text], max(n_draft, 1), 0.8)
-        batch = SpeculativeBatch(watched, memory, (), drafter, adapts=False) if n_draft else Batch(watched, memory, ())
+        batch = SpeculativeBatch(watched, memory, (), RandomDrafts([prompt + text], n_draft, 0.8), adapts=False)
         batch.add(memory.open(), prompt, 100)
         while not batch.is_idle:
             batch.step()
@@ -460,22 +466,24 @@ def test_drafts_hold_no_states(fold: str) -> None:
 # Conversations
 
 
-def test_conversations_are_the_same_with_drafts() -> None:
+def test_conversations_are_the_same_with_drafts(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
     """Several users, several turns, replies that end inside of drafts: every memory holds what the chat template renders."""
-    model, tokenizer = load_model("embedded"), load_tokenizer(EMBEDDED)
-    memory = HybridMemory(model.memory_spec, "64MiB", poison=True)
-    batch = SpeculativeBatch(model, memory, find_stop_ids(tokenizer, model), PromptLookup(2, 6), remembers_end=True)
-    users = [Conversation(f"user {i}", memory.open()) for i in range(3)]
-    scripts = [(user, make_dialogue(random.Random(i), 3 + i)) for i, user in enumerate(users)]
-    Player(batch, tokenizer, lambda *_: None).play("dialogue", scripts)
-    for user, turns in scripts:
-        assert [m["content"] for m in user.messages if m["role"] == "assistant"] == [turn.reply for turn in turns]
-        assert user.sequence.tokens.tolist() == tokenizer.apply_chat_template(user.messages, return_dict=False)
+    memory = HybridMemory(embedded.memory_spec, "64MiB", poison=True)
+    batch = SpeculativeBatch(embedded, memory, find_stop_ids(tokenizer, embedded), PromptLookup(2, 6), remembers_end=True)
+    users: dict[Sequence, list[Message]] = {memory.open(): [] for _ in range(3)}
+    dialogues = {user: make_dialogue(random.Random(i), 3 + i) for i, user in enumerate(users)}
+    for turns in itertools.zip_longest(*dialogues.values()):
+        replies: dict[Sequence, list[int]] = {user: [] for user, turn in zip(users, turns, strict=True) if turn is not None}
+        for user, turn in zip(replies, filter(None, turns), strict=True):
+            batch.add(user, encode_turn(tokenizer, users[user], turn.user), 32)
+            users[user].append({"role": "user", "content": turn.user})
+        while not batch.is_idle:
+            for new in batch.step():
+                replies[new.sequence].append(new.token_id)
+        for user, ids in replies.items():
+            users[user].append({"role": "assistant", "content": tokenizer.decode(ids, skip_special_tokens=True)})
+    for user, messages in users.items():
+        assert [m["content"] for m in messages if m["role"] == "assistant"] == [turn.reply for turn in dialogues[user]]
+        assert user.tokens.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
     assert batch.acceptance.n_accepted > 0
     memory.check()
-    prompt = encode_prompt(tokenizer, "My cat is called Zoe.", is_chat=True)
-    assert decode_text(SpeculativeBatch(model, memory, (), PromptLookup(2, 6)), prompt) == decode_text(Batch(model, memory, ()), prompt)
-
-
-def decode_text(batch: Batch, prompt: list[int]) -> list[int]:
-    return [new.token_id for news in generate(batch, [prompt], 40) for _, new in news]

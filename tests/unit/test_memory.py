@@ -402,7 +402,7 @@ def test_views(hybrid: HybridMemory, toy: Toy) -> None:
     assert "toy" in repr(hybrid)
     assert "40 tokens" in repr(a)
     html = hybrid._repr_html_()
-    assert html.count("<tr>") == 3
+    assert html.count("<tr>") == 1 + 3 + 1 + 1 + 2, "kinds with their sum, sequences"
     assert "checkpoint" in html
     hostile = HybridMemory(replace(toy.memory_spec, model="<script>"), "1MiB")
     assert "<script>" not in hostile._repr_html_()

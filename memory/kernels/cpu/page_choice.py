@@ -9,9 +9,11 @@ from torch import Tensor
 
 from memory.kernels.cpu.rows import as_array, copy_
 from memory.kernels.cpu.threads import REDUCING, use_threads
+from memory.kernels.cpu.vector_math import prefetch
 from memory.kernels.signature import PageChoice, Prepared
 
 _ZERO = np.float32(0.0)
+_ONE, _AHEAD, _LINE = np.uint64(1), np.uint64(4), np.uint64(16)
 
 
 def choose_pages(q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: PageChoice, n_kv_heads: int) -> Tensor:
@@ -50,7 +52,12 @@ def _choose(  # type: ignore[no-untyped-def]
 def _score(q_GE, least, greatest, pages, first, head_dim, scores_GN):  # type: ignore[no-untyped-def]
     up_GE, down_GE = np.maximum(q_GE, _ZERO), np.minimum(q_GE, _ZERO)
     n_heads, n_elements, size = np.uint64(len(q_GE)), np.uint64(q_GE.shape[1]), np.uint64(head_dim)
-    for p in range(np.uint64(scores_GN.shape[1])):
+    n_pages = np.uint64(scores_GN.shape[1])
+    for p in range(n_pages):
+        ahead = np.uint64(pages[min(p + _AHEAD, n_pages - _ONE)]) + np.uint64(first) * size
+        for line in range(ahead, ahead + n_heads * size, _LINE):
+            prefetch(least, line)  # type: ignore[call-arg]
+            prefetch(greatest, line)
         for g in range(n_heads):
             row = np.uint64(pages[p]) + (np.uint64(first) + g) * size
             best = np.float32(-np.inf)

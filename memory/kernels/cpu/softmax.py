@@ -16,7 +16,7 @@ BLOCK = 64
 """Rows whose scores are kept at once, 256 bytes a head."""
 
 _ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
-_0, _1, _2, _3, _4, _STRIDE, _LINE = (np.uint64(i) for i in (0, 1, 2, 3, 4, BLOCK, 16))
+_0, _1, _2, _3, _4, _STRIDE, _LINE, _AHEAD = (np.uint64(i) for i in (0, 1, 2, 3, 4, BLOCK, 16, 8))
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
@@ -39,12 +39,15 @@ def score_rows(q, keys, values, rows, n_groups, head_dim, scale, scores, asks): 
     """
     head_dim, n_groups = np.uint64(head_dim), np.uint64(n_groups)
     n_kv_heads = np.uint64(len(q)) // (head_dim * n_groups)
+    last = np.uint64(len(rows)) - _1
     for r in range(np.uint64(len(rows))):
+        ahead = np.uint64(rows[min(r + _AHEAD, last)])
         for g in range(n_kv_heads):
             row = np.uint64(rows[r]) + g * head_dim
             if asks:
                 for line in range(_0, head_dim, _LINE):
                     prefetch(values, row + line)  # type: ignore[call-arg]
+                    prefetch(keys, ahead + g * head_dim + line)
             for h in range(g * n_groups, (g + _1) * n_groups):
                 score = _ZERO
                 for d in range(head_dim):

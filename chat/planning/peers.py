@@ -1,0 +1,223 @@
+"""What the same sessions take in other engines, by the formulas that these document; `tests/chat/test_peers.py` checks each against figures
+that they publish.
+
+Attention is kept in the model's dtype there as here, states in the plan's (llama.cpp: in float32), and nothing is shared between sessions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor
+
+
+@dataclass(frozen=True)
+class Model:
+    """What the formulas need to know of a model.
+
+    Attributes:
+        token_elements: of each attention: elements that it remembers a token by.
+        windows: the rows it sees, None for all.
+        row_bytes: of each recurrence: old rows in its state, such as a convolution's window: how many columns, and bytes of one.
+        fixed_bytes: of each recurrence: its state without these.
+        float32_bytes: of each recurrence: its whole state in float32.
+        itemsize: bytes of an element of the model's dtype.
+    """
+
+    architecture: str
+    token_elements: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    row_bytes: tuple[tuple[int, int], ...]
+    fixed_bytes: tuple[int, ...]
+    float32_bytes: tuple[int, ...]
+    itemsize: int
+
+    @staticmethod
+    def of(spec: MemorySpec, architecture: str) -> Model:
+        memories = [m for layer in spec.layers for m in layer]
+        attention = [m for m in memories if isinstance(m, AttentionSpec)]
+        states = [m.states for m in memories if isinstance(m, RecurrentSpec)]
+        itemsize = spec.dtype.itemsize
+        return Model(
+            architecture,
+            tuple(m.n_parts * m.n_kv_heads * m.head_dim for m in attention),
+            tuple(m.window for m in attention),
+            tuple(_rows_of(own, itemsize) for own in states),
+            tuple(sum(math.prod(s.shape) * s.dtype.itemsize for s in own if s.dtype is not None) for own in states),
+            tuple(sum(math.prod(s.shape) * 4 for s in own) for own in states),
+            itemsize,
+        )
+
+    @property
+    def state_bytes(self) -> tuple[int, ...]:
+        """Of each recurrence: its whole state."""
+        return tuple(n * size + fixed for (n, size), fixed in zip(self.row_bytes, self.fixed_bytes, strict=True))
+
+    @property
+    def token_bytes(self) -> int:
+        """Of all attention layers."""
+        return sum(self.token_elements) * self.itemsize
+
+
+def _rows_of(states: tuple[StateTensor, ...], itemsize: int) -> tuple[int, int]:
+    """(columns, bytes of one) of the state tensors that are kept as rows are; (0, 0) if there are none."""
+    rows = [s.shape for s in states if s.dtype is None]
+    n = rows[0][0] if rows else 0
+    return n, sum(math.prod(shape) for shape in rows) * itemsize // n if n else 0
+
+
+@dataclass(frozen=True)
+class PeerPlan:
+    """What an engine takes for a session, and how many fit; `why_not` says why its documents give no answer, else the rest is known.
+
+    Attributes:
+        window_bytes, n_window_sessions: the same, if the newest tokens of every session can be taken back; None if they cannot at all.
+        sources: where the formulas are documented.
+    """
+
+    name: str
+    sources: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+    session_bytes: int = 0
+    n_sessions: int = 0
+    window_bytes: int | None = None
+    n_window_sessions: int | None = None
+    why_not: str = ""
+
+
+def plan_peers(model: Model, budget_bytes: int, context_tokens: int, window_tokens: int) -> tuple[PeerPlan, ...]:
+    """The same question, put to each engine."""
+    engines: tuple[Callable[[Model, int, int, int], PeerPlan], ...] = (llama_cpp, vllm, sglang)
+    return tuple(engine(model, budget_bytes, context_tokens, window_tokens) for engine in engines)
+
+
+# llama.cpp
+
+_LLAMA_SOURCES = (
+    "llama.cpp, August 2026: src/llama-memory-recurrent.cpp (states in F32, a row for each sequence and for each token to take back), "
+    "src/llama-kv-cache.cpp (K and V for all cells of all sequences, in F16), src/llama-arch.cpp (llm_arch_supports_rs_rollback)",
+)
+_LLAMA_ROLLS_BACK = frozenset(
+    {
+        "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+        "NemotronHForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM",
+    }
+)  # fmt: skip
+_LLAMA_CELLS, _LLAMA_UBATCH, _LLAMA_ITEMSIZE = 256, 512, 2
+
+
+def llama_cpp_kv_bytes(model: Model, context_tokens: int) -> int:
+    """Of one sequence; a window's cache has room for the window and a physical batch."""
+    n_bytes = 0
+    for elements, window in zip(model.token_elements, model.windows, strict=True):
+        wanted = context_tokens if window is None else min(context_tokens, window + _LLAMA_UBATCH)
+        n_bytes += _up(wanted, _LLAMA_CELLS) * elements * _LLAMA_ITEMSIZE
+    return n_bytes
+
+
+def llama_cpp(model: Model, budget_bytes: int, context_tokens: int, window_tokens: int) -> PeerPlan:
+    kv_bytes, state_bytes = llama_cpp_kv_bytes(model, context_tokens), sum(model.float32_bytes)
+    session_bytes, window_bytes = kv_bytes + state_bytes, None
+    notes = ["llama.cpp sets all of it aside for every slot when it starts"]
+    if not state_bytes or model.architecture in _LLAMA_ROLLS_BACK:
+        window_bytes = kv_bytes + (1 + window_tokens) * state_bytes
+        notes += ["llama.cpp takes tokens back from states once, right after the step that read them"] if state_bytes else []
+    else:
+        notes.append("llama.cpp takes no tokens back from states of this architecture; it reads the prompt again, or restores a host copy")
+    return _plan("llama.cpp", _LLAMA_SOURCES, notes, budget_bytes, session_bytes, window_bytes)
+
+
+# vLLM
+
+_VLLM_SOURCES = (
+    "vLLM 0.33: vllm/platforms/interface.py (_align_hybrid_block_size), vllm/v1/core/kv_cache_utils.py "
+    "(_get_kv_cache_groups_uniform_page_size, get_max_concurrency_for_kv_cache_config), vllm/v1/kv_cache_interface.py "
+    "(MambaSpec.max_memory_usage_bytes, mode none: 1 + draft tokens blocks)",
+)
+VLLM_BLOCK_TOKENS = 16
+
+
+def vllm_block_tokens(token_bytes: int, state_bytes: int) -> int:
+    """Tokens of an attention block: at least 16, and so many that a page holds one layer's state. Bytes are those of one layer."""
+    return max(VLLM_BLOCK_TOKENS, _up(-(-state_bytes // token_bytes), VLLM_BLOCK_TOKENS))
+
+
+def vllm_group_layers(*counts: int) -> int:
+    """Layers of a group, given how many there are of each kind: the fewest, or the most where that is less than half as many more."""
+    present = [n for n in counts if n]
+    return max(present) if max(present) < 1.5 * min(present) else min(present)
+
+
+def vllm(model: Model, budget_bytes: int, context_tokens: int, window_tokens: int) -> PeerPlan:
+    if any(model.windows) or len(set(model.token_elements)) > 1 or len(set(model.state_bytes)) > 1:
+        return PeerPlan(
+            "vLLM", _VLLM_SOURCES, why_not="layers of several sizes, or windows; its documented formula is for one of each kind"
+        )
+    n_attention, n_states = len(model.token_elements), len(model.state_bytes)
+    group = vllm_group_layers(n_attention, n_states)
+    state_bytes = model.state_bytes[0] if n_states else 0
+    notes, block_bytes, n_blocks = [], group * state_bytes, 0
+    if n_attention:
+        token_bytes = model.token_elements[0] * model.itemsize
+        block_tokens = vllm_block_tokens(token_bytes, state_bytes)
+        block_bytes = group * block_tokens * token_bytes
+        n_blocks = -(-n_attention // group) * -(-context_tokens // block_tokens)
+        notes.append(f"vLLM's blocks hold {block_tokens:,} tokens of {group} layers, and one state of as many")
+    n_groups = -(-n_states // group)
+    if n_groups:
+        notes.append("vLLM takes back draft tokens of one step, for a block each")
+    sessions = [(n_blocks + n_groups * (1 + n)) * block_bytes for n in (0, window_tokens)]
+    return _plan("vLLM", _VLLM_SOURCES, notes, budget_bytes // block_bytes * block_bytes, *sessions)
+
+
+# SGLang
+
+_SGLANG_SOURCES = (
+    "SGLang 0.5.23: srt/mem_cache/memory_pool.py (HybridReqToTokenPool, MambaPool.SpeculativeState), _calculate_mamba_ratio (3 state slots "
+    "a running request with the radix cache), --mamba-full-memory-ratio 0.9",
+)
+SGLANG_SLOTS = 3
+SGLANG_RATIO = Fraction(9, 10)
+
+
+def sglang_draft_bytes(model: Model, n_drafts: int) -> int:
+    """Of a running request: a state for each draft token, convolution windows overlapping."""
+    if not n_drafts:
+        return 0
+    windows = sum((n_drafts + n - 1) * column_bytes for n, column_bytes in model.row_bytes if n)
+    return n_drafts * sum(model.fixed_bytes) + windows
+
+
+def sglang(model: Model, budget_bytes: int, context_tokens: int, window_tokens: int) -> PeerPlan:
+    if any(model.windows) or not model.token_elements:
+        return PeerPlan("SGLang", _SGLANG_SOURCES, why_not="windows, or no attention; its documented formula is for neither")
+    kv_bytes, slot_bytes = context_tokens * model.token_bytes, SGLANG_SLOTS * sum(model.state_bytes)
+    if not slot_bytes:
+        return _plan("SGLang", _SGLANG_SOURCES, [], budget_bytes, kv_bytes, kv_bytes)
+    for_kv, for_slots = 1 / (1 + SGLANG_RATIO), SGLANG_RATIO / (1 + SGLANG_RATIO)
+    sessions, counts = [], []
+    for n_drafts in (0, window_tokens):
+        draft_bytes = sglang_draft_bytes(model, n_drafts)
+        # Drafts are taken off first; what is left is divided once, so each part must do: share (budget - n drafts) >= n part.
+        parts = ((for_kv, kv_bytes), (for_slots, slot_bytes))
+        counts.append(min(int(budget_bytes * share // (part + share * draft_bytes)) for share, part in parts))
+        sessions.append(kv_bytes + slot_bytes + draft_bytes)
+    notes = (
+        "SGLang divides memory between attention and states when it starts",
+        "SGLang takes back draft tokens of one step, a state each",
+    )
+    return PeerPlan("SGLang", _SGLANG_SOURCES, notes, sessions[0], counts[0], sessions[1], counts[1])
+
+
+def _plan(
+    name: str, sources: tuple[str, ...], notes: list[str], budget_bytes: int, session_bytes: int, window_bytes: int | None
+) -> PeerPlan:
+    n_window = None if window_bytes is None else budget_bytes // window_bytes
+    return PeerPlan(name, sources, tuple(notes), session_bytes, budget_bytes // session_bytes, window_bytes, n_window)
+
+
+def _up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple

@@ -1,0 +1,125 @@
+"""The figures of a plan. Ours are measured in dry memories; nothing here knows how they are shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from chat.planning.peers import Model, PeerPlan, plan_peers
+from memory import MemorySpec, SpecError
+from memory.eviction import H2O, TOVA, Budget, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
+from memory.planning import SequencePlan, plan_sequence
+from memory.quantization import Float8, Quantized, Storage
+
+POLICIES: tuple[type[Budget], ...] = (Recent, KNorm, H2O, Scissorhands, TOVA, SnapKV, PyramidKV, ExpectedAttention, Quest)
+STORAGES: tuple[Storage, ...] = (Quantized(8), Float8(), Quantized(4), Quantized(2))
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is planned.
+
+    Attributes:
+        architecture: as the config has it.
+        budget_bytes: for memories, without the model's weights.
+        window_tokens: the rollback window.
+        weight_bytes: that were taken off the budget first; None if nobody asked for that.
+        context_tokens: that a session may grow to.
+        keep: of the context, the share that policies keep (or, `Quest`, read).
+        encoder_tokens: rows that an encoder says, if the model has one.
+    """
+
+    spec: MemorySpec
+    architecture: str
+    budget_bytes: int
+    context_tokens: int
+    window_tokens: int = 64
+    keep: float = 0.2
+    encoder_tokens: int = 0
+    weight_bytes: int | None = None
+
+    def measure(self, spec: MemorySpec) -> SequencePlan:
+        """A session in a memory of this spec, which may keep old rows in another way."""
+        return plan_sequence(spec, self.context_tokens, encoder_tokens=self.encoder_tokens, rollback_window=self.window_tokens)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a policy or a storage buys: `why_not` says why it does not suit the model, else the rest is known."""
+
+    names: tuple[str, ...]
+    session_bytes: int = 0
+    n_sessions: int = 0
+    why_not: str = ""
+
+
+@dataclass(frozen=True)
+class Report:
+    """See `Question` and `SequencePlan`.
+
+    Attributes:
+        attention_token_bytes: that a token adds to K/V pages that keep all; None if there are none.
+        overtakes_at: tokens from which on these pages hold more than a session's states and tails; None if one of both is missing.
+    """
+
+    question: Question
+    session: SequencePlan
+    n_sessions: int
+    attention_token_bytes: int | None
+    overtakes_at: int | None
+    policies: tuple[Choice, ...]
+    storages: tuple[Choice, ...]
+    peers: tuple[PeerPlan, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can say it."""
+        question, session = self.question, self.session
+        return {
+            "model": question.spec.model, "device": str(question.spec.device), "dtype": str(question.spec.dtype).removeprefix("torch."),
+            "weight_bytes": question.weight_bytes, "budget_bytes": question.budget_bytes, "context_tokens": question.context_tokens,
+            "rollback_window": question.window_tokens,
+            "n_sessions": self.n_sessions, "session": asdict(session),
+            "attention_token_bytes": self.attention_token_bytes, "attention_overtakes_states_at": self.overtakes_at,
+            "policies": [asdict(choice) for choice in self.policies], "storages": [asdict(choice) for choice in self.storages],
+            "peers": [asdict(peer) for peer in self.peers],
+        }  # fmt: skip
+
+
+def make_report(question: Question) -> Report:
+    """Answer a question. Raises SpecError: options that cannot work."""
+    session = question.measure(question.spec)
+    sizes = (question.budget_bytes, question.context_tokens, question.window_tokens)
+    page_bytes, page_tokens = session.block_bytes.get("pages", 0), session.page_tokens
+    recurrent_bytes = session.by_kind.get("states", 0) + session.by_kind.get("tails", 0)
+    policies = [(kind.__name__, _with_policy(question, kind)) for kind in POLICIES] if page_bytes else []
+    storages = [(storage.label, _with_storage(question, storage)) for storage in STORAGES] if page_bytes else []
+    # An encoder's rows are kept for decoders only, which those formulas do not describe.
+    peers = () if question.spec.of_kind("cross-attention") else plan_peers(Model.of(question.spec, question.architecture), *sizes)
+    return Report(
+        question, session, session.fit_into(question.budget_bytes),
+        attention_token_bytes=page_bytes // page_tokens if page_bytes else None,
+        overtakes_at=recurrent_bytes // page_bytes * page_tokens + 1 if page_bytes and recurrent_bytes else None,
+        policies=_choices(question, policies), storages=_choices(question, storages), peers=peers,
+    )  # fmt: skip
+
+
+def _with_policy(question: Question, kind: type[Budget]) -> Callable[[], MemorySpec]:
+    return lambda: question.spec.with_policy(kind.of_ratio(question.keep, max_tokens=question.context_tokens))
+
+
+def _with_storage(question: Question, storage: Storage) -> Callable[[], MemorySpec]:
+    return lambda: question.spec.with_storage(storage)
+
+
+def _choices(question: Question, specs: list[tuple[str, Callable[[], MemorySpec]]]) -> tuple[Choice, ...]:
+    """What each buys, those together that buy the same."""
+    names: dict[Choice, list[str]] = {}
+    for name, make_spec in specs:
+        try:
+            session = question.measure(make_spec())
+            choice = Choice((), session.most_bytes, session.fit_into(question.budget_bytes))
+        except SpecError as error:
+            choice = Choice((), why_not=str(error))
+        names.setdefault(choice, []).append(name)
+    return tuple(replace(choice, names=tuple(own)) for choice, own in names.items())

@@ -1,0 +1,99 @@
+"""A plan on a terminal."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from chat.display import harmless
+from chat.planning.report import Choice, Report
+from memory.tables import format_bytes
+
+
+def print_plan(console: Console, report: Report) -> None:
+    """What a session holds, how many fit, and what else could be done. Strings of the config are shown as they are."""
+    question = report.question
+    dtype = str(question.spec.dtype).removeprefix("torch.")
+    title = f"{question.spec.model} in {dtype} on {question.spec.device}: {question.context_tokens:,} tokens a session"
+    console.print(Text(harmless(title), style="bold"))
+    console.print(_session_table(report))
+    console.print(Text(f"{report.n_sessions:,} sessions fit into {format_bytes(question.budget_bytes)}.", style="bold green"))
+    for line in _remarks(report):
+        console.print(Text(line))
+    for heading, choices in (
+        (f"Attention that keeps {question.keep:.0%} of the context", report.policies),
+        ("Old rows in few bits", report.storages),
+    ):
+        if choices:
+            console.print(_choices_table(heading, choices, report))
+    if report.peers:
+        console.print(_peers_table(report))
+        for line in [note for peer in report.peers for note in peer.notes] + [source for peer in report.peers for source in peer.sources]:
+            console.print(Text(line, style="dim"))
+
+
+def _session_table(report: Report) -> Table:
+    session = report.session
+    table = Table(title="A session at its largest")
+    for heading, justify in (("kind", "left"), ("blocks", "right"), ("of", "right"), ("bytes", "right")):
+        table.add_column(heading, justify=justify)  # type: ignore[arg-type]
+    for kind, n_bytes in session.by_kind.items():
+        block_bytes = session.block_bytes[kind]
+        roles = f" ({_roles(n_bytes // block_bytes, report.question.window_tokens)})" if kind == "states" else ""
+        table.add_row(Text(kind + roles), f"{n_bytes // block_bytes:,}", format_bytes(block_bytes), f"{n_bytes:,}")
+    table.add_section()
+    table.add_row("total", "", format_bytes(session.most_bytes), f"{session.most_bytes:,}")
+    return table
+
+
+def _roles(n_states: int, window_tokens: int) -> str:
+    """What the states of a sequence are, whatever order it got them in."""
+    if n_states == 1:
+        return "head" if window_tokens else "body"
+    return ", ".join(("body", "head", "next body")[:n_states])
+
+
+def _remarks(report: Report) -> list[str]:
+    lines = []
+    if report.question.weight_bytes is not None:
+        lines.append(f"Weights take {format_bytes(report.question.weight_bytes)} beside that.")
+    if report.attention_token_bytes is not None:
+        lines.append(f"A token adds {report.attention_token_bytes:,} bytes of keys and values.")
+    if report.overtakes_at is not None:
+        lines.append(f"From {report.overtakes_at:,} tokens on they hold more than the session's states and tail.")
+    if report.session.step_bytes:
+        lines.append(f"Steps of a prompt take up to {format_bytes(report.session.step_bytes)} more while they run.")
+    return lines
+
+
+def _choices_table(heading: str, choices: tuple[Choice, ...], report: Report) -> Table:
+    table = Table(title=heading)
+    table.add_column("")
+    for name in ("a session", "sessions", "times as many"):
+        table.add_column(name, justify="right")
+    for choice in choices:
+        if choice.why_not:
+            table.add_row(Text(", ".join(choice.names)), Text(choice.why_not, style="dim"), "", "")
+            continue
+        times = f"{choice.n_sessions / report.n_sessions:.2f}" if report.n_sessions else ""
+        table.add_row(Text(", ".join(choice.names)), format_bytes(choice.session_bytes), f"{choice.n_sessions:,}", times)
+    return table
+
+
+def _peers_table(report: Report) -> Table:
+    """Ours first. Each takes the window's tokens back in its own way, or not at all."""
+    question, session = report.question, report.session
+    table = Table(title="The same sessions elsewhere, as documented there")
+    table.add_column("")
+    for name in ("a session", "sessions", f"to take {question.window_tokens:,} tokens back", "sessions"):
+        table.add_column(name, justify="right")
+    ours = (format_bytes(session.most_bytes), f"{report.n_sessions:,}")
+    table.add_row("hybrid-memory", *ours, *ours)
+    for peer in report.peers:
+        if peer.why_not:
+            table.add_row(peer.name, Text(peer.why_not, style="dim"), "", "", "")
+            continue
+        window = ("not possible", "") if peer.window_bytes is None else (format_bytes(peer.window_bytes), f"{peer.n_window_sessions:,}")
+        table.add_row(peer.name, format_bytes(peer.session_bytes), f"{peer.n_sessions:,}", *window)
+    return table

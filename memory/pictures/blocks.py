@@ -1,0 +1,173 @@
+"""Which bytes of the budget belong to whom."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from memory.inspection import Inventory
+from memory.interface import Int64s
+from memory.pictures.canvas import FREE, INK, PALETTE, Colour, entitle, ink_on, legend, lighter, literal, new_figure, plain
+from memory.tables import count, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from memory.hybrid import HybridMemory
+
+_NOBODY = np.iinfo(np.int64).max
+_MOST_ROWS = 24
+_MOST_NUMBERS = 400
+_SHADES = (0.0, 0.3, 0.55)
+_SHARED = (0.0, 0.0, 0.0, 0.6)
+_CHARACTER_INCHES, _WIDTH_INCHES, _ROW_INCHES = 0.075, 9.0, 0.26
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Neighbouring blocks of one kind and one owner, in the order of their addresses. All int64 (n,).
+
+    Attributes:
+        starts, ends: bytes of the arena.
+        pools: index of the kind.
+        owners: id of the first sequence that refers to them; `_NOBODY`: an open step has set them aside.
+        n_owners: how many refer to them.
+    """
+
+    starts: Int64s
+    ends: Int64s
+    pools: Int64s
+    owners: Int64s
+    n_owners: Int64s
+
+    @staticmethod
+    def of(inventory: Inventory) -> Runs:
+        pools = [pool for group in inventory.groups for pool, _ in group.pools]
+        owners = {pool.name: np.full(len(pool.counts), _NOBODY) for pool in pools}
+        ids_S = np.array([s.id for s in inventory.sequences], np.int64)
+        for holding in (h for group in inventory.groups for h in group.holdings):
+            np.minimum.at(owners[holding.pool], holding.ids, np.repeat(ids_S, holding.counts))
+        columns = [np.zeros((5, 0), np.int64)]
+        for i, pool in enumerate(pools):
+            used = np.flatnonzero(pool.counts) if pool.block_bytes else _NONE
+            starts = pool.addresses[used]
+            columns.append(np.stack([starts, starts + pool.block_bytes, np.full_like(used, i), owners[pool.name][used], pool.counts[used]]))
+        table = np.concatenate(columns, axis=1)
+        table = table[:, table[0].argsort()]
+        joins = (table[0, 1:] == table[1, :-1]) & (table[2:, 1:] == table[2:, :-1]).all(0)
+        first, last = (np.flatnonzero(np.pad(~joins, pad, constant_values=True)) for pad in ((1, 0), (0, 1)))
+        if not table.shape[1]:
+            first = last = _NONE
+        return Runs(table[0, first], table[1, last], *table[2:, first])
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def colour(self, i: int) -> Colour:
+        """Its kind's; sequences that follow each other have different shades."""
+        return lighter(PALETTE[self.pools[i] % len(PALETTE)], _SHADES[self.owners[i] % len(_SHADES)])
+
+    def label(self, i: int) -> str:
+        return "in a step" if self.owners[i] == _NOBODY else f"{self.owners[i]}{'+' if self.n_owners[i] > 1 else ''}"
+
+
+_NONE: Int64s = np.zeros(0, np.int64)
+
+
+def arena_map(memory: HybridMemory) -> Figure:
+    """Every block of the budget: its colour is its kind, its shade and number its sequence, hatched where several share it.
+
+    On top the whole budget to scale; below it, row after row as text is read, the bytes at both ends of the budget without what is free
+    between them. Cost: O(blocks). Raises SpecError without matplotlib.
+    """
+    inventory = memory.inventory()
+    arena, runs = inventory.arena, Runs.of(inventory)
+    regions = _regions(runs, arena.capacity_bytes)
+    row_bytes = _row_bytes(sum(end - start for start, end in regions), runs)
+    n_rows = [-(-(end - start) // row_bytes) for start, end in regions]
+    used, budget = format_bytes(arena.used_bytes), format_bytes(arena.capacity_bytes)
+    title = f"{used} of {budget} in use, {count(len(inventory.sequences), 'sequence or checkpoint', 'sequences and checkpoints')}"
+    figure = new_figure(_WIDTH_INCHES, 1.7 + _ROW_INCHES * sum(n_rows) + 0.55 * len(regions), title)
+    top, *others = figure.subplots(1 + len(regions), 1, height_ratios=[1.3, *(n + 0.3 for n in n_rows)], squeeze=False)[:, 0]
+    _draw(top, runs, (0, arena.capacity_bytes), max(1, arena.capacity_bytes))
+    entitle(top, "the whole budget")
+    for ax, (start, end) in zip(others, regions, strict=True):
+        _draw(ax, runs, (start, end), row_bytes)
+        entitle(ax, f"bytes from {format_bytes(start)} to {format_bytes(end)}, {format_bytes(row_bytes)} a row")
+    _explain(figure, runs, [pool.name for group in inventory.groups for pool, _ in group.pools])
+    return figure
+
+
+def _regions(runs: Runs, capacity: int) -> list[tuple[int, int]]:
+    """The arena without its largest free range, unless that is small."""
+    if not len(runs):
+        return []
+    starts, ends = np.append(runs.starts, capacity), np.insert(runs.ends, 0, 0)
+    gap = int((starts - ends).argmax())
+    if starts[gap] - ends[gap] < capacity / 5:
+        return [(0, capacity)]
+    return [(start, end) for start, end in ((0, int(ends[gap])), (int(starts[gap]), capacity)) if end > start]
+
+
+def _row_bytes(n_bytes: int, runs: Runs) -> int:
+    """A power of two, and no less than the smallest run."""
+    least = int((runs.ends - runs.starts).min()) if len(runs) else 1
+    return 1 << math.ceil(math.log2(max(least, n_bytes / _MOST_ROWS, 1)))
+
+
+def _draw(ax: Axes, runs: Runs, region: tuple[int, int], row_bytes: int) -> None:
+    from matplotlib.collections import PolyCollection
+
+    start, end = region
+    n_rows = max(1, -(-(end - start) // row_bytes))
+    plain(ax)
+    ax.set(xlim=(0, row_bytes), ylim=(n_rows, 0), yticks=[])
+    ax.set_xticks([0, row_bytes / 2, row_bytes], [format_bytes(x) for x in (0, row_bytes / 2, row_bytes)])
+    ax.spines["bottom"].set_visible(False)
+    all_rows = [_box(left, right, y) for left, right, y in _rows(0, end - start, row_bytes)]
+    ax.add_collection(PolyCollection(all_rows, facecolors=FREE, label="free"))
+    inside = np.flatnonzero((runs.starts >= start) & (runs.ends <= end)).tolist()
+    least = 0 if n_rows > 1 else row_bytes // 500  # to be seen at all in a large budget
+    ends = np.maximum(runs.ends, runs.starts + least)
+    pieces = [(i, *piece) for i in inside for piece in _rows(int(runs.starts[i]) - start, int(ends[i]) - start, row_bytes)]
+    is_coarse = len(pieces) > _MOST_NUMBERS  # lines between blocks would hide these
+    for label, own in (("used", pieces), ("shared", [piece for piece in pieces if runs.n_owners[piece[0]] > 1])):
+        boxes = PolyCollection([_box(left, right, y) for _, left, right, y in own], label=label)
+        if label == "used":
+            boxes.set(facecolors=[runs.colour(i) for i, *_ in own], edgecolors=(1, 1, 1, 0.6), linewidths=0 if is_coarse or least else 0.5)
+        else:
+            boxes.set(facecolors="none", edgecolors=_SHARED, linewidths=0, hatch="/////")
+        ax.add_collection(boxes)
+    for i, left, right, y in [] if is_coarse else pieces:
+        text, colour = runs.label(i), runs.colour(i)
+        if (right - left) / row_bytes * _WIDTH_INCHES > _CHARACTER_INCHES * (len(text) + 1.5):
+            box = {"facecolor": colour, "edgecolor": "none", "pad": 1}
+            ax.text((left + right) / 2, y + 0.5, text, ha="center", va="center", fontsize=7, color=ink_on(colour), bbox=box, clip_on=True)
+
+
+def _rows(start: int, end: int, row_bytes: int) -> list[tuple[int, int, int]]:
+    """(left, right, row) of a range that goes on in the next row."""
+    rows = range(start // row_bytes, -(-end // row_bytes))
+    return [(max(start - y * row_bytes, 0), min(end - y * row_bytes, row_bytes), y) for y in rows]
+
+
+def _box(left: float, right: float, y: float) -> list[tuple[float, float]]:
+    return [(left, y + 0.06), (right, y + 0.06), (right, y + 0.94), (left, y + 0.94)]
+
+
+def _explain(figure: Figure, runs: Runs, names: list[str]) -> None:
+    from matplotlib.artist import Artist
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    handles: list[Artist] = [Patch(color=PALETTE[k % len(PALETTE)], label=literal(names[k])) for k in sorted(set(runs.pools.tolist()))]
+    if (runs.n_owners > 1).any():
+        handles.append(Patch(facecolor=(0.5, 0.5, 0.5, 0.4), edgecolor=_SHARED, linewidth=0, hatch="/////", label="shared by several (3+)"))
+    handles.append(Patch(facecolor=FREE, edgecolor=INK, linewidth=0.5, label="free"))
+    if 0 < len(runs) <= _MOST_NUMBERS:
+        handles.append(Line2D([], [], linestyle="none", marker="$n$", color=INK, label="id of its sequence"))
+    legend(figure, handles)

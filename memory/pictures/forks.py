@@ -1,0 +1,178 @@
+"""Which sequences and checkpoints come from each other, and what they share.
+
+Nobody writes down who was forked from whom, and the one may be closed that others were forked from. What says it as well is what is
+there: within a family the tokens on which sequences agree, and the blocks to which several refer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from memory.inspection import Inventory
+from memory.interface import Int64s, Sequence
+from memory.pictures.canvas import INK, PALETTE, legend, need_matplotlib, new_figure, plain
+from memory.tables import count, format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from memory.hybrid import HybridMemory
+
+_MOST_SEQUENCES = 40
+"""That are drawn; also fewer than an int64 has bits, for `share_out`."""
+
+
+@dataclass
+class Node:
+    """Tokens [start, end) on which all sequences below agree, or what one of them holds beyond the others.
+
+    Attributes:
+        sequence: that ends here; then nothing is below.
+        n_bytes: of blocks that only those below refer to, and no single branch of them: of a sequence, its own.
+    """
+
+    start: int
+    end: int
+    sequence: Sequence | None = None
+    below: list[Node] = field(default_factory=list)
+    n_bytes: int = 0
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        return [self.sequence] if self.sequence else [s for node in self.below for s in node.sequences]
+
+
+def grow(sequences: list[Sequence], tokens: dict[int, Int64s], start: int = 0) -> Node:
+    """The tree of sequences that agree on tokens [0, start). Cost: O(tokens) for each time that they part."""
+    first = tokens[sequences[0].id]
+    if len(sequences) == 1:
+        return Node(start, len(first), sequences[0])
+    end = min(_agree(first, tokens[s.id]) for s in sequences)
+    branches: dict[int, list[Sequence]] = {}
+    for s in sequences:
+        if len(tokens[s.id]) > end:
+            branches.setdefault(int(tokens[s.id][end]), []).append(s)
+    ending = [Node(end, end, s) for s in sequences if len(tokens[s.id]) == end]
+    return Node(start, end, below=ending + [grow(branch, tokens, end) for branch in branches.values()])
+
+
+def _agree(a: Int64s, b: Int64s) -> int:
+    n = min(len(a), len(b))
+    differs = a[:n] != b[:n]
+    return int(differs.argmax()) if differs.any() else n
+
+
+def share_out(root: Node, inventory: Inventory) -> None:
+    """Give each block's bytes to the node that all who refer to it are below; those that strangers refer to as well, to the root."""
+    bits = {s.id: 1 << i for i, s in enumerate(inventory.sequences)}
+    bits_S = np.array(list(bits.values()), np.int64)
+    for group in inventory.groups:
+        for pool, _ in group.pools:
+            owners, n_owners = np.zeros(len(pool.counts), np.int64), np.zeros(len(pool.counts), np.int64)
+            for holding in (h for h in group.holdings if h.pool == pool.name):
+                np.bitwise_or.at(owners, holding.ids, np.repeat(bits_S, holding.counts))
+                np.add.at(n_owners, holding.ids, 1)
+            root.n_bytes += int(((owners > 0) & (n_owners < pool.counts)).sum()) * pool.block_bytes
+            patterns, n_blocks = np.unique(owners[(owners > 0) & (n_owners == pool.counts)], return_counts=True)
+            for pattern, n in zip(patterns.tolist(), n_blocks.tolist(), strict=True):
+                _lowest(root, pattern, bits).n_bytes += n * pool.block_bytes
+
+
+def _lowest(node: Node, pattern: int, bits: dict[int, int]) -> Node:
+    for below in node.below:
+        if not pattern & ~sum(bits[s.id] for s in below.sequences):
+            return _lowest(below, pattern, bits)
+    return node
+
+
+def fork_tree(memory: HybridMemory) -> Figure:
+    """Sequences and checkpoints along their tokens, drawn as one as far as they agree, with the bytes that each stretch adds.
+
+    What all stretches add is what the memory uses. Families with most sequences come first; of more than 40 sequences the rest is only
+    counted. Cost: O(blocks and tokens of those shown). Raises SpecError without matplotlib.
+    """
+    need_matplotlib()
+    from matplotlib.ticker import MaxNLocator
+
+    sequences = memory.inventory().sequences
+    families: dict[int, list[Sequence]] = {}
+    for s in sequences:
+        families.setdefault(s.lineage, []).append(s)
+    roots: list[Node] = []
+    n_left = _MOST_SEQUENCES
+    for family in sorted(families.values(), key=len, reverse=True):
+        if shown := family[:n_left]:
+            roots.append(grow(shown, {s.id: s.tokens for s in shown}))
+            share_out(roots[-1], memory.inventory(*shown))
+            n_left -= len(shown)
+    n_hidden = len(sequences) - sum(len(root.sequences) for root in roots)
+    title = count(len(sequences), "sequence or checkpoint", "sequences and checkpoints")
+    title += f"; {n_hidden:,} of them are not shown" if n_hidden else ""
+    n_rows = sum(map(_n_rows, roots))
+    figure = new_figure(9, 1.1 + 0.27 * max(1, n_rows), title)
+    ax = figure.subplots()
+    plain(ax)
+    ax.set(ylim=(max(1, n_rows) - 0.4, -0.6), yticks=[], xlabel="token position")
+    y = 0
+    for i, root in enumerate(roots):
+        _draw(ax, memory, root, y, PALETTE[i % (len(PALETTE) - 2)])
+        y += _n_rows(root)
+    ax.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    ax.xaxis.set_major_formatter("{x:,.0f}")
+    ax.set_xlim(0, max([1, *(len(s.tokens) for root in roots for s in root.sequences)]) * 1.02)
+    _explain(figure, roots)
+    return figure
+
+
+def _n_rows(node: Node) -> int:
+    return 1 + sum(map(_n_rows, node.below))
+
+
+def _draw(ax: Axes, memory: HybridMemory, node: Node, y: int, colour: str) -> None:
+    """A node in row `y`, those below it in the rows below."""
+    ax.plot([node.start, node.end], [y, y], color=colour, linewidth=1.5 if node.sequence else 3, solid_capstyle="butt")
+    if s := node.sequence:
+        fill = "none" if s.is_swapped else colour
+        ax.plot([node.end], [y], marker=_marker(s), color=colour, markerfacecolor=fill, markersize=6, clip_on=False)
+    ax.annotate(_label(node, memory), (node.end, y), (8, 0), textcoords="offset points", va="center", color=INK, fontsize=8)
+    row = y + 1
+    for below in node.below:
+        ax.plot([node.end, node.end], [y, row], color=colour, linewidth=1)
+        _draw(ax, memory, below, row, colour)
+        row += _n_rows(below)
+
+
+def _label(node: Node, memory: HybridMemory) -> str:
+    s = node.sequence
+    if s is None:
+        n_here = sum(not leaf.is_swapped for leaf in node.sequences)  # who comes back from elsewhere shares nothing
+        return f"{format_bytes(node.n_bytes) if node.n_bytes else 'nothing'} shared among {n_here}"
+    name = f"{'checkpoint' if s.is_checkpoint else 'sequence'} {s.id}, {node.end:,} tokens: "
+    if s.is_swapped:
+        return f"{name}{format_bytes(int(memory.inventory(s).away_bytes[0]))} swapped out"
+    return f"{name}{format_bytes(node.n_bytes)} of its own"
+
+
+def _marker(sequence: Sequence) -> str:
+    return "D" if sequence.is_checkpoint else "o"
+
+
+def _explain(figure: Figure, roots: list[Node]) -> None:
+    from matplotlib.artist import Artist
+    from matplotlib.lines import Line2D
+
+    shown = [s for root in roots for s in root.sequences]
+    handles: list[Artist] = []
+    for is_checkpoint, name in ((False, "sequence"), (True, "checkpoint")):
+        for is_swapped in (False, True):
+            found = [s for s in shown if s.is_checkpoint == is_checkpoint and s.is_swapped == is_swapped]
+            if found:
+                fill, label = ("none", f"{name}, swapped out") if is_swapped else (INK, name)
+                handles.append(Line2D([], [], linestyle="none", marker=_marker(found[0]), color=INK, markerfacecolor=fill, label=label))
+    if any(root.below for root in roots):
+        handles.append(Line2D([], [], color=INK, linewidth=3, label="tokens on which several agree"))
+    legend(figure, handles)

@@ -1,0 +1,116 @@
+"""Small tables of text and numbers, shown as plain text, in a terminal by rich, and as HTML in a notebook.
+
+The HTML stands alone: no script, no style sheet, nothing to load. It takes the text colour of the page around it and lays translucent
+grey over its background, so it is as readable on dark as on light. Every string is escaped.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from html import escape
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from rich.console import Group
+
+PART_COLOURS = {
+    "body": "#0072B2", "tail": "#E69F00", "head": "#009E73", "checkpoints": "#CC79A7", "steps": "#56B4E9", "shared": "#999999",
+}  # fmt: skip
+"""What tells parts apart for everybody: colours of Okabe and Ito (2008)."""
+
+_LINE = "1px solid rgba(128,128,128,.35)"
+
+
+def format_bytes(n_bytes: float) -> str:
+    """'1.5 MiB': three significant digits in the largest binary unit below."""
+    step = int(min(np.log2(max(n_bytes, 1)) // 10, 4))
+    number = n_bytes / 1024**step
+    return f"{number:{'.0f' if number >= 999.5 else '.3g'}} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[step]}"
+
+
+def count(n: int, one: str, several: str) -> str:
+    """'1 page', '2,000 pages'."""
+    return f"{n:,} {one if n == 1 else several}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text.
+
+    Attributes:
+        columns: their heads; the first is aligned to the left, the others, which are numbers, to the right.
+        n_hidden: rows that are left out, and said to be.
+    """
+
+    columns: tuple[str, ...]
+    rows: list[tuple[str, ...]]
+    n_hidden: int = 0
+
+    @property
+    def note(self) -> str:
+        return f"… and {self.n_hidden:,} more" if self.n_hidden else ""
+
+    def __str__(self) -> str:
+        widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
+        lines = [
+            "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+            for row in (self.columns, *self.rows)
+        ]
+        return "\n".join([line.rstrip() for line in lines] + [self.note] * bool(self.note))
+
+    def html(self) -> str:
+        aligns = ("left", *["right"] * (len(self.columns) - 1))
+        cell = f"padding:.15em .7em;border:0;border-bottom:{_LINE};background:transparent;white-space:nowrap;text-align:"
+        head = "".join(f'<th style="{cell}{a};opacity:.75">{escape(name)}</th>' for a, name in zip(aligns, self.columns, strict=True))
+        body = "".join(
+            "<tr>" + "".join(f'<td style="{cell}{a}">{escape(text)}</td>' for a, text in zip(aligns, row, strict=True)) + "</tr>"
+            for row in self.rows
+        )
+        note = f'<div style="opacity:.75">{escape(self.note)}</div>' if self.note else ""
+        style = "border-collapse:collapse;margin:.4em 0;color:inherit;font-size:inherit;font-variant-numeric:tabular-nums"
+        return f'<table style="{style}"><tr>{head}</tr>{body}</table>{note}'
+
+
+def as_rich(heading: str, tables: list[Table]) -> Group:
+    """For `__rich__`. Needs rich, which only those have who look through it."""
+    from rich import box
+    from rich.console import Group
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    shown: list[Text | RichTable] = [Text(heading, style="bold")]
+    for table in tables:
+        rich_table = RichTable(box=box.SIMPLE_HEAD, caption=Text(table.note) if table.note else None, caption_justify="left")
+        for i, name in enumerate(table.columns):
+            rich_table.add_column(Text(name), justify="right" if i else "left", no_wrap=True)
+        for row in table.rows:
+            rich_table.add_row(*map(Text, row))
+        shown.append(rich_table)
+    return Group(*shown)
+
+
+def as_html(title: str, lines: list[str], bar: dict[str, int], total_bytes: int, tables: list[Table]) -> str:
+    """A view for notebooks.
+
+    Args:
+        lines: of text below the title.
+        bar: part -> bytes, drawn to scale in `total_bytes`; what is left of them stays empty.
+    """
+    pieces, keys = [], []
+    for part, n_bytes in bar.items():
+        if not n_bytes:
+            continue
+        colour, label = PART_COLOURS[part], f"{part} {format_bytes(n_bytes)}"
+        pieces.append(f'<div title="{escape(label)}" style="width:{100 * n_bytes / total_bytes:.3f}%;background:{colour}"></div>')
+        keys.append(
+            f'<span style="white-space:nowrap;margin-right:1em"><span style="display:inline-block;width:.7em;height:.7em;'
+            f'margin-right:.35em;background:{colour}"></span>{escape(label)}</span>'
+        )
+    frame = f"display:flex;height:.8em;max-width:40em;margin:.4em 0 .2em;border:{_LINE};background:rgba(128,128,128,.15)"
+    return (
+        '<div style="color:inherit;font-size:.9em;line-height:1.5;overflow-x:auto">'
+        f"<b>{escape(title)}</b>{''.join(f'<div>{escape(line)}</div>' for line in lines)}"
+        f'<div style="{frame}">{"".join(pieces)}</div><div>{"".join(keys)}</div>{"".join(t.html() for t in tables)}</div>'
+    )

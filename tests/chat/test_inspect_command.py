@@ -1,0 +1,201 @@
+"""`hybrid-memory inspect`: what it says of files that are whole, and one line for those that are not."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save, save_file
+from typer.testing import CliRunner
+
+from chat.cli import app
+from chat.engine import Engine
+from chat.prompts import Tokenizer
+from chat.saved_session import _digest as session_digest
+from chat.session import ChatSession
+from memory import HybridMemory
+from memory.archive import _digest
+from models import EMBEDDED, load_model
+from models.loading import weight_bytes
+
+CONFIGS = Path(__file__).parents[1] / "data" / "configs"
+
+pytestmark = pytest.mark.usefixtures("single_thread")
+
+
+def inspect(path: Path) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["inspect", str(path), "--json"])
+    assert result.exit_code == 0, result.output
+    return dict(json.loads(result.stdout))
+
+
+def assert_refused(path: Path, *words: str) -> None:
+    result = CliRunner().invoke(app, ["inspect", str(path)])
+    assert (result.exit_code, result.stdout) == (1, ""), result.output
+    assert len(result.stderr.splitlines()) == 1 and result.stderr.startswith("error: ") and "\x1b" not in result.stderr
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, int]]:
+    """A saved sequence of 100 tokens, and its bytes by kind."""
+    model = load_model("embedded")
+    memory = HybridMemory(model.memory_spec, "16MiB", rollback_window=8)
+    sequence = memory.open()
+    memory.run(model, {sequence: [5] * 100})
+    path = tmp_path_factory.mktemp("saved") / "sequence.safetensors"
+    memory.save(sequence, path)
+    return path, memory.usage().by_kind
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory, tokenizer: Tokenizer) -> Path:
+    model = load_model("embedded")
+    session = ChatSession(Engine(model, HybridMemory(model.memory_spec, "16MiB"), tokenizer), max_tokens=8)
+    session.say("My cat is called Zoe.")
+    folder = tmp_path_factory.mktemp("chat") / "session"
+    session.save(folder)
+    return folder
+
+
+def forge(path: Path, **changes: Any) -> Path:
+    """The file with another `about` or other metadata, and a checksum that is right."""
+    tensors, data = load_file(path), path.read_bytes()
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    metadata = {name: value for name, value in metadata.items() if name != "sha256"} | {n: json.dumps(v) for n, v in changes.items()}
+    forged = path.with_name("forged.safetensors")
+    forged.write_bytes(save(tensors, metadata | {"sha256": _digest(tensors, metadata)}))
+    return forged
+
+
+# What is whole
+
+
+def test_a_saved_sequence(saved: tuple[Path, dict[str, int]]) -> None:
+    path, by_kind = saved
+    found = inspect(path)
+    facts = found["facts"]
+    assert (found["kind"], found["is_verified"]) == ("saved sequence", True)
+    assert (facts["tokens"], facts["furthest position"], facts["rollback window"], facts["dtype"]) == (100, 100, 8, "torch.float32")
+    assert found["by_kind"] == {"tokens": 800, **by_kind}
+    assert found["largest"][0]["n_bytes"] == max(by_kind.values())
+    shown = CliRunner().invoke(app, ["inspect", str(path)])
+    assert shown.exit_code == 0
+    for word in ("its checksum is right", "version 1", *by_kind, f"{sum(by_kind.values()) + 800:,}"):
+        assert word in shown.stdout
+
+
+def test_a_saved_chat(chat: Path) -> None:
+    for path in (chat, chat / "session.json"):
+        found = inspect(path)
+        facts, (memory,) = found["facts"], found["parts"]
+        assert (found["kind"], found["is_verified"], facts["messages"], facts["by user"], facts["tokens a reply"]) == (
+            "saved chat",
+            True,
+            2,
+            1,
+            8,
+        )
+        assert memory["kind"] == "saved sequence" and memory["facts"]["tokens"] > facts["tokens chosen by the model"] > 0
+    assert "a saved sequence" in CliRunner().invoke(app, ["inspect", str(chat)]).stdout
+
+
+def test_a_model() -> None:
+    found = inspect(EMBEDDED)
+    facts = found["facts"]
+    assert (found["kind"], facts["architecture"], facts["loads"], facts["layers"]) == ("model", "JambaForCausalLM", "yes", 6)
+    assert facts["mamba1"].startswith("4 × ") and facts["attention"] == "2 × 4 query and 2 key heads of 32"
+    assert found["by_kind"] == {"F32": sum(t.nbytes for t in load_file(EMBEDDED / "model.safetensors").values())}
+    assert found["by_kind"]["F32"] <= weight_bytes(load_model("embedded"))
+
+
+def test_a_config_alone_and_one_that_nobody_implements(tmp_path: Path) -> None:
+    found = inspect(CONFIGS / "falcon-h1-7b.json")
+    assert (found["kind"], found["facts"]["layers"], found["facts"]["dtype"]) == ("config", 44, "bfloat16")
+    assert found["facts"]["ssd"].startswith("44 × ") and found["facts"]["attention"].startswith("44 × ")
+    (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
+    assert inspect(tmp_path)["facts"]["loads"].startswith("no: GPT2LMHeadModel is not supported")
+    config = json.loads((EMBEDDED / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    assert "quantised" in inspect(tmp_path)["facts"]["loads"]
+
+
+def test_a_model_whose_tensors_do_not_fit(tmp_path: Path) -> None:
+    shutil.copy(EMBEDDED / "config.json", tmp_path)
+    tensors = load_file(EMBEDDED / "model.safetensors")
+    missing = {n: t for n, t in tensors.items() if n != "model.final_layernorm.weight"}
+    other = tensors | {"model.final_layernorm.weight": torch.zeros(3)}
+    more = tensors | {"surplus": torch.zeros(3)}
+    for changed, word in ((missing, "final_layernorm"), (other, "final_layernorm")):
+        save_file(changed, tmp_path / "model.safetensors")
+        loads = inspect(tmp_path)["facts"]["loads"]
+        assert loads.startswith("no: ") and word in loads
+    save_file(more, tmp_path / "model.safetensors")
+    facts = inspect(tmp_path)["facts"]
+    assert facts["loads"] == "yes" and facts["tensors that nobody asks for"] == ["surplus"]
+
+
+# What is not
+
+
+def test_damaged_and_foreign_files_are_one_line(saved: tuple[Path, dict[str, int]], chat: Path, tmp_path: Path) -> None:
+    data, rng, broken = saved[0].read_bytes(), random.Random(0), tmp_path / "broken"
+    for _ in range(20):
+        at = rng.randrange(len(data))
+        broken.write_bytes(data[:at] + bytes([data[at] ^ (1 + rng.randrange(255))]) + data[at + 1 :])
+        assert_refused(broken)
+    for end in (0, 7, 100, len(data) - 1):
+        broken.write_bytes(data[:end])
+        assert_refused(broken, "broken")
+    assert_refused(EMBEDDED / "model.safetensors", "no sequence")
+    assert_refused(Path(__file__), "no safetensors")
+    assert_refused(tmp_path, "neither")
+    assert_refused(tmp_path / "nowhere", "there is no")
+    for content in ("", "[1]", "{}", "[" * 100_000, '{"architectures"'):
+        (tmp_path / "config.json").write_text(content)
+        assert_refused(tmp_path)
+    copy = tmp_path / "chat"
+    shutil.copytree(chat, copy)
+    text = (copy / "session.json").read_text()
+    (copy / "session.json").write_text(text.replace("Zoe", "Eve"))
+    assert_refused(copy, "damaged")
+    (copy / "session.json").write_text(text)
+    next(copy.glob("memory-*")).unlink()
+    assert_refused(copy, "cannot be read")
+    model = tmp_path / "model"
+    shutil.copytree(EMBEDDED, model)
+    (model / "model.safetensors").write_bytes((EMBEDDED / "model.safetensors").read_bytes()[:1000])
+    assert_refused(model, "damaged")
+
+
+@pytest.mark.parametrize(
+    "about", [{}, [], 5, {"peak": "x"}, {"peak": 1, "seams": 5}, {"peak": 1, "seams": [], "layout": 7}, {"peak": 1e999}]
+)
+def test_forged_contents_are_one_line(saved: tuple[Path, dict[str, int]], about: object) -> None:
+    assert_refused(forge(saved[0], about=about))
+
+
+def test_a_forged_chat_does_not_lead_out_of_its_folder(chat: Path, tmp_path: Path) -> None:
+    for memory in ("../session/secret", "/etc/passwd", 5):
+        about = {n: v for n, v in json.loads((chat / "session.json").read_text()).items() if n != "sha256"} | {"memory": memory}
+        (tmp_path / "session.json").write_text(json.dumps(about | {"sha256": session_digest(about)}))
+        assert_refused(tmp_path, "contradicts itself")
+
+
+def test_hostile_strings_are_shown_harmlessly(saved: tuple[Path, dict[str, int]], tmp_path: Path) -> None:
+    evil = "[red]x[/red]\x1b[2J\x07\u202e" + "y" * 100_000
+    path = forge(saved[0], about={"peak": 1, "seams": [], "model": evil, "layout": {evil: evil}})
+    result = CliRunner().invoke(app, ["inspect", str(path)])
+    assert result.exit_code == 0 and len(result.stdout) < 100_000
+    assert not {"\x1b", "\x07", "\u202e"} & set(result.stdout) and "[red]x[/red]\\x1b[2J" in result.stdout
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": [evil], "model_type": evil}))
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
+    assert result.exit_code == 0 and not {"\x1b", "\x07", "\u202e"} & set(result.stdout)
+    result = CliRunner().invoke(app, ["plan", "--model", str(tmp_path)])
+    assert result.exit_code == 1 and not {"\x1b", "\x07", "\u202e"} & set(result.stderr) and len(result.stderr.splitlines()) == 1

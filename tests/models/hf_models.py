@@ -1,0 +1,75 @@
+"""Random transformers models for tests of the bridge, and the memory and cache of one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.generation import GenerateDecoderOnlyOutput
+
+from memory import HybridMemory
+from models import HybridCache, attach
+from tests.models.checkpoints import CONFIGS, draw_tokens, randomise_
+
+HYBRIDS = ("jamba", "mamba", "bamba", "qwen3.5")
+N_NEW = 10
+GREEDY: dict[str, Any] = {
+    "max_new_tokens": N_NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True,
+    "output_logits": True,
+}  # fmt: skip
+
+
+@cache
+def hf_model(name: str) -> PreTrainedModel:
+    """One object for all tests, which leave it as they found it."""
+    torch.manual_seed(5)
+    model = AutoModelForCausalLM.from_config(CONFIGS[name]()).eval()
+    randomise_(model)
+    return model
+
+
+@contextmanager
+def attached(name: str, n_rows: int, **options: Any) -> Iterator[tuple[PreTrainedModel, HybridCache]]:
+    """The model with a cache of new sequences; at the end every book balances and all bytes are back."""
+    model = hf_model(name)
+    with attach(model) as bridge:
+        memory = HybridMemory(bridge.memory_spec, "8MiB", **({"rollback_window": 16, "page_tokens": 4, "poison": True} | options))
+        hybrid = HybridCache(memory, [memory.open() for _ in range(n_rows)])
+        yield model, hybrid
+        memory.check()
+        hybrid.close()
+        assert memory.usage().used_bytes == 0
+
+
+def ids(n_tokens: int, seed: int = 0) -> Tensor:
+    """(1, n_tokens)."""
+    return torch.tensor([draw_tokens(n_tokens, seed)])
+
+
+def padded(*lengths: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Rows of these lengths with padding on their left, and their attention mask."""
+    width = max(lengths)
+    rows = [torch.nn.functional.pad(ids(n, seed + i), (width - n, 0)) for i, n in enumerate(lengths)]
+    return torch.cat(rows), torch.tensor([[0] * (width - n) + [1] * n for n in lengths])
+
+
+def generate(model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
+    """With a mask in any case: without one, `generate` takes a token 0 for padding."""
+    return model.generate(tokens, attention_mask=torch.ones_like(tokens) if mask is None else mask, **(GREEDY | options))
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, tokens: Tensor, **options: Any) -> Tensor:
+    """(rows, tokens, vocab)."""
+    return model(tokens, **options).logits
+
+
+def stacked(output: GenerateDecoderOnlyOutput) -> Tensor:
+    """(rows, new tokens, vocab)."""
+    assert output.logits is not None
+    return torch.stack(output.logits, 1)

@@ -1,0 +1,172 @@
+"""`generate` of transformers' own models through `HybridCache`, against their own caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from memory import HybridMemory, StepError
+from memory.eviction import H2O
+from models import ATTACHABLE, HybridCache, attach, from_transformers
+from tests.models.checkpoints import CONFIGS
+from tests.models.hf_models import HYBRIDS, N_NEW, attached, generate, hf_model, ids, logits, padded, stacked
+from tests.tolerances import assert_logits_close
+
+ONE_OF_EACH = (
+    "bamba", "granite-moe-hybrid", "jamba", "lfm2", "lfm2-moe", "llama", "mamba2", "mamba", "mistral", "nemotron-h", "qwen3", "qwen3-next",
+    "qwen3.5", "qwen3.5-moe",
+)  # fmt: skip
+WITH_BIASES = (
+    "bamba-biases",
+    "jamba-two-of-four-experts",
+    "mamba-bias-untied",
+    "qwen3.5-biases",
+    "granite-moe-hybrid-rope-two-of-four-experts",
+)
+
+
+def test_each_class_that_can_be_attached_is_tested() -> None:
+    assert {type(hf_model(name)).__name__ for name in ONE_OF_EACH} == set(ATTACHABLE)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+@pytest.mark.parametrize("lengths", [(13,), (13, 13), (5, 13, 1)])
+def test_greedy_generation_is_that_of_transformers_own_cache(name: str, lengths: tuple[int, ...]) -> None:
+    tokens, mask = padded(*lengths)
+    expected = generate(hf_model(name), tokens, mask)
+    with attached(name, len(lengths)) as (model, cache):
+        actual = generate(model, tokens, mask, past_key_values=cache)
+        assert [sequence.length for sequence in cache.sequences] == [n + N_NEW - 1 for n in lengths]
+        for row, sequence in enumerate(cache.sequences):  # the newest token is nobody's yet
+            assert sequence.tokens.tolist() == actual.sequences[row, -sequence.length - 1 : -1].tolist()
+    assert stacked(expected).std() >= 1
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert_logits_close(stacked(actual), stacked(expected))
+
+
+@pytest.mark.parametrize("name", [*ONE_OF_EACH, *WITH_BIASES])
+def test_each_row_is_generated_as_if_it_were_alone(name: str) -> None:
+    """transformers itself is no oracle for padded rows where a projection has a bias: its convolutions see it in the padding."""
+    lengths = 3, 11
+    tokens, mask = padded(*lengths)
+    with attached(name, len(lengths)) as (model, cache):
+        actual = generate(model, tokens, mask, past_key_values=cache)
+    for row, length in enumerate(lengths):
+        alone = generate(hf_model(name), tokens[row : row + 1, -length:])
+        assert actual.sequences[row, -N_NEW:].tolist() == alone.sequences[0, -N_NEW:].tolist()
+        assert_logits_close(stacked(actual)[row], stacked(alone)[0])
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_sampling_with_the_same_seed_gives_the_same_text(name: str) -> None:
+    options = {"do_sample": True, "temperature": 0.8, "top_k": 20}
+    tokens, mask = padded(4, 9)
+    torch.manual_seed(7)
+    expected = generate(hf_model(name), tokens, mask, **options).sequences
+    with attached(name, 2) as (model, cache):
+        torch.manual_seed(7)
+        assert torch.equal(generate(model, tokens, mask, past_key_values=cache, **options).sequences, expected)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_beam_search_is_that_of_transformers_own_cache(name: str) -> None:
+    options = {"num_beams": 3, "num_return_sequences": 2, "eos_token_id": 3, "return_dict_in_generate": False, "output_logits": False}
+    tokens, mask = padded(6, 9)
+    expected = generate(hf_model(name), tokens, mask, **options)
+    with attached(name, 2 * 3) as (model, cache):
+        assert torch.equal(generate(model, tokens, mask, past_key_values=cache, **options), expected)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_conversation_goes_on_from_what_is_cached(name: str) -> None:
+    """And a cached prompt is not fed again, which transformers' own cache makes Mamba do."""
+    first, more = ids(9), ids(4, seed=3)
+    with attached(name, 1) as (model, cache):
+        said = generate(model, first, past_key_values=cache).sequences
+        assert cache.get_seq_length() == 9 + N_NEW - 1
+        history = torch.cat([said, more], 1)
+        actual = generate(model, history, past_key_values=cache)
+        assert cache.sequences[0].tokens.tolist() == actual.sequences[0, :-1].tolist()
+    expected = generate(hf_model(name), history)
+    assert torch.equal(actual.sequences, expected.sequences)
+    assert_logits_close(stacked(actual), stacked(expected))
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_prompt_may_be_fed_in_chunks(name: str) -> None:
+    """Of Mamba-1, transformers forgets the state between chunks. Row 0 has nothing but padding in the first ones."""
+    tokens, mask = padded(3, 14)
+    expected = generate(hf_model(name), tokens, mask)
+    options = {} if name == "mamba" else {"prefill_chunk_size": 5}  # its outputs have no past_key_values, which generate wants
+    with attached(name, 2) as (model, cache):
+        actual = generate(model, tokens, mask, past_key_values=cache, **options)
+    assert torch.equal(actual.sequences, expected.sequences)
+    with attached(name, 1) as (model, cache):
+        parts = [logits(model, part, past_key_values=cache) for part in tokens[1:].split([5, 1, 8], 1)]
+    assert_logits_close(torch.cat(parts, 1), logits(hf_model(name), tokens[1:]))
+
+
+# Drafts
+
+
+@pytest.mark.parametrize("name", ["jamba", "bamba", "qwen3.5"])
+@pytest.mark.parametrize("with_model", [False, True], ids=["prompt lookup", "assistant"])
+def test_assisted_generation_gives_the_same_text(name: str, with_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With drafts of which some are wrong: transformers refuses these models, for its caches cannot take recurrent states back."""
+    prompt = ids(6).repeat(1, 3)
+    cropped: list[int] = []
+    crop = HybridCache.crop
+    monkeypatch.setattr(HybridCache, "crop", lambda self, n: (cropped.append(n), crop(self, n)))
+    helper: dict[str, Any] = {"assistant_model": hf_model("llama")} if with_model else {"prompt_lookup_num_tokens": 4}
+    options = helper | {"max_new_tokens": 24}
+    expected = generate(hf_model(name), prompt, max_new_tokens=24).sequences
+    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+        generate(hf_model(name), prompt, **options)
+    with attached(name, 1) as (model, cache):
+        assert torch.equal(generate(model, prompt, past_key_values=cache, **options).sequences, expected)
+    assert min(cropped) < 0, "no draft was wrong: the test shows nothing"
+
+
+def test_assisted_generation_with_another_cache_stays_refused() -> None:
+    with attached("jamba", 1) as (model, _), pytest.raises(StepError, match="needs past_key_values=HybridCache"):
+        generate(model, ids(6).repeat(1, 3), prompt_lookup_num_tokens=4)
+
+
+def test_assisted_generation_of_mamba_is_refused_by_transformers() -> None:
+    with attached("mamba", 1) as (model, cache), pytest.raises(ValueError, match="not supported with stateful models, such as Mamba"):
+        generate(model, ids(6), past_key_values=cache, prompt_lookup_num_tokens=4)
+
+
+# Beside the rest of the library
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_our_own_model_of_the_same_weights_takes_over(name: str) -> None:
+    """A sequence goes from transformers' model to ours and back, over one memory."""
+    expected = generate(hf_model(name), ids(9), max_new_tokens=3)
+    with attached(name, 1) as (model, cache):
+        own, (sequence,) = from_transformers(model), cache.sequences
+        tokens, found = expected.sequences, []
+        found.append(logits(model, tokens[:, :9], past_key_values=cache)[:, -1])
+        with cache.memory.step({sequence: int(tokens[0, 9])}) as step:
+            found.append(own(step))
+        found.append(logits(model, tokens[:, 10:11], past_key_values=cache)[:, -1])
+    assert_logits_close(torch.stack(found, 1), stacked(expected))
+
+
+def test_attention_may_keep_a_budget_of_rows() -> None:
+    used = {}
+    with attach(hf_model("bamba")) as bridge:
+        for policy in (None, H2O(8, recent=4, every=4)):
+            memory = HybridMemory(bridge.memory_spec.with_policy(policy), "8MiB", rollback_window=4, page_tokens=4)
+            cache = HybridCache(memory, [memory.open()])
+            generate(hf_model("bamba"), ids(60), past_key_values=cache)
+            assert cache.get_seq_length() == 60 + N_NEW - 1
+            used[policy] = memory.usage().used_bytes
+    assert used[policy] < used[None]
+
+
+def test_all_configs_of_these_tests_exist() -> None:
+    assert {*ONE_OF_EACH, *WITH_BIASES, *HYBRIDS} <= set(CONFIGS)
