@@ -86,7 +86,11 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
         raise FormatError(f"{path} holds no sequence of a HybridMemory; give a file that memory.save wrote")
     if metadata.get("version") != str(_VERSION):
         raise FormatError(f"{path} has format version {metadata.get('version')}, this library reads {_VERSION}; use the one that wrote it")
-    if _digest(tensors, {k: v for k, v in metadata.items() if k != "sha256"}) != metadata.get("sha256"):
+    try:
+        digest = _digest(tensors, {k: v for k, v in metadata.items() if k != "sha256"})
+    except TypeError as error:  # of a dtype that numpy lacks
+        raise FormatError(f"{path} holds what memory.save never writes ({error}); save the sequence again") from error
+    if digest != metadata.get("sha256"):
         raise FormatError(f"{path} is damaged: its checksum is not that of its content; save the sequence again")
     try:
         records, about, tokens = json.loads(metadata["records"]), json.loads(metadata["about"]), tensors["tokens"].numpy()
@@ -124,5 +128,5 @@ def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
-        digest.update(tensors[name].contiguous().view(-1).view(torch.uint8).numpy().data)
+        digest.update(tensors[name].contiguous().view(-1).numpy().data)
     return digest.hexdigest()

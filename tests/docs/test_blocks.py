@@ -24,7 +24,7 @@ from memory.recurrences import FAMILIES
 from tests.chat.servers import running
 from tests.docs.pages import NOT_RUN, OUTPUT, PAGES, ROOT, Block, name_of, read_blocks, read_prose
 
-LANGUAGES = {"python", "bash", "json", "jsonl", "text"}
+LANGUAGES = {"python", "bash", "console", "json", "jsonl", "text"}
 MOST_NOT_RUN = 3
 SERVER = "http://127.0.0.1:8000"
 APPS: dict[str, Any] = {
@@ -97,8 +97,9 @@ def test_few_blocks_are_not_run_and_each_says_why() -> None:
 def test_every_command_and_option_exists(page: Path) -> None:
     """In blocks each command is parsed as it would be when it is run; in the text each that begins as ours do, and each option alone."""
     for block in read_blocks(page):
-        if block.language == "bash":
-            for line in block.code.replace("\\\n", " ").splitlines():
+        if block.language in ("bash", "console"):
+            code = block.code if block.language == "bash" else "".join(re.findall(r"^\$ (.*\n)", block.code, re.MULTILINE))
+            for line in code.replace("\\\n", " ").splitlines():
                 if command := line.partition(" #")[0].strip():
                     check_command(command, f"{name_of(page)}:{block.line}")
     spans = re.findall(r"`([^`\n]+)`", read_prose(page))

@@ -359,3 +359,16 @@ def test_what_is_optional_goes_before_anything_is_refused() -> None:
     with pytest.raises(CapacityError):
         opened(memory)
     memory.check()
+
+
+@pytest.mark.parametrize("about", [[], 5, "text"])
+def test_forged_contents_are_refused_though_their_checksum_is_right(saved: Path, about: object) -> None:
+    tensors, data = load(saved.read_bytes()), saved.read_bytes()
+    metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
+    metadata = {name: text for name, text in metadata.items() if name != "sha256"} | {"about": json.dumps(about)}
+    saved.write_bytes(save(tensors, metadata | {"sha256": _digest(tensors, metadata)}))
+    with pytest.raises(FormatError, match="never writes"):
+        make().load(saved)
+    saved.write_bytes(save({"tokens": torch.zeros(3, dtype=torch.bfloat16)}, metadata))
+    with pytest.raises(FormatError, match="never writes"):
+        make().load(saved)
