@@ -103,7 +103,7 @@ def test_a_saved_chat(chat: Path) -> None:
             8,
         )
         assert memory["kind"] == "saved sequence" and memory["facts"]["tokens"] > facts["tokens chosen by the model"] > 0
-    assert "a saved sequence" in CliRunner().invoke(app, ["inspect", str(chat)]).stdout
+    assert "a saved sequence" in " ".join(CliRunner().invoke(app, ["inspect", str(chat)]).stdout.split())
 
 
 def test_a_model() -> None:
