@@ -1,7 +1,7 @@
 """What the site's build adds to its pages: texts that stand elsewhere, once, and pictures of the source as it is.
 
 A page asks for one with a comment on a line of its own: `<!-- house -->`, `<!-- imports -->`, `<!-- modules PACKAGE -->` or
-`<!-- commands -->`. The home page is the README; pages of the changelog and of benchmarks/results are those files.
+`<!-- commands -->`. The home page is the README; pages of the changelog, of the notebooks and of benchmarks/results are those files.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from chat.cli import app
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+NOTEBOOKS = ROOT / "notebooks"
 _MARK = re.compile(r"^<!-- (house|imports|modules|commands)(?: (\w+))? -->$", re.MULTILINE)
 _TO_RESULTS = re.compile(r"\]\((?:\.\./)+benchmarks/results/([\w.]+)")
 """A link as it works in the repository; on the site these files stand in results/."""
@@ -39,6 +40,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](").replace("](CHANGELOG.md)", "](changelog.md)")
     files.append(File.generated(config, "index.md", content=readme))
     files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")))
+    for path in sorted(path for path in NOTEBOOKS.iterdir() if path.suffix in (".md", ".ipynb")):
+        files.append(File.generated(config, f"notebooks/{path.name}", abs_src_path=str(path)))
     for path in sorted(path for path in RESULTS.iterdir() if path.suffix in (".md", ".png")):
         files.append(File.generated(config, f"results/{path.name}", abs_src_path=str(path)))
     return files
