@@ -13,7 +13,7 @@ from models import EMBEDDED, LanguageModel, load_model
 from tests.subjects import make_subject
 
 
-@pytest.fixture(scope="session", params=("toy", "toy-window", "jamba", "mamba"))
+@pytest.fixture(scope="session", params=("toy-window", "jamba", "mamba"))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LanguageModel:
     """Attention and recurrences, with and without a window, and recurrences alone; they have no tokenizer."""
     return make_subject(request.param, tmp_path_factory.mktemp(request.param)).model

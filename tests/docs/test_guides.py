@@ -69,19 +69,6 @@ def test_the_policy_of_the_guide_evicts() -> None:
     assert not torch.equal(kept[:, 0], torch.arange(64))
 
 
-def test_the_guide_to_views_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
-    """Its blocks in order, in a folder for its pictures."""
-    pytest.importorskip("matplotlib")
-    guide = "see-the-memory.md"
-    command = [sys.executable, "-c", "\n".join(code_of(guide))]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    outcome = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stderr
-    (shown,) = re.findall(r"```text\n(.*?)```", (ROOT / "docs" / "how-to" / guide).read_text(), re.DOTALL)
-    assert outcome.stdout == shown
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"arena", "layers", "forks", "timeline"}
-
-
 def test_the_plan_of_the_guide_is_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     block = re.search(r"```console\n\$ hybrid-memory (.*?)\n(.*?)```", (ROOT / "docs" / "how-to" / "plan.md").read_text(), re.DOTALL)
     assert block is not None
@@ -90,13 +77,6 @@ def test_the_plan_of_the_guide_is_what_is_printed(tmp_path: Path, monkeypatch: p
     result = CliRunner().invoke(app, block[1].split())
     assert result.exit_code == 0, result.output
     assert [line.rstrip() for line in result.stdout.splitlines()] == block[2].splitlines()
-
-
-def test_the_plan_of_the_guide_in_python(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,) = code_of("plan.md")
-    exec(code, {})
-    dense, few_bits = (int(line.split()[-1]) for line in capsys.readouterr().out.splitlines())
-    assert 0 < dense < few_bits
 
 
 def test_the_how_to_on_transformers_runs() -> None:

@@ -44,7 +44,7 @@ def randomise_(model: nn.Module) -> None:
             weight.normal_(float(weight.mean()), 0.2)  # around what it starts from: 1, or 0 where the norm adds the 1
         elif "adapter" in name or name.endswith(".linear.weight"):
             # What Zamba2's shared blocks say is normed, however small it was: any error in it would grow from block to block.
-            weight.normal_(0, 0.3 * weight.shape[-1] ** -0.5)
+            weight.normal_(0, 0.25 * weight.shape[-1] ** -0.5)
         elif "embed" in name or name.endswith(("conv1d.weight", "bias")):
             weight.normal_(0, 0.5)
         else:
