@@ -66,7 +66,7 @@ class CountingMemory(HybridMemory):
         return {pool.name: pool.used_bytes for pool, _ in self._kinds.pools}
 
     def bytes_away(self) -> tuple[int, int]:
-        """In host memory and in files. Cost: O(sequences swapped out)."""
+        """In host memory and in files."""
         return self._tiers.used_bytes
 
 

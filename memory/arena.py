@@ -62,25 +62,32 @@ class Arena:
         return self.capacity_bytes - self.free_bytes
 
     def allocate(self, n_bytes: int, *, from_top: bool) -> int | None:
-        """Address of `n_bytes` (a multiple of ALIGNMENT_BYTES), or None if no free range is that long.
+        """Address of `n_bytes` (a multiple of ALIGNMENT_BYTES), or None if no free range is that long. Cost: as `allocate_many`."""
+        return next(iter(self.allocate_many(1, n_bytes, from_top=from_top)), None)
 
-        Cost: O(free ranges shorter than n_bytes on the way).
+    def allocate_many(self, n: int, n_bytes: int, *, from_top: bool) -> list[int]:
+        """Addresses of `n` blocks of `n_bytes` each, or of as many as fit, each at the first place where it does.
+
+        Cost: O(free ranges shorter than n_bytes on the way), once for all.
         """
-        n_ranges = len(self._starts)
-        for i in range(n_ranges - 1, -1, -1) if from_top else range(n_ranges):
+        addresses = list[int]()
+        i = len(self._starts) - 1 if from_top else 0
+        while len(addresses) < n and 0 <= i < len(self._starts):
             start, end = self._starts[i], self._ends[i]
-            if end - start < n_bytes:
-                continue
-            self.free_bytes -= n_bytes
-            if end - start == n_bytes:
-                del self._starts[i], self._ends[i]
-                return start
+            taken_bytes = min(n - len(addresses), (end - start) // n_bytes) * n_bytes
             if from_top:
-                self._ends[i] = end - n_bytes
-                return end - n_bytes
-            self._starts[i] = start + n_bytes
-            return start
-        return None
+                addresses.extend(range(end - n_bytes, end - taken_bytes - 1, -n_bytes))
+                self._ends[i] = end - taken_bytes
+            else:
+                addresses.extend(range(start, start + taken_bytes, n_bytes))
+                self._starts[i] = start + taken_bytes
+            if taken_bytes == end - start:
+                del self._starts[i], self._ends[i]
+                i -= from_top
+            else:
+                i += -1 if from_top else 1
+        self.free_bytes -= len(addresses) * n_bytes
+        return addresses
 
     def free(self, start: int, n_bytes: int) -> None:
         """Give a range back. Cost: O(log free ranges) and one insertion into a list."""
@@ -139,16 +146,15 @@ class BlockPool:
 
     def allocate(self, n: int) -> Int64s:
         """`n` fresh blocks with one reference each: ids (n,). Raises CapacityError and takes none if they do not fit."""
-        ids = np.empty(n, np.int64)
-        for i in range(n):
-            address = self._arena.allocate(self.block_bytes, from_top=self._from_top)
-            if address is None:
-                self.release(ids[:i])
-                raise CapacityError.of(f"{n} x {self.name} need", n * self.block_bytes, self._arena.free_bytes)
-            ids[i] = block = self._next_id()
-            self.addresses[block] = address
-            self.counts[block] = 1
-            self.n_used += 1
+        addresses = self._arena.allocate_many(n, self.block_bytes, from_top=self._from_top)
+        if len(addresses) < n:
+            for address in addresses:
+                self._arena.free(address, self.block_bytes)
+            raise CapacityError.of(f"{n} x {self.name} need", n * self.block_bytes, self._arena.free_bytes)
+        ids = np.fromiter((self._next_id() for _ in range(n)), np.int64, n)
+        self.addresses[ids], self.counts[ids] = addresses, 1
+        self.n_used += n
+        for address in addresses:
             self._on_change(address, self.block_bytes)
         return ids
 

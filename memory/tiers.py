@@ -28,12 +28,13 @@ class Tiers:
         self.folder = folder
         self._waiting: dict[int, Snapshot] = {}  # in the order in which they came
         self._files: dict[int, tuple[Path, int]] = {}
+        self._waiting_bytes = self._file_bytes = 0
         weakref.finalize(self, _unlink_all, self._files)  # no handle outlives the memory, so nobody could come back from them
 
     @property
     def used_bytes(self) -> tuple[int, int]:
         """In host memory, and in files."""
-        return sum(s.n_bytes for s in self._waiting.values()), sum(n_bytes for _, n_bytes in self._files.values())
+        return self._waiting_bytes, self._file_bytes
 
     def put(self, slot: int, snapshot: Snapshot) -> None:
         """Raises CapacityError: no room in either, nothing has changed. Whatever writing a file raises, with nothing lost."""
@@ -41,10 +42,11 @@ class Tiers:
         while snapshot.n_bytes > free_bytes and self._waiting and self.folder is not None:
             oldest = next(iter(self._waiting))
             self._to_file(oldest, self._waiting[oldest])
-            del self._waiting[oldest]
+            self._waiting_bytes -= self._waiting.pop(oldest).n_bytes
             free_bytes = self._free_host_bytes()
         if snapshot.n_bytes <= free_bytes:
             self._waiting[slot] = snapshot
+            self._waiting_bytes += snapshot.n_bytes
         elif self.folder is not None:
             self._to_file(slot, snapshot)
         else:
@@ -62,12 +64,15 @@ class Tiers:
 
     def drop(self, slot: int) -> None:
         """Forget it, and its file."""
-        self._waiting.pop(slot, None)
+        if slot in self._waiting:
+            self._waiting_bytes -= self._waiting.pop(slot).n_bytes
         if slot in self._files:
-            self._files.pop(slot)[0].unlink(missing_ok=True)
+            path, n_bytes = self._files.pop(slot)
+            self._file_bytes -= n_bytes
+            path.unlink(missing_ok=True)
 
     def _free_host_bytes(self) -> float:
-        return float("inf") if self.host_bytes is None else self.host_bytes - self.used_bytes[0]
+        return float("inf") if self.host_bytes is None else self.host_bytes - self._waiting_bytes
 
     def _to_file(self, slot: int, snapshot: Snapshot) -> None:
         assert self.folder is not None
@@ -75,6 +80,7 @@ class Tiers:
         path = self.folder / f"{uuid4().hex}.safetensors"
         write_snapshot(str(path), snapshot, {})
         self._files[slot] = path, snapshot.n_bytes
+        self._file_bytes += snapshot.n_bytes
 
 
 def _unlink_all(files: dict[int, tuple[Path, int]]) -> None:

@@ -151,7 +151,9 @@ def test_checkpoints_make_room_and_never_cause_a_refusal(subject: Subject) -> No
 
 def test_of_equal_checkpoints_the_one_not_used_goes_first(tmp_path: Path) -> None:
     subject = make_subject("toy", tmp_path)
-    cache = PrefixCache(subject.memory(WINDOW), grid_tokens=0)
+    need = subject.memory(WINDOW)
+    subject.feed(need, need.open(), [subject.tokens(41)])
+    cache = PrefixCache(subject.memory(WINDOW, budget=20 * need.usage().used_bytes), grid_tokens=0)  # no lots: a checkpoint is more
     prompts = [[seed, *subject.tokens(40, seed=seed)] for seed in range(4)]
     for tokens in prompts:
         cache.memory.close(prefill(subject, cache, tokens)[0])
@@ -160,6 +162,20 @@ def test_of_equal_checkpoints_the_one_not_used_goes_first(tmp_path: Path) -> Non
     assert [cache.find(tokens).reused for tokens in prompts] == [40, 0, 0, 40]
     assert cache.reclaim(10**9) and not cache.reclaim(1)
     assert not cache._root.children
+
+
+def test_checkpoints_go_in_lots_of_one_part_in_64_of_the_budget(tmp_path: Path) -> None:
+    subject = make_subject("toy", tmp_path)
+    need = subject.memory(WINDOW)
+    subject.feed(need, need.open(), [subject.tokens(41)])
+    one_bytes = need.usage().used_bytes
+    cache = PrefixCache(subject.memory(WINDOW, budget=64 * 3 * one_bytes), grid_tokens=0)
+    for seed in range(8):
+        cache.memory.close(prefill(subject, cache, [seed, *subject.tokens(40, seed=seed)])[0])
+    free_bytes = cache.memory.free_bytes
+    assert cache.reclaim(1)
+    assert 3 * one_bytes <= cache.memory.free_bytes - free_bytes < 6 * one_bytes
+    assert 0 < cache.stats().n_checkpoints < 8
 
 
 def test_a_sequence_whose_middle_was_dropped_is_not_remembered(tmp_path: Path) -> None:
