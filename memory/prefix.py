@@ -254,16 +254,15 @@ class PrefixCache:
         last, and only for `missing_bytes`.
         """
         free_bytes, n_before = self.memory.free_bytes, len(self._marked)
+        lot_bytes = max(missing_bytes, self._lot_bytes)
         chosen, n_promised = list[Sequence](), 0
         for mark, n_bytes in self._ranking.ascending(self._clock, self.memory.private_bytes):
-            if n_promised >= (max(missing_bytes, self._lot_bytes) if n_bytes else missing_bytes):
+            if n_promised >= (lot_bytes if n_bytes else missing_bytes):
                 break
             chosen.append(mark)
             n_promised += n_bytes
         for mark in chosen:
-            if self.memory.free_bytes - free_bytes >= max(
-                missing_bytes, self._lot_bytes
-            ):  # two that share with each other alone free more than promised
+            if self.memory.free_bytes - free_bytes >= lot_bytes:  # two that share with each other alone free more than promised
                 break
             self._evict(mark)
         self._n_evicted += n_before - len(self._marked)
