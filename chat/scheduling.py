@@ -70,7 +70,7 @@ class Sizes:
 
     def __init__(self, memory: HybridMemory) -> None:
         without = tuple(tuple(m for m in layer if not isinstance(m, CrossAttentionSpec)) for layer in memory.spec.layers)
-        self.budget_bytes = memory.usage().budget_bytes
+        self.budget_bytes = memory.budget_bytes
         self._spec = replace(memory.spec, layers=without)
         self._options: dict[str, Any] = {
             "rollback_window": memory.rollback_window, "page_tokens": memory.page_tokens, "fold": memory.fold, "device": "meta",

@@ -105,7 +105,7 @@ class PrefixCache:
             raise SpecError(f"sequences of {memory.spec.model} depend on what an encoder said, so equal tokens are no equal prefix")
         self.memory = memory
         self.grid_tokens = grid_tokens
-        self._lot_bytes = memory.usage().budget_bytes // _RECLAIMED_SHARE
+        self._lot_bytes = memory.budget_bytes // _RECLAIMED_SHARE
         self._root = _Node(_NO_TOKENS, 0, None)
         self._marked: dict[Sequence, _Node] = {}
         self._ranking = Ranking()

@@ -185,6 +185,11 @@ class Timelines:
     # Room
 
     @property
+    def budget_bytes(self) -> int:
+        """Bytes that the memory may use at most."""
+        return self._store.arena.capacity_bytes
+
+    @property
     def free_bytes(self) -> int:
         """Bytes of the budget that nothing holds."""
         return self._store.arena.free_bytes

@@ -18,7 +18,7 @@ def find_context_tokens(engine: Engine, wanted: int | None) -> int:
     named = getattr(engine.model.config, "max_position_embeddings", None)
     limit = min(n for n in (wanted, named, _MOST_TOKENS) if n is not None)
     memory = engine.memory
-    dry = HybridMemory(memory.spec, memory.usage().budget_bytes, rollback_window=memory.rollback_window, device="meta")
+    dry = HybridMemory(memory.spec, memory.budget_bytes, rollback_window=memory.rollback_window, device="meta")
     sequence, chunk = dry.open(), max(engine.step_tokens, limit // _DRY_STEPS)
     while sequence.length < limit:
         try:

@@ -45,7 +45,8 @@ def held_bytes(spec: MemorySpec, n_tokens: int, window: int, **options: Any) -> 
     [
         ("jamba-1.5-mini", "3k", 3072, 64, "cuda"), ("jamba-1.5-large", "2000", 2000, 16, "cuda"),
         ("granite-4.0-h-tiny", "2k", 2048, 64, "cpu"),
-        ("nemotron-h-8b", "1500", 1500, 32, "cuda"), ("falcon-h1-7b", "1k", 1024, 0, "cuda"), ("mamba-2.8b", "1k", 1024, 64, "cpu"),
+        ("nemotron-h-8b", "1500", 1500, 32, "cuda"), ("falcon-h1-7b", "1k", 1024, 0, "cuda"),
+        ("mamba-2.8b", "1k", 1024, 64, "cpu"), ("mamba2-2.7b", "1k", 1024, 64, "cuda"),
     ],
 )  # fmt: skip
 def test_figures_are_those_of_a_memory_that_is_fed(name: str, context: str, n_tokens: int, window: int, device: str) -> None:

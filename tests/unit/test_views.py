@@ -6,6 +6,7 @@ import random
 import re
 from dataclasses import dataclass, replace
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -279,10 +280,10 @@ def test_html_takes_its_colours_from_the_page() -> None:
         }
 
 
-def test_names_are_escaped_wherever_they_come_from() -> None:
+def test_names_are_escaped_wherever_they_come_from(tmp_path: Path) -> None:
     hostile = RecurrentSpec(HOSTILE, (6,), (StateTensor(HOSTILE, (6,)),), name=HOSTILE)
     spec = MemorySpec(((hostile,), (replace(DENSE, name=HOSTILE),)), 50, device=META, model=HOSTILE).with_policy(Hostile(8, sinks=1))
-    memory = make(spec, swap_dir=f"/tmp/{HOSTILE}")
+    memory = make(spec, swap_dir=tmp_path / HOSTILE)
     known = family(memory)
     for view in (memory, memory.usage(), *known.values()):
         page = Page(view._repr_html_())

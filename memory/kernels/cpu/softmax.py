@@ -35,7 +35,7 @@ def start_(out, highest, total, sinks):  # type: ignore[no-untyped-def]
 def score_rows(q, keys, values, rows, n_groups, head_dim, scale, scores, asks):  # type: ignore[no-untyped-def]
     """scores[h, r] = scale q[h] . keys[rows[r]], for the query heads of each of the row's key heads.
 
-    If it `asks` for the values, they are fetched meanwhile.
+    If it `asks`, the values of these rows and the keys of rows that come a little later are fetched meanwhile.
     """
     head_dim, n_groups = np.uint64(head_dim), np.uint64(n_groups)
     n_kv_heads = np.uint64(len(q)) // (head_dim * n_groups)
