@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from memory import HybridMemory, Sequence
@@ -33,7 +34,7 @@ def test_the_order_is_that_of_all_values(seed: int) -> None:
             del known[gone]
             ranking.remove(gone)
         expected = sorted(known, key=lambda m: known[m][0] / max(known[m][3], 1) / (1 + clock - known[m][2]))
-        assert [m for m, _ in ranking.ascending(clock, lambda m: known[m][3])] == expected
+        assert [m for m, _ in ranking.ascending(clock, lambda marks: np.array([known[m][3] for m in marks]))] == expected
 
 
 @pytest.mark.parametrize("attention", [True, False])
