@@ -1,0 +1,65 @@
+"""What the kernels here share: how they are launched, and how host arrays reach the device."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import triton
+from torch import Tensor
+
+from memory.interface import Int64s
+
+T = TypeVar("T")
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether Triton runs kernels in its interpreter, on tensors of the CPU (TRITON_INTERPRET=1 when triton is imported)."""
+
+
+def next_power_of_2(n: int) -> int:
+    return 1 << max(0, n - 1).bit_length()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: object, num_warps: int = 4, num_stages: int = 1, **constants: object) -> None:
+    """Run a kernel on the device of its first tensor; an empty grid is no launch."""
+    if 0 in grid:
+        return
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    guard: AbstractContextManager[object] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with guard:
+        # Fused multiply-add is asked for by name: what Triton does without being asked changes from one version to the next.
+        kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+
+
+_remembered: dict[int, dict[object, Any]] = {}
+
+
+def remember(anchor: object, key: object, make: Callable[[], T]) -> T:
+    """What `make` gave for this anchor and key, as long as the anchor lives: a plan's arrays do not change, and all layers share them."""
+    of_anchor = _remembered.get(id(anchor))
+    if of_anchor is None:
+        of_anchor = _remembered[id(anchor)] = {}
+        weakref.finalize(anchor, _remembered.pop, id(anchor), None).atexit = False
+    if key not in of_anchor:
+        of_anchor[key] = make()
+    found: T = of_anchor[key]
+    return found
+
+
+def device_ints(array: Int64s | Tensor, device: torch.device) -> Tensor:
+    """A plan's host array (or a tensor that is there already) on the device, int64; uploaded once however often it is asked for."""
+    if isinstance(array, Tensor):
+        return array
+    if device.type == "cpu":  # nothing to copy; and what is remembered must not keep its anchor alive
+        return upload(array, device)
+    return remember(array, device, lambda: upload(array, device))
+
+
+def upload(array: Int64s, device: torch.device) -> Tensor:
+    """A copy on the device. The host does not wait: the bytes go from pinned memory, which torch keeps until they are there."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array, np.int64))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
