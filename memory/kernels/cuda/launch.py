@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from memory.interface import Int64s
@@ -20,8 +21,27 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether Triton runs kernels in its interpreter, on tensors of the CPU (TRITON_INTERPRET=1 when triton is imported)."""
 
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, acc):  # type: ignore[no-untyped-def]
+    """acc + a b, summed in float32. Tensor cores know 10 bits of a float32, so each is given as a sum of two ("tf32x3").
+
+    All three sides of a and b are at least 16 long. The interpreter takes bfloat16 for integers, so there it gets float32.
+    """
+    if _INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="tf32x3")
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
+
+
+def aligned_elements(n_elements: int, itemsize: int) -> int:
+    """What offsets of rows of so many elements are a multiple of: 16 bytes, where rows are whole numbers of that, for so are blocks."""
+    return 16 // itemsize if n_elements * itemsize % 16 == 0 else 1
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: object, num_warps: int = 4, num_stages: int = 1, **constants: object) -> None:
