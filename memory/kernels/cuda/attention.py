@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memory.kernels.cuda import folded_rows
 from memory.kernels.cuda.folded_rows import load_folded
-from memory.kernels.cuda.launch import aligned_elements, device_ints, launch, next_power_of_2, remember
+from memory.kernels.cuda.launch import aligned_elements, device_ints, head_parts, launch, next_power_of_2, remember
 from memory.kernels.cuda.softmax import LOG2_E, add, hide, load_bias, load_rows, score, store_rows
 from memory.kernels.cuda.tiles import MERGE, TASK, Shape, Tiles, tile
 from memory.kernels.signature import FoldedRows, PagedBatch, Scoring
@@ -41,13 +41,13 @@ def paged_attention(
             _attend, (end - begin, n_kv_heads * shape.parts),
             q_THD, out_THD, partial, totals, keys, values, pages, tasks[begin:], q_THD if sinks_H is None else sinks_H,
             q_THD if bias_HL is None else bias_HL, blocks, *folded_rows.flats(folded, q_THD), q_THD.stride(0), q_THD.stride(1),
-            pages.shape[1] if pages.dim() == 2 else 0, scoring.scale * LOG2_E.value, (scoring.softcap or 0.0) * LOG2_E.value,
+            pages.stride(0) if pages.dim() == 2 else 0, scoring.scale * LOG2_E.value, (scoring.softcap or 0.0) * LOG2_E.value,
             scoring.window or 0, 1 if bias_HL is None else bias_HL.shape[1],
             N_HEADS=n_heads, N_SHARED=n_heads // n_kv_heads, HEADS=shape.heads, PARTS=shape.parts, D=head_dim, PAGE=batch.page_tokens,
             IS_SHARED=keys.data_ptr() == values.data_ptr(), HAS_SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None,
             HAS_BIAS=bias_HL is not None, HAS_WINDOW=scoring.window is not None, BLOCK_M=block_m, BLOCK_N=block_n, TASK=TASK,
             ALIGN=aligned_elements(head_dim, q_THD.element_size()),
-            **_parts(head_dim), **folded_rows.constants(folded), num_warps=num_warps, num_stages=num_stages,
+            **head_parts(head_dim), **folded_rows.constants(folded), num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     launch(
         _merge, (len(tiles.merges), n_heads), partial, totals, merges, q_THD if sinks_H is None else sinks_H, out_THD,
@@ -76,20 +76,16 @@ def _plan(
         ints = device_ints(np.concatenate([tiles.tasks.ravel(), tiles.merges.ravel()]), device)
         return tiles, ints[:n_tasks].view(-1, TASK), ints[n_tasks:].view(-1, MERGE)
 
-    return remember(batch, (shape, window, folded is not None, device), make)
-
-
-def _parts(head_dim: int) -> dict[str, int]:
-    """Powers of two that hold a head: the first is full unless the head is narrower than a tile may be."""
-    first = max(16, 1 << (head_dim.bit_length() - 1))
-    return {"D0": first, "D1": max(16, next_power_of_2(head_dim - first)) if head_dim > first else 0}
+    arrays = (batch.cu_seqlens, batch.kv_lengths, batch.cu_pages, *(() if folded is None else (folded.lengths, folded.cu_blocks)))
+    return remember(arrays, (shape, window, device), make)
 
 
 def _choose(block_m: int, head_dim: int, itemsize: int, *, is_folded: bool) -> tuple[int, int, int]:
-    """Rows a tile, warps and stages: three stages of keys and values in flight where shared memory (227 KiB) allows it."""
+    """Rows a tile, warps and stages: two or three tiles of keys and values in flight where shared memory (227 KiB) allows it."""
     block_n = 64 if head_dim * itemsize <= 256 else 32 if head_dim * itemsize <= 1024 else 16
     tile_bytes = 2 * block_n * next_power_of_2(head_dim) * itemsize
-    num_stages = 1 if is_folded else max(1, min(3, (160 << 10) // tile_bytes))
+    wanted = 3 if block_m >= 64 else 4  # of a small tile, one goes to offsets of pages
+    num_stages = 1 if is_folded else max(1, min(wanted, (160 << 10) // tile_bytes))
     return block_n, 8 if block_m * head_dim > 64 * 128 else 4, num_stages
 
 
@@ -100,7 +96,7 @@ def _attend(  # type: ignore[no-untyped-def]
     N_HEADS: tl.constexpr, N_SHARED: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     IS_SHARED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TASK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ALIGN: tl.constexpr,
-    BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, K_SCALE_ROWS: tl.constexpr, K_SCALES: tl.constexpr, V_SCALE_ROWS: tl.constexpr,
+    BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, K_ROWS: tl.constexpr, K_SCALES: tl.constexpr, V_ROWS: tl.constexpr,
     V_SCALES: tl.constexpr,
 ):  # fmt: skip
     """One task for one key/value head g, or for some of the query heads that share it."""
@@ -122,8 +118,8 @@ def _attend(  # type: ignore[no-untyped-def]
         for start in range(begin, end_folded, BLOCK_N):
             r = start + tl.arange(0, BLOCK_N)
             block, slot = tl.load(own_blocks + r // BLOCK_ROWS, mask=r < end_folded, other=0), r % BLOCK_ROWS
-            k0, k1 = load_folded(k_codes, k_scales, k_lows, block, slot, g, r < end_folded, D, D0, D1, BITS, BLOCK_ROWS, K_SCALE_ROWS, K_SCALES)
-            v0, v1 = load_folded(v_codes, v_scales, v_lows, block, slot, g, r < end_folded, D, D0, D1, BITS, BLOCK_ROWS, V_SCALE_ROWS, V_SCALES)
+            k0, k1 = load_folded(k_codes, k_scales, k_lows, block, slot, g, r < end_folded, D, D0, D1, BITS, BLOCK_ROWS, K_ROWS, K_SCALES)
+            v0, v1 = load_folded(v_codes, v_scales, v_lows, block, slot, g, r < end_folded, D, D0, D1, BITS, BLOCK_ROWS, V_ROWS, V_SCALES)
             s = score(q0, q1, k0.to(q0.dtype), k1.to(q0.dtype), scale, softcap, D1, HAS_SOFTCAP)
             if HAS_BIAS:
                 s += load_bias(bias, head, newest + query, r, is_own, n_distances)
@@ -142,14 +138,14 @@ def _attend(  # type: ignore[no-untyped-def]
             s += load_bias(bias, head, newest + query, r, is_own, n_distances)
         s = hide(s, newest + query, r, end, window, HAS_WINDOW)
         acc0, acc1, highest, total = add(s, v0, v1, acc0, acc1, highest, total, D1)
-    share = (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
-    row = (token + query) * N_HEADS + head
+    total = tl.where(total == 0.0, 1.0, total)  # no row was seen: `highest` says so
+    share = (1.0 / total)[:, None]
     if partial_row < 0:
-        store_rows(out, row * D, acc0 * share, acc1 * share, is_own, D, D0, D1)
+        store_rows(out, ((token + query) * N_HEADS + head) * D, acc0 * share, acc1 * share, is_own, D, D0, D1)
     else:
         row = (partial_row + query) * N_HEADS + head
         store_rows(partial, row * D, acc0 * share, acc1 * share, is_own, D, D0, D1)
-        tl.store(totals + row, highest + tl.log2(total), mask=is_own)  # -inf if no row was seen
+        tl.store(totals + row, highest + tl.log2(total), mask=is_own)
 
 
 @triton.jit

@@ -16,12 +16,12 @@ NOT_FOLDED = -1
 def constants(folded: FoldedRows | None) -> dict[str, int]:
     """For the kernel: bits of a code (0 for a float8, NOT_FOLDED for no rows), rows a block, and of scales: rows, and scales a row."""
     if folded is None:
-        return {"BITS": NOT_FOLDED, "BLOCK_ROWS": 1, "K_SCALE_ROWS": 1, "K_SCALES": 1, "V_SCALE_ROWS": 1, "V_SCALES": 1}
+        return {"BITS": NOT_FOLDED, "BLOCK_ROWS": 1, "K_ROWS": 1, "K_SCALES": 1, "V_ROWS": 1, "V_SCALES": 1}
     half = len(folded.shapes) // 2
     (k_rows, k_scales), (v_rows, v_scales) = (part[1][1:] if half > 1 else (1, 1) for part in (folded.shapes[:half], folded.shapes[half:]))
     return {
-        "BITS": folded.storage.code_bits, "BLOCK_ROWS": folded.block_rows, "K_SCALE_ROWS": k_rows, "K_SCALES": k_scales,
-        "V_SCALE_ROWS": v_rows, "V_SCALES": v_scales,
+        "BITS": folded.storage.code_bits, "BLOCK_ROWS": folded.block_rows, "K_ROWS": k_rows, "K_SCALES": k_scales,
+        "V_ROWS": v_rows, "V_SCALES": v_scales,
     }  # fmt: skip
 
 

@@ -55,18 +55,26 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, num_warps: int = 4
         kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
 
 
-_remembered: dict[int, dict[object, Any]] = {}
+def head_parts(head_dim: int) -> dict[str, int]:
+    """Powers of two that hold a head: the first is full unless the head is narrower than a tile may be, the second may be 0."""
+    first = max(16, 1 << (head_dim.bit_length() - 1))
+    return {"D0": first, "D1": max(16, next_power_of_2(head_dim - first)) if head_dim > first else 0}
 
 
-def remember(anchor: object, key: object, make: Callable[[], T]) -> T:
-    """What `make` gave for this anchor and key, as long as the anchor lives: a plan's arrays do not change, and all layers share them."""
-    of_anchor = _remembered.get(id(anchor))
-    if of_anchor is None:
-        of_anchor = _remembered[id(anchor)] = {}
-        weakref.finalize(anchor, _remembered.pop, id(anchor), None).atexit = False
-    if key not in of_anchor:
-        of_anchor[key] = make()
-    found: T = of_anchor[key]
+_remembered: dict[tuple[int, ...], dict[object, Any]] = {}
+
+
+def remember(anchors: tuple[object, ...], key: object, make: Callable[[], T]) -> T:
+    """What `make` gave for this key, as long as all anchors live: a plan's arrays do not change, and all layers share them."""
+    ids = tuple(map(id, anchors))
+    of_anchors = _remembered.get(ids)
+    if of_anchors is None:
+        of_anchors = _remembered[ids] = {}
+        for anchor in anchors:
+            weakref.finalize(anchor, _remembered.pop, ids, None).atexit = False
+    if key not in of_anchors:
+        of_anchors[key] = make()
+    found: T = of_anchors[key]
     return found
 
 
@@ -76,7 +84,7 @@ def device_ints(array: Int64s | Tensor, device: torch.device) -> Tensor:
         return array
     if device.type == "cpu":  # nothing to copy; and what is remembered must not keep its anchor alive
         return upload(array, device)
-    return remember(array, device, lambda: upload(array, device))
+    return remember((array,), device, lambda: upload(array, device))
 
 
 def upload(array: Int64s, device: torch.device) -> Tensor:

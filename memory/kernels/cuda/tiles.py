@@ -23,7 +23,7 @@ SPLIT_ROWS = 256
 _MOST_PROGRAMS = 256
 """That share the rows of one request: about two for each multiprocessor of a Hopper GPU."""
 
-_WHOLE_TILES = 64
+WHOLE_TILES = 64
 """Rows of a split are a multiple of this, and so of any tile of keys."""
 
 
@@ -82,7 +82,8 @@ def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows
     first_block = np.zeros_like(counts) if folded is None else folded.cu_blocks[:-1]
     n_rows = batch.kv_lengths + n_folded
     sizes = np.minimum(_powers_of_2(counts), max(1, shape.most // shape.heads))
-    launches, tasks, merges, n_partial = [], [], [], 0
+    launches, tasks, merges = list[Launch](), list[Int64s](), list[Int64s]()
+    n_tasks = n_partial = 0
     for size in np.unique(sizes).tolist():
         requests = (sizes == size).nonzero()[0]
         n_tiles = -(-counts[requests] // size)
@@ -102,8 +103,9 @@ def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows
         ends = np.minimum(begins + length[s], end[s])
         token = batch.cu_seqlens[r] + first
         columns = (token[s], n_queries[s], newest[s], begins, ends, batch.cu_pages[r][s], partial, n_folded[r][s], first_block[r][s])
-        launches.append(Launch(size, sum(map(len, tasks)), sum(map(len, tasks)) + len(s)))
         tasks.append(np.stack(columns, 1))
+        launches.append(Launch(size, n_tasks, n_tasks + len(s)))
+        n_tasks += len(s)
 
         m = np.repeat(is_split.nonzero()[0], n_queries[is_split])
         query = _places(n_queries[is_split])
@@ -115,7 +117,7 @@ def _splits(n_rows: Int64s, may_split: Int64s, shape: Shape) -> tuple[Int64s, In
     """Programs that share the rows of each tile, and rows for each but the last."""
     most = max(1, _MOST_PROGRAMS // (shape.n_kv_heads * shape.parts))
     wanted = np.where(may_split, np.clip(-(-n_rows // SPLIT_ROWS), 1, most), 1)
-    length = -(-n_rows // wanted // _WHOLE_TILES) * _WHOLE_TILES
+    length = -(-n_rows // wanted // WHOLE_TILES) * WHOLE_TILES
     return -(-n_rows // length), length
 
 
