@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,8 +57,6 @@ class Recorder:
 
 def _spilled(cubin: bytes) -> int:
     """The local memory that a kernel's code asks for, bytes a thread."""
-    import tempfile
-
     import triton
 
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
