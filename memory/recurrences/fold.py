@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memory.states import States
+from memory.uploads import upload
 
 Formula = Callable[[tuple[Tensor, ...], Tensor], tuple[tuple[Tensor, ...], Tensor]]
 
@@ -29,12 +30,12 @@ class Fold:
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         starts, counts = states.cu_rows[:-1], np.diff(states.cu_rows)
         # Longest first, so that the runs still going are always the first ones.
-        order = torch.from_numpy(np.argsort(-counts, kind="stable")).to(rows.device)
+        order = upload(np.argsort(-counts, kind="stable"), rows.device)
         current = tuple(tensor[order] for tensor in states.start())
         outputs: Tensor | None = None
         for t in range(int(counts.max())):
             n = int((counts > t).sum())
-            at = torch.from_numpy(starts).to(rows.device)[order[:n]] + t
+            at = upload(starts, rows.device)[order[:n]] + t
             advanced, y = self._f(tuple(tensor[:n] for tensor in current), rows[at])
             current = tuple(torch.cat([new.to(old.dtype), old[n:]]) for new, old in zip(advanced, current, strict=True))
             outputs = y.new_empty(len(rows), *y.shape[1:]) if outputs is None else outputs
