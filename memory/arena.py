@@ -14,6 +14,7 @@ import mmap
 import re
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -21,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memory import uploads
 from memory.errors import CapacityError, IntegrityError, SpecError
 from memory.interface import Int64s
 
@@ -315,9 +317,12 @@ class Store:
         return BlockPool(self.arena, name, block_bytes, from_top=from_top, on_change=self._poison_block)
 
     def upload(self, array: Int64s) -> Tensor:
-        """A plan's array where the kernels want it."""
-        tensor = torch.from_numpy(array)
-        return tensor if self.is_dry or self.device.type == "cpu" else tensor.to(self.device)
+        """A plan's array where the kernels want it: `memory.uploads`."""
+        return uploads.upload(array, self.device)
+
+    def uploading_together(self) -> AbstractContextManager[None]:
+        """Inside, `upload` only says where an array will be: all go at the end."""
+        return uploads.together(self.device)
 
     def copy(self, source: int, target: int, n_bytes: int) -> None:
         """Copy one block's bytes onto another's."""

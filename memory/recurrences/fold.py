@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memory.states import States
+from memory.uploads import upload
 
 Formula = Callable[[tuple[Tensor, ...], Tensor], tuple[tuple[Tensor, ...], Tensor]]
 
@@ -29,9 +30,9 @@ class Fold:
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         starts, counts = states.cu_rows[:-1], np.diff(states.cu_rows)
         # Longest first, so that the runs still going are always the first ones.
-        order = torch.from_numpy(np.argsort(-counts, kind="stable")).to(rows.device)
+        order = upload(np.argsort(-counts, kind="stable"), rows.device)
         current = tuple(tensor[order] for tensor in states.start())
-        first = torch.from_numpy(starts).to(rows.device)[order]
+        first = upload(starts, rows.device)[order]
         outputs: Tensor | None = None
         for t in range(int(counts.max())):
             n = int((counts > t).sum())
