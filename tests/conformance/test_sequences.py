@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memory import CapacityError, HybridMemory, Sequence, SequenceError, StepError
+from memory.planning import plan_sequence
 from tests.subjects import Subject
 
 WINDOW = 8
@@ -186,10 +187,11 @@ def test_beam_search_equals_scoring_every_beam_afresh(subject: Subject) -> None:
 
 
 def bytes_of(subject: Subject, n_sequences: int, n_tokens: int) -> int:
-    """What so many sequences take, and a tenth more, but no less than the 128 KiB that every subject's memory accepts."""
+    """What so many sequences take, and a tenth more, but no less than a memory is made with."""
     plan = HybridMemory(subject.spec, "1GiB", rollback_window=4, page_tokens=4, device="meta")
     plan.run(None, {plan.open(): [1] * n_tokens for _ in range(n_sequences)})
-    return max(2**17, int(1.1 * plan.usage().used_bytes))
+    least = plan_sequence(subject.spec, 1, page_tokens=4, rollback_window=4, fold=subject.fold).least_bytes
+    return max(least, int(1.1 * plan.usage().used_bytes))
 
 
 def test_capacity_is_refused_before_anything_changes(subject: Subject) -> None:
@@ -220,7 +222,7 @@ def test_capacity_is_refused_before_anything_changes(subject: Subject) -> None:
 
 def test_the_split_follows_demand(subject: Subject) -> None:
     """The same budget serves one long sequence, then many short ones, then a long one again."""
-    budget = max(bytes_of(subject, n_sequences=1, n_tokens=300), bytes_of(subject, n_sequences=40, n_tokens=3))
+    budget = max(2**17, bytes_of(subject, n_sequences=1, n_tokens=300), bytes_of(subject, n_sequences=40, n_tokens=3))
     memory = subject.memory(4, budget, page_tokens=4)
     for _ in range(2):
         long = memory.open()
@@ -348,7 +350,7 @@ def test_fragments_never_lose_a_byte(subject: Subject) -> None:
     open_ones: list[Sequence] = []
     n_refused = 0
     for _ in range(200):
-        if open_ones and rng.random() < 0.45:
+        if n_refused and open_ones and rng.random() < 0.45:  # it is full from then on
             memory.close(open_ones.pop(rng.randrange(len(open_ones))))
             continue
         sequence = memory.open()
