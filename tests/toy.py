@@ -122,12 +122,12 @@ class Toy:
         if self._has_recurrent:
             slow = step.recur(1, torch.tanh(project(x, self._slow)), Fold(average), name="slow")
             fast = step.recur(1, torch.tanh(project(x, self._fast)), Fold(average), name="fast")
-            x = x + torch.tanh(project(torch.cat([slow, fast], -1), self._out1))
+            x = x + torch.tanh(project(torch.cat([slow, fast], -1).to(x.dtype), self._out1))
         parts = [x.new_zeros(n_tokens, 4)] * 2
         if self._has_attention:
             q, k, v = project(x, self._qkv2).reshape(n_tokens, 3, 1, 4).unbind(1)
             parts[0] = step.attend(2, q, k, v).flatten(1)
         if self._has_recurrent:
-            parts[1] = step.recur(2, torch.tanh(project(x, self._delta)).reshape(n_tokens, 2, 4), Fold(delta))
+            parts[1] = step.recur(2, torch.tanh(project(x, self._delta)).reshape(n_tokens, 2, 4), Fold(delta)).to(x.dtype)
         x = x + torch.tanh(project(torch.cat(parts, -1), self._out2))
         return project(step.select(x), self._head)
