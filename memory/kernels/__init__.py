@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from memory.kernels import reference
-from memory.kernels.signature import Erase, FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, StateSlots
+from memory.kernels.signature import Erase, FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, StateSlots, Tail
 from memory.kernels.weights import Weights
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "Prepared",
     "Scoring",
     "StateSlots",
+    "Tail",
     "Weights",
     "rms_norm",
     "select_kernels",
