@@ -1,10 +1,19 @@
-"""Kernels: `reference` (plain torch, the oracle) and `cpu` (numba), one signature, chosen by device and dtype."""
+"""Kernels: `reference` (plain torch, the oracle), `cpu` (numba) and `cuda` (Triton), one signature, chosen by device and dtype.
+
+The environment variable HYBRID_MEMORY_KERNELS overrides the choice: `reference`, `cpu`, `cuda`, or `triton`, which is `cuda` without the
+libraries that it otherwise asks for prompts where they are installed. `chosen_kernels` says what was chosen.
+"""
 
 from __future__ import annotations
+
+import os
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from memory.errors import SpecError
 from memory.kernels import reference
 from memory.kernels.signature import Erase, FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, StateSlots, Tail
 from memory.kernels.weights import Weights
@@ -20,9 +29,13 @@ __all__ = [
     "StateSlots",
     "Tail",
     "Weights",
+    "chosen_kernels",
     "rms_norm",
     "select_kernels",
 ]
+
+_OVERRIDE = "HYBRID_MEMORY_KERNELS"
+_SETS = ("reference", "cpu", "cuda", "triton")
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, n_groups: int = 1, gate: Tensor | None = None) -> Tensor:
@@ -33,10 +46,61 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, n_groups: int = 1,
 
 
 def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
-    """The fastest kernels for tensors of these dtypes on `device`: numba if all are float32 on the CPU, else plain torch."""
-    if device.type == "cpu" and set(dtypes) == {torch.float32}:
+    """The fastest kernels for tensors of these dtypes on `device`, unless HYBRID_MEMORY_KERNELS names others.
+
+    numba if all are float32 on the CPU; Triton on a CUDA device, if it is installed; else plain torch.
+
+    Raises:
+        SpecError: HYBRID_MEMORY_KERNELS names no kernels, or some that cannot work on these tensors.
+    """
+    name = _choice(device, dtypes)
+    if name == "cpu":
         from memory.kernels import cpu  # not at import time: a dry run or another device needs no compiler
 
         cpu.warm_up()
         return cpu
+    if name in ("cuda", "triton"):
+        from memory.kernels import cuda  # as above, and triton may be missing
+
+        return cuda
     return reference
+
+
+def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype) -> dict[str, str]:
+    """What `select_kernels` would give: function -> the set that it is from, and the library that prompts are left to, if one is.
+
+    A set may leave a function to another set. Raises as `select_kernels`.
+    """
+    kernels, helpers = select_kernels(torch.device(device), *dtypes), dict[str, str]()
+    if _choice(torch.device(device), dtypes) == "cuda":
+        from memory.kernels.cuda import libraries
+
+        helpers = libraries.for_prompts()
+    functions = [name for name in vars(Kernels) if not name.startswith("_")]
+    sets = {name: getattr(kernels, name).__module__.split(".")[2] for name in functions}
+    return {name: sets[name] + (f", prompts by {helpers[name]}" if name in helpers else "") for name in functions}
+
+
+def _choice(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
+    is_numba = device.type == "cpu" and set(dtypes) == {torch.float32}
+    wanted = os.environ.get(_OVERRIDE)
+    if not wanted:
+        return "cpu" if is_numba else "cuda" if device.type == "cuda" and _has_triton() else "reference"
+    if wanted not in _SETS:
+        raise SpecError(f"{_OVERRIDE}={wanted!r} names no kernels; choose {', '.join(_SETS)}, or unset it")
+    if device.type == "meta":
+        return "reference"
+    on = f"on {device} in {', '.join(str(dtype).removeprefix('torch.') for dtype in sorted(set(dtypes), key=str))}"
+    if wanted == "cpu" and not is_numba:
+        raise SpecError(f"{_OVERRIDE}=cpu cannot work {on}: those kernels are for float32 on the CPU; choose 'reference', or unset it")
+    if wanted in ("cuda", "triton"):
+        if not _has_triton():
+            raise SpecError(f"{_OVERRIDE}={wanted} needs triton, which is not installed; install hybrid-memory[cuda], or unset it")
+        if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+            raise SpecError(f"{_OVERRIDE}={wanted} cannot work {on} but in Triton's interpreter (TRITON_INTERPRET=1); unset it")
+    return wanted
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

@@ -168,7 +168,8 @@ def _runs(x: Tensor, slots: StateSlots) -> tuple[Tensor, ...]:
 
 
 def _slots(tail: Tail, run: int, begin: int, end: int) -> Tensor:
-    return (tail.firsts[run] + torch.arange(begin, end, device=tail.firsts.device)) % tail.ring_rows
+    first: Tensor = tail.firsts[run]
+    return (first + torch.arange(begin, end, device=first.device)) % tail.ring_rows
 
 
 def tail_rows(tail: Tail, run: int, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
-from memory import RecurrentSpec, States, StateTensor
-from memory.kernels import Kernels, PagedBatch, Scoring, StateSlots, cpu, reference, select_kernels
+from memory import RecurrentSpec, SpecError, States, StateTensor
+from memory.kernels import Kernels, PagedBatch, Scoring, StateSlots, chosen_kernels, cpu, reference, select_kernels
 from memory.kernels.cpu.vector_math import exp2_f32, exp_f32, softplus_f32
 from memory.recurrences import Fold
 from memory.states import Run
@@ -500,6 +500,31 @@ def test_a_fold_is_a_loop_over_each_run(lengths: tuple[int, ...], second_dtype: 
 )
 def test_kernels_are_chosen_by_device_and_dtypes(device: str, dtypes: tuple[torch.dtype, ...], expected: Kernels) -> None:
     assert select_kernels(torch.device(device), *dtypes) is expected
+
+
+def test_the_choice_of_kernels_can_be_overridden_and_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    host, float32 = torch.device("cpu"), torch.float32
+    assert set(chosen_kernels(host, float32).values()) == {"cpu"}
+    monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "reference")
+    assert select_kernels(host, float32) is reference
+    assert chosen_kernels("cpu", float32)["paged_attention"] == "reference"
+    monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "cpu")
+    assert select_kernels(host, float32) is cpu
+    assert select_kernels(torch.device("meta"), BFLOAT16) is reference, "a dry run computes nothing"
+
+
+@pytest.mark.parametrize(
+    "override, dtype, says",
+    [
+        ("fast", torch.float32, "'fast' names no kernels; choose reference, cpu, cuda, triton"),
+        ("cpu", BFLOAT16, "cpu cannot work on cpu in bfloat16"),
+        ("cuda", torch.float32, "TRITON_INTERPRET=1|needs triton"),
+    ],
+)
+def test_a_choice_that_cannot_work_is_refused(override: str, dtype: torch.dtype, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_MEMORY_KERNELS", override)
+    with pytest.raises(SpecError, match=says):
+        select_kernels(torch.device("cpu"), dtype)
 
 
 @pytest.mark.parametrize("fastmath", [False, {"reassoc", "contract"}, {"contract", "arcp", "nsz"}])

@@ -1,11 +1,32 @@
-"""Kernels for CUDA devices, written in Triton: `memory.kernels.signature.Kernels`."""
+"""Kernels for NVIDIA GPUs, written in Triton: `memory.kernels.signature.Kernels`.
 
-from __future__ import annotations
+Rows, weights and queries may be float32, bfloat16 or float16; sums run in float32, and so are states. A call reads sizes from the host
+arrays of its signature and never waits for the device. A request's result does not depend on what else is in its step: how its work is
+divided follows from its own length.
+
+With TRITON_INTERPRET=1 in the environment, all of it runs in Triton's interpreter on the CPU: slow, and how the tests run it.
+"""
 
 from memory.kernels.cuda.channel_states import selective_scan
 from memory.kernels.cuda.convolution import causal_conv
 from memory.kernels.cuda.matrix_states import matrix_scan
 from memory.kernels.cuda.norms import rms_norm
+from memory.kernels.cuda.rows import prepare, read_rows, write_rows_
 from memory.kernels.cuda.vectors import linear_scan, softplus, wkv4
+from memory.kernels.reference import attend_rows, choose_pages, paged_attention
 
-__all__ = ["causal_conv", "linear_scan", "matrix_scan", "rms_norm", "selective_scan", "softplus", "wkv4"]
+__all__ = [
+    "attend_rows",
+    "causal_conv",
+    "choose_pages",
+    "linear_scan",
+    "matrix_scan",
+    "paged_attention",
+    "prepare",
+    "read_rows",
+    "rms_norm",
+    "selective_scan",
+    "softplus",
+    "wkv4",
+    "write_rows_",
+]

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.kernels.cuda.launch import ceil_div, device_ints, next_power_of_2, require_shapes, with_contiguous_rows
+from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
 from memory.kernels.cuda.math import bound, softplus
 from memory.kernels.signature import Prepared, StateSlots
 
@@ -27,9 +27,9 @@ def selective_scan(
     x, dt, b, c = (with_contiguous_rows(t) for t in (x_TE, dt_TE, b_TN, c_TN))
     states = next_power_of_2(n_states)
     channels = min(next_power_of_2(n_channels), max(32, _STATE_ELEMENTS // states))
-    _selective_scan[(len(state.cu_rows) - 1, ceil_div(n_channels, channels))](
+    launch(_selective_scan, (len(state.cu_rows) - 1, ceil_div(n_channels, channels)),
         x, x.stride(0), dt, dt.stride(0), b, b.stride(0), c, c.stride(0), dt_bias_E, a_NE, d_E, y_TE,
-        device_ints(state.cu_rows, x.device), state.flat, state.sources, state.targets, state.initial, n_channels, n_states,
+        device_ints(state.cu_rows, x.device), state.flat, state.sources, state.targets, float(state.initial), n_channels, n_states,
         CHANNELS=channels, STATES=states, num_warps=1,
     )  # fmt: skip
     return y_TE

@@ -2,21 +2,30 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.kernels.cuda.launch import absent, ceil_div, longest, next_power_of_2, require_shapes, tiles, with_contiguous_rows
+from memory.interface import Int64s
+from memory.kernels.cuda.launch import (
+    absent,
+    ceil_div,
+    launch,
+    next_power_of_2,
+    remember,
+    require_shapes,
+    upload,
+    with_contiguous_rows,
+)
 from memory.kernels.cuda.math import bound, silu
 from memory.kernels.signature import Prepared, StateSlots
 
 _TILE_ROWS, _TILE_ELEMENTS = 16, 1024
 
 
-def causal_conv(
-    rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True
-) -> Tensor:
+def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True) -> Tensor:
     n_taps, n_channels = weight_WE.shape
     require_shapes(
         "causal_conv", window=(window.shape, (n_taps - 1, n_channels)), row=((min(rows_TR.shape[1], n_channels),), (n_channels,)),
@@ -24,16 +33,16 @@ def causal_conv(
     )  # fmt: skip
     rows_TR = with_contiguous_rows(rows_TR)
     out_TE = torch.empty(rows_TR.shape[0], n_channels, dtype=rows_TR.dtype, device=rows_TR.device)
-    n_rows = min(_TILE_ROWS, next_power_of_2(longest(window.cu_rows)))
+    n_rows = min(_TILE_ROWS, next_power_of_2(int(np.diff(window.cu_rows).max(initial=1))))
     n_columns = min(next_power_of_2(n_channels), _TILE_ELEMENTS // n_rows)
-    run_tiles, cu_rows, n_tiles = tiles(window.cu_rows, n_rows, rows_TR.device)
+    run_tiles, cu_rows, n_tiles = remember(window.cu_rows, (n_rows, rows_TR.device), lambda: _tiles(window.cu_rows, n_rows, rows_TR.device))
     tail = window.tail
     ring = (rows_TR, run_tiles, 1, 0, run_tiles, run_tiles, run_tiles)
     if tail is not None:
         ring = (tail.flats[0], tail.sources[0], tail.ring_rows, rows_TR.shape[1], tail.firsts, tail.counts, tail.folds)
     arguments = (
         rows_TR, rows_TR.stride(0), weight_WE, absent(bias_E, rows_TR), out_TE, run_tiles, cu_rows, n_tiles, n_channels,
-        window.flat, window.sources, window.targets, window.initial, *ring,
+        window.flat, window.sources, window.targets, float(window.initial), *ring,
     )  # fmt: skip
     options = {
         "HAS_BIAS": bias_E is not None, "HAS_TAIL": tail is not None, "ACTIVATION": activation, "TAPS": n_taps,
@@ -41,10 +50,19 @@ def causal_conv(
     }  # fmt: skip
     # A run of several tiles may start from the very window that it leaves: that is written when all tiles are done.
     is_short, n_blocks = n_tiles == len(window.cu_rows) - 1, ceil_div(n_channels, n_columns)
-    _causal_conv[(n_tiles, n_blocks)](*arguments, **options, WRITES_ROWS=True, WRITES_WINDOW=is_short)
+    launch(_causal_conv, (n_tiles, n_blocks), *arguments, **options, WRITES_ROWS=True, WRITES_WINDOW=is_short)
     if not is_short:
-        _causal_conv[(n_tiles, n_blocks)](*arguments, **options, WRITES_ROWS=False, WRITES_WINDOW=True)
+        launch(_causal_conv, (n_tiles, n_blocks), *arguments, **options, WRITES_ROWS=False, WRITES_WINDOW=True)
     return out_TE
+
+
+def _tiles(cu_rows: Int64s, tile_rows: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Runs cut into tiles of `tile_rows`: the run of each, then its first row within the run, (2 n,); cu_rows; and n."""
+    n_tiles = -(-np.diff(cu_rows) // tile_rows)
+    runs = np.repeat(np.arange(len(n_tiles)), n_tiles)
+    first = (np.arange(len(runs)) - np.repeat(np.cumsum(n_tiles) - n_tiles, n_tiles)) * tile_rows
+    packed = upload(np.concatenate([runs, first, cu_rows]), device)
+    return packed[: 2 * len(runs)], packed[2 * len(runs) :], len(runs)
 
 
 @triton.jit

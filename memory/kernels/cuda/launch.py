@@ -1,49 +1,83 @@
-"""What every launch needs: sizes of blocks, and plans' numbers where kernels read them."""
+"""What the kernels here share: how they are launched, and how host arrays reach the device."""
 
 from __future__ import annotations
 
-from typing import Any
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 
 from memory.errors import StepError
 from memory.interface import Int64s
 
+T = TypeVar("T")
+
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+"""Whether Triton runs kernels in its interpreter, on tensors of the CPU (TRITON_INTERPRET=1 when triton is imported)."""
+
 
 def next_power_of_2(n: int) -> int:
-    """The least one that is not below n >= 1."""
-    return 1 << (n - 1).bit_length()
+    return 1 << max(0, n - 1).bit_length()
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: object, num_warps: int = 4, num_stages: int = 1, **constants: object) -> None:
+    """Run a kernel on the device of its first tensor; an empty grid is no launch."""
+    if 0 in grid:
+        return
+    device = next(x.device for x in args if isinstance(x, Tensor))
+    guard: AbstractContextManager[object] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with guard:
+        # Fused multiply-add is asked for by name: what Triton does without being asked changes from one version to the next.
+        kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
+
+
+_remembered: dict[int, dict[object, Any]] = {}
+
+
+def remember(anchor: object, key: object, make: Callable[[], T]) -> T:
+    """What `make` gave for this anchor and key, as long as the anchor lives: a plan's arrays do not change, and all layers share them."""
+    of_anchor = _remembered.get(id(anchor))
+    if of_anchor is None:
+        of_anchor = _remembered[id(anchor)] = {}
+        weakref.finalize(anchor, _remembered.pop, id(anchor), None).atexit = False
+    if key not in of_anchor:
+        of_anchor[key] = make()
+    found: T = of_anchor[key]
+    return found
+
+
+def device_ints(array: Int64s | Tensor, device: torch.device) -> Tensor:
+    """A plan's host array (or a tensor that is there already) on the device, int64; uploaded once however often it is asked for."""
+    if isinstance(array, Tensor):
+        return array
+    if device.type == "cpu":  # nothing to copy; and what is remembered must not keep its anchor alive
+        return upload(array, device)
+    return remember(array, device, lambda: upload(array, device))
+
+
+def upload(array: Int64s, device: torch.device) -> Tensor:
+    """A copy on the device. The host does not wait: the bytes go from pinned memory, which torch keeps until they are there."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array, np.int64))
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def ceil_div(n: int, d: int) -> int:
     return -(-n // d)
 
 
-def device_ints(array: Int64s, device: torch.device) -> Tensor:
-    """An int64 array of the host where kernels read it."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array))
-    return tensor if device.type == "cpu" else tensor.to(device, non_blocking=True)
-
-
-def tiles(cu_rows: Int64s, tile_rows: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Runs of packed rows cut into tiles of `tile_rows`: (2, n) the run of each tile and its first row within the run; cu_rows; and n."""
-    n_tiles = -(-np.diff(cu_rows) // tile_rows)
-    runs = np.repeat(np.arange(len(n_tiles)), n_tiles)
-    first = (np.arange(len(runs)) - np.repeat(np.cumsum(n_tiles) - n_tiles, n_tiles)) * tile_rows
-    packed = device_ints(np.concatenate([runs, first, cu_rows]), device)
-    return packed[: 2 * len(runs)], packed[2 * len(runs) :], len(runs)
-
-
-def longest(cu_rows: Int64s) -> int:
-    """Rows of the longest run."""
-    return int(np.diff(cu_rows).max(initial=0))
-
-
 def with_contiguous_rows(x: Tensor) -> Tensor:
     """x (T, ...) such that each row is contiguous: itself where it is, such as a part of a wider row."""
     return x if x.numel() == 0 or x[0].is_contiguous() else x.contiguous()
+
+
+def absent(x: Any, instead: Tensor) -> Any:
+    """A pointer that is never read, where an input is None."""
+    return instead if x is None else x
 
 
 def require_shapes(what: str, **pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
@@ -53,8 +87,3 @@ def require_shapes(what: str, **pairs: tuple[tuple[int, ...], tuple[int, ...]]) 
             raise StepError(
                 f"{what}: {name} has shape {tuple(found)}, not {tuple(expected)}; a layer's weights must fit its spec and its rows"
             )
-
-
-def absent(x: Any, instead: Tensor) -> Any:
-    """A pointer that is never read, where an input is None."""
-    return instead if x is None else x

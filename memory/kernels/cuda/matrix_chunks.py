@@ -4,8 +4,8 @@ Within a chunk, with G the sum of log decays up to and including each token, S t
 
     Y = exp(G) Q S^T + (Q K^T * exp(G_i - G_j), j <= i) U          S = exp(G_C) S + (exp(G_C - G) U)^T K
 
-where U = strength V, or, for the delta rule, what is left of it once each token has erased what its key found (Yang et al. 2024, "Parallelizing
-Linear Transformers with the Delta Rule", eq. 10; with decays "Gated Delta Networks", section 3.3):
+where U = strength V, or, for the delta rule, what is left of it once each token has erased what its key found (Yang et al. 2024,
+"Parallelizing Linear Transformers with the Delta Rule", eq. 10; with decays "Gated Delta Networks", section 3.3):
 
     (I + A) U = strength (V - exp(G) K S^T)          A_ij = strength_i (k_i . k_j) exp(G_i - G_j), j < i
 
@@ -15,13 +15,16 @@ A body that is asked for within a run is stored on the way: chunks end there, an
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.kernels.cuda.launch import ceil_div, device_ints, next_power_of_2
+from memory.interface import Int64s
+from memory.kernels.cuda.launch import ceil_div, launch, next_power_of_2, remember, upload
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.matrix_inputs import Inputs
 from memory.kernels.cuda.matrix_tails import fold_tail, rings_of
@@ -36,25 +39,31 @@ def scan_chunks(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, columns = len(state.cu_rows) - 1, max(16, next_power_of_2(n_columns))
     chunk = _CHUNK if columns <= 128 else _CHUNK // 2
-    # One more a run than its tokens fill, for the one that ends where a body is stored.
-    cu_chunks = np.concatenate([[0], np.cumsum(-(-np.diff(state.cu_rows) // chunk) + 1)])
-    runs = np.repeat(np.arange(n_runs), np.diff(cu_chunks))
-    ints = device_ints(np.concatenate([state.cu_rows, cu_chunks, runs]), y_THV.device)
-    cu_rows, cu_chunks_, run_of = ints.split([n_runs + 1, n_runs + 1, len(runs)])
+    device = y_THV.device
+    cu_rows, cu_chunks, run_of = remember(state.cu_rows, (chunk, device), lambda: _chunks(state.cu_rows, chunk, device))
     rings = (y_THV,) * 9 + (1, cu_rows, cu_rows, cu_rows) if state.tail is None else rings_of(state)
-    common = {"COLUMNS": columns, "CHUNK": chunk, "HAS_TAIL": state.tail is not None, "PRECISION": _precision(inputs)}
+    common: dict[str, Any] = {"COLUMNS": columns, "CHUNK": chunk, "HAS_TAIL": state.tail is not None, "PRECISION": _precision(inputs)}
     inverses = y_THV
     if inputs.a is not None:
-        inverses = torch.empty(len(runs), n_heads, chunk, chunk, dtype=torch.float32, device=y_THV.device)
-        _invert[(n_heads, len(runs))](
-            *inputs.pointers[3:9], *inputs.pointers[11:15], run_of, cu_chunks_, cu_rows, state.targets, rings[-2], rings[-1], inverses,
+        inverses = torch.empty(len(run_of), n_heads, chunk, chunk, dtype=torch.float32, device=device)
+        launch(_invert, (n_heads, len(run_of)),
+            *inputs.pointers[3:9], *inputs.pointers[11:15], run_of, cu_chunks, cu_rows, state.targets, rings[-2], rings[-1], inverses,
             n_heads, n_columns, HAS_STRENGTH=inputs.strength is not None, **common,
         )  # fmt: skip
     rows = _rows_a_program(inputs, n_runs)
-    _scan_chunks[(ceil_div(n_rows, rows), n_heads, n_runs)](
-        *inputs.pointers, y_THV, inverses, cu_chunks_, cu_rows, state.flat, state.sources, state.targets, state.initial,
+    launch(_scan_chunks, (ceil_div(n_rows, rows), n_heads, n_runs),
+        *inputs.pointers, y_THV, inverses, cu_chunks, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
         *rings, n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, **common, num_stages=1,
     )  # fmt: skip
+
+
+def _chunks(cu_rows: Int64s, chunk: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """cu_rows; the first chunk of each run; and the run of each chunk. One more a run than its tokens fill: the one up to a body."""
+    cu_chunks = np.concatenate([[0], np.cumsum(-(-np.diff(cu_rows) // chunk) + 1)])
+    runs = np.repeat(np.arange(len(cu_rows) - 1), np.diff(cu_chunks))
+    n = len(cu_rows)
+    packed = upload(np.concatenate([cu_rows, cu_chunks, runs]), device)
+    return packed[:n], packed[n : 2 * n], packed[2 * n :]
 
 
 def _precision(inputs: Inputs) -> str:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from memory.kernels.cuda.launch import absent, ceil_div, next_power_of_2, with_contiguous_rows
+from memory.kernels.cuda.launch import absent, ceil_div, next_power_of_2, remember, with_contiguous_rows
 from memory.kernels.signature import Erase, Prepared, StateSlots
 
 _PROGRAMS = 2 * 132
@@ -31,8 +31,9 @@ class Inputs(NamedTuple):
         q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, erase: Erase | None, strength: Tensor | None, skip: Prepared | None
     ) -> Inputs:
         a, b, after_decay = (None, None, False) if erase is None else erase
-        rows = (None if x is None else with_contiguous_rows(x) for x in (q, k, v, log_decay, a, b, strength))
-        return Inputs(*rows, skip, after_decay)  # type: ignore[arg-type]
+        q, k, v, log_decay = (with_contiguous_rows(x) for x in (q, k, v, log_decay))
+        a, b, strength = (None if x is None else with_contiguous_rows(x) for x in (a, b, strength))
+        return Inputs(q, k, v, log_decay, a, b, strength, skip, after_decay)
 
     @property
     def sizes(self) -> tuple[int, int, int]:
@@ -69,5 +70,5 @@ def part_of(state: StateSlots, begin: int, end: int) -> StateSlots:
         tail = tail._replace(
             sources=sources, targets=targets, firsts=tail.firsts[chosen], counts=tail.counts[chosen], folds=tail.folds[chosen]
         )
-    cu_rows = state.cu_rows[begin : end + 1]
+    cu_rows = remember(state.cu_rows, (begin, end), lambda: state.cu_rows[begin : end + 1].copy())
     return state._replace(cu_rows=cu_rows, sources=state.sources[chosen], targets=state.targets[chosen], tail=tail)

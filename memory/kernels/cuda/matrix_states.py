@@ -1,11 +1,13 @@
 """Recurrences whose state is a matrix a head: which kernel runs them.
 
-    matrix_tokens   any recurrence, token by token; the state goes through registers once
-    matrix_chunks   one decay a head, many tokens: 64 at once, as products of matrices
-    matrix_tails    one decay a head, a few tokens behind a tail: the state is only read
+matrix_tokens   any recurrence, token by token; the state goes through registers once
+matrix_chunks   one decay a head, many tokens: 64 at once, as products of matrices
+matrix_tails    one decay a head, a few tokens behind a tail: the state is only read
 """
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -41,7 +43,7 @@ def matrix_scan(
     is_long = np.diff(state.cu_rows) >= (_LONG_RUN if is_simple else np.inf)
     # Requests come with the shortest first, but for those that a step puts otherwise: neighbours of one kind run together.
     bounds = [0, *(np.flatnonzero(np.diff(is_long)) + 1).tolist(), len(is_long)]
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in pairwise(bounds):
         some = state if (begin, end) == (0, len(is_long)) else part_of(state, begin, end)
         scan = scan_chunks if is_long[begin] else scan_tokens if state.tail is None else read_states
         scan(inputs, some, y_THV)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.kernels.cuda.launch import ceil_div, device_ints, next_power_of_2
+from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.matrix_inputs import Inputs, rows_a_program
 from memory.kernels.signature import StateSlots
@@ -26,8 +26,8 @@ def read_states(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan` with a tail."""
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, rows = len(state.cu_rows) - 1, rows_a_program(inputs, len(state.cu_rows) - 1)
-    _read_states[(ceil_div(n_rows, rows), n_heads, n_runs)](
-        *inputs.pointers, y_THV, device_ints(state.cu_rows, y_THV.device), state.flat, state.sources, state.targets, state.initial,
+    launch(_read_states, (ceil_div(n_rows, rows), n_heads, n_runs),
+        *inputs.pointers, y_THV, device_ints(state.cu_rows, y_THV.device), state.flat, state.sources, state.targets, float(state.initial),
         *rings_of(state), n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, COLUMNS=next_power_of_2(n_columns), BLOCK=_BLOCK,
     )  # fmt: skip
 

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.kernels.cuda.launch import absent, ceil_div, device_ints, next_power_of_2
+from memory.kernels.cuda.launch import absent, ceil_div, device_ints, launch, next_power_of_2
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.matrix_inputs import Inputs, rows_a_program
 from memory.kernels.signature import StateSlots
@@ -19,9 +19,10 @@ def scan_tokens(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan`, one token after the other."""
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, rows, b = len(state.cu_rows) - 1, rows_a_program(inputs, len(state.cu_rows) - 1), absent(inputs.b, inputs.q)
-    _scan_tokens[(ceil_div(n_rows, rows), n_heads, n_runs)](
+    launch(_scan_tokens, (ceil_div(n_rows, rows), n_heads, n_runs),
         *inputs.pointers, b, b.stride(0), y_THV,
-        device_ints(state.cu_rows, y_THV.device), state.flat, state.sources, state.targets, state.initial, n_heads, n_rows, n_columns,
+        device_ints(state.cu_rows, y_THV.device), state.flat, state.sources, state.targets, float(state.initial), n_heads, n_rows,
+        n_columns,
         **inputs.flags, BY_COLUMN=inputs.log_decay.dim() == 3, HAS_B=inputs.b is not None, AFTER_DECAY=inputs.after_decay,
         ROWS=rows, COLUMNS=next_power_of_2(n_columns),
     )  # fmt: skip

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.kernels.cuda.launch import ceil_div, device_ints, next_power_of_2, require_shapes, with_contiguous_rows
+from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.math import softplus as softplus_of
 from memory.kernels.signature import Prepared, StateSlots
@@ -24,7 +24,7 @@ def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
     columns = min(1024, next_power_of_2(n_columns))
     rows = max(1, 1024 // columns)
     grid = (ceil_div(n_rows, rows), ceil_div(n_columns, columns))
-    _softplus[grid](x_TH, x_TH.stride(0), bias_H, out_TH, n_rows, n_columns, ROWS=rows, COLUMNS=columns)
+    launch(_softplus, grid, x_TH, x_TH.stride(0), bias_H, out_TH, n_rows, n_columns, ROWS=rows, COLUMNS=columns)
     return out_TH
 
 
@@ -45,8 +45,8 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
     x_TE, decay_TE = with_contiguous_rows(x_TE), with_contiguous_rows(decay_TE)
     cu_rows = device_ints(state.cu_rows, x_TE.device)
     grid = (len(state.cu_rows) - 1, ceil_div(n_channels, _CHANNELS))
-    _linear_scan[grid](
-        x_TE, x_TE.stride(0), decay_TE, decay_TE.stride(0), y_TE, cu_rows, state.flat, state.sources, state.targets, state.initial,
+    launch(_linear_scan, grid,
+        x_TE, x_TE.stride(0), decay_TE, decay_TE.stride(0), y_TE, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
         n_channels, CHANNELS=_CHANNELS,
     )  # fmt: skip
     return y_TE
@@ -79,10 +79,10 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, state
     k_TE, v_TE = with_contiguous_rows(k_TE), with_contiguous_rows(v_TE)
     top, below, exponent = states
     grid = (len(top.cu_rows) - 1, ceil_div(n_channels, _CHANNELS))
-    _wkv4[grid](
+    launch(_wkv4, grid,
         k_TE, k_TE.stride(0), v_TE, v_TE.stride(0), decay_E, first_E, y_TE, device_ints(top.cu_rows, v_TE.device),
-        top.flat, top.sources, top.targets, top.initial, below.flat, below.sources, below.targets, below.initial,
-        exponent.flat, exponent.sources, exponent.targets, exponent.initial, n_channels, CHANNELS=_CHANNELS,
+        top.flat, top.sources, top.targets, float(top.initial), below.flat, below.sources, below.targets, float(below.initial),
+        exponent.flat, exponent.sources, exponent.targets, float(exponent.initial), n_channels, CHANNELS=_CHANNELS,
     )  # fmt: skip
     return y_TE
 

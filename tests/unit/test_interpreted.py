@@ -1,0 +1,23 @@
+"""The CUDA kernels' tests, file by file, in Triton's interpreter: each in a process of its own, for the environment chooses it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+FILES = sorted((ROOT / "tests" / "kernels_cuda").glob("test_*.py"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_kernels_in_the_interpreter(path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed")
+    found = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", str(path)],
+        cwd=ROOT, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert found.returncode == 0, found.stdout[-6000:] + found.stderr[-2000:]
