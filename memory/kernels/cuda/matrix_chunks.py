@@ -1,4 +1,4 @@
-"""Matrix states over many tokens: chunks of 64, as products of matrices. A program is one run over some rows of one head's state.
+"""Matrix states over many tokens: chunks of 64 (or 32), as products of matrices. A program is one run over some rows of one head's state.
 
 Within a chunk, with G the sum of log decays up to and including each token, S the state before it and U the rows that are written,
 
@@ -31,14 +31,13 @@ from memory.kernels.cuda.matrix_tails import fold_tail, rings_of
 from memory.kernels.signature import StateSlots
 
 _PROGRAMS = 132
-_CHUNK = 64
 
 
 def scan_chunks(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan` of runs of many tokens, with a tail or without."""
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, columns = len(state.cu_rows) - 1, max(16, next_power_of_2(n_columns))
-    chunk = _CHUNK if columns <= 128 else _CHUNK // 2
+    chunk = 64 if columns <= 128 and inputs.v.dtype != torch.float32 else 32  # more would not fit into registers
     device = y_THV.device
     cu_rows, cu_chunks, run_of = remember(state.cu_rows, (chunk, device), lambda: _chunks(state.cu_rows, chunk, device))
     rings = (y_THV,) * 9 + (1, cu_rows, cu_rows, cu_rows) if state.tail is None else rings_of(state)
@@ -48,12 +47,12 @@ def scan_chunks(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
         inverses = torch.empty(len(run_of), n_heads, chunk, chunk, dtype=torch.float32, device=device)
         launch(_invert, (n_heads, len(run_of)),
             *inputs.pointers[3:9], *inputs.pointers[11:15], run_of, cu_chunks, cu_rows, state.targets, rings[-2], rings[-1], inverses,
-            n_heads, n_columns, HAS_STRENGTH=inputs.strength is not None, **common,
+            n_heads, n_columns, HAS_STRENGTH=inputs.strength is not None, **common, num_warps=8,
         )  # fmt: skip
     rows = _rows_a_program(inputs, n_runs)
     launch(_scan_chunks, (ceil_div(n_rows, rows), n_heads, n_runs),
         *inputs.pointers, y_THV, inverses, cu_chunks, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
-        *rings, n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, **common, num_stages=1,
+        *rings, n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, **common, num_warps=8,
     )  # fmt: skip
 
 
