@@ -25,7 +25,7 @@ from memory.folding import TailGrid
 from memory.specs import MemorySpec
 from memory.together import Snapshot
 
-_FORMAT, _VERSION = "hybrid-memory sequence", 1
+_FORMAT, _VERSION = "hybrid-memory sequence", 2
 _BLOCKS = "blocks/"
 
 

@@ -1,8 +1,8 @@
 """Keys and values of attention, in pages shared by all attention layers that see as far as each other.
 
-A page holds K and V of `page_tokens` consecutive tokens for each of these layers, so one table per sequence serves them
-all. A row is written in place: until the sequence's length moves past it, nobody reads it. A page that several sequences
-refer to is never written: the one that wants to append to it takes a copy.
+A page holds K and V of `page_tokens` consecutive tokens for each of these layers, head by head, so one table per sequence serves
+them all, and a head that reads some pages reads long stretches. A row is written in place: until the sequence's length moves past it,
+nobody reads it. A page that several sequences refer to is never written: the one that wants to append to it takes a copy.
 
 Layers with a window need the last `window` rows from wherever a rollback may lead: pages leave when every row of theirs is older.
 
@@ -41,7 +41,7 @@ class AttentionPlan:
         copies: (request, old page, new page) of last pages that are shared and will be appended to.
         fresh: pages this plan allocated, copies included.
         batch: what the attention kernels need to know.
-        rows: (T,) element offset of each new token's row.
+        rows: for each attention, (T * G,) element offset of each new token's row of each key/value head.
     """
 
     packed: Packed
@@ -101,7 +101,6 @@ class AttentionCache:
         name = name or ("pages" if grid.window is None else f"pages over {grid.window}")
         self.pool = store.make_pool(name, self.layout.block_bytes, from_top=False)
         self._specs = specs
-        self._row_elements = [s.n_kv_heads * s.head_dim for s in specs]
         self._store = store
         self._dtype = dtype
         self._kernels: Kernels = select_kernels(store.device, dtype)
@@ -117,7 +116,7 @@ class AttentionCache:
 
     def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
         """What a page holds of one attention: keys first, then its own values, if it has any."""
-        return [(self.page_tokens, spec.n_kv_heads, spec.head_dim)] * spec.n_parts
+        return [(spec.n_kv_heads, self.page_tokens, spec.head_dim)] * spec.n_parts
 
     @property
     def sized_pools(self) -> list[tuple[BlockPool, int]]:
@@ -173,7 +172,7 @@ class AttentionCache:
     def _addresses(
         self, packed: Packed, tables: list[Int64s], n_pages: Int64s, lengths: Int64s, positions: Int64s
     ) -> tuple[PagedBatch, tuple[Prepared, ...]]:
-        """Element offsets of all pages and of every new token's row, per attention (T,).
+        """Element offsets of all pages and of every new token's rows, as the plan has them.
 
         Lengths and positions count from the first page that a table holds.
         """
@@ -183,9 +182,14 @@ class AttentionCache:
         page_T, slot_T = np.divmod(positions, self.page_tokens)
         page_T += cu_pages[:-1] if packed.is_decode else np.repeat(cu_pages[:-1], packed.counts)
         page_T = pages[page_T]
-        rows = {size: self._place(page_T + slot_T * size) for size in set(self._row_elements)}
+        rows = {s.kv_shape: self._place(self._row_offsets(s, page_T, slot_T)) for s in self._specs}
         batch = PagedBatch(packed.cu_seqlens, lengths, pages=self._place(pages), cu_pages=cu_pages, page_tokens=self.page_tokens)
-        return batch, tuple(rows[size] for size in self._row_elements)
+        return batch, tuple(rows[s.kv_shape] for s in self._specs)
+
+    def _row_offsets(self, spec: AttentionSpec, page_T: Int64s, slot_T: Int64s) -> Int64s:
+        """(T * G,) where the rows of each head lie that have these places in pages at these offsets."""
+        first_T, (n_heads, head_dim) = page_T + slot_T * spec.head_dim, spec.kv_shape
+        return (first_T[:, None] + np.arange(n_heads) * (self.page_tokens * head_dim)).ravel()
 
     def _place(self, array: Int64s) -> Prepared:
         return self._kernels.prepare(self._store.upload(array))
@@ -203,9 +207,9 @@ class AttentionCache:
         n_tokens = len(plan.packed.token_ids)
         check_attention(self._specs[index], n_tokens, self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
         keys, values = self._keys_values[index]
-        self._kernels.write_rows_(keys, plan.rows[index], k_TGD.reshape(n_tokens, -1))
+        self._kernels.write_rows_(keys, plan.rows[index], k_TGD.flatten(0, 1))
         if v_TGD is not None:
-            self._kernels.write_rows_(values, plan.rows[index], v_TGD.reshape(n_tokens, -1))
+            self._kernels.write_rows_(values, plan.rows[index], v_TGD.flatten(0, 1))
 
     def read(self, plan: AttentionPlan, index: int, q_THD: Tensor, scoring: Scoring, folded: FoldedRows | None = None) -> Tensor:
         """What the queries find in the pages and, before them, in rows that have folded.
@@ -219,10 +223,10 @@ class AttentionCache:
         return out_THD[..., : spec.value_dim]
 
     def oldest_rows(self, plan: AttentionPlan, index: int, request: int, n_pages: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first pages that a request holds, (n_pages, page_tokens, G, D) each."""
+        """Keys and values of the first pages that a request holds, (n_pages, G, page_tokens, D) each."""
         spec, first = self._specs[index], plan.batch.cu_pages[request]
         pages = plan.batch.pages[first : first + n_pages]
-        shape = (self.page_tokens, spec.n_kv_heads, spec.head_dim)
+        shape = (spec.n_kv_heads, self.page_tokens, spec.head_dim)
         k, v = (self._kernels.read_rows(flat, pages, shape, 0.0) for flat in self._keys_values[index])
         return k, v
 
@@ -297,15 +301,16 @@ class AttentionCache:
         new_page_R, new_slot_R = np.divmod(new_R - origin, self.page_tokens)
         targets = self.pool.addresses[fresh[new_page_R]] // self._dtype.itemsize
         turns = {rotation: rotation.turns(old_R, new_R) for rotation in {s.rotation for s in self._specs} if rotation is not None}
-        for spec, size, (keys, values) in zip(self._specs, self._row_elements, self._keys_values, strict=True):
+        for spec, (keys, values) in zip(self._specs, self._keys_values, strict=True):
             assert spec.rotation is not None, "`plan_drop` has looked"
-            source = self._place(np.where(is_held, sources + slot_R * size, -1))
-            target = self._place(targets + new_slot_R * size)
+            is_held_RG = np.repeat(is_held, spec.n_kv_heads)
+            source = self._place(np.where(is_held_RG, self._row_offsets(spec, sources, slot_R), -1))
+            target = self._place(self._row_offsets(spec, targets, new_slot_R))
             for flat in (keys, values)[: spec.n_parts]:
-                rows_RGD = self._kernels.read_rows(flat, source, (spec.n_kv_heads, spec.head_dim), 0.0)
+                rows_RGD = self._kernels.read_rows(flat, source, (spec.head_dim,), 0.0).view(len(new_R), *spec.kv_shape)
                 if flat is keys:
                     rows_RGD = spec.rotation.turned(rows_RGD, turns[spec.rotation])
-                self._kernels.write_rows_(flat, target, rows_RGD.reshape(len(new_R), -1))
+                self._kernels.write_rows_(flat, target, rows_RGD.flatten(0, 1))
 
     def drop(self, plan: DropPlan) -> None:
         table = self._pages[plan.slot]

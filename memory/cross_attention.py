@@ -44,7 +44,7 @@ class CrossAttentionCache:
 
     def __init__(self, specs: list[CrossAttentionSpec], dtype: torch.dtype, page_tokens: int, store: Store) -> None:
         self.page_tokens = page_tokens
-        self.layout = BlockLayout.of([((page_tokens, s.n_kv_heads, s.head_dim), dtype) for s in specs for _ in ("keys", "values")])
+        self.layout = BlockLayout.of([((s.n_kv_heads, page_tokens, s.head_dim), dtype) for s in specs for _ in ("keys", "values")])
         self.pool = store.make_pool("encoder pages", self.layout.block_bytes, from_top=False)
         self._specs, self._dtype, self._store = specs, dtype, store
         self._kernels: Kernels = select_kernels(store.device, dtype)
@@ -76,9 +76,10 @@ class CrossAttentionCache:
         page_R, slot_R = np.divmod(np.arange(n_rows), self.page_tokens)
         starts = self.pool.addresses[pages][page_R] // self._dtype.itemsize
         for i, (spec, tensors) in enumerate(zip(self._specs, encoded, strict=True)):
-            offsets = self._place(starts + slot_R * spec.n_kv_heads * spec.head_dim)
+            head_G = np.arange(spec.n_kv_heads) * self.page_tokens
+            offsets = self._place((starts[:, None] + (slot_R[:, None] + head_G) * spec.head_dim).ravel())
             for flat, rows_RGD in zip(self._flats[2 * i : 2 * i + 2], tensors, strict=True):
-                self._kernels.write_rows_(flat, offsets, rows_RGD.detach().reshape(n_rows, -1))
+                self._kernels.write_rows_(flat, offsets, rows_RGD.detach().flatten(0, 1))
 
     def _check(self, encoded: Encoded) -> int:
         """The number of rows, the same in every layer."""

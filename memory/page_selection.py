@@ -130,6 +130,6 @@ class PageSelection(AttentionCache):
         if not len(full):
             return
         spec, (keys, *_, least, greatest) = self._specs[index], self._flats[index]
-        k_NPGD = self._kernels.read_rows(keys, full, (self.page_tokens, spec.n_kv_heads, spec.head_dim), 0.0)
-        self._kernels.write_rows_(least, full, k_NPGD.amin(1).flatten(1))
-        self._kernels.write_rows_(greatest, full, k_NPGD.amax(1).flatten(1))
+        k_NGPD = self._kernels.read_rows(keys, full, (spec.n_kv_heads, self.page_tokens, spec.head_dim), 0.0)
+        self._kernels.write_rows_(least, full, k_NGPD.amin(2).flatten(1))
+        self._kernels.write_rows_(greatest, full, k_NGPD.amax(2).flatten(1))

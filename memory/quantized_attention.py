@@ -151,7 +151,7 @@ class QuantizedAttention(CannotDrop):
         n_pages = len(targets) * self.storage.group // self.grid.page_tokens
         parts: list[Tensor] = []
         for rows, is_key in zip(self.exact.oldest_rows(plan.exact, index, request, n_pages), (True, False), strict=True):
-            rows_BGRD = rows.reshape(len(targets), -1, *rows.shape[2:]).transpose(1, 2)
+            rows_BGRD = rows.view(len(targets), -1, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
             parts += self.storage.encode(rows_BGRD, by_channel=is_key)
         for flat, part in zip(self._flats[index], parts, strict=True):
             offsets = self._store.upload(self.bodies.addresses[targets] // part.element_size())

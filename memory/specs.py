@@ -79,6 +79,11 @@ class AttentionSpec:
         """Rows of `n_kv_heads` heads that a token is remembered as: keys and values, or keys alone."""
         return 2 if self.value_dim is None else 1
 
+    @property
+    def kv_shape(self) -> tuple[int, int]:
+        """Of the keys, or the values, of a token."""
+        return self.n_kv_heads, self.head_dim
+
 
 @dataclass(frozen=True)
 class StateTensor:

@@ -88,10 +88,9 @@ def gather_rows(flat: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, 
     """The rows a request can see, in order: (rows, G, D), a copy."""
     n_rows = int(batch.kv_lengths[request])
     pages = torch.as_tensor(batch.pages)[..., batch.cu_pages[request] : batch.cu_pages[request + 1]]
-    rows = flat[_elements(pages.reshape(-1), batch.page_tokens * n_kv_heads * head_dim)]
-    if pages.ndim == 1:
-        return rows.reshape(-1, n_kv_heads, head_dim)[:n_rows]
-    return rows.reshape(n_kv_heads, -1, n_kv_heads, head_dim).diagonal(dim1=0, dim2=2)[:n_rows].transpose(1, 2)
+    head_elements = batch.page_tokens * head_dim
+    pages_GP = pages + torch.arange(n_kv_heads, device=pages.device)[:, None] * head_elements
+    return flat[_elements(pages_GP.reshape(-1), head_elements)].reshape(n_kv_heads, -1, head_dim)[:, :n_rows].transpose(0, 1)
 
 
 def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageChoice, n_kv_heads: int) -> Tensor:

@@ -22,6 +22,8 @@ Prepared = Any
 class PagedBatch:
     """What attention needs to know of a step; the same for all layers.
 
+    A page holds `page_tokens` rows head by head, (G, page_tokens, D): row r of head g begins (g page_tokens + r) D after the page does.
+
     Attributes:
         cu_seqlens: (S + 1,) request i owns queries [cu_seqlens[i], cu_seqlens[i + 1]); host. Short requests come first.
         kv_lengths: (S,) rows each request can see, its new ones included; host.

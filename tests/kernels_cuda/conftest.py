@@ -12,13 +12,13 @@ import pytest
 import torch
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-HAS_DEVICE = torch.cuda.is_available()
+HAS_DEVICE = torch.cuda.is_available() and not IS_INTERPRETED
 
 collect_ignore_glob = [] if IS_INTERPRETED or HAS_DEVICE else ["test_*.py"]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if HAS_DEVICE and not IS_INTERPRETED:
+    if HAS_DEVICE:
         for item in items:
             if "kernels_cuda" in item.path.parts:
                 item.add_marker("gpu")
@@ -26,4 +26,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def device() -> torch.device:
-    return torch.device("cuda" if HAS_DEVICE and not IS_INTERPRETED else "cpu")
+    return torch.device("cuda" if HAS_DEVICE else "cpu")

@@ -160,10 +160,9 @@ def stored_keys(memory: HybridMemory, sequence: Sequence, n: int) -> Tensor:
     spec, pages = cache._specs[number], cache.blocks_of(sequence.slot)
     (table,) = pages.values()
     starts = torch.as_tensor(cache.pool.addresses[table] // cache._dtype.itemsize)  # type: ignore[union-attr]
-    size = spec.n_kv_heads * spec.head_dim
-    offsets = (starts[:, None] + size * torch.arange(cache.page_tokens)).flatten()[:n]  # type: ignore[union-attr]
-    flat, shape = cache._keys_values[number][0], (spec.n_kv_heads, spec.head_dim)  # type: ignore[union-attr]
-    return cache._kernels.read_rows(flat, cache._kernels.prepare(offsets), shape, 0.0)
+    flat, shape = cache._keys_values[number][0], (spec.n_kv_heads, cache.page_tokens, spec.head_dim)  # type: ignore[union-attr]
+    pages_NGPD = cache._kernels.read_rows(flat, cache._kernels.prepare(starts), shape, 0.0)
+    return pages_NGPD.transpose(1, 2).flatten(0, 1)[:n]
 
 
 # Whatever else happens to a sequence

@@ -104,7 +104,7 @@ class Pages:
         self.q = torch.randn(sum(lengths), n_heads, head_dim).to(dtype)
         kv_lengths = np.add(lengths, histories)
         self.rows = [torch.randn(2, n, n_kv_heads, head_dim).to(dtype) for n in kv_lengths.tolist()]
-        row, page = n_kv_heads * head_dim, page_tokens * n_kv_heads * head_dim
+        page = page_tokens * n_kv_heads * head_dim
         n_pages = -(-kv_lengths // page_tokens)
         offsets = shuffled_offsets(int(n_pages.sum()), 2 * page)
         arena = poisoned((2 * len(offsets) + 1) * 2 * page, dtype)
@@ -113,7 +113,8 @@ class Pages:
             for p in range(n_pages[i]):
                 start = offsets.pop(0)
                 for half, rows in enumerate(kv[:, p * page_tokens : (p + 1) * page_tokens]):
-                    arena[start + half * page : start + half * page + len(rows) * row] = rows.flatten()
+                    own = arena[start + half * page : start + (half + 1) * page].view(n_kv_heads, page_tokens, head_dim)
+                    own[:, : len(rows)] = rows.transpose(0, 1)
         self.arena, self.values_at = arena, page
         self.batch = PagedBatch(cumulate(lengths), kv_lengths, table, cumulate(n_pages), page_tokens)
 

@@ -99,7 +99,7 @@ def test_each_head_may_read_pages_of_its_own(kernels: Kernels, n_shared: int, n_
     for i, length in enumerate(lengths.tolist()):
         for g in range(n_kv_heads):
             for r in range(length):
-                at = int(offsets[g, cu_pages[i] + r // page_tokens]) + (r % page_tokens * n_kv_heads + g) * head_dim
+                at = int(offsets[g, cu_pages[i] + r // page_tokens]) + (g * page_tokens + r % page_tokens) * head_dim
                 arena[at : at + head_dim], arena[at + page : at + page + head_dim] = k[i, r, g], v[i, r, g]
     batch = PagedBatch(np.arange(len(lengths) + 1), lengths, offsets, cu_pages, page_tokens)
     found = kernels.paged_attention(q, arena, arena[page:], batch, n_kv_heads, Scoring(0.3))

@@ -9,10 +9,10 @@ from numba import njit, prange
 from torch import Tensor
 
 from memory.kernels.cpu.folded_rows import attend_few_folded
-from memory.kernels.cpu.rows import as_array
-from memory.kernels.cpu.softmax import BLOCK, add_values_, scale_, score_rows, start_, weigh_
+from memory.kernels.cpu.rows import as_array, gather_rows
+from memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
-from memory.kernels.reference import attend, causal_mask, gather_folded, gather_rows
+from memory.kernels.reference import attend, causal_mask, gather_folded
 from memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
 
 _FEW_QUERIES = 16
@@ -42,8 +42,7 @@ def paged_attention(
         )  # fmt: skip
     for i in range(n_short, len(counts)):
         start, end = batch.cu_seqlens[i : i + 2].tolist()
-        flats = (torch.as_tensor(flat) for flat in (keys, values))
-        k_RGD, v_RGD = (gather_rows(flat, batch, i, n_kv_heads, q_THD.shape[2]) for flat in flats)
+        k_RGD, v_RGD = (gather_rows(flat, batch, i, n_kv_heads, q_THD.shape[2]) for flat in (keys, values))
         if folded is not None:
             k_RGD, v_RGD = (torch.cat(pair) for pair in zip(gather_folded(folded, i), (k_RGD, v_RGD), strict=True))
         out_THD[start:end] = _attend_many(q_THD[start:end], k_RGD, v_RGD, scoring)
@@ -55,7 +54,7 @@ def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -
         return _attend_many(q_THD, k_RGD, v_RGD, scoring)
     cu_seqlens, lengths, one_page = np.array([0, len(q_THD)]), np.array([len(k_RGD)]), np.array([0, 1])
     batch = PagedBatch(cu_seqlens, lengths, np.zeros(1, np.int64), one_page, page_tokens=len(k_RGD))
-    keys, values = (x.contiguous().view(-1).numpy() for x in (k_RGD, v_RGD))
+    keys, values = (x.transpose(0, 1).contiguous().view(-1).numpy() for x in (k_RGD, v_RGD))
     return paged_attention(q_THD, keys, values, batch, k_RGD.shape[1], scoring)
 
 
@@ -94,6 +93,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Online softmax over blocks of rows (Milakov & Gimelshein 2018); a task is a request and some of its key/value heads."""
     head_dim = q_THD.shape[2]
+    apart = page_tokens * head_dim
     n_groups = q_THD.shape[1] // n_kv_heads
     n_heads = heads_a_task * n_groups
     tasks_a_request = n_kv_heads // heads_a_task
@@ -111,12 +111,10 @@ def _attend_few(  # type: ignore[no-untyped-def]
             start_(out, highest, total, sinks[first * n_groups : first * n_groups + n_heads])
             for begin in range(max(0, n_rows - window), n_rows, BLOCK):
                 n = min(BLOCK, n_rows - begin)
-                for r in range(n):
-                    page, slot = (begin + r) // page_tokens, (begin + r) % page_tokens
-                    rows[r] = table[page] + (slot * n_kv_heads + first) * head_dim
-                score_rows(q, keys, values, rows[:n], n_groups, head_dim, scale, scores, True)
+                find_rows(table, begin, page_tokens, first, head_dim, rows[:n])
+                score_rows(q, keys, values, rows[:n], n_groups, head_dim, apart, scale, scores, True)
                 biases = bias_HL[first * n_groups : first * n_groups + n_heads]
                 weigh_(scores, n, out, highest, total, softcap, biases, n_rows - 1 - begin)
-                add_values_(out, values, rows[:n], n_groups, head_dim, scores)
+                add_values_(out, values, rows[:n], n_groups, head_dim, apart, scores)
             for h in range(n_heads):
                 scale_(out[h * head_dim : (h + 1) * head_dim], _ONE / total[h])

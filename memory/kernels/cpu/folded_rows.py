@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memory.interface import Int64s
 from memory.kernels.cpu.rows import as_array
-from memory.kernels.cpu.softmax import BLOCK, add_values_, scale_, score_rows, start_, weigh_
+from memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
 from memory.kernels.cpu.vector_math import float_from_bits
 from memory.kernels.cpu.vectors import LANES, load_codes, load_float8, store
@@ -90,10 +90,10 @@ def _attend_few(  # type: ignore[no-untyped-def]
                 if keys_fold == _BY_CHANNEL:
                     _read_scales(key_scales, key_lows, key_scale_shape, place, scales, lows)
                     _scale_query_(q, scales, lows, q_scaled, offsets)
-                    score_rows(q_scaled, some_keys, some_values, places[:n], n_heads, head_dim, scale, scores, False)
+                    score_rows(q_scaled, some_keys, some_values, places[:n], n_heads, head_dim, 0, scale, scores, False)
                     _add_offsets_(scores, n, offsets, scale)
                 else:
-                    score_rows(q, some_keys, some_values, places[:n], n_heads, head_dim, scale, scores, False)
+                    score_rows(q, some_keys, some_values, places[:n], n_heads, head_dim, 0, scale, scores, False)
                     if keys_fold == _BY_ROW:
                         _read_scales(key_scales, key_lows, key_scale_shape, place, row_scales, row_lows)
                         _scale_scores_(scores, n, q, row_scales, row_lows, scale)
@@ -102,16 +102,14 @@ def _attend_few(  # type: ignore[no-untyped-def]
                 if values_fold == _BY_ROW:
                     _read_scales(value_scales, value_lows, value_scale_shape, place, row_scales, row_lows)
                     _scale_weights_(scores, n, out, row_scales, row_lows)
-                add_values_(out, some_values, places[:n], n_heads, head_dim, scores)
+                add_values_(out, some_values, places[:n], n_heads, head_dim, 0, scores)
                 begin += n
             for begin in range(0, n_rows, BLOCK):
                 n = min(BLOCK, n_rows - begin)
-                for r in range(n):
-                    page, slot = (begin + r) // page_tokens, (begin + r) % page_tokens
-                    rows[r] = table[page] + (slot * n_kv_heads + g) * head_dim
-                score_rows(q, keys, values, rows[:n], n_heads, head_dim, scale, scores, True)
+                find_rows(table, begin, page_tokens, g, head_dim, rows[:n])
+                score_rows(q, keys, values, rows[:n], n_heads, head_dim, 0, scale, scores, True)
                 weigh_(scores, n, out, highest, total, softcap, biases, n_rows - 1 - begin)
-                add_values_(out, values, rows[:n], n_heads, head_dim, scores)
+                add_values_(out, values, rows[:n], n_heads, head_dim, 0, scores)
             for h in range(n_heads):
                 scale_(out[h * head_dim : (h + 1) * head_dim], _ONE / total[h])
 

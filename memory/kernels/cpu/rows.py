@@ -10,7 +10,7 @@ from numba import njit
 from torch import Tensor
 
 from memory.errors import StepError
-from memory.kernels.signature import Prepared, StateSlots, Tail
+from memory.kernels.signature import PagedBatch, Prepared, StateSlots, Tail
 
 
 def prepare(tensor: Tensor) -> Prepared:
@@ -79,6 +79,25 @@ def _read_rows(flat, offsets_T, rows_TR, initial):  # type: ignore[no-untyped-de
             rows_TR[t] = initial
         else:
             copy_(rows_TR[t], flat[start : start + rows_TR.shape[1]])
+
+
+def gather_rows(flat: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int) -> Tensor:
+    """The rows a request can see, in order: (rows, G, D), each head's rows together."""
+    rows_GRD = torch.empty(n_kv_heads, int(batch.kv_lengths[request]), head_dim)
+    pages_GP = np.atleast_2d(as_array(batch.pages))[:, batch.cu_pages[request] : batch.cu_pages[request + 1]]
+    _gather_rows(as_array(flat), pages_GP, batch.page_tokens, rows_GRD.numpy())
+    return rows_GRD.transpose(0, 1)
+
+
+@njit(cache=True)
+def _gather_rows(flat, pages_GP, page_tokens, rows_GRD):  # type: ignore[no-untyped-def]
+    n_heads, n_rows, head_dim = rows_GRD.shape
+    for g in range(n_heads):
+        table = pages_GP[g if len(pages_GP) > 1 else 0]
+        for begin in range(0, n_rows, page_tokens):
+            n = min(page_tokens, n_rows - begin)
+            start = table[begin // page_tokens] + g * page_tokens * head_dim
+            copy_(rows_GRD[g, begin : begin + n].reshape(-1), flat[start : start + n * head_dim])
 
 
 @njit

@@ -31,23 +31,37 @@ def start_(out, highest, total, sinks):  # type: ignore[no-untyped-def]
         total[:] = _ZERO
 
 
+@njit(error_model="numpy")
+def find_rows(table, begin, page_tokens, head, head_dim, rows):  # type: ignore[no-untyped-def]
+    """rows[i] = where row begin + i of a head begins, in a table of pages."""
+    page, slot = begin // page_tokens, begin % page_tokens
+    row = table[page] + (head * page_tokens + slot) * head_dim
+    for i in range(len(rows)):
+        if slot == page_tokens:
+            page, slot = page + 1, 0
+            row = table[page] + head * page_tokens * head_dim
+        rows[i] = row
+        slot += 1
+        row += head_dim
+
+
 @njit(fastmath=REDUCING)
-def score_rows(q, keys, values, rows, n_groups, head_dim, scale, scores, asks):  # type: ignore[no-untyped-def]
-    """scores[h, r] = scale q[h] . keys[rows[r]], for the query heads of each of the row's key heads.
+def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, asks):  # type: ignore[no-untyped-def]
+    """scores[h, r] = scale q[h] . keys[rows[r]], for the query heads of each of the key heads, whose rows lie `apart` elements apart.
 
     If it `asks`, the values of these rows and the keys of rows that come a little later are fetched meanwhile.
     """
-    head_dim, n_groups = np.uint64(head_dim), np.uint64(n_groups)
+    head_dim, n_groups, apart = np.uint64(head_dim), np.uint64(n_groups), np.uint64(apart)
     n_kv_heads = np.uint64(len(q)) // (head_dim * n_groups)
     last = np.uint64(len(rows)) - _1
     for r in range(np.uint64(len(rows))):
         ahead = np.uint64(rows[min(r + _AHEAD, last)])
         for g in range(n_kv_heads):
-            row = np.uint64(rows[r]) + g * head_dim
+            row = np.uint64(rows[r]) + g * apart
             if asks:
                 for line in range(_0, head_dim, _LINE):
                     prefetch(values, row + line)  # type: ignore[call-arg]
-                    prefetch(keys, ahead + g * head_dim + line)
+                    prefetch(keys, ahead + g * apart + line)
             for h in range(g * n_groups, (g + _1) * n_groups):
                 score = _ZERO
                 for d in range(head_dim):
@@ -56,14 +70,14 @@ def score_rows(q, keys, values, rows, n_groups, head_dim, scale, scores, asks): 
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def add_values_(out, values, rows, n_groups, head_dim, weights):  # type: ignore[no-untyped-def]
+def add_values_(out, values, rows, n_groups, head_dim, apart, weights):  # type: ignore[no-untyped-def]
     """out[h] += sum of weights[h, r] values[rows[r]]; four rows at once, so that `out` is written less often."""
-    head_dim, n_groups, n = np.uint64(head_dim), np.uint64(n_groups), np.uint64(len(rows))
+    head_dim, n_groups, apart, n = np.uint64(head_dim), np.uint64(n_groups), np.uint64(apart), np.uint64(len(rows))
     n_kv_heads = np.uint64(len(out)) // (head_dim * n_groups)
     r = _0
     while r + _4 <= n:
         for g in range(n_kv_heads):
-            at = g * head_dim
+            at = g * apart
             a, b = np.uint64(rows[r]) + at, np.uint64(rows[r + _1]) + at
             c, d = np.uint64(rows[r + _2]) + at, np.uint64(rows[r + _3]) + at
             for h in range(g * n_groups, (g + _1) * n_groups):
@@ -74,7 +88,7 @@ def add_values_(out, values, rows, n_groups, head_dim, weights):  # type: ignore
         r += _4
     while r < n:
         for h in range(n_kv_heads * n_groups):
-            row = np.uint64(rows[r]) + h // n_groups * head_dim
+            row = np.uint64(rows[r]) + h // n_groups * apart
             for e in range(head_dim):
                 out[h * head_dim + e] += weights[h * _STRIDE + r] * values[row + e]
         r += _1

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import triton
+import triton.language as tl
 from torch import Tensor
 
 from memory.errors import StepError
@@ -21,8 +22,27 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether Triton runs kernels in its interpreter, on tensors of the CPU (TRITON_INTERPRET=1 when triton is imported)."""
 
 
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+
+@triton.jit
+def dot(a, b, acc):  # type: ignore[no-untyped-def]
+    """acc + a b, summed in float32. Tensor cores know 10 bits of a float32, so each is given as a sum of two ("tf32x3").
+
+    All three sides of a and b are at least 16 long. The interpreter takes bfloat16 for integers, so there it gets float32.
+    """
+    if _INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="tf32x3")
+
+
 def next_power_of_2(n: int) -> int:
     return 1 << max(0, n - 1).bit_length()
+
+
+def aligned_elements(n_elements: int, itemsize: int) -> int:
+    """What offsets of rows of so many elements are a multiple of: 16 bytes, where rows are whole numbers of that, for so are blocks."""
+    return 16 // itemsize if n_elements * itemsize % 16 == 0 else 1
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: object, num_warps: int = 4, num_stages: int = 1, **constants: object) -> None:
@@ -36,18 +56,26 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: object, num_warps: int = 4
         kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
 
 
-_remembered: dict[int, dict[object, Any]] = {}
+def head_parts(head_dim: int) -> dict[str, int]:
+    """Powers of two that hold a head: the first is full unless the head is narrower than a tile may be, the second may be 0."""
+    first = max(16, 1 << (head_dim.bit_length() - 1))
+    return {"D0": first, "D1": max(16, next_power_of_2(head_dim - first)) if head_dim > first else 0}
 
 
-def remember(anchor: object, key: object, make: Callable[[], T]) -> T:
-    """What `make` gave for this anchor and key, as long as the anchor lives: a plan's arrays do not change, and all layers share them."""
-    of_anchor = _remembered.get(id(anchor))
-    if of_anchor is None:
-        of_anchor = _remembered[id(anchor)] = {}
-        weakref.finalize(anchor, _remembered.pop, id(anchor), None).atexit = False
-    if key not in of_anchor:
-        of_anchor[key] = make()
-    found: T = of_anchor[key]
+_remembered: dict[tuple[int, ...], dict[object, Any]] = {}
+
+
+def remember(anchors: tuple[object, ...], key: object, make: Callable[[], T]) -> T:
+    """What `make` gave for this key, as long as all anchors live: a plan's arrays do not change, and all layers share them."""
+    ids = tuple(map(id, anchors))
+    of_anchors = _remembered.get(ids)
+    if of_anchors is None:
+        of_anchors = _remembered[ids] = {}
+        for anchor in anchors:
+            weakref.finalize(anchor, _remembered.pop, ids, None).atexit = False
+    if key not in of_anchors:
+        of_anchors[key] = make()
+    found: T = of_anchors[key]
     return found
 
 
@@ -57,7 +85,7 @@ def device_ints(array: Int64s | Tensor, device: torch.device) -> Tensor:
         return array
     if device.type == "cpu":  # nothing to copy; and what is remembered must not keep its anchor alive
         return upload(array, device)
-    return remember(array, device, lambda: upload(array, device))
+    return remember((array,), device, lambda: upload(array, device))
 
 
 def upload(array: Int64s, device: torch.device) -> Tensor:

@@ -1,0 +1,107 @@
+"""Which pages a query reads, by the bounds of their keys: a kernel scores them, torch's sort takes the best."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from memory.kernels.cuda.launch import aligned_elements, device_ints, dot, head_parts, launch, next_power_of_2, remember
+from memory.kernels.cuda.softmax import load_rows
+from memory.kernels.signature import PageChoice
+
+_BLOCK_N = 64
+
+
+class _Places(NamedTuple):
+    """For each query: index of the first page that is scored, how many are, how many of them are chosen, and the first one's column.
+
+    `fixed` are (column, index of a page) of those that are chosen whatever they score.
+    """
+
+    begin_Q: Tensor
+    n_scored_Q: Tensor
+    n_best_Q: Tensor
+    column_Q: Tensor
+    fixed: Tensor
+    most_scored: int
+
+
+def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageChoice, n_kv_heads: int) -> Tensor:
+    device, n_chosen = q_QHD.device, int(choice.cu_chosen[-1])
+    places = remember((choice,), device, lambda: _places(choice, device))
+    pages = choice.pages
+    chosen_GC = torch.empty(n_kv_heads, n_chosen + 1, dtype=torch.int64, device=device)  # what is not chosen goes into the last column
+    chosen_GC[:, places.fixed[0]] = pages[places.fixed[1]]
+    if places.most_scored:
+        scores_QGN = _scores(q_QHD, least, greatest, pages, places, n_kv_heads)
+        order_QGN = scores_QGN.sort(dim=-1, descending=True, stable=True).indices
+        n_QGN = torch.arange(places.most_scored, device=device).expand_as(order_QGN)
+        is_best_QGN = torch.empty_like(order_QGN).scatter_(-1, order_QGN, n_QGN) < places.n_best_Q[:, None, None]
+        column_QGN = places.column_Q[:, None, None] + is_best_QGN.cumsum(-1) - 1
+        columns_GM = torch.where(is_best_QGN, column_QGN, n_chosen).transpose(0, 1).flatten(1)
+        found_QN = pages[(places.begin_Q[:, None] + n_QGN[0, :1]).clamp(max=len(pages) - 1)]
+        chosen_GC.scatter_(1, columns_GM, found_QN.flatten().expand(n_kv_heads, -1))
+    return chosen_GC[:, :n_chosen]
+
+
+def _places(choice: PageChoice, device: torch.device) -> _Places:
+    n_pages, n_chosen = np.diff(choice.cu_pages), np.diff(choice.cu_chosen)
+    takes_all = n_pages == n_chosen
+    n_first, n_last = np.where(takes_all, n_pages, choice.n_first), np.where(takes_all, 0, choice.n_last)
+    n_scored, n_best = n_pages - n_first - n_last, n_chosen - n_first - n_last
+    of_query = np.stack([choice.cu_pages[:-1] + n_first, n_scored, n_best, choice.cu_chosen[:-1] + n_first])
+    is_fixed = np.ones(int(choice.cu_chosen[-1]), np.bool_)
+    for column, n in zip(of_query[3].tolist(), n_best.tolist(), strict=True):
+        is_fixed[column : column + n] = False
+    columns = is_fixed.nonzero()[0]
+    query = np.searchsorted(choice.cu_chosen, columns, side="right") - 1
+    place = columns - choice.cu_chosen[query]
+    fixed = np.stack([columns, choice.cu_pages[query] + place + np.where(place < n_first[query], 0, (n_scored - n_best)[query])])
+    ints = device_ints(np.concatenate([of_query.ravel(), fixed.ravel()]), device)
+    begin_Q, n_scored_Q, n_best_Q, column_Q = ints[: of_query.size].view(4, -1)
+    return _Places(begin_Q, n_scored_Q, n_best_Q, column_Q, ints[of_query.size :].view(2, -1), int(n_scored.max()))
+
+
+def _scores(q_QHD: Tensor, least: Tensor, greatest: Tensor, pages: Tensor, places: _Places, n_kv_heads: int) -> Tensor:
+    """(Q, G, N) float32: of the pages that are scored, then -inf."""
+    n_queries, n_heads, head_dim = q_QHD.shape
+    q_QHD = q_QHD if q_QHD.stride(-1) == 1 else q_QHD.contiguous()
+    n_shared = n_heads // n_kv_heads
+    scores_QGN = torch.empty(n_queries, n_kv_heads, places.most_scored, dtype=torch.float32, device=q_QHD.device)
+    launch(
+        _score, (n_queries, triton.cdiv(places.most_scored, _BLOCK_N), n_kv_heads),
+        q_QHD, least, greatest, pages, places.begin_Q, places.n_scored_Q, scores_QGN, q_QHD.stride(0), q_QHD.stride(1),
+        places.most_scored, N_SHARED=n_shared, BLOCK_M=max(16, next_power_of_2(n_shared)), BLOCK_N=_BLOCK_N, D=head_dim,
+        ALIGN=aligned_elements(head_dim, q_QHD.element_size()), **head_parts(head_dim),
+    )  # fmt: skip
+    return scores_QGN
+
+
+@triton.jit
+def _score(  # type: ignore[no-untyped-def]
+    q, least, greatest, pages, begins, counts, scores, q_query, q_head, most_scored, N_SHARED: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """A block of pages for one query and one key/value head. What is above zero in q meets the greatest key, what is below the least."""
+    query, g = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    p = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    inside = p < tl.load(counts + query)
+    at = tl.multiple_of(tl.load(pages + tl.load(begins + query) + p, mask=inside, other=0) + g * D, ALIGN)
+    q0, q1 = load_rows(q, query * q_query + (g * N_SHARED + m) * q_head, m < N_SHARED, D, D0, D1)
+    most0, most1 = load_rows(greatest, at, inside, D, D0, D1)
+    least0, least1 = load_rows(least, at, inside, D, D0, D1)
+    s = dot(tl.maximum(q0.to(tl.float32), 0.0).to(q0.dtype), tl.trans(most0), tl.zeros([BLOCK_M, BLOCK_N], tl.float32))
+    s = dot(tl.minimum(q0.to(tl.float32), 0.0).to(q0.dtype), tl.trans(least0), s)
+    if D1 > 0:
+        s = dot(tl.maximum(q1.to(tl.float32), 0.0).to(q1.dtype), tl.trans(most1), s)
+        s = dot(tl.minimum(q1.to(tl.float32), 0.0).to(q1.dtype), tl.trans(least1), s)
+    s = tl.where((m < N_SHARED)[:, None], s, float("-inf"))
+    best = tl.max(s, 0) + tl.sum(tl.where(s != s, s, 0.0), 0)  # a maximum may hide a NaN
+    row = (query * tl.num_programs(2) + g) * most_scored
+    tl.store(scores + row + p, tl.where(inside, best, float("-inf")), mask=p < most_scored)

@@ -1,0 +1,136 @@
+"""How attention is divided among programs: numbers on the host, once for all layers of a kind.
+
+A program works on a tile: some queries of one request, for the query heads of one key/value head (or some of them). The rows that a few
+queries see are split among programs, and their results are merged. How follows from the request's own lengths.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from memory.interface import Int64s
+from memory.kernels.cuda.launch import next_power_of_2
+from memory.kernels.signature import FoldedRows, PagedBatch
+
+FEW_QUERIES = 16
+"""Requests of up to so many split their rows: more fill the device by themselves."""
+
+SPLIT_ROWS = 256
+"""The least that a program reads if rows are split: what it writes for the merge is then 3 % of that, or less."""
+
+_MOST_PROGRAMS = 256
+"""That share the rows of one request: about two for each multiprocessor of a Hopper GPU."""
+
+WHOLE_TILES = 64
+"""Rows of a split are a multiple of this, and so of any tile of keys."""
+
+
+class Shape(NamedTuple):
+    """What tiles of one attention look like.
+
+    Attributes:
+        heads: query heads a tile, all of one key/value head.
+        parts: tiles that share a key/value head.
+        most: rows of a tile, at most: queries times heads.
+    """
+
+    n_kv_heads: int
+    heads: int
+    parts: int
+    most: int
+
+    @staticmethod
+    def of(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int) -> Shape:
+        """Accumulators of a tile (rows x head_dim float32) must fit into the registers of eight warps."""
+        most = 128 if head_dim <= 128 and itemsize < 4 else 64 if head_dim <= 256 or itemsize < 4 else 16
+        heads = min(n_heads // n_kv_heads, most)
+        return Shape(n_kv_heads, heads, -(-n_heads // n_kv_heads // heads), most)
+
+
+class Launch(NamedTuple):
+    """Tasks [begin, end), each of at most `n_queries` queries."""
+
+    n_queries: int
+    begin: int
+    end: int
+
+
+class Tiles(NamedTuple):
+    """What programs do.
+
+    Attributes:
+        tasks: (n, TASK): packed index of the first query, queries, the row that it sees last, rows [begin, end) to read, index of the
+            request's first page, of the first row of partial results or -1, folded rows, index of the first of their blocks.
+        merges: (m, MERGE): packed index of a query, its first row of partial results, how far apart they are, how many there are.
+        n_partial: rows of partial results.
+    """
+
+    launches: tuple[Launch, ...]
+    tasks: Int64s
+    merges: Int64s
+    n_partial: int
+
+
+TASK, MERGE = 9, 4
+
+
+def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows | None) -> Tiles:
+    counts = np.diff(batch.cu_seqlens)
+    n_folded = np.zeros_like(counts) if folded is None else folded.lengths
+    first_block = np.zeros_like(counts) if folded is None else folded.cu_blocks[:-1]
+    n_rows = batch.kv_lengths + n_folded
+    sizes = np.minimum(_powers_of_2(counts), max(1, shape.most // shape.heads))
+    launches, tasks, merges = list[Launch](), list[Int64s](), list[Int64s]()
+    n_tasks = n_partial = 0
+    for size in np.unique(sizes).tolist():
+        requests = (sizes == size).nonzero()[0]
+        n_tiles = -(-counts[requests] // size)
+        r, first = np.repeat(requests, n_tiles), _places(n_tiles) * size
+        n_queries = np.minimum(size, counts[r] - first)
+        newest = n_rows[r] - counts[r] + first
+        end = newest + n_queries
+        begin = np.zeros_like(end) if window is None else np.maximum(0, newest - window + 1)
+        n_splits, length = _splits(end - begin, counts[r] <= FEW_QUERIES, shape)
+        is_split = n_splits > 1
+        own_partial = n_partial + _starts(np.where(is_split, n_splits * n_queries, 0))
+        n_partial += int((n_splits * n_queries)[is_split].sum())
+
+        s, split = np.repeat(np.arange(len(r)), n_splits), _places(n_splits)
+        partial = np.where(is_split[s], own_partial[s] + split * n_queries[s], -1)
+        begins = begin[s] + split * length[s]
+        ends = np.minimum(begins + length[s], end[s])
+        token = batch.cu_seqlens[r] + first
+        columns = (token[s], n_queries[s], newest[s], begins, ends, batch.cu_pages[r][s], partial, n_folded[r][s], first_block[r][s])
+        tasks.append(np.stack(columns, 1))
+        launches.append(Launch(size, n_tasks, n_tasks + len(s)))
+        n_tasks += len(s)
+
+        m = np.repeat(is_split.nonzero()[0], n_queries[is_split])
+        query = _places(n_queries[is_split])
+        merges.append(np.stack([token[m] + query, own_partial[m] + query, n_queries[m], n_splits[m]], 1))
+    return Tiles(tuple(launches), np.concatenate(tasks), np.concatenate(merges), n_partial)
+
+
+def _splits(n_rows: Int64s, may_split: Int64s, shape: Shape) -> tuple[Int64s, Int64s]:
+    """Programs that share the rows of each tile, and rows for each but the last."""
+    most = max(1, _MOST_PROGRAMS // (shape.n_kv_heads * shape.parts))
+    wanted = np.where(may_split, np.clip(-(-n_rows // SPLIT_ROWS), 1, most), 1)
+    length = -(-n_rows // wanted // WHOLE_TILES) * WHOLE_TILES
+    return -(-n_rows // length), length
+
+
+def _powers_of_2(counts: Int64s) -> Int64s:
+    return np.array([next_power_of_2(n) for n in counts.tolist()], np.int64)
+
+
+def _starts(counts: Int64s) -> Int64s:
+    starts: Int64s = counts.cumsum() - counts
+    return starts
+
+
+def _places(counts: Int64s) -> Int64s:
+    """0, 1, ... counts[i] - 1 for each i, one after the other."""
+    places: Int64s = np.arange(int(counts.sum())) - np.repeat(_starts(counts), counts)
+    return places

@@ -1,0 +1,67 @@
+"""Kernels compiled for a Hopper GPU, without one: everything up to machine code, as a launch would."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TYPES = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8",
+}  # fmt: skip
+SHARED_BYTES = 227 << 10
+"""That a block of sm_90 may use."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of a kernel: shared memory of a block, and what its threads keep in memory for want of registers."""
+
+    name: str
+    shared_bytes: int
+    spilled_bytes: int
+
+
+class Recorder:
+    """Compiles instead of launching: put `launch` where a module has its own."""
+
+    def __init__(self) -> None:
+        self.compiled: list[Compiled] = []
+
+    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> None:
+        import triton
+        from triton.backends.compiler import GPUTarget
+        from triton.compiler import ASTSource
+
+        if 0 in grid:
+            return
+        signature, attributes, values = dict[str, str](), dict[tuple[int, ...], list[list[object]]](), dict(constants)
+        for i, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
+            signature[name] = TYPES[arg.dtype] if isinstance(arg, Tensor) else "fp32" if isinstance(arg, float) else "i32"
+            if isinstance(arg, int) and arg == 1:  # as a launch does
+                signature[name], values[name] = "constexpr", 1
+            elif isinstance(arg, Tensor) or (isinstance(arg, int) and arg % 16 == 0):
+                attributes[(i,)] = [["tt.divisibility", 16]]
+        signature |= dict.fromkeys(constants, "constexpr")
+        source = ASTSource(kernel, signature=signature, constexprs=values, attrs=attributes)
+        options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+        found = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        self.compiled.append(Compiled(kernel.__name__, found.metadata.shared, _spilled(found.asm["cubin"])))
+
+
+def _spilled(cubin: bytes) -> int:
+    """The local memory that a kernel's code asks for, bytes a thread."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return int(re.search(r"STACK:(\d+)", text)[1])  # type: ignore[index]

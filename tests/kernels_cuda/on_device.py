@@ -1,0 +1,48 @@
+"""The CUDA kernels for tests whose tensors are on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memory.kernels import cuda
+
+
+class OnDevice:
+    """`memory.kernels.cuda` on `device`: each call takes its tensors there and what was written back.
+
+    Tensors of one storage stay so. On the CPU, where the interpreter runs, nothing moves.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        function = getattr(cuda, name)
+        return function if self._device.type == "cpu" else lambda *args, **options: self._call(function, args, options)
+
+    def _call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        moved: dict[int, tuple[Tensor, Tensor]] = {}
+        result = function(*(self._move(x, moved) for x in args), **{name: self._move(x, moved) for name, x in options.items()})
+        for host, on_device in moved.values():
+            host.copy_(on_device)
+        return result.cpu() if isinstance(result, Tensor) else result
+
+    def _move(self, x: Any, moved: dict[int, tuple[Tensor, Tensor]]) -> Any:
+        if isinstance(x, Tensor):
+            storage = x.untyped_storage()
+            if storage.data_ptr() not in moved:
+                host = torch.empty(0, dtype=torch.uint8).set_(storage)
+                moved[storage.data_ptr()] = host, host.to(self._device)
+            on_device = moved[storage.data_ptr()][1].untyped_storage()
+            return torch.empty(0, dtype=x.dtype, device=self._device).set_(on_device, x.storage_offset(), x.size(), x.stride())
+        if is_dataclass(x) and not isinstance(x, type) and any(isinstance(getattr(x, f.name), Tensor | tuple) for f in fields(x)):
+            return replace(x, **{f.name: self._move(getattr(x, f.name), moved) for f in fields(x)})
+        if isinstance(x, tuple):
+            parts = [self._move(y, moved) for y in x]
+            return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+        return x
