@@ -35,7 +35,9 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
     out_TE = torch.empty(rows_TR.shape[0], n_channels, dtype=rows_TR.dtype, device=rows_TR.device)
     n_rows = min(_TILE_ROWS, next_power_of_2(int(np.diff(window.cu_rows).max(initial=1))))
     n_columns = min(next_power_of_2(n_channels), _TILE_ELEMENTS // n_rows)
-    run_tiles, cu_rows, n_tiles = remember(window.cu_rows, (n_rows, rows_TR.device), lambda: _tiles(window.cu_rows, n_rows, rows_TR.device))
+    run_tiles, cu_rows, n_tiles = remember(
+        (window.cu_rows,), (n_rows, rows_TR.device), lambda: _tiles(window.cu_rows, n_rows, rows_TR.device)
+    )
     tail = window.tail
     ring = (rows_TR, run_tiles, 1, 0, run_tiles, run_tiles, run_tiles)
     if tail is not None:

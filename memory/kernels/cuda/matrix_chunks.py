@@ -39,7 +39,7 @@ def scan_chunks(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
     n_runs, columns = len(state.cu_rows) - 1, max(16, next_power_of_2(n_columns))
     chunk = 64 if columns <= 128 and inputs.v.dtype != torch.float32 else 32  # more would not fit into registers
     device = y_THV.device
-    cu_rows, cu_chunks, run_of = remember(state.cu_rows, (chunk, device), lambda: _chunks(state.cu_rows, chunk, device))
+    cu_rows, cu_chunks, run_of = remember((state.cu_rows,), (chunk, device), lambda: _chunks(state.cu_rows, chunk, device))
     rings = (y_THV,) * 9 + (1, cu_rows, cu_rows, cu_rows) if state.tail is None else rings_of(state)
     common: dict[str, Any] = {"COLUMNS": columns, "CHUNK": chunk, "HAS_TAIL": state.tail is not None, "PRECISION": _precision(inputs)}
     inverses = y_THV

@@ -70,5 +70,5 @@ def part_of(state: StateSlots, begin: int, end: int) -> StateSlots:
         tail = tail._replace(
             sources=sources, targets=targets, firsts=tail.firsts[chosen], counts=tail.counts[chosen], folds=tail.folds[chosen]
         )
-    cu_rows = remember(state.cu_rows, (begin, end), lambda: state.cu_rows[begin : end + 1].copy())
+    cu_rows = remember((state.cu_rows,), (begin, end), lambda: state.cu_rows[begin : end + 1].copy())
     return state._replace(cu_rows=cu_rows, sources=state.sources[chosen], targets=state.targets[chosen], tail=tail)
