@@ -20,6 +20,7 @@ from memory.kernels.cuda.launch import (
     with_contiguous_rows,
 )
 from memory.kernels.cuda.math import bound, silu
+from memory.kernels.cuda.prompts import conv_by_library
 from memory.kernels.signature import Prepared, StateSlots
 
 _TILE_ROWS, _TILE_ELEMENTS = 16, 1024
@@ -32,6 +33,8 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
         bias=((n_channels,) if bias_E is None else bias_E.shape, (n_channels,)),
     )  # fmt: skip
     rows_TR = with_contiguous_rows(rows_TR)
+    if (out := conv_by_library(rows_TR, weight_WE, bias_E, window, activation=activation)) is not None:
+        return out
     out_TE = torch.empty(rows_TR.shape[0], n_channels, dtype=rows_TR.dtype, device=rows_TR.device)
     n_rows = min(_TILE_ROWS, next_power_of_2(int(np.diff(window.cu_rows).max(initial=1))))
     n_columns = min(next_power_of_2(n_channels), _TILE_ELEMENTS // n_rows)
