@@ -180,12 +180,12 @@ def tail_rows(tail: Tail, run: int, shapes: tuple[tuple[int, ...], ...]) -> list
     ]
 
 
-def write_tail_rows_(tail: Tail, run: int, *rows: Tensor) -> None:
-    """Remember a run's tokens in each ring."""
+def write_tail_rows_(tail: Tail, run: int, *rows: Tensor, first: int = 0) -> None:
+    """Remember a run's tokens from `first` on in each ring."""
     count = int(tail.counts[run])
-    slots = _slots(tail, run, count, count + len(rows[0]))
+    slots = _slots(tail, run, count + first, count + len(rows[0]))
     for flat, target, x in zip(tail.flats, tail.targets, rows, strict=True):
-        write_rows_(flat, target[run] + slots * x[0].numel(), x.flatten(1))
+        write_rows_(flat, target[run] + slots * x[0].numel(), x[first:].flatten(1))
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None) -> Tensor:
@@ -276,7 +276,8 @@ def _matrix_scan_behind(
                 y_THV[t] = (s_HVN * q_THN[t, :, None]).sum(-1)
         if fold == count + end - start and state.targets[i] >= 0:
             write_rows_(state.flat, state.targets[i : i + 1], s_HVN.reshape(1, -1))
-        write_tail_rows_(tail, i, k_TGN_own, torch.stack(u_THV), log_decays[count:])
+        first = max(0, fold - count) if state.targets[i] >= 0 else 0
+        write_tail_rows_(tail, i, k_TGN_own, torch.stack(u_THV), log_decays[count:], first=first)
     return y_THV
 
 

@@ -111,7 +111,8 @@ class Tail(NamedTuple):
 
     Attributes:
         flats: of each ring, the arena as its dtype from the ring's place in a block on; the rings of a block have equally many slots.
-        sources, targets: of each ring, (S,) element offsets of the blocks to read and to write; those may be one.
+        sources, targets: of each ring, (S,) element offsets of the blocks to read and to write; those may be one if no new token needs
+            the slot of an old one. What a matrix state's tokens do is written, at least from the fold on; rows are only read.
         firsts, counts: (S,).
         folds: (S,) the state written to a target of `StateSlots` is that before position folds[i], at most that behind the run.
     """

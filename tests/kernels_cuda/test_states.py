@@ -21,7 +21,7 @@ from tests.tolerances import assert_kernel_close
 from tests.unit.test_kernels import Slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHORT = (1, 2, 3, 1, 5)
+SHORT = (1, 2, 3, 1)
 CHUNKED = (1, 2, 63, 64, 65)
 
 
@@ -47,10 +47,28 @@ def assert_as_twin(name: str, *args: Any, device: torch.device, dtype: torch.dty
     expected = getattr(reference, name)(*theirs, **options)
     actual = getattr(cuda, name)(*ours, **moved_options(options, device))
     assert_kernel_close(actual.cpu(), expected, dtype)
+    forget_folded(ours)
+    forget_folded(theirs)
     for flat, twin in zip(flats_of(ours), flats_of(theirs), strict=True):
         flat = flat.cpu()
         assert torch.equal(flat.isnan(), twin.isnan()), "another part of the arena was written"
         assert_kernel_close(flat.nan_to_num().float(), twin.nan_to_num().float(), dtype)
+
+
+def forget_folded(x: Any) -> None:
+    """Tokens that a state holds already may be in a ring, or not."""
+    if not isinstance(x, StateSlots):
+        for part in x if isinstance(x, tuple) else ():
+            forget_folded(part)
+    elif x.tail is not None and len(x.tail.flats) == 3:
+        tail = x.tail
+        for i, (target, fold, count, n) in enumerate(zip(x.targets, tail.folds, tail.counts, np.diff(x.cu_rows), strict=True)):
+            kept = {int(tail.firsts[i] + p) % tail.ring_rows for p in range(int(max(fold, count)), int(count + n))}
+            for p in range(int(count), int(min(fold, count + n)) if target >= 0 else 0):
+                slot = int(tail.firsts[i] + p) % tail.ring_rows
+                for flat, blocks in zip(tail.flats, tail.targets, strict=True) if slot not in kept else ():
+                    size = flat.numel() // (2 * len(tail.counts) * tail.ring_rows)
+                    flat[blocks[i] + slot * size : blocks[i] + (slot + 1) * size] = torch.nan
 
 
 def moved_options(options: dict[str, Any], device: torch.device) -> dict[str, Any]:
@@ -134,7 +152,7 @@ TOKEN_MODES = {"by column": (True, False, False), "erases": (False, True, False)
 
 
 @pytest.mark.parametrize("mode", TOKEN_MODES)
-@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 1, 5, 48), (6, 2, 9, 7)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 1, 5, 48), (4, 2, 9, 7)], ids=str)
 def test_matrix_scan_token_by_token(device: torch.device, shape: tuple[int, int, int, int], mode: str) -> None:
     """Kinds that no other kernel takes."""
     (n_heads, n_groups, n_rows, n_columns), (by_column, erases, after_decay) = shape, TOKEN_MODES[mode]
@@ -149,7 +167,7 @@ def test_matrix_scan_token_by_token(device: torch.device, shape: tuple[int, int,
 @pytest.mark.parametrize("erases", [False, True], ids=["adds", "erases"])
 @pytest.mark.parametrize(
     ("shape", "dtype", "strong"), [
-        ((3, 1, 5, 17), torch.float32, False), ((2, 2, 20, 12), torch.float32, True), ((2, 1, 16, 16), torch.bfloat16, False),
+        ((2, 1, 5, 17), torch.float32, False), ((1, 1, 20, 12), torch.float32, True), ((1, 1, 16, 16), torch.bfloat16, False),
     ], ids=str,
 )  # fmt: skip
 def test_matrix_scan_in_chunks(
@@ -172,13 +190,14 @@ def behind_tails(
 ) -> StateSlots:  # fmt: skip
     """Runs behind tails of `counts` tokens, in rings just as long as they must be. A fold of 0 asks for no state.
 
-    The first state is none; even runs write into their own ring, odd ones into a copy.
+    The first state is none; even runs write into their own ring, if there is room in it, others into another.
     """
     n, ring_rows = len(counts), max(max(c + t - f, c) for c, t, f in zip(counts, lengths, folds, strict=True))
     state = Slots(shape, lengths, torch.float32 if len(rings) > 1 else dtype, initial)
     wanted = [target if fold else -1 for target, fold in zip(state.targets, folds, strict=True)]
     slots = state.fresh()._replace(targets=torch.tensor(wanted))
-    own, copies = torch.arange(n) * 2, torch.arange(n) * 2 + torch.arange(n) % 2
+    has_room = torch.tensor(counts) + torch.tensor(lengths) <= ring_rows
+    own, copies = torch.arange(n) * 2, torch.arange(n) * 2 + torch.where(has_room, torch.arange(n) % 2, 1)
     sizes = [int(np.prod(ring)) * ring_rows for ring in rings]
     dtypes = [dtype] * 2 + [torch.float32]
     flats = tuple(torch.full((2 * n * size,), torch.nan, dtype=of) for size, of in zip(sizes, dtypes, strict=False))
@@ -209,8 +228,8 @@ def test_convolution_behind_a_tail(device: torch.device, dtype: torch.dtype) -> 
     ("shape", "counts", "lengths", "folds", "dtype"), [
         ((3, 1, 5, 12), (0, 19, 16, 2), (1, 2, 1, 3), (1, 0, 9, 4), torch.float32),
         ((4, 2, 9, 16), (0, 7), (2, 1), (0, 8), torch.bfloat16),
-        ((2, 1, 9, 12), (3, 0, 5, 40), (1, 64, 70, 17), (0, 50, 68, 30), torch.float32),
-        ((2, 2, 16, 16), (2, 3), (20, 33), (0, 5), torch.bfloat16),
+        ((2, 1, 9, 12), (3, 0, 5, 20), (1, 40, 64, 17), (0, 30, 62, 15), torch.float32),
+        ((1, 1, 16, 16), (2, 3), (20, 33), (0, 5), torch.bfloat16),
     ], ids=["a few", "a few, bf16", "chunks", "chunks, bf16"],
 )  # fmt: skip
 def test_matrix_scan_behind_a_tail(
