@@ -41,7 +41,9 @@ SUBJECTS = (
     *("toy-h2o", "toy-attention-recent-2-bit", "toy-knorm-float8", "toy-attention-tova-4-bit", "toy-scissorhands", "toy-snapkv-8-bit"),
     *("toy-attention-pyramid", "toy-expected-4-bit"),
     *(f"family:{name}" for name in FAMILIES),
+    *(f"family:{name} defer" for name in ("ssd", "gated_delta", "linear_attention", "short_conv")),
     "model:bamba",
+    "model:bamba defer",
     "model:deepseek-v2-three-of-eight-experts-in-groups",
     "model:deepseek-v3",
     "model:falcon-h1",
@@ -94,7 +96,7 @@ class Subject:
     """A model, how its memories fold, and whether equal steps must give equal bits after a replay."""
 
     name: str
-    fold: Literal["keep", "replay"]
+    fold: Literal["keep", "replay", "defer"]
     model: LanguageModel
     is_exact: bool
     policy: Budget | None = None
