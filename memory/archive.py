@@ -108,7 +108,7 @@ def describe_layout(spec: MemorySpec, page_tokens: int, grid: TailGrid) -> dict[
     layers = re.sub(r" at 0x[0-9a-f]+", "", repr(spec.layers))  # of a policy without a repr of its own
     return {
         "vocab_size": spec.vocab_size, "dtype": str(spec.dtype), "page_tokens": page_tokens, "rollback_window": grid.rollback_window,
-        "fold": "keep" if grid.keeps else "replay", "layers": hashlib.sha256(layers.encode()).hexdigest(),
+        "fold": grid.fold, "layers": hashlib.sha256(layers.encode()).hexdigest(),
     }  # fmt: skip
 
 

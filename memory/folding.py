@@ -9,12 +9,15 @@ the body, a new body is made on the way: among the old rows or, in a long prompt
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from memory.interface import Int64s, Packed
+
+Fold = Literal["keep", "replay", "defer"]
 
 NOTHING = -1
 """No block; as the address of a start state: the state at position 0."""
@@ -28,7 +31,8 @@ class TailGrid:
     depend on nothing else, so reruns agree on them and prefixes can be shared.
 
     A new body is either run from the old one over the rows between ("replay"), or it is a head that was kept when it passed
-    that position ("keep"). With a grid as wide as the window one kept state is enough.
+    that position ("keep"). With a grid as wide as the window one kept state is enough. Or there are no heads at all, and each step
+    reads the body behind the tail ("defer").
 
     Attributes:
         rollback_window: tokens that can always be taken back, counted from the furthest position reached.
@@ -37,6 +41,7 @@ class TailGrid:
             lets a short step write in place.
         keeps: whether heads are kept.
         has_heads: whether there is a state at the newest position. Attention reads its body and its tail as they are.
+        defers: whether recurrences do so, too.
     """
 
     rollback_window: int
@@ -44,6 +49,12 @@ class TailGrid:
     tail_rows: int
     keeps: bool
     has_heads: bool = True
+    defers: bool = False
+
+    @property
+    def fold(self) -> Fold:
+        """As `HybridMemory(fold=...)` calls it."""
+        return "defer" if self.defers else "keep" if self.keeps else "replay"
 
     @staticmethod
     def headless(rollback_window: int, fold_tokens: int) -> TailGrid:
@@ -58,6 +69,13 @@ class TailGrid:
         fold_tokens = rollback_window if keeps else max(4, rollback_window // 8)
         n_held = rollback_window + fold_tokens - 1
         return TailGrid(rollback_window, fold_tokens, n_held + max(1, n_held // 32), keeps)
+
+    @staticmethod
+    def deferring(rollback_window: int) -> TailGrid:
+        """A grid of half the window: what a step reads of the tail, and writes of bodies, both stay small. No window, no tail."""
+        if rollback_window == 0:
+            return TailGrid.of(0, keeps=False)
+        return replace(TailGrid.headless(rollback_window, max(4, rollback_window // 2)), defers=True)
 
     def body_at(self, peaks: Int64s) -> Int64s:
         """Where the body of a sequence belongs that has reached `peaks`."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import get_args
 
 import torch
 from torch import Tensor
@@ -19,12 +19,12 @@ from memory.batch import pack, read_requests
 from memory.chunks import Model, run_in_chunks
 from memory.cross_attention import Encoded
 from memory.errors import BatchError, CapacityError, FormatError, SequenceError, SpecError
-from memory.folding import TailGrid
+from memory.folding import Fold, TailGrid
 from memory.inspection import Usage, measure
 from memory.interface import Int64s, Packed, Plans, Recurrence, Requests, Sequence
 from memory.interrupts import uninterrupted
 from memory.kernels import Scoring
-from memory.kinds import index_of, make_kinds
+from memory.kinds import default_fold, index_of, make_kinds
 from memory.specs import MemorySpec
 from memory.step import Outputs, Step
 from memory.tiers import Tiers
@@ -44,8 +44,10 @@ class HybridMemory(Timelines):
         page_tokens: tokens a page of keys and values.
         fold: how old tokens of recurrent layers leave the tail. "keep" keeps the state each time it passes a multiple of the
             window: nothing is computed, but a sequence holds a third state and a tail of two windows. "replay" runs old rows
-            again: a tail of 1.2 windows, and about a tenth to a fifth more time to decode on a CPU. Unless given, "keep" for a
-            model on the CPU and "replay" elsewhere.
+            again: a tail of 1.2 windows, and about a tenth to a fifth more time to decode on a CPU. "defer" writes states only then, and
+            each step reads body and tail: a tail of 1.5 windows of rows and of what they did, no state at the newest position; for
+            short convolutions, SSD, gated delta rules and linear attention. Unless given, "keep" for a model on the CPU, on a CUDA device
+            "defer" where all recurrences can, and else "replay".
         device, dtype: the spec's unless given. device="meta" is a dry run: all bookkeeping, no tensors, no model.
         state_dtype: of recurrent states, which models ask for in float32. torch.bfloat16 halves them; each step rounds its end state, so
             outputs drift (`python -m benchmarks states` measures how far).
@@ -66,7 +68,7 @@ class HybridMemory(Timelines):
         *,
         rollback_window: int = 32,
         page_tokens: int = 16,
-        fold: Literal["keep", "replay"] | None = None,
+        fold: Fold | None = None,
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
@@ -79,8 +81,8 @@ class HybridMemory(Timelines):
         for option, value, least in (("rollback_window", rollback_window, 0), ("page_tokens", page_tokens, 1)):
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise SpecError(f"{option}={value!r}; it must be an integer of at least {least} tokens")
-        if fold not in (None, "keep", "replay"):
-            raise SpecError(f"fold={fold!r}; choose 'keep', 'replay', or None for what suits the device")
+        if fold not in (None, *get_args(Fold)):
+            raise SpecError(f"fold={fold!r}; choose 'keep', 'replay', 'defer', or None for what suits the device")
         try:
             place = spec.device if device is None else torch.device(device)
             self.spec = replace(spec.with_state_dtype(state_dtype), device=place, dtype=spec.dtype if dtype is None else dtype)
@@ -93,9 +95,10 @@ class HybridMemory(Timelines):
         self.rollback_window = rollback_window
         self.page_tokens = page_tokens
         # Of the spec's device: a dry run keeps the books of the real thing.
-        self.fold: Literal["keep", "replay"] = fold or ("keep" if spec.device.type == "cpu" else "replay")
+        self.fold: Fold = fold or default_fold(spec)
         self.index = index_of(self.spec)
-        grid = TailGrid.of(rollback_window, keeps=self.fold == "keep")
+        defers = self.fold == "defer"
+        grid = TailGrid.deferring(rollback_window) if defers else TailGrid.of(rollback_window, keeps=self.fold == "keep")
         budget_bytes = read_budget(budget)
         store = Store(budget_bytes, self.spec.device, poison=poison)
         self._tiers = Tiers(None if host_budget is None else read_budget(host_budget), None if swap_dir is None else Path(swap_dir))

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from memory.arena import Store
 from memory.attention_cache import AttentionCache
 from memory.cross_attention import CrossAttentionCache
+from memory.deferred_state import DeferredState
 from memory.errors import SpecError
 from memory.eviction import Budget, EvictionPolicy, Quest
-from memory.folding import TailGrid
+from memory.folding import Fold, TailGrid
 from memory.group_selection import GroupSelection
 from memory.page_grid import PageGrid
 from memory.page_selection import PageSelection
@@ -92,11 +93,20 @@ def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store)
     if cross := [m for m in flat if isinstance(m, CrossAttentionSpec)]:
         kinds.by_name["cross-attention"] = kinds.cross_attention = CrossAttentionCache(cross, spec.dtype, page_tokens, store)
     if recurrent := [m for m in flat if isinstance(m, RecurrentSpec)]:
-        kinds.by_name["recurrence"] = kinds.recurrent = RebasedState(recurrent, spec.dtype, grid, store)
+        states = DeferredState if grid.defers else RebasedState
+        kinds.by_name["recurrence"] = kinds.recurrent = states(recurrent, spec.dtype, grid, store)
     for kind in ("attention", "cross-attention", "recurrence"):
         for i, member in enumerate(spec.of_kind(kind)):
             kinds.by_name.members.setdefault(kinds.attention[i][0] if kind == "attention" else kind, []).append(member)
     return kinds
+
+
+def default_fold(spec: MemorySpec) -> Fold:
+    """What suits the spec's device. Not that of a dry run, which keeps the books of the real thing."""
+    if spec.device.type == "cpu":
+        return "keep"
+    recurrent = [m for _, m in spec.of_kind("recurrence") if isinstance(m, RecurrentSpec)]
+    return "defer" if spec.device.type == "cuda" and recurrent and all(m.can_defer for m in recurrent) else "replay"
 
 
 def index_of(spec: MemorySpec) -> dict[tuple[int, str, str | None], int]:

@@ -17,6 +17,7 @@ from memory.arena import Store
 from memory.errors import DropError, IntegrityError
 from memory.folding import TailGrid
 from memory.interface import Holding, Int64s, Packed, Record
+from memory.kernels import Kernels
 from memory.recurrent_state import RecurrentPlan, RecurrentState
 from memory.shift import Dropped
 from memory.specs import RecurrentSpec
@@ -42,8 +43,10 @@ _LEVEL = Base(0, 0)
 class RebasedState(RecurrentState):
     """`memory.interface.LayerMemory` of all recurrences of all layers; see `RecurrentState`."""
 
-    def __init__(self, specs: list[RecurrentSpec], dtype: torch.dtype, grid: TailGrid, store: Store) -> None:
-        super().__init__(specs, dtype, grid, store)
+    def __init__(
+        self, specs: list[RecurrentSpec], dtype: torch.dtype, grid: TailGrid, store: Store, *, kernels: Kernels | None = None
+    ) -> None:
+        super().__init__(specs, dtype, grid, store, kernels=kernels)
         self._bases: dict[int, Base] = {}
 
     def _column(self, slots: Int64s, name: str) -> Int64s:

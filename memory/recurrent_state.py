@@ -16,6 +16,7 @@ from the old body into a new block, so an abort loses nothing. Blocks are refere
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -75,7 +76,8 @@ class RecurrentState:
     ) -> None:
         self.grid = grid
         self.state_layout = BlockLayout.of([(t.shape, t.dtype or dtype) for s in specs for t in s.states])
-        self.tail_layout = BlockLayout.of([((grid.tail_rows, *s.row_shape), dtype) for s in specs])
+        rings = [[(s.row_shape, None), *(part for t in s.states for part in t.ring or () if grid.defers)] for s in specs]
+        self.tail_layout = BlockLayout.of([((grid.tail_rows, *shape), of or dtype) for parts in rings for shape, of in parts])
         self.states = store.make_pool("states" + label, self.state_layout.block_bytes, from_top=True)
         self.tails = tails = store.make_pool("tails" + label, self.tail_layout.block_bytes, from_top=True)
         self._pools = (self.states, self.states, self.states, tails)  # of body, head, kept and tail
@@ -88,12 +90,14 @@ class RecurrentState:
         self._state_sizes = {field.dtype.itemsize for field in self.state_layout.fields}
         self._row_elements = [math.prod(s.row_shape) for s in specs]
         self._row_sizes = set(self._row_elements)
+        self._ring_counts = [len(parts) for parts in rings]
         self._state_flats: list[list[Prepared]] = []
         self._tail_flats: list[Prepared] = []
         if not store.is_dry:
             fields, prepare = iter(self.state_layout.fields), self._kernels.prepare
             self._state_flats = [[prepare(store.flat(next(fields))) for _ in s.states] for s in specs]
-            self._tail_flats = [prepare(store.flat(field)) for field in self.tail_layout.fields]
+            firsts = itertools.accumulate(self._ring_counts[:-1], initial=0)
+            self._tail_flats = [prepare(store.flat(self.tail_layout.fields[first])) for first in firsts]
 
     @property
     def sized_pools(self) -> list[tuple[BlockPool, int]]:
@@ -204,10 +208,7 @@ class RecurrentState:
     def recur(self, plan: RecurrentPlan, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         """Run recurrence `index` over the step's rows (T, *row_shape) and remember them; its outputs (T, ...)."""
         spec, n_tokens, n_elements = self._specs[index], len(plan.packed.token_ids), self._row_elements[index]
-        if rows.shape != (n_tokens, *spec.row_shape):
-            raise StepError(f"rows have shape {tuple(rows.shape)}; {spec.family!r} expects {(n_tokens, *spec.row_shape)}")
-        if rows.dtype != self._dtype or rows.device.type != self._store.device.type:
-            raise StepError(f"rows are {rows.dtype} on {rows.device}; this memory holds {self._dtype} on {self._store.device}")
+        self._require_rows(spec, rows, plan.packed)
         outputs: Tensor | None = None
         for run in plan.runs:
             states = States(spec, self._kernels, self._state_flats[index], run)
@@ -216,9 +217,7 @@ class RecurrentState:
                 run_rows = self._kernels.read_rows(self._tail_flats[index], offsets, spec.row_shape, 0.0)
             else:
                 run_rows = rows if run.new_rows is None else rows[run.new_rows]
-            y, ended = recurrence(states, run_rows)
-            if ended is not states or not states.is_written:
-                raise StepError(f"the recurrence {spec.family!r} did not write its end states; return `y, states.end(...)`")
+            y = self._run_one(states, run_rows, recurrence)
             if run.new_rows is not None:
                 outputs = y.new_empty(n_tokens, *y.shape[1:]) if outputs is None else outputs
                 outputs[run.new_rows] = y
@@ -227,6 +226,20 @@ class RecurrentState:
         self._write_tail(plan, index, rows)
         assert outputs is not None, "every new row belongs to run 3 or 4"
         return outputs
+
+    def _require_rows(self, spec: RecurrentSpec, rows: Tensor, packed: Packed) -> None:
+        expected = (len(packed.token_ids), *spec.row_shape)
+        if rows.shape != expected:
+            raise StepError(f"rows have shape {tuple(rows.shape)}; {spec.family!r} expects {expected}")
+        if rows.dtype != self._dtype or rows.device.type != self._store.device.type:
+            raise StepError(f"rows are {rows.dtype} on {rows.device}; this memory holds {self._dtype} on {self._store.device}")
+
+    @staticmethod
+    def _run_one(states: States, rows: Tensor, recurrence: Recurrence) -> Tensor:
+        y, ended = recurrence(states, rows)
+        if ended is not states or not states.is_written:
+            raise StepError(f"the recurrence {states.spec.family!r} did not write its end states; return `y, states.end(...)`")
+        return y
 
     def _write_tail(self, plan: RecurrentPlan, index: int, rows: Tensor) -> None:
         """Remember those of the step's rows that lie behind the new body."""
@@ -322,7 +335,7 @@ class RecurrentState:
     @property
     def shares(self) -> dict[str, list[int]]:
         n_fields = [len(s.states) for s in self._specs]
-        return {self.states.name: self.state_layout.split(n_fields), self.tails.name: self.tail_layout.split([1] * len(n_fields))}
+        return {self.states.name: self.state_layout.split(n_fields), self.tails.name: self.tail_layout.split(self._ring_counts)}
 
     def record(self, slot: int) -> Record:
         self._grow_to(slot + 1)

@@ -93,6 +93,8 @@ class StateTensor:
         dtype: None means the memory's own.
         initial: fills it at position 0.
         keeps_dtype: whatever `HybridMemory(state_dtype=...)` asks for; for numbers that stand in an exponent.
+        ring: what must be remembered of the tokens after it so that it can be left behind them (`memory.kernels.Tail`): (shape, dtype) of
+            each part, dtype None for the memory's own; () if their rows are enough; None if it must stand at the newest token.
     """
 
     name: str
@@ -100,6 +102,14 @@ class StateTensor:
     dtype: torch.dtype | None = torch.float32
     initial: float = 0.0
     keeps_dtype: bool = False
+    ring: tuple[tuple[tuple[int, ...], torch.dtype | None], ...] | None = field(default=None, repr=False)
+
+
+def matrix_tensor(name: str, n_heads: int, value_dim: int, key_dim: int, n_key_heads: int, *, decays_keys: bool = False) -> StateTensor:
+    """The state of `Kernels.matrix_scan`, (H, V, N). It can be left behind where one decay a head fades it: where keys have decays of their
+    own, rings as good as the state would soon be as large."""
+    ring = (((n_key_heads, key_dim), None), ((n_heads, value_dim), None), ((n_heads,), torch.float32))
+    return StateTensor(name, (n_heads, value_dim, key_dim), ring=None if decays_keys else ring)
 
 
 @dataclass(frozen=True)
@@ -110,6 +120,11 @@ class RecurrentSpec:
     row_shape: tuple[int, ...]
     states: tuple[StateTensor, ...]
     name: str = "recurrence"
+
+    @property
+    def can_defer(self) -> bool:
+        """Whether all its states can be left behind the newest token."""
+        return all(state.ring is not None for state in self.states)
 
     def __post_init__(self) -> None:
         if not self.states:

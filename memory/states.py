@@ -8,7 +8,7 @@ from torch import Tensor
 
 from memory.errors import StepError
 from memory.interface import Int64s
-from memory.kernels import Kernels, Prepared, StateSlots
+from memory.kernels import Kernels, Prepared, StateSlots, Tail
 from memory.specs import RecurrentSpec
 
 
@@ -22,9 +22,9 @@ class States:
         begins: (S,) position of each run's first row; int64 on the host.
     """
 
-    __slots__ = ("begins", "cu_rows", "flats", "is_written", "kernels", "sources", "spec", "targets")
+    __slots__ = ("begins", "cu_rows", "flats", "is_written", "kernels", "sources", "spec", "tails", "targets")
 
-    def __init__(self, spec: RecurrentSpec, kernels: Kernels, flats: list[Prepared], run: Run) -> None:
+    def __init__(self, spec: RecurrentSpec, kernels: Kernels, flats: list[Prepared], run: Run, tails: list[Tail] | None = None) -> None:
         self.spec = spec
         self.kernels = kernels
         self.flats = flats
@@ -32,15 +32,19 @@ class States:
         self.begins = run.begins
         self.sources = [run.sources[flat.itemsize] for flat in flats]
         self.targets = [run.targets[flat.itemsize] for flat in flats]
+        self.tails = tails
         self.is_written = False
 
     def slots(self, index: int) -> StateSlots:
         """Where state tensor `index` begins and ends, for kernels that read and write it in place."""
         state = self.spec.states[index]
-        return StateSlots(self.cu_rows, self.flats[index], self.sources[index], self.targets[index], state.shape, state.initial)
+        tail = None if self.tails is None else self.tails[index]
+        return StateSlots(self.cu_rows, self.flats[index], self.sources[index], self.targets[index], state.shape, state.initial, tail)
 
     def start(self) -> tuple[Tensor, ...]:
         """The start states, (S, *shape) each: copies. Those that name a dtype come in float32, however few bits they are kept in."""
+        if self.tails is not None:
+            raise StepError(f"states of {self.spec.family!r} stand behind a tail; take `slots`, or give its StateTensors no `ring`")
         tensors = (
             self.kernels.read_rows(flat, source, state.shape, state.initial)
             for flat, source, state in zip(self.flats, self.sources, self.spec.states, strict=True)

@@ -32,7 +32,7 @@ from memory.recurrences import FAMILIES
 from models import LanguageModel, load_model
 from tests.models import checkpoints
 from tests.tolerances import TOLERANCE
-from tests.toy import FamilyToy, Toy
+from tests.toy import HOST, FamilyToy, Toy
 
 SUBJECTS = (
     *("toy", "toy-attention", "toy-recurrent", "toy-window", "jamba", "mamba", "toy replay", "mamba replay"),
@@ -41,7 +41,9 @@ SUBJECTS = (
     *("toy-h2o", "toy-attention-recent-2-bit", "toy-knorm-float8", "toy-attention-tova-4-bit", "toy-scissorhands", "toy-snapkv-8-bit"),
     *("toy-attention-pyramid", "toy-expected-4-bit", "toy-quest-4-bit", "toy-attention-quest-float8"),
     *(f"family:{name}" for name in FAMILIES),
+    *(f"family:{name} defer" for name in ("ssd", "gated_delta", "linear_attention", "short_conv")),
     "model:bamba",
+    "model:bamba defer",
     "model:deepseek-v2-three-of-eight-experts-in-groups",
     "model:deepseek-v3",
     "model:falcon-h1",
@@ -93,7 +95,7 @@ class Subject:
     """A model, how its memories fold, and whether equal steps must give equal bits after a replay."""
 
     name: str
-    fold: Literal["keep", "replay"]
+    fold: Literal["keep", "replay", "defer"]
     model: LanguageModel
     is_exact: bool
     policy: Budget | None = None
@@ -174,26 +176,27 @@ class Subject:
             assert torch.equal(actual, expected), f"bits differ: {(actual - expected).abs().max()}"
         spread = float(expected.max() - expected.min())
         worst = float((actual - expected).abs().max())
-        allowed = TOLERANCE[torch.float32].replay * spread
+        allowed = TOLERANCE[self.model.memory_spec.dtype].replay * spread
         assert worst <= allowed, f"{worst} is more than {allowed}"
 
 
-def make_subject(name: str, folder: Path) -> Subject:
+def make_subject(name: str, folder: Path, device: torch.device = HOST, dtype: torch.dtype = torch.float32) -> Subject:
     name, _, fold = name.partition(" ")
     if name.startswith("family:"):
         family = FAMILIES[name.removeprefix("family:")]
-        return Subject(name, fold or "keep", FamilyToy(family), is_exact=family.is_exact)  # type: ignore[arg-type]
+        return Subject(name, fold or "keep", FamilyToy(family, device), is_exact=family.is_exact)  # type: ignore[arg-type]
     if name.startswith("model:"):
         checkpoints.write_checkpoint(folder, checkpoints.CONFIGS[name.removeprefix("model:")]())
-        return Subject(name, fold or "keep", load_model(folder), is_exact=False)  # type: ignore[arg-type]
+        return Subject(name, fold or "keep", load_model(folder, device=device, dtype=dtype), is_exact=False)  # type: ignore[arg-type]
     if name.startswith("toy"):
-        model = Toy(attention=name != "toy-recurrent", recurrent="attention" not in name, window=5 if name == "toy-window" else None)
+        window = 5 if name == "toy-window" else None
+        model = Toy(attention=name != "toy-recurrent", recurrent="attention" not in name, window=window, dtype=dtype, device=device)
         policy = next((policy for label, policy in POLICIES.items() if f"-{label}" in name), None)
         storage = next((storage for label, storage in STORAGES.items() if label in name), None)
         return Subject(name, fold or "keep", model, is_exact=True, policy=policy, storage=storage)  # type: ignore[arg-type]
     torch.manual_seed(1)
     write_checkpoint(name, folder)
-    return Subject(name, fold or "keep", load_model(folder), is_exact=False)  # type: ignore[arg-type]
+    return Subject(name, fold or "keep", load_model(folder, device=device, dtype=dtype), is_exact=False)  # type: ignore[arg-type]
 
 
 def write_checkpoint(name: str, folder: Path) -> None:

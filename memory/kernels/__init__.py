@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memory.errors import SpecError
 from memory.kernels import reference
-from memory.kernels.signature import Erase, FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, StateSlots
+from memory.kernels.signature import Erase, FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, StateSlots, Tail
 from memory.kernels.weights import Weights
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Prepared",
     "Scoring",
     "StateSlots",
+    "Tail",
     "Weights",
     "chosen_kernels",
     "rms_norm",

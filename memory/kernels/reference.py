@@ -8,7 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.kernels.signature import Erase, FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots
+from memory.errors import StepError
+from memory.kernels.signature import Erase, FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots, Tail
 
 
 def prepare(tensor: Tensor) -> Tensor:
@@ -127,16 +128,65 @@ def causal_mask(n_queries: int, n_rows: int, window: int | None, device: torch.d
 
 def causal_conv(rows_TR: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots, *, activation: bool = True) -> Tensor:
     before = read_rows(window.flat, window.sources, window.shape, window.initial)
+    if window.tail is not None:
+        return _causal_conv_behind(before, rows_TR, weight_WE, bias_E, window, window.tail, activation)
     rows_TE = rows_TR[:, : weight_WE.shape[1]]
     out_TE, after = torch.empty_like(rows_TE), torch.empty_like(before)
     for i in range(len(before)):
         start, end = window.cu_rows[i : i + 2].tolist()
         padded = torch.cat([before[i], rows_TE[start:end].to(before.dtype)])
-        out = F.conv1d(padded.T.to(rows_TE.dtype)[None], weight_WE.T[:, None], bias_E, groups=rows_TE.shape[1])[0].T
-        out_TE[start:end] = F.silu(out) if activation else out
+        out_TE[start:end] = _convolved(padded.to(rows_TE.dtype), weight_WE, bias_E, activation)
         after[i] = padded[len(padded) - len(before[i]) :]
     write_rows_(window.flat, window.targets, after.flatten(1))
     return out_TE
+
+
+def _convolved(x_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, activation: bool) -> Tensor:
+    out_TE = F.conv1d(x_TE.T[None], weight_WE.T[:, None], bias_E, groups=x_TE.shape[1])[0].T
+    return F.silu(out_TE) if activation else out_TE
+
+
+def _causal_conv_behind(
+    before: Tensor, rows_TR: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots, tail: Tail, activation: bool
+) -> Tensor:
+    """Runs that come behind a tail, whose ring holds whole rows."""
+    n_before, n_channels = window.shape
+    rows_TE = rows_TR[:, :n_channels]
+    out_TE = torch.empty_like(rows_TE)
+    for i, own in enumerate(_runs(rows_TE, window)):
+        (past,) = tail_rows(tail, i, (rows_TR.shape[1:],))
+        seen = torch.cat([before[i], past[:, :n_channels].to(before.dtype), own.to(before.dtype)])
+        fold, (start, end) = int(tail.folds[i]), window.cu_rows[i : i + 2].tolist()
+        out_TE[start:end] = _convolved(seen[len(past) :].to(rows_TE.dtype), weight_WE, bias_E, activation)
+        if window.targets[i] >= 0:
+            write_rows_(window.flat, window.targets[i : i + 1], seen[fold : fold + n_before].reshape(1, -1))
+    return out_TE
+
+
+def _runs(x: Tensor, slots: StateSlots) -> tuple[Tensor, ...]:
+    return torch.split(x, (slots.cu_rows[1:] - slots.cu_rows[:-1]).tolist())
+
+
+def _slots(tail: Tail, run: int, begin: int, end: int) -> Tensor:
+    first: Tensor = tail.firsts[run]
+    return (first + torch.arange(begin, end, device=first.device)) % tail.ring_rows
+
+
+def tail_rows(tail: Tail, run: int, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+    """What each ring remembers of the tokens between a state and a run, oldest first: (tokens, *shape)."""
+    slots = _slots(tail, run, 0, int(tail.counts[run]))
+    return [
+        read_rows(flat, source[run] + slots * math.prod(shape), shape, 0.0)
+        for flat, source, shape in zip(tail.flats, tail.sources, shapes, strict=True)
+    ]
+
+
+def write_tail_rows_(tail: Tail, run: int, *rows: Tensor, first: int = 0) -> None:
+    """Remember a run's tokens from `first` on in each ring."""
+    count = int(tail.counts[run])
+    slots = _slots(tail, run, count + first, count + len(rows[0]))
+    for flat, target, x in zip(tail.flats, tail.targets, rows, strict=True):
+        write_rows_(flat, target[run] + slots * x[0].numel(), x[first:].flatten(1))
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None) -> Tensor:
@@ -176,6 +226,9 @@ def matrix_scan(
     v_THV = v_THV.float()
     u_THV = v_THV if strength_TH is None else v_THV * strength_TH.float()[:, :, None]
     s_SHVN = read_rows(state.flat, state.sources, state.shape, state.initial).float()
+    if state.tail is not None:
+        y_THV = _matrix_scan_behind(s_SHVN, q_THN, k_TGN, v_THV, w_THN, erase, state, state.tail, strength_TH)
+        return y_THV if skip_H is None else y_THV + skip_H[:, None] * v_THV
     y_THV = torch.empty_like(v_THV)
     for i, s_HVN in enumerate(s_SHVN):
         for t in range(*state.cu_rows[i : i + 2].tolist()):
@@ -191,6 +244,42 @@ def matrix_scan(
         s_SHVN[i] = s_HVN
     write_rows_(state.flat, state.targets, s_SHVN.flatten(1))
     return y_THV if skip_H is None else y_THV + skip_H[:, None] * v_THV
+
+
+def _matrix_scan_behind(
+    s_SHVN: Tensor, q_THN: Tensor, k_TGN: Tensor, v_THV: Tensor, w_THN: Tensor, erase: Erase | None, state: StateSlots, tail: Tail,
+    strength_TH: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Runs that come behind a tail, whose rings hold keys (G, N), what was written to them (H, V), and log decays (H,)."""
+    if w_THN.shape[2] > 1 or (erase is not None and (erase.b is not None or not erase.after_decay)):
+        raise StepError("matrix_scan with a tail takes one decay a head, and erases by the keys that it writes; give such states no tail")
+    n_heads, y_THV = v_THV.shape[1], torch.empty_like(v_THV)
+    for i, s_HVN in enumerate(s_SHVN):
+        keys, writes, log_decays = tail_rows(tail, i, (k_TGN.shape[1:], v_THV.shape[1:], (n_heads,)))
+        count, (start, end), fold = len(keys), state.cu_rows[i : i + 2].tolist(), int(tail.folds[i])
+        k_TGN_own = k_TGN[start:end].to(keys.dtype)
+        keys, log_decays = torch.cat([keys, k_TGN_own]), torch.cat([log_decays, w_THN[start:end, :, 0].log()])
+        k_PHN, u_THV = _to_heads(keys, n_heads), []
+        for p in range(count + end - start):
+            if p == fold and state.targets[i] >= 0:
+                write_rows_(state.flat, state.targets[i : i + 1], s_HVN.reshape(1, -1))
+            s_HVN = s_HVN * log_decays[p].exp()[:, None, None]
+            if p < count:
+                u_HV = writes[p].float()
+            else:
+                t = start + p - count
+                found_HV = 0.0 if erase is None else (s_HVN * _to_heads(erase.a[t : t + 1], n_heads)[0, :, None]).sum(-1)
+                u_HV = (v_THV[t] - found_HV) * (1.0 if strength_TH is None else strength_TH[t, :, None].float())
+                u_THV.append(u_HV.to(writes.dtype))
+                u_HV = u_THV[-1].float()
+            s_HVN = s_HVN + u_HV[:, :, None] * k_PHN[p, :, None]
+            if p >= count:
+                y_THV[t] = (s_HVN * q_THN[t, :, None]).sum(-1)
+        if fold == count + end - start and state.targets[i] >= 0:
+            write_rows_(state.flat, state.targets[i : i + 1], s_HVN.reshape(1, -1))
+        first = max(0, fold - count) if state.targets[i] >= 0 else 0
+        write_tail_rows_(tail, i, k_TGN_own, torch.stack(u_THV), log_decays[count:], first=first)
+    return y_THV
 
 
 def _delta(k_THN: Tensor, strength_TH: Tensor | None, t: int) -> Tensor:

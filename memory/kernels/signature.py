@@ -104,6 +104,29 @@ class FoldedRows:
         return self.shapes[0][1]
 
 
+class Tail(NamedTuple):
+    """Tokens that came after the states of S runs and before the runs: rings remember what they did, so that states need not move.
+
+    Position p of run i counts from its source state on: its ring has tokens [0, counts[i]), the run's own rows follow. Position p is
+    in slot (firsts[i] + p) % ring_rows.
+
+    Attributes:
+        flats: of each ring, the arena as its dtype from the ring's place in a block on; the rings of a block have equally many slots.
+        sources, targets: of each ring, (S,) element offsets of the blocks to read and to write; those may be one if no new token needs
+            the slot of an old one. What a matrix state's tokens do is written, at least from the fold on; rows are only read.
+        firsts, counts: (S,).
+        folds: (S,) the state written to a target of `StateSlots` is that before position folds[i], at most that behind the run.
+    """
+
+    flats: tuple[Prepared, ...]
+    sources: tuple[Prepared, ...]
+    targets: tuple[Prepared, ...]
+    ring_rows: int
+    firsts: Prepared
+    counts: Prepared
+    folds: Prepared
+
+
 class StateSlots(NamedTuple):
     """Where one state tensor of S runs begins and ends.
 
@@ -111,6 +134,7 @@ class StateSlots(NamedTuple):
         cu_rows: (S + 1,) run i covers rows [cu_rows[i], cu_rows[i + 1]); host.
         flat: the arena; sources, targets: (S,) element offsets, source -1 for a state full of `initial`.
         shape: of one state.
+        tail: what came between the states and the runs; None for nothing. With a tail a target of -1 is not written.
     """
 
     cu_rows: Int64s
@@ -119,6 +143,7 @@ class StateSlots(NamedTuple):
     targets: Prepared
     shape: tuple[int, ...]
     initial: float
+    tail: Tail | None = None
 
 
 class Erase(NamedTuple):

@@ -21,7 +21,7 @@ from memory.states import States
 
 def window_tensors(n_channels: int, n_taps: int) -> tuple[StateTensor, ...]:
     """The state of a convolution: its last n_taps - 1 rows in the memory's dtype; none for a single tap."""
-    return (StateTensor("conv", (n_taps - 1, n_channels), dtype=None),) if n_taps > 1 else ()
+    return (StateTensor("conv", (n_taps - 1, n_channels), dtype=None, ring=()),) if n_taps > 1 else ()
 
 
 @dataclass(frozen=True)

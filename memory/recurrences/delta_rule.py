@@ -22,7 +22,7 @@ from memory.interface import Recurrence
 from memory.kernels import Erase, Weights
 from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
-from memory.specs import RecurrentSpec, StateTensor
+from memory.specs import RecurrentSpec, matrix_tensor
 from memory.states import States
 
 
@@ -62,7 +62,7 @@ class DeltaRuleShape:
 
     def spec(self, name: str = "recurrence") -> RecurrentSpec:
         """Row: q, k and v before the convolution, beta, and a before its bias. State: the convolution's window, and S, (H, V, N)."""
-        s = StateTensor("delta", (self.n_heads, self.value_dim, self.key_dim))
+        s = matrix_tensor("delta", self.n_heads, self.value_dim, self.key_dim, self.n_key_heads, decays_keys=self.decays_keys)
         family = "kimi_delta" if self.decays_keys else "gated_delta"
         row = self.n_channels + self.n_heads + self.n_decays
         return RecurrentSpec(family, (row,), (*window_tensors(self.n_channels, self.d_conv), s), name)

@@ -16,13 +16,13 @@ from torch import Generator, Tensor
 
 from memory.interface import Recurrence
 from memory.recurrences.registry import register_family
-from memory.specs import RecurrentSpec, StateTensor
+from memory.specs import RecurrentSpec, matrix_tensor
 from memory.states import States
 
 
 def linear_attention_spec(n_heads: int, value_dim: int, key_dim: int, name: str = "recurrence") -> RecurrentSpec:
     """Row: q, k and v of each head. State: S, (H, V, N) in float32."""
-    state = StateTensor("kv", (n_heads, value_dim, key_dim))
+    state = matrix_tensor("kv", n_heads, value_dim, key_dim, n_heads)
     return RecurrentSpec("linear_attention", (n_heads, 2 * key_dim + value_dim), (state,), name)
 
 

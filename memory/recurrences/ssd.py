@@ -23,7 +23,7 @@ from memory.interface import Recurrence
 from memory.kernels import Weights
 from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
-from memory.specs import RecurrentSpec, StateTensor
+from memory.specs import RecurrentSpec, matrix_tensor
 from memory.states import States
 
 
@@ -55,7 +55,7 @@ class SSDShape:
 
     def spec(self, name: str = "recurrence") -> RecurrentSpec:
         """Row: x, B and C before the convolution, and dt before its bias. State: the convolution's window, and h, (H, P, N) in float32."""
-        h = StateTensor("ssm", (self.n_heads, self.head_dim, self.d_state))
+        h = matrix_tensor("ssm", self.n_heads, self.head_dim, self.d_state, self.n_groups)
         return RecurrentSpec("ssd", (self.n_channels + self.n_heads,), (*window_tensors(self.n_channels, self.d_conv), h), name)
 
 

@@ -9,19 +9,23 @@ import numpy as np
 import pytest
 import torch
 
-from memory.kernels import FoldedRows, PageChoice, PagedBatch, Scoring
+from memory.kernels import Erase, FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots, Tail
 from memory.quantization import Float8, Quantized, Storage
 from tests.hopper import SHARED_BYTES, Recorder
 
 triton = pytest.importorskip("triton", reason="triton is not installed")
 
 BF16, F32 = torch.bfloat16, torch.float32
+MODULES = (
+    "attention", "page_choice", "rows",
+    "channel_states", "convolution", "matrix_chunks", "matrix_tails", "matrix_tokens", "norms", "vectors",
+)  # fmt: skip
 
 
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder = Recorder()
-    for name in ("attention", "page_choice", "rows"):
+    for name in MODULES:
         monkeypatch.setattr(importlib.import_module(f"memory.kernels.cuda.{name}"), "launch", recorder.launch)
     yield recorder
     assert recorder.compiled, "nothing was compiled"
@@ -95,3 +99,57 @@ def test_rows(recorder: Recorder) -> None:
 
     cuda.write_rows_(zeros(64, dtype=BF16), zeros(64), zeros(64, 128, dtype=BF16))
     cuda.read_rows(zeros(64, dtype=F32), zeros(2), (128, 4096), 0.0)
+
+
+def slots(lengths: list[int], shape: tuple[int, ...], rings: tuple[torch.dtype, ...] = (), dtype: torch.dtype = F32) -> StateSlots:
+    """Runs of these lengths, behind a tail if there are rings."""
+    n = len(lengths)
+    blocks = (zeros(n),) * len(rings)
+    tail = Tail(tuple(zeros(64, dtype=of) for of in rings), blocks, blocks, 48, zeros(n), zeros(n), zeros(n)) if rings else None
+    return StateSlots(np.array([0, *np.cumsum(lengths)]), zeros(64, dtype=dtype), zeros(n), zeros(n), shape, 0.0, tail)
+
+
+@pytest.mark.parametrize(
+    "dtype, sizes, erases, lengths, has_tail",
+    [
+        (BF16, (80, 1, 64, 128), False, [1] * 128, True),
+        (BF16, (32, 16, 128, 128), True, [1] * 128, True),
+        (F32, (32, 16, 128, 128), True, [5] * 64, True),
+        (BF16, (32, 16, 128, 128), True, [1] * 128, False),
+        (BF16, (32, 16, 128, 128), True, [4096], True),
+        (F32, (80, 1, 64, 128), False, [1000, 24], False),
+    ],
+    ids=["SSD, decode", "delta, decode", "delta, drafts", "delta, decode in place", "delta, prompt", "SSD, prompts, float32"],
+)
+def test_matrix_states(
+    recorder: Recorder, dtype: torch.dtype, sizes: tuple[int, int, int, int], erases: bool, lengths: list[int], has_tail: bool
+) -> None:
+    """As Mamba-2 and Qwen3.5 have them. A decode step keeps all in registers."""
+    from memory.kernels import cuda
+
+    (n_heads, n_groups, value_dim, key_dim), n = sizes, sum(lengths)
+    state = slots(lengths, (n_heads, value_dim, key_dim), (dtype, dtype, F32) if has_tail else ())
+    q, v = zeros(n, n_groups, key_dim, dtype=dtype), zeros(n, n_heads, value_dim, dtype=dtype)
+    decay = zeros(n, n_heads, dtype=F32)
+    cuda.matrix_scan(q, q, v, decay, Erase(q, None, after_decay=True) if erases else None, state, strength_TH=decay)
+    if max(lengths) < 16:
+        assert all(kernel.spilled_bytes == 0 for kernel in recorder.compiled), recorder.compiled
+
+
+def test_other_recurrences(recorder: Recorder) -> None:
+    """Decode steps of 64 sequences, and a prompt through the convolution."""
+    from memory.kernels import cuda
+
+    one, n, n_channels = [1] * 64, 64, 5120
+    row, weight = zeros(n, n_channels, dtype=BF16), zeros(4, n_channels, dtype=BF16)
+    for lengths in (one, [n]):
+        cuda.causal_conv(row, weight, None, slots(lengths, (3, n_channels), (BF16,), BF16))
+    key, rate, channel = zeros(n, 16, dtype=BF16), zeros(16, n_channels, dtype=F32), zeros(n_channels, dtype=F32)
+    cuda.selective_scan(row, row, channel, key, key, rate, channel, slots(one, (16, n_channels)))
+    heads = zeros(n, 40, 64, dtype=BF16)  # RWKV-7's
+    cuda.matrix_scan(heads, heads, heads, heads, Erase(heads, heads, after_decay=False), slots(one, (40, 64, 64)))
+    cuda.linear_scan(row, row, slots(one, (n_channels,)))
+    cuda.wkv4(row, row, channel, channel, (slots(one, (n_channels,)),) * 3)
+    cuda.softplus(row, channel)
+    cuda.rms_norm(row, channel, 1e-6, gate_TE=row)
+    assert all(kernel.spilled_bytes == 0 for kernel in recorder.compiled), recorder.compiled

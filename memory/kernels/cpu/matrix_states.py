@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 from numba import njit, prange
 from torch import Tensor
 
 from memory.interface import Int64s
-from memory.kernels.cpu.rows import as_array, as_flat, copy_, require_shapes
+from memory.kernels import reference
+from memory.kernels.cpu.rows import as_array, as_flat, as_tensors, copy_, require_shapes
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import exp_f32
 from memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, splat, store, store_totals, total
@@ -31,6 +33,9 @@ def matrix_scan(
         log_decay=(log_decay.shape[1:2], (n_heads,)), skip=((n_heads,) if skip_H is None else skip_H.shape, (n_heads,)),
         strength=((n_heads,) if strength_TH is None else strength_TH.shape[1:], (n_heads,)),
     )  # fmt: skip
+    if state.tail is not None:
+        skip_H = None if skip_H is None else torch.as_tensor(skip_H)
+        return reference.matrix_scan(q_TGN, k_TGN, v_THV, log_decay, erase, as_tensors(state), strength_TH=strength_TH, skip_H=skip_H)
     y_THV = v_THV.new_empty(v_THV.shape)
     (q, q_stride), (k, k_stride), (v, v_stride) = as_flat(q_TGN), as_flat(k_TGN), as_flat(v_THV)
     a, a_stride, a_heads, b = _NOTHING, 0, 1, _NOTHING

@@ -8,7 +8,8 @@ from numba import njit, prange
 from torch import Tensor
 
 from memory.interface import Int64s
-from memory.kernels.cpu.rows import as_array, copy_, require_shapes
+from memory.kernels import reference
+from memory.kernels.cpu.rows import as_array, as_tensors, copy_, require_shapes
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
 from memory.kernels.signature import Prepared, StateSlots
@@ -34,6 +35,9 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
         "causal_conv", window=(window.shape, (n_taps - 1, n_channels)), row=((min(rows_TR.shape[1], n_channels),), (n_channels,)),
         bias=((n_channels,) if bias_E is None else bias_E.shape, (n_channels,)),
     )  # fmt: skip
+    if window.tail is not None:
+        weight_WE, bias_E = torch.as_tensor(weight_WE), None if bias_E is None else torch.as_tensor(bias_E)
+        return reference.causal_conv(rows_TR, weight_WE, bias_E, as_tensors(window), activation=activation)
     out_TE = rows_TR.new_empty(rows_TR.shape[0], n_channels)
     bias = np.zeros(n_channels, np.float32) if bias_E is None else as_array(bias_E)
     n_threads = use_threads(2 * out_TE.numel() * n_taps)

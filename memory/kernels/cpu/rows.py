@@ -10,7 +10,7 @@ from numba import njit
 from torch import Tensor
 
 from memory.errors import StepError
-from memory.kernels.signature import PagedBatch, Prepared
+from memory.kernels.signature import PagedBatch, Prepared, StateSlots, Tail
 
 
 def prepare(tensor: Tensor) -> Prepared:
@@ -19,6 +19,16 @@ def prepare(tensor: Tensor) -> Prepared:
 
 def as_array(x: Prepared) -> Prepared:
     return x if isinstance(x, np.ndarray) else x.detach().numpy()
+
+
+def as_tensors(slots: StateSlots) -> StateSlots:
+    """For `reference`, which runs what comes behind a tail: on a CPU a state is better written than read again behind one."""
+    flat, sources, targets = (torch.as_tensor(x) for x in (slots.flat, slots.sources, slots.targets))
+    tail = slots.tail
+    if tail is not None:
+        flats, blocks, new_blocks = (tuple(map(torch.as_tensor, ring)) for ring in (tail.flats, tail.sources, tail.targets))
+        tail = Tail(flats, blocks, new_blocks, tail.ring_rows, *map(torch.as_tensor, (tail.firsts, tail.counts, tail.folds)))
+    return slots._replace(flat=flat, sources=sources, targets=targets, tail=tail)
 
 
 def require_shapes(what: str, **pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> None:

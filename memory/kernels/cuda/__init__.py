@@ -11,17 +11,13 @@ With TRITON_INTERPRET=1 in the environment, all of it runs in Triton's interpret
 """
 
 from memory.kernels.cuda.attention import attend_rows, paged_attention
+from memory.kernels.cuda.channel_states import selective_scan
+from memory.kernels.cuda.convolution import causal_conv
+from memory.kernels.cuda.matrix_states import matrix_scan
+from memory.kernels.cuda.norms import rms_norm
 from memory.kernels.cuda.page_choice import choose_pages
 from memory.kernels.cuda.rows import prepare, read_rows, write_rows_
-from memory.kernels.reference import (
-    causal_conv,
-    linear_scan,
-    matrix_scan,
-    rms_norm,
-    selective_scan,
-    softplus,
-    wkv4,
-)
+from memory.kernels.cuda.vectors import linear_scan, softplus, wkv4
 
 __all__ = [
     "attend_rows",

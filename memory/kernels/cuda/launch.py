@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.errors import StepError
 from memory.interface import Int64s
 from memory.uploads import upload
 
@@ -60,3 +61,26 @@ def head_parts(head_dim: int) -> dict[str, int]:
 def device_ints(array: Int64s | Tensor, device: torch.device) -> Tensor:
     """A plan's host array (or a tensor that is there already) on the device, int64; uploaded once however often it is asked for."""
     return array if isinstance(array, Tensor) else upload(array, device)
+
+
+def ceil_div(n: int, d: int) -> int:
+    return -(-n // d)
+
+
+def with_contiguous_rows(x: Tensor) -> Tensor:
+    """x (T, ...) such that each row is contiguous: itself where it is, such as a part of a wider row."""
+    return x if x.numel() == 0 or x[0].is_contiguous() else x.contiguous()
+
+
+def absent(x: Any, instead: Tensor) -> Any:
+    """A pointer that is never read, where an input is None."""
+    return instead if x is None else x
+
+
+def require_shapes(what: str, **pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
+    """Raise StepError unless each (found, expected) agrees: compiled code does not look where it writes."""
+    for name, (found, expected) in pairs.items():
+        if tuple(found) != tuple(expected):
+            raise StepError(
+                f"{what}: {name} has shape {tuple(found)}, not {tuple(expected)}; a layer's weights must fit its spec and its rows"
+            )

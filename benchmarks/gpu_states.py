@@ -1,0 +1,192 @@
+"""Recurrent states on a GPU: decode steps that only read them against steps that read and write, and prompts.
+
+States of many layers are met in turn, so that none is in a cache when its turn comes; all layers are one CUDA graph, so that the host
+does not count.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from benchmarks.harness import Report, Samples
+from memory.kernels import Erase, StateSlots, Tail, cuda
+
+N_BYTES = 2 << 30
+"""States met in turn: far more than the last-level cache of a GPU holds (60 MB on an H200)."""
+TAIL_TOKENS, N_DRAFTS, PROMPT_TOKENS = 24, 4, 4096
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A mixer's sizes, as models have them."""
+
+    name: str
+    n_heads: int
+    n_groups: int
+    value_dim: int
+    key_dim: int
+    erases: bool
+
+    @property
+    def state_elements(self) -> int:
+        return self.n_heads * self.value_dim * self.key_dim
+
+
+LAYERS = (
+    Layer("SSD, 80 heads of 64 x 128, 1 group", 80, 1, 64, 128, False),
+    Layer("gated delta, 32 value heads, 16 key heads, 128 x 128", 32, 16, 128, 128, True),
+)
+
+
+def gpu_states(report: Report, *, quick: bool) -> None:
+    """Needs a CUDA device."""
+    copy = copy_gbytes_a_second()
+    report.add("copy", {"what": "torch copy of 1 GiB on the device", "GB/s read + written": copy})
+    for layer in LAYERS:
+        for dtype in (torch.bfloat16, torch.float32):
+            for n_sequences in (1, 128) if quick else (1, 32, 128, 256):
+                _decode(report, layer, dtype, n_sequences, copy, n_rounds=5 if quick else 20)
+    for layer in LAYERS:
+        _prompt(report, layer, n_rounds=3 if quick else 10)
+
+
+def copy_gbytes_a_second() -> float:
+    """Bytes read and bytes written, per second, in 10**9."""
+    source = torch.ones(1 << 28, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() * 4 / time_graph(lambda: target.copy_(source), 10).median_ms / 1e6
+
+
+def time_graph(run: Callable[[], object], n_rounds: int) -> Samples:
+    """Replays of a CUDA graph of `run`, after it ran once by itself for what is compiled and uploaded."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    seconds = []
+    for i in range(n_rounds + 2):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        if i >= 2:
+            seconds.append(begin.elapsed_time(end) / 1e3)
+    return Samples(seconds)
+
+
+class Work:
+    """Steps of `n_new` tokens a sequence through many layers, both ways, from the same numbers."""
+
+    def __init__(self, layer: Layer, dtype: torch.dtype, n_sequences: int, n_new: int) -> None:
+        n, device = n_sequences, torch.device("cuda")
+        self.layer, self.n_sequences, self.n_layers = layer, n, max(1, N_BYTES // (4 * n * layer.state_elements))
+        self.shape = (layer.n_heads, layer.value_dim, layer.key_dim)
+        self.cu_rows, n_rows = np.arange(n + 1) * n_new, n * n_new
+        self.flat = torch.randn(self.n_layers * n * layer.state_elements, device=device)
+        self.offsets = torch.arange(0, len(self.flat), layer.state_elements, device=device).view(self.n_layers, n)
+        self.q = torch.randn(n_rows, layer.n_groups, layer.key_dim, device=device).to(dtype)
+        self.k = F.normalize(torch.randn_like(self.q.float()), dim=-1).to(dtype)
+        self.v = torch.randn(n_rows, layer.n_heads, layer.value_dim, device=device).to(dtype)
+        self.log_decay, self.strength = (torch.rand(n_rows, layer.n_heads, device=device) * x for x in (-0.1, 1.0))
+        self.skip = None if layer.erases else torch.randn(layer.n_heads, device=device)
+        self.nowhere = torch.full_like(self.offsets[0], -1)
+        self.tails = self._make_tails(dtype, n_new)
+
+    def _make_tails(self, dtype: torch.dtype, n_new: int) -> list[Tail]:
+        layer, n, ring_rows, device = self.layer, self.n_sequences, TAIL_TOKENS + n_new, self.flat.device
+        parts = (((layer.n_groups, layer.key_dim), dtype), ((layer.n_heads, layer.value_dim), dtype), ((layer.n_heads,), torch.float32))
+        flats, offsets = [], []
+        for shape, of in parts:
+            size = ring_rows * int(np.prod(shape))
+            flats.append((torch.rand(self.n_layers * n * size, device=device) * -0.1).to(of))
+            offsets.append(torch.arange(0, len(flats[-1]), size, device=device).view(self.n_layers, n))
+        numbers = [torch.full((n,), x, device=device) for x in (0, TAIL_TOKENS, 0)]
+        return [
+            Tail(tuple(flats), tuple(own := [x[i] for x in offsets]), tuple(own), ring_rows, *numbers)  # type: ignore[arg-type]
+            for i in range(self.n_layers)
+        ]
+
+    def _run(self, slots: StateSlots) -> Tensor:
+        erase = Erase(self.k, None, after_decay=True) if self.layer.erases else None
+        return cuda.matrix_scan(self.q, self.k, self.v, self.log_decay, erase, slots, strength_TH=self.strength, skip_H=self.skip)
+
+    def read(self) -> None:
+        for offsets, tail in zip(self.offsets, self.tails, strict=True):
+            self._run(StateSlots(self.cu_rows, self.flat, offsets, self.nowhere, self.shape, 0.0, tail))
+
+    def read_and_write(self) -> None:
+        for offsets in self.offsets:
+            self._run(StateSlots(self.cu_rows, self.flat, offsets, offsets, self.shape, 0.0))
+
+    def read_and_write_theirs(self, update: Callable[..., Tensor]) -> None:
+        """mamba-ssm's `selective_state_update`; one token each."""
+        n, (h, p, s) = self.n_sequences, self.shape
+        rate = torch.full((h,), -0.1, device=self.flat.device)[:, None, None].expand(h, p, s)
+        skip = None if self.skip is None else self.skip[:, None].expand(h, p)
+        for state in self.flat.view(self.n_layers, n, h, p, s):
+            update(state, self.v, self.strength.to(self.v.dtype)[:, :, None].expand(n, h, p), rate, self.k, self.q, skip)
+
+    @property
+    def read_bytes(self) -> int:
+        """Of all layers: each state once, its tail, and the new rows."""
+        layer, width = self.layer, self.v.element_size()
+        row = (layer.n_groups * layer.key_dim + layer.n_heads * layer.value_dim) * width + 4 * layer.n_heads
+        new = (2 * self.q[0].numel() + self.v[0].numel()) * width + 4 * self.v[0].numel() + row
+        each = 4 * layer.state_elements + TAIL_TOKENS * row + new * (len(self.v) // self.n_sequences)
+        return self.n_layers * self.n_sequences * each
+
+
+def _decode(report: Report, layer: Layer, dtype: torch.dtype, n_sequences: int, copy: float, *, n_rounds: int) -> None:
+    work = Work(layer, dtype, n_sequences, 1)
+    reading, writing = time_graph(work.read, n_rounds), time_graph(work.read_and_write, n_rounds)
+    peer, theirs = "ours", writing.median_ms
+    update = None if layer.erases else _theirs("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
+    if update is not None:
+        peer, theirs = "mamba-ssm", time_graph(lambda: work.read_and_write_theirs(update), n_rounds).median_ms
+    n_layers, gbytes = work.n_layers, work.read_bytes / reading.median_ms / 1e6
+    drafts = Work(layer, dtype, n_sequences, 1 + N_DRAFTS)
+    verifying = time_graph(drafts.read, n_rounds).median_ms / drafts.n_layers
+    step = reading.median_ms / n_layers
+    report.add(f"a decode step of one layer behind a tail of {TAIL_TOKENS} tokens", {
+        "layer": layer.name, "rows": str(dtype).removeprefix("torch."), "sequences": n_sequences, "reads, µs": step * 1e3,
+        "GB/s": gbytes, "of the copy": gbytes / copy, "reads and writes, µs": writing.median_ms / n_layers * 1e3,
+        "peer": peer, "peer, µs": theirs / n_layers * 1e3, "peer / reads": theirs / reading.median_ms,
+        f"{N_DRAFTS} drafts / step": verifying / step,
+    })  # fmt: skip
+
+
+def _prompt(report: Report, layer: Layer, *, n_rounds: int) -> None:
+    work = Work(layer, torch.bfloat16, 1, PROMPT_TOKENS)
+    slots = StateSlots(work.cu_rows, work.flat, work.offsets[0], work.offsets[0], work.shape, 0.0)
+    ours, peer, theirs = time_graph(lambda: work._run(slots), n_rounds).median_ms, "-", 0.0
+    scan = None if layer.erases else _theirs("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    if scan is not None:
+        state, rate = work.flat[: layer.state_elements].view(1, *work.shape), torch.full((layer.n_heads,), -0.1, device="cuda")
+        x, dt, b, c = (t[None] for t in (work.v, work.strength, work.k, work.q))
+        peer = "mamba-ssm"
+        theirs = time_graph(lambda: scan(x, dt, rate, b, c, 256, D=work.skip, initial_states=state, return_final_states=True), n_rounds)
+        theirs = theirs.median_ms
+    report.add(f"a prompt of {PROMPT_TOKENS} tokens, one layer, bfloat16", {
+        "layer": layer.name, "ms": ours, "peer": peer, "peer, ms": theirs, "peer / ours": theirs / ours,
+    })  # fmt: skip
+
+
+def _theirs(module: str, function: str) -> Any:
+    """A library's function, or None where it is not installed."""
+    try:
+        return getattr(__import__(module, fromlist=[function]), function)
+    except ImportError:
+        return None

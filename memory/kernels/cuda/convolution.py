@@ -1,0 +1,130 @@
+"""Causal convolution. A program is a tile of one run's rows, over some of the channels."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from memory.interface import Int64s
+from memory.kernels.cuda.launch import (
+    absent,
+    ceil_div,
+    launch,
+    next_power_of_2,
+    require_shapes,
+    with_contiguous_rows,
+)
+from memory.kernels.cuda.math import bound, silu
+from memory.kernels.cuda.prompts import conv_by_library
+from memory.kernels.signature import Prepared, StateSlots
+from memory.uploads import remember, upload
+
+_TILE_ROWS, _TILE_ELEMENTS = 16, 1024
+
+
+def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True) -> Tensor:
+    n_taps, n_channels = weight_WE.shape
+    require_shapes(
+        "causal_conv", window=(window.shape, (n_taps - 1, n_channels)), row=((min(rows_TR.shape[1], n_channels),), (n_channels,)),
+        bias=((n_channels,) if bias_E is None else bias_E.shape, (n_channels,)),
+    )  # fmt: skip
+    rows_TR = with_contiguous_rows(rows_TR)
+    if (out := conv_by_library(rows_TR, weight_WE, bias_E, window, activation=activation)) is not None:
+        return out
+    out_TE = torch.empty(rows_TR.shape[0], n_channels, dtype=rows_TR.dtype, device=rows_TR.device)
+    n_rows = min(_TILE_ROWS, next_power_of_2(int(np.diff(window.cu_rows).max(initial=1))))
+    n_columns = min(next_power_of_2(n_channels), _TILE_ELEMENTS // n_rows)
+    run_tiles, cu_rows, n_tiles = remember(
+        (window.cu_rows,), (n_rows, rows_TR.device), lambda: _tiles(window.cu_rows, n_rows, rows_TR.device)
+    )
+    tail = window.tail
+    ring = (rows_TR, run_tiles, 1, 0, run_tiles, run_tiles, run_tiles)
+    if tail is not None:
+        ring = (tail.flats[0], tail.sources[0], tail.ring_rows, rows_TR.shape[1], tail.firsts, tail.counts, tail.folds)
+    arguments = (
+        rows_TR, rows_TR.stride(0), weight_WE, absent(bias_E, rows_TR), out_TE, run_tiles, cu_rows, n_tiles, n_channels,
+        window.flat, window.sources, window.targets, float(window.initial), *ring,
+    )  # fmt: skip
+    options = {
+        "HAS_BIAS": bias_E is not None, "HAS_TAIL": tail is not None, "ACTIVATION": activation, "TAPS": n_taps,
+        "WINDOW": next_power_of_2(n_taps - 1), "ROWS": n_rows, "CHANNELS": n_columns,
+    }  # fmt: skip
+    # A run of several tiles may start from the very window that it leaves: that is written when all tiles are done.
+    is_short, n_blocks = n_tiles == len(window.cu_rows) - 1, ceil_div(n_channels, n_columns)
+    launch(_causal_conv, (n_tiles, n_blocks), *arguments, **options, WRITES_ROWS=True, WRITES_WINDOW=is_short)
+    if not is_short:
+        launch(_causal_conv, (n_tiles, n_blocks), *arguments, **options, WRITES_ROWS=False, WRITES_WINDOW=True)
+    return out_TE
+
+
+def _tiles(cu_rows: Int64s, tile_rows: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
+    """Runs cut into tiles of `tile_rows`: the run of each, then its first row within the run, (2 n,); cu_rows; and n."""
+    n_tiles = -(-np.diff(cu_rows) // tile_rows)
+    runs = np.repeat(np.arange(len(n_tiles)), n_tiles)
+    first = (np.arange(len(runs)) - np.repeat(np.cumsum(n_tiles) - n_tiles, n_tiles)) * tile_rows
+    packed = upload(np.concatenate([runs, first, cu_rows]), device)
+    return packed[: 2 * len(runs)], packed[2 * len(runs) :], len(runs)
+
+
+@triton.jit
+def _causal_conv(  # type: ignore[no-untyped-def]
+    rows, row_stride, weight, bias, out, run_tiles, cu_rows, n_tiles, n_channels, flat, sources, targets, initial,
+    ring, ring_blocks, ring_rows, ring_stride, firsts, counts, folds,
+    HAS_BIAS: tl.constexpr, HAS_TAIL: tl.constexpr, ACTIVATION: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, WRITES_ROWS: tl.constexpr, WRITES_WINDOW: tl.constexpr,
+):  # fmt: skip
+    run, first = tl.load(run_tiles + tl.program_id(0)), tl.load(run_tiles + n_tiles + tl.program_id(0))
+    start, n_rows = tl.load(cu_rows + run), tl.load(cu_rows + run + 1) - tl.load(cu_rows + run)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    is_channel = channels < n_channels
+    source, target = tl.load(sources + run), tl.load(targets + run)
+    count, fold, block, slot = tl.zeros((), tl.int64), n_rows, tl.zeros((), tl.int64), tl.zeros((), tl.int64)
+    if HAS_TAIL:
+        count, fold, slot = tl.load(counts + run), tl.load(folds + run), tl.load(firsts + run)
+        block = tl.load(ring_blocks + run)
+    if WRITES_ROWS:
+        row = first + tl.arange(0, ROWS)
+        y = tl.zeros((ROWS, CHANNELS), tl.float32)
+        if HAS_BIAS:
+            y += tl.load(bias + channels, mask=is_channel, other=0.0).to(tl.float32)[None, :]
+        for w in tl.static_range(TAPS):
+            tap = tl.load(weight + w * n_channels + channels, mask=is_channel, other=0.0).to(tl.float32)
+            y += tap[None, :] * _before(
+                count + row - (TAPS - 1) + w, channels, (row < n_rows)[:, None] & is_channel[None, :], rows, row_stride, start, count,
+                flat, source, initial, ring, block, slot, ring_rows, ring_stride, n_channels, HAS_TAIL, TAPS,
+            )  # fmt: skip
+        if ACTIVATION:
+            y = silu(y)
+        at = out + (start + row)[:, None] * n_channels + channels[None, :]
+        tl.store(at, y.to(out.dtype.element_ty), mask=(row < n_rows)[:, None] & is_channel[None, :])
+    if WRITES_WINDOW and first + ROWS >= n_rows:
+        kept = tl.arange(0, WINDOW)
+        mask = (kept < bound(target, TAPS - 1))[:, None] & is_channel[None, :]
+        x = _before(
+            fold - (TAPS - 1) + kept, channels, mask, rows, row_stride, start, count,
+            flat, source, initial, ring, block, slot, ring_rows, ring_stride, n_channels, HAS_TAIL, TAPS,
+        )  # fmt: skip
+        tl.debug_barrier()  # a window that is written in place has been read
+        tl.store(flat + target + kept[:, None] * n_channels + channels[None, :], x.to(flat.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _before(  # type: ignore[no-untyped-def]
+    p, channels, mask, rows, row_stride, start, count, flat, source, initial, ring, block, slot, ring_rows, ring_stride, n_channels,
+    HAS_TAIL: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Inputs at positions p, counted from the state in `source`: out of its window, the ring or the run's rows."""
+    is_new = (p >= count)[:, None]
+    x = tl.load(rows + (start + p - count)[:, None] * row_stride + channels[None, :], mask=mask & is_new, other=0.0).to(tl.float32)
+    in_window = mask & (p < 0)[:, None]
+    at = flat + source + (p + TAPS - 1)[:, None] * n_channels + channels[None, :]
+    is_kept = mask & (p < tl.where(source < 0, -TAPS, 0))[:, None]
+    x = tl.where(in_window, tl.load(at, mask=is_kept, other=initial).to(tl.float32), x)
+    if HAS_TAIL:
+        in_ring = mask & ((p >= 0) & (p < count))[:, None]
+        at = ring + block + ((slot + p) % ring_rows)[:, None] * ring_stride + channels[None, :]
+        x = tl.where(in_ring, tl.load(at, mask=in_ring, other=0.0).to(tl.float32), x)
+    return x

@@ -1,0 +1,239 @@
+"""Matrix states over many tokens: chunks of 64 (or 32), as products of matrices. A program is one run over some rows of one head's state.
+
+Within a chunk, with G the sum of log decays up to and including each token, S the state before it and U the rows that are written,
+
+    Y = exp(G) Q S^T + (Q K^T * exp(G_i - G_j), j <= i) U          S = exp(G_C) S + (exp(G_C - G) U)^T K
+
+where U = strength V, or, for the delta rule, what is left of it once each token has erased what its key found (Yang et al. 2024,
+"Parallelizing Linear Transformers with the Delta Rule", eq. 10; with decays "Gated Delta Networks", section 3.3):
+
+    (I + A) U = strength (V - exp(G) K S^T)          A_ij = strength_i (k_i . k_j) exp(G_i - G_j), j < i
+
+The inverse of I + A knows nothing of S, so all chunks' are made beforehand, side by side, by forward substitution.
+A body that is asked for within a run is stored on the way: chunks end there, and start again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from memory.interface import Int64s
+from memory.kernels.cuda.launch import ceil_div, launch, next_power_of_2
+from memory.kernels.cuda.math import bound
+from memory.kernels.cuda.matrix_inputs import Inputs
+from memory.kernels.cuda.matrix_tails import fold_tail, rings_of
+from memory.kernels.signature import StateSlots
+from memory.uploads import remember, upload
+
+_PROGRAMS = 132
+
+
+def scan_chunks(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
+    """`Kernels.matrix_scan` of runs of many tokens, with a tail or without."""
+    n_heads, n_rows, n_columns = inputs.sizes
+    n_runs, columns = len(state.cu_rows) - 1, max(16, next_power_of_2(n_columns))
+    chunk = 64 if columns <= 128 and inputs.v.dtype != torch.float32 else 32  # more would not fit into registers
+    device = y_THV.device
+    cu_rows, cu_chunks, run_of = remember((state.cu_rows,), (chunk, device), lambda: _chunks(state.cu_rows, chunk, device))
+    rings = (y_THV,) * 9 + (1, cu_rows, cu_rows, cu_rows) if state.tail is None else rings_of(state)
+    common: dict[str, Any] = {"COLUMNS": columns, "CHUNK": chunk, "HAS_TAIL": state.tail is not None, "PRECISION": _precision(inputs)}
+    inverses = y_THV
+    if inputs.a is not None:
+        inverses = torch.empty(len(run_of), n_heads, chunk, chunk, dtype=torch.float32, device=device)
+        launch(_invert, (n_heads, len(run_of)),
+            *inputs.pointers[3:9], *inputs.pointers[11:15], run_of, cu_chunks, cu_rows, state.targets, rings[-2], rings[-1], inverses,
+            n_heads, n_columns, HAS_STRENGTH=inputs.strength is not None, **common, num_warps=8,
+        )  # fmt: skip
+    rows = _rows_a_program(inputs, n_runs)
+    launch(_scan_chunks, (ceil_div(n_rows, rows), n_heads, n_runs),
+        *inputs.pointers, y_THV, inverses, cu_chunks, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
+        *rings, n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, **common, num_warps=8,
+    )  # fmt: skip
+
+
+def _chunks(cu_rows: Int64s, chunk: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """cu_rows; the first chunk of each run; and the run of each chunk. One more a run than its tokens fill: the one up to a body."""
+    cu_chunks = np.concatenate([[0], np.cumsum(-(-np.diff(cu_rows) // chunk) + 1)])
+    runs = np.repeat(np.arange(len(cu_rows) - 1), np.diff(cu_chunks))
+    n = len(cu_rows)
+    packed = upload(np.concatenate([cu_rows, cu_chunks, runs]), device)
+    return packed[:n], packed[n : 2 * n], packed[2 * n :]
+
+
+def _precision(inputs: Inputs) -> str:
+    """Of products: three of tf32 are as good as one of float32; rows of 16 bits are tf32 already."""
+    return "tf32x3" if inputs.v.dtype == torch.float32 else "tf32"
+
+
+def _rows_a_program(inputs: Inputs, n_runs: int) -> int:
+    """Of a head's state: at least what a product of matrices takes."""
+    n_heads, n_rows, n_columns = inputs.sizes
+    rows = 64 if n_columns <= 128 else 32
+    while rows > 16 and n_runs * n_heads * ceil_div(n_rows, rows) < _PROGRAMS:
+        rows //= 2
+    return min(rows, max(16, next_power_of_2(n_rows)))
+
+
+@triton.jit
+def _split(run, target, n_new, counts, folds, HAS_TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows of a run before the body that it leaves on its way; all, if it leaves one at its end or none."""
+    split = n_new
+    if HAS_TAIL:
+        split = tl.where(target < 0, 0, tl.maximum(tl.load(folds + run) - tl.load(counts + run), 0).to(tl.int32))
+    return split
+
+
+@triton.jit
+def _fades(log_decay, decay_stride, h, rows, end):  # type: ignore[no-untyped-def]
+    """Sums of log decays up to each row, float64: differences of sums are as exact as the decays."""
+    fade = tl.load(log_decay + rows * decay_stride + h, mask=rows < end, other=0.0)
+    return tl.cumsum(fade.to(tl.float64), axis=0)
+
+
+@triton.jit
+def _matrix(x, stride, h, rows, end, n, n_columns):  # type: ignore[no-untyped-def]
+    mask = (rows < end)[:, None] & (n < n_columns)[None, :]
+    return tl.load(x + (rows * stride)[:, None] + h * n_columns + n[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _invert(  # type: ignore[no-untyped-def]
+    k, k_stride, k_heads, a, a_stride, a_heads, log_decay, decay_stride, strength, strength_stride, run_of, cu_chunks, cu_rows,
+    targets, counts, folds, inverses, n_heads, n_columns,
+    HAS_STRENGTH: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(I + A)^-1 of one chunk of one head: row i is e_i - sum of A_ij times row j."""
+    h, run = tl.program_id(0), tl.load(run_of + tl.program_id(1))
+    start, chunk = tl.load(cu_rows + run), tl.program_id(1) - tl.load(cu_chunks + run).to(tl.int32)
+    n_new = (tl.load(cu_rows + run + 1) - start).to(tl.int32)
+    split = _split(run, tl.load(targets + run), n_new, counts, folds, HAS_TAIL)
+    n_before = tl.cdiv(split, CHUNK)
+    first = tl.where(chunk < n_before, chunk * CHUNK, split + (chunk - n_before) * CHUNK)
+    end = start + tl.where(chunk < n_before, split, n_new)
+    i, n = tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
+    rows = start + first + i
+    key = _matrix(k, k_stride, h // k_heads, rows, end, n, n_columns)
+    reading = _matrix(a, a_stride, h // a_heads, rows, end, n, n_columns)
+    if HAS_STRENGTH:
+        reading *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[:, None]
+    fade = _fades(log_decay, decay_stride, h, rows, end)
+    left = tl.exp(tl.where(i[:, None] < i[None, :], fade[None, :] - fade[:, None], 0.0).to(tl.float32))
+    # Transposed, so that what one row needs of A lies along the axis that is summed over.
+    transposed = tl.dot(key, tl.trans(reading), input_precision=PRECISION) * left
+    transposed = tl.where(i[:, None] < i[None, :], transposed, 0.0)
+    inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
+    for row in range(1, CHUNK):
+        weights = tl.sum(tl.where(i[None, :] == row, transposed, 0.0), axis=1)
+        inverse -= tl.where(i[:, None] == row, tl.sum(weights[:, None] * inverse, axis=0)[None, :], 0.0)
+    at = (tl.program_id(1) * n_heads + h).to(tl.int64) * CHUNK * CHUNK
+    tl.store(inverses + at + i[:, None] * CHUNK + i[None, :], inverse)
+
+
+@triton.jit
+def _advance(  # type: ignore[no-untyped-def]
+    s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength, strength_stride,
+    skip, y, inverse, rows, end, h, r, n, n_heads, n_rows, n_columns,
+    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A chunk of `rows` before `end`: the state behind it, and what it wrote (CHUNK, ROWS)."""
+    i = tl.arange(0, CHUNK)
+    query, key = _matrix(q, q_stride, h // q_heads, rows, end, n, n_columns), _matrix(k, k_stride, h // k_heads, rows, end, n, n_columns)
+    value = _matrix(v, v_stride, h, rows, end, r, n_rows)
+    fade = _fades(log_decay, decay_stride, h, rows, end)
+    so_far = tl.exp(fade.to(tl.float32))[:, None]
+    u = value
+    if ERASES:
+        reading = _matrix(a, a_stride, h // a_heads, rows, end, n, n_columns)
+        u -= so_far * tl.dot(reading, tl.trans(s), input_precision=PRECISION)
+    if HAS_STRENGTH:
+        u *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[:, None]
+    if ERASES:
+        u = tl.dot(tl.load(inverse + i[:, None] * CHUNK + i[None, :]), u, input_precision=PRECISION)
+    seen = i[:, None] >= i[None, :]
+    left = tl.exp(tl.where(seen, fade[:, None] - fade[None, :], 0.0).to(tl.float32))
+    weights = tl.where(seen, tl.dot(query, tl.trans(key), input_precision=PRECISION) * left, 0.0)
+    out = so_far * tl.dot(query, tl.trans(s), input_precision=PRECISION) + tl.dot(weights, u, input_precision=PRECISION)
+    if HAS_SKIP:
+        out += tl.load(skip + h).to(tl.float32) * value
+    tl.store(y + (rows * n_heads + h)[:, None] * n_rows + r[None, :], out, mask=(rows < end)[:, None] & (r < n_rows)[None, :])
+    total = tl.sum(tl.where(i == CHUNK - 1, fade, 0.0), axis=0)
+    faded = u * tl.exp((total - fade).to(tl.float32))[:, None]
+    s = tl.exp(total.to(tl.float32)) * s + tl.dot(tl.trans(faded), key, input_precision=PRECISION)
+    return s, u, key
+
+
+@triton.jit
+def _scan_chunks(  # type: ignore[no-untyped-def]
+    q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength, strength_stride,
+    skip, y, inverses, cu_chunks, cu_rows, flat, sources, targets, initial,
+    keys, key_sources, key_targets, writes, write_sources, write_targets, decays, decay_sources, decay_targets,
+    ring_rows, firsts, counts, folds, n_heads, n_rows, n_columns,
+    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    h, run = tl.program_id(1), tl.program_id(2)
+    r, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    is_column, i = (n < n_columns)[None, :], tl.arange(0, CHUNK)
+    at = (h * n_rows + r)[:, None] * n_columns + n[None, :]
+    source, target, start = tl.load(sources + run), tl.load(targets + run), tl.load(cu_rows + run)
+    n_new = (tl.load(cu_rows + run + 1) - start).to(tl.int32)
+    split = _split(run, target, n_new, counts, folds, HAS_TAIL)
+    inverse = inverses + (tl.load(cu_chunks + run) * n_heads + h) * CHUNK * CHUNK
+    s = tl.load(flat + source + at, mask=(r < bound(source, n_rows))[:, None] & is_column, other=initial).to(tl.float32)
+    if HAS_TAIL:
+        count, first, n_keys = tl.load(counts + run).to(tl.int32), tl.load(firsts + run).to(tl.int32), n_heads // k_heads * n_columns
+        fold = tl.where(target < 0, 0, tl.load(folds + run).to(tl.int32))
+        old_key, old_write = tl.load(key_sources + run) + h // k_heads * n_columns, tl.load(write_sources + run) + h * n_rows
+        old_decay = tl.load(decay_sources + run) + h
+        s = fold_tail(
+            s, 0, tl.minimum(fold, count), r, n, count, keys, old_key, k, k_stride, n_keys, writes, old_write, old_write,
+            decays, old_decay, log_decay, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
+        )  # fmt: skip
+        _store(flat, target, at, s, tl.where(fold > count, -1, target), r, n_rows, is_column)
+        s = fold_tail(
+            s, tl.minimum(fold, count), count, r, n, count, keys, old_key, k, k_stride, n_keys, writes, old_write, old_write,
+            decays, old_decay, log_decay, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
+        )  # fmt: skip
+        target = tl.where(fold > count, target, -1)
+    for chunk in range(tl.cdiv(split, CHUNK)):
+        s, u, key = _advance(
+            s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
+            strength_stride, skip, y, inverse, start + chunk * CHUNK + i, start + split, h, r, n, n_heads, n_rows, n_columns,
+            ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, PRECISION,
+        )  # fmt: skip
+        inverse += n_heads * CHUNK * CHUNK
+    tl.debug_barrier()  # every element of a state that is written in place has been read
+    _store(flat, target, at, s, target, r, n_rows, is_column)
+    if HAS_TAIL:
+        key_place, write_place = tl.load(key_targets + run) + h // k_heads * n_columns, tl.load(write_targets + run) + h * n_rows
+        for begin in range(split, n_new, CHUNK):
+            s, u, key = _advance(
+                s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
+                strength_stride, skip, y, inverse, start + begin + i, start + n_new, h, r, n, n_heads, n_rows, n_columns,
+                ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, PRECISION,
+            )  # fmt: skip
+            inverse += n_heads * CHUNK * CHUNK
+            slots, is_new = (first + count + begin + i) % ring_rows, (begin + i) < n_new
+            _store_rows(writes + write_place, slots * n_heads * n_rows, u, r, n_rows, is_new)
+            if tl.program_id(0) == 0:
+                fade = tl.load(log_decay + (start + begin + i) * decay_stride + h, mask=is_new, other=0.0).to(tl.float32)
+                tl.store(decays + tl.load(decay_targets + run) + h + slots * n_heads, fade, mask=is_new)
+                if h % k_heads == 0:
+                    _store_rows(keys + key_place, slots * n_keys, key, n, n_columns, is_new)
+
+
+@triton.jit
+def _store(flat, target, at, s, limit, r, n_rows, is_column):  # type: ignore[no-untyped-def]
+    tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=(r < bound(limit, n_rows))[:, None] & is_column)
+
+
+@triton.jit
+def _store_rows(ring, offsets, x, columns, n_columns, mask):  # type: ignore[no-untyped-def]
+    at = ring + offsets[:, None] + columns[None, :]
+    tl.store(at, x.to(ring.dtype.element_ty), mask=mask[:, None] & (columns < n_columns)[None, :])

@@ -1,0 +1,75 @@
+"""What the kernels of matrix states are given, as they take it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from memory.kernels.cuda.launch import absent, ceil_div, next_power_of_2, with_contiguous_rows
+from memory.kernels.signature import Erase, Prepared, StateSlots
+from memory.uploads import remember
+
+_PROGRAMS = 2 * 132
+"""That keep a device busy: an H100 or H200 has 132 multiprocessors."""
+
+
+class Inputs(NamedTuple):
+    """The arguments of `Kernels.matrix_scan`, each row contiguous."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    a: Tensor | None
+    b: Tensor | None
+    strength: Tensor | None
+    skip: Prepared | None
+    after_decay: bool
+
+    @staticmethod
+    def of(
+        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, erase: Erase | None, strength: Tensor | None, skip: Prepared | None
+    ) -> Inputs:
+        a, b, after_decay = (None, None, False) if erase is None else erase
+        q, k, v, log_decay = (with_contiguous_rows(x) for x in (q, k, v, log_decay))
+        a, b, strength = (None if x is None else with_contiguous_rows(x) for x in (a, b, strength))
+        return Inputs(q, k, v, log_decay, a, b, strength, skip, after_decay)
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Heads, rows and columns of a head's state."""
+        return self.v.shape[1], self.v.shape[2], self.q.shape[2]
+
+    @property
+    def pointers(self) -> tuple[Any, ...]:
+        """q, k, v, log decay, a and strength, each followed by its stride, those with groups by their heads a group; and skip."""
+        n_heads, a, strength = self.v.shape[1], absent(self.a, self.q), absent(self.strength, self.q)
+        grouped = [y for x in (self.q, self.k, a) for y in (x, x.stride(0), n_heads // x.shape[1])]
+        rest = [y for x in (self.v, self.log_decay, strength) for y in (x, x.stride(0))]
+        return (*grouped, *rest, absent(self.skip, self.q))
+
+    @property
+    def flags(self) -> dict[str, Any]:
+        return {"ERASES": self.a is not None, "HAS_STRENGTH": self.strength is not None, "HAS_SKIP": self.skip is not None}
+
+
+def rows_a_program(inputs: Inputs, n_runs: int) -> int:
+    """Of a head's state: 32 KiB, less where there are few heads, and no rows that no head has."""
+    n_heads, n_rows, n_columns = inputs.sizes
+    rows = max(8, 8192 // next_power_of_2(n_columns))
+    while rows > 8 and n_runs * n_heads * ceil_div(n_rows, rows) < _PROGRAMS:
+        rows //= 2
+    return min(rows, next_power_of_2(n_rows))
+
+
+def part_of(state: StateSlots, begin: int, end: int) -> StateSlots:
+    """Runs [begin, end) alone."""
+    chosen, tail = slice(begin, end), state.tail
+    if tail is not None:
+        sources, targets = (tuple(x[chosen] for x in ring) for ring in (tail.sources, tail.targets))
+        tail = tail._replace(
+            sources=sources, targets=targets, firsts=tail.firsts[chosen], counts=tail.counts[chosen], folds=tail.folds[chosen]
+        )
+    cu_rows = remember((state.cu_rows,), (begin, end), lambda: state.cu_rows[begin : end + 1].copy())
+    return state._replace(cu_rows=cu_rows, sources=state.sources[chosen], targets=state.targets[chosen], tail=tail)

@@ -1,0 +1,50 @@
+"""Recurrences whose state is a matrix a head: which kernel runs them.
+
+matrix_tokens   any recurrence, token by token; the state goes through registers once
+matrix_chunks   one decay a head, many tokens: 64 at once, as products of matrices
+matrix_tails    one decay a head, a few tokens behind a tail: the state is only read
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.errors import StepError
+from memory.kernels.cuda.launch import require_shapes
+from memory.kernels.cuda.matrix_chunks import scan_chunks
+from memory.kernels.cuda.matrix_inputs import Inputs, part_of
+from memory.kernels.cuda.matrix_tails import read_states
+from memory.kernels.cuda.matrix_tokens import scan_tokens
+from memory.kernels.signature import Erase, Prepared, StateSlots
+
+_LONG_RUN = 17
+"""Tokens from which on a run is cut into chunks."""
+
+
+def matrix_scan(
+    q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots, *,
+    strength_TH: Tensor | None = None, skip_H: Prepared | None = None,
+) -> Tensor:  # fmt: skip
+    n_heads, n_rows, n_columns = v_THV.shape[1], v_THV.shape[2], q_TGN.shape[2]
+    require_shapes(
+        "matrix_scan", state=(state.shape, (n_heads, n_rows, n_columns)), keys=(k_TGN.shape[2:], (n_columns,)),
+        log_decay=(log_decay.shape[1:2], (n_heads,)), skip=((n_heads,) if skip_H is None else skip_H.shape, (n_heads,)),
+        strength=((n_heads,) if strength_TH is None else strength_TH.shape[1:], (n_heads,)),
+    )  # fmt: skip
+    is_simple = log_decay.dim() == 2 and (erase is None or (erase.b is None and erase.after_decay))
+    if not is_simple and state.tail is not None:
+        raise StepError("matrix_scan with a tail takes one decay a head, and erases by the keys that it writes; give such states no tail")
+    y_THV = torch.empty(v_THV.shape, dtype=torch.float32, device=v_THV.device)
+    inputs = Inputs.of(q_TGN, k_TGN, v_THV, log_decay, erase, strength_TH, skip_H)
+    is_long = np.diff(state.cu_rows) >= (_LONG_RUN if is_simple else np.inf)
+    # Requests come with the shortest first, but for those that a step puts otherwise: neighbours of one kind run together.
+    bounds = [0, *(np.flatnonzero(np.diff(is_long)) + 1).tolist(), len(is_long)]
+    for begin, end in pairwise(bounds):
+        some = state if (begin, end) == (0, len(is_long)) else part_of(state, begin, end)
+        scan = scan_chunks if is_long[begin] else scan_tokens if state.tail is None else read_states
+        scan(inputs, some, y_THV)
+    return y_THV

@@ -1,0 +1,130 @@
+"""Recurrences whose state is a few numbers a channel, and their gates. A program is one run over some of the channels."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
+from memory.kernels.cuda.math import bound
+from memory.kernels.cuda.math import softplus as softplus_of
+from memory.kernels.signature import Prepared, StateSlots
+
+_CHANNELS = 128
+"""Channels of a program: more would leave processors of a device without any."""
+
+
+def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
+    require_shapes("softplus", bias=(bias_H.shape, x_TH.shape[1:]))
+    n_rows, n_columns = x_TH.shape
+    out_TH = torch.empty(x_TH.shape, dtype=torch.float32, device=x_TH.device)
+    x_TH = with_contiguous_rows(x_TH)
+    columns = min(1024, next_power_of_2(n_columns))
+    rows = max(1, 1024 // columns)
+    grid = (ceil_div(n_rows, rows), ceil_div(n_columns, columns))
+    launch(_softplus, grid, x_TH, x_TH.stride(0), bias_H, out_TH, n_rows, n_columns, ROWS=rows, COLUMNS=columns)
+    return out_TH
+
+
+@triton.jit
+def _softplus(x, x_stride, bias, out, n_rows, n_columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    rows = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    mask = (rows < n_rows) & (columns < n_columns)[None, :]
+    z = tl.load(x + rows * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    z += tl.load(bias + columns, mask=columns < n_columns, other=0.0).to(tl.float32)[None, :]
+    tl.store(out + rows * n_columns + columns, softplus_of(z), mask=mask)
+
+
+def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
+    require_shapes("linear_scan", state=(state.shape, x_TE.shape[1:]), decay=(decay_TE.shape, x_TE.shape))
+    n_channels = x_TE.shape[1]
+    y_TE = torch.empty(x_TE.shape, dtype=torch.float32, device=x_TE.device)
+    x_TE, decay_TE = with_contiguous_rows(x_TE), with_contiguous_rows(decay_TE)
+    cu_rows = device_ints(state.cu_rows, x_TE.device)
+    grid = (len(state.cu_rows) - 1, ceil_div(n_channels, _CHANNELS))
+    launch(_linear_scan, grid,
+        x_TE, x_TE.stride(0), decay_TE, decay_TE.stride(0), y_TE, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
+        n_channels, CHANNELS=_CHANNELS,
+    )  # fmt: skip
+    return y_TE
+
+
+@triton.jit
+def _linear_scan(  # type: ignore[no-untyped-def]
+    x, x_stride, decay, decay_stride, y, cu_rows, flat, sources, targets, initial, n_channels, CHANNELS: tl.constexpr
+):
+    run = tl.program_id(0)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    mask = channels < n_channels
+    source, target = tl.load(sources + run), tl.load(targets + run)
+    h = tl.load(flat + source + channels, mask=channels < bound(source, n_channels), other=initial).to(tl.float32)
+    for t in range(tl.load(cu_rows + run), tl.load(cu_rows + run + 1)):
+        w = tl.load(decay + t * decay_stride + channels, mask=mask, other=0.0).to(tl.float32)
+        h = w * h + tl.load(x + t * x_stride + channels, mask=mask, other=0.0).to(tl.float32)
+        tl.store(y + t * n_channels + channels, h, mask=mask)
+    tl.debug_barrier()  # every element of a state that is written in place has been read
+    tl.store(flat + target + channels, h.to(flat.dtype.element_ty), mask=channels < bound(target, n_channels))
+
+
+def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...]) -> Tensor:
+    n_channels = v_TE.shape[1]
+    require_shapes(
+        "wkv4", keys=(k_TE.shape, v_TE.shape), decay=(decay_E.shape, (n_channels,)), first=(first_E.shape, (n_channels,)),
+        numerator=(states[0].shape, (n_channels,)),
+    )  # fmt: skip
+    y_TE = torch.empty(v_TE.shape, dtype=torch.float32, device=v_TE.device)
+    k_TE, v_TE = with_contiguous_rows(k_TE), with_contiguous_rows(v_TE)
+    top, below, exponent = states
+    grid = (len(top.cu_rows) - 1, ceil_div(n_channels, _CHANNELS))
+    launch(_wkv4, grid,
+        k_TE, k_TE.stride(0), v_TE, v_TE.stride(0), decay_E, first_E, y_TE, device_ints(top.cu_rows, v_TE.device),
+        top.flat, top.sources, top.targets, float(top.initial), below.flat, below.sources, below.targets, float(below.initial),
+        exponent.flat, exponent.sources, exponent.targets, float(exponent.initial), n_channels, CHANNELS=_CHANNELS,
+    )  # fmt: skip
+    return y_TE
+
+
+@triton.jit
+def _wkv4(  # type: ignore[no-untyped-def]
+    k, k_stride, v, v_stride, decay, first, y, cu_rows, top_flat, top_sources, top_targets, top_initial,
+    below_flat, below_sources, below_targets, below_initial, exponent_flat, exponent_sources, exponent_targets, exponent_initial,
+    n_channels, CHANNELS: tl.constexpr,
+):  # fmt: skip
+    run = tl.program_id(0)
+    channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
+    mask = channels < n_channels
+    fade = tl.load(decay + channels, mask=mask, other=0.0).to(tl.float32)
+    bonus = tl.load(first + channels, mask=mask, other=0.0).to(tl.float32)
+    top = _load(top_flat, top_sources + run, channels, n_channels, top_initial)
+    below = _load(below_flat, below_sources + run, channels, n_channels, below_initial)
+    exponent = _load(exponent_flat, exponent_sources + run, channels, n_channels, exponent_initial)
+    for t in range(tl.load(cu_rows + run), tl.load(cu_rows + run + 1)):
+        key = tl.load(k + t * k_stride + channels, mask=mask, other=0.0).to(tl.float32)
+        value = tl.load(v + t * v_stride + channels, mask=mask, other=0.0).to(tl.float32)
+        highest = tl.maximum(exponent, key + bonus)
+        old, new = tl.exp(exponent - highest), tl.exp(key + bonus - highest)
+        tl.store(y + t * n_channels + channels, (old * top + new * value) / (old * below + new), mask=mask)
+        highest = tl.maximum(exponent + fade, key)
+        old, new = tl.exp(exponent + fade - highest), tl.exp(key - highest)
+        top = old * top + new * value
+        below = old * below + new
+        exponent = highest
+    tl.debug_barrier()
+    _store(top_flat, top_targets + run, channels, n_channels, top)
+    _store(below_flat, below_targets + run, channels, n_channels, below)
+    _store(exponent_flat, exponent_targets + run, channels, n_channels, exponent)
+
+
+@triton.jit
+def _load(flat, at, channels, n_channels, initial):  # type: ignore[no-untyped-def]
+    source = tl.load(at)
+    return tl.load(flat + source + channels, mask=channels < bound(source, n_channels), other=initial).to(tl.float32)
+
+
+@triton.jit
+def _store(flat, at, channels, n_channels, x):  # type: ignore[no-untyped-def]
+    target = tl.load(at)
+    tl.store(flat + target + channels, x.to(flat.dtype.element_ty), mask=channels < bound(target, n_channels))

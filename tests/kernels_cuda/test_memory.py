@@ -1,0 +1,45 @@
+"""A memory on these kernels: states that are left behind their tails, against those that move with every token in plain torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from memory import HybridMemory
+from memory.recurrences import FAMILIES
+from tests.tolerances import assert_split_close
+from tests.toy import FamilyToy
+
+
+@pytest.mark.parametrize("family", ["ssd", "gated_delta", "short_conv"])
+def test_deferred_states(device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt, drafts, a rollback, a fork that goes its own way, and single tokens until bodies have moved."""
+    if device.type == "cuda":
+        pytest.skip("the toys live on the CPU; conformance runs on the device")
+    model = FamilyToy(FAMILIES[family])
+    tokens = torch.randint(0, model.memory_spec.vocab_size, (50,)).tolist()
+
+    def run(kernels: str, fold: str) -> Tensor:
+        monkeypatch.setenv("HYBRID_MEMORY_KERNELS", kernels)
+        memory = HybridMemory(model.memory_spec, "4MiB", rollback_window=8, fold=fold, poison=True)  # type: ignore[arg-type]
+        main, logits = memory.open(), []
+
+        def feed(**parts: list[int]) -> None:
+            requests = {{"main": main, "other": other}[name]: part for name, part in parts.items()}
+            with memory.step(requests, outputs="all") as step:  # type: ignore[arg-type]
+                logits.append(model(step))
+            memory.check()
+
+        other = main
+        feed(main=tokens[:20])
+        feed(main=tokens[20:24])
+        memory.rollback(main, to=21)
+        other = memory.fork(main)
+        feed(main=tokens[24:25], other=tokens[25:28])
+        for token in tokens[28:34]:
+            feed(main=[token], other=[token + 1 if token == 0 else token - 1])
+        feed(main=tokens[34:40])
+        return torch.cat(logits)
+
+    assert_split_close(run("cuda", "defer"), run("reference", "keep"))

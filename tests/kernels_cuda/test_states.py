@@ -1,0 +1,270 @@
+"""Kernels of recurrences against their twins: what they return, and every byte of the arena.
+
+Blocks of other runs, and what nobody wrote, are NaN: whoever reads them shows it, and whoever writes them changes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memory import StepError
+from memory.kernels import Erase, StateSlots, Tail, cuda, reference
+from tests.tolerances import assert_kernel_close
+from tests.unit.test_kernels import Slots
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHORT = (1, 2, 3, 1)
+CHUNKED = (1, 2, 63, 64, 65)
+
+
+def moved(x: Any, device: torch.device) -> Any:
+    """A copy on the device, of tensors and of tuples of them."""
+    if isinstance(x, Tensor):
+        return x.clone().to(device)
+    if isinstance(x, tuple):
+        parts = (moved(part, device) for part in x)
+        return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+    return x
+
+
+def flats_of(x: Any) -> list[Tensor]:
+    """The arenas in a function's arguments."""
+    if isinstance(x, StateSlots):
+        return [x.flat, *(x.tail.flats if x.tail is not None else ())]
+    return [flat for part in x for flat in flats_of(part)] if isinstance(x, tuple | list) else []
+
+
+def assert_as_twin(name: str, *args: Any, device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+    ours, theirs = moved(args, device), moved(args, torch.device("cpu"))
+    expected = getattr(reference, name)(*theirs, **options)
+    actual = getattr(cuda, name)(*ours, **moved_options(options, device))
+    assert_kernel_close(actual.cpu(), expected, dtype)
+    forget_folded(ours)
+    forget_folded(theirs)
+    for flat, twin in zip(flats_of(ours), flats_of(theirs), strict=True):
+        flat = flat.cpu()
+        assert torch.equal(flat.isnan(), twin.isnan()), "another part of the arena was written"
+        assert_kernel_close(flat.nan_to_num().float(), twin.nan_to_num().float(), dtype)
+
+
+def forget_folded(x: Any) -> None:
+    """Tokens that a state holds already may be in a ring, or not."""
+    if not isinstance(x, StateSlots):
+        for part in x if isinstance(x, tuple) else ():
+            forget_folded(part)
+    elif x.tail is not None and len(x.tail.flats) == 3:
+        tail = x.tail
+        for i, (target, fold, count, n) in enumerate(zip(x.targets, tail.folds, tail.counts, np.diff(x.cu_rows), strict=True)):
+            kept = {int(tail.firsts[i] + p) % tail.ring_rows for p in range(int(max(fold, count)), int(count + n))}
+            for p in range(int(count), int(min(fold, count + n)) if target >= 0 else 0):
+                slot = int(tail.firsts[i] + p) % tail.ring_rows
+                for flat, blocks in zip(tail.flats, tail.targets, strict=True) if slot not in kept else ():
+                    size = flat.numel() // (2 * len(tail.counts) * tail.ring_rows)
+                    flat[blocks[i] + slot * size : blocks[i] + (slot + 1) * size] = torch.nan
+
+
+def moved_options(options: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    return {name: moved(value, device) for name, value in options.items()}
+
+
+def rows_of(n: int, *sizes: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    """Parts of one wider row, as projections give them: (n, size) each."""
+    return list(torch.split(torch.randn(n, sum(sizes) + 3, dtype=torch.float32).to(dtype)[:, 3:], list(sizes), dim=1))
+
+
+@pytest.mark.parametrize(("n_channels", "n_taps", "lengths"), [(7, 2, SHORT), (130, 4, (1, 1, 1)), (24, 4, (1, 2, 15, 16, 17, 65))])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_convolution(device: torch.device, dtype: torch.dtype, n_channels: int, n_taps: int, lengths: tuple[int, ...]) -> None:
+    slots = Slots((n_taps - 1, n_channels), lengths, dtype, initial=0.5).fresh()
+    rows, weight, bias = torch.randn(sum(lengths), n_channels + 3), torch.randn(n_taps, n_channels), torch.randn(n_channels)
+    inputs = [x.to(dtype) for x in (rows, weight, bias)]
+    assert_as_twin("causal_conv", *inputs, slots, device=device, dtype=table(dtype))
+    assert_as_twin("causal_conv", *inputs[:2], None, slots, device=device, dtype=table(dtype), activation=False)
+
+
+def table(dtype: torch.dtype) -> torch.dtype:
+    """Which line of the tolerances a dtype goes by: float16 rounds finer than bfloat16."""
+    return torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_norm(device: torch.device, dtype: torch.dtype) -> None:
+    for n_elements, n_groups in ((1, 1), (60, 3), (60, 1), (1030, 1), (14, 7)):
+        x, gate = rows_of(5, n_elements, n_elements, dtype=dtype)
+        weight = torch.randn(n_elements).to(dtype)
+        for options in ({"n_groups": n_groups, "gate_TE": gate}, {"n_groups": n_groups}):
+            assert_as_twin("rms_norm", x, weight, 1e-6, device=device, dtype=table(dtype), **options)
+        assert_as_twin("rms_norm", x, None, 1e-6, device=device, dtype=table(dtype))
+    alone = cuda.rms_norm(x[2:3].to(device), weight.to(device), 1e-6, n_groups=7)
+    assert torch.equal(alone, cuda.rms_norm(x.to(device), weight.to(device), 1e-6, n_groups=7)[2:3]), "a row's bits depend on others"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_softplus(device: torch.device, dtype: torch.dtype) -> None:
+    for n_rows, n_columns in ((1, 1), (3, 80), (2, 1100)):
+        assert_as_twin("softplus", rows_of(n_rows, n_columns, dtype=dtype)[0] * 8, torch.randn(n_columns), device=device)
+    tiny = cuda.softplus(torch.full((1, 1), -15.0, device=device), torch.zeros(1, device=device))
+    assert abs(tiny.item() / np.log1p(np.exp(-15.0)) - 1) < 1e-5, "small time steps keep their digits"
+
+
+@pytest.mark.parametrize(("n_channels", "n_states"), [(1, 1), (40, 5), (70, 16)])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_selective_scan(device: torch.device, dtype: torch.dtype, n_channels: int, n_states: int) -> None:
+    slots, n = Slots((n_states, n_channels), SHORT).fresh(), sum(SHORT)
+    x, dt, b, c = rows_of(n, n_channels, n_channels, n_states, n_states, dtype=dtype)
+    a, bias, d = -torch.rand(n_states, n_channels).mul(3).exp() / 4, torch.randn(n_channels) - 1, torch.randn(n_channels)
+    assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, slots, device=device, dtype=table(dtype))
+
+
+@pytest.mark.parametrize("n_channels", [1, 130])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_scan(device: torch.device, dtype: torch.dtype, n_channels: int) -> None:
+    x, decay = rows_of(sum(SHORT), n_channels, n_channels, dtype=dtype)
+    assert_as_twin("linear_scan", x, decay.sigmoid(), Slots((n_channels,), SHORT).fresh(), device=device, dtype=table(dtype))
+
+
+@pytest.mark.parametrize("n_channels", [1, 130])
+def test_wkv4(device: torch.device, n_channels: int) -> None:
+    states = tuple(Slots((n_channels,), SHORT, initial=initial).fresh() for initial in (0.0, 0.0, -1e38))
+    states[1].flat.abs_()
+    k, v = rows_of(sum(SHORT), n_channels, n_channels)
+    assert_as_twin("wkv4", 40 * k, v, -torch.rand(n_channels) * 3, torch.randn(n_channels), states, device=device)
+
+
+def matrix_rows(
+    n: int, n_heads: int, n_groups: int, n_rows: int, n_columns: int, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v; keys of length 1, so that erasing is stable."""
+    q, k, v = rows_of(n, n_groups * n_columns, n_groups * n_columns, n_heads * n_rows)
+    k = F.normalize(k.unflatten(1, (n_groups, n_columns)), dim=-1)
+    return q.unflatten(1, (n_groups, n_columns)).to(dtype), k.to(dtype), v.unflatten(1, (n_heads, n_rows)).to(dtype)
+
+
+TOKEN_MODES = {"by column": (True, False, False), "erases": (False, True, False), "erases decayed, by column": (True, True, True)}
+
+
+@pytest.mark.parametrize("mode", TOKEN_MODES)
+@pytest.mark.parametrize("shape", [(1, 1, 1, 1), (3, 1, 5, 48), (4, 2, 9, 7)], ids=str)
+def test_matrix_scan_token_by_token(device: torch.device, shape: tuple[int, int, int, int], mode: str) -> None:
+    """Kinds that no other kernel takes."""
+    (n_heads, n_groups, n_rows, n_columns), (by_column, erases, after_decay) = shape, TOKEN_MODES[mode]
+    lengths = (1, 3)
+    q, k, v = matrix_rows(sum(lengths), *shape)
+    decay = -torch.rand(sum(lengths), n_heads, *([n_columns] if by_column else []))
+    b = -torch.rand(sum(lengths), n_heads, 1) * k.repeat_interleave(n_heads // n_groups, dim=1)
+    slots, erase = Slots((n_heads, n_rows, n_columns), lengths).fresh(), Erase(k, b, after_decay) if erases else None
+    assert_as_twin("matrix_scan", q, k, v, decay, erase, slots, device=device)
+
+
+@pytest.mark.parametrize("erases", [False, True], ids=["adds", "erases"])
+@pytest.mark.parametrize(
+    ("shape", "dtype", "strong"), [
+        ((2, 1, 5, 17), torch.float32, False), ((1, 1, 20, 12), torch.float32, True), ((1, 1, 16, 16), torch.bfloat16, False),
+    ], ids=str,
+)  # fmt: skip
+def test_matrix_scan_in_chunks(
+    device: torch.device, shape: tuple[int, int, int, int], dtype: torch.dtype, strong: bool, erases: bool
+) -> None:
+    """Around the length of a chunk, mixed with runs that are too short for one. `strong`: keys nearly all the same, decays far from one."""
+    n, n_heads = sum(CHUNKED), shape[0]
+    q, k, v = matrix_rows(n, *shape, dtype=dtype)
+    if strong:
+        k = F.normalize(torch.randn(1, *k.shape[1:]) + 0.1 * k, dim=-1)
+    decay, strength, skip = -torch.rand(n, n_heads) * (20 if strong else 1), torch.rand(n, n_heads), torch.randn(n_heads)
+    slots, erase = Slots((n_heads, *shape[2:]), CHUNKED).fresh(), Erase(k, None, after_decay=True) if erases else None
+    options = {"strength_TH": strength, "skip_H": skip}
+    assert_as_twin("matrix_scan", q, k, v, decay, erase, slots, device=device, dtype=table(dtype), **options)
+
+
+def behind_tails(
+    shape: tuple[int, ...], rings: tuple[tuple[int, ...], ...], counts: tuple[int, ...], lengths: tuple[int, ...], folds: tuple[int, ...],
+    dtype: torch.dtype = torch.float32, *, initial: float = 0.0,
+) -> StateSlots:  # fmt: skip
+    """Runs behind tails of `counts` tokens, in rings just as long as they must be. A fold of 0 asks for no state.
+
+    The first state is none; even runs write into their own ring, if there is room in it, others into another.
+    """
+    n, ring_rows = len(counts), max(max(c + t - f, c) for c, t, f in zip(counts, lengths, folds, strict=True))
+    state = Slots(shape, lengths, torch.float32 if len(rings) > 1 else dtype, initial)
+    wanted = [target if fold else -1 for target, fold in zip(state.targets, folds, strict=True)]
+    slots = state.fresh()._replace(targets=torch.tensor(wanted))
+    has_room = torch.tensor(counts) + torch.tensor(lengths) <= ring_rows
+    own, copies = torch.arange(n) * 2, torch.arange(n) * 2 + torch.where(has_room, torch.arange(n) % 2, 1)
+    sizes = [int(np.prod(ring)) * ring_rows for ring in rings]
+    dtypes = [dtype] * 2 + [torch.float32]
+    flats = tuple(torch.full((2 * n * size,), torch.nan, dtype=of) for size, of in zip(sizes, dtypes, strict=False))
+    sources, targets = (tuple(blocks * size for size in sizes) for blocks in (own, copies))
+    firsts = torch.randint(0, ring_rows, (n,))
+    tail = Tail(flats, sources, targets, ring_rows, firsts, torch.tensor(counts), torch.tensor(folds))
+    empty = tail._replace(counts=torch.zeros(n, dtype=torch.int64), targets=sources)
+    for i, count in enumerate(counts):
+        if count:
+            old = [torch.randn(count, *ring) for ring in rings]
+            if len(rings) > 1:
+                old = [F.normalize(old[0], dim=-1), old[1], -torch.rand(count, *rings[2])]
+            reference.write_tail_rows_(empty, i, *old)
+    return slots._replace(tail=tail)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_convolution_behind_a_tail(device: torch.device, dtype: torch.dtype) -> None:
+    """Tails that are empty, shorter than the window, full; bodies among old rows, across, among new ones, and none."""
+    counts, lengths, folds = (0, 1, 2, 9, 9, 3), (1, 1, 2, 1, 20, 1), (1, 0, 3, 4, 21, 0)
+    slots = behind_tails((3, 20), ((23,),), counts, lengths, folds, dtype, initial=0.5)
+    rows, weight, bias = torch.randn(sum(lengths), 23), torch.randn(4, 20), torch.randn(20)
+    assert_as_twin("causal_conv", *(x.to(dtype) for x in (rows, weight, bias)), slots, device=device, dtype=table(dtype))
+
+
+@pytest.mark.parametrize("erases", [False, True], ids=["adds", "erases"])
+@pytest.mark.parametrize(
+    ("shape", "counts", "lengths", "folds", "dtype"), [
+        ((3, 1, 5, 12), (0, 19, 16, 2), (1, 2, 1, 3), (1, 0, 9, 4), torch.float32),
+        ((4, 2, 9, 16), (0, 7), (2, 1), (0, 8), torch.bfloat16),
+        ((2, 1, 9, 12), (3, 0, 5, 20), (1, 40, 64, 17), (0, 30, 62, 15), torch.float32),
+        ((1, 1, 16, 16), (2, 3), (20, 33), (0, 5), torch.bfloat16),
+    ], ids=["a few", "a few, bf16", "chunks", "chunks, bf16"],
+)  # fmt: skip
+def test_matrix_scan_behind_a_tail(
+    device: torch.device, shape: tuple[int, int, int, int], counts: tuple[int, ...], lengths: tuple[int, ...], folds: tuple[int, ...],
+    dtype: torch.dtype, erases: bool,
+) -> None:  # fmt: skip
+    n_heads, n_groups, n_rows, n_columns = shape
+    slots = behind_tails(
+        (n_heads, n_rows, n_columns), ((n_groups, n_columns), (n_heads, n_rows), (n_heads,)), counts, lengths, folds, dtype
+    )
+    n = sum(lengths)
+    q, k, v = matrix_rows(n, *shape, dtype=dtype)
+    erase = Erase(k, None, after_decay=True) if erases else None
+    options = {"strength_TH": torch.rand(n, n_heads), "skip_H": torch.randn(n_heads)}
+    assert_as_twin("matrix_scan", q, k, v, -torch.rand(n, n_heads), erase, slots, device=device, dtype=table(dtype), **options)
+
+
+def test_what_cannot_stand_behind_a_tail_is_refused() -> None:
+    slots = behind_tails((2, 4, 4), ((1, 4), (2, 4), (2,)), (1,), (1,), (0,))
+    q, k, v = matrix_rows(1, 2, 1, 4, 4)
+    for kernels, (decay, erase) in itertools.product(
+        (cuda, reference), ((torch.zeros(1, 2, 4), None), (torch.zeros(1, 2), Erase(k, k.expand(1, 2, 4), after_decay=True)))
+    ):
+        with pytest.raises(StepError, match="no tail"):
+            kernels.matrix_scan(q, k, v, decay, erase, slots)
+
+
+WRONG: dict[str, Callable[[StateSlots], Any]] = {
+    "weight": lambda slots: cuda.causal_conv(torch.zeros(1, 5), torch.zeros(3, 6), None, slots),
+    "state": lambda slots: cuda.linear_scan(torch.zeros(1, 5), torch.zeros(1, 5), slots),
+    "decay": lambda slots: cuda.linear_scan(torch.zeros(1, 4), torch.zeros(1, 5), slots._replace(shape=(4,))),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_shapes_that_do_not_fit_are_refused(what: str) -> None:
+    with pytest.raises(StepError, match="must fit its spec"):
+        WRONG[what](Slots((2, 4), (1,)).fresh())
