@@ -17,6 +17,7 @@ import torch
 import typer
 
 from benchmarks import architectures, books, kernels, prefixes, speed, states
+from benchmarks import gpu as gpu_kernels
 from benchmarks import sparse as sparse_attention
 from benchmarks import speculative as speculative_decoding
 from benchmarks.harness import Report, require_green
@@ -72,6 +73,13 @@ def _known(models: list[str] | None, *, quick: bool) -> list[str]:
 def kernels_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Bytes a second of each decode kernel, beside torch's copy."""
     _run(kernels.kernels, ("tests/unit/test_kernels.py",), quick, out, threads)
+
+
+@app.command()
+def gpu(quick: Quick = False, out: Out = None) -> None:
+    """On an NVIDIA GPU: attention over pages and recurrent states, beside torch's copy."""
+    gpu_kernels.require_gpu()
+    _run(gpu_kernels.gpu, ("tests/kernels_cuda/test_attention.py", "tests/kernels_cuda/test_states.py"), quick, out, None)
 
 
 @app.command()

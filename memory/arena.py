@@ -12,15 +12,17 @@ import itertools
 import math
 import mmap
 import re
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from memory import uploads
 from memory.errors import CapacityError, IntegrityError, SpecError
 from memory.interface import Int64s
 
@@ -49,13 +51,20 @@ def read_budget(budget: int | str) -> int:
 
 
 class Arena:
-    """Which byte ranges of [0, capacity_bytes) are free. Free ranges are kept sorted and coalesced."""
+    """Which byte ranges of [0, capacity_bytes) are free, coalesced.
+
+    Ranges are found by either end, so that neighbours join at once. For each size and side asked for, a heap says where the first range
+    lies that is long enough; it may also name ranges that are no more, which are passed over when they come up.
+    """
 
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
-        self.free_bytes = self.capacity_bytes
-        self._starts = [0] if self.capacity_bytes else []
-        self._ends = [self.capacity_bytes] if self.capacity_bytes else []
+        self.free_bytes = 0
+        self._ends: dict[int, int] = {}  # of free ranges, by their starts
+        self._starts: dict[int, int] = {}  # and the other way round
+        self._heaps: dict[tuple[int, bool], list[int]] = {}  # (size, from_top) -> starts, or negative ends
+        if self.capacity_bytes:
+            self.free(0, self.capacity_bytes)
 
     @property
     def used_bytes(self) -> int:
@@ -68,55 +77,70 @@ class Arena:
     def allocate_many(self, n: int, n_bytes: int, *, from_top: bool) -> list[int]:
         """Addresses of `n` blocks of `n_bytes` each, or of as many as fit, each at the first place where it does.
 
-        Cost: O(free ranges shorter than n_bytes on the way), once for all.
+        Cost: O(log free ranges) for each range that they are taken from.
         """
-        addresses = list[int]()
-        i = len(self._starts) - 1 if from_top else 0
-        while len(addresses) < n and 0 <= i < len(self._starts):
-            start, end = self._starts[i], self._ends[i]
+        addresses, heap = list[int](), self._heap(n_bytes, from_top)
+        while heap and len(addresses) < n:
+            start, end = self._named(heap[0], from_top)
+            if end - start < n_bytes:
+                heappop(heap)
+                continue
             taken_bytes = min(n - len(addresses), (end - start) // n_bytes) * n_bytes
+            del self._ends[start], self._starts[end]
             if from_top:
                 addresses.extend(range(end - n_bytes, end - taken_bytes - 1, -n_bytes))
-                self._ends[i] = end - taken_bytes
+                end -= taken_bytes
             else:
                 addresses.extend(range(start, start + taken_bytes, n_bytes))
-                self._starts[i] = start + taken_bytes
-            if taken_bytes == end - start:
-                del self._starts[i], self._ends[i]
-                i -= from_top
-            else:
-                i += -1 if from_top else 1
+                start += taken_bytes
+            if start < end:
+                self._ends[start], self._starts[end] = end, start
+                self._enlist(-end if from_top else start, 0, end - start, from_top)
         self.free_bytes -= len(addresses) * n_bytes
         return addresses
 
     def free(self, start: int, n_bytes: int) -> None:
-        """Give a range back. Cost: O(log free ranges) and one insertion into a list."""
+        """Give a range back. Cost: O(log free ranges)."""
         end = start + n_bytes
-        i = bisect_left(self._starts, start)
-        joins_left = i > 0 and self._ends[i - 1] == start
-        joins_right = i < len(self._starts) and self._starts[i] == end
-        if joins_left and joins_right:
-            self._ends[i - 1] = self._ends[i]
-            del self._starts[i], self._ends[i]
-        elif joins_left:
-            self._ends[i - 1] = end
-        elif joins_right:
-            self._starts[i] = start
-        else:
-            self._starts.insert(i, start)
-            self._ends.insert(i, end)
+        low, high = self._starts.pop(start, start), self._ends.pop(end, end)
+        self._ends[low], self._starts[high] = high, low
+        self._enlist(low, start - low, high - low, from_top=False)
+        self._enlist(-high, high - end, high - low, from_top=True)
         self.free_bytes += n_bytes
+
+    def _enlist(self, name: int, bytes_before: int, bytes_now: int, from_top: bool) -> None:
+        """A range of this name has grown: it is long enough for more sizes."""
+        for (n_bytes, side), heap in self._heaps.items():
+            if side == from_top and bytes_before < n_bytes <= bytes_now:
+                heappush(heap, name)
+
+    def _named(self, name: int, from_top: bool) -> tuple[int, int]:
+        """The free range of this name in a heap; an empty one if it is no more."""
+        return (self._starts.get(-name, -name), -name) if from_top else (name, self._ends.get(name, name))
+
+    def _heap(self, n_bytes: int, from_top: bool) -> list[int]:
+        """Names of all free ranges that are long enough, and not many more. Cost: O(1), amortised."""
+        heap = self._heaps.get((n_bytes, from_top))
+        if heap is None or len(heap) > 2 * len(self._ends) + 64:
+            heap = [-end if from_top else start for start, end in self._ends.items() if end - start >= n_bytes]
+            heapify(heap)
+            self._heaps[n_bytes, from_top] = heap
+        return heap
 
     def check(self, used_ranges: Seq[tuple[int, int]]) -> None:
         """Raise IntegrityError unless `used_ranges` and the free ranges tile the arena exactly."""
         position = 0
-        for start, end in sorted([*used_ranges, *zip(self._starts, self._ends, strict=True)]):
+        for start, end in sorted([*used_ranges, *self._ends.items()]):
             if start != position:
                 raise IntegrityError(f"bytes [{position}, {start}) of the arena are {'lost' if start > position else 'owned twice'}")
             position = end
         if position != self.capacity_bytes:
             raise IntegrityError(f"the arena's ranges end at byte {position}, its capacity is {self.capacity_bytes}")
-        n_free = sum(self._ends) - sum(self._starts)
+        names = {side: {-end if side else start: end - start for start, end in self._ends.items()} for side in (False, True)}
+        lost = [n for (size, side), heap in self._heaps.items() for n, length in names[side].items() if length >= size and n not in heap]
+        if lost or self._starts != {end: start for start, end in self._ends.items()}:
+            raise IntegrityError(f"the arena's free ranges contradict each other, or cannot be found: {lost}")
+        n_free = sum(end - start for start, end in self._ends.items())
         if self.free_bytes != n_free:
             raise IntegrityError(f"the arena counts {self.free_bytes} free bytes, its free ranges hold {n_free}")
 
@@ -293,9 +317,12 @@ class Store:
         return BlockPool(self.arena, name, block_bytes, from_top=from_top, on_change=self._poison_block)
 
     def upload(self, array: Int64s) -> Tensor:
-        """A plan's array where the kernels want it."""
-        tensor = torch.from_numpy(array)
-        return tensor if self.is_dry or self.device.type == "cpu" else tensor.to(self.device)
+        """A plan's array where the kernels want it: `memory.uploads`."""
+        return uploads.upload(array, self.device)
+
+    def uploading_together(self) -> AbstractContextManager[None]:
+        """Inside, `upload` only says where an array will be: all go at the end."""
+        return uploads.together(self.device)
 
     def copy(self, source: int, target: int, n_bytes: int) -> None:
         """Copy one block's bytes onto another's."""

@@ -40,6 +40,7 @@ class AttentionPlan:
         tables: request -> what its table of pages will be if all tokens are kept, where it changes.
         copies: (request, old page, new page) of last pages that are shared and will be appended to.
         fresh: pages this plan allocated, copies included.
+        pages: element offset of each page that the step reads, request after request.
         batch: what the attention kernels need to know.
         rows: for each attention, (T * G,) element offset of each new token's row of each key/value head.
     """
@@ -48,6 +49,7 @@ class AttentionPlan:
     tables: dict[int, Int64s]
     copies: list[tuple[int, int, int]]
     fresh: Int64s
+    pages: Int64s
     batch: PagedBatch
     rows: tuple[Prepared, ...]
 
@@ -104,9 +106,8 @@ class AttentionCache:
         self._store = store
         self._dtype = dtype
         self._kernels: Kernels = select_kernels(store.device, dtype)
-        flats = [] if store.is_dry else [self._kernels.prepare(store.flat(field)) for field in self.layout.fields]
-        remaining = iter(flats)
-        self._flats = [] if store.is_dry else [[next(remaining) for _ in own] for own in fields]
+        remaining = iter(self.layout.fields)
+        self._flats = [] if store.is_dry else [[self._kernels.prepare(store.flat(next(remaining))) for _ in own] for own in fields]
         # Where values are a part of the keys, both are read from the same flat.
         self._keys_values = [(own[0], own[s.n_parts - 1]) for s, own in zip(specs, self._flats, strict=False)]
         self._pages: dict[int, Int64s] = {}
@@ -157,8 +158,9 @@ class AttentionCache:
             changed[i] = tables[i] = tables[i].copy()
             tables[i][held[i] - 1] = new
         try:
-            batch, rows = self._addresses(packed, tables, wanted, lengths, positions)
-            plan = self._plan_reads(AttentionPlan(packed, changed, copies, fresh, batch, rows))
+            pages = self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize
+            batch, rows = self._addresses(packed, pages, wanted, lengths, positions)
+            plan = self._plan_reads(AttentionPlan(packed, changed, copies, fresh, pages, batch, rows))
         except BaseException:
             self.pool.release(fresh)
             raise
@@ -170,15 +172,14 @@ class AttentionCache:
         return plan
 
     def _addresses(
-        self, packed: Packed, tables: list[Int64s], n_pages: Int64s, lengths: Int64s, positions: Int64s
+        self, packed: Packed, pages: Int64s, n_pages: Int64s, lengths: Int64s, positions: Int64s
     ) -> tuple[PagedBatch, tuple[Prepared, ...]]:
         """Element offsets of all pages and of every new token's rows, as the plan has them.
 
         Lengths and positions count from the first page that a table holds.
         """
-        cu_pages = np.zeros(len(tables) + 1, np.int64)
+        cu_pages = np.zeros(len(n_pages) + 1, np.int64)
         n_pages.cumsum(out=cu_pages[1:])
-        pages = self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize
         page_T, slot_T = np.divmod(positions, self.page_tokens)
         page_T += cu_pages[:-1] if packed.is_decode else np.repeat(cu_pages[:-1], packed.counts)
         page_T = pages[page_T]
@@ -224,8 +225,7 @@ class AttentionCache:
 
     def oldest_rows(self, plan: AttentionPlan, index: int, request: int, n_pages: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first pages that a request holds, (n_pages, G, page_tokens, D) each."""
-        spec, first = self._specs[index], plan.batch.cu_pages[request]
-        pages = plan.batch.pages[first : first + n_pages]
+        spec, pages = self._specs[index], plan.batch.pages[plan.batch.cu_pages[request] :][:n_pages]
         shape = (spec.n_kv_heads, self.page_tokens, spec.head_dim)
         k, v = (self._kernels.read_rows(flat, pages, shape, 0.0) for flat in self._keys_values[index])
         return k, v
@@ -233,8 +233,7 @@ class AttentionCache:
     def commit(self, plan: AttentionPlan, kept: Int64s) -> None:
         del self._open_plans[id(plan)]
         packed = plan.packed
-        dropped: list[Int64s] = []
-        copied = {i: (old, new) for i, old, new in plan.copies}
+        dropped, copied = list[Int64s](), {i: (old, new) for i, old, new in plan.copies}
         n_kept_pages = self.grid.pages(packed.starts + kept)
         for i, table in plan.tables.items():
             slot = int(packed.slots[i])
@@ -392,8 +391,7 @@ class AttentionCache:
             raise IntegrityError(f"pages are held for slots that are not open: {sorted(strangers)}")
         for slot, length in lengths.items():
             n_pages, first = len(self._pages.get(slot, NO_PAGES)), self._first_page.get(slot, 0)
-            expected = int(self.grid.first_page(np.array(peaks[slot])))
-            if first != expected:
+            if first != (expected := int(self.grid.first_page(np.array(peaks[slot])))):
                 raise IntegrityError(f"slot {slot} holds pages from {first} on, its furthest position {peaks[slot]} makes it {expected}")
             if self._oldest.get(slot, 0) > self.grid.oldest_wanted(np.array(peaks[slot])):
                 raise IntegrityError(f"slot {slot} has rows from {self._oldest[slot]} on, its furthest position {peaks[slot]} wants more")

@@ -247,11 +247,11 @@ class HybridMemory(Timelines):
         ledger = self._ledger
         slots = ledger.check_all_usable(step.sequences)
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
-        with uninterrupted():
+        with uninterrupted(), self._store.uploading_together():
             ledger.reserve(packed)
             plans = self._with_room(lambda: self._kinds.begin(packed, self.free_bytes))
             ledger.occupy(slots)
-            step.hold(packed, plans)
+            step.hold(packed, plans, self._store.upload)
 
     def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None:
         with uninterrupted():

@@ -70,31 +70,29 @@ class PageSelection(AttentionCache):
         selects = (packed.counts <= self.policy.select_up_to) & (self.grid.pages(packed.ends) > self._n_read)
         chosen, others = selects.nonzero()[0], (~selects).nonzero()[0]
         tokens, rest_tokens = (ranges(packed.cu_seqlens[:-1][x], packed.cu_seqlens[1:][x]) for x in (chosen, others))
-        choice, reads = self._choice(batch, packed.positions[tokens] + 1, np.repeat(batch.cu_pages[:-1][chosen], packed.counts[chosen]))
+        choice, reads = self._choice(plan, packed.positions[tokens] + 1, np.repeat(batch.cu_pages[:-1][chosen], packed.counts[chosen]))
         full = ranges(batch.cu_pages[:-1] + packed.starts // self.page_tokens, batch.cu_pages[:-1] + packed.ends // self.page_tokens)
         return SelectionPlan(
-            **{f.name: getattr(plan, f.name) for f in fields(plan)}, full=self._pages_at(batch, full),
+            **{f.name: getattr(plan, f.name) for f in fields(plan)}, full=self._place(plan.pages[full]),
             choice=choice if len(tokens) else None, tokens=self._store.upload(tokens), chosen=reads,
-            rest=self._batch_of(batch, others) if len(others) else None, rest_tokens=self._store.upload(rest_tokens),
+            rest=self._batch_of(plan, others) if len(others) else None, rest_tokens=self._store.upload(rest_tokens),
         )  # fmt: skip
 
-    def _choice(self, batch: PagedBatch, n_rows: Int64s, begins: Int64s) -> tuple[PageChoice, PagedBatch]:
+    def _choice(self, plan: AttentionPlan, n_rows: Int64s, begins: Int64s) -> tuple[PageChoice, PagedBatch]:
         """For queries that see `n_rows`, in pages of the step from `begins` on: what they choose from, and how much they read."""
         n_pages = self.grid.pages(n_rows)
         n_last = n_pages - np.maximum(0, n_rows - self.policy.recent) // self.page_tokens
         n_chosen = np.minimum(n_pages, self._n_read)
         cu_pages, cu_chosen = (np.concatenate([[0], n.cumsum()]) for n in (n_pages, n_chosen))
-        pages = self._pages_at(batch, ranges(begins, begins + n_pages))
+        pages = self._place(plan.pages[ranges(begins, begins + n_pages)])
         choice = PageChoice(pages, cu_pages, -(-self.policy.sinks // self.page_tokens), n_last, cu_chosen)
         lengths = n_rows - (n_pages - n_chosen) * self.page_tokens
         return choice, PagedBatch(np.arange(len(n_rows) + 1), lengths, choice.pages, cu_chosen, self.page_tokens)
 
-    def _pages_at(self, batch: PagedBatch, places: Int64s) -> Prepared:
-        return self._kernels.prepare(torch.as_tensor(batch.pages)[self._store.upload(places)])
-
-    def _batch_of(self, batch: PagedBatch, requests: Int64s) -> PagedBatch:
-        """The part of a batch that these requests are."""
-        pages = self._pages_at(batch, ranges(batch.cu_pages[:-1][requests], batch.cu_pages[1:][requests]))
+    def _batch_of(self, plan: AttentionPlan, requests: Int64s) -> PagedBatch:
+        """The part of a step's batch that these requests are."""
+        batch = plan.batch
+        pages = self._place(plan.pages[ranges(batch.cu_pages[:-1][requests], batch.cu_pages[1:][requests])])
         cu_seqlens, cu_pages = (np.concatenate([[0], np.diff(x)[requests].cumsum()]) for x in (batch.cu_seqlens, batch.cu_pages))
         return PagedBatch(cu_seqlens, batch.kv_lengths[requests], pages, cu_pages, batch.page_tokens)
 

@@ -256,7 +256,7 @@ class PrefixCache:
         free_bytes, n_before = self.memory.free_bytes, len(self._marked)
         lot_bytes = max(missing_bytes, self._lot_bytes)
         chosen, n_promised = list[Sequence](), 0
-        for mark, n_bytes in self._ranking.ascending(self._clock, self.memory.private_bytes):
+        for mark, n_bytes in self._ranking.ascending(self._clock, self.memory.private_bytes_of):
             if n_promised >= (lot_bytes if n_bytes else missing_bytes):
                 break
             chosen.append(mark)
@@ -291,7 +291,7 @@ class PrefixCache:
             self._evict(mark)
 
     def stats(self) -> PrefixStats:
-        private_bytes = sum(map(self.memory.private_bytes, self._marked))
+        private_bytes = int(self.memory.private_bytes_of([*self._marked]).sum())
         counts = (self._n_lookups, self._n_hits, self._n_tokens, self._n_reused, len(self._marked), self._n_evicted)
         return PrefixStats(*counts, private_bytes)
 

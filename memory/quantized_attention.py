@@ -123,6 +123,7 @@ class QuantizedAttention(CannotDrop):
         except BaseException:
             self.exact.abort(exact)
             raise
+        self._store.upload(blocks)  # for kernels that want them on the device: they find them there
         plan = QuantizedPlan(packed, exact, n_new, fresh, blocks, cu_blocks, n_blocks * self.storage.group)
         self._open_plans[id(plan)] = plan
         return plan

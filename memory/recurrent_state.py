@@ -168,6 +168,7 @@ class RecurrentState:
         elif cu_rows[-1] < len(packed.token_ids):
             shift = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]
             new_rows = self._store.upload(ranges(one_pass.begin + shift, one_pass.end + shift))
+        self._store.upload(cu_rows)  # for kernels that want it on the device: they find it there
         return Run(cu_rows, one_pass.begin, self._elements(one_pass.source), self._elements(one_pass.target), tail_rows, new_rows)
 
     def _writes(self, packed: Packed, after: Columns) -> tuple[Tensor, dict[int, Prepared]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Literal, Protocol
@@ -64,15 +64,8 @@ class Step:
         if self._is_spent:
             raise StepError("this step has been entered before; make a new one with memory.step(...)")
         self._is_spent = True
-        device = self._owner.spec.device
-        device = torch.device("cpu") if device.type == "meta" else device
         try:
             self._owner.begin_step(self)
-            packed = self._entered()
-            # Copies: what a model does to them must not reach the books.
-            self.token_ids = torch.from_numpy(packed.token_ids.copy()).to(device)
-            self.positions = torch.from_numpy(packed.positions.copy()).to(device)
-            self.cu_seqlens = packed.cu_seqlens.copy()
         except BaseException:
             self._abort()
             raise
@@ -92,9 +85,13 @@ class Step:
         finally:
             self._abort()
 
-    def hold(self, packed: Packed, plans: Plans) -> None:
+    def hold(self, packed: Packed, plans: Plans, upload: Callable[[Int64s], Tensor]) -> None:
         """Told by the memory what was set aside; from now on this step must commit or abort."""
         self._packed, self._plans = packed, plans
+        # Copies: what a model does to them must not reach the books.
+        self.token_ids, self.positions = upload(packed.token_ids.copy()), upload(packed.positions.copy())
+        self.cu_seqlens = packed.cu_seqlens.copy()
+        self._output_rows = upload(output_rows(packed, self.outputs))
 
     def _abort(self) -> None:
         """Leave every sequence as it was, unless that is settled already."""
@@ -186,8 +183,8 @@ class Step:
 
     def select(self, hidden: Tensor) -> Tensor:
         """The rows of hidden (T, ...) that are wanted as outputs, in the caller's order: the last of each request, or all."""
-        rows = output_rows(self._entered(), self.outputs)
-        return hidden[torch.from_numpy(rows).to(hidden.device)]
+        self._entered()
+        return hidden[self._output_rows.to(hidden.device)]
 
     # For callers
 

@@ -109,10 +109,14 @@ class AllKinds(dict[str, LayerMemory[Any]]):
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {name: ids for kind in self.values() for name, ids in kind.blocks_of(slot).items()}
 
-    def private_bytes(self, slot: int) -> int:
-        """What `release` would give back."""
-        pools = self._pools_by_name
-        return sum(int(np.count_nonzero(pools[n].counts[ids] == 1)) * pools[n].block_bytes for n, ids in self.blocks_of(slot).items())
+    def private_bytes(self, slots: Int64s) -> Int64s:
+        """(S,) what `release` of each of the slots alone would give back."""
+        n_bytes = np.zeros_like(slots)
+        for kind in self.values():
+            for holding in kind.holdings(slots):
+                pool, owners = self._pools_by_name[holding.pool], np.repeat(np.arange(len(slots)), holding.counts)
+                n_bytes += np.bincount(owners[pool.counts[holding.ids] == 1], minlength=len(slots)) * pool.block_bytes
+        return n_bytes
 
     def held_bytes(self, slot: int) -> int:
         """What a slot refers to, shared with others or not."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,6 +29,10 @@ _FUSED = {"silu": "swish", "swish": "swish", "relu": "relu", "sigmoid": "sigmoid
 """Activations that oneDNN applies while it writes the product, and what it calls them."""
 
 
+_activation = cache(ACT2FN.__getitem__)
+"""By name. One object each: making a torch module takes longer than all else about one of a thousand experts."""
+
+
 class Linear:
     """y = activation(x W^T + b).
 
@@ -48,7 +54,7 @@ class Linear:
         self._repeats_rows = self.is_packed and weight.numel() >= _LARGE
         self._bias = bias
         self._fused = _FUSED.get(activation or "", "none") if self.is_packed else "none"
-        self._activation = None if activation is None or self._fused != "none" else ACT2FN[activation]
+        self._activation = None if activation is None or self._fused != "none" else _activation(activation)
 
     @staticmethod
     def load(

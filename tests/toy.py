@@ -8,6 +8,8 @@ alone, in the same order whatever else is in the batch, so that equal histories 
 from __future__ import annotations
 
 import math
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +19,18 @@ from memory.recurrences import Family, Fold
 
 N_MODEL = 12
 VOCAB = 19
+HOST = torch.device("cpu")
+
+
+def moved(x: Any, device: torch.device) -> Any:
+    """A recurrence with all its weights, wherever they are in it, on the device."""
+    if isinstance(x, torch.Tensor):
+        return x.to(device)
+    if isinstance(x, tuple):
+        return tuple(moved(part, device) for part in x)
+    if is_dataclass(x) and not isinstance(x, type):
+        return replace(x, **{f.name: moved(getattr(x, f.name), device) for f in fields(x) if f.init})
+    return x
 
 
 def project(x_TM: Tensor, weight_OM: Tensor) -> Tensor:
@@ -44,15 +58,16 @@ def delta(state: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], T
 class FamilyToy:
     """A model around one recurrence: rows between -1 and 1 from the tokens and from a convolution-free mix of what came out before."""
 
-    def __init__(self, family: Family) -> None:
+    def __init__(self, family: Family, device: torch.device = HOST) -> None:
         generator = torch.Generator().manual_seed(11)
-        spec, self._recurrence = family.example(generator)
+        spec, recurrence = family.example(generator)
+        self._recurrence = moved(recurrence, device)
         self._row_shape = spec.row_shape
         n_row = math.prod(spec.row_shape)
-        self._embedding, self._rows = (torch.randn(n, N_MODEL, generator=generator) for n in (VOCAB, n_row))
+        self._embedding, self._rows = (torch.randn(n, N_MODEL, generator=generator).to(device) for n in (VOCAB, n_row))
         self._out_seed = generator.initial_seed()
         # Two layers, so that rows of the second depend on what the first remembers.
-        self.memory_spec = MemorySpec(((spec,), (spec,)), VOCAB, model=family.name)
+        self.memory_spec = MemorySpec(((spec,), (spec,)), VOCAB, model=family.name, device=device)
 
     def __call__(self, step: Step) -> Tensor:
         step.check_model(self.memory_spec)
@@ -65,19 +80,20 @@ class FamilyToy:
 
     def _out(self, n_outputs: int) -> Tensor:
         generator = torch.Generator().manual_seed(self._out_seed + n_outputs)
-        return torch.randn(N_MODEL, n_outputs, generator=generator)
+        return torch.randn(N_MODEL, n_outputs, generator=generator).to(self._embedding.device)
 
 
 class Toy:
     """`logits = model(step)` as any model of this library."""
 
     def __init__(
-        self, *, attention: bool = True, recurrent: bool = True, window: int | None = None, dtype: torch.dtype = torch.float32
-    ) -> None:
+        self, *, attention: bool = True, recurrent: bool = True, window: int | None = None, dtype: torch.dtype = torch.float32,
+        device: torch.device = HOST,
+    ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(7)
 
         def weights(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator) * (0.9 if shape[0] == VOCAB else 0.6)
+            return (torch.randn(*shape, generator=generator) * (0.9 if shape[0] == VOCAB else 0.6)).to(device, dtype)
 
         self._embedding, self._head = weights(VOCAB, N_MODEL), weights(VOCAB, N_MODEL)
         self._qkv0, self._out0 = weights(6 * 4 + 2 * 2 * 4, N_MODEL), weights(N_MODEL, 24)
@@ -93,7 +109,7 @@ class Toy:
             + ((RecurrentSpec("delta", (2, 4), (StateTensor("matrix", (4, 4)),)),) if recurrent else ()),
             (),
         )
-        self.memory_spec = MemorySpec(layers, VOCAB, dtype=dtype, model="toy")
+        self.memory_spec = MemorySpec(layers, VOCAB, dtype=dtype, model="toy", device=device)
 
     def __call__(self, step: Step) -> Tensor:
         step.check_model(self.memory_spec)
@@ -106,12 +122,12 @@ class Toy:
         if self._has_recurrent:
             slow = step.recur(1, torch.tanh(project(x, self._slow)), Fold(average), name="slow")
             fast = step.recur(1, torch.tanh(project(x, self._fast)), Fold(average), name="fast")
-            x = x + torch.tanh(project(torch.cat([slow, fast], -1), self._out1))
-        parts = [torch.zeros(n_tokens, 4)] * 2
+            x = x + torch.tanh(project(torch.cat([slow, fast], -1).to(x.dtype), self._out1))
+        parts = [x.new_zeros(n_tokens, 4)] * 2
         if self._has_attention:
             q, k, v = project(x, self._qkv2).reshape(n_tokens, 3, 1, 4).unbind(1)
             parts[0] = step.attend(2, q, k, v).flatten(1)
         if self._has_recurrent:
-            parts[1] = step.recur(2, torch.tanh(project(x, self._delta)).reshape(n_tokens, 2, 4), Fold(delta))
+            parts[1] = step.recur(2, torch.tanh(project(x, self._delta)).reshape(n_tokens, 2, 4), Fold(delta)).to(x.dtype)
         x = x + torch.tanh(project(torch.cat(parts, -1), self._out2))
         return project(step.select(x), self._head)

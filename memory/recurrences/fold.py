@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memory.states import States
+from memory.uploads import upload
 
 Formula = Callable[[tuple[Tensor, ...], Tensor], tuple[tuple[Tensor, ...], Tensor]]
 
@@ -29,14 +30,16 @@ class Fold:
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         starts, counts = states.cu_rows[:-1], np.diff(states.cu_rows)
         # Longest first, so that the runs still going are always the first ones.
-        order = torch.from_numpy(np.argsort(-counts, kind="stable")).to(rows.device)
+        order = upload(np.argsort(-counts, kind="stable"), rows.device)
         current = tuple(tensor[order] for tensor in states.start())
+        first = upload(starts, rows.device)[order]
         outputs: Tensor | None = None
         for t in range(int(counts.max())):
             n = int((counts > t).sum())
-            at = torch.from_numpy(starts).to(rows.device)[order[:n]] + t
+            at = first[:n] + t
             advanced, y = self._f(tuple(tensor[:n] for tensor in current), rows[at])
-            current = tuple(torch.cat([new.to(old.dtype), old[n:]]) for new, old in zip(advanced, current, strict=True))
+            advanced = tuple(new.to(old.dtype) for new, old in zip(advanced, current, strict=True))
+            current = advanced if n == len(order) else tuple(torch.cat([a, b[n:]]) for a, b in zip(advanced, current, strict=True))
             outputs = y.new_empty(len(rows), *y.shape[1:]) if outputs is None else outputs
             outputs[at] = y
         assert outputs is not None, "a run has at least one row"

@@ -21,6 +21,7 @@ from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, StateTensor
 from memory.states import States
+from memory.uploads import upload
 
 _SHARPNESS = 8.0
 """The constant c of the paper."""
@@ -54,7 +55,7 @@ class RGLRU:
         input_TE, recurrent_TE = (gate.transpose(0, 1).flatten(1) for gate in gates_BTO.chunk(2, dim=-1))
         log_a_TE = -_SHARPNESS * recurrent_TE.float() * self.decay_E
         scale_TE = torch.sqrt(-torch.expm1(2 * log_a_TE))
-        first_rows = torch.from_numpy(states.cu_rows[:-1][states.begins == 0]).to(rows.device)
+        first_rows = upload(states.cu_rows[:-1][states.begins == 0], rows.device)
         scale_TE[first_rows] = 1.0
         y_TE = states.kernels.linear_scan((x_TE * input_TE).float() * scale_TE, log_a_TE.exp(), states.slots(-1))
         return y_TE.to(rows.dtype), states.written()

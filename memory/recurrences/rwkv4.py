@@ -17,6 +17,7 @@ from memory.kernels import Weights
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, StateTensor
 from memory.states import States
+from memory.uploads import upload
 
 _LOWEST = -1e38
 """The exponent of an empty sum: as small as float32 can bear a sum with."""
@@ -64,7 +65,7 @@ class TokenShift:
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Rows (T, E) -> (T, E)."""
         (last_S1E,) = states.start()
-        ends = torch.from_numpy(states.cu_rows).to(rows.device)
+        ends = upload(states.cu_rows, rows.device)
         shifted = torch.cat([rows[:1], rows[:-1]])
         shifted[ends[:-1]] = last_S1E[:, 0].to(rows.dtype)
         return shifted, states.end(rows[ends[1:] - 1][:, None])

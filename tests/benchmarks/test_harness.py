@@ -45,7 +45,8 @@ def test_a_report_is_written_twice(tmp_path: Path) -> None:
     assert "| jamba | 1.23 | 1,234 |" in text and "a note" in text and torch.__version__ in text
 
 
-def test_red_tests_have_no_speed(tmp_path: Path) -> None:
+def test_red_tests_have_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-n 0")  # a process for each processor takes longer to start than such tests take
     (tmp_path / "test_red.py").write_text("def test_red():\n    assert False\n")
     with pytest.raises(typer.Exit) as caught:
         require_green(str(tmp_path / "test_red.py"))

@@ -76,7 +76,7 @@ class Counted:
         self.says = {at + i: token for i, token in enumerate(token_ids)}
 
 
-def make_engine(model: Any, tokenizer: Any, *, rollback_window: int = 8, has_prefixes: bool = True, budget: str = "64MiB") -> Engine:
+def make_engine(model: Any, tokenizer: Any, *, rollback_window: int = 8, has_prefixes: bool = True, budget: str = "16MiB") -> Engine:
     memory = HybridMemory(model.memory_spec, budget, rollback_window=rollback_window, page_tokens=4, poison=True)
     prefixes = PrefixCache(memory, grid_tokens=0) if has_prefixes else None
     return Engine(Counted(model), memory, tokenizer, prefixes=prefixes)
@@ -84,7 +84,7 @@ def make_engine(model: Any, tokenizer: Any, *, rollback_window: int = 8, has_pre
 
 def decode_fresh(model: Any, prompt: list[int], max_tokens: int, stop_ids: tuple[int, ...]) -> list[int]:
     """What the model says greedily when it reads all of this for the first time, in a memory of its own."""
-    memory, ids, new = HybridMemory(model.memory_spec, "64MiB", poison=True), list[int](), prompt
+    memory, ids, new = HybridMemory(model.memory_spec, "8MiB", poison=True), list[int](), prompt
     sequence = memory.open()
     while len(ids) < max_tokens and not (ids and ids[-1] in stop_ids):
         with memory.step({sequence: new}) as step:

@@ -24,7 +24,7 @@ TEXTS = [draw_tokens(9 + 3 * i, seed=i) for i in range(3)]
 PROMPTS = [[3, 1, 4, 1, 5], [2, 7, 1, 8, 2, 8, 1, 8, 2], [6]]
 
 
-def make_memory(model: LanguageModel | Toy, budget: str = "16MiB") -> HybridMemory:
+def make_memory(model: LanguageModel | Toy, budget: str = "4MiB") -> HybridMemory:
     return HybridMemory(model.memory_spec, budget, rollback_window=4, page_tokens=4, poison=True)
 
 

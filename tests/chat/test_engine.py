@@ -73,9 +73,9 @@ def test_seeds_give_the_same_tokens_alone_and_in_any_company(model: LanguageMode
 
 def test_preemption_loses_no_work_and_changes_no_word(model: LanguageModel, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(4)
-    engine = make_engine(model, 3 * private_bytes(model, 100))
+    engine = make_engine(model, 3 * private_bytes(model, 60))
     monkeypatch.setattr("chat.scheduling.Sizes.of", lambda self, n_tokens: 0)  # let them all in at once
-    wanted = submit_some(engine, model, generator, 8, 60, 60)
+    wanted = submit_some(engine, model, generator, 8, 40, 30)
     run_checked(engine)
     assert_as_alone(model, wanted)
     assert engine.stats.n_preempted > 0
@@ -219,9 +219,9 @@ def test_where_nothing_can_be_swapped_to_requests_wait_in_place(monkeypatch: pyt
 
 def test_a_long_prompt_takes_no_token_from_anybody(model: LanguageModel) -> None:
     engine = make_engine(model)
-    replies = [engine.submit([i], max_tokens=80) for i in range(3)]
+    replies = [engine.submit([i], max_tokens=40) for i in range(3)]
     engine.step()
-    prompt = [i % model.memory_spec.vocab_size for i in range(1000)]
+    prompt = [i % model.memory_spec.vocab_size for i in range(300)]
     long = engine.submit(prompt, max_tokens=3)
     n_steps = 0
     while not long.token_ids:
@@ -229,7 +229,7 @@ def test_a_long_prompt_takes_no_token_from_anybody(model: LanguageModel) -> None
         engine.step()
         assert [len(g.token_ids) for g in replies] == [n + 1 for n in before]
         n_steps += 1
-    assert n_steps == -(-1000 // (24 - 3)), "the prompt did not get all that was left"
+    assert n_steps == -(-300 // (24 - 3)), "the prompt did not get all that was left"
     engine.run()
     assert long.token_ids == decode_alone(model, prompt, 3)
 
@@ -269,7 +269,7 @@ def test_cancellations_and_deadlines_at_any_time_free_everything(model: Language
     def disturb(n: int) -> None:
         nonlocal now
         now += 1.0
-        if n < 60 and generator.random() < 0.5:
+        if n < 40 and generator.random() < 0.5:
             deadline_s = generator.choice([None, generator.uniform(1, 30)])
             wanted.extend(submit_some(engine, model, generator, 1, 60, 25, deadline_s=deadline_s))
         if wanted and generator.random() < 0.3:

@@ -274,7 +274,7 @@ def test_cancelled_generations_leave_kept_sequences_open() -> None:
 # Prefixes
 
 
-def with_prefixes(model: Any, budget: int | str = "16MiB", *, rollback_window: int = 8, **options: Any) -> tuple[Engine, PrefixCache]:
+def with_prefixes(model: Any, budget: int | str = "4MiB", *, rollback_window: int = 8, **options: Any) -> tuple[Engine, PrefixCache]:
     memory = make_memory(model, budget, rollback_window=rollback_window)
     prefixes = PrefixCache(memory, grid_tokens=16)
     return Engine(model, memory, None, prefixes=prefixes, **({"step_tokens": 24, "max_running": 6} | options)), prefixes

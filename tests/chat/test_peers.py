@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,7 @@ NEMOTRON_9B = model_of(SSDShape(n_heads=128, head_dim=80, n_groups=8, d_state=12
 NEMOTRON_SUPER = model_of(SSDShape(n_heads=128, head_dim=64, n_groups=8, d_state=128, d_conv=4).spec(), 40, AttentionSpec(32, 2, 128), 8)
 
 
+@cache
 def from_config(name: str) -> Model:
     config, _ = read_config(CONFIGS / f"{name}.json")
     return Model.of(dry_model(config, config.architectures[0]).memory_spec, config.architectures[0])

@@ -24,7 +24,7 @@ from memory import FormatError, HybridMemory, SpecError
 from models import LanguageModel, load_model
 
 LIVELY = Habits(
-    n_users=12, turns=4, rate=20, think_s=0.2, pause_s=0.5, edits=0.2, regenerations=0.15, branches=0.2, pauses=0.3, n_openings=2
+    n_users=8, turns=4, rate=20, think_s=0.2, pause_s=0.5, edits=0.2, regenerations=0.15, branches=0.2, pauses=0.3, n_openings=2
 )
 TALKS = ("say", "edit", "regenerate")
 TIGHT = "3MiB"
@@ -41,7 +41,7 @@ def model() -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def setup(model: LanguageModel, tokenizer: Tokenizer) -> Setup:
-    return Setup(model.memory_spec, model, tokenizer, budget="64MiB", is_checked=True, poison=True)
+    return Setup(model.memory_spec, model, tokenizer, budget="16MiB", is_checked=True, poison=True)
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_everybody_is_told_in_the_crowd_what_they_are_told_alone(setup: Setup, l
 def test_a_small_budget_forces_users_out_and_nothing_is_lost(setup: Setup, tmp_path: Path) -> None:
     """To files, and in the middle of replies too."""
     tight = replace(setup, budget=TIGHT, swap_dir=tmp_path, max_running=16, max_tokens=12)
-    workload = make_workload(replace(LIVELY, rate=200), 1)
+    workload = make_workload(replace(LIVELY, n_users=12, rate=200), 1)
     report = simulate(tight, workload)
     assert_nothing_lost(tight, workload, report, "wrong")
     assert report.tally.engine.n_preempted > 0

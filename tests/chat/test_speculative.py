@@ -76,7 +76,7 @@ def decode(batch: SpeculativeBatch, prompts: list[list[int]] = PROMPTS, max_toke
 
 
 def make_memory(model: Toy | FamilyToy, window: int = 8, **options: object) -> HybridMemory:
-    return HybridMemory(model.memory_spec, "4MiB", rollback_window=window, page_tokens=4, poison=True, **options)
+    return HybridMemory(model.memory_spec, "1MiB", rollback_window=window, page_tokens=4, poison=True, **options)
 
 
 # Greedy

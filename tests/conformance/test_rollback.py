@@ -200,14 +200,15 @@ def test_speculative_rounds(subject: Subject) -> None:
 
 @pytest.mark.parametrize("window", [0, 1, 3, 4, 13, 64])
 def test_any_window_reaches_that_far(subject: Subject, window: int) -> None:
-    tokens = subject.tokens(90)
+    to = 26
+    tokens, n_prompt = subject.tokens(to + window), 20 if window < 20 else 50
     memory = subject.memory(window)
     sequence = memory.open()
-    subject.feed(memory, sequence, [tokens[:50], *ones(tokens[50:])])
-    assert sequence.horizon <= 90 - window
-    memory.rollback(sequence, to=90 - window)
-    kept = subject.cut([tokens[: min(50, 90 - window)], *ones(tokens[50 : 90 - window])])
-    expected = subject.fresh([*kept, *NEXT], window, detours={90 - window: window})[90 - window :]
+    subject.feed(memory, sequence, [tokens[:n_prompt], *ones(tokens[n_prompt:])])
+    assert sequence.horizon <= to
+    memory.rollback(sequence, to=to)
+    kept = subject.cut([tokens[: min(n_prompt, to)], *ones(tokens[n_prompt:to])])
+    expected = subject.fresh([*kept, *NEXT], window, detours={to: window})[to:]
     subject.assert_same(subject.feed(memory, sequence, NEXT), expected)
 
 

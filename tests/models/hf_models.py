@@ -38,7 +38,7 @@ def attached(name: str, n_rows: int, **options: Any) -> Iterator[tuple[PreTraine
     """The model with a cache of new sequences; at the end every book balances and all bytes are back."""
     model = hf_model(name)
     with attach(model) as bridge:
-        memory = HybridMemory(bridge.memory_spec, "8MiB", **({"rollback_window": 16, "page_tokens": 4, "poison": True} | options))
+        memory = HybridMemory(bridge.memory_spec, "2MiB", **({"rollback_window": 16, "page_tokens": 4, "poison": True} | options))
         hybrid = HybridCache(memory, [memory.open() for _ in range(n_rows)])
         yield model, hybrid
         memory.check()

@@ -27,7 +27,7 @@ def keys(memory: HybridMemory, sequence: Sequence, attention: int) -> Tensor:
 
 
 def fed(model: LanguageModel, tokens: list[int]) -> tuple[HybridMemory, Sequence]:
-    memory = HybridMemory(model.memory_spec, "8MiB", page_tokens=4, poison=True)
+    memory = HybridMemory(model.memory_spec, "2MiB", page_tokens=4, poison=True)
     sequence = memory.open()
     memory.run(model, {sequence: tokens})
     return memory, sequence

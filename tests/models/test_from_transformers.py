@@ -22,7 +22,7 @@ ONE_OF_EACH = (
 
 
 def run(model: LanguageModel) -> Tensor:
-    memory = HybridMemory(model.memory_spec, "8MiB", poison=True)
+    memory = HybridMemory(model.memory_spec, "2MiB", poison=True)
     with memory.step({memory.open(): TOKENS}, outputs="all") as step:
         return model(step)
 
@@ -70,7 +70,7 @@ def test_encoder_decoder_models_come_too() -> None:
     source = AutoModelForSeq2SeqLM.from_config(config).eval()
     randomise_(source)
     model = from_transformers(source)
-    memory = HybridMemory(model.memory_spec, "8MiB")
+    memory = HybridMemory(model.memory_spec, "2MiB")
     (encoded,) = model.encode([[5, 6, 7]])  # type: ignore[attr-defined]
     with memory.step({memory.open(encoder=encoded): [1, 8, 9]}, outputs="all") as step:
         actual = model(step)

@@ -37,7 +37,7 @@ def sharded(tmp_path: Path) -> Path:
 
 
 def run(model: LanguageModel) -> Tensor:
-    memory = HybridMemory(model.memory_spec, "8MiB", poison=True)
+    memory = HybridMemory(model.memory_spec, "2MiB", poison=True)
     with memory.step({memory.open(): TOKENS}, outputs="all") as step:
         return model(step)
 
@@ -289,7 +289,7 @@ def test_a_dtype_that_is_none_is_refused(folder: Path, dtype: Any) -> None:
 
 def test_the_memory_of_another_model_is_refused(folder: Path, tmp_path: Path) -> None:
     other = load_model(write_checkpoint(tmp_path / "other", mamba_config()))
-    memory = HybridMemory(load_model(folder).memory_spec, "8MiB")
+    memory = HybridMemory(load_model(folder).memory_spec, "2MiB")
     sequence = memory.open()
     with pytest.raises(StepError, match="made for Jamba good, not for Mamba other"), memory.step({sequence: TOKENS}) as step:
         other(step)
@@ -298,7 +298,7 @@ def test_the_memory_of_another_model_is_refused(folder: Path, tmp_path: Path) ->
 
 
 def test_a_memory_of_another_dtype_is_refused(folder: Path) -> None:
-    memory = HybridMemory(load_model(folder).memory_spec, "8MiB")
+    memory = HybridMemory(load_model(folder).memory_spec, "2MiB")
     sequence = memory.open()
     with pytest.raises(StepError, match=r"holds torch.float32 .* runs in torch.bfloat16"), memory.step({sequence: TOKENS}) as step:
         load_model(folder, dtype="bfloat16")(step)
@@ -308,7 +308,7 @@ def test_a_memory_of_another_dtype_is_refused(folder: Path) -> None:
 
 def test_a_memory_of_the_same_architecture_serves_another_checkpoint(folder: Path, tmp_path: Path) -> None:
     twin = load_model(write_checkpoint(tmp_path / "twin", jamba_config()))
-    memory = HybridMemory(load_model(folder).memory_spec, "8MiB")
+    memory = HybridMemory(load_model(folder).memory_spec, "2MiB")
     with memory.step({memory.open(): TOKENS}, outputs="all") as step:
         assert torch.equal(twin(step), run(twin))
 

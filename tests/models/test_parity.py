@@ -50,9 +50,9 @@ class Pair:
     peer: Peer
     expected: Tensor
 
-    def memory(self, model: LanguageModel | None = None) -> HybridMemory:
+    def memory(self, model: LanguageModel | None = None, budget: str = "2MiB") -> HybridMemory:
         """So small a window that states fold inside the test."""
-        return HybridMemory((model or self.model).memory_spec, "8MiB", rollback_window=4, page_tokens=4, poison=True)
+        return HybridMemory((model or self.model).memory_spec, budget, rollback_window=4, page_tokens=4, poison=True)
 
     def feed(self, memory: HybridMemory, sequence: Sequence, steps: Iterable[list[int]]) -> Tensor:
         logits = []
@@ -113,11 +113,19 @@ def test_a_batch_of_different_prompts(pair: Pair) -> None:
 def test_every_split_in_two(pair: Pair) -> None:
     prompt = TOKENS[:N_PROMPT]
     whole = pair.feed_fresh(prompt)
-    for at in range(1, N_PROMPT):
+    memory = pair.memory(budget="8MiB")
+    sequences = {memory.open(): at for at in range(1, N_PROMPT)}
+    parts = []
+    for requests in ({s: prompt[:at] for s, at in sequences.items()}, {s: prompt[at:] for s, at in sequences.items()}):
+        with memory.step(requests, outputs="all") as step:
+            parts.append(step.split(pair.model(step)))
+    for first, second in zip(*parts, strict=True):
+        assert_split_close(torch.cat([first, second]), whole)
+    for at in (1, N_PROMPT // 2, N_PROMPT - 1):  # and with nobody beside it
         assert_split_close(pair.feed_fresh(prompt[:at], prompt[at:]), whole)
 
 
-@settings(max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(cuts=st.sets(st.integers(1, len(TOKENS) - 1), max_size=12))
 def test_any_split(pair: Pair, cuts: set[int]) -> None:
     bounds = [0, *sorted(cuts), len(TOKENS)]

@@ -26,7 +26,7 @@ EYES = {
 
 def run(folder: Path) -> Tensor:
     model = load_model(folder)
-    memory = HybridMemory(model.memory_spec, "8MiB", poison=True)
+    memory = HybridMemory(model.memory_spec, "2MiB", poison=True)
     with memory.step({memory.open(): TOKENS}, outputs="all") as step:
         return model(step)
 

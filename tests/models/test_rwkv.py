@@ -23,7 +23,7 @@ TOKENS = draw_tokens(20)
 
 
 def run(model: LanguageModel) -> Tensor:
-    memory = HybridMemory(model.memory_spec, "8MiB", poison=True)
+    memory = HybridMemory(model.memory_spec, "2MiB", poison=True)
     with memory.step({memory.open(): TOKENS}, outputs="all") as step:
         return model(step)
 

@@ -24,6 +24,15 @@ def make_pool(arena: Arena, n_units: int, *, from_top: bool = False, name: str =
 # Random use
 
 
+def first_places(used: list[tuple[int, int]], capacity: int, n: int, n_bytes: int, *, from_top: bool) -> list[int]:
+    """Where `n` blocks come to lie: each at the lowest (highest) free address where it fits."""
+    bounds = [0, *itertools.chain(*used), capacity][:: -1 if from_top else 1]
+    places = list[int]()
+    for start, end in zip(bounds[::2], bounds[1::2], strict=True):
+        places += range(start - n_bytes, end - 1, -n_bytes) if from_top else range(start, end - n_bytes + 1, n_bytes)
+    return places[:n]
+
+
 class Model:
     """Three pools and what a plain dictionary says about them: (pool, block) -> references."""
 
@@ -41,6 +50,7 @@ class Model:
             assert self.used_ranges() == used_before, "a refused allocation took something"
             return
         assert len(set(ids.tolist())) == n
+        assert pool.addresses[ids].tolist() == first_places(used_before, self.arena.capacity_bytes, n, pool.block_bytes, from_top=which > 0)
         for block in ids.tolist():
             assert (which, block) not in self.counts, "a block in use was handed out"
             self.counts[which, block] = 1

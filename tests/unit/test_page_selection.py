@@ -142,7 +142,7 @@ def test_a_budget_for_everything_is_dense_attention_to_the_bit(window: int) -> N
     tokens, steps = torch.randint(0, VOCAB, (130,)).tolist(), (40, 1, 1, 12, 1, 3, 1, *[1] * 50, 20, 1)
     outputs = []
     for spec in (toy.memory_spec, toy.memory_spec.with_policy(Quest(132, sinks=4))):
-        memory = HybridMemory(spec, "8MiB", rollback_window=window, page_tokens=PAGE, poison=True)
+        memory = HybridMemory(spec, "2MiB", rollback_window=window, page_tokens=PAGE, poison=True)
         outputs.append(feed(toy, memory, memory.open(), tokens, steps))
     assert torch.equal(*outputs)
 

@@ -73,7 +73,7 @@ def books(memory: HybridMemory) -> Any:
     """Everything that looking must not change."""
     pools = [(pool.counts.tolist(), pool.addresses.tolist(), pool.n_used) for pool, _ in memory._kinds.pools]
     ledger, arena = memory._ledger, memory._store.arena
-    return pools, arena._starts.copy(), arena._ends.copy(), ledger.lengths.tolist(), ledger.peaks.tolist(), dict(ledger.handles)
+    return pools, arena._ends.copy(), ledger.lengths.tolist(), ledger.peaks.tolist(), dict(ledger.handles)
 
 
 # The numbers

@@ -20,7 +20,7 @@ from memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _BY_NUMBER, _BY_CHANNEL, _BY_ROW = 0, 1, 2
-_0, _1, _LANES = np.uint64(0), np.uint64(1), np.uint64(LANES)
+_0, _1, _2, _3, _LANES, _LAST_LANE = (np.uint64(i) for i in (0, 1, 2, 3, LANES, LANES - 1))
 # Moving the bits of a short float to where those of a float32 stand leaves its exponent too small by the difference of their biases.
 _HALF_BIAS, _FLOAT8_BIAS = np.float32(2.0**112), np.float32(2.0**120)
 _NONE = np.zeros(0, np.uint16)
@@ -68,7 +68,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
         i, g = task // n_kv_heads, task % n_kv_heads
         n_folded, own = folded_lengths[i], blocks[cu_blocks[i] : cu_blocks[i + 1]]
         table = pages[cu_pages[i] : cu_pages[i + 1]]
-        some_keys, some_values = np.empty(BLOCK * head_dim, np.float32), np.empty(BLOCK * head_dim, np.float32)
+        floats = np.empty(BLOCK * head_dim, np.float32)
         scales, lows = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)
         row_scales, row_lows = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
         q_scaled, offsets = np.empty(n_heads * head_dim, np.float32), np.empty(n_heads, np.float32)
@@ -86,23 +86,23 @@ def _attend_few(  # type: ignore[no-untyped-def]
                 block, first = begin // block_rows, begin % block_rows
                 n = min(BLOCK, n_folded - begin, block_rows - first)
                 place = (own[block], g, block_rows, first, n, bits)
-                _decode(key_codes, key_scales, key_lows, key_scale_shape, place, scales, lows, some_keys)
+                _decode(key_codes, key_scales, key_lows, key_scale_shape, place, scales, lows, floats)
                 if keys_fold == _BY_CHANNEL:
                     _read_scales(key_scales, key_lows, key_scale_shape, place, scales, lows)
                     _scale_query_(q, scales, lows, q_scaled, offsets)
-                    score_rows(q_scaled, some_keys, some_values, places[:n], n_heads, head_dim, 0, scale, scores, False)
+                    score_rows(q_scaled, floats, floats, places[:n], n_heads, head_dim, 0, scale, scores, False)
                     _add_offsets_(scores, n, offsets, scale)
                 else:
-                    score_rows(q, some_keys, some_values, places[:n], n_heads, head_dim, 0, scale, scores, False)
+                    score_rows(q, floats, floats, places[:n], n_heads, head_dim, 0, scale, scores, False)
                     if keys_fold == _BY_ROW:
                         _read_scales(key_scales, key_lows, key_scale_shape, place, row_scales, row_lows)
                         _scale_scores_(scores, n, q, row_scales, row_lows, scale)
                 weigh_(scores, n, out, highest, total, softcap, biases, n_folded + n_rows - 1 - begin)
-                _decode(value_codes, value_scales, value_lows, value_scale_shape, place, scales, lows, some_values)
+                _decode(value_codes, value_scales, value_lows, value_scale_shape, place, scales, lows, floats)
                 if values_fold == _BY_ROW:
                     _read_scales(value_scales, value_lows, value_scale_shape, place, row_scales, row_lows)
                     _scale_weights_(scores, n, out, row_scales, row_lows)
-                add_values_(out, some_values, places[:n], n_heads, head_dim, 0, scores)
+                add_values_(out, floats, places[:n], n_heads, head_dim, 0, scores)
                 begin += n
             for begin in range(0, n_rows, BLOCK):
                 n = min(BLOCK, n_rows - begin)
@@ -133,22 +133,41 @@ def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):  
     at, g, block_rows, first, n, bits = place
     head_dim, scale_rows, scales_a_row = len(scales), scale_shape[0], scale_shape[1]
     code_bytes = head_dim if bits == 0 else head_dim * bits // 8
-    is_scaled = bits > 0 and _fold_of(bits, scale_shape) == _BY_NUMBER
-    for r in range(n):
-        code, row = np.uint64(at + (g * block_rows + first + r) * code_bytes), np.uint64(r * head_dim)
-        if bits == 0:
-            _float8_(codes, code, out, row, np.uint64(code_bytes))
-            continue
-        for i in range(8 // bits):
-            part = np.uint64(i * code_bytes)
-            _codes_(codes, code, np.int32(i * bits), np.int32((1 << bits) - 1), out, row + part, np.uint64(code_bytes))
-        if is_scaled:
-            of_row = np.uint64(at // 2 + (g * scale_rows + first + r) * scales_a_row)
-            n_channels = np.uint64(head_dim // scales_a_row)
+    code, n_bytes = np.uint64(at + (g * block_rows + first) * code_bytes), np.uint64(n * code_bytes)
+    if bits == 0:
+        _float8_(codes, code, out, _0, n_bytes)
+    elif bits == 8:
+        _codes_(codes, code, np.int32(0), np.int32(255), out, _0, n_bytes)
+    else:
+        for r in range(n):
+            _row_(codes, code + np.uint64(r * code_bytes), bits, out, np.uint64(r * head_dim), np.uint64(code_bytes))
+    if bits > 0 and _fold_of(bits, scale_shape) == _BY_NUMBER:
+        n_channels = np.uint64(head_dim // scales_a_row)
+        for r in range(n):
+            of_row, row = np.uint64(at // 2 + (g * scale_rows + first + r) * scales_a_row), np.uint64(r * head_dim)
             for i in range(np.uint64(scales_a_row)):
                 scale, low = _half(halves[of_row + i]), _half(low_halves[of_row + i])
                 for e in range(row + i * n_channels, row + (i + _1) * n_channels):
                     out[e] = out[e] * scale + low
+
+
+@njit(inline="always", error_model="numpy")
+def _row_(codes, code, bits, out, row, n_bytes):  # type: ignore[no-untyped-def]
+    """Codes of 4 or 2 bits: the first of each byte, then the second of each byte."""
+    if bits == 4 and n_bytes & _LAST_LANE == _0:
+        for e in range(_0, n_bytes, _LANES):
+            store(out, row + e, load_codes(codes, code + e, np.int32(0), np.int32(15)))
+            store(out, row + n_bytes + e, load_codes(codes, code + e, np.int32(4), np.int32(15)))
+    elif bits == 2 and n_bytes & _LAST_LANE == _0:
+        for e in range(_0, n_bytes, _LANES):
+            at = row + e
+            store(out, at, load_codes(codes, code + e, np.int32(0), np.int32(3)))
+            store(out, at + n_bytes, load_codes(codes, code + e, np.int32(2), np.int32(3)))
+            store(out, at + _2 * n_bytes, load_codes(codes, code + e, np.int32(4), np.int32(3)))
+            store(out, at + _3 * n_bytes, load_codes(codes, code + e, np.int32(6), np.int32(3)))
+    else:
+        for i in range(8 // bits):
+            _codes_(codes, code, np.int32(i * bits), np.int32((1 << bits) - 1), out, row + np.uint64(i) * n_bytes, n_bytes)
 
 
 @njit(inline="always", error_model="numpy")

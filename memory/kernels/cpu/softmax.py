@@ -11,12 +11,13 @@ from numba import njit
 from memory.kernels.cpu.rows import copy_
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
 from memory.kernels.cpu.vector_math import exp_f32, prefetch
+from memory.kernels.cpu.vectors import LANES, load, multiply_add, splat, store_totals, total
 
 BLOCK = 64
 """Rows whose scores are kept at once, 256 bytes a head."""
 
 _ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
-_0, _1, _2, _3, _4, _STRIDE, _LINE, _AHEAD = (np.uint64(i) for i in (0, 1, 2, 3, 4, BLOCK, 16, 8))
+_0, _1, _2, _3, _4, _STRIDE, _LINE, _AHEAD, _LANES, _LAST_LANE = (np.uint64(i) for i in (0, 1, 2, 3, 4, BLOCK, 16, 8, LANES, LANES - 1))
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
@@ -45,28 +46,59 @@ def find_rows(table, begin, page_tokens, head, head_dim, rows):  # type: ignore[
         row += head_dim
 
 
-@njit(fastmath=REDUCING)
+@njit(error_model="numpy")
 def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, asks):  # type: ignore[no-untyped-def]
     """scores[h, r] = scale q[h] . keys[rows[r]], for the query heads of each of the key heads, whose rows lie `apart` elements apart.
 
-    If it `asks`, the values of these rows and the keys of rows that come a little later are fetched meanwhile.
+    Four rows share what is loaded of a query; the sums of a row have one order wherever it stands. If it `asks`, the values of these rows
+    and the keys of rows that come a little later are fetched meanwhile.
     """
-    head_dim, n_groups, apart = np.uint64(head_dim), np.uint64(n_groups), np.uint64(apart)
+    head_dim, n_groups, apart, n = np.uint64(head_dim), np.uint64(n_groups), np.uint64(apart), np.uint64(len(rows))
     n_kv_heads = np.uint64(len(q)) // (head_dim * n_groups)
-    last = np.uint64(len(rows)) - _1
-    for r in range(np.uint64(len(rows))):
-        ahead = np.uint64(rows[min(r + _AHEAD, last)])
+    n_fours = n & ~_3
+    for r in range(_0, n_fours, _4):
+        for g in range(n_kv_heads):
+            at = g * apart
+            a, b = np.uint64(rows[r]) + at, np.uint64(rows[r + _1]) + at
+            c, d = np.uint64(rows[r + _2]) + at, np.uint64(rows[r + _3]) + at
+            if asks:
+                for i in range(r, r + _4):
+                    _ask(keys, values, np.uint64(rows[i]) + at, np.uint64(rows[min(i + _AHEAD, n - _1)]) + at, head_dim)
+            for h in range(g * n_groups, (g + _1) * n_groups):
+                o, place = h * head_dim, h * _STRIDE + r
+                x0 = x1 = x2 = x3 = splat(_ZERO)
+                for e in range(_0, head_dim & ~_LAST_LANE, _LANES):
+                    query = load(q, o + e)
+                    x0, x1 = multiply_add(load(keys, a + e), query, x0), multiply_add(load(keys, b + e), query, x1)
+                    x2, x3 = multiply_add(load(keys, c + e), query, x2), multiply_add(load(keys, d + e), query, x3)
+                store_totals(scores, place, x0, x1, x2, x3)
+                for i in range(_4):
+                    scores[place + i] = scale * _add_rest(scores[place + i], q, o, keys, np.uint64(rows[r + i]) + at, head_dim)
+    for r in range(n_fours, n):
         for g in range(n_kv_heads):
             row = np.uint64(rows[r]) + g * apart
             if asks:
-                for line in range(_0, head_dim, _LINE):
-                    prefetch(values, row + line)  # type: ignore[call-arg]
-                    prefetch(keys, ahead + g * apart + line)
+                _ask(keys, values, row, row, head_dim)
             for h in range(g * n_groups, (g + _1) * n_groups):
-                score = _ZERO
-                for d in range(head_dim):
-                    score += q[h * head_dim + d] * keys[row + d]
-                scores[h * _STRIDE + r] = score * scale
+                o, x = h * head_dim, splat(_ZERO)
+                for e in range(_0, head_dim & ~_LAST_LANE, _LANES):
+                    x = multiply_add(load(keys, row + e), load(q, o + e), x)
+                scores[h * _STRIDE + r] = scale * _add_rest(total(x), q, o, keys, row, head_dim)
+
+
+@njit(error_model="numpy")
+def _ask(keys, values, row, ahead, head_dim):  # type: ignore[no-untyped-def]
+    for line in range(_0, head_dim, _LINE):
+        prefetch(values, row + line)  # type: ignore[call-arg]
+        prefetch(keys, ahead + line)
+
+
+@njit(error_model="numpy")
+def _add_rest(x, q, o, keys, row, head_dim):  # type: ignore[no-untyped-def]
+    """x and the products of the elements that do not fill a vector."""
+    for e in range(head_dim & ~_LAST_LANE, head_dim):
+        x += q[o + e] * keys[row + e]
+    return x
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")

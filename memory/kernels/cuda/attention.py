@@ -15,10 +15,11 @@ from torch import Tensor
 
 from memory.kernels.cuda import folded_rows
 from memory.kernels.cuda.folded_rows import load_folded
-from memory.kernels.cuda.launch import aligned_elements, device_ints, head_parts, launch, next_power_of_2, remember
+from memory.kernels.cuda.launch import aligned_elements, device_ints, head_parts, launch, next_power_of_2
 from memory.kernels.cuda.softmax import LOG2_E, add, hide, load_bias, load_rows, score, store_rows
 from memory.kernels.cuda.tiles import MERGE, TASK, Shape, Tiles, tile
 from memory.kernels.signature import FoldedRows, PagedBatch, Scoring
+from memory.uploads import remember
 
 
 def paged_attention(

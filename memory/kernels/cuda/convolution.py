@@ -14,14 +14,13 @@ from memory.kernels.cuda.launch import (
     ceil_div,
     launch,
     next_power_of_2,
-    remember,
     require_shapes,
-    upload,
     with_contiguous_rows,
 )
 from memory.kernels.cuda.math import bound, silu
 from memory.kernels.cuda.prompts import conv_by_library
 from memory.kernels.signature import Prepared, StateSlots
+from memory.uploads import remember, upload
 
 _TILE_ROWS, _TILE_ELEMENTS = 16, 1024
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -15,8 +12,7 @@ from torch import Tensor
 
 from memory.errors import StepError
 from memory.interface import Int64s
-
-T = TypeVar("T")
+from memory.uploads import upload
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether Triton runs kernels in its interpreter, on tensors of the CPU (TRITON_INTERPRET=1 when triton is imported)."""
@@ -62,36 +58,9 @@ def head_parts(head_dim: int) -> dict[str, int]:
     return {"D0": first, "D1": max(16, next_power_of_2(head_dim - first)) if head_dim > first else 0}
 
 
-_remembered: dict[tuple[int, ...], dict[object, Any]] = {}
-
-
-def remember(anchors: tuple[object, ...], key: object, make: Callable[[], T]) -> T:
-    """What `make` gave for this key, as long as all anchors live: a plan's arrays do not change, and all layers share them."""
-    ids = tuple(map(id, anchors))
-    of_anchors = _remembered.get(ids)
-    if of_anchors is None:
-        of_anchors = _remembered[ids] = {}
-        for anchor in anchors:
-            weakref.finalize(anchor, _remembered.pop, ids, None).atexit = False
-    if key not in of_anchors:
-        of_anchors[key] = make()
-    found: T = of_anchors[key]
-    return found
-
-
 def device_ints(array: Int64s | Tensor, device: torch.device) -> Tensor:
     """A plan's host array (or a tensor that is there already) on the device, int64; uploaded once however often it is asked for."""
-    if isinstance(array, Tensor):
-        return array
-    if device.type == "cpu":  # nothing to copy; and what is remembered must not keep its anchor alive
-        return upload(array, device)
-    return remember((array,), device, lambda: upload(array, device))
-
-
-def upload(array: Int64s, device: torch.device) -> Tensor:
-    """A copy on the device. The host does not wait: the bytes go from pinned memory, which torch keeps until they are there."""
-    tensor = torch.from_numpy(np.ascontiguousarray(array, np.int64))
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    return array if isinstance(array, Tensor) else upload(array, device)
 
 
 def ceil_div(n: int, d: int) -> int:

@@ -24,11 +24,12 @@ import triton.language as tl
 from torch import Tensor
 
 from memory.interface import Int64s
-from memory.kernels.cuda.launch import ceil_div, launch, next_power_of_2, remember, upload
+from memory.kernels.cuda.launch import ceil_div, launch, next_power_of_2
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.matrix_inputs import Inputs
 from memory.kernels.cuda.matrix_tails import fold_tail, rings_of
 from memory.kernels.signature import StateSlots
+from memory.uploads import remember, upload
 
 _CHUNK, _ROWS = 32, 32
 """Tokens at once, and rows of a head's state a program. Compiled for Hopper, twice as many tokens do not fit into registers."""

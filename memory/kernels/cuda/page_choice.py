@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.kernels.cuda.launch import aligned_elements, device_ints, dot, head_parts, launch, next_power_of_2, remember
+from memory.kernels.cuda.launch import aligned_elements, device_ints, dot, head_parts, launch, next_power_of_2
 from memory.kernels.cuda.softmax import load_rows
 from memory.kernels.signature import PageChoice
+from memory.uploads import remember
 
 _BLOCK_N = 64
 

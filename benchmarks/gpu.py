@@ -1,0 +1,27 @@
+"""The kernels on a GPU, beside what a copy moves there."""
+
+from __future__ import annotations
+
+import torch
+import typer
+
+from benchmarks.harness import Report
+
+
+def gpu(*, quick: bool) -> Report:
+    from benchmarks.gpu_attention import gpu_attention  # triton is there only where a GPU is, or for tests
+    from benchmarks.gpu_states import gpu_states
+
+    report = Report("gpu")
+    report.notes.append(f"device: {torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).multi_processor_count} processors")
+    report.notes.append("Asked for: attention and states at 0.8 of the copy or more, drafts at 1.25 of a step or less with 128 sequences.")
+    gpu_attention(report, quick=quick)
+    gpu_states(report, quick=quick)
+    return report
+
+
+def require_gpu() -> None:
+    """Say what is missing and leave, where there is no CUDA device."""
+    if not torch.cuda.is_available():
+        typer.echo(f"this benchmark needs an NVIDIA GPU; torch {torch.__version__} sees none, so nothing is measured", err=True)
+        raise typer.Exit(1)

@@ -1,0 +1,40 @@
+"""A part of every product of a test's parameters with the subjects, unless CONFORMANCE=full, or a test is asked for by its whole name."""
+
+from __future__ import annotations
+
+from math import ceil
+from pathlib import Path
+from zlib import crc32
+
+import pytest
+
+from tests.subjects import IS_FULL, SUBJECTS
+
+_MOST = 3
+"""Combinations of a test's own parameters that a subject meets."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what `is_chosen` does not choose."""
+    if IS_FULL or any("[" in argument for argument in config.args):
+        return
+    dropped = {item for item in items if is_ours(item) and not is_chosen(item)}
+    config.hook.pytest_deselected(items=list(dropped))
+    items[:] = [item for item in items if item not in dropped]
+
+
+def is_ours(item: pytest.Item) -> bool:
+    return item.path.parent == Path(__file__).parent and "subject" in getattr(item, "fixturenames", ())
+
+
+def is_chosen(item: pytest.Item) -> bool:
+    """Every second or third of the combinations, from another one on for each subject and for tests of other names.
+
+    So each combination meets some subjects in each test, and each distance to go back meets each subject in some test.
+    """
+    nth, n = 0, 1
+    for name, values in (mark.args for mark in item.iter_markers("parametrize")):
+        nth += n * list(values).index(item.callspec.params[name])  # type: ignore[attr-defined]
+        n *= len(values)
+    start = crc32(item.originalname.encode()) + SUBJECTS.index(item.callspec.params["subject"])  # type: ignore[attr-defined]
+    return (nth + start) % ceil(n / _MOST) == 0

@@ -1,0 +1,29 @@
+"""Subjects on a CUDA device. `CONFORMANCE=full` takes all of them: each has kernels of its own to compile."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from memory.recurrences import FAMILIES
+from tests.subjects import SUBJECTS, Subject, make_subject
+
+FEW = (
+    *("toy", "toy-window", "toy replay", "toy-sparse", "toy-quest", "toy-4-bit", "toy-float8", "toy-h2o", "toy-attention-tova-4-bit"),
+    *(f"family:{name}" for name in FAMILIES),
+    *("jamba", "model:bamba", "model:deepseek-v3", "model:gemma2", "model:qwen3-next-two-of-four-experts", "model:recurrent-gemma"),
+)
+IN_BFLOAT16 = ("toy", "toy-window", "toy replay", "jamba", "model:bamba", "model:deepseek-v3", "model:qwen3-next-two-of-four-experts")
+"""Nothing lossy: two roundings may choose other rows."""
+
+CHOICES = [(name, torch.float32) for name in (SUBJECTS if os.environ.get("CONFORMANCE") == "full" else FEW)]
+CHOICES += [(name, torch.bfloat16) for name in IN_BFLOAT16]
+
+
+@pytest.fixture(scope="session", params=CHOICES, ids=lambda choice: f"{choice[0]}-{choice[1]}".replace("torch.", ""))
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """Each model that the conformance suite runs on, on the device."""
+    name, dtype = request.param
+    return make_subject(name, tmp_path_factory.mktemp("subject"), torch.device("cuda"), dtype)

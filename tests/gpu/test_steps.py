@@ -1,0 +1,54 @@
+"""What only a device can show: that the host never waits for it inside of a step, and that a plan goes up in one copy."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from memory import HybridMemory
+from memory.kernels import chosen_kernels
+from tests.subjects import Subject
+
+pytestmark = pytest.mark.gpu
+if not torch.cuda.is_available():
+    pytest.skip("no CUDA device", allow_module_level=True)
+
+
+def decoding(subject: Subject) -> tuple[HybridMemory, list]:  # type: ignore[type-arg]
+    """Sequences of several lengths after two decode steps, so that every kernel is compiled."""
+    memory = HybridMemory(subject.spec, "64MiB", rollback_window=8, page_tokens=subject.page_tokens, fold=subject.fold)
+    sequences = [memory.open() for _ in range(5)]
+    memory.run(subject.model, {s: subject.tokens(20 + i) for i, s in enumerate(sequences)})
+    for _ in range(2):
+        memory.run(subject.model, {s: [1] for s in sequences})
+    return memory, sequences
+
+
+def test_the_cuda_set_is_chosen(subject: Subject) -> None:
+    chosen = chosen_kernels("cuda", subject.spec.dtype)
+    assert chosen["paged_attention"].startswith("cuda")
+
+
+def test_no_step_waits_for_the_device(subject: Subject) -> None:
+    if subject.is_lossy or subject.name.startswith(("model:deepseek", "model:qwen3-next")):
+        pytest.skip("old rows compete on the host's word, and experts are counted there")
+    memory, sequences = decoding(subject)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with memory.step({s: [2] for s in sequences}) as step:
+            subject.model(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_plan_goes_up_in_one_copy(subject: Subject) -> None:
+    memory, sequences = decoding(subject)
+    with memory.step({s: [2] for s in sequences}) as first:
+        subject.model(first)
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        step = memory.step({s: [2] for s in sequences}).__enter__()
+        torch.cuda.synchronize()
+    copies = [event for event in found.events() if "Memcpy HtoD" in event.name]
+    assert len(copies) == 1, [event.name for event in copies]
+    assert step.token_ids.tolist() == [2] * 5
