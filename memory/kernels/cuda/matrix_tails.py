@@ -25,8 +25,9 @@ _BLOCK = 16
 def read_states(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan` with a tail."""
     n_heads, n_rows, n_columns = inputs.sizes
-    n_runs, rows = len(state.cu_rows) - 1, rows_a_program(inputs, len(state.cu_rows) - 1)
-    launch(_read_states, (ceil_div(n_rows, rows), n_heads, n_runs),
+    n_runs, rows = len(state.cu_rows) - 1, rows_a_program(n_rows, n_columns)
+    launch(
+        _read_states, (ceil_div(n_rows, rows), n_heads, n_runs),
         *inputs.pointers, y_THV, device_ints(state.cu_rows, y_THV.device), state.flat, state.sources, state.targets, float(state.initial),
         *rings_of(state), n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, COLUMNS=next_power_of_2(n_columns), BLOCK=_BLOCK,
     )  # fmt: skip
