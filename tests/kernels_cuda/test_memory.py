@@ -32,12 +32,12 @@ def test_deferred_states(device: torch.device, family: str, monkeypatch: pytest.
             memory.check()
 
         other = main
-        feed(main=tokens[:20])
-        feed(main=tokens[20:24])
-        memory.rollback(main, to=21)
+        feed(main=tokens[:18])
+        feed(main=tokens[20:22])
+        memory.rollback(main, to=19)
         other = memory.fork(main)
         feed(main=tokens[24:25], other=tokens[25:28])
-        for token in tokens[28:32]:
+        for token in tokens[28:30]:
             feed(main=[token], other=[token + 1 if token == 0 else token - 1])
         feed(main=tokens[32:36])
         return torch.cat(logits)
