@@ -96,7 +96,7 @@ class Simulation:
         self._room = Room(self.engine, self.memory, words, self.tally, max_tokens=setup.max_tokens, script=self._script)
         self._families: Iterator[Family] = iter(workload)
         self._next_family = next(self._families, None)
-        self._unborn: dict[int, dict[str, deque[tuple[int, Event]]]] = {}  # family -> branch -> events
+        self._unborn: dict[tuple[int, str], deque[tuple[int, Event]]] = {}  # family and branch -> events
         self._due: list[tuple[float, int, SimulatedUser]] = []
         self._n_scheduled = 0
         self._speaking: dict[Generation, SimulatedUser] = {}
@@ -193,8 +193,7 @@ class Simulation:
         arrival = family[0]
         user = SimulatedUser(arrival.user, number, arrival, len(self._words.opening(arrival)), events.pop(arrival.user))
         user.messages = [{"role": role, "content": content} for role, content in arrival.opening]
-        if events:
-            self._unborn[number] = events
+        self._unborn |= {(number, branch): its_events for branch, its_events in events.items()}
         user.events.popleft()
         self.tally.actions["arrive"] += 1
         self.n_users += 1
@@ -226,7 +225,7 @@ class Simulation:
 
     def _branch(self, user: SimulatedUser, event: Event) -> None:
         assert event.into is not None, "a branch has a name"
-        branch = user.branch(event.into, self._unborn.get(user.family, {}).pop(event.into, deque()))
+        branch = user.branch(event.into, self._unborn.pop((user.family, event.into), deque()))
         self._room.branch(user, branch)
         self.n_users += 1
         self._schedule(branch)

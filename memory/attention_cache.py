@@ -105,9 +105,9 @@ class AttentionCache:
         self._specs = specs
         self._store = store
         self._dtype = dtype
-        self._kernels: Kernels = select_kernels(store.device, dtype)
+        self.kernels: Kernels = select_kernels(store.device, dtype)
         remaining = iter(self.layout.fields)
-        self._flats = [] if store.is_dry else [[self._kernels.prepare(store.flat(next(remaining))) for _ in own] for own in fields]
+        self._flats = [] if store.is_dry else [[self.kernels.prepare(store.flat(next(remaining))) for _ in own] for own in fields]
         # Where values are a part of the keys, both are read from the same flat.
         self._keys_values = [(own[0], own[s.n_parts - 1]) for s, own in zip(specs, self._flats, strict=False)]
         self._pages: dict[int, Int64s] = {}
@@ -145,11 +145,9 @@ class AttentionCache:
             shared, last_pages = inside_page[is_shared], last_pages[is_shared]
         else:
             shared = last_pages = NO_PAGES
-        n_copies = len(shared)
-        fresh = self.pool.allocate(n_copies + int(n_new.sum()))
-        copies = list(zip(shared.tolist(), last_pages.tolist(), fresh[:n_copies].tolist(), strict=True))
+        fresh, taken = self.pool.allocate(len(shared) + int(n_new.sum())), len(shared)
+        copies = list(zip(shared.tolist(), last_pages.tolist(), fresh[:taken].tolist(), strict=True))
         changed: dict[int, Int64s] = {}
-        taken = n_copies
         for i in n_new.nonzero()[0].tolist():
             n = int(n_new[i])
             changed[i] = tables[i] = np.concatenate([tables[i], fresh[taken : taken + n]])
@@ -183,8 +181,8 @@ class AttentionCache:
         page_T, slot_T = np.divmod(positions, self.page_tokens)
         page_T += cu_pages[:-1] if packed.is_decode else np.repeat(cu_pages[:-1], packed.counts)
         page_T = pages[page_T]
-        rows = {s.kv_shape: self._place(self._row_offsets(s, page_T, slot_T)) for s in self._specs}
-        batch = PagedBatch(packed.cu_seqlens, lengths, pages=self._place(pages), cu_pages=cu_pages, page_tokens=self.page_tokens)
+        rows = {s.kv_shape: self.place(self._row_offsets(s, page_T, slot_T)) for s in self._specs}
+        batch = PagedBatch(packed.cu_seqlens, lengths, pages=self.place(pages), cu_pages=cu_pages, page_tokens=self.page_tokens)
         return batch, tuple(rows[s.kv_shape] for s in self._specs)
 
     def _row_offsets(self, spec: AttentionSpec, page_T: Int64s, slot_T: Int64s) -> Int64s:
@@ -192,8 +190,9 @@ class AttentionCache:
         first_T, (n_heads, head_dim) = page_T + slot_T * spec.head_dim, spec.kv_shape
         return (first_T[:, None] + np.arange(n_heads) * (self.page_tokens * head_dim)).ravel()
 
-    def _place(self, array: Int64s) -> Prepared:
-        return self._kernels.prepare(self._store.upload(array))
+    def place(self, array: Int64s) -> Prepared:
+        """A plan's array as kernels take it."""
+        return self.kernels.prepare(self._store.upload(array))
 
     def begin(self, plan: AttentionPlan) -> None:
         for _, old, new in plan.copies:
@@ -208,9 +207,9 @@ class AttentionCache:
         n_tokens = len(plan.packed.token_ids)
         check_attention(self._specs[index], n_tokens, self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
         keys, values = self._keys_values[index]
-        self._kernels.write_rows_(keys, plan.rows[index], k_TGD.flatten(0, 1))
+        self.kernels.write_rows_(keys, plan.rows[index], k_TGD.flatten(0, 1))
         if v_TGD is not None:
-            self._kernels.write_rows_(values, plan.rows[index], v_TGD.flatten(0, 1))
+            self.kernels.write_rows_(values, plan.rows[index], v_TGD.flatten(0, 1))
 
     def read(self, plan: AttentionPlan, index: int, q_THD: Tensor, scoring: Scoring, folded: FoldedRows | None = None) -> Tensor:
         """What the queries find in the pages and, before them, in rows that have folded.
@@ -220,14 +219,14 @@ class AttentionCache:
         """
         spec, (keys, values) = self._specs[index], self._keys_values[index]
         scoring = scoring._replace(window=spec.window)
-        out_THD = self._kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scoring, folded)
+        out_THD = self.kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scoring, folded)
         return out_THD[..., : spec.value_dim]
 
     def oldest_rows(self, plan: AttentionPlan, index: int, request: int, n_pages: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first pages that a request holds, (n_pages, G, page_tokens, D) each."""
         spec, pages = self._specs[index], plan.batch.pages[plan.batch.cu_pages[request] :][:n_pages]
         shape = (spec.n_kv_heads, self.page_tokens, spec.head_dim)
-        k, v = (self._kernels.read_rows(flat, pages, shape, 0.0) for flat in self._keys_values[index])
+        k, v = (self.kernels.read_rows(flat, pages, shape, 0.0) for flat in self._keys_values[index])
         return k, v
 
     def commit(self, plan: AttentionPlan, kept: Int64s) -> None:
@@ -303,13 +302,13 @@ class AttentionCache:
         for spec, (keys, values) in zip(self._specs, self._keys_values, strict=True):
             assert spec.rotation is not None, "`plan_drop` has looked"
             is_held_RG = np.repeat(is_held, spec.n_kv_heads)
-            source = self._place(np.where(is_held_RG, self._row_offsets(spec, sources, slot_R), -1))
-            target = self._place(self._row_offsets(spec, targets, new_slot_R))
+            source = self.place(np.where(is_held_RG, self._row_offsets(spec, sources, slot_R), -1))
+            target = self.place(self._row_offsets(spec, targets, new_slot_R))
             for flat in (keys, values)[: spec.n_parts]:
-                rows_RGD = self._kernels.read_rows(flat, source, (spec.head_dim,), 0.0).view(len(new_R), *spec.kv_shape)
+                rows_RGD = self.kernels.read_rows(flat, source, (spec.head_dim,), 0.0).view(len(new_R), *spec.kv_shape)
                 if flat is keys:
                     rows_RGD = spec.rotation.turned(rows_RGD, turns[spec.rotation])
-                self._kernels.write_rows_(flat, target, rows_RGD.flatten(0, 1))
+                self.kernels.write_rows_(flat, target, rows_RGD.flatten(0, 1))
 
     def drop(self, plan: DropPlan) -> None:
         table = self._pages[plan.slot]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 
 import numpy as np
 from torch import Tensor
@@ -53,6 +54,10 @@ def read_requests(requests: Requests, vocab_size: int) -> tuple[list[Sequence], 
         sequences, values = _read_pairs(requests.items() if isinstance(requests, Mapping) else requests)
     if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:  # a decode step: all tokens at once
         return sequences, TokenLists(np.array(values, np.int64), np.ones(len(values), np.int64))
+    if set(map(type, values)) == {list} and all(values):  # as an engine has them: lists, most of one token
+        flat = list(chain.from_iterable(values))
+        if set(map(type, flat)) == {int} and 0 <= min(flat) <= max(flat) < vocab_size:
+            return sequences, TokenLists(np.array(flat, np.int64), np.fromiter(map(len, values), np.int64, len(values)))
     return sequences, TokenLists.of([_read_tokens(*pair, vocab_size) for pair in zip(sequences, values, strict=True)])
 
 

@@ -13,6 +13,7 @@ from memory.deferred_state import DeferredState
 from memory.errors import SpecError
 from memory.eviction import Budget, EvictionPolicy, Quest
 from memory.folding import Fold, TailGrid
+from memory.group_selection import GroupSelection
 from memory.page_grid import PageGrid
 from memory.page_selection import PageSelection
 from memory.quantization import Storage
@@ -52,8 +53,6 @@ def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec
             raise SpecError(f"{memory.policy!r} is no EvictionPolicy and no Quest; give an instance of one, such as H2O(1024)")
         if not isinstance(memory.storage, Storage | None):
             raise SpecError(f"{memory.storage!r} is no Storage; give an instance of one, such as Quantized(4)")
-        if isinstance(memory.policy, Quest) and memory.storage is not None:
-            raise SpecError(f"{memory.policy.label} reads rows as they came; take {memory.storage} or the policy off {memory.name!r}")
     n_layers = Counter(memory.policy for memory in attention)
     numbers: Counter[Budget | None] = Counter()
     for memory in attention:
@@ -77,6 +76,9 @@ def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store)
         if isinstance(policy, EvictionPolicy):
             name = f"attention {len(caches)}, {policy.label}" + (f" of {storage.label}" if storage else "")
             cache = SparseAttention(group, policy, storage, spec.dtype, grid.rollback_window, store, name)
+        elif isinstance(policy, Quest) and storage is not None:
+            name = f"attention {len(caches)}, {policy.label} of {storage.label}"
+            cache = GroupSelection(group, policy, storage, spec.dtype, page_tokens, grid.rollback_window, store, name)
         elif isinstance(policy, Quest):
             name = f"attention {len(caches)}, {policy.label}"
             cache = PageSelection(group, policy, spec.dtype, PageGrid(page_tokens, None, grid.rollback_window), store, name)

@@ -13,6 +13,7 @@ Which pages a query reads depends on its position and on the rows up to it:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -50,6 +51,14 @@ class SelectionPlan(AttentionPlan):
     rest_tokens: Tensor
 
 
+def part_of(plan: AttentionPlan, requests: Int64s, place: Callable[[Int64s], Prepared]) -> PagedBatch:
+    """The part of a step's batch that these requests are."""
+    batch = plan.batch
+    pages = place(plan.pages[ranges(batch.cu_pages[:-1][requests], batch.cu_pages[1:][requests])])
+    cu_seqlens, cu_pages = (np.concatenate([[0], np.diff(x)[requests].cumsum()]) for x in (batch.cu_seqlens, batch.cu_pages))
+    return PagedBatch(cu_seqlens, batch.kv_lengths[requests], pages, cu_pages, batch.page_tokens)
+
+
 class PageSelection(AttentionCache):
     """Paged K/V of all attention layers of one `Quest`: `memory.interface.LayerMemory`.
 
@@ -73,9 +82,9 @@ class PageSelection(AttentionCache):
         choice, reads = self._choice(plan, packed.positions[tokens] + 1, np.repeat(batch.cu_pages[:-1][chosen], packed.counts[chosen]))
         full = ranges(batch.cu_pages[:-1] + packed.starts // self.page_tokens, batch.cu_pages[:-1] + packed.ends // self.page_tokens)
         return SelectionPlan(
-            **{f.name: getattr(plan, f.name) for f in fields(plan)}, full=self._place(plan.pages[full]),
+            **{f.name: getattr(plan, f.name) for f in fields(plan)}, full=self.place(plan.pages[full]),
             choice=choice if len(tokens) else None, tokens=self._store.upload(tokens), chosen=reads,
-            rest=self._batch_of(plan, others) if len(others) else None, rest_tokens=self._store.upload(rest_tokens),
+            rest=part_of(plan, others, self.place) if len(others) else None, rest_tokens=self._store.upload(rest_tokens),
         )  # fmt: skip
 
     def _choice(self, plan: AttentionPlan, n_rows: Int64s, begins: Int64s) -> tuple[PageChoice, PagedBatch]:
@@ -84,17 +93,10 @@ class PageSelection(AttentionCache):
         n_last = n_pages - np.maximum(0, n_rows - self.policy.recent) // self.page_tokens
         n_chosen = np.minimum(n_pages, self._n_read)
         cu_pages, cu_chosen = (np.concatenate([[0], n.cumsum()]) for n in (n_pages, n_chosen))
-        pages = self._place(plan.pages[ranges(begins, begins + n_pages)])
+        pages = self.place(plan.pages[ranges(begins, begins + n_pages)])
         choice = PageChoice(pages, cu_pages, -(-self.policy.sinks // self.page_tokens), n_last, cu_chosen)
         lengths = n_rows - (n_pages - n_chosen) * self.page_tokens
         return choice, PagedBatch(np.arange(len(n_rows) + 1), lengths, choice.pages, cu_chosen, self.page_tokens)
-
-    def _batch_of(self, plan: AttentionPlan, requests: Int64s) -> PagedBatch:
-        """The part of a step's batch that these requests are."""
-        batch = plan.batch
-        pages = self._place(plan.pages[ranges(batch.cu_pages[:-1][requests], batch.cu_pages[1:][requests])])
-        cu_seqlens, cu_pages = (np.concatenate([[0], np.diff(x)[requests].cumsum()]) for x in (batch.cu_seqlens, batch.cu_pages))
-        return PagedBatch(cu_seqlens, batch.kv_lengths[requests], pages, cu_pages, batch.page_tokens)
 
     def read(self, plan: AttentionPlan, index: int, q_THD: Tensor, scoring: Scoring, folded: FoldedRows | None = None) -> Tensor:
         assert isinstance(plan, SelectionPlan) and folded is None
@@ -107,18 +109,18 @@ class PageSelection(AttentionCache):
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         if plan.rest is not None:
             tokens = plan.rest_tokens
-            out_THD[tokens] = self._kernels.paged_attention(q_THD[tokens], keys, values, plan.rest, spec.n_kv_heads, scoring)
+            out_THD[tokens] = self.kernels.paged_attention(q_THD[tokens], keys, values, plan.rest, spec.n_kv_heads, scoring)
         q_QHD = q_THD[plan.tokens]
-        pages_GC = self._kernels.choose_pages(q_QHD, least, greatest, plan.choice, spec.n_kv_heads)
-        chosen = replace(plan.chosen, pages=self._kernels.prepare(pages_GC))
-        out_THD[plan.tokens] = self._kernels.paged_attention(q_QHD, keys, values, chosen, spec.n_kv_heads, scoring)
+        pages_GC = self.kernels.choose_pages(q_QHD, least, greatest, plan.choice, spec.n_kv_heads)
+        chosen = replace(plan.chosen, pages=self.kernels.prepare(pages_GC))
+        out_THD[plan.tokens] = self.kernels.paged_attention(q_QHD, keys, values, chosen, spec.n_kv_heads, scoring)
         return out_THD[..., : spec.value_dim]
 
     def plan_drop(self, dropped: Dropped) -> DropPlan:
         plan = super().plan_drop(dropped)
         n_full = (dropped.length - dropped.n_tokens) // self.page_tokens - plan.first_page - plan.n_kept
         if n_full > 0 and not self._store.is_dry:
-            full = self._place(self.pool.addresses[plan.fresh[:n_full]] // self._dtype.itemsize)
+            full = self.place(self.pool.addresses[plan.fresh[:n_full]] // self._dtype.itemsize)
             for index in range(len(self._specs)):
                 self._bound(index, full)
         return plan
@@ -128,6 +130,6 @@ class PageSelection(AttentionCache):
         if not len(full):
             return
         spec, (keys, *_, least, greatest) = self._specs[index], self._flats[index]
-        k_NGPD = self._kernels.read_rows(keys, full, (spec.n_kv_heads, self.page_tokens, spec.head_dim), 0.0)
-        self._kernels.write_rows_(least, full, k_NGPD.amin(2).flatten(1))
-        self._kernels.write_rows_(greatest, full, k_NGPD.amax(2).flatten(1))
+        k_NGPD = self.kernels.read_rows(keys, full, (spec.n_kv_heads, self.page_tokens, spec.head_dim), 0.0)
+        self.kernels.write_rows_(least, full, k_NGPD.amin(2).flatten(1))
+        self.kernels.write_rows_(greatest, full, k_NGPD.amax(2).flatten(1))

@@ -22,7 +22,7 @@ from memory.errors import IntegrityError, SpecError
 from memory.interface import Holding, Int64s, Packed, Record
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
 from memory.page_grid import PageGrid
-from memory.quantization import Storage
+from memory.quantization import Shaped, Storage
 from memory.shift import CannotDrop
 from memory.specs import AttentionSpec
 
@@ -90,15 +90,27 @@ class QuantizedAttention(CannotDrop):
         self._specs, self._store = specs, store
         for spec in specs:
             storage.check(spec.head_dim)
-        shapes = [storage.shapes(s.n_kv_heads, storage.group, s.head_dim, by_channel=is_key) for s in specs for is_key in (True, False)]
-        self.layout = BlockLayout.of([shape for half in shapes for shape in half])
+        shapes = [
+            [part for is_key in (True, False) for part in storage.shapes(s.n_kv_heads, storage.group, s.head_dim, by_channel=is_key)]
+            for s in specs
+        ]
+        own_fields = [[*own, *self._bound_fields(spec)] for spec, own in zip(specs, shapes, strict=True)]
+        self.layout = BlockLayout.of([field for own in own_fields for field in own])
         self.bodies = store.make_pool(f"pages of {name}", self.layout.block_bytes, from_top=False)
-        n_parts = 2 * len(shapes[0])
-        fields = [self.layout.fields[i : i + n_parts] for i in range(0, len(self.layout.fields), n_parts)]
-        self._shapes = [tuple(field.shape for field in own) for own in fields]
+        n_fields = len(own_fields[0])
+        fields = [self.layout.fields[i : i + n_fields] for i in range(0, len(self.layout.fields), n_fields)]
+        self._shapes = [tuple(shape for shape, _ in own) for own in shapes]
         self._flats: list[tuple[Prepared, ...]] = [] if store.is_dry else [tuple(map(store.flat, own)) for own in fields]
         self._bodies: dict[int, Int64s] = {}
         self._open_plans: dict[int, QuantizedPlan] = {}
+
+    def _bound_fields(self, spec: AttentionSpec) -> tuple[Shaped, ...]:
+        """What a block holds beside rows, for kinds that do not read every block."""
+        return ()
+
+    def _bounds(self, k_BGRD: Tensor) -> list[Tensor]:
+        """The same, of blocks with these keys."""
+        return []
 
     @property
     def sized_pools(self) -> list[tuple[BlockPool, int]]:
@@ -124,8 +136,12 @@ class QuantizedAttention(CannotDrop):
             self.exact.abort(exact)
             raise
         self._store.upload(blocks)  # for kernels that want them on the device: they find them there
-        plan = QuantizedPlan(packed, exact, n_new, fresh, blocks, cu_blocks, n_blocks * self.storage.group)
+        plan = self._plan_reads(QuantizedPlan(packed, exact, n_new, fresh, blocks, cu_blocks, n_blocks * self.storage.group))
         self._open_plans[id(plan)] = plan
+        return plan
+
+    def _plan_reads(self, plan: QuantizedPlan) -> QuantizedPlan:
+        """For kinds that do not read every block: the plan, and what they read."""
         return plan
 
     def begin(self, plan: QuantizedPlan) -> None:
@@ -134,27 +150,31 @@ class QuantizedAttention(CannotDrop):
     def attend(self, plan: QuantizedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
         """Write the step's keys and values, attend to everything up to each token: (T, H, D). Then fold."""
         self.exact.write(plan.exact, index, q_THD, k_TGD, v_TGD)
-        folded = None
-        if len(plan.blocks):
-            folded = FoldedRows(
-                self.storage, self._shapes[index], self._flats[index], plan.blocks, plan.cu_blocks, plan.lengths,
-                self._specs[index].head_dim,
-            )  # fmt: skip
-        out_THD = self.exact.read(plan.exact, index, q_THD, scoring, folded)
+        out_THD = self._read(plan, index, q_THD, scoring)
         taken = 0
         for i in plan.n_new.nonzero()[0].tolist():
             self._fold(plan, index, i, plan.fresh[taken : taken + plan.n_new[i]])
             taken += int(plan.n_new[i])
         return out_THD
 
+    def _read(self, plan: QuantizedPlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
+        folded = self._folded(index, plan.blocks, plan.cu_blocks, plan.lengths) if len(plan.blocks) else None
+        return self.exact.read(plan.exact, index, q_THD, scoring, folded)
+
+    def _folded(self, index: int, blocks: Int64s | Tensor, cu_blocks: Int64s, lengths: Int64s) -> FoldedRows:
+        shapes = self._shapes[index]
+        flats = self._flats[index][: len(shapes)]
+        return FoldedRows(self.storage, shapes, flats, blocks, cu_blocks, lengths, self._specs[index].head_dim)
+
     def _fold(self, plan: QuantizedPlan, index: int, request: int, targets: Int64s) -> None:
         """Quantise the oldest exact rows of a request, a group into each block."""
         n_pages = len(targets) * self.storage.group // self.grid.page_tokens
-        parts: list[Tensor] = []
+        parts, bounds = list[Tensor](), list[Tensor]()
         for rows, is_key in zip(self.exact.oldest_rows(plan.exact, index, request, n_pages), (True, False), strict=True):
             rows_BGRD = rows.view(len(targets), -1, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
             parts += self.storage.encode(rows_BGRD, by_channel=is_key)
-        for flat, part in zip(self._flats[index], parts, strict=True):
+            bounds = self._bounds(rows_BGRD) if is_key else bounds
+        for flat, part in zip(self._flats[index], [*parts, *bounds], strict=True):
             offsets = self._store.upload(self.bodies.addresses[targets] // part.element_size())
             reference.write_rows_(flat, offsets, part.flatten(1))
 

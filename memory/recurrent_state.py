@@ -304,8 +304,9 @@ class RecurrentState:
     def release(self, slot: int) -> None:
         if slot < len(self._slots):
             held = self._slots.table[:, slot]
-            self.states.release(held[3:6][held[3:6] >= 0])
-            self.tails.release(held[6:][held[6:] >= 0])
+            if (held[3:] >= 0).any():  # nothing is held by who comes to share
+                self.states.release(held[3:6][held[3:6] >= 0])
+                self.tails.release(held[6:][held[6:] >= 0])
             held[:], held[0] = NOTHING, 0
 
     def horizon(self, slot: int) -> int:

@@ -39,7 +39,7 @@ SUBJECTS = (
     *("toy-sparse", "toy-attention-sparse", "toy-sparse replay", "toy-quest", "toy-attention-quest"),
     *("toy-4-bit", "toy-attention-8-bit", "toy-float8"),
     *("toy-h2o", "toy-attention-recent-2-bit", "toy-knorm-float8", "toy-attention-tova-4-bit", "toy-scissorhands", "toy-snapkv-8-bit"),
-    *("toy-attention-pyramid", "toy-expected-4-bit"),
+    *("toy-attention-pyramid", "toy-expected-4-bit", "toy-quest-4-bit", "toy-attention-quest-float8"),
     *(f"family:{name}" for name in FAMILIES),
     "family:gated_delta defer",
     "model:bamba",
@@ -85,10 +85,9 @@ STORAGES = {"8-bit": Quantized(8, group=4), "4-bit": Quantized(4, group=8), "2-b
 IS_FULL = os.environ.get("CONFORMANCE") == "full"
 """Whether products of parameters run whole, for an hour; else each value meets each subject and each test, but not both at once."""
 
-if IS_FULL:  # every policy with every storage, on a hybrid and on attention alone
+if IS_FULL or os.environ.get("CONFORMANCE") == "kinds":  # every policy with every storage, on a hybrid and on attention alone
     pairs = itertools.product(("toy", "toy-attention"), POLICIES, ("", *(f"-{storage}" for storage in STORAGES)))
-    products = (f"{toy}-{policy}{storage}" for toy, policy, storage in pairs if not (policy == "quest" and storage))
-    SUBJECTS = tuple(dict.fromkeys((*SUBJECTS, *products)))
+    SUBJECTS = tuple(dict.fromkeys((*SUBJECTS, *(f"{toy}-{policy}{storage}" for toy, policy, storage in pairs))))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,8 @@ class Quest(Budget):
     token would cost more than it saves. Layers 0 and 1 are dense in the paper: `with_policy(Quest(1024), layers=range(2, n))`. A page
     takes two more rows of keys.
 
+    With a storage, what is chosen is a group of rows that it keeps together. The exact rows are read by every query, beside the budget.
+
     Attributes:
         budget_tokens: rows that a query reads at most, in whole pages; sinks and recent rows are among them.
         sinks: the first rows, whose pages every query reads.
@@ -34,12 +36,12 @@ class Quest(Budget):
     def __post_init__(self) -> None:
         self._check_counts(budget_tokens=1, sinks=0, recent=1, select_up_to=1)
 
-    def budget_pages(self, page_tokens: int) -> int:
-        """Pages that a query reads at most. Raises SpecError if those that it always reads are more."""
+    def budget_pages(self, page_tokens: int, remedy: str = "the memory smaller page_tokens") -> int:
+        """Pages that a query reads at most. Raises SpecError, with another `remedy`, if those that it always reads are more."""
         n_sinks, n_recent = -(-self.sinks // page_tokens), -(-(self.recent - 1) // page_tokens) + 1
         if self.budget_tokens // page_tokens < n_sinks + n_recent:
             raise SpecError(
                 f"{self.label} always reads up to {n_sinks + n_recent} pages of {page_tokens} tokens, for {self.sinks} sinks and "
-                f"{self.recent} recent rows; give it {(n_sinks + n_recent) * page_tokens} tokens or more, or the memory smaller page_tokens"
+                f"{self.recent} recent rows; give it {(n_sinks + n_recent) * page_tokens} tokens or more, or {remedy}"
             )
         return self.budget_tokens // page_tokens

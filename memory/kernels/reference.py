@@ -46,11 +46,12 @@ def paged_attention(
 
 def gather_folded(folded: FoldedRows, request: int) -> tuple[Tensor, Tensor]:
     """Keys and values of a request that a storage keeps, in order: (rows, G, D) float32 each."""
-    blocks = torch.from_numpy(folded.blocks[folded.cu_blocks[request] : folded.cu_blocks[request + 1]])
+    blocks = torch.as_tensor(folded.blocks)[..., folded.cu_blocks[request] : folded.cu_blocks[request + 1]]
     parts = []
-    for flat, shape in zip(map(torch.as_tensor, folded.flats), folded.shapes, strict=True):
-        offsets = (blocks // flat.element_size()).to(flat.device)
-        parts.append(flat[_elements(offsets, math.prod(shape))].view(len(blocks), *shape))
+    for flat, (n_heads, n_rows, size) in zip(map(torch.as_tensor, folded.flats), folded.shapes, strict=True):
+        of_head_G1 = torch.arange(n_heads)[:, None] * (n_rows * size)
+        offsets_GB = (blocks // flat.element_size()).to(flat.device) + of_head_G1.to(flat.device)
+        parts.append(flat[_elements(offsets_GB.flatten(), n_rows * size)].view(n_heads, -1, n_rows, size).transpose(0, 1))
     halves = parts[: len(parts) // 2], parts[len(parts) // 2 :]
     k_BGRD, v_BGRD = (folded.storage.decode(tuple(half)) for half in halves)
     n_rows = int(folded.lengths[request])

@@ -84,7 +84,8 @@ class FoldedRows:
         storage: how they are kept.
         shapes: of the parts of a block: those of its keys, then as many of its values; n_rows a block, some of them perhaps not in use.
         flats: of each part, the arena as its dtype from the part's place in a block on.
-        blocks: (all blocks,) byte address of each block, request after request; host.
+        blocks: (all blocks,) byte address of each block, request after request; host. A tensor (G, all blocks) where each key/value head
+            reads others.
         cu_blocks: (S + 1,); host.
         lengths: (S,) rows of each request; host.
         head_dim: channels a row.
@@ -93,7 +94,7 @@ class FoldedRows:
     storage: Storage
     shapes: tuple[tuple[int, ...], ...]
     flats: tuple[Prepared, ...]
-    blocks: Int64s
+    blocks: Int64s | Tensor
     cu_blocks: Int64s
     lengths: Int64s
     head_dim: int

@@ -22,6 +22,7 @@ from chat.simulation_report import Answer, Report, Sample, Samples
 from chat.workload import Event, Habits, Workload, make_workload
 from memory import FormatError, HybridMemory, SpecError
 from models import LanguageModel, load_model
+from tests.counting import Calls
 
 LIVELY = Habits(
     n_users=8, turns=4, rate=20, think_s=0.2, pause_s=0.5, edits=0.2, regenerations=0.15, branches=0.2, pauses=0.3, n_openings=2
@@ -211,6 +212,18 @@ def test_a_dry_run_needs_neither_texts_nor_a_tokenizer(dry: Setup) -> None:
     assert report.tally.reused["say", "prefix cache"] > 0, "openings are shared"
     with pytest.raises(FormatError, match="n_tokens"):
         simulate(bare, make_workload(LIVELY, 0))
+
+
+def test_a_dry_run_costs_the_same_for_every_user(dry: Setup) -> None:
+    """However many have come before: in a full memory, with about a hundred users at once."""
+    bare = replace(dry, tokenizer=None, stop_ids=(2,), budget="64MiB", max_running=512, step_tokens=4096)
+    habits = Habits(n_users=450, turns=2, rate=100, think_s=0.2, pause_s=0.5, message_tokens=12, reply_tokens=8)
+    calls_at: dict[int, int] = {}
+    with Calls() as calls:
+        report = simulate(bare, make_workload(habits, 0), lambda simulation: calls_at.setdefault(simulation.n_families // 150, calls.n))
+    assert report.is_ok and report.n_evicted > 2 * habits.n_users, "the memory was full"
+    early, late = calls_at[2] - calls_at[1], calls_at[3] - calls_at[2]
+    assert late < 1.2 * early
 
 
 def test_a_dry_run_has_nothing_to_write(dry: Setup, tmp_path: Path) -> None:

@@ -21,9 +21,9 @@ def keys(memory: HybridMemory, sequence: Sequence, attention: int) -> Tensor:
     _, cache, number = memory._attention[attention]
     spec, (table,) = cache._specs[number], cache.blocks_of(sequence.slot).values()
     starts = torch.as_tensor(cache.pool.addresses[table] // cache._dtype.itemsize)  # type: ignore[union-attr]
-    offsets = (starts[:, None] + spec.n_kv_heads * spec.head_dim * torch.arange(cache.page_tokens)).flatten()  # type: ignore[union-attr]
-    offsets = cache._kernels.prepare(offsets[: sequence.length].contiguous())
-    return cache._kernels.read_rows(cache._keys_values[number][0], offsets, (spec.n_kv_heads, spec.head_dim), 0.0)  # type: ignore[union-attr]
+    flat, shape = cache._keys_values[number][0], (spec.n_kv_heads, cache.page_tokens, spec.head_dim)  # type: ignore[union-attr]
+    pages_NGPD = cache.kernels.read_rows(flat, cache.kernels.prepare(starts), shape, 0.0)  # type: ignore[union-attr]
+    return pages_NGPD.transpose(1, 2).flatten(0, 1)[: sequence.length]
 
 
 def fed(model: LanguageModel, tokens: list[int]) -> tuple[HybridMemory, Sequence]:

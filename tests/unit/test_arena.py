@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from memory import CapacityError, IntegrityError, SpecError
 from memory.arena import ALIGNMENT_BYTES, Arena, BlockLayout, BlockPool, Field, Store, read_budget
+from tests.counting import Calls
 
 UNIT = ALIGNMENT_BYTES
 CPU = torch.device("cpu")
@@ -98,6 +99,28 @@ def test_any_use_agrees_with_a_plain_model(capacity_units: int, use: list[tuple[
     assert model.arena.free_bytes == capacity_units * UNIT
     if capacity_units:
         assert model.arena.allocate(capacity_units * UNIT, from_top=False) == 0, "the free ranges did not become one again"
+
+
+def test_a_place_is_found_without_passing_over_what_is_too_short() -> None:
+    """Among four times as many holes, no more is called."""
+
+    def n_calls(n_holes: int) -> int:
+        arena = Arena(4 * n_holes * UNIT)
+        small, large = make_pool(arena, 1, from_top=True), make_pool(arena, 2, from_top=True)
+        ids = small.allocate(2 * n_holes)
+        small.release(ids[::2])
+
+        def use() -> None:
+            for _ in range(20):
+                large.release(large.allocate(3))
+                small.release(small.allocate(3))
+
+        use()
+        with Calls() as calls:
+            use()
+        return calls.n
+
+    assert n_calls(1000) <= 1.1 * n_calls(250)
 
 
 # Blocks

@@ -161,7 +161,7 @@ def stored_keys(memory: HybridMemory, sequence: Sequence, n: int) -> Tensor:
     (table,) = pages.values()
     starts = torch.as_tensor(cache.pool.addresses[table] // cache._dtype.itemsize)  # type: ignore[union-attr]
     flat, shape = cache._keys_values[number][0], (spec.n_kv_heads, cache.page_tokens, spec.head_dim)  # type: ignore[union-attr]
-    pages_NGPD = cache._kernels.read_rows(flat, cache._kernels.prepare(starts), shape, 0.0)
+    pages_NGPD = cache.kernels.read_rows(flat, cache.kernels.prepare(starts), shape, 0.0)  # type: ignore[union-attr]
     return pages_NGPD.transpose(1, 2).flatten(0, 1)[:n]
 
 

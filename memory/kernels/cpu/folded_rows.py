@@ -42,8 +42,8 @@ def attend_few_folded(
         q_THD.contiguous().numpy(), as_array(keys), as_array(values), batch.cu_seqlens[: n_requests + 1], batch.kv_lengths,
         as_array(batch.pages), batch.cu_pages, batch.page_tokens, n_kv_heads, np.float32(scoring.scale),
         np.float32(scoring.softcap or 0.0), sinks, bias_HL, folded.storage.code_bits, key_codes, key_scales, key_lows, value_codes,
-        value_scales, value_lows, *_scale_shapes(folded), folded.blocks, folded.cu_blocks, folded.block_rows, folded.lengths,
-        out_THD.numpy(),
+        value_scales, value_lows, *_scale_shapes(folded), np.atleast_2d(as_array(folded.blocks)), folded.cu_blocks, folded.block_rows,
+        folded.lengths, out_THD.numpy(),
     )  # fmt: skip
 
 
@@ -57,7 +57,7 @@ def _scale_shapes(folded: FoldedRows) -> tuple[Int64s, Int64s]:
 def _attend_few(  # type: ignore[no-untyped-def]
     q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, scale, softcap, sinks, bias_HL,
     bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, key_scale_shape, value_scale_shape,
-    blocks, cu_blocks, block_rows, folded_lengths, out_THD,
+    blocks_GB, cu_blocks, block_rows, folded_lengths, out_THD,
 ):  # fmt: skip
     """A task is a request and one of its key/value heads."""
     head_dim = q_THD.shape[2]
@@ -66,7 +66,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
     q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
     for task in prange((len(cu_seqlens) - 1) * n_kv_heads):
         i, g = task // n_kv_heads, task % n_kv_heads
-        n_folded, own = folded_lengths[i], blocks[cu_blocks[i] : cu_blocks[i + 1]]
+        n_folded, own = folded_lengths[i], blocks_GB[g if len(blocks_GB) > 1 else 0][cu_blocks[i] : cu_blocks[i + 1]]
         table = pages[cu_pages[i] : cu_pages[i + 1]]
         floats = np.empty(BLOCK * head_dim, np.float32)
         scales, lows = np.empty(head_dim, np.float32), np.empty(head_dim, np.float32)

@@ -11,7 +11,7 @@ from numba import njit
 from memory.kernels.cpu.rows import copy_
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
 from memory.kernels.cpu.vector_math import exp_f32, prefetch
-from memory.kernels.cpu.vectors import LANES, load, multiply_add, splat, store_totals, total
+from memory.kernels.cpu.vectors import LANES, load, multiply_add, splat, store, store_totals, total
 
 BLOCK = 64
 """Rows whose scores are kept at once, 256 bytes a head."""
@@ -101,29 +101,38 @@ def _add_rest(x, q, o, keys, row, head_dim):  # type: ignore[no-untyped-def]
     return x
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy")
+@njit(error_model="numpy")
 def add_values_(out, values, rows, n_groups, head_dim, apart, weights):  # type: ignore[no-untyped-def]
-    """out[h] += sum of weights[h, r] values[rows[r]]; four rows at once, so that `out` is written less often."""
+    """out[h] += sum of weights[h, r] values[rows[r]], in the order of rows; four rows at once, so that `out` is written less often."""
     head_dim, n_groups, apart, n = np.uint64(head_dim), np.uint64(n_groups), np.uint64(apart), np.uint64(len(rows))
-    n_kv_heads = np.uint64(len(out)) // (head_dim * n_groups)
-    r = _0
-    while r + _4 <= n:
+    n_kv_heads, whole = np.uint64(len(out)) // (head_dim * n_groups), head_dim & ~_LAST_LANE
+    n_fours = n & ~_3
+    for r in range(_0, n_fours, _4):
         for g in range(n_kv_heads):
             at = g * apart
             a, b = np.uint64(rows[r]) + at, np.uint64(rows[r + _1]) + at
             c, d = np.uint64(rows[r + _2]) + at, np.uint64(rows[r + _3]) + at
             for h in range(g * n_groups, (g + _1) * n_groups):
                 o, w = h * head_dim, h * _STRIDE + r
-                w_a, w_b, w_c, w_d = weights[w], weights[w + _1], weights[w + _2], weights[w + _3]
-                for e in range(head_dim):
-                    out[o + e] += w_a * values[a + e] + w_b * values[b + e] + w_c * values[c + e] + w_d * values[d + e]
-        r += _4
-    while r < n:
+                w_a, w_b, w_c, w_d = splat(weights[w]), splat(weights[w + _1]), splat(weights[w + _2]), splat(weights[w + _3])
+                for e in range(_0, whole, _LANES):
+                    x = multiply_add(w_b, load(values, b + e), multiply_add(w_a, load(values, a + e), load(out, o + e)))
+                    store(out, o + e, multiply_add(w_d, load(values, d + e), multiply_add(w_c, load(values, c + e), x)))
+                for i in range(_4):
+                    _add_rest_(out, o, weights[w + i], values, np.uint64(rows[r + i]) + at, whole, head_dim)
+    for r in range(n_fours, n):
         for h in range(n_kv_heads * n_groups):
-            row = np.uint64(rows[r]) + h // n_groups * apart
-            for e in range(head_dim):
-                out[h * head_dim + e] += weights[h * _STRIDE + r] * values[row + e]
-        r += _1
+            o, row, weight = h * head_dim, np.uint64(rows[r]) + h // n_groups * apart, weights[h * _STRIDE + r]
+            for e in range(_0, whole, _LANES):
+                store(out, o + e, multiply_add(splat(weight), load(values, row + e), load(out, o + e)))
+            _add_rest_(out, o, weight, values, row, whole, head_dim)
+
+
+@njit(error_model="numpy")
+def _add_rest_(out, o, weight, values, row, begin, end):  # type: ignore[no-untyped-def]
+    """The elements that do not fill a vector."""
+    for e in range(begin, end):
+        out[o + e] += weight * values[row + e]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
