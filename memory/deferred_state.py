@@ -72,6 +72,7 @@ class DeferredState(RebasedState):
         moves = after.body_at > before.body_at
         source = np.where(before.body < 0, NOTHING, self.states.addresses[before.body])
         target = np.where(moves, self.states.addresses[after.body], NOTHING)
+        self._store.upload(packed.cu_seqlens)  # for kernels that want it on the device: they find it there
         run = Run(packed.cu_seqlens, packed.starts, self._elements(source), self._elements(target), None, None)
         tails = (self._in_elements(self.tails.addresses[column.tail]) for column in (before, after))
         counts, folds = packed.starts - before.body_at, after.body_at - before.body_at

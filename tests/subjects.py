@@ -41,7 +41,7 @@ SUBJECTS = (
     *("toy-h2o", "toy-attention-recent-2-bit", "toy-knorm-float8", "toy-attention-tova-4-bit", "toy-scissorhands", "toy-snapkv-8-bit"),
     *("toy-attention-pyramid", "toy-expected-4-bit", "toy-quest-4-bit", "toy-attention-quest-float8"),
     *(f"family:{name}" for name in FAMILIES),
-    *(f"family:{name} defer" for name in ("ssd", "gated_delta", "linear_attention", "short_conv")),
+    "family:gated_delta defer",
     "model:bamba",
     "model:bamba defer",
     "model:deepseek-v2-three-of-eight-experts-in-groups",
@@ -184,7 +184,8 @@ def make_subject(name: str, folder: Path, device: torch.device = HOST, dtype: to
     name, _, fold = name.partition(" ")
     if name.startswith("family:"):
         family = FAMILIES[name.removeprefix("family:")]
-        return Subject(name, fold or "keep", FamilyToy(family, device), is_exact=family.is_exact)  # type: ignore[arg-type]
+        is_exact = family.is_exact and device == HOST  # a GPU runs many tokens as products of matrices, and few one by one
+        return Subject(name, fold or "keep", FamilyToy(family, device), is_exact=is_exact)  # type: ignore[arg-type]
     if name.startswith("model:"):
         checkpoints.write_checkpoint(folder, checkpoints.CONFIGS[name.removeprefix("model:")]())
         return Subject(name, fold or "keep", load_model(folder, device=device, dtype=dtype), is_exact=False)  # type: ignore[arg-type]

@@ -13,9 +13,19 @@ from tests.subjects import SUBJECTS, Subject, make_subject
 FEW = (
     *("toy", "toy-window", "toy replay", "toy-sparse", "toy-quest", "toy-4-bit", "toy-float8", "toy-h2o", "toy-attention-tova-4-bit"),
     *(f"family:{name}" for name in FAMILIES),
+    *("family:ssd defer", "family:gated_delta defer", "family:linear_attention defer", "family:short_conv defer", "model:bamba defer"),
     *("jamba", "model:bamba", "model:deepseek-v3", "model:gemma2", "model:qwen3-next-two-of-four-experts", "model:recurrent-gemma"),
 )
-IN_BFLOAT16 = ("toy", "toy-window", "toy replay", "jamba", "model:bamba", "model:deepseek-v3", "model:qwen3-next-two-of-four-experts")
+IN_BFLOAT16 = (
+    "toy",
+    "toy-window",
+    "toy replay",
+    "jamba",
+    "model:bamba",
+    "model:bamba defer",
+    "model:deepseek-v3",
+    "model:qwen3-next-two-of-four-experts",
+)
 """Nothing lossy: two roundings may choose other rows."""
 
 CHOICES = [(name, torch.float32) for name in (SUBJECTS if os.environ.get("CONFORMANCE") == "full" else FEW)]

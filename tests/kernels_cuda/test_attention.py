@@ -21,11 +21,11 @@ REQUESTS = {
 BFLOAT16, FLOAT16 = torch.bfloat16, torch.float16
 
 
-@pytest.fixture(params=[32, 256], ids=["split", "whole"])
-def split_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From how many rows on they are divided."""
-    monkeypatch.setattr(tiles, "SPLIT_ROWS", request.param)
-    monkeypatch.setattr(tiles, "WHOLE_TILES", min(64, request.param))
+@pytest.fixture
+def split_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are divided from so few on that these tests see it."""
+    monkeypatch.setattr(tiles, "SPLIT_ROWS", 32)
+    monkeypatch.setattr(tiles, "WHOLE_TILES", 32)
 
 
 def assert_as_reference(pages: Pages, device: torch.device, window: int | None = None) -> None:
@@ -43,6 +43,12 @@ def test_attention_is_plain_attention(
     device: torch.device, requests: str, n_groups: int, head_dim: int, n_kv_heads: int, page_tokens: int
 ) -> None:
     pages = Pages(n_groups * n_kv_heads, n_kv_heads, head_dim, page_tokens, **REQUESTS[requests])
+    assert_kernel_close(pages.attend(OnDevice(device)), pages.expected())
+
+
+@pytest.mark.parametrize("requests", ["decode", "drafts"])
+def test_rows_that_are_not_divided(device: torch.device, requests: str) -> None:
+    pages = Pages(6, 2, 20, 4, **REQUESTS[requests])
     assert_kernel_close(pages.attend(OnDevice(device)), pages.expected())
 
 

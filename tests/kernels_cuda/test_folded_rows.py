@@ -27,9 +27,9 @@ def test_folded_rows_are_the_reference_s(device: torch.device, storage: Storage,
     lengths, block_rows = ([80, 0, 8, 16], 8) if by_channel else ([75, 0, 1, 13], 80)
     pages = Pages(6, 2, 24, 4, lengths=(1, 2, 1, 20), histories=(0, 40, 3, 0))
     folded = folded_rows(storage, lengths, block_rows, 2, 24, by_channel=by_channel)
-    for scoring in (Scoring(0.3), Scoring(0.3, None, 2.0, torch.randn(6), torch.randn(6, 30))):
-        arguments = (pages.q, pages.arena, pages.arena[pages.values_at :], pages.batch, 2, scoring, folded)
-        assert_kernel_close(OnDevice(device).paged_attention(*arguments), reference.paged_attention(*arguments))
+    scoring = Scoring(0.3, None, 2.0, torch.randn(6), torch.randn(6, 30)) if by_channel else Scoring(0.3)
+    arguments = (pages.q, pages.arena, pages.arena[pages.values_at :], pages.batch, 2, scoring, folded)
+    assert_kernel_close(OnDevice(device).paged_attention(*arguments), reference.paged_attention(*arguments))
 
 
 @pytest.mark.parametrize("storage", STORAGES[1:], ids=str)

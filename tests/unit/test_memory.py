@@ -26,7 +26,7 @@ from memory import (
     StateTensor,
     StepError,
 )
-from memory.recurrences import Fold, mamba1_spec
+from memory.recurrences import Fold, SSDShape, mamba1_spec, short_conv_spec
 from tests.toy import VOCAB, Toy
 
 
@@ -290,6 +290,43 @@ def test_a_window_costs_rows_not_states() -> None:
     assert state_bytes == 16 * 4096 * 4 + 3 * 4096 * 2
     assert usage["tails"] / state_bytes <= 2.6
     assert usage["states"] == 2 * state_bytes
+
+
+DEFERRING, MOVING = SSDShape(4, 8, 1, 16, 4).spec(), mamba1_spec(32, 16, 4)
+
+
+@pytest.mark.parametrize(
+    ("specs", "device", "fold"), [
+        ((DEFERRING, short_conv_spec(8, 3)), "cuda", "defer"), ((DEFERRING, MOVING), "cuda", "replay"), ((), "cuda", "replay"),
+        ((DEFERRING,), "meta", "replay"), ((DEFERRING,), "cpu", "keep"),
+    ],
+)  # fmt: skip
+def test_how_bodies_move_unless_told(specs: tuple[RecurrentSpec, ...], device: str, fold: str) -> None:
+    layers = tuple((replace(spec, name=str(i)),) for i, spec in enumerate(specs)) or ((AttentionSpec(2, 1, 8),),)
+    spec = MemorySpec(layers, vocab_size=10, device=torch.device(device))
+    assert HybridMemory(spec, "1GiB", device="meta").fold == fold
+
+
+def test_states_that_must_move_cannot_be_deferred() -> None:
+    spec = MemorySpec(((DEFERRING,), (MOVING,)), vocab_size=10, device=torch.device("meta"))
+    with pytest.raises(SpecError, match="not for mamba1"):
+        HybridMemory(spec, fold="defer")
+
+
+def test_deferred_states_are_one_a_sequence() -> None:
+    """Two while the body moves: every 16 tokens of a window of 32. No other step takes a block."""
+    spec = MemorySpec(((DEFERRING,),), vocab_size=10, device=torch.device("meta"))
+    memory = HybridMemory(spec, "1GiB", rollback_window=32, fold="defer")
+    sequence, moved_at = memory.open(), []
+    for length in range(1, 100):
+        before = memory.usage().by_kind
+        with memory.step({sequence: [1]}):
+            block, states = memory.usage().block_bytes["states"], memory.usage().by_kind["states"]
+        assert states <= 2 * block
+        if states > before["states"]:
+            moved_at.append(length)
+        assert memory.usage().by_kind["states"] == (block if length >= 48 else 0)
+    assert moved_at == [48, 64, 80, 96]
 
 
 @pytest.mark.parametrize("fold", ["keep", "replay"])

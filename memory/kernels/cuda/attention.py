@@ -40,7 +40,7 @@ def paged_attention(
         block_n, num_warps, num_stages = _choose(block_m, head_dim, q_THD.element_size(), is_folded=folded is not None)
         launch(
             _attend, (end - begin, n_kv_heads * shape.parts),
-            q_THD, out_THD, partial, totals, keys, values, pages, tasks[begin:], q_THD if sinks_H is None else sinks_H,
+            q_THD, out_THD, partial, totals, keys, values, pages, tasks, begin, q_THD if sinks_H is None else sinks_H,
             q_THD if bias_HL is None else bias_HL, blocks, *folded_rows.flats(folded, q_THD), q_THD.stride(0), q_THD.stride(1),
             *(x.stride(0) if x.dim() == 2 and x is not tasks else 0 for x in (pages, blocks)), scoring.scale * LOG2_E.value,
             (scoring.softcap or 0.0) * LOG2_E.value, scoring.window or 0, 1 if bias_HL is None else bias_HL.shape[1],
@@ -73,9 +73,9 @@ def _plan(
 
     def make() -> tuple[Tiles, Tensor, Tensor]:
         tiles = tile(batch, shape, window, folded)
-        n_tasks = tiles.tasks.size
-        ints = device_ints(np.concatenate([tiles.tasks.ravel(), tiles.merges.ravel()]), device)
-        return tiles, ints[:n_tasks].view(-1, TASK), ints[n_tasks:].view(-1, MERGE)
+        n = tiles.merges.size
+        ints = device_ints(np.concatenate([tiles.merges.ravel(), tiles.tasks.ravel()]), device)
+        return tiles, ints[n:].view(-1, TASK), ints[:n].view(-1, MERGE)
 
     arrays = (batch.cu_seqlens, batch.kv_lengths, batch.cu_pages, *(() if folded is None else (folded.lengths, folded.cu_blocks)))
     return remember(arrays, (shape, window, device), make)
@@ -90,9 +90,9 @@ def _choose(block_m: int, head_dim: int, itemsize: int, *, is_folded: bool) -> t
     return block_n, 8 if block_m * head_dim > 64 * 128 else 4, num_stages
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first_task", "pages_head", "blocks_head"])  # they change from step to step
 def _attend(  # type: ignore[no-untyped-def]
-    q, out, partial, totals, keys, values, pages, tasks, sinks, bias, blocks,
+    q, out, partial, totals, keys, values, pages, tasks, first_task, sinks, bias, blocks,
     k_codes, k_scales, k_lows, v_codes, v_scales, v_lows, q_token, q_head, pages_head, blocks_head, scale, softcap, window, n_distances,
     N_HEADS: tl.constexpr, N_SHARED: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
     IS_SHARED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr,
@@ -101,7 +101,7 @@ def _attend(  # type: ignore[no-untyped-def]
     V_SCALES: tl.constexpr,
 ):  # fmt: skip
     """One task for one key/value head g, or for some of the query heads that share it."""
-    task, g, part = tasks + tl.program_id(0) * TASK, tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
+    task, g, part = tasks + (first_task + tl.program_id(0)) * TASK, tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     token, n_queries, newest = tl.load(task), tl.load(task + 1).to(tl.int32), tl.load(task + 2).to(tl.int32)
     begin, end, partial_row = tl.load(task + 3).to(tl.int32), tl.load(task + 4).to(tl.int32), tl.load(task + 6)
     n_folded, table = tl.load(task + 7).to(tl.int32), pages + g.to(tl.int64) * pages_head + tl.load(task + 5)

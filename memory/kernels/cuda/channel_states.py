@@ -30,7 +30,8 @@ def selective_scan(
     x, dt, b, c = (with_contiguous_rows(t) for t in (x_TE, dt_TE, b_TN, c_TN))
     states = next_power_of_2(n_states)
     channels = min(next_power_of_2(n_channels), max(32, _STATE_ELEMENTS // states))
-    launch(_selective_scan, (len(state.cu_rows) - 1, ceil_div(n_channels, channels)),
+    launch(
+        _selective_scan, (len(state.cu_rows) - 1, ceil_div(n_channels, channels)),
         x, x.stride(0), dt, dt.stride(0), b, b.stride(0), c, c.stride(0), dt_bias_E, a_NE, d_E, y_TE,
         device_ints(state.cu_rows, x.device), state.flat, state.sources, state.targets, float(state.initial), n_channels, n_states,
         CHANNELS=channels, STATES=states, num_warps=1,

@@ -1,4 +1,4 @@
-"""Matrix states over many tokens: chunks of 64 (or 32), as products of matrices. A program is one run over some rows of one head's state.
+"""Matrix states over many tokens: chunks of 32, as products of matrices. A program is one run over some rows of one head's state.
 
 Within a chunk, with G the sum of log decays up to and including each token, S the state before it and U the rows that are written,
 
@@ -31,14 +31,14 @@ from memory.kernels.cuda.matrix_tails import fold_tail, rings_of
 from memory.kernels.signature import StateSlots
 from memory.uploads import remember, upload
 
-_PROGRAMS = 132
+_CHUNK, _ROWS = 32, 32
+"""Tokens at once, and rows of a head's state a program. Compiled for Hopper, twice as many tokens do not fit into registers."""
 
 
 def scan_chunks(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan` of runs of many tokens, with a tail or without."""
     n_heads, n_rows, n_columns = inputs.sizes
-    n_runs, columns = len(state.cu_rows) - 1, max(16, next_power_of_2(n_columns))
-    chunk = 64 if columns <= 128 and inputs.v.dtype != torch.float32 else 32  # more would not fit into registers
+    n_runs, chunk, columns = len(state.cu_rows) - 1, _CHUNK, max(16, next_power_of_2(n_columns))
     device = y_THV.device
     cu_rows, cu_chunks, run_of = remember((state.cu_rows,), (chunk, device), lambda: _chunks(state.cu_rows, chunk, device))
     rings = (y_THV,) * 9 + (1, cu_rows, cu_rows, cu_rows) if state.tail is None else rings_of(state)
@@ -46,14 +46,16 @@ def scan_chunks(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
     inverses = y_THV
     if inputs.a is not None:
         inverses = torch.empty(len(run_of), n_heads, chunk, chunk, dtype=torch.float32, device=device)
-        launch(_invert, (n_heads, len(run_of)),
+        launch(
+            _invert, (n_heads, len(run_of)),
             *inputs.pointers[3:9], *inputs.pointers[11:15], run_of, cu_chunks, cu_rows, state.targets, rings[-2], rings[-1], inverses,
-            n_heads, n_columns, HAS_STRENGTH=inputs.strength is not None, **common, num_warps=8,
+            n_heads, n_columns, HAS_STRENGTH=inputs.strength is not None, **common,
         )  # fmt: skip
-    rows = _rows_a_program(inputs, n_runs)
-    launch(_scan_chunks, (ceil_div(n_rows, rows), n_heads, n_runs),
+    rows = min(_ROWS, max(16, next_power_of_2(n_rows)))
+    launch(
+        _scan_chunks, (ceil_div(n_rows, rows), n_heads, n_runs),
         *inputs.pointers, y_THV, inverses, cu_chunks, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
-        *rings, n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, **common, num_warps=8,
+        *rings, n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, **common,
     )  # fmt: skip
 
 
@@ -69,15 +71,6 @@ def _chunks(cu_rows: Int64s, chunk: int, device: torch.device) -> tuple[Tensor, 
 def _precision(inputs: Inputs) -> str:
     """Of products: three of tf32 are as good as one of float32; rows of 16 bits are tf32 already."""
     return "tf32x3" if inputs.v.dtype == torch.float32 else "tf32"
-
-
-def _rows_a_program(inputs: Inputs, n_runs: int) -> int:
-    """Of a head's state: at least what a product of matrices takes."""
-    n_heads, n_rows, n_columns = inputs.sizes
-    rows = 64 if n_columns <= 128 else 32
-    while rows > 16 and n_runs * n_heads * ceil_div(n_rows, rows) < _PROGRAMS:
-        rows //= 2
-    return min(rows, max(16, next_power_of_2(n_rows)))
 
 
 @triton.jit

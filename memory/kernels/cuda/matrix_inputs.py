@@ -6,12 +6,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from memory.kernels.cuda.launch import absent, ceil_div, next_power_of_2, with_contiguous_rows
+from memory.kernels.cuda.launch import absent, next_power_of_2, with_contiguous_rows
 from memory.kernels.signature import Erase, Prepared, StateSlots
 from memory.uploads import remember
-
-_PROGRAMS = 2 * 132
-"""That keep a device busy: an H100 or H200 has 132 multiprocessors."""
 
 
 class Inputs(NamedTuple):
@@ -54,13 +51,9 @@ class Inputs(NamedTuple):
         return {"ERASES": self.a is not None, "HAS_STRENGTH": self.strength is not None, "HAS_SKIP": self.skip is not None}
 
 
-def rows_a_program(inputs: Inputs, n_runs: int) -> int:
-    """Of a head's state: 32 KiB, less where there are few heads, and no rows that no head has."""
-    n_heads, n_rows, n_columns = inputs.sizes
-    rows = max(8, 8192 // next_power_of_2(n_columns))
-    while rows > 8 and n_runs * n_heads * ceil_div(n_rows, rows) < _PROGRAMS:
-        rows //= 2
-    return min(rows, next_power_of_2(n_rows))
+def rows_a_program(n_rows: int, n_columns: int) -> int:
+    """Of a head's state: 16 KiB, and no rows that no head has. It does not depend on how many runs a step has, nor do sums' orders."""
+    return min(max(8, 4096 // next_power_of_2(n_columns)), next_power_of_2(n_rows))
 
 
 def part_of(state: StateSlots, begin: int, end: int) -> StateSlots:

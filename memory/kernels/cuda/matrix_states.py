@@ -1,7 +1,7 @@
 """Recurrences whose state is a matrix a head: which kernel runs them.
 
 matrix_tokens   any recurrence, token by token; the state goes through registers once
-matrix_chunks   one decay a head, many tokens: 64 at once, as products of matrices
+matrix_chunks   one decay a head, many tokens: 32 at once, as products of matrices
 matrix_tails    one decay a head, a few tokens behind a tail: the state is only read
 """
 

@@ -18,8 +18,9 @@ from memory.kernels.signature import StateSlots
 def scan_tokens(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan`, one token after the other."""
     n_heads, n_rows, n_columns = inputs.sizes
-    n_runs, rows, b = len(state.cu_rows) - 1, rows_a_program(inputs, len(state.cu_rows) - 1), absent(inputs.b, inputs.q)
-    launch(_scan_tokens, (ceil_div(n_rows, rows), n_heads, n_runs),
+    n_runs, rows, b = len(state.cu_rows) - 1, rows_a_program(n_rows, n_columns), absent(inputs.b, inputs.q)
+    launch(
+        _scan_tokens, (ceil_div(n_rows, rows), n_heads, n_runs),
         *inputs.pointers, b, b.stride(0), y_THV,
         device_ints(state.cu_rows, y_THV.device), state.flat, state.sources, state.targets, float(state.initial), n_heads, n_rows,
         n_columns,

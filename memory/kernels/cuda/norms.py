@@ -24,7 +24,8 @@ def rms_norm(x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: i
     n_part = n_elements // n_groups
     columns = next_power_of_2(n_part)
     parts = max(1, 1024 // columns)  # each part of a row is summed by itself, so its bits do not depend on how many a program takes
-    launch(_rms_norm, (ceil_div(n_rows * n_groups, parts),),
+    launch(
+        _rms_norm, (ceil_div(n_rows * n_groups, parts),),
         x_TE, x_TE.stride(0), gate, gate.stride(0), absent(weight_E, x_TE), out_TE, eps, n_rows * n_groups, n_groups, n_part,
         HAS_GATE=gate_TE is not None, HAS_WEIGHT=weight_E is not None, PARTS=parts, COLUMNS=columns,
         num_warps=8 if columns > 2048 else 4,

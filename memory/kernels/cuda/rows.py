@@ -45,7 +45,7 @@ def _tile(n_elements: int) -> tuple[int, int]:
     return max(1, _MOST_ELEMENTS // block_R // 8), block_R
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _write(  # type: ignore[no-untyped-def]
     flat, offsets, rows, n_rows, n_elements, row_stride, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, ALIGN: tl.constexpr
 ):
@@ -57,7 +57,7 @@ def _write(  # type: ignore[no-untyped-def]
     tl.store(flat + at[:, None] + r[None, :], x.to(flat.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n_rows"])
 def _read(  # type: ignore[no-untyped-def]
     flat, offsets, rows, n_rows, n_elements, initial, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, ALIGN: tl.constexpr
 ):

@@ -45,7 +45,8 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
     x_TE, decay_TE = with_contiguous_rows(x_TE), with_contiguous_rows(decay_TE)
     cu_rows = device_ints(state.cu_rows, x_TE.device)
     grid = (len(state.cu_rows) - 1, ceil_div(n_channels, _CHANNELS))
-    launch(_linear_scan, grid,
+    launch(
+        _linear_scan, grid,
         x_TE, x_TE.stride(0), decay_TE, decay_TE.stride(0), y_TE, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
         n_channels, CHANNELS=_CHANNELS,
     )  # fmt: skip
@@ -79,7 +80,8 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, state
     k_TE, v_TE = with_contiguous_rows(k_TE), with_contiguous_rows(v_TE)
     top, below, exponent = states
     grid = (len(top.cu_rows) - 1, ceil_div(n_channels, _CHANNELS))
-    launch(_wkv4, grid,
+    launch(
+        _wkv4, grid,
         k_TE, k_TE.stride(0), v_TE, v_TE.stride(0), decay_E, first_E, y_TE, device_ints(top.cu_rows, v_TE.device),
         top.flat, top.sources, top.targets, float(top.initial), below.flat, below.sources, below.targets, float(below.initial),
         exponent.flat, exponent.sources, exponent.targets, float(exponent.initial), n_channels, CHANNELS=_CHANNELS,
