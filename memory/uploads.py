@@ -75,7 +75,8 @@ def upload(array: Int64s, device: torch.device) -> Tensor:
     """The array, int64, on the device; on the CPU it shares memory with it. The host does not wait."""
     if device.type != "cuda":
         return torch.from_numpy(array)
-    return remember((array,), device, lambda: _upload(array, device))
+    index = torch.cuda.current_device() if device.index is None else device.index  # a memory says "cuda", its tensors "cuda:0"
+    return remember((array,), index, lambda: _upload(array, device))
 
 
 def _upload(array: Int64s, device: torch.device) -> Tensor:
@@ -85,17 +86,15 @@ def _upload(array: Int64s, device: torch.device) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(array)).pin_memory().to(device, non_blocking=True)
 
 
-_remembered: dict[tuple[int, ...], dict[object, Any]] = {}
+_remembered: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], dict[object, Any]]] = {}
 
 
 def remember(anchors: tuple[object, ...], key: object, make: Callable[[], T]) -> T:
     """What `make` gave for this key, as long as all anchors live, none of which it may refer to."""
     ids = tuple(map(id, anchors))
-    of_anchors = _remembered.get(ids)
-    if of_anchors is None:
-        of_anchors = _remembered[ids] = {}
-        for anchor in anchors:
-            weakref.finalize(anchor, _remembered.pop, ids, None).atexit = False
+    if ids not in _remembered:
+        _remembered[ids] = ([weakref.ref(anchor, lambda _: _remembered.pop(ids, None)) for anchor in anchors], {})
+    of_anchors = _remembered[ids][1]
     if key not in of_anchors:
         of_anchors[key] = make()
     found: T = of_anchors[key]
