@@ -188,7 +188,7 @@ def test_beam_search_equals_scoring_every_beam_afresh(subject: Subject) -> None:
 
 def bytes_of(subject: Subject, n_sequences: int, n_tokens: int) -> int:
     """What so many sequences take, and a tenth more, but no less than a memory is made with."""
-    plan = HybridMemory(subject.spec, "1GiB", rollback_window=4, page_tokens=4, device="meta")
+    plan = HybridMemory(subject.spec, "1GiB", rollback_window=4, page_tokens=4, fold=subject.fold, device="meta")
     plan.run(None, {plan.open(): [1] * n_tokens for _ in range(n_sequences)})
     least = plan_sequence(subject.spec, 1, page_tokens=4, rollback_window=4, fold=subject.fold).least_bytes
     return max(least, int(1.1 * plan.usage().used_bytes))
