@@ -281,11 +281,12 @@ class RecurrentState:
     # Sequences
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        self._grow_to(int(max(sources.max(), targets.max())) + 1)
+        new = targets.tolist()
+        self._grow_to(max(*sources.tolist(), *new) + 1)
         shared = self._slots.take(sources)
-        self.states.retain(shared.states[shared.states >= 0])
-        self.tails.retain(shared.tail[shared.tail >= 0])
-        for slot in targets.tolist():
+        for pool, ids in ((self.states, shared.states), (self.tails, shared.tail)):
+            pool.retain(ids[ids >= 0])
+        for slot in new:
             self.release(slot)
         self._slots.put(targets, shared)
 

@@ -70,19 +70,10 @@ def _read_states(  # type: ignore[no-untyped-def]
         reading = query
         if ERASES:
             reading = tl.load(a + row * a_stride + h // a_heads * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
-        out, found, total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), 0.0
-        for block in range(tl.cdiv(end, BLOCK)):  # from the newest token to the oldest, so that each is faded by a sum of its own
-            p = end - (block + 1) * BLOCK + tl.arange(0, BLOCK)
-            fade = _decays(p + 1, count, end + 1, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads)
-            fade = tl.where(p >= 0, fade, 0.0)
-            left = tl.exp(total + tl.cumsum(fade, axis=0, reverse=True))
-            total += tl.sum(fade, axis=0)
-            key = _keys(p, n, count, end, keys, old_key, key_rows, k_stride, first, ring_rows, n_keys, n_columns)
-            u = _writes(p, r, count, end, writes, old_write, new_write, first, ring_rows, n_heads * n_rows, n_rows)
-            out += tl.sum((tl.sum(key * query[None, :], axis=1) * left)[:, None] * u, axis=0)
-            if ERASES:
-                found += tl.sum((tl.sum(key * reading[None, :], axis=1) * left)[:, None] * u, axis=0)
-        total += _decay(0, count, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads)
+        out, found, total = _meet_tail(
+            query, reading, end, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write,
+            decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, ERASES, ROWS, BLOCK,
+        )  # fmt: skip
         out += tl.exp(total) * tl.sum(s * query[None, :], axis=1)
         u = value
         if ERASES:
@@ -107,6 +98,29 @@ def _read_states(  # type: ignore[no-untyped-def]
         decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
     )  # fmt: skip
     tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=(r < bound(target, n_rows))[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _meet_tail(  # type: ignore[no-untyped-def]
+    query, reading, end, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write,
+    decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
+    ERASES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What a query at position `end` finds in the tail, and what its token's reading does, (ROWS,) each; and how the state has faded."""
+    out, found, total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), 0.0
+    for block in range(tl.cdiv(end, BLOCK)):  # from the newest token to the oldest, so that each is faded by a sum of its own
+        p = end - (block + 1) * BLOCK + tl.arange(0, BLOCK)
+        fade = _decays(p + 1, count, end + 1, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads)
+        fade = tl.where(p >= 0, fade, 0.0)
+        left = tl.exp(total + tl.cumsum(fade, axis=0, reverse=True))
+        total += tl.sum(fade, axis=0)
+        key = _keys(p, n, count, end, keys, old_key, key_rows, k_stride, first, ring_rows, n_keys, n_columns)
+        u = _writes(p, r, count, end, writes, old_write, new_write, first, ring_rows, n_heads * n_rows, n_rows)
+        out += tl.sum((tl.sum(key * query[None, :], axis=1) * left)[:, None] * u, axis=0)
+        if ERASES:
+            found += tl.sum((tl.sum(key * reading[None, :], axis=1) * left)[:, None] * u, axis=0)
+    total += _decay(0, count, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads)
+    return out, found, total
 
 
 @triton.jit
