@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
+from torch import Tensor
 
+from memory import uploads
+from memory.interface import Int64s
 from memory.uploads import Stage, remember, upload
+from tests.subjects import make_subject
 
 
 def test_arrays_of_a_stage_arrive_together_when_it_is_sent() -> None:
@@ -50,3 +58,36 @@ def test_what_is_remembered_goes_with_its_anchors() -> None:
     del second
     gc.collect()
     assert remember((first, np.arange(2)), "key", make) == 4
+
+
+class LateStage(Stage):
+    """Until it is sent, every number is an offset far outside of any arena."""
+
+    def add(self, array: Int64s) -> Tensor:
+        return super().add(array).fill_(1 << 40)
+
+
+@pytest.mark.parametrize("name", ["toy", "toy-window", "toy-quest", "toy-4-bit", "toy-h2o"])
+def test_no_plan_reads_what_has_not_been_sent(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a device, where a step's arrays go up together when all is planned."""
+    subject = make_subject(name, tmp_path)
+    steps = [subject.tokens(20), *([t] for t in subject.tokens(12, seed=1)), subject.tokens(5, seed=2)]
+    host, stages = torch.device("cpu"), list[Stage]()
+
+    def logits() -> Tensor:
+        memory = subject.memory()
+        return subject.feed(memory, memory.open(), steps)
+
+    expected = logits()
+
+    @contextmanager
+    def together(device: torch.device) -> Iterator[None]:
+        stages.append(LateStage(host))
+        with monkeypatch.context() as patch:
+            patch.setattr(uploads, "upload", lambda array, device: stages[-1].add(array))
+            yield
+        stages[-1].send()
+
+    monkeypatch.setattr(uploads, "together", together)
+    subject.assert_same(logits(), expected, bits=True)
+    assert len(stages) == len(steps)
