@@ -139,7 +139,7 @@ def table_() -> None:
 
 @app.command(name="all")
 def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Everything, each command in a process of its own: what another has left of the heap changes a peer's time by half."""
+    """Everything but `gpu`, each command in a process of its own: what another has left of the heap changes a peer's time by half."""
     options = [*(["--quick"] if quick else []), *(["--out", str(out)] if out else []), *(["--threads", str(threads)] if threads else [])]
     commands = (
         "parity", "bookkeeping", "rollback", "memory", "prefixes", "kernels", "states", "sparse", "speculative", "prefill", "decode",

@@ -126,7 +126,7 @@ def test_branches_go_their_own_ways(terminal: Terminal) -> None:
 
 def test_memory_shows_live_bytes(terminal: Terminal) -> None:
     empty = take(terminal, "/memory")[0]
-    assert empty.lstrip().startswith("0 B of 64 MiB") and "main *" in empty
+    assert empty.lstrip().startswith("0 B of 16 MiB") and "main *" in empty
     take(terminal, TOLD)
     take(terminal, "/branch b")
     shown = take(terminal, "/memory")[0]
