@@ -62,7 +62,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
     """A task is a request and one of its key/value heads."""
     head_dim = q_THD.shape[2]
     n_heads = q_THD.shape[1] // n_kv_heads
-    keys_fold, values_fold = _fold_of(bits, key_scale_shape), _fold_of(bits, value_scale_shape)
+    keys_fold, values_fold = _fold_of(bits, key_scale_shape, head_dim), _fold_of(bits, value_scale_shape, head_dim)
     q_TR, out_TR = q_THD.reshape(len(q_THD), -1), out_THD.reshape(len(out_THD), -1)
     for task in prange((len(cu_seqlens) - 1) * n_kv_heads):
         i, g = task // n_kv_heads, task % n_kv_heads
@@ -115,11 +115,11 @@ def _attend_few(  # type: ignore[no-untyped-def]
 
 
 @njit
-def _fold_of(bits, scale_shape):  # type: ignore[no-untyped-def]
-    """What scales a product with codes can be multiplied with instead of each number."""
+def _fold_of(bits, scale_shape, head_dim):  # type: ignore[no-untyped-def]
+    """What scales a product with codes can be multiplied with instead of each number. A block of one row has one row of scales as well."""
     if bits == 0:
         return _BY_NUMBER
-    if scale_shape[0] == 1:
+    if scale_shape[0] == 1 and scale_shape[1] == head_dim:
         return _BY_CHANNEL
     return _BY_ROW if scale_shape[1] == 1 else _BY_NUMBER
 
@@ -141,7 +141,7 @@ def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):  
     else:
         for r in range(n):
             _row_(codes, code + np.uint64(r * code_bytes), bits, out, np.uint64(r * head_dim), np.uint64(code_bytes))
-    if bits > 0 and _fold_of(bits, scale_shape) == _BY_NUMBER:
+    if bits > 0 and _fold_of(bits, scale_shape, head_dim) == _BY_NUMBER:
         n_channels = np.uint64(head_dim // scales_a_row)
         for r in range(n):
             of_row, row = np.uint64(at // 2 + (g * scale_rows + first + r) * scales_a_row), np.uint64(r * head_dim)
