@@ -175,7 +175,7 @@ class BlockPool:
             for address in addresses:
                 self._arena.free(address, self.block_bytes)
             raise CapacityError.of(f"{n} x {self.name} need", n * self.block_bytes, self._arena.free_bytes)
-        ids = np.fromiter((self._next_id() for _ in range(n)), np.int64, n)
+        ids = np.array(self._take_ids(n), np.int64)
         self.addresses[ids], self.counts[ids] = addresses, 1
         self.n_used += n
         for address in addresses:
@@ -192,12 +192,19 @@ class BlockPool:
         if not len(ids):
             return
         np.subtract.at(self.counts, ids, 1)
-        for block in set(ids[self.counts[ids] == 0].tolist()):
-            address = int(self.addresses[block])
-            self._arena.free(address, self.block_bytes)
-            self._free_ids.append(block)
-            self.n_used -= 1
-            self._on_change(address, self.block_bytes)
+        freed = list(set(ids[self.counts[ids] == 0].tolist()))
+        if not freed:
+            return
+        self._free_ids.extend(freed)
+        self.n_used -= len(freed)
+        addresses = sorted(self.addresses[freed].tolist())
+        start = addresses[0]
+        for address, following in itertools.pairwise([*addresses, -1]):
+            if following != address + self.block_bytes:  # neighbours go as one range
+                n_bytes = address + self.block_bytes - start
+                self._arena.free(start, n_bytes)
+                self._on_change(start, n_bytes)
+                start = following
 
     def used_ranges(self) -> list[tuple[int, int]]:
         starts = self.addresses[self.counts > 0].tolist()
@@ -217,13 +224,15 @@ class BlockPool:
         if self.n_used != int((self.counts > 0).sum()):
             raise IntegrityError(f"{self.name} counts {self.n_used} blocks in use, {int((self.counts > 0).sum())} are")
 
-    def _next_id(self) -> int:
-        if not self._free_ids:
-            n = len(self.counts)
-            self.addresses = np.concatenate([self.addresses, np.zeros(n, np.int64)])
-            self.counts = np.concatenate([self.counts, np.zeros(n, np.int64)])
-            self._free_ids = list(range(2 * n - 1, n - 1, -1))
-        return self._free_ids.pop()
+    def _take_ids(self, n: int) -> list[int]:
+        while len(self._free_ids) < n:
+            n_ids = len(self.counts)
+            self.addresses, self.counts = (np.concatenate([column, np.zeros(n_ids, np.int64)]) for column in (self.addresses, self.counts))
+            self._free_ids[:0] = range(2 * n_ids - 1, n_ids - 1, -1)
+        left = len(self._free_ids) - n
+        taken = self._free_ids[left:][::-1]
+        del self._free_ids[left:]
+        return taken
 
 
 @dataclass(frozen=True)
