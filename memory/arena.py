@@ -145,6 +145,10 @@ class Arena:
             raise IntegrityError(f"the arena counts {self.free_bytes} free bytes, its free ranges hold {n_free}")
 
 
+_FEW = 8
+"""Blocks that are counted one by one in less time than together."""
+
+
 class BlockPool:
     """Reference-counted blocks of one size in an arena. A block is written only while its count is 1.
 
@@ -184,8 +188,11 @@ class BlockPool:
 
     def retain(self, ids: Int64s) -> None:
         """One more reference to each block; an id may occur several times."""
-        if len(ids):
+        if len(ids) > _FEW:
             np.add.at(self.counts, ids, 1)
+        else:
+            for block in ids.tolist():
+                self.counts[block] += 1
 
     def release(self, ids: Int64s) -> None:
         """One reference less to each block; blocks without any are freed."""

@@ -195,7 +195,7 @@ class PrefixCache:
 
         Raises SequenceError. Cost: O(tokens) and a checkpoint, which copies no tensor.
         """
-        tokens = sequence.tokens if self.memory.is_whole(sequence) else _NO_TOKENS
+        tokens = self.memory.tokens_of(sequence) if self.memory.is_whole(sequence) else _NO_TOKENS
         if not len(tokens):
             return
         node = self._node_at(tokens)
@@ -223,7 +223,7 @@ class PrefixCache:
             rest = tokens[at:]
             child = node.children.get(int(rest[0]))
             if child is None:
-                node.children[int(rest[0])] = leaf = _Node(rest, len(tokens), node)
+                node.children[int(rest[0])] = leaf = _Node(rest.copy(), len(tokens), node)
                 return leaf
             n_common = _common(child.tokens, rest)
             if n_common < len(child.tokens):
