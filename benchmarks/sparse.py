@@ -76,9 +76,8 @@ def _quality(report: Report, *, n_dialogues: int, shares: tuple[float, ...]) -> 
     for kind in _POLICIES:
         for share in shares:
             add(_policy(kind, max(1, round(share * mean_tokens))), None, share)
-        if kind is not Quest:
-            for storage in _STORAGES:
-                add(_policy(kind, round(_SHARE_IN_BITS * mean_tokens)), storage, _SHARE_IN_BITS)
+        for storage in _STORAGES:
+            add(_policy(kind, round(_SHARE_IN_BITS * mean_tokens)), storage, _SHARE_IN_BITS)
     spec, n_tokens = model.memory_spec, [round(share * mean_tokens) for share in _UNEVEN]
     for (layer, _), budget in zip(spec.of_kind("attention"), n_tokens, strict=True):
         spec = spec.with_policy(_policy(ExpectedAttention, budget), layers=[layer])

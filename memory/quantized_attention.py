@@ -123,7 +123,7 @@ class QuantizedAttention(CannotDrop):
     # Steps
 
     def plan(self, packed: Packed) -> QuantizedPlan:
-        exact = self.exact.plan(packed)
+        exact, fresh = self.exact.plan(packed), NO_PAGES
         try:
             tables = [self._bodies.get(slot, NO_PAGES) for slot in packed.slots.tolist()]
             n_blocks = np.array([len(table) for table in tables], np.int64)
@@ -132,11 +132,12 @@ class QuantizedAttention(CannotDrop):
             n_blocks.cumsum(out=cu_blocks[1:])
             blocks = self.bodies.addresses[np.concatenate(tables)]
             fresh = self.bodies.allocate(int(n_new.sum()))
+            self._store.upload(blocks)  # for kernels that want them on the device: they find them there
+            plan = self._plan_reads(QuantizedPlan(packed, exact, n_new, fresh, blocks, cu_blocks, n_blocks * self.storage.group))
         except BaseException:
+            self.bodies.release(fresh)
             self.exact.abort(exact)
             raise
-        self._store.upload(blocks)  # for kernels that want them on the device: they find them there
-        plan = self._plan_reads(QuantizedPlan(packed, exact, n_new, fresh, blocks, cu_blocks, n_blocks * self.storage.group))
         self._open_plans[id(plan)] = plan
         return plan
 

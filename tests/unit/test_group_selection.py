@@ -139,3 +139,18 @@ def test_a_budget_below_what_is_always_read_is_refused() -> None:
     spec = Table(Quest(100, sinks=4), 2, 1).memory_spec.with_storage(Quantized(4))
     with pytest.raises(SpecError, match=r"up to 3 pages of 64 tokens.*give it 192 tokens or more, or Quantized\(.*a smaller group"):
         HybridMemory(spec, "4MiB")
+
+
+def test_a_plan_that_fails_sets_nothing_aside(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model(Quest(16, recent=1), Quantized(4, group=8), 6, 2)
+    memory = model.memory()
+    sequence = memory.open()
+    feed(model, memory, sequence, list(range(53)), (53,))
+    used_bytes = memory.usage().used_bytes
+    with monkeypatch.context() as patch:
+        patch.setattr("memory.group_selection.GroupSelection._exact_of", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError), memory.step({sequence: [1]}):  # the 54th token folds a group
+            pass
+    assert memory.usage().used_bytes == used_bytes and sequence.length == 53
+    memory.check()
+    feed(model, memory, sequence, [1], (1,))
