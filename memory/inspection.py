@@ -320,16 +320,28 @@ def _by_part(pool: BlockPool, holdings: list[Holding], is_mark: Booleans) -> dic
     return dict(zip(_PARTS, np.bincount(ranks[pool.counts > 0], minlength=len(_PARTS)).tolist(), strict=True))
 
 
-def sequence_html(inventory: Inventory, marks: list[Sequence]) -> str:
+def sequence_html(inventory: Inventory, marks: list[Sequence], host_inventory: Inventory | None = None) -> str:
     """An open sequence for notebooks.
 
     Args:
-        inventory: of it alone.
+        inventory: of it alone; host_inventory: of what it has in host memory.
         marks: checkpoints of its family.
     """
     (sequence,) = inventory.sequences
     usage = measure(inventory, (0, 0)).by_sequence[sequence.id]
     parts = [part for part in ("body", "tail", "head") if part != "head" or usage.by_part.get(part)]
+    tables, facts = [_blocks("kind", inventory, usage, parts)] if inventory.groups else [], list(_facts(sequence, usage, marks))
+    if host_inventory is not None and host_inventory.sequences:
+        there = measure(host_inventory, (0, 0)).by_sequence[sequence.id]
+        tables.append(_blocks("in host memory", host_inventory, there, parts))
+        facts.append(f"in host memory {format_bytes(there.total_bytes)}: keys and values")
+    title = f"{'Checkpoint' if sequence.is_checkpoint else 'Sequence'} {sequence.id}"
+    bar = {part: usage.by_part.get(part, 0) for part in _PARTS}
+    return as_html(title, facts, bar, max(1, usage.total_bytes), tables)
+
+
+def _blocks(title: str, inventory: Inventory, usage: SequenceUsage, parts: list[str]) -> Table:
+    """Of one sequence, kind by kind."""
     rows = []
     for group in inventory.groups:
         n_layers = len({layer for layer, _ in group.members})
@@ -338,10 +350,7 @@ def sequence_html(inventory: Inventory, marks: list[Sequence]) -> str:
             ids = np.concatenate([_NO_BLOCKS, *(h.ids for h in group.holdings if h.pool == pool.name)])
             shared = int((pool.counts[ids] > 1).sum()) * pool.block_bytes
             rows.append((_name(group.name, pool.name, n_layers), *map(_cell, (*sizes, sum(sizes), shared))))
-    table = Table(("kind", *parts, "total", "shared"), rows)
-    title = f"{'Checkpoint' if sequence.is_checkpoint else 'Sequence'} {sequence.id}"
-    bar = {part: usage.by_part.get(part, 0) for part in _PARTS}
-    return as_html(title, list(_facts(sequence, usage, marks)), bar, max(1, usage.total_bytes), [table] if rows else [])
+    return Table((title, *parts, "total", "shared"), rows)
 
 
 def _facts(sequence: Sequence, usage: SequenceUsage, marks: list[Sequence]) -> Iterator[str]:

@@ -268,7 +268,7 @@ class Timelines:
 
     def html_of(self, sequence: Sequence) -> str:
         """What an open sequence shows in a notebook."""
-        return sequence_html(self.inventory(sequence), self._ledger.checkpoints(sequence))
+        return sequence_html(self.inventory(sequence), self._ledger.checkpoints(sequence), self.host_inventory(sequence))
 
     def is_away(self, sequence: Sequence) -> bool:
         """Whether an open sequence is swapped out."""

@@ -42,6 +42,26 @@ def test_no_step_waits_for_the_device(subject: Subject) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_no_step_waits_for_pages_in_host_memory(subject: Subject) -> None:
+    if subject.name not in ("toy", "model:bamba"):
+        pytest.skip("attention with pages alone")
+    memory = HybridMemory(subject.spec, "64MiB", rollback_window=8, fold=subject.fold, host_pages="64MiB")
+    sequences = [memory.open() for _ in range(5)]
+    for sequence in sequences[1::2]:
+        memory.to_host(sequence)
+    memory.run(subject.model, {s: subject.tokens(20 + i) for i, s in enumerate(sequences)})
+    for _ in range(2):
+        memory.run(subject.model, {s: [1] for s in sequences})
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with memory.step({s: [2] for s in sequences}) as step:
+            subject.model(step)
+        memory.to_device(sequences[1])
+        memory.to_host(sequences[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_a_plan_goes_up_in_one_copy(subject: Subject) -> None:
     memory, sequences = decoding(subject)
     with memory.step({s: [2] for s in sequences}) as first:

@@ -197,6 +197,34 @@ def test_pages_are_where_they_are_said_to_be() -> None:
     assert torch.isnan(memory.run(model, {memory.fork(sequence): [3, 5]})).any()  # type: ignore[arg-type]
 
 
+def test_whoever_looks_sees_them() -> None:
+    from memory.pictures import fork_tree, layer_map
+    from memory.pictures.forks import grow, share_out
+    from memory.pictures.layers import layer_rows
+
+    model, memory = hosted()
+    sequence, other = memory.open(), memory.open()
+    memory.run(model, {sequence: list(range(17)), other: [1, 2]})
+    rows = layer_rows(memory, sequence)
+    memory.to_host(sequence)
+    assert layer_rows(memory, sequence) == rows
+    assert "in host memory 1.88 KiB: keys and values" in sequence._repr_html_() and "in host memory" not in other._repr_html_()
+    fork = memory.fork(sequence)
+    memory.run(model, {fork: [3]})
+    usage = memory.usage()
+    assert usage.on_host is not None and usage.on_host.shared == {"pages": 4 * 384} and usage.on_host.used_bytes == 6 * 384
+    for text in (str(usage), usage._repr_html_()):
+        assert text.count("in host memory") == 3, "in the summary and in two tables"
+    assert "in host memory 2.25 KiB of 64 KiB in 2 sequences (pages 2.25 KiB)" in repr(memory)
+    root = grow([sequence, fork], {s.id: s.tokens for s in (sequence, fork)})
+    inventory = memory.host_inventory(sequence, fork)
+    assert inventory is not None
+    share_out(root, inventory)
+    assert root.n_bytes == 4 * 384 and sum(node.n_bytes for node in root.below) == 2 * 384
+    assert "keys and values in host memory" in layer_map(memory, fork).get_suptitle()
+    assert fork_tree(memory).axes
+
+
 def test_tokens_are_dropped_there() -> None:
     table = Table(UNROTATED)
     memory = table.memory(host_pages="64KiB")
