@@ -17,7 +17,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memory.arena import BlockPool, Store
-from memory.attention_cache import check_attention
 from memory.batch import requests_of
 from memory.interface import Holding, Int64s, LayerMemory, Packed, Record
 from memory.kernels import Scoring
@@ -118,6 +117,12 @@ class HostedAttention:
             raise
         return HostedPlan(packed, parts)
 
+    def can_record(self, plan: HostedPlan) -> bool:
+        """Not where the host attends; nor where all are in host memory, whose plan looks like that of as many on the device."""
+        is_told_apart = len(plan.parts) == 2 or plan.parts[0].memory is self.near
+        is_near_by = all(part.store.device.type == self._stores[0].device.type for part in plan.parts)
+        return is_told_apart and is_near_by and all(part.memory.can_record(part.plan) for part in plan.parts)
+
     def begin(self, plan: HostedPlan) -> None:
         for part in plan.parts:
             part.memory.begin(part.plan)
@@ -125,7 +130,7 @@ class HostedAttention:
     def attend(self, plan: HostedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
         """As each of the two. Where the host attends, it waits for the device, and the device for it."""
         device, spec = self._stores[0].device, self._specs[index]
-        check_attention(spec, len(plan.packed.token_ids), self._dtype, device, q_THD, k_TGD, v_TGD)
+        spec.check_rows(len(plan.packed.token_ids), self._dtype, device, q_THD, k_TGD, v_TGD)
         if len(plan.parts) == 1:
             return self._attend_part(plan.parts[0], index, (q_THD, k_TGD, v_TGD), scoring)
         out_THD = q_THD.new_empty(*q_THD.shape[:2], spec.value_dim or spec.head_dim)

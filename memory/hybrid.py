@@ -31,6 +31,7 @@ from memory.step import Outputs, Step
 from memory.tiers import Tiers
 from memory.timelines import Timelines
 from memory.together import Snapshot
+from memory.uploads import together
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -294,11 +295,11 @@ class HybridMemory(Timelines):
         ledger = self._ledger
         slots = ledger.check_all_usable(step.sequences)
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
-        with uninterrupted(), self._store.uploading_together():
+        with uninterrupted(), together(self._store.stages) as stage:
             ledger.reserve(packed)
             plans = self._with_room(lambda: self._kinds.begin(packed, self.free_bytes))
             ledger.occupy(slots)
-            step.hold(packed, plans, self._store.upload)
+            step.hold(packed, plans, self._store.upload, stage)
 
     def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None:
         with uninterrupted():
@@ -310,6 +311,10 @@ class HybridMemory(Timelines):
         with uninterrupted():
             self._kinds.abort(plans)
             self._ledger.vacate(packed.slots)
+
+    def can_record(self, plans: Plans) -> bool:
+        """Whether a step with other plans whose uploads have the same shapes would ask the same of the device."""
+        return all(self._kinds[name].can_record(plan) for name, plan in plans.items())
 
     def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor | None, scoring: Scoring) -> Tensor:
         name, cache, number = self._attention[index]

@@ -22,13 +22,22 @@ from memory.kernels.signature import FoldedRows, PagedBatch, Scoring
 from memory.uploads import remember
 
 
+def plan_attention(
+    batch: PagedBatch, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, window: int | None,
+    folded: FoldedRows | None = None,
+) -> None:  # fmt: skip
+    _lay_out(batch, Shape.of(*heads, dtype.itemsize), window, folded, device)
+    if folded is not None:
+        device_ints(folded.blocks, device)
+
+
 def paged_attention(
     q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scoring: Scoring, folded: FoldedRows | None = None
 ) -> Tensor:
     q_THD = q_THD if q_THD.stride(-1) == 1 else q_THD.contiguous()
     (_, n_heads, head_dim), device = q_THD.shape, q_THD.device
     shape = Shape.of(n_heads, n_kv_heads, head_dim, q_THD.element_size())
-    tiles, tasks, merges = _plan(batch, shape, scoring.window, folded, device)
+    tiles, tasks, merges = _lay_out(batch, shape, scoring.window, folded, device)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     partial = torch.empty(tiles.n_partial, n_heads, head_dim, dtype=torch.float32, device=device)
     totals = torch.empty(tiles.n_partial, n_heads, dtype=torch.float32, device=device)
@@ -66,7 +75,7 @@ def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -
     return paged_attention(q_THD, keys, values, batch, n_kv_heads, scoring)
 
 
-def _plan(
+def _lay_out(
     batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows | None, device: torch.device
 ) -> tuple[Tiles, Tensor, Tensor]:
     """The tiles of a batch, and their tasks and merges on the device: the same for all layers that look alike."""
@@ -78,7 +87,7 @@ def _plan(
         return tiles, ints[n:].view(-1, TASK), ints[:n].view(-1, MERGE)
 
     arrays = (batch.cu_seqlens, batch.kv_lengths, batch.cu_pages, *(() if folded is None else (folded.lengths, folded.cu_blocks)))
-    return remember(arrays, (shape, window, device), make)
+    return remember(arrays, (shape, window, device.type), make)
 
 
 def _choose(block_m: int, head_dim: int, itemsize: int, *, is_folded: bool) -> tuple[int, int, int]:
@@ -170,4 +179,5 @@ def _merge(  # type: ignore[no-untyped-def]
         fade, weight = tl.exp2(highest - shift), tl.exp2(own - shift)
         x = tl.load(partial + row * D + d, mask=d < D, other=0.0)
         acc, total, highest = acc * fade + x * weight, total * fade + weight, higher
-    tl.store(out + (token * N_HEADS + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < D)
+    total = tl.where(n > 0, total, 1.0)
+    tl.store(out + (token * N_HEADS + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < tl.where(n > 0, D, 0))

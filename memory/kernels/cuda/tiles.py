@@ -13,6 +13,7 @@ import numpy as np
 from memory.interface import Int64s
 from memory.kernels.cuda.launch import next_power_of_2
 from memory.kernels.signature import FoldedRows, PagedBatch
+from memory.uploads import room_for
 
 FEW_QUERIES = 16
 """Requests of up to so many split their rows: more fill the device by themselves."""
@@ -62,9 +63,11 @@ class Tiles(NamedTuple):
 
     Attributes:
         tasks: (n, TASK): packed index of the first query, queries, the row that it sees last, rows [begin, end) to read, index of the
-            request's first page, of the first row of partial results or -1, folded rows, index of the first of their blocks.
-        merges: (m, MERGE): packed index of a query, its first row of partial results, how far apart they are, how many there are.
-        n_partial: rows of partial results.
+            request's first page, of the first row of partial results or -1, folded rows, index of the first of their blocks. Where all
+            requests have few queries there are more, of no queries.
+        merges: (m, MERGE): packed index of a query, its first row of partial results, how far apart they are, how many there are. Where
+            all requests have few queries, none or one each, some of nothing.
+        n_partial: rows of partial results, or more.
     """
 
     launches: tuple[Launch, ...]
@@ -110,7 +113,17 @@ def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows
         m = np.repeat(is_split.nonzero()[0], n_queries[is_split])
         query = _places(n_queries[is_split])
         merges.append(np.stack([token[m] + query, own_partial[m] + query, n_queries[m], n_splits[m]], 1))
-    return Tiles(tuple(launches), np.concatenate(tasks), np.concatenate(merges), n_partial)
+    tiles = Tiles(tuple(launches), np.concatenate(tasks), np.concatenate(merges), n_partial)
+    return _with_room(tiles, int(counts.sum())) if len(launches) == 1 and counts.max() <= FEW_QUERIES else tiles
+
+
+def _with_room(tiles: Tiles, n_queries: int) -> Tiles:
+    """So that the next step, in which every request sees a row more, mostly has tiles of the same shapes (`memory.graphs`)."""
+    size, _, n_tasks = tiles.launches[0]
+    n_room, n_split = room_for(n_tasks), len(tiles.merges)
+    tasks = np.concatenate([tiles.tasks, np.zeros((n_room - n_tasks, TASK), np.int64)])
+    merges = np.concatenate([tiles.merges, np.zeros((n_queries - n_split if n_split else 0, MERGE), np.int64)])
+    return Tiles((Launch(size, 0, n_room),), tasks, merges, n_room * size if n_split else 0)
 
 
 def _splits(n_rows: Int64s, may_split: Int64s, shape: Shape) -> tuple[Int64s, Int64s]:
