@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from memory import HybridMemory, Sequence
+from memory import HybridMemory, Sequence, SpecError
 from memory.specs import AttentionSpec
 from tests.subjects import Subject
 from tests.tolerances import assert_split_close
@@ -62,7 +62,9 @@ def test_a_swapped_sequence_goes_on_as_if_it_had_stayed(subject: Subject, tmp_pa
 
 def test_a_sequence_whose_pages_are_in_host_memory_goes_on_as_others_do(subject: Subject) -> None:
     if not any(isinstance(memory, AttentionSpec) for layer in subject.spec.layers for memory in layer):
-        pytest.skip("no attention")
+        with pytest.raises(SpecError, match="no attention"):
+            HybridMemory(subject.spec, "8MiB", host_pages="8MiB")
+        return
     device, dtype = subject.spec.device, subject.spec.dtype
     for attention in ("stream", "compute") if device.type == "cuda" and not subject.is_lossy else ("stream",):
         memory = HybridMemory(
