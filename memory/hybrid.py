@@ -270,10 +270,13 @@ class HybridMemory(Timelines):
         """A transaction over new tokens: `with memory.step({alice: ids, bob: 7}) as step: logits = model(step)`.
 
         Args:
-            requests: tokens of each sequence: one id, or a sequence, array or tensor of ids; any mix of lengths.
+            requests: tokens of each sequence: one id, or a sequence, array or tensor of ids; any mix of lengths. If all are tensors on
+                a CUDA device, such as `zip(sequences, logits.argmax(-1))`, the host does not wait for them before it leaves the step: it
+                plans a step while the device computes the one before.
             outputs: "last" gives one row a request, "all" one row a token; always in the order of `requests`.
         Raises:
-            BatchError, SequenceError: here. CapacityError: on entering. Nothing has changed then.
+            BatchError, SequenceError: here, or for tokens that were on the device on leaving. CapacityError: on entering. Nothing has
+            changed then.
         """
         sequences, tokens = read_requests(requests, self.spec.vocab_size)
         self._ledger.check_all_usable(sequences)

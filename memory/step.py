@@ -69,6 +69,9 @@ class Step:
         self._is_spent = True
         try:
             self._owner.begin_step(self)
+            if self.tokens.late is not None:
+                last = self._owner.spec.vocab_size - 1  # on leaving they are looked at; a model must not go astray before
+                self.token_ids[self._late_rows] = self.tokens.late.on_device.clamp(0, last).to(self.token_ids.device)
         except BaseException:
             self._abort()
             raise
@@ -80,6 +83,9 @@ class Step:
             if error is not None:
                 return
             self._check_served()
+            if self.tokens.late is not None:
+                self.tokens.arrive(self.sequences, self._owner.spec.vocab_size)
+                packed.token_ids[output_rows(packed, "all")] = self.tokens.flat
             kept = packed.counts.copy()
             for sequence, n_tokens in self._accepted.items():
                 kept[packed.place[self.sequences.index(sequence)]] = n_tokens
@@ -95,6 +101,8 @@ class Step:
         self.token_ids, self.positions = upload(packed.token_ids.copy()), upload(packed.positions.copy())
         self.cu_seqlens = packed.cu_seqlens.copy()
         self._output_rows = upload(output_rows(packed, self.outputs))
+        if self.tokens.late is not None:
+            self._late_rows = upload(output_rows(packed, "all"))
 
     def _abort(self) -> None:
         """Leave every sequence as it was, unless that is settled already."""

@@ -24,6 +24,27 @@ from memory.interface import Int64s
 
 T = TypeVar("T")
 
+
+class Download:
+    """Numbers (n,) int64 that the device has perhaps not computed yet, on their way to the host."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.on_device = numbers
+        is_cuda = numbers.device.type == "cuda"
+        self._on_host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=is_cuda)
+        self._on_host.copy_(numbers, non_blocking=True)
+        self._arrival = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        if self._arrival is not None:
+            self._arrival.record(torch.cuda.current_stream(numbers.device))
+
+    def wait(self) -> Int64s:
+        """The numbers. The host waits for what was asked of the device before they were, and for nothing that came after."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        numbers: Int64s = self._on_host.numpy()
+        return numbers
+
+
 _LEAST_ELEMENTS = 1 << 14
 _WHOLE = 2
 """Arrays begin at multiples of 16 bytes, which kernels load at once."""
@@ -108,7 +129,7 @@ class Stages:
         self._idle: list[Stage] = []
 
     def take(self) -> Stage | None:
-        if not _is_apart(self._device):
+        if not is_apart(self._device):
             return None
         return self._idle.pop() if self._idle else Stage(self._device, self._idle)
 
@@ -116,7 +137,7 @@ class Stages:
 _PLAYS_DEVICE = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _is_apart(device: torch.device) -> bool:
+def is_apart(device: torch.device) -> bool:
     """Whether the device has memory of its own. In Triton's interpreter the host plays such a one."""
     return device.type == "cuda" or (_PLAYS_DEVICE and device.type == "cpu")
 
@@ -163,7 +184,7 @@ def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor
     Args:
         room: on the device there may be more behind its end, so that a plan that has grown a little keeps its layout.
     """
-    if not _is_apart(device):
+    if not is_apart(device):
         return torch.from_numpy(array)
     index = device.index
     if device.type == "cuda" and index is None:
