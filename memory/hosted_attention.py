@@ -128,22 +128,17 @@ class HostedAttention:
             part.memory.begin(part.plan)
 
     def attend(self, plan: HostedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
-        """As each of the two. Where the host attends, it waits for the device, and the device for it."""
+        """As each of the two. Where the host attends, it waits for its rows; while it is busy with them the device is with the others."""
         device, spec = self._stores[0].device, self._specs[index]
         spec.check_rows(len(plan.packed.token_ids), self._dtype, device, q_THD, k_TGD, v_TGD)
-        if len(plan.parts) == 1:
-            return self._attend_part(plan.parts[0], index, (q_THD, k_TGD, v_TGD), scoring)
+        given = [_given(part, (q_THD, k_TGD, v_TGD), scoring) for part in plan.parts]  # to the host before the device has more to do
+        found = [part.memory.attend(part.plan, index, *own).to(q_THD.device) for part, own in zip(plan.parts, given, strict=True)]
+        if len(found) == 1:
+            return found[0]
         out_THD = q_THD.new_empty(*q_THD.shape[:2], spec.value_dim or spec.head_dim)
-        for part in plan.parts:
-            rows = (q_THD[part.tokens], k_TGD[part.tokens], None if v_TGD is None else v_TGD[part.tokens])
-            out_THD[part.tokens] = self._attend_part(part, index, rows, scoring)
+        for part, own_THD in zip(plan.parts, found, strict=True):
+            out_THD[part.tokens] = own_THD
         return out_THD
-
-    def _attend_part(self, part: PartPlan, index: int, rows: tuple[Tensor, Tensor, Tensor | None], scoring: Scoring) -> Tensor:
-        device, place = rows[0].device, part.store.device
-        if place.type != device.type:
-            rows, scoring = _moved(rows, place), Scoring(*_moved(scoring, place))
-        return part.memory.attend(part.plan, index, *rows, scoring).to(device)
 
     def commit(self, plan: HostedPlan, kept: Int64s) -> None:
         for part in plan.parts:
@@ -216,6 +211,14 @@ class HostedAttention:
         for memory, is_far in ((self.near, False), (self.far, True)):
             of_lengths, of_peaks = ({s: n for s, n in of.items() if self.is_far(s) == is_far} for of in (lengths, peaks))
             memory.check(of_lengths, of_peaks)
+
+
+def _given(part: PartPlan, rows: tuple[Tensor, Tensor, Tensor | None], scoring: Scoring) -> tuple[Any, ...]:
+    """Queries, keys and values of a part's tokens, and how they are scored, where its kernels are."""
+    own, place = rows if part.tokens is None else tuple(None if x is None else x[part.tokens] for x in rows), part.store.device
+    if place.type == rows[0].device.type:
+        return *own, scoring
+    return *_moved(own, place), Scoring(*_moved(scoring, place))
 
 
 def _moved(values: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:

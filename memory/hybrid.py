@@ -57,8 +57,8 @@ class HybridMemory(Timelines):
         host_pages: for `to_host`: bytes of keys and values that may be in host memory, beside the budget; a CUDA device's memory pins them
             all at once. None: there is no such place.
         host_attention: who attends to them on a CUDA device. "stream": the device, which reads them over the bus; the host never waits.
-            "compute": the host's processor, to which the device sends queries, keys and values; each attention layer then waits for the
-            other side twice, and results differ by rounding. On the CPU both are the same.
+            "compute": the host's processor, to which the device sends queries, keys and values, and which waits for them in each attention
+            layer, as the device then does for what it found; results differ by rounding. On the CPU both are the same.
         host_budget, swap_dir: for `swap_out`: bytes that may wait in host memory (None: any number), and the folder where those go that
             find no room there (None: nowhere).
         poison: for tests: fill fresh and freed memory with NaN.

@@ -14,8 +14,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import UNROTATED, CapacityError, HybridMemory, IntegrityError, RollbackError, Sequence, SequenceError, SpecError
+from memory import (
+    UNROTATED,
+    CapacityError,
+    HybridMemory,
+    IntegrityError,
+    RollbackError,
+    Sequence,
+    SequenceError,
+    SpecError,
+    hosted_attention,
+)
 from memory import host_bytes as library
+from memory.batch import TokenLists, pack
 from memory.errors import BUDGET_UNIT, HOST_UNIT
 from memory.host_bytes import host_store
 from memory.hosted_attention import HostedAttention
@@ -365,23 +376,36 @@ def test_check_notices_what_is_in_two_places() -> None:
     memory.check()
 
 
-def test_what_the_host_computes_is_sent_there_and_back() -> None:
-    """The device is the CPU here, and the host one that has no numbers: only where tensors go is looked at."""
-    spec, seen = AttentionSpec(4, 2, 8), list[torch.device]()
+def test_what_the_host_computes_is_sent_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device is the CPU here, and the host one that has no numbers: only where tensors go, and in which order, is looked at."""
+    spec, calls, moved = AttentionSpec(4, 2, 8), list[str](), hosted_attention._moved
 
-    def attend(plan: object, index: int, q: Tensor, k: Tensor, v: Tensor | None, scoring: Scoring) -> Tensor:
-        assert scoring.sinks_H is not None and v is not None and scoring.scale == 0.5 and scoring.window is None
-        seen.extend(x.device for x in (q, k, v, scoring.sinks_H))
-        return torch.full((len(q), 4, 8), 7.0)
+    def kind(name: str, fill: float, place: str) -> Any:
+        def attend(plan: Any, index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
+            calls.append(name)
+            assert scoring.sinks_H is not None and scoring.scale == 0.5 and scoring.window is None
+            assert {x.device.type for x in (q, k, v, scoring.sinks_H)} == {place} and len(q) == len(k) == len(plan.token_ids)
+            return torch.full((len(q), 4, 8), fill)
 
-    stub: Any = SimpleNamespace(attend=attend, plan=lambda packed: packed)
+        return SimpleNamespace(attend=attend, plan=lambda packed: packed)
+
+    def spy(values: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+        calls.append("moved")
+        return moved(values, device)
+
+    monkeypatch.setattr(hosted_attention, "_moved", spy)
     stores: Any = [SimpleNamespace(device=torch.device(name), upload=torch.from_numpy) for name in ("cpu", "meta")]
-    both = HostedAttention(stub, stub, *stores, [spec], torch.float32)
+    both = HostedAttention(kind("near", 1.0, "cpu"), kind("far", 2.0, "meta"), *stores, [spec], torch.float32)
     both.moved(1, is_far=True)
-    packed: Any = SimpleNamespace(slots=np.array([1]), token_ids=np.arange(3))
-    rows = [torch.randn(3, heads, 8) for heads in (4, 2, 2)]
-    out = both.attend(both.plan(packed), 0, *rows, Scoring(0.5, sinks_H=torch.zeros(4)))
-    assert {device.type for device in seen} == {"meta"} and out.device.type == "cpu" and torch.equal(out, torch.full((3, 4, 8), 7.0))
+    tokens = TokenLists.of([np.arange(3), np.arange(2)])
+    for slots, expected in (([1, 2], [1.0, 1.0, 2.0, 2.0, 2.0]), ([2, 1], [2.0, 2.0, 1.0, 1.0, 1.0])):
+        calls.clear()
+        plan = both.plan(pack(tokens, np.array(slots), np.zeros(2, np.int64), np.zeros(2, np.int64)))
+        rows = [torch.randn(5, heads, 8) for heads in (4, 2, 2)]
+        out = both.attend(plan, 0, *rows, Scoring(0.5, sinks_H=torch.zeros(4)))
+        assert out.device.type == "cpu" and out[:, 3, 7].tolist() == expected and (out == out[:, :1, :1]).all()
+        assert calls == ["moved", "moved", "near", "far"], "while the host computes, the device must have something to do"
+        assert not both.can_record(plan)
 
 
 def test_host_memory_is_pinned_as_long_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
