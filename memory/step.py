@@ -20,6 +20,9 @@ from memory.uploads import Stage
 
 Outputs = Literal["last", "all"]
 
+_FEW_TOKENS = 16
+"""Of a request whose step may be recorded: asking for the kernels of a prompt takes less time than they do."""
+
 
 class StepOwner(Protocol):
     """What a step asks of the memory that made it."""
@@ -209,7 +212,7 @@ class Step:
         """Steps with the same layout ask the same of the device, at the same addresses; None if that cannot be said of this one."""
         counts = self._entered().counts
         place = None if self._stage is None else self._stage.layout
-        if place is None or (counts != counts[0]).any() or not self._owner.can_record(self._plans):
+        if place is None or counts[0] > _FEW_TOKENS or (counts != counts[0]).any() or not self._owner.can_record(self._plans):
             return None
         return place, int(counts[0]), self.outputs
 

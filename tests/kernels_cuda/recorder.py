@@ -60,7 +60,7 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         found = operation(*args, **kwargs)
         name = str(operation)
-        if "_local_scalar_dense" in name or name.startswith(("aten.nonzero", "aten.masked_select")):
+        if "_local_scalar_dense" in name or name.startswith(("aten.nonzero", "aten.masked_select", "aten.bincount")):
             raise RuntimeError(f"{name} waits for the device")
         if not name.startswith(("aten.empty", "aten.new_empty")):
             self._calls.append(lambda: _again(operation, args, kwargs, found))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from memory.kernels.cuda import tiles
 from memory.recurrences import FAMILIES, Fold
 from memory.specs import LayerSpec
 from tests.kernels_cuda.recorder import Recorder
+from tests.subjects import make_subject
 from tests.tolerances import assert_split_close
 from tests.toy import VOCAB, average, project
 
@@ -177,3 +179,20 @@ def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -
             assert [str(w.message)[-60:] for w in caught if "cannot be recorded" not in str(w.message)] == []
             assert len(caught) == (token == 1)
         assert recorded.n_recordings == 0
+
+
+def test_a_real_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = make_subject("model:bamba defer", tmp_path)
+    monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "triton")
+    recorder = Recorder(monkeypatch)
+    logits = []
+    for model in (subject.model, RecordedModel(subject.model, record=recorder)):
+        memory = HybridMemory(subject.spec, "4MiB", rollback_window=8, page_tokens=subject.page_tokens, fold="defer", poison=True)
+        sequence = memory.open()
+        memory.run(model, {sequence: subject.tokens(3)})
+        for token in range(4):
+            found = memory.run(model, {sequence: token})
+            assert found is not None
+            logits.append(found)
+    assert recorder.n_replays == 2
+    assert torch.equal(torch.cat(logits[:4]), torch.cat(logits[4:]))
