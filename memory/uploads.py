@@ -66,7 +66,8 @@ class Stage:
     def __init__(self, device: torch.device, idle: list[Stage]) -> None:
         self._device, self._idle = device, idle
         self._place = torch.empty(0, dtype=torch.int64, device=device)
-        self._begin = self._used = self._n_elements = 0
+        self._used = self._n_elements = 0
+        self._is_open = False
         self._sizes: list[tuple[int, ...]] = []
         self._found: list[tuple[tuple[int, ...], object]] = []
 
@@ -82,6 +83,7 @@ class Stage:
         self._sizes.clear()
         self._n_elements = 0
         self._use(self._place)
+        self._is_open = True
 
     def _use(self, place: Tensor) -> None:
         self._on_device, self._used = place, 0
@@ -113,7 +115,10 @@ class Stage:
         self._found.append((ids, found))
 
     def close(self) -> None:
-        """The plan is not needed any more; another one may come."""
+        """The plan is not needed any more; another one may come. Nothing happens if that is known."""
+        if not self._is_open:
+            return
+        self._is_open = False
         for ids, found in self._found:
             if _remembered.get(ids) is found:
                 del _remembered[ids]
