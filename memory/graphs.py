@@ -118,11 +118,10 @@ class RecordedModel:
     def _try_to_record(self, step: Step) -> Recording | _State:
         """Nothing has been asked of the device yet when this returns."""
         try:
-            with forbidden():
-                return self._record(lambda: self.model(step))
+            with forbidden(), step.while_recorded() as twin:
+                return self._record(lambda: self.model(twin))
         except Exception as error:
             if not self._has_warned:
                 warnings.warn(f"steps of {self.model!r} cannot be recorded, and run one kernel after the other: {error}", stacklevel=3)
             self._has_warned = True
-            step.serve_none()
             return _State.CANNOT_BE

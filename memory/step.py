@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from types import TracebackType
 from typing import Literal, Protocol
 
@@ -212,7 +213,8 @@ class Step:
         """Steps with the same layout ask the same of the device, at the same addresses; None if that cannot be said of this one."""
         counts = self._entered().counts
         place = None if self._stage is None else self._stage.layout
-        if place is None or counts[0] > _FEW_TOKENS or (counts != counts[0]).any() or not self._owner.can_record(self._plans):
+        is_of_few = counts[0] <= _FEW_TOKENS and (counts == counts[0]).all()
+        if place is None or self._served or not is_of_few or not self._owner.can_record(self._plans):
             return None
         return place, int(counts[0]), self.outputs
 
@@ -221,10 +223,16 @@ class Step:
         self._entered()
         self._served = {(kind, index) for (_, kind, _), index in self._owner.index.items()}
 
-    def serve_none(self) -> None:
-        """Say that nothing was asked of the device yet: a recording failed."""
+    @contextmanager
+    def while_recorded(self) -> Iterator[Step]:
+        """What stands for this step while it is recorded: nothing is computed then, so what a model remembers of it is not of this one."""
         self._entered()
-        self._served = set()
+        twin = copy(self)
+        twin._served = set()
+        try:
+            yield twin
+        finally:
+            twin._packed = None  # it is not the twin's to leave
 
     # For callers
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten
@@ -30,9 +31,13 @@ class Recorder:
 
     def __call__(self, run: Callable[[], Tensor]) -> Recorded:
         self._calls = calls = []
+        operations = _Operations(calls)
         try:
-            with _Operations(calls):
+            with operations:
                 output = run()
+        except BaseException:
+            operations.undo()
+            raise
         finally:
             self._calls = None
         return Recorded(self, calls, output)
@@ -55,6 +60,13 @@ class _Operations(TorchDispatchMode):
     def __init__(self, calls: list[Callable[[], object]]) -> None:
         super().__init__()
         self._calls = calls
+        self._made: list[Tensor] = []
+
+    def undo(self) -> None:
+        """A device has computed nothing while it was recording: what was made then holds whatever was there before."""
+        for tensor in self._made:
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
 
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,6 +76,8 @@ class _Operations(TorchDispatchMode):
             raise RuntimeError(f"{name} waits for the device")
         if not name.startswith(("aten.empty", "aten.new_empty")):
             self._calls.append(lambda: _again(operation, args, kwargs, found))
+        if all(result.alias_info is None for result in operation._schema.returns):
+            self._made += [x for x in tree_flatten(found)[0] if isinstance(x, Tensor)]
         return found
 
 

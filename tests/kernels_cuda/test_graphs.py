@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor, Step
+from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor, Step, StepError
 from memory.graphs import RecordedModel
 from memory.kernels.cuda import tiles
 from memory.recurrences import FAMILIES, Fold
@@ -179,6 +179,38 @@ def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -
             assert [str(w.message)[-60:] for w in caught if "cannot be recorded" not in str(w.message)] == []
             assert len(caught) == (token == 1)
         assert recorded.n_recordings == 0
+
+
+def test_what_a_recording_that_failed_left_behind_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Angles of a step's positions are computed once for all layers: while a recording is made that then fails, they are not."""
+    subject = make_subject("model:deepseek-v2-three-of-eight-experts-in-groups", tmp_path)
+    monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "triton")
+    memory = HybridMemory(subject.spec, "4MiB", rollback_window=8, page_tokens=subject.page_tokens, fold="defer", poison=True)
+    recorded, (a, b) = RecordedModel(subject.model, record=Recorder(monkeypatch)), (memory.open(), memory.open())
+    for token in range(3):
+        with memory.step({a: token}) as step:
+            expected = subject.model(step)
+        with warnings.catch_warnings(record=True) as caught, memory.step({b: token}) as step:
+            warnings.simplefilter("always")
+            assert torch.equal(recorded(step), expected)
+        assert len(caught) == (token == 1)
+    assert recorded.n_recordings == 0
+
+
+def test_a_model_is_run_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where it is replayed, or states would go on twice."""
+    twins = Twins(monkeypatch, 2)
+    twins.feed({0: 3, 1: 5})
+    for _ in range(3):
+        twins.feed({0: 1, 1: 1})
+    assert twins.recorder.n_replays
+    sequences = twins.sequences[1]
+    for first in (twins.plain, twins.recorded):
+        with pytest.raises(StepError, match="used twice"), twins.memories[1].step(dict.fromkeys(sequences, 1), outputs="all") as step:
+            first(step)
+            twins.recorded(step)
+        twins.memories[1].check()
+    twins.feed({0: 1, 1: 1})
 
 
 def test_a_real_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
