@@ -115,3 +115,7 @@ class GroupSelection(QuantizedAttention):
         folded = self._folded(index, places_GC * self._dtype.itemsize, plan.choice.cu_chosen, plan.chosen_lengths)
         out_THD[plan.tokens] = self.exact.read(replace(plan.exact, batch=plan.chosen), index, q_QHD, scoring, folded)
         return out_THD
+
+    def can_record(self, plan: QuantizedPlan) -> bool:
+        assert isinstance(plan, GroupPlan)
+        return plan.choice is None and super().can_record(plan)  # from how many groups is chosen, is counted on the host

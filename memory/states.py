@@ -10,6 +10,7 @@ from memory.errors import StepError
 from memory.interface import Int64s
 from memory.kernels import Kernels, Prepared, StateSlots, Tail
 from memory.specs import RecurrentSpec
+from memory.uploads import is_recording
 
 
 class States:
@@ -19,21 +20,27 @@ class States:
 
     Attributes:
         cu_rows: (S + 1,) run i covers rows [cu_rows[i], cu_rows[i + 1]); int64 on the host.
-        begins: (S,) position of each run's first row; int64 on the host.
     """
 
-    __slots__ = ("begins", "cu_rows", "flats", "is_written", "kernels", "sources", "spec", "tails", "targets")
+    __slots__ = ("_begins", "cu_rows", "flats", "is_written", "kernels", "sources", "spec", "tails", "targets")
 
     def __init__(self, spec: RecurrentSpec, kernels: Kernels, flats: list[Prepared], run: Run, tails: list[Tail] | None = None) -> None:
         self.spec = spec
         self.kernels = kernels
         self.flats = flats
         self.cu_rows = run.cu_rows
-        self.begins = run.begins
+        self._begins = run.begins
         self.sources = [run.sources[flat.itemsize] for flat in flats]
         self.targets = [run.targets[flat.itemsize] for flat in flats]
         self.tails = tails
         self.is_written = False
+
+    @property
+    def begins(self) -> Int64s:
+        """(S,) position of each run's first row; int64 on the host. Raises StepError while a step is recorded, which stands for others."""
+        if is_recording():
+            raise StepError(f"{self.spec.family!r} asks the host for positions, and a step that is recorded serves others as well")
+        return self._begins
 
     def slots(self, index: int) -> StateSlots:
         """Where state tensor `index` begins and ends, for kernels that read and write it in place."""

@@ -183,6 +183,11 @@ def forbidden() -> Iterator[None]:
         _is_recording.reset(token)
 
 
+def is_recording() -> bool:
+    """Whether this is inside of `forbidden`."""
+    return _is_recording.get()
+
+
 def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor:
     """The array, int64, on the device; on the CPU it shares memory with it. The host does not wait.
 
@@ -201,7 +206,7 @@ def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
     stage = _open_stage.get()
     if stage is not None:
         return stage.add(array, room_for(array.size) if room else array.size)
-    if _is_recording.get():
+    if is_recording():
         raise StepError("a step that is recorded wants to upload what its plan does not hold")
     copied = torch.from_numpy(array.copy())
     return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copied

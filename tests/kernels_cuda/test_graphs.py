@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor, Step, StepError
+from memory.eviction import Quest
 from memory.graphs import RecordedModel
 from memory.kernels.cuda import tiles
+from memory.quantization import Quantized
 from memory.recurrences import FAMILIES, Fold
 from memory.specs import LayerSpec
+from memory.states import States
 from tests.kernels_cuda.recorder import Recorder
 from tests.subjects import make_subject
 from tests.tolerances import assert_split_close
@@ -154,7 +157,8 @@ def test_replays_read_pages_where_they_are(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that waits for the device, and a recurrence in plain torch whose order of runs goes up when it is met."""
+    """A model that waits for the device, a recurrence in plain torch whose order of runs goes up when it is met, and one that does
+    something else at a sequence's begin, which the host knows and a recording does not."""
     spec, recurrence = FAMILIES["linear_attention"].example(torch.Generator().manual_seed(1))
     weights = torch.randn(VOCAB, int(torch.Size(spec.row_shape).numel()))
 
@@ -162,12 +166,18 @@ def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -
         y = step.recur(0, weights[step.token_ids].view(-1, *spec.row_shape), recurrence)
         return y / y.abs().max().item()
 
+    def looks(step: Step) -> Tensor:
+        def look(states: States, rows: Tensor) -> tuple[Tensor, States]:
+            return recurrence(states, rows / 2 if (states.begins == 0).any() else rows)
+
+        return step.recur(0, weights[step.token_ids].view(-1, *spec.row_shape), look)
+
     means = (StateTensor("mean", (5,)), StateTensor("highest", (5,)))
 
     def folds(step: Step) -> Tensor:
         return step.recur(0, weights[step.token_ids, :5], Fold(average))
 
-    for model, own, fold in ((waits, spec, "defer"), (folds, RecurrentSpec("average", (5,), means), "replay")):
+    for model, own, fold in ((waits, spec, "defer"), (looks, spec, "defer"), (folds, RecurrentSpec("average", (5,), means), "replay")):
         memory = HybridMemory(MemorySpec(((own,),), VOCAB), "4MiB", rollback_window=8, fold=fold)  # type: ignore[arg-type]
         recorded, sequences = RecordedModel(model, record=Recorder(monkeypatch)), (memory.open(), memory.open())
         for token in range(5):
@@ -179,6 +189,29 @@ def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -
             assert [str(w.message)[-60:] for w in caught if "cannot be recorded" not in str(w.message)] == []
             assert len(caught) == (token == 1)
         assert recorded.n_recordings == 0
+
+
+def test_groups_are_chosen_without_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From how many follows from the host's books. As long as all are read, steps are recorded; a warning would be an error."""
+    spec = AttentionSpec(3, 1, 16, policy=Quest(16, recent=1), storage=Quantized(8, group=8))
+    weights = torch.randn(VOCAB, 80, generator=torch.Generator().manual_seed(1))
+
+    def model(step: Step) -> Tensor:
+        q, k, v = weights[step.token_ids].split([48, 16, 16], dim=-1)
+        return step.select(step.attend(0, q.view(-1, 3, 16), k.reshape(-1, 1, 16), v.reshape(-1, 1, 16)).flatten(1))
+
+    memory = HybridMemory(MemorySpec(((spec,),), VOCAB), "1MiB", rollback_window=4, page_tokens=8, poison=True)
+    recorder = Recorder(monkeypatch)
+    recorded, a, b = RecordedModel(model, record=recorder), memory.open(), memory.open()
+    for n_prompt, replays in ((8, True), (30, False)):
+        memory.run(model, {s: [t % VOCAB for t in range(n_prompt)] for s in (a, b)})
+        before = recorder.n_replays
+        for token in range(3):
+            with memory.step({a: token}) as step:
+                expected = model(step)
+            with memory.step({b: token}) as step:
+                assert torch.equal(recorded(step), expected)
+        assert (recorder.n_replays > before) == replays
 
 
 def test_what_a_recording_that_failed_left_behind_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
