@@ -29,7 +29,8 @@ def prefixes(*, quick: bool) -> Report:
     _tree(report, n_repeats=200 if quick else 2000)
     for shared, unique in ((1600, 600), (1500, 700), (450, 100)):
         _replay(report, shared, unique)
-    _swap(report, n_tokens=512 if quick else 4096, n_rounds=5 if quick else 20)
+    for n_tokens in (512,) if quick else (1024, 4096, 16384):
+        _swap(report, n_tokens=n_tokens, n_rounds=5 if quick else 40)
     return report
 
 
@@ -107,7 +108,7 @@ def _swap(report: Report, *, n_tokens: int, n_rounds: int) -> None:
         for _ in range(n_rounds + 2):
             swaps.append(_swap_ms(memory, sequence))
             started = time.perf_counter_ns()
-            away = torch.empty_like(source)  # as a swap does: into memory that nobody has touched
+            away = torch.empty_like(source)  # as a swap does
             away.copy_(source)
             target.copy_(away)
             del away

@@ -126,7 +126,7 @@ class Transformers:
     def _forward(self, tokens: Tensor) -> None:
         options = {self._cache_name: self._cache, "use_cache": True, "logits_to_keep": 1}
         if self._cache_name == "past_key_values":
-            positions = torch.arange(self._length, self._length + tokens.shape[1])
+            positions = torch.arange(self._length, self._length + tokens.shape[1], device=tokens.device)
             options["position_ids"] = positions[None].expand(len(tokens), -1)
         logits = self.model(tokens, **options).logits[:, -1]
         self._length += tokens.shape[1]

@@ -14,7 +14,6 @@ import mmap
 import re
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
@@ -145,6 +144,14 @@ class Arena:
             raise IntegrityError(f"the arena counts {self.free_bytes} free bytes, its free ranges hold {n_free}")
 
 
+def _runs(addresses: Int64s, block_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """(first, end, address) of blocks [first, end) that lie one behind the other: what was allocated together mostly does."""
+    bounds = [0, *((addresses[1:] - addresses[:-1] != block_bytes).nonzero()[0] + 1).tolist(), len(addresses)]
+    for first, end in itertools.pairwise(bounds):
+        if end > first:
+            yield first, end, int(addresses[first])
+
+
 _FEW = 8
 """Blocks that are counted one by one in less time than together."""
 
@@ -182,8 +189,8 @@ class BlockPool:
         ids = np.array(self._take_ids(n), np.int64)
         self.addresses[ids], self.counts[ids] = addresses, 1
         self.n_used += n
-        for address in addresses:
-            self._on_change(address, self.block_bytes)
+        for first, end, start in _runs(np.sort(self.addresses[ids]), self.block_bytes):
+            self._on_change(start, (end - first) * self.block_bytes)
         return ids
 
     def retain(self, ids: Int64s) -> None:
@@ -199,19 +206,14 @@ class BlockPool:
         if not len(ids):
             return
         np.subtract.at(self.counts, ids, 1)
-        freed = list(set(ids[self.counts[ids] == 0].tolist()))
-        if not freed:
+        freed = np.unique(ids[self.counts[ids] == 0])
+        if not len(freed):
             return
-        self._free_ids.extend(freed)
+        self._free_ids.extend(freed.tolist())
         self.n_used -= len(freed)
-        addresses = sorted(self.addresses[freed].tolist())
-        start = addresses[0]
-        for address, following in itertools.pairwise([*addresses, -1]):
-            if following != address + self.block_bytes:  # neighbours go as one range
-                n_bytes = address + self.block_bytes - start
-                self._arena.free(start, n_bytes)
-                self._on_change(start, n_bytes)
-                start = following
+        for first, end, start in _runs(np.sort(self.addresses[freed]), self.block_bytes):
+            self._arena.free(start, (end - first) * self.block_bytes)
+            self._on_change(start, (end - first) * self.block_bytes)
 
     def used_ranges(self) -> list[tuple[int, int]]:
         starts = self.addresses[self.counts > 0].tolist()
@@ -293,14 +295,6 @@ def _reserve(n_bytes: int, device: torch.device) -> Tensor:
     return torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
 
-def _runs(addresses: Int64s, block_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """(first, end, address) of blocks [first, end) that lie one behind the other: what was allocated together mostly does."""
-    bounds = [0, *((addresses[1:] - addresses[:-1] != block_bytes).nonzero()[0] + 1).tolist(), len(addresses)]
-    for first, end in itertools.pairwise(bounds):
-        if end > first:
-            yield first, end, int(addresses[first])
-
-
 class Store:
     """An arena with its bytes: one tensor on the device, none at all on "meta".
 
@@ -312,6 +306,7 @@ class Store:
     def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool) -> None:
         self.arena = Arena(capacity_bytes)
         self.device = device
+        self.stages = uploads.Stages(device)
         self.is_dry = device.type == "meta"
         self._poison = poison and not self.is_dry
         try:
@@ -332,13 +327,9 @@ class Store:
     def make_pool(self, name: str, block_bytes: int, *, from_top: bool) -> BlockPool:
         return BlockPool(self.arena, name, block_bytes, from_top=from_top, on_change=self._poison_block)
 
-    def upload(self, array: Int64s) -> Tensor:
+    def upload(self, array: Int64s, *, room: bool = False) -> Tensor:
         """A plan's array where the kernels want it: `memory.uploads`."""
-        return uploads.upload(array, self.device)
-
-    def uploading_together(self) -> AbstractContextManager[None]:
-        """Inside, `upload` only says where an array will be: all go at the end."""
-        return uploads.together(self.device)
+        return uploads.upload(array, self.device, room=room)
 
     def copy(self, source: int, target: int, n_bytes: int) -> None:
         """Copy one block's bytes onto another's."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memory.arena import BlockLayout, BlockPool, Store
-from memory.errors import DropError, IntegrityError, StepError
+from memory.errors import DropError, IntegrityError
 from memory.interface import Holding, Int64s, Packed, Record
 from memory.kernels import FoldedRows, Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.page_grid import PageGrid
@@ -71,23 +71,6 @@ class DropPlan:
     fresh: Int64s
 
 
-def check_attention(
-    spec: AttentionSpec, n_tokens: int, dtype: torch.dtype, device: torch.device, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None
-) -> None:
-    """Raise StepError unless a layer's queries, keys and values are what its spec and its memory expect."""
-    if spec.value_dim is None and v_TGD is None:
-        raise StepError("v is missing; only an attention whose spec has a value_dim takes its values from its keys")
-    if spec.value_dim is not None and v_TGD is not None:
-        raise StepError(f"v is given, but values of this attention are the first {spec.value_dim} elements of its keys; leave v out")
-    for name, tensor, heads in (("q", q_THD, spec.n_query_heads), ("k", k_TGD, spec.n_kv_heads), ("v", v_TGD, spec.n_kv_heads)):
-        if tensor is None:
-            continue
-        if tensor.shape != (n_tokens, heads, spec.head_dim):
-            raise StepError(f"{name} has shape {tuple(tensor.shape)}; this attention expects {(n_tokens, heads, spec.head_dim)}")
-        if tensor.dtype != dtype or tensor.device.type != device.type:
-            raise StepError(f"{name} is {tensor.dtype} on {tensor.device}; this memory holds {dtype} on {device}")
-
-
 class AttentionCache:
     """Paged K/V of all attention layers of one window: `memory.interface.LayerMemory`.
 
@@ -103,6 +86,7 @@ class AttentionCache:
         name = name or ("pages" if grid.window is None else f"pages over {grid.window}")
         self.pool = store.make_pool(name, self.layout.block_bytes, from_top=False)
         self._specs = specs
+        self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
         self._store = store
         self._dtype = dtype
         self.kernels: Kernels = select_kernels(store.device, dtype)
@@ -182,7 +166,7 @@ class AttentionCache:
         page_T += cu_pages[:-1] if packed.is_decode else np.repeat(cu_pages[:-1], packed.counts)
         page_T = pages[page_T]
         rows = {s.kv_shape: self.place(self._row_offsets(s, page_T, slot_T)) for s in self._specs}
-        batch = PagedBatch(packed.cu_seqlens, lengths, pages=self.place(pages), cu_pages=cu_pages, page_tokens=self.page_tokens)
+        batch = PagedBatch(packed.cu_seqlens, lengths, pages=self.place(pages, room=True), cu_pages=cu_pages, page_tokens=self.page_tokens)
         return batch, tuple(rows[s.kv_shape] for s in self._specs)
 
     def _row_offsets(self, spec: AttentionSpec, page_T: Int64s, slot_T: Int64s) -> Int64s:
@@ -190,13 +174,23 @@ class AttentionCache:
         first_T, (n_heads, head_dim) = page_T + slot_T * spec.head_dim, spec.kv_shape
         return (first_T[:, None] + np.arange(n_heads) * (self.page_tokens * head_dim)).ravel()
 
-    def place(self, array: Int64s) -> Prepared:
-        """A plan's array as kernels take it."""
-        return self.kernels.prepare(self._store.upload(array))
+    def place(self, array: Int64s, *, room: bool = False) -> Prepared:
+        """A plan's array as kernels take it; with `room`, there may be more behind its end."""
+        return self.kernels.prepare(self._store.upload(array, room=room))
 
-    def begin(self, plan: AttentionPlan) -> None:
+    def begin(self, plan: AttentionPlan, folded: FoldedRows | None = None) -> None:
         for _, old, new in plan.copies:
             self._store.copy(int(self.pool.addresses[old]), int(self.pool.addresses[new]), self.pool.block_bytes)
+        for heads in self._heads:
+            for batch in self._batches(plan):
+                self.kernels.plan_attention(batch, heads, self._dtype, self._store.device, self.grid.window, folded)
+
+    def _batches(self, plan: AttentionPlan) -> list[PagedBatch]:
+        """What attention will be asked for."""
+        return [plan.batch]
+
+    def can_record(self, plan: AttentionPlan) -> bool:
+        return True
 
     def attend(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
         """Write the step's keys and values for attention `index` and attend to everything up to each token: (T, H, D or value_dim)."""
@@ -205,7 +199,7 @@ class AttentionCache:
 
     def write(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None) -> None:
         n_tokens = len(plan.packed.token_ids)
-        check_attention(self._specs[index], n_tokens, self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
+        self._specs[index].check_rows(n_tokens, self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
         keys, values = self._keys_values[index]
         self.kernels.write_rows_(keys, plan.rows[index], k_TGD.flatten(0, 1))
         if v_TGD is not None:

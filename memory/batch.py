@@ -6,24 +6,47 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
+from typing import Any, TypeGuard
 
 import numpy as np
+import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from memory.errors import BatchError
 from memory.interface import Int64s, Packed, Requests, Sequence, Tokens
+from memory.uploads import Download, is_apart
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 @dataclass(frozen=True)
 class TokenLists:
-    """Token ids of several requests, one after the other in `flat` (T,); request i has counts[i]."""
+    """Token ids of several requests, one after the other in `flat` (T,); request i has counts[i].
+
+    Those that are `late` are on the device alone: zeros stand for them until `arrive`.
+    """
 
     flat: Int64s
     counts: Int64s
+    late: Download | None = None
 
     @staticmethod
     def of(lists: list[Int64s]) -> TokenLists:
         return TokenLists(np.concatenate(lists), np.fromiter(map(len, lists), np.int64, len(lists)))
+
+    @staticmethod
+    def on_their_way(parts: list[Tensor]) -> TokenLists:
+        """Of tensors of integers on the device, (n,) or () each."""
+        late = Download(torch.cat([part.reshape(-1) for part in parts]).to(torch.int64))
+        return TokenLists(np.zeros(len(late.on_device), np.int64), np.array([part.numel() for part in parts], np.int64), late)
+
+    def arrive(self, sequences: list[Sequence], vocab_size: int) -> None:
+        """Late tokens take their places. Raises BatchError if one is outside the vocabulary."""
+        if self.late is not None:
+            self.flat[:] = self.late.wait()
+            for sequence, ids in zip(sequences, self, strict=True):
+                _require_in_vocabulary(ids, sequence, vocab_size)
 
     @cached_property
     def ends(self) -> Int64s:
@@ -58,7 +81,16 @@ def read_requests(requests: Requests, vocab_size: int) -> tuple[list[Sequence], 
         flat = list(chain.from_iterable(values))
         if set(map(type, flat)) == {int} and 0 <= min(flat) <= max(flat) < vocab_size:
             return sequences, TokenLists(np.array(flat, np.int64), np.fromiter(map(len, values), np.int64, len(values)))
+    if _are_late(values):
+        return sequences, TokenLists.on_their_way(values)
     return sequences, TokenLists.of([_read_tokens(*pair, vocab_size) for pair in zip(sequences, values, strict=True)])
+
+
+def _are_late(values: list[Tokens]) -> TypeGuard[list[Tensor]]:
+    """Whether all tokens are where the host would have to wait for them. Others, and wrong ones, are read at once."""
+    return all(
+        isinstance(x, Tensor) and is_apart(x.device) and x.dtype in _INTEGERS and x.dim() <= 1 and x.numel() for x in values
+    )  # fmt: skip
 
 
 def _read_pairs(requests: Iterable[tuple[Sequence, Tokens]]) -> tuple[list[Sequence], list[Tokens]]:
@@ -93,10 +125,14 @@ def _read_tokens(sequence: Sequence, tokens: Tokens, vocab_size: int) -> Int64s:
     if ids.dtype.kind not in "iu":
         raise _not_integers(sequence, tokens)
     ids = ids.reshape(-1)
+    _require_in_vocabulary(ids, sequence, vocab_size)
+    return ids.astype(np.int64)
+
+
+def _require_in_vocabulary(ids: NDArray[np.integer[Any]], sequence: Sequence, vocab_size: int) -> None:
     if ids.min() < 0 or ids.max() >= vocab_size:
         bad = ids[(ids < 0) | (ids >= vocab_size)][0]
         raise BatchError(f"token {bad} of {sequence!r} is outside the vocabulary: 0 <= id < {vocab_size}")
-    return ids.astype(np.int64)
 
 
 def _not_integers(sequence: Sequence, tokens: Tokens) -> BatchError:

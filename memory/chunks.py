@@ -35,6 +35,7 @@ def run_in_chunks(memory: Steppable, model: Model | None, requests: Requests, *,
     if model is None and memory.spec.device.type != "meta":
         raise StepError("model=None runs only on a memory with device='meta'; pass the model")
     sequences, tokens = read_requests(requests, memory.spec.vocab_size)
+    tokens.arrive(sequences, memory.spec.vocab_size)
     memory.step(list(zip(sequences, tokens, strict=True)), outputs=outputs)  # refuses what no chunk could do; nothing is entered
     marks: dict[Sequence, Sequence] = {}
     rows: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}

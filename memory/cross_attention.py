@@ -47,6 +47,7 @@ class CrossAttentionCache:
         self.layout = BlockLayout.of([((s.n_kv_heads, page_tokens, s.head_dim), dtype) for s in specs for _ in ("keys", "values")])
         self.pool = store.make_pool("encoder pages", self.layout.block_bytes, from_top=False)
         self._specs, self._dtype, self._store = specs, dtype, store
+        self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
         self._kernels: Kernels = select_kernels(store.device, dtype)
         self._flats = [] if store.is_dry else [self._kernels.prepare(store.flat(field)) for field in self.layout.fields]
         self._tables: dict[int, Int64s] = {}
@@ -138,7 +139,11 @@ class CrossAttentionCache:
         return self._kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scoring)
 
     def begin(self, plan: CrossPlan) -> None:
-        """Nothing is written in a step."""
+        for heads in self._heads:
+            self._kernels.plan_attention(plan.batch, heads, self._dtype, self._store.device, None)
+
+    def can_record(self, plan: CrossPlan) -> bool:
+        return True
 
     def commit(self, plan: CrossPlan, kept: Int64s) -> None:
         """Nothing has changed."""

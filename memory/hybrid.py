@@ -29,6 +29,7 @@ from memory.specs import MemorySpec
 from memory.step import Outputs, Step
 from memory.tiers import Tiers
 from memory.timelines import Timelines
+from memory.uploads import together
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -222,10 +223,13 @@ class HybridMemory(Timelines):
         """A transaction over new tokens: `with memory.step({alice: ids, bob: 7}) as step: logits = model(step)`.
 
         Args:
-            requests: tokens of each sequence: one id, or a sequence, array or tensor of ids; any mix of lengths.
+            requests: tokens of each sequence: one id, or a sequence, array or tensor of ids; any mix of lengths. If all are tensors on
+                a CUDA device, such as `zip(sequences, logits.argmax(-1))`, the host does not wait for them before it leaves the step: it
+                plans a step while the device computes the one before.
             outputs: "last" gives one row a request, "all" one row a token; always in the order of `requests`.
         Raises:
-            BatchError, SequenceError: here. CapacityError: on entering. Nothing has changed then.
+            BatchError, SequenceError: here, or for tokens that were on the device on leaving. CapacityError: on entering. Nothing has
+            changed then.
         """
         sequences, tokens = read_requests(requests, self.spec.vocab_size)
         self._ledger.check_all_usable(sequences)
@@ -247,11 +251,11 @@ class HybridMemory(Timelines):
         ledger = self._ledger
         slots = ledger.check_all_usable(step.sequences)
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
-        with uninterrupted(), self._store.uploading_together():
+        with uninterrupted(), together(self._store.stages) as stage:
             ledger.reserve(packed)
             plans = self._with_room(lambda: self._kinds.begin(packed, self.free_bytes))
             ledger.occupy(slots)
-            step.hold(packed, plans, self._store.upload)
+            step.hold(packed, plans, self._store.upload, stage)
 
     def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None:
         with uninterrupted():
@@ -263,6 +267,10 @@ class HybridMemory(Timelines):
         with uninterrupted():
             self._kinds.abort(plans)
             self._ledger.vacate(packed.slots)
+
+    def can_record(self, plans: Plans) -> bool:
+        """Whether a step with other plans whose uploads have the same shapes would ask the same of the device."""
+        return all(self._kinds[name].can_record(plan) for name, plan in plans.items())
 
     def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor | None, scoring: Scoring) -> Tensor:
         name, cache, number = self._attention[index]

@@ -207,6 +207,10 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         """What one sequence needs to take a step of one token, at any length up to a page."""
         ...
 
+    def can_record(self, plan: PlanT) -> bool:
+        """Whether another step whose uploads have the same shapes asks the same of the device: a recording serves both."""
+        ...
+
     def plan(self, packed: Packed) -> PlanT:
         """Set blocks aside for a step. Raises CapacityError with everything as before."""
         ...

@@ -116,6 +116,13 @@ class PageSelection(AttentionCache):
         out_THD[plan.tokens] = self.kernels.paged_attention(q_QHD, keys, values, chosen, spec.n_kv_heads, scoring)
         return out_THD[..., : spec.value_dim]
 
+    def _batches(self, plan: AttentionPlan) -> list[PagedBatch]:
+        assert isinstance(plan, SelectionPlan)
+        return [plan.batch] if plan.choice is None else [plan.chosen, *([] if plan.rest is None else [plan.rest])]
+
+    def can_record(self, plan: AttentionPlan) -> bool:
+        return False  # how many pages are chosen, and from how many, is counted on the host
+
     def plan_drop(self, dropped: Dropped) -> DropPlan:
         plan = super().plan_drop(dropped)
         n_full = (dropped.length - dropped.n_tokens) // self.page_tokens - plan.first_page - plan.n_kept

@@ -146,7 +146,7 @@ class QuantizedAttention(CannotDrop):
         return plan
 
     def begin(self, plan: QuantizedPlan) -> None:
-        self.exact.begin(plan.exact)
+        self.exact.begin(plan.exact, self._folded_rows(plan, 0))
 
     def attend(self, plan: QuantizedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
         """Write the step's keys and values, attend to everything up to each token: (T, H, D). Then fold."""
@@ -159,8 +159,10 @@ class QuantizedAttention(CannotDrop):
         return out_THD
 
     def _read(self, plan: QuantizedPlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
-        folded = self._folded(index, plan.blocks, plan.cu_blocks, plan.lengths) if len(plan.blocks) else None
-        return self.exact.read(plan.exact, index, q_THD, scoring, folded)
+        return self.exact.read(plan.exact, index, q_THD, scoring, self._folded_rows(plan, index))
+
+    def _folded_rows(self, plan: QuantizedPlan, index: int) -> FoldedRows | None:
+        return self._folded(index, plan.blocks, plan.cu_blocks, plan.lengths) if len(plan.blocks) else None
 
     def _folded(self, index: int, blocks: Int64s | Tensor, cu_blocks: Int64s, lengths: Int64s) -> FoldedRows:
         shapes = self._shapes[index]
@@ -178,6 +180,9 @@ class QuantizedAttention(CannotDrop):
         for flat, part in zip(self._flats[index], [*parts, *bounds], strict=True):
             offsets = self._store.upload(self.bodies.addresses[targets] // part.element_size())
             reference.write_rows_(flat, offsets, part.flatten(1))
+
+    def can_record(self, plan: QuantizedPlan) -> bool:
+        return not plan.n_new.any()
 
     def commit(self, plan: QuantizedPlan, kept: Int64s) -> None:
         del self._open_plans[id(plan)]

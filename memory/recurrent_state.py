@@ -249,6 +249,10 @@ class RecurrentState:
             written = rows if n_written == len(rows) else rows[indices]
             self._kernels.write_rows_(self._tail_flats[index], targets[n_elements], written.reshape(n_written, n_elements))
 
+    def can_record(self, plan: RecurrentPlan) -> bool:
+        """Runs of one length: kernels, and how many rows are read and written, follow from shapes alone."""
+        return all((np.diff(run.cu_rows) == run.cu_rows[1]).all() for run in plan.runs)
+
     def commit(self, plan: RecurrentPlan, kept: Int64s) -> None:
         before, after, packed = plan.before, plan.after, plan.packed
         stays, is_whole = kept > 0, kept == packed.counts

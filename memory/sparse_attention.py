@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memory.arena import Field, Store
-from memory.attention_cache import check_attention
 from memory.batch import ranges
 from memory.errors import StepError
 from memory.eviction import Candidates, EvictionPolicy
@@ -111,7 +110,7 @@ class SparseAttention(CannotDrop, RecurrentState):
 
     def attend(self, plan: SparsePlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
         """Attend to what each sequence has kept, its tail and the step's rows up to each token: (T, H, D or value_dim). Then fold."""
-        check_attention(self._attention[index], len(plan.packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
+        self._attention[index].check_rows(len(plan.packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
         if scoring.bias_HL is not None:
             raise StepError(f"scores with a bias by distance need every row; take {self.policy.label} off this layer")
         kv = [k_TGD] if v_TGD is None else [k_TGD, v_TGD]
@@ -133,6 +132,9 @@ class SparseAttention(CannotDrop, RecurrentState):
         for i in (plan.after.body_at > plan.before.body_at).nonzero()[0].tolist():
             self._fold(plan, index, i, rows_TRD, scoring)
         return out_THD[..., : self._attention[index].value_dim]
+
+    def can_record(self, plan: RecurrentPlan) -> bool:
+        return False  # rows compete on the host's word
 
     def why_not(self) -> str:
         return f"which rows attention with {self.policy.label} has kept depends on them"

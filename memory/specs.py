@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from memory.errors import SpecError
+from memory.errors import SpecError, StepError
 from memory.shift import Rotation
 
 if TYPE_CHECKING:
@@ -83,6 +84,22 @@ class AttentionSpec:
     def kv_shape(self) -> tuple[int, int]:
         """Of the keys, or the values, of a token."""
         return self.n_kv_heads, self.head_dim
+
+    def check_rows(
+        self, n_tokens: int, dtype: torch.dtype, device: torch.device, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None
+    ) -> None:
+        """Raise StepError unless a layer's queries, keys and values are what this spec and its memory expect."""
+        if self.value_dim is None and v_TGD is None:
+            raise StepError("v is missing; only an attention whose spec has a value_dim takes its values from its keys")
+        if self.value_dim is not None and v_TGD is not None:
+            raise StepError(f"v is given, but values of this attention are the first {self.value_dim} elements of its keys; leave v out")
+        for name, tensor, heads in (("q", q_THD, self.n_query_heads), ("k", k_TGD, self.n_kv_heads), ("v", v_TGD, self.n_kv_heads)):
+            if tensor is None:
+                continue
+            if tensor.shape != (n_tokens, heads, self.head_dim):
+                raise StepError(f"{name} has shape {tuple(tensor.shape)}; this attention expects {(n_tokens, heads, self.head_dim)}")
+            if tensor.dtype != dtype or tensor.device.type != device.type:
+                raise StepError(f"{name} is {tensor.dtype} on {tensor.device}; this memory holds {dtype} on {device}")
 
 
 @dataclass(frozen=True)

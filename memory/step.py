@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Literal, Protocol
@@ -16,8 +16,12 @@ from memory.errors import BatchError, RollbackError, SequenceError, StepError
 from memory.interface import Int64s, Packed, Plans, Recurrence, Sequence
 from memory.kernels import Scoring
 from memory.specs import MemorySpec
+from memory.uploads import Stage
 
 Outputs = Literal["last", "all"]
+
+_FEW_TOKENS = 16
+"""Of a request whose step may be recorded: asking for the kernels of a prompt takes less time than they do."""
 
 
 class StepOwner(Protocol):
@@ -33,6 +37,7 @@ class StepOwner(Protocol):
     def cross_attend(self, plans: Plans, index: int, q: Tensor, scoring: Scoring) -> Tensor: ...
     def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor: ...
     def horizons_after(self, packed: Packed) -> Int64s: ...
+    def can_record(self, plans: Plans) -> bool: ...
 
 
 class Step:
@@ -57,6 +62,7 @@ class Step:
         self._accepted: dict[Sequence, int] = {}
         self._packed: Packed | None = None
         self._plans: Plans = {}
+        self._stage: Stage | None = None
         self._served: set[tuple[str, int]] = set()
         self._is_spent = False
 
@@ -66,6 +72,9 @@ class Step:
         self._is_spent = True
         try:
             self._owner.begin_step(self)
+            if self.tokens.late is not None:
+                last = self._owner.spec.vocab_size - 1  # on leaving they are looked at; a model must not go astray before
+                self.token_ids[self._late_rows] = self.tokens.late.on_device.clamp(0, last).to(self.token_ids.device)
         except BaseException:
             self._abort()
             raise
@@ -77,6 +86,9 @@ class Step:
             if error is not None:
                 return
             self._check_served()
+            if self.tokens.late is not None:
+                self.tokens.arrive(self.sequences, self._owner.spec.vocab_size)
+                packed.token_ids[output_rows(packed, "all")] = self.tokens.flat
             kept = packed.counts.copy()
             for sequence, n_tokens in self._accepted.items():
                 kept[packed.place[self.sequences.index(sequence)]] = n_tokens
@@ -85,19 +97,26 @@ class Step:
         finally:
             self._abort()
 
-    def hold(self, packed: Packed, plans: Plans, upload: Callable[[Int64s], Tensor]) -> None:
+    def hold(self, packed: Packed, plans: Plans, upload: Callable[[Int64s], Tensor], stage: Stage | None) -> None:
         """Told by the memory what was set aside; from now on this step must commit or abort."""
-        self._packed, self._plans = packed, plans
+        self._packed, self._plans, self._stage = packed, plans, stage
         # Copies: what a model does to them must not reach the books.
         self.token_ids, self.positions = upload(packed.token_ids.copy()), upload(packed.positions.copy())
         self.cu_seqlens = packed.cu_seqlens.copy()
         self._output_rows = upload(output_rows(packed, self.outputs))
+        if self.tokens.late is not None:
+            self._late_rows = upload(output_rows(packed, "all"))
 
     def _abort(self) -> None:
         """Leave every sequence as it was, unless that is settled already."""
         packed, self._packed = self._packed, None
-        if packed is not None:
-            self._owner.abort_step(packed, self._plans)
+        stage, self._stage = self._stage, None
+        try:
+            if packed is not None:
+                self._owner.abort_step(packed, self._plans)
+        finally:
+            if stage is not None:
+                stage.close()
 
     def __del__(self) -> None:
         """A step that was entered and then dropped holds its sequences no longer."""
@@ -185,6 +204,27 @@ class Step:
         """The rows of hidden (T, ...) that are wanted as outputs, in the caller's order: the last of each request, or all."""
         self._entered()
         return hidden[self._output_rows.to(hidden.device)]
+
+    # For recordings (`memory.graphs`)
+
+    @property
+    def layout(self) -> Hashable | None:
+        """Steps with the same layout ask the same of the device, at the same addresses; None if that cannot be said of this one."""
+        counts = self._entered().counts
+        place = None if self._stage is None else self._stage.layout
+        if place is None or counts[0] > _FEW_TOKENS or (counts != counts[0]).any() or not self._owner.can_record(self._plans):
+            return None
+        return place, int(counts[0]), self.outputs
+
+    def serve_all(self) -> None:
+        """Say that every memory has been used, by a recording of a step with the same layout."""
+        self._entered()
+        self._served = {(kind, index) for (_, kind, _), index in self._owner.index.items()}
+
+    def serve_none(self) -> None:
+        """Say that nothing was asked of the device yet: a recording failed."""
+        self._entered()
+        self._served = set()
 
     # For callers
 

@@ -16,6 +16,10 @@ def prepare(tensor: Tensor) -> Tensor:
     return tensor
 
 
+def plan_attention(*_: object) -> None:
+    """Nothing is laid out ahead."""
+
+
 def write_rows_(flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
     flat[_elements(offsets_T, rows_TR.shape[1])] = rows_TR.to(flat.dtype)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor
 
 from memory.interface import Int64s
@@ -173,6 +174,17 @@ class Kernels(Protocol):
 
     def read_rows(self, flat: Prepared, offsets_T: Prepared, shape: tuple[int, ...], initial: float) -> Tensor:
         """(T, *shape): the elements from each offset on; `initial` where the offset is -1."""
+        ...
+
+    def plan_attention(
+        self, batch: PagedBatch, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, window: int | None,
+        folded: FoldedRows | None = None,
+    ) -> None:  # fmt: skip
+        """Said before, while a step's plan is being uploaded: `paged_attention` of this batch is to come.
+
+        Args:
+            heads: query heads, key/value heads, and channels a head.
+        """
         ...
 
     def paged_attention(

@@ -7,6 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
+from benchmarks.gpu_step import interleave, make_config, make_contestants, share_covered
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
@@ -27,3 +28,15 @@ def test_a_row_counts_keys_and_values_once() -> None:
     assert dense["4 drafts / step"] == pytest.approx(1.2)
     assert dense["decode, µs"] == pytest.approx(1000)
     assert latent["GB/s"] == pytest.approx(128 * CONTEXT * 576 * 2 / 1e6), "latent keys are the values too"
+
+
+def test_the_time_that_a_device_is_busy_is_counted_once() -> None:
+    assert share_covered([(0.0, 4.0), (1.0, 2.0), (3.0, 5.0), (6.0, 8.0)]) == pytest.approx(7 / 8)
+    assert share_covered([(2.0, 3.0)]) == 1.0
+
+
+def test_all_contestants_decode() -> None:
+    contestants = make_contestants(make_config(256, 2, [1]), 2, 8, torch.device("cpu"))
+    medians = interleave(contestants, 3, 1)
+    assert set(medians) == {"ours", "ours, recorded", "transformers"}
+    assert all(0 < seconds < 60 for seconds in medians.values())

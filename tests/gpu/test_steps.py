@@ -7,6 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from memory import HybridMemory
+from memory.graphs import RecordedModel
 from memory.kernels import chosen_kernels
 from tests.subjects import Subject
 
@@ -40,6 +41,22 @@ def test_no_step_waits_for_the_device(subject: Subject) -> None:
             subject.model(step)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_replayed_steps_are_the_same_bits(subject: Subject) -> None:
+    if subject.fold != "defer":
+        pytest.skip("recorded steps are those of states that stay where they are")
+    logits, recorded = [], RecordedModel(subject.model)
+    for model in (subject.model, recorded):
+        memory, sequences = decoding(subject)
+        found = []
+        for token in range(12):
+            with memory.step({s: [token % 7] for s in sequences}) as step:
+                found.append(model(step))
+            memory.check()
+        logits.append(torch.cat(found))
+    assert recorded.n_recordings
+    assert torch.equal(*logits)
 
 
 def test_a_plan_goes_up_in_one_copy(subject: Subject) -> None:

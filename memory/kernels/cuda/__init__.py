@@ -10,7 +10,7 @@ Offsets are multiples of 16 bytes wherever a row (of a head, in pages) is a whol
 With TRITON_INTERPRET=1 in the environment, all of it runs in Triton's interpreter on the CPU: slow, and how the tests run it.
 """
 
-from memory.kernels.cuda.attention import attend_rows, paged_attention
+from memory.kernels.cuda.attention import attend_rows, paged_attention, plan_attention
 from memory.kernels.cuda.channel_states import selective_scan
 from memory.kernels.cuda.convolution import causal_conv
 from memory.kernels.cuda.matrix_states import matrix_scan
@@ -26,6 +26,7 @@ __all__ = [
     "linear_scan",
     "matrix_scan",
     "paged_attention",
+    "plan_attention",
     "prepare",
     "read_rows",
     "rms_norm",

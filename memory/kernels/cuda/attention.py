@@ -20,9 +20,18 @@ from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.folded_rows import NOT_FOLDED, load_folded
 from memory.kernels.cuda.launch import aligned_elements, device_ints, head_parts, launch, next_power_of_2
 from memory.kernels.cuda.softmax import LOG2_E, add, hide, load_bias, load_rows, score, store_rows
-from memory.kernels.cuda.tiles import MERGE, TASK, Shape, Tiles, choose_split, tile
+from memory.kernels.cuda.tiles import MERGE, TASK, Shape, Tiles, tile
 from memory.kernels.signature import FoldedRows, PagedBatch, Scoring
 from memory.uploads import remember
+
+
+def plan_attention(
+    batch: PagedBatch, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, window: int | None,
+    folded: FoldedRows | None = None,
+) -> None:  # fmt: skip
+    _lay_out(batch, Shape.of(*heads, dtype.itemsize, device), window, folded, device)
+    if folded is not None:
+        device_ints(folded.blocks, device)
 
 
 def paged_attention(
@@ -31,8 +40,8 @@ def paged_attention(
     q_THD = q_THD if q_THD.stride(-1) == 1 else q_THD.contiguous()
     (_, n_heads, head_dim), device = q_THD.shape, q_THD.device
     itemsize, bits = q_THD.element_size(), NOT_FOLDED if folded is None else folded.storage.code_bits
-    shape = Shape.of(n_heads, n_kv_heads, head_dim, itemsize, choose_split(device, n_heads, n_kv_heads, head_dim, itemsize))
-    tiles, tasks, merges = _plan(batch, shape, scoring.window, folded, device)
+    shape = Shape.of(n_heads, n_kv_heads, head_dim, itemsize, device)
+    tiles, tasks, merges = _lay_out(batch, shape, scoring.window, folded, device)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     partial = torch.empty(tiles.n_partial, n_heads, head_dim, dtype=torch.float32, device=device)
     totals = torch.empty(tiles.n_partial, n_heads, dtype=torch.float32, device=device)
@@ -70,7 +79,7 @@ def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -
     return paged_attention(q_THD, keys, values, batch, n_kv_heads, scoring)
 
 
-def _plan(
+def _lay_out(
     batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows | None, device: torch.device
 ) -> tuple[Tiles, Tensor, Tensor]:
     """The tiles of a batch, and their tasks and merges on the device: the same for all layers that look alike."""
@@ -82,7 +91,7 @@ def _plan(
         return tiles, ints[n:].view(-1, TASK), ints[:n].view(-1, MERGE)
 
     arrays = (batch.cu_seqlens, batch.kv_lengths, batch.cu_pages, *(() if folded is None else (folded.lengths, folded.cu_blocks)))
-    return remember(arrays, (shape, window, device), make)
+    return remember(arrays, (shape, window, device.type), make)
 
 
 class Attend(NamedTuple):
@@ -183,4 +192,5 @@ def _merge(  # type: ignore[no-untyped-def]
         fade, weight = tl.exp2(highest - shift), tl.exp2(own - shift)
         x = tl.load(partial + row * D + d, mask=d < D, other=0.0)
         acc, total, highest = acc * fade + x * weight, total * fade + weight, higher
-    tl.store(out + (token * N_HEADS + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < D)
+    total = tl.where(n > 0, total, 1.0)
+    tl.store(out + (token * N_HEADS + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < tl.where(n > 0, D, 0))

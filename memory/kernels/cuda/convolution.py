@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memory.interface import Int64s
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import absent, ceil_div, launch, next_power_of_2, require_shapes, with_contiguous_rows
+from memory.kernels.cuda.launch import absent, ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
 from memory.kernels.cuda.math import bound, silu
 from memory.kernels.cuda.prompts import conv_by_library
 from memory.kernels.signature import Prepared, StateSlots
@@ -45,10 +45,14 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
     most_rows, n_elements, num_warps = _choose(rows_TR.device, n_taps, rows_TR.element_size())
     n_rows = min(most_rows, next_power_of_2(int(np.diff(window.cu_rows).max(initial=1))))
     n_columns = min(next_power_of_2(n_channels), n_elements // n_rows)
-    run_tiles, cu_rows, n_tiles = remember(
-        (window.cu_rows,), (n_rows, rows_TR.device), lambda: _tiles(window.cu_rows, n_rows, rows_TR.device)
-    )
-    tail = window.tail
+    is_short, tail = bool(np.diff(window.cu_rows).max(initial=1) <= n_rows), window.tail
+    if is_short:  # a tile for each run: there is nothing that a table would say
+        cu_rows, n_tiles = device_ints(window.cu_rows, rows_TR.device), len(window.cu_rows) - 1
+        run_tiles = cu_rows
+    else:
+        run_tiles, cu_rows, n_tiles = remember(
+            (window.cu_rows,), (n_rows, rows_TR.device), lambda: _tiles(window.cu_rows, n_rows, rows_TR.device)
+        )
     ring = (rows_TR, run_tiles, 1, 0, run_tiles, run_tiles, run_tiles)
     if tail is not None:
         ring = (tail.flats[0], tail.sources[0], tail.ring_rows, rows_TR.shape[1], tail.firsts, tail.counts, tail.folds)
@@ -58,10 +62,10 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
     )  # fmt: skip
     options: dict[str, Any] = {
         "HAS_BIAS": bias_E is not None, "HAS_TAIL": tail is not None, "ACTIVATION": activation, "TAPS": n_taps,
-        "WINDOW": next_power_of_2(n_taps - 1), "ROWS": n_rows, "CHANNELS": n_columns, "num_warps": num_warps,
+        "WINDOW": next_power_of_2(n_taps - 1), "ROWS": n_rows, "CHANNELS": n_columns, "IS_SHORT": is_short, "num_warps": num_warps,
     }  # fmt: skip
     # A run of several tiles may start from the very window that it leaves: that is written when all tiles are done.
-    is_short, n_blocks = n_tiles == len(window.cu_rows) - 1, ceil_div(n_channels, n_columns)
+    n_blocks = ceil_div(n_channels, n_columns)
     launch(_causal_conv, (n_tiles, n_blocks), *arguments, **options, WRITES_ROWS=True, WRITES_WINDOW=is_short)
     if not is_short:
         launch(_causal_conv, (n_tiles, n_blocks), *arguments, **options, WRITES_ROWS=False, WRITES_WINDOW=True)
@@ -82,9 +86,11 @@ def _causal_conv(  # type: ignore[no-untyped-def]
     rows, row_stride, weight, bias, out, run_tiles, cu_rows, n_tiles, n_channels, flat, sources, targets, initial,
     ring, ring_blocks, ring_rows, ring_stride, firsts, counts, folds,
     HAS_BIAS: tl.constexpr, HAS_TAIL: tl.constexpr, ACTIVATION: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, WRITES_ROWS: tl.constexpr, WRITES_WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, CHANNELS: tl.constexpr, IS_SHORT: tl.constexpr, WRITES_ROWS: tl.constexpr, WRITES_WINDOW: tl.constexpr,
 ):  # fmt: skip
-    run, first = tl.load(run_tiles + tl.program_id(0)), tl.load(run_tiles + n_tiles + tl.program_id(0))
+    run, first = tl.program_id(0).to(tl.int64), tl.zeros((), tl.int64)
+    if not IS_SHORT:
+        run, first = tl.load(run_tiles + tl.program_id(0)), tl.load(run_tiles + n_tiles + tl.program_id(0))
     start, n_rows = tl.load(cu_rows + run), tl.load(cu_rows + run + 1) - tl.load(cu_rows + run)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channels < n_channels

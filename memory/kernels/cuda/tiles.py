@@ -9,11 +9,13 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from memory.interface import Int64s
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import next_power_of_2
 from memory.kernels.signature import FoldedRows, PagedBatch
+from memory.uploads import room_for
 
 FEW_QUERIES = 16
 """Requests of up to so many split their rows: more fill the device by themselves."""
@@ -36,7 +38,7 @@ class Split(NamedTuple):
 
 
 @tunable("split", Split, rows=range(WHOLE_TILES, 1 << 15, WHOLE_TILES), programs=powers_of_2(1, 1 << 12))
-def choose_split(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int) -> Split:
+def _choose_split(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int) -> Split:
     return Split(SPLIT_ROWS, _MOST_PROGRAMS)
 
 
@@ -57,10 +59,10 @@ class Shape(NamedTuple):
     split: Split
 
     @staticmethod
-    def of(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int, split: Split) -> Shape:
+    def of(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int, device: torch.device) -> Shape:
         """Accumulators of a tile (rows x head_dim float32) must fit into the registers of eight warps."""
         most = 128 if head_dim <= 128 and itemsize < 4 else 64 if head_dim <= 256 or itemsize < 4 else 16
-        heads = min(n_heads // n_kv_heads, most)
+        heads, split = min(n_heads // n_kv_heads, most), _choose_split(device, n_heads, n_kv_heads, head_dim, itemsize)
         return Shape(n_kv_heads, heads, -(-n_heads // n_kv_heads // heads), most, split)
 
 
@@ -77,9 +79,11 @@ class Tiles(NamedTuple):
 
     Attributes:
         tasks: (n, TASK): packed index of the first query, queries, the row that it sees last, rows [begin, end) to read, index of the
-            request's first page, of the first row of partial results or -1, folded rows, index of the first of their blocks.
-        merges: (m, MERGE): packed index of a query, its first row of partial results, how far apart they are, how many there are.
-        n_partial: rows of partial results.
+            request's first page, of the first row of partial results or -1, folded rows, index of the first of their blocks. Where all
+            requests have few queries there are more, of no queries.
+        merges: (m, MERGE): packed index of a query, its first row of partial results, how far apart they are, how many there are. Where
+            all requests have few queries, none or one each, some of nothing.
+        n_partial: rows of partial results, or more.
     """
 
     launches: tuple[Launch, ...]
@@ -125,7 +129,17 @@ def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows
         m = np.repeat(is_split.nonzero()[0], n_queries[is_split])
         query = _places(n_queries[is_split])
         merges.append(np.stack([token[m] + query, own_partial[m] + query, n_queries[m], n_splits[m]], 1))
-    return Tiles(tuple(launches), np.concatenate(tasks), np.concatenate(merges), n_partial)
+    tiles = Tiles(tuple(launches), np.concatenate(tasks), np.concatenate(merges), n_partial)
+    return _with_room(tiles, int(counts.sum())) if len(launches) == 1 and counts.max() <= FEW_QUERIES else tiles
+
+
+def _with_room(tiles: Tiles, n_queries: int) -> Tiles:
+    """So that the next step, in which every request sees a row more, mostly has tiles of the same shapes (`memory.graphs`)."""
+    size, _, n_tasks = tiles.launches[0]
+    n_room, n_split = room_for(n_tasks), len(tiles.merges)
+    tasks = np.concatenate([tiles.tasks, np.zeros((n_room - n_tasks, TASK), np.int64)])
+    merges = np.concatenate([tiles.merges, np.zeros((n_queries - n_split if n_split else 0, MERGE), np.int64)])
+    return Tiles((Launch(size, 0, n_room),), tasks, merges, n_room * size if n_split else 0)
 
 
 def _splits(n_rows: Int64s, may_split: Int64s, shape: Shape) -> tuple[Int64s, Int64s]:

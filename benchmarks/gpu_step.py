@@ -1,0 +1,119 @@
+"""Whole decode steps on a GPU: a hybrid of a billion parameters, recorded and not, beside transformers on the same device."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+from transformers import BambaConfig
+
+from benchmarks.harness import Report
+from benchmarks.workloads import Transformers, make_peer
+from memory import HybridMemory
+from memory.graphs import RecordedModel
+from models import LanguageModel, load_model
+
+CONTEXT = 512
+
+Decode = Callable[[int], None]
+"""Decodes so many tokens of every sequence."""
+
+
+def gpu_step(report: Report, *, quick: bool) -> None:
+    """Needs a CUDA device."""
+    n_sequences, n_tokens, n_rounds = (8, 16, 2) if quick else (64, 64, 5)
+    config = make_config(2048, 14, [3, 10])
+    contestants = make_contestants(config, n_sequences, CONTEXT, torch.device("cuda"))
+    medians = interleave(contestants, n_tokens, n_rounds)
+    for name, decode in contestants.items():
+        report.add(f"greedy decoding of a Bamba of a billion parameters, bfloat16, from {CONTEXT} tokens on", {
+            "what": name, "sequences": n_sequences, "ms a step": medians[name] / n_tokens * 1e3,
+            "tokens/s": n_sequences * n_tokens / medians[name], "times transformers": medians["transformers"] / medians[name],
+            "device busy": _share_busy(decode, n_tokens),
+        })  # fmt: skip
+    report.notes.append("Asked for a step of 64 sequences: the device busy for 0.95 of the time or more, and 5 times transformers' speed.")
+
+
+def make_config(n_hidden: int, n_layers: int, attention_at: list[int]) -> BambaConfig:
+    return BambaConfig(
+        vocab_size=32_000, hidden_size=n_hidden, num_hidden_layers=n_layers, attn_layer_indices=attention_at,
+        num_attention_heads=n_hidden // 64, num_key_value_heads=n_hidden // 256, intermediate_size=4 * n_hidden,
+        mamba_n_heads=n_hidden // 32, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128, mamba_expand=2, tie_word_embeddings=True,
+        pad_token_id=0, bos_token_id=1, eos_token_id=None,
+    )  # fmt: skip
+
+
+def make_contestants(config: BambaConfig, n_sequences: int, n_context: int, device: torch.device) -> dict[str, Decode]:
+    """Each has read the same prompts."""
+    prompts = torch.randint(config.vocab_size, (n_sequences, n_context), generator=torch.Generator().manual_seed(1))
+    with tempfile.TemporaryDirectory() as folder:
+        peer = make_peer(config).to(torch.bfloat16)
+        peer.save_pretrained(folder)
+        model = load_model(folder, device=device, dtype="bfloat16", progress=False)
+    theirs = Transformers(peer.to(device))
+    theirs.prefill(prompts.to(device))
+
+    def decode(n_tokens: int) -> None:
+        for _ in range(n_tokens):
+            theirs.decode()
+
+    return {"ours": _ours(model, model, prompts), "ours, recorded": _ours(model, RecordedModel(model), prompts), "transformers": decode}
+
+
+def _ours(model: LanguageModel, stepped: Callable[..., Tensor], prompts: Tensor) -> Decode:
+    """Tokens stay on the device: the host plans a step while the one before runs."""
+    memory = HybridMemory(model.memory_spec, "16GiB")
+    sequences = [memory.open() for _ in prompts]
+    logits = memory.run(model, dict(zip(sequences, prompts, strict=True)), max_tokens=8192)
+    assert logits is not None, "a model ran"
+    tokens = logits.argmax(-1)
+
+    def decode(n_tokens: int) -> None:
+        nonlocal tokens
+        for _ in range(n_tokens):
+            with memory.step(zip(sequences, tokens, strict=True)) as step:
+                tokens = stepped(step).argmax(-1)
+
+    return decode
+
+
+def interleave(contestants: dict[str, Decode], n_tokens: int, n_rounds: int) -> dict[str, float]:
+    """Median seconds of each, after a round in which kernels are compiled and steps recorded."""
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(n_rounds + 1):
+        for name, decode in contestants.items():
+            _wait()
+            started = time.perf_counter()
+            decode(n_tokens)
+            _wait()
+            seconds[name].append(time.perf_counter() - started)
+    return {name: median(of_rounds[1:]) for name, of_rounds in seconds.items()}
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _share_busy(decode: Decode, n_tokens: int) -> float:
+    """Of the time from the first kernel's start to the last one's end, that in which some kernel or copy runs."""
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        decode(n_tokens)
+        _wait()
+    events = [event for event in found.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    return share_covered([(event.time_range.start, event.time_range.end) for event in events])
+
+
+def share_covered(spans: list[tuple[float, float]]) -> float:
+    """Of the time from the first start to the last end, what lies in some span."""
+    spans = sorted(spans)
+    covered, reached = 0.0, spans[0][0]
+    for start, end in spans:
+        covered += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return covered / (reached - spans[0][0])

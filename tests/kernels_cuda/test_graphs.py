@@ -1,0 +1,170 @@
+"""Steps that are recorded and replayed, against steps of plain torch."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor, Step
+from memory.graphs import RecordedModel
+from memory.kernels.cuda import tiles
+from memory.recurrences import FAMILIES, Fold
+from memory.specs import LayerSpec
+from tests.kernels_cuda.recorder import Recorder
+from tests.subjects import make_subject
+from tests.tolerances import assert_split_close
+from tests.toy import VOCAB, average, project
+
+N_MODEL, WINDOW = 12, 24
+
+
+class Hybrid:
+    """Attention, attention over a window, a gated delta rule and a short convolution; every weight stays where it is."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(3)
+        attention: list[LayerSpec] = [AttentionSpec(3, 1, 16), AttentionSpec(3, 1, 16, window=WINDOW)]
+        examples = [FAMILIES[name].example(generator) for name in ("gated_delta", "short_conv")]
+        self._recurrences = [recurrence for _, recurrence in examples]
+        self._shapes = [spec.row_shape for spec, _ in examples]
+        self._embedding = torch.randn(VOCAB, N_MODEL, generator=generator)
+        self._qkv, self._out = torch.randn(80, N_MODEL, generator=generator), torch.randn(N_MODEL, 48, generator=generator)
+        sizes = [int(torch.Size(shape).numel()) for shape in self._shapes]
+        self._rows = [torch.randn(n, N_MODEL, generator=generator) for n in sizes]
+        self._mix = torch.randn(N_MODEL, 64, generator=generator)
+        self.memory_spec = MemorySpec(tuple((m,) for m in [*attention, *(spec for spec, _ in examples)]), VOCAB, model="hybrid")
+
+    def __call__(self, step: Step) -> Tensor:
+        step.check_model(self.memory_spec)
+        x = self._embedding[step.token_ids] + 0.01 * step.positions[:, None]
+        for layer in range(2):
+            q, k, v = project(torch.tanh(x), self._qkv).split([48, 16, 16], dim=-1)
+            y = step.attend(layer, q.view(-1, 3, 16), k.reshape(-1, 1, 16), v.reshape(-1, 1, 16))
+            x = x + torch.tanh(project(y.flatten(1), self._out))
+        for layer, recurrence in enumerate(self._recurrences):
+            rows = torch.tanh(project(x, self._rows[layer])).reshape(len(x), *self._shapes[layer])
+            y = step.recur(2 + layer, rows, recurrence).flatten(1)
+            x = x + torch.tanh(project(y, self._mix[:, : y.shape[1]]))
+        return project(step.select(x), self._embedding)
+
+
+@pytest.fixture(autouse=True)
+def in_the_interpreter(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device.type == "cuda":
+        pytest.skip("a device records by itself: tests/gpu")
+    monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "triton")
+    monkeypatch.setattr(tiles, "SPLIT_ROWS", 64)
+
+
+class Twins:
+    """Two memories that are told the same: one in plain torch, one of whose model is recorded."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, n_sequences: int) -> None:
+        self.plain = Hybrid()
+        self.recorder = Recorder(monkeypatch)
+        self.recorded = RecordedModel(self.plain, record=self.recorder)
+        self.memories = []
+        for kernels in ("reference", "triton"):
+            monkeypatch.setenv("HYBRID_MEMORY_KERNELS", kernels)
+            memory = HybridMemory(self.plain.memory_spec, "4MiB", rollback_window=8, page_tokens=8, fold="defer", poison=True)
+            self.memories.append(memory)
+        self.sequences = [[memory.open() for _ in range(n_sequences)] for memory in self.memories]
+        self.generator = torch.Generator().manual_seed(0)
+
+    def feed(self, counts: dict[int, int], accept: dict[int, int] | None = None) -> None:
+        tokens = {i: torch.randint(VOCAB, (n,), generator=self.generator).tolist() for i, n in counts.items()}
+        logits = []
+        for model, memory, sequences in zip((self.plain, self.recorded), self.memories, self.sequences, strict=True):
+            with memory.step({sequences[i]: ids for i, ids in tokens.items()}, outputs="all") as step:
+                logits.append(model(step))
+                step.accept({sequences[i]: n for i, n in (accept or {}).items()})
+            memory.check()
+        assert logits[0].std() > 1
+        assert_split_close(logits[1], logits[0])
+
+
+def test_replays_are_the_steps_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Single tokens while pages fill, rows are split among programs, windows move and bodies too; in company that changes."""
+    twins = Twins(monkeypatch, 3)
+    twins.feed({0: 62, 1: 7, 2: 2})
+    for _ in range(6):
+        twins.feed({0: 1, 1: 1})
+    assert twins.recorder.n_replays >= 2
+    for memory, sequences in zip(twins.memories, twins.sequences, strict=True):
+        memory.rollback(sequences[0], to=sequences[0].length - 2)
+        sequences[1] = memory.fork(sequences[0])
+        memory.swap_out(sequences[2])
+    n_replays = twins.recorder.n_replays
+    for _ in range(3):
+        twins.feed({1: 1, 0: 1})
+    assert twins.recorder.n_replays > n_replays
+    for memory, sequences in zip(twins.memories, twins.sequences, strict=True):
+        memory.swap_in(sequences[2])
+    twins.feed({2: 1, 0: 1})
+
+
+def test_drafts_a_step_that_fails_and_two_steps_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    twins = Twins(monkeypatch, 2)
+    twins.feed({0: 9, 1: 4})
+    for kept in (1, 3):
+        twins.feed({0: 3, 1: 3}, accept={0: kept, 1: 3 - kept})
+    (plain, memory), sequences = twins.memories, twins.sequences
+    with pytest.raises(KeyboardInterrupt), memory.step({s: [1, 2, 3] for s in sequences[1]}, outputs="all") as step:
+        twins.recorded(step)
+        raise KeyboardInterrupt
+    memory.check()
+    twins.feed({0: 3, 1: 3}, accept={0: 2, 1: 0})
+    assert twins.recorder.n_replays == 2
+    with memory.step({sequences[1][0]: 3}) as one, memory.step({sequences[1][1]: 3}) as two:  # neither plan is written over the other
+        found = [twins.recorded(one), twins.recorded(two)]
+    with plain.step({sequences[0][0]: 3, sequences[0][1]: 3}) as step:
+        assert_split_close(torch.cat(found), twins.plain(step))
+
+
+def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that waits for the device, and a recurrence in plain torch whose order of runs goes up when it is met."""
+    spec, recurrence = FAMILIES["linear_attention"].example(torch.Generator().manual_seed(1))
+    weights = torch.randn(VOCAB, int(torch.Size(spec.row_shape).numel()))
+
+    def waits(step: Step) -> Tensor:
+        y = step.recur(0, weights[step.token_ids].view(-1, *spec.row_shape), recurrence)
+        return y / y.abs().max().item()
+
+    means = (StateTensor("mean", (5,)), StateTensor("highest", (5,)))
+
+    def folds(step: Step) -> Tensor:
+        return step.recur(0, weights[step.token_ids, :5], Fold(average))
+
+    for model, own, fold in ((waits, spec, "defer"), (folds, RecurrentSpec("average", (5,), means), "replay")):
+        memory = HybridMemory(MemorySpec(((own,),), VOCAB), "4MiB", rollback_window=8, fold=fold)  # type: ignore[arg-type]
+        recorded, sequences = RecordedModel(model, record=Recorder(monkeypatch)), (memory.open(), memory.open())
+        for token in range(5):
+            with memory.step({sequences[0]: token}) as step:
+                expected = model(step)
+            with warnings.catch_warnings(record=True) as caught, memory.step({sequences[1]: token}) as step:
+                warnings.simplefilter("always")
+                assert torch.equal(recorded(step), expected)
+            assert [str(w.message)[-60:] for w in caught if "cannot be recorded" not in str(w.message)] == []
+            assert len(caught) == (token == 1)
+        assert recorded.n_recordings == 0
+
+
+def test_a_real_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    subject = make_subject("model:bamba defer", tmp_path)
+    monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "triton")
+    recorder = Recorder(monkeypatch)
+    logits = []
+    for model in (subject.model, RecordedModel(subject.model, record=recorder)):
+        memory = HybridMemory(subject.spec, "4MiB", rollback_window=8, page_tokens=subject.page_tokens, fold="defer", poison=True)
+        sequence = memory.open()
+        memory.run(model, {sequence: subject.tokens(3)})
+        for token in range(4):
+            found = memory.run(model, {sequence: token})
+            assert found is not None
+            logits.append(found)
+    assert recorder.n_replays == 2
+    assert torch.equal(torch.cat(logits[:4]), torch.cat(logits[4:]))

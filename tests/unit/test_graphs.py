@@ -1,0 +1,33 @@
+"""A model that may be recorded, where nothing is: tests/kernels_cuda/test_graphs.py has the rest."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from memory import HybridMemory, SpecError
+from memory.graphs import RecordedModel
+from memory.uploads import room_for
+from tests.toy import Toy
+
+
+def test_on_the_cpu_the_model_runs_as_ever() -> None:
+    model = Toy()
+    recorded, memory = RecordedModel(model), HybridMemory(model.memory_spec, "1MiB")
+    assert recorded.memory_spec is model.memory_spec
+    expected, found = (memory.run(m, {memory.open(): [1, 2, 3]}) for m in (model, recorded))
+    assert expected is not None and found is not None and torch.equal(expected, found)
+    with pytest.raises(AttributeError):
+        recorded.no_such_thing  # noqa: B018
+
+
+def test_a_recording_at_least() -> None:
+    for most in (0, True, 2.5):
+        with pytest.raises(SpecError, match="at least 1"):
+            RecordedModel(Toy(), most=most)  # type: ignore[arg-type]
+
+
+def test_room_is_the_same_for_numbers_that_are_near() -> None:
+    rooms = [room_for(n) for n in range(5000)]
+    assert all(n <= room <= n + max(16, n / 8) for n, room in enumerate(rooms))
+    assert len(set(rooms)) < 100
