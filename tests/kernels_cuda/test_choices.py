@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from benchmarks import gpu_attention, gpu_cases, gpu_states
+from benchmarks import gpu_attention, gpu_cases, gpu_prompts, gpu_states
 from benchmarks.gpu_attention import Heads
 from benchmarks.gpu_states import Layer
 from benchmarks.gpu_tune import OPTIONS, Case, Run, Trial, neighbours
@@ -106,6 +106,18 @@ class OnCpu(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **{name: "cpu" if name == "device" else value for name, value in (kwargs or {}).items()})
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch would rather compile
+def test_what_torch_ships_computes_the_same_over_a_prompt(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", lambda function: function)
+    monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
+    with OnCpu() if device.type == "cpu" else nullcontext():
+        outputs = {name: run() for name, run in gpu_prompts.contestants(Heads("tiny", 4, 2, 16), 48)}
+    ours = outputs.pop("ours").float()
+    assert len(outputs) == 2
+    for theirs in outputs.values():
+        assert_kernel_close(ours, theirs.float(), torch.bfloat16)
 
 
 RUNS: dict[str, tuple[str, Callable[[], Run]]] = {
