@@ -150,7 +150,7 @@ class Trial:
 
 def _failures() -> tuple[type[Exception], ...]:
     """Of a compiler. The device's own are among them; the next default meets those again, and they are raised."""
-    from triton.errors import TritonError
+    from triton import TritonError
 
     return TritonError, RuntimeError
 

@@ -101,6 +101,23 @@ def test_a_kernel_is_its_twin_whatever_it_chooses(device: torch.device, kernel: 
     assert asked, f"{kernel} was not run"
 
 
+def test_a_choice_is_made_for_a_request_whatever_else_is_in_the_step(device: torch.device) -> None:
+    """What a kernel asks for of one request alone is what it asks for of it among others."""
+    pages, tunable, asked = Pages(6, 2, 8, 4, lengths=(1, 3, 20), histories=(300, 70, 3)), TUNABLES["attend"], set[tuple[int, ...]]()
+
+    def choose(*sizes: int) -> Any:
+        asked.add(sizes)
+        return tunable.default(*sizes)
+
+    with tunable.instead(choose):
+        pages.attend(OnDevice(device))
+        together = asked.copy()
+        asked.clear()
+        for i in range(3):
+            pages.attend(OnDevice(device), only=i)
+    assert asked == together and len(together) > 1
+
+
 class OnCpu(TorchFunctionMode):
     """Tensors asked for on a CUDA device are made on the CPU, as the interpreter wants them."""
 
