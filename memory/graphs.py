@@ -11,6 +11,7 @@ from __future__ import annotations
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
+from enum import Enum, auto
 from typing import Any, Protocol
 
 import torch
@@ -53,13 +54,20 @@ class _CudaGraph:
         self._graph.replay()
 
 
+class _State(Enum):
+    """Of a layout without a recording."""
+
+    CAME_ONCE = auto()
+    CANNOT_BE = auto()
+
+
 class RecordedModel:
     """A model whose steps are replayed where a step of their layout has come twice before: call it in place of the model.
 
     The first step of a layout runs as ever, the second is recorded, all others are replayed. Logits are the same bits. Steps of a memory
     on the CPU have no layout, nor have those whose requests differ in their number of tokens, or that read a choice of old rows (policies),
-    or fold rows into few bits: they run as ever. So does everything, after one warning, if the model itself cannot be recorded: because it
-    waits for the device, as mixtures of experts do that count on the host.
+    or fold rows into few bits: they run as ever. So do, after one warning, steps in which the model waits for the device, as a mixture of
+    experts does that counts on the host because there are fewer choices than experts.
 
     Weights may change in place between steps, not be replaced.
 
@@ -77,8 +85,8 @@ class RecordedModel:
         self.model = model
         self.most = most
         self._record = CudaGraphs() if record is None else record
-        self._recordings: OrderedDict[Hashable, Recording | None] = OrderedDict()  # None: a layout that has come once
-        self._refused = False
+        self._recordings: OrderedDict[Hashable, Recording | _State] = OrderedDict()
+        self._has_warned = False
 
     def __getattr__(self, name: str) -> Any:
         if name == "model":  # not set yet: while a copy is being made
@@ -87,35 +95,34 @@ class RecordedModel:
 
     @property
     def n_recordings(self) -> int:
-        return sum(recording is not None for recording in self._recordings.values())
+        return sum(not isinstance(recording, _State) for recording in self._recordings.values())
 
     def __call__(self, step: Step) -> Tensor:
         """(rows, vocab), as the model gives them."""
-        layout = None if self._refused else step.layout
+        layout = step.layout
         if layout is None:
             return self.model(step)
-        is_new = layout not in self._recordings
-        recording = self._recordings.setdefault(layout, None)
+        found = self._recordings.get(layout)
+        if found is _State.CAME_ONCE:
+            found = self._try_to_record(step)
+        self._recordings[layout] = _State.CAME_ONCE if found is None else found
         self._recordings.move_to_end(layout)
         while len(self._recordings) > self.most:
             self._recordings.popitem(last=False)
-        if is_new:
-            return self.model(step)
-        if recording is None:
-            recording = self._recordings[layout] = self._try_to_record(step)
-        if recording is None:
+        if found is None or isinstance(found, _State):
             return self.model(step)
         step.serve_all()
-        recording.replay()
-        return recording.output.clone()
+        found.replay()
+        return found.output.clone()
 
-    def _try_to_record(self, step: Step) -> Recording | None:
+    def _try_to_record(self, step: Step) -> Recording | _State:
         """Nothing has been asked of the device yet when this returns."""
         try:
             with forbidden():
                 return self._record(lambda: self.model(step))
         except Exception as error:
-            warnings.warn(f"steps of {self.model!r} cannot be recorded, and run one kernel after the other: {error}", stacklevel=3)
-            self._refused = True
+            if not self._has_warned:
+                warnings.warn(f"steps of {self.model!r} cannot be recorded, and run one kernel after the other: {error}", stacklevel=3)
+            self._has_warned = True
             step.serve_none()
-            return None
+            return _State.CANNOT_BE

@@ -14,6 +14,9 @@ from models.checkpoint import Checkpoint
 from models.layers import GatedMLP
 from models.linear import Linear
 
+_FEW_TOKENS = 256
+"""Products of so many rows take a GPU hardly longer than reading the weights, and all weights are read if most experts are chosen."""
+
 Function = Callable[[Tensor], Tensor]
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 """Logits (T, experts) in float32 -> weights and indices of the chosen experts, (T, K) each."""
@@ -109,6 +112,8 @@ class MixtureOfExperts:
         return y_TM if self._shared is None else y_TM + self._shared(x_TM)
 
     def _run(self, x_TM: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        if x_TM.is_cuda and len(self._experts) <= experts_TK.numel() and len(x_TM) <= _FEW_TOKENS:
+            return self._run_all(x_TM, weights_TK, experts_TK)
         # Sorted by expert, the (token, choice) pairs of each expert are one contiguous run.
         order = experts_TK.flatten().argsort(stable=True)
         counts = experts_TK.flatten().bincount(minlength=len(self._experts)).tolist()
@@ -118,6 +123,15 @@ class MixtureOfExperts:
                 tokens = pairs // self._n_chosen
                 weights = weights_TK.flatten()[pairs].to(x_TM.dtype)
                 y_TM.index_add_(0, tokens, expert(x_TM[tokens]) * weights[:, None])
+        return y_TM
+
+    def _run_all(self, x_TM: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """The same without a word from the host, so that a step can be recorded: all experts see all tokens."""
+        weights_TE = weights_TK.new_zeros(len(x_TM), len(self._experts)).scatter_(1, experts_TK, weights_TK).to(x_TM.dtype)
+        y_TM = torch.zeros_like(x_TM)
+        for expert, weight_T in zip(self._experts, weights_TE.unbind(1), strict=True):
+            # What an expert makes of a token that is not meant for it may be infinite.
+            y_TM += torch.where(weight_T[:, None] == 0, 0, expert(x_TM) * weight_T[:, None])
         return y_TM
 
 

@@ -10,6 +10,7 @@ import torch
 from models.checkpoint import Checkpoint
 from models.experts import MixtureOfExperts, sigmoid_then_choose, softmax_then_choose
 from tests.models.checkpoints import CONFIGS, write_checkpoint
+from tests.tolerances import assert_kernel_close
 
 
 @pytest.mark.parametrize("n_groups, n_chosen_groups", [(1, 1), (4, 2), (2, 2)])
@@ -60,3 +61,17 @@ def test_a_scaled_tensor_is_taken_times_its_factors(tmp_path) -> None:  # type: 
     assert torch.equal(checkpoint.take(name, 24, 48), plain * factors[:, None])
     checkpoint.scale(name, 0.5)
     assert torch.equal(checkpoint.take(name, 24, 48), plain * 0.5)
+
+
+def test_all_experts_at_once_are_the_chosen_ones() -> None:
+    """What runs on a GPU when most experts are chosen; an expert that overflows on other tokens than its own does no harm."""
+    generator = torch.Generator().manual_seed(5)
+    weights = torch.randn(4, 6, 6, generator=generator)
+    experts = [lambda x, i=i: torch.where((i > 1) & (x[:, :1] > 8), torch.inf, x @ weights[i]) for i in range(4)]
+    mixture = MixtureOfExperts(torch.zeros(4, 6), experts, 2, softmax_then_choose)
+    x = torch.randn(9, 6, generator=generator)
+    x[3, 0] = 9.0
+    chosen = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in x])
+    chosen[3], shares = torch.tensor([0, 1]), torch.rand(9, 2, generator=generator)
+    expected, found = mixture._run(x, shares, chosen), mixture._run_all(x, shares, chosen)
+    assert_kernel_close(found, expected)
