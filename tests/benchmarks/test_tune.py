@@ -15,9 +15,11 @@ pytest.importorskip("triton", reason="triton is not installed")
 
 from benchmarks import gpu_tune
 from benchmarks.__main__ import app
+from benchmarks.gpu_cases import make_cases
 from benchmarks.gpu_tune import OPTIONS, Case, Run, Trial, agree, climb, neighbours, tune_all
 from benchmarks.harness import Report
 from memory.kernels.cuda.choices import TUNABLES, powers_of_2, tunable
+from tests.kernels_cuda.on_device import MadeOn
 
 CPU = torch.device("cpu")
 
@@ -179,6 +181,18 @@ def test_every_kernel_is_tuned_over_values_that_it_may_have() -> None:
         for name, values in options.items():
             assert list(values) == sorted(values)
             assert all(value in TUNABLES[kernel].allowed[name] for value in values), (kernel, name)
+
+
+def test_all_kernels_are_tuned_and_no_case_fills_a_gpu() -> None:
+    """At full size, on a device that holds nothing. An H200 has 140 GB; two cases may be there at once."""
+    found = set[str]()
+    for case in make_cases():
+        with MadeOn(torch.device("meta")) as made:
+            for make in case.runs:
+                make()
+        found.add(case.kernel)
+        assert 0 < made.n_bytes < 60e9, (case.name, made.n_bytes)
+    assert found == OPTIONS.keys() - {"toy"}
 
 
 def test_what_is_tuned_counts_in_the_package_or_in_the_cache(toy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:

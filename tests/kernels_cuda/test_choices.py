@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from benchmarks import gpu_attention, gpu_cases, gpu_prompts, gpu_states
 from benchmarks.gpu_attention import Heads
@@ -17,7 +15,7 @@ from benchmarks.gpu_tune import OPTIONS, Case, Run, Trial, neighbours
 from memory.kernels import Erase, reference
 from memory.kernels.cuda.choices import TUNABLES
 from memory.quantization import Quantized
-from tests.kernels_cuda.on_device import OnDevice
+from tests.kernels_cuda.on_device import MadeOn, OnDevice
 from tests.kernels_cuda.test_states import assert_as_twin, behind_tails, matrix_rows, rows_of
 from tests.tolerances import assert_kernel_close
 from tests.unit.test_kernels import Pages, Slots
@@ -118,18 +116,11 @@ def test_a_choice_is_made_for_a_request_whatever_else_is_in_the_step(device: tor
     assert asked == together and len(together) > 1
 
 
-class OnCpu(TorchFunctionMode):
-    """Tensors asked for on a CUDA device are made on the CPU, as the interpreter wants them."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **{name: "cpu" if name == "device" else value for name, value in (kwargs or {}).items()})
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch would rather compile
 def test_what_torch_ships_computes_the_same_over_a_prompt(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
-    with OnCpu() if device.type == "cpu" else nullcontext():
+    with MadeOn(device):
         outputs = {name: run() for name, run in gpu_prompts.contestants(Heads("tiny", 4, 2, 16), 48)}
     ours = outputs.pop("ours").float()
     assert len(outputs) == 2
@@ -164,7 +155,7 @@ def test_what_is_tuned_runs_the_kernel_and_gives_the_same_each_time(
     ):  # fmt: skip
         monkeypatch.setattr(module, constant, value)
     kernel, make = RUNS[name]
-    with OnCpu() if device.type == "cpu" else nullcontext():
+    with MadeOn(device):
         trial = Trial(Case(name, kernel, (make,)), lambda run, n_rounds: 1.0)
         other = next(neighbours(trial.default, OPTIONS[kernel]))
         assert trial._times(other, n_rounds=1) == [1.0], "what is not the same has no time"
