@@ -77,9 +77,10 @@ def kernels_(quick: Quick = False, out: Out = None, threads: Threads = None) -> 
 
 @app.command()
 def gpu(quick: Quick = False, out: Out = None) -> None:
-    """On an NVIDIA GPU: attention over pages and recurrent states, beside torch's copy."""
+    """On an NVIDIA GPU: attention over pages and recurrent states, beside torch's copy; pages in host memory, beside swapping."""
     gpu_kernels.require_gpu()
-    _run(gpu_kernels.gpu, ("tests/kernels_cuda/test_attention.py", "tests/kernels_cuda/test_states.py"), quick, out, None)
+    tests = ("tests/kernels_cuda/test_attention.py", "tests/kernels_cuda/test_states.py", "tests/unit/test_host_pages.py")
+    _run(gpu_kernels.gpu, tests, quick, out, None)
 
 
 @app.command()

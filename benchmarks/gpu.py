@@ -10,6 +10,7 @@ from benchmarks.harness import Report
 
 def gpu(*, quick: bool) -> Report:
     from benchmarks.gpu_attention import gpu_attention  # triton is there only where a GPU is, or for tests
+    from benchmarks.gpu_host import gpu_host
     from benchmarks.gpu_prompts import gpu_prompts
     from benchmarks.gpu_states import gpu_states
     from benchmarks.gpu_step import gpu_step
@@ -20,6 +21,7 @@ def gpu(*, quick: bool) -> Report:
     gpu_attention(report, quick=quick)
     gpu_prompts(report, quick=quick)
     gpu_states(report, quick=quick)
+    gpu_host(report, quick=quick)
     gpu_step(report, quick=quick)
     return report
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from memory import uploads
-from memory.errors import CapacityError, IntegrityError, SpecError
+from memory.errors import BUDGET_UNIT, CapacityError, IntegrityError, SpecError
 from memory.interface import Int64s
 
 ALIGNMENT_BYTES = 64
@@ -54,9 +54,13 @@ class Arena:
 
     Ranges are found by either end, so that neighbours join at once. For each size and side asked for, a heap says where the first range
     lies that is long enough; it may also name ranges that are no more, which are passed over when they come up.
+
+    Args:
+        unit: what refusals count: `CapacityError.unit`.
     """
 
-    def __init__(self, capacity_bytes: int) -> None:
+    def __init__(self, capacity_bytes: int, unit: str = BUDGET_UNIT) -> None:
+        self.unit = unit
         self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.free_bytes = 0
         self._ends: dict[int, int] = {}  # of free ranges, by their starts
@@ -144,12 +148,12 @@ class Arena:
             raise IntegrityError(f"the arena counts {self.free_bytes} free bytes, its free ranges hold {n_free}")
 
 
-def _runs(addresses: Int64s, block_bytes: int) -> Iterator[tuple[int, int, int]]:
-    """(first, end, address) of blocks [first, end) that lie one behind the other: what was allocated together mostly does."""
-    bounds = [0, *((addresses[1:] - addresses[:-1] != block_bytes).nonzero()[0] + 1).tolist(), len(addresses)]
+def _runs(block_bytes: int, *addresses: Int64s) -> Iterator[tuple[int, int, list[int]]]:
+    """(first, end, addresses) of blocks [first, end) that lie one behind the other everywhere: what was allocated together mostly does."""
+    breaks = [(of[1:] - of[:-1] != block_bytes).nonzero()[0] + 1 for of in addresses]
+    bounds = sorted({0, *np.concatenate(breaks).tolist(), len(addresses[0])})
     for first, end in itertools.pairwise(bounds):
-        if end > first:
-            yield first, end, int(addresses[first])
+        yield first, end, [int(of[first]) for of in addresses]
 
 
 _FEW = 8
@@ -185,11 +189,11 @@ class BlockPool:
         if len(addresses) < n:
             for address in addresses:
                 self._arena.free(address, self.block_bytes)
-            raise CapacityError.of(f"{n} x {self.name} need", n * self.block_bytes, self._arena.free_bytes)
+            raise CapacityError.of(f"{n} x {self.name} need", n * self.block_bytes, self._arena.free_bytes, self._arena.unit)
         ids = np.array(self._take_ids(n), np.int64)
         self.addresses[ids], self.counts[ids] = addresses, 1
         self.n_used += n
-        for first, end, start in _runs(np.sort(self.addresses[ids]), self.block_bytes):
+        for first, end, (start,) in _runs(self.block_bytes, np.sort(self.addresses[ids])):
             self._on_change(start, (end - first) * self.block_bytes)
         return ids
 
@@ -211,7 +215,7 @@ class BlockPool:
             return
         self._free_ids.extend(freed.tolist())
         self.n_used -= len(freed)
-        for first, end, start in _runs(np.sort(self.addresses[freed]), self.block_bytes):
+        for first, end, (start,) in _runs(self.block_bytes, np.sort(self.addresses[freed])):
             self._arena.free(start, (end - first) * self.block_bytes)
             self._on_change(start, (end - first) * self.block_bytes)
 
@@ -283,7 +287,7 @@ class BlockLayout:
         return self.block_bytes - sum(f.n_elements * f.dtype.itemsize for f in self.fields)
 
 
-def _reserve(n_bytes: int, device: torch.device) -> Tensor:
+def reserve(n_bytes: int, device: torch.device) -> Tensor:
     """(n_bytes,) uint8, of any content. On the CPU, bytes that are never touched take no memory.
 
     Linux is asked for large pages: what a step touches first then costs one page fault in 2 MiB instead of one in 4 KiB.
@@ -299,21 +303,31 @@ class Store:
     """An arena with its bytes: one tensor on the device, none at all on "meta".
 
     Args:
+        reserve: (bytes, device) -> that tensor, uint8; what the device has unless given.
+        unit: of the arena.
         poison: fill every block with NaN when it is handed out and when it is freed, so that reading memory nobody wrote
             shows at once. For tests: it costs a write of every block.
     """
 
-    def __init__(self, capacity_bytes: int, device: torch.device, *, poison: bool) -> None:
-        self.arena = Arena(capacity_bytes)
+    def __init__(
+        self,
+        capacity_bytes: int,
+        device: torch.device,
+        *,
+        poison: bool,
+        reserve: Callable[[int, torch.device], Tensor] = reserve,
+        unit: str = BUDGET_UNIT,
+    ) -> None:
+        self.arena = Arena(capacity_bytes, unit)
         self.device = device
         self.stages = uploads.Stages(device)
         self.is_dry = device.type == "meta"
         self._poison = poison and not self.is_dry
         try:
             with torch.inference_mode(False):  # or the bytes could be written inside of inference mode only
-                self._bytes = _reserve(0 if self.is_dry else self.arena.capacity_bytes, torch.device("cpu") if self.is_dry else device)
+                self._bytes = reserve(0 if self.is_dry else self.arena.capacity_bytes, torch.device("cpu") if self.is_dry else device)
         except (RuntimeError, AssertionError, OSError) as error:
-            raise SpecError(f"{device} cannot hold a budget of {capacity_bytes:,} bytes; choose a smaller one") from error
+            raise SpecError(f"{device} cannot hold a budget of {capacity_bytes:,} {unit}; choose a smaller one") from error
         if self._poison:
             self._bytes.fill_(0xFF)
 
@@ -341,7 +355,7 @@ class Store:
         if self.is_dry:
             return torch.empty(len(addresses), block_bytes, dtype=torch.uint8, device="meta")
         blocks = torch.empty(len(addresses), block_bytes, dtype=torch.uint8)
-        for first, end, address in _runs(addresses, block_bytes):
+        for first, end, (address,) in _runs(block_bytes, addresses):
             blocks[first:end].view(-1).copy_(self._bytes[address : address + (end - first) * block_bytes])
         return blocks
 
@@ -349,8 +363,15 @@ class Store:
         """Put what `read` returned into other blocks."""
         if not self.is_dry:
             n_bytes = blocks.shape[1]
-            for first, end, address in _runs(addresses, n_bytes):
+            for first, end, (address,) in _runs(n_bytes, addresses):
                 self._bytes[address : address + (end - first) * n_bytes] = blocks[first:end].view(-1)
+
+    def fetch(self, source: Store, addresses: Int64s, targets: Int64s, block_bytes: int) -> None:
+        """Copy blocks of another store into own ones (n,). The host waits unless both are of one CUDA device."""
+        if not self.is_dry:
+            for first, end, (address, target) in _runs(block_bytes, addresses, targets):
+                n_bytes = (end - first) * block_bytes
+                self._bytes[target : target + n_bytes].copy_(source._bytes[address : address + n_bytes])
 
     def _poison_block(self, address: int, n_bytes: int) -> None:
         """All bits set is NaN in every floating-point dtype."""

@@ -167,6 +167,21 @@ def pack(tokens: TokenLists, slots: Int64s, starts: Int64s, peaks: Int64s) -> Pa
     )
 
 
+def requests_of(packed: Packed, chosen: Int64s) -> tuple[Packed, Int64s]:
+    """A step of these requests (s,) alone, ascending, and the packed index (t,) of their tokens."""
+    tokens, cu_seqlens = ranges(packed.cu_seqlens[:-1][chosen], packed.cu_seqlens[1:][chosen]), np.zeros(len(chosen) + 1, np.int64)
+    packed.counts[chosen].cumsum(out=cu_seqlens[1:])
+    return Packed(
+        slots=packed.slots[chosen],
+        starts=packed.starts[chosen],
+        cu_seqlens=cu_seqlens,
+        peaks=packed.peaks[chosen],
+        token_ids=packed.token_ids[tokens],
+        positions=packed.positions[tokens],
+        place=np.arange(len(chosen)),
+    ), tokens
+
+
 def ranges(starts: Int64s, ends: Int64s) -> Int64s:
     """The integers of all intervals [starts[i], ends[i]), one interval after the other."""
     counts = ends - starts

@@ -16,6 +16,14 @@ A refused call has changed nothing.
 
 from __future__ import annotations
 
+BUDGET_UNIT, HOST_UNIT = "bytes", "bytes of host memory"
+"""What a `CapacityError` counts: of the budget, or of `HybridMemory(host_pages=...)`."""
+
+_REMEDIES = {
+    BUDGET_UNIT: "close sequences or checkpoints, feed fewer tokens, or give the memory a larger budget",
+    HOST_UNIT: "close sequences or checkpoints that are there, bring one back with memory.to_device, or give the memory more host_pages",
+}
+
 
 class HybridMemoryError(Exception):
     """Base of all errors of this library."""
@@ -31,11 +39,10 @@ class CapacityError(HybridMemoryError):
         self.unit = unit
 
     @staticmethod
-    def of(what: str, needed: int, free: int) -> CapacityError:
+    def of(what: str, needed: int, free: int, unit: str = BUDGET_UNIT) -> CapacityError:
         """`what` ("3 x pages need") does not fit into `free` bytes, or only in pieces."""
         why = "" if needed > free else ", but not in pieces large enough"
-        remedy = "close sequences or checkpoints, feed fewer tokens, or give the memory a larger budget"
-        return CapacityError(f"{what} {needed:,} bytes; {free:,} are free{why}: {remedy}", needed=needed, free=free)
+        return CapacityError(f"{what} {needed:,} {unit}; {free:,} are free{why}: {_REMEDIES[unit]}", needed=needed, free=free, unit=unit)
 
 
 class RollbackError(HybridMemoryError):

@@ -20,15 +20,17 @@ from memory.chunks import Model, run_in_chunks
 from memory.cross_attention import Encoded
 from memory.errors import BatchError, CapacityError, FormatError, SequenceError, SpecError
 from memory.folding import Fold, TailGrid
+from memory.host_bytes import HostAttention, host_store
 from memory.inspection import Usage, measure
 from memory.interface import Int64s, Packed, Plans, Recurrence, Requests, Sequence
 from memory.interrupts import uninterrupted
 from memory.kernels import Scoring
-from memory.kinds import default_fold, index_of, make_kinds
+from memory.kinds import default_fold, index_of, make_kinds, with_host_pages
 from memory.specs import MemorySpec
 from memory.step import Outputs, Step
 from memory.tiers import Tiers
 from memory.timelines import Timelines
+from memory.together import Snapshot
 from memory.uploads import together
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -52,6 +54,11 @@ class HybridMemory(Timelines):
         device, dtype: the spec's unless given. device="meta" is a dry run: all bookkeeping, no tensors, no model.
         state_dtype: of recurrent states, which models ask for in float32. torch.bfloat16 halves them; each step rounds its end state, so
             outputs drift (`python -m benchmarks states` measures how far).
+        host_pages: for `to_host`: bytes of keys and values that may be in host memory, beside the budget; a CUDA device's memory pins them
+            all at once. None: there is no such place.
+        host_attention: who attends to them on a CUDA device. "stream": the device, which reads them over the bus; the host never waits.
+            "compute": the host's processor, to which the device sends queries, keys and values, and which waits for them in each attention
+            layer, as the device then does for what it found; results differ by rounding. On the CPU both are the same.
         host_budget, swap_dir: for `swap_out`: bytes that may wait in host memory (None: any number), and the folder where those go that
             find no room there (None: nowhere).
         poison: for tests: fill fresh and freed memory with NaN.
@@ -73,6 +80,8 @@ class HybridMemory(Timelines):
         device: str | torch.device | None = None,
         dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
+        host_pages: int | str | None = None,
+        host_attention: HostAttention = "stream",
         host_budget: int | str | None = None,
         swap_dir: str | Path | None = None,
         poison: bool = False,
@@ -84,6 +93,8 @@ class HybridMemory(Timelines):
                 raise SpecError(f"{option}={value!r}; it must be an integer of at least {least} tokens")
         if fold not in (None, *get_args(Fold)):
             raise SpecError(f"fold={fold!r}; choose 'keep', 'replay', 'defer', or None for what suits the device")
+        if host_attention not in get_args(HostAttention) or (host_attention == "compute" and host_pages is None):
+            raise SpecError(f"host_attention={host_attention!r}; choose 'stream' or 'compute', and say how many bytes with host_pages=")
         try:
             place = spec.device if device is None else torch.device(device)
             self.spec = replace(spec.with_state_dtype(state_dtype), device=place, dtype=spec.dtype if dtype is None else dtype)
@@ -105,7 +116,11 @@ class HybridMemory(Timelines):
         self._tiers = Tiers(None if host_budget is None else read_budget(host_budget), None if swap_dir is None else Path(swap_dir))
         self._layout = describe_layout(self.spec, page_tokens, grid)
         kinds = make_kinds(self.spec, page_tokens, grid, store)
-        super().__init__(kinds.by_name, store, has_states=kinds.recurrent is not None)
+        host = None
+        if host_pages is not None:
+            pinned = host_store(read_budget(host_pages), self.spec.device, host_attention, poison=poison)
+            host = with_host_pages(kinds, self.spec, page_tokens, grid, store, pinned)
+        super().__init__(kinds.by_name, store, has_states=kinds.recurrent is not None, host_pages=host)
         self._attention, self._cross_attention, self._recurrent = kinds.attention, kinds.cross_attention, kinds.recurrent
         if (needed := self._kinds.least_bytes) > budget_bytes:
             raise SpecError(f"a budget of {budget_bytes:,} bytes is too small for one sequence of {spec.model}; give it {needed:,} or more")
@@ -147,6 +162,34 @@ class HybridMemory(Timelines):
             self._tiers.drop(sequence.slot)
             self._ledger.close(sequence)
 
+    # Into host memory and back
+
+    def to_host(self, sequence: Sequence) -> None:
+        """Move keys and values of a sequence or a checkpoint into host memory (`host_pages`), where attention finds them from now on.
+
+        It can be used as ever, in steps with others as well. What recurrences remember stays on the device, as does what an encoder said.
+        Forks and checkpoints that are taken of it from now on have their keys and values there too, and share them. What it shares already
+        is copied as well and stays with the others. A sequence that is empty begins there. `rollback` to a checkpoint leads to where that
+        is, `reorder` to where the source is, `swap_in` and `load` to the device. Nothing happens if it is there.
+
+        Raises:
+            CapacityError: no room there (`.unit` says of which memory). SequenceError: a bad handle. SpecError: no `host_pages`.
+        Cost: the bytes of its keys and values, copied once.
+        """
+        self._move(sequence, to_host=True)
+
+    def to_device(self, sequence: Sequence) -> None:
+        """Move them back, bit for bit as they are. Raises as `to_host`; CapacityError: no room in the budget."""
+        self._move(sequence, to_host=False)
+
+    def _move(self, sequence: Sequence, *, to_host: bool) -> None:
+        self._ledger.check_usable(sequence, to_advance=False)
+        if self._host_pages is None:
+            raise SpecError('this memory has no place for pages in host memory; make it with host_pages="8GiB", say')
+        move, slot = self._host_pages.move, sequence.slot
+        with uninterrupted():
+            self._with_room(lambda: move(slot, to_host=to_host))
+
     # Out of the budget and back
 
     def swap_out(self, sequence: Sequence) -> None:
@@ -161,7 +204,7 @@ class HybridMemory(Timelines):
         """
         self._ledger.check_usable(sequence, to_advance=False)
         with uninterrupted():
-            snapshot = self._kinds.snapshot(sequence.slot, self._store)
+            snapshot = self._snapshot(sequence.slot)
             self._tiers.put(sequence.slot, snapshot)
             self._ledger.send_away(sequence.slot, self._kinds.horizon(sequence.slot), snapshot.n_bytes)
             self._kinds.release(sequence.slot)
@@ -188,7 +231,7 @@ class HybridMemory(Timelines):
         """
         self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         slot = sequence.slot
-        snapshot = self._tiers.get(slot) if self._ledger.is_away[slot] else self._kinds.snapshot(slot, self._store)
+        snapshot = self._tiers.get(slot) if self._ledger.is_away[slot] else self._snapshot(slot)
         write_snapshot(str(path), snapshot, {"layout": self._layout, "model": self.spec.model, **self._ledger.record(slot)})
 
     def load(self, path: str | Path) -> Sequence:
@@ -216,6 +259,10 @@ class HybridMemory(Timelines):
                 # Its checksum is right, so it was written like this: by another program, or to do harm.
                 raise FormatError(f"{path} contradicts itself ({error}); save the sequence again") from error
         return sequence
+
+    def _snapshot(self, slot: int) -> Snapshot:
+        snapshot = self._kinds.snapshot(slot, self._store)
+        return snapshot if self._host_pages is None else replace(snapshot, blocks=snapshot.blocks | self._host_pages.snapshot(slot).blocks)
 
     # Steps
 
@@ -297,7 +344,7 @@ class HybridMemory(Timelines):
 
     def usage(self) -> Usage:
         """Bytes by kind, by layers, by part and by sequence, counted in the arena. Print it. Cost: O(blocks in use)."""
-        return measure(self.inventory(), self._tiers.used_bytes)
+        return measure(self.inventory(), self._tiers.used_bytes, self.host_inventory())
 
     def check(self) -> None:
         """Compare every book with every other: slots, positions, references, bytes. Raises IntegrityError."""
@@ -305,6 +352,8 @@ class HybridMemory(Timelines):
         slots = [slot for slot in self._ledger.handles if not self._ledger.is_away[slot]]
         lengths, peaks = ({slot: int(column[slot]) for slot in slots} for column in (self._ledger.lengths, self._ledger.peaks))
         self._kinds.check(lengths, peaks, self._store)
+        if self._host_pages is not None:
+            self._host_pages.check(slots)
 
     def __repr__(self) -> str:
         return f"<HybridMemory for {self.spec.model} on {self.spec.device}: {self.usage().summary}>"

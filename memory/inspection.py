@@ -168,6 +168,8 @@ class Usage(_Held):
         layers: group -> layers.
         by_sequence: open sequences and checkpoints by id.
         host_bytes, disk_bytes: what was swapped out holds outside of the budget.
+        on_host: of pages in host memory, which have a budget of their own, and of the sequences whose pages are there; None without
+            `host_pages`.
     """
 
     budget_bytes: int
@@ -181,6 +183,7 @@ class Usage(_Held):
     by_sequence: Mapping[int, SequenceUsage]
     host_bytes: int
     disk_bytes: int
+    on_host: Usage | None = None
 
     @property
     def shared_bytes(self) -> int:
@@ -197,7 +200,8 @@ class Usage(_Held):
         places = ((self.host_bytes, "host memory"), (self.disk_bytes, "files"))
         away = "".join(f", {format_bytes(n)} swapped out to {place}" for n, place in places if n)
         used, budget = format_bytes(self.used_bytes), format_bytes(self.budget_bytes)
-        return f"{used} of {budget} in {count(len(self.by_sequence), 'sequence', 'sequences')} ({kinds}){away}"
+        hosted = f"; in host memory {self.on_host.summary}" if self.on_host is not None else ""
+        return f"{used} of {budget} in {count(len(self.by_sequence), 'sequence', 'sequences')} ({kinds}){away}{hosted}"
 
     def __str__(self) -> str:
         return "\n\n".join([self.summary, *map(str, self.tables("text"))])
@@ -215,10 +219,13 @@ class Usage(_Held):
         return as_html(title, [self.summary], self.by_part, self.budget_bytes, self.tables("html"))
 
     def tables(self, medium: str) -> list[Table]:
-        """Where the bytes are, and whose they are."""
-        return [*([self._places()] if self.held else []), *self._sequences(_MOST_ROWS[medium])]
+        """Where the bytes are, and whose they are; then the same of host memory."""
+        own = [*([self._places("kind")] if self.held else []), *self._sequences(_MOST_ROWS[medium], "sequence")]
+        if self.on_host is None or not self.on_host.by_sequence:
+            return own
+        return [*own, self.on_host._places("in host memory"), *self.on_host._sequences(_MOST_ROWS[medium], "in host memory")]
 
-    def _places(self) -> Table:
+    def _places(self, title: str) -> Table:
         by_part = self.by_part
         parts = [part for part in _PARTS if part in ("body", "tail") or by_part[part]]
         rows = []
@@ -227,9 +234,9 @@ class Usage(_Held):
             numbers = (*sizes, sum(sizes), self.shared[kind], self.block_bytes[kind])
             rows.append((_name(group, kind, len(self.layers[group])), *map(_cell, numbers)))
         totals = (*(by_part[part] for part in parts), self.used_bytes, self.shared_bytes)
-        return Table(("kind", *parts, "total", "shared", "a block"), [*rows, ("all", *map(_cell, totals), "")])
+        return Table((title, *parts, "total", "shared", "a block"), [*rows, ("all", *map(_cell, totals), "")])
 
-    def _sequences(self, most: int) -> Iterable[Table]:
+    def _sequences(self, most: int, title: str) -> Iterable[Table]:
         if not self.by_sequence:
             return
         shown = list(islice(self.by_sequence.values(), most))
@@ -241,7 +248,7 @@ class Usage(_Held):
             by_part = s.by_part
             sizes = (*(by_part[part] for part in parts), s.total_bytes, s.shared_bytes, s.private_bytes, *[s.swapped_bytes] * is_away)
             rows.append((name, f"{s.n_tokens:,}", *map(_cell, sizes)))
-        columns = ("sequence", "tokens", *parts, "total", "shared", "private", *["swapped out"] * is_away)
+        columns = (title, "tokens", *parts, "total", "shared", "private", *["swapped out"] * is_away)
         yield Table(columns, rows, len(self.by_sequence) - len(shown))
 
 
@@ -254,12 +261,13 @@ def _cell(n_bytes: int) -> str:
     return format_bytes(n_bytes) if n_bytes else "–"
 
 
-def measure(inventory: Inventory, swapped_bytes: tuple[int, int]) -> Usage:
+def measure(inventory: Inventory, swapped_bytes: tuple[int, int], host_inventory: Inventory | None = None) -> Usage:
     """Count bytes.
 
     Args:
         inventory: of all sequences.
         swapped_bytes: in host memory, and in files.
+        host_inventory: of all sequences whose pages are in host memory.
     Cost: O(blocks in use).
     """
     sequences, arena = inventory.sequences, inventory.arena
@@ -295,6 +303,7 @@ def measure(inventory: Inventory, swapped_bytes: tuple[int, int]) -> Usage:
         by_sequence=by_sequence,
         host_bytes=swapped_bytes[0],
         disk_bytes=swapped_bytes[1],
+        on_host=None if host_inventory is None else measure(host_inventory, (0, 0)),
     )
 
 
@@ -311,16 +320,28 @@ def _by_part(pool: BlockPool, holdings: list[Holding], is_mark: Booleans) -> dic
     return dict(zip(_PARTS, np.bincount(ranks[pool.counts > 0], minlength=len(_PARTS)).tolist(), strict=True))
 
 
-def sequence_html(inventory: Inventory, marks: list[Sequence]) -> str:
+def sequence_html(inventory: Inventory, marks: list[Sequence], host_inventory: Inventory | None = None) -> str:
     """An open sequence for notebooks.
 
     Args:
-        inventory: of it alone.
+        inventory: of it alone; host_inventory: of what it has in host memory.
         marks: checkpoints of its family.
     """
     (sequence,) = inventory.sequences
     usage = measure(inventory, (0, 0)).by_sequence[sequence.id]
     parts = [part for part in ("body", "tail", "head") if part != "head" or usage.by_part.get(part)]
+    tables, facts = [_blocks("kind", inventory, usage, parts)] if inventory.groups else [], list(_facts(sequence, usage, marks))
+    if host_inventory is not None and host_inventory.sequences:
+        there = measure(host_inventory, (0, 0)).by_sequence[sequence.id]
+        tables.append(_blocks("in host memory", host_inventory, there, parts))
+        facts.append(f"in host memory {format_bytes(there.total_bytes)}: keys and values")
+    title = f"{'Checkpoint' if sequence.is_checkpoint else 'Sequence'} {sequence.id}"
+    bar = {part: usage.by_part.get(part, 0) for part in _PARTS}
+    return as_html(title, facts, bar, max(1, usage.total_bytes), tables)
+
+
+def _blocks(title: str, inventory: Inventory, usage: SequenceUsage, parts: list[str]) -> Table:
+    """Of one sequence, kind by kind."""
     rows = []
     for group in inventory.groups:
         n_layers = len({layer for layer, _ in group.members})
@@ -329,10 +350,7 @@ def sequence_html(inventory: Inventory, marks: list[Sequence]) -> str:
             ids = np.concatenate([_NO_BLOCKS, *(h.ids for h in group.holdings if h.pool == pool.name)])
             shared = int((pool.counts[ids] > 1).sum()) * pool.block_bytes
             rows.append((_name(group.name, pool.name, n_layers), *map(_cell, (*sizes, sum(sizes), shared))))
-    table = Table(("kind", *parts, "total", "shared"), rows)
-    title = f"{'Checkpoint' if sequence.is_checkpoint else 'Sequence'} {sequence.id}"
-    bar = {part: usage.by_part.get(part, 0) for part in _PARTS}
-    return as_html(title, list(_facts(sequence, usage, marks)), bar, max(1, usage.total_bytes), [table] if rows else [])
+    return Table((title, *parts, "total", "shared"), rows)
 
 
 def _facts(sequence: Sequence, usage: SequenceUsage, marks: list[Sequence]) -> Iterator[str]:

@@ -52,6 +52,10 @@ class SequenceOwner(Protocol):
         """Whether an open sequence is swapped out."""
         ...
 
+    def is_on_host(self, sequence: Sequence) -> bool:
+        """Whether keys and values of an open sequence are in host memory."""
+        ...
+
     def html_of(self, sequence: Sequence) -> str:
         """What an open sequence shows in a notebook."""
         ...
@@ -95,6 +99,11 @@ class Sequence:
     def is_swapped(self) -> bool:
         """Whether it is swapped out: then `HybridMemory.swap_in` must bring it back before it is used."""
         return not self.closed and self._owner.is_away(self)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether its keys and values are in host memory: `HybridMemory.to_host` has moved them, or those it was forked from."""
+        return not self.closed and self._owner.is_on_host(self)
 
     def _open_owner(self) -> SequenceOwner:
         if self.closed:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from memory.arena import Store
 from memory.attention_cache import AttentionCache
@@ -14,6 +14,8 @@ from memory.errors import SpecError
 from memory.eviction import Budget, EvictionPolicy, Quest
 from memory.folding import Fold, TailGrid
 from memory.group_selection import GroupSelection
+from memory.host_pages import HostPages
+from memory.hosted_attention import Attention, HostedAttention
 from memory.page_grid import PageGrid
 from memory.page_selection import PageSelection
 from memory.quantization import Storage
@@ -22,8 +24,6 @@ from memory.rebased_state import RebasedState
 from memory.sparse_attention import SparseAttention
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
 from memory.together import AllKinds
-
-AttentionMemory = AttentionCache | QuantizedAttention | SparseAttention
 
 
 @dataclass
@@ -36,7 +36,7 @@ class Kinds:
     """
 
     by_name: AllKinds = field(default_factory=AllKinds)
-    attention: list[tuple[str, AttentionMemory, int]] = field(default_factory=list)
+    attention: list[tuple[str, Attention, int]] = field(default_factory=list)
     cross_attention: CrossAttentionCache | None = None
     recurrent: RebasedState | None = None
 
@@ -70,9 +70,9 @@ def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store)
         group = groups.setdefault(key, [])
         places.append((key, len(group)))
         group.append(memory)
-    caches: dict[_Group, tuple[str, AttentionMemory]] = {}
+    caches: dict[_Group, tuple[str, Attention]] = {}
     for (window, policy, storage), group in sorted(groups.items(), key=lambda item: item[0][0] or 0):
-        cache: AttentionMemory
+        cache: Attention
         if isinstance(policy, EvictionPolicy):
             name = f"attention {len(caches)}, {policy.label}" + (f" of {storage.label}" if storage else "")
             cache = SparseAttention(group, policy, storage, spec.dtype, grid.rollback_window, store, name)
@@ -99,6 +99,23 @@ def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store)
         for i, member in enumerate(spec.of_kind(kind)):
             kinds.by_name.members.setdefault(kinds.attention[i][0] if kind == "attention" else kind, []).append(member)
     return kinds
+
+
+def with_host_pages(kinds: Kinds, spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store, host_store: Store) -> HostPages:
+    """Give each attention cache of `kinds` a twin in the host's store. Raises SpecError: no attention, or no room there for a sequence."""
+    attention = replace(spec, layers=tuple(tuple(m for m in layer if isinstance(m, AttentionSpec)) for layer in spec.layers))
+    host_kinds = make_kinds(attention, page_tokens, grid, host_store)
+    if not host_kinds.attention:
+        raise SpecError(f"{spec.model} has no attention whose pages could be in host memory; leave host_pages out")
+    if (needed := host_kinds.by_name.least_bytes) > (given := host_store.arena.capacity_bytes):
+        raise SpecError(f"host_pages={given:,} bytes are too few for one sequence of {spec.model}; give {needed:,} or more")
+    hosted, near = dict[str, HostedAttention](), AllKinds()
+    for (name, cache, _), (_, twin, _) in zip(kinds.attention, host_kinds.attention, strict=True):
+        specs = [member for _, member in host_kinds.by_name.members[name] if isinstance(member, AttentionSpec)]
+        hosted[name], near[name] = HostedAttention(cache, twin, store, host_store, specs, spec.dtype), cache
+    kinds.by_name.update(hosted)
+    kinds.attention = [(name, hosted[name], number) for name, _, number in kinds.attention]
+    return HostPages(store, host_store, near, host_kinds.by_name, hosted)
 
 
 def default_fold(spec: MemorySpec) -> Fold:

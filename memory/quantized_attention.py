@@ -100,7 +100,7 @@ class QuantizedAttention(CannotDrop):
         n_fields = len(own_fields[0])
         fields = [self.layout.fields[i : i + n_fields] for i in range(0, len(self.layout.fields), n_fields)]
         self._shapes = [tuple(shape for shape, _ in own) for own in shapes]
-        self._flats: list[tuple[Prepared, ...]] = [] if store.is_dry else [tuple(map(store.flat, own)) for own in fields]
+        self._flats: list[tuple[Prepared, ...]] = [() if store.is_dry else tuple(map(store.flat, own)) for own in fields]
         self._bodies: dict[int, Int64s] = {}
         self._open_plans: dict[int, QuantizedPlan] = {}
 

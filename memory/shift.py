@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memory.errors import CapacityError, DropError, SpecError
+from memory.errors import BUDGET_UNIT, CapacityError, DropError, SpecError
 
 Turns = tuple[Tensor, Tensor]
 """Cosines and sines, (R, 1, pairs) float32 each, of how far each row's pairs of elements turn."""
@@ -149,7 +149,8 @@ def drop_from_all(kinds: Iterable[DropsTokens], dropped: Dropped, free_bytes: in
     except BaseException as error:
         for kind, plan in plans:
             kind.abandon_drop(plan)
-        if isinstance(error, CapacityError):  # what it missed came on top of what other kinds had taken already
+        # What it missed came on top of what other kinds had taken already.
+        if isinstance(error, CapacityError) and error.unit == BUDGET_UNIT:
             needed = error.needed + free_bytes - error.free
             raise CapacityError.of("the rows behind the dropped tokens are copied and need at least", needed, free_bytes) from None
         raise

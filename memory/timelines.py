@@ -8,7 +8,8 @@ from typing import TypeVar
 import numpy as np
 
 from memory.arena import Store
-from memory.errors import BatchError, CapacityError, RollbackError, SequenceError
+from memory.errors import HOST_UNIT, BatchError, CapacityError, RollbackError, SequenceError
+from memory.host_pages import HostPages
 from memory.inspection import Inventory, sequence_html
 from memory.interface import Int64s, Sequence
 from memory.interrupts import uninterrupted
@@ -24,11 +25,13 @@ class Timelines:
 
     Args:
         has_states: whether any layer is recurrent.
+        host_pages: of the attention among `kinds`, in host memory.
     """
 
-    def __init__(self, kinds: AllKinds, store: Store, *, has_states: bool) -> None:
+    def __init__(self, kinds: AllKinds, store: Store, *, has_states: bool, host_pages: HostPages | None = None) -> None:
         self._kinds = kinds
         self._store = store
+        self._host_pages = host_pages
         self._has_states = has_states
         self._ledger = Ledger(self)
         self._reclaimers: list[Callable[[int], bool]] = []
@@ -207,7 +210,9 @@ class Timelines:
             try:
                 return attempt()
             except CapacityError as error:
-                if not any(reclaim(max(1, error.needed - error.free)) for reclaim in self._reclaimers):
+                # In host memory only checkpoints that are there make room; others need not go in vain.
+                can_help = error.unit != HOST_UNIT or any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
+                if not can_help or not any(reclaim(max(1, error.needed - error.free)) for reclaim in self._reclaimers):
                     raise
 
     # Looking inside
@@ -249,9 +254,21 @@ class Timelines:
         away_bytes = np.array([self._ledger.bytes_away(slot) for slot in slots.tolist()], np.int64)
         return Inventory(self._store.arena, chosen, self._ledger.lengths[slots], away_bytes, self._kinds.groups(slots))
 
+    def host_inventory(self, *sequences: Sequence) -> Inventory | None:
+        """As `inventory`, of pages in host memory and of those sequences that have theirs there; None without `host_pages`."""
+        if self._host_pages is None:
+            return None
+        chosen = [s for s in sequences or self._ledger.handles.values() if s.is_on_host]
+        slots = np.array([s.slot for s in chosen], np.int64)
+        return self._host_pages.inventory(chosen, self._ledger.lengths[slots], slots)
+
+    def is_on_host(self, sequence: Sequence) -> bool:
+        """Whether keys and values of an open sequence are in host memory."""
+        return self._host_pages is not None and self._host_pages.has(sequence.slot)
+
     def html_of(self, sequence: Sequence) -> str:
         """What an open sequence shows in a notebook."""
-        return sequence_html(self.inventory(sequence), self._ledger.checkpoints(sequence))
+        return sequence_html(self.inventory(sequence), self._ledger.checkpoints(sequence), self.host_inventory(sequence))
 
     def is_away(self, sequence: Sequence) -> bool:
         """Whether an open sequence is swapped out."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from memory.arena import BlockPool, Store
-from memory.errors import CapacityError
+from memory.errors import BUDGET_UNIT, CapacityError
 from memory.inspection import Group
 from memory.interface import Int64s, LayerMemory, Packed, Plans, Record
 from memory.specs import LayerSpec
@@ -66,7 +66,8 @@ class AllKinds(dict[str, LayerMemory[Any]]):
                 self[name].begin(plan)
         except BaseException as error:
             self.abort(plans)
-            if isinstance(error, CapacityError):  # what it missed came on top of what this step had taken already
+            # What it missed came on top of what this step had taken already.
+            if isinstance(error, CapacityError) and error.unit == BUDGET_UNIT:
                 raise CapacityError.of("the step needs at least", error.needed + free_bytes - error.free, free_bytes) from None
             raise
         return plans
@@ -134,7 +135,7 @@ class AllKinds(dict[str, LayerMemory[Any]]):
 
     def snapshot(self, slot: int, store: Store) -> Snapshot:
         """A copy of everything that a slot holds, what it shares included. Cost: its bytes, once."""
-        pools = {pool.name: pool for pool, _ in self.pools}
+        pools = self._pools_by_name
         blocks = {
             name: store.read(pools[name].addresses[ids], pools[name].block_bytes) for name, ids in self.blocks_of(slot).items() if len(ids)
         }
@@ -142,28 +143,51 @@ class AllKinds(dict[str, LayerMemory[Any]]):
 
     def restore(self, slot: int, snapshot: Snapshot, store: Store) -> None:
         """An empty slot becomes what `snapshot` was taken of. Raises CapacityError with nothing changed. Cost: its bytes, once."""
-        pools, fresh = {pool.name: pool for pool, _ in self.pools}, dict[str, Int64s]()
-        free_bytes = store.arena.free_bytes
+        for name, blocks in snapshot.blocks.items():
+            if blocks.shape[1:] != (self._pools_by_name[name].block_bytes,):
+                raise ValueError(f"blocks of {name} have {tuple(blocks.shape)} bytes, not {self._pools_by_name[name].block_bytes} each")
+        n_blocks = {name: len(blocks) for name, blocks in snapshot.blocks.items()}
+        self._fill(slot, snapshot.records, n_blocks, store, lambda pool, ids: store.write(pool.addresses[ids], snapshot.blocks[pool.name]))
+
+    def take_over(self, slot: int, store: Store, others: AllKinds, others_store: Store) -> None:
+        """What a slot holds in the same kinds of another store moves into this one. Raises CapacityError with nothing changed.
+
+        What it shares there stays with the others as well; here it shares nothing. Cost: its bytes, once.
+        """
+        held = others.blocks_of(slot)
+
+        def fetch(pool: BlockPool, ids: Int64s) -> None:
+            addresses = others._pools_by_name[pool.name].addresses[held[pool.name]]
+            store.fetch(others_store, addresses, pool.addresses[ids], pool.block_bytes)
+
+        records = {name: kind.record(slot) for name, kind in others.items()}
+        self._fill(slot, records, {name: len(ids) for name, ids in held.items()}, store, fetch)
+        others.release(slot)
+
+    def _fill(
+        self, slot: int, records: dict[str, Record], n_blocks: dict[str, int], store: Store, write: Callable[[BlockPool, Int64s], None]
+    ) -> None:
+        """An empty slot adopts fresh blocks, so many of each pool, in which `write` puts what they are to hold."""
+        pools, fresh, free_bytes = self._pools_by_name, dict[str, Int64s](), store.arena.free_bytes
         try:
-            for name, blocks in snapshot.blocks.items():
-                if blocks.shape[1:] != (pools[name].block_bytes,):
-                    raise ValueError(f"blocks of {name} have {tuple(blocks.shape)} bytes, not {pools[name].block_bytes} each")
-                fresh[name] = pools[name].allocate(len(blocks))
-                store.write(pools[name].addresses[fresh[name]], blocks)
+            for name, n in n_blocks.items():
+                fresh[name] = pools[name].allocate(n)
+                write(pools[name], fresh[name])
         except BaseException as error:
             for name, ids in fresh.items():
                 pools[name].release(ids)
             if isinstance(error, CapacityError):
-                raise CapacityError.of("the sequence needs", snapshot.n_bytes, free_bytes) from None
+                n_bytes = sum(n * pools[name].block_bytes for name, n in n_blocks.items())
+                raise CapacityError.of("the sequence needs", n_bytes, free_bytes, error.unit) from None
             raise
-        self._adopt(slot, snapshot, fresh)
+        self._adopt(slot, records, fresh)
 
-    def _adopt(self, slot: int, snapshot: Snapshot, fresh: dict[str, Int64s]) -> None:
+    def _adopt(self, slot: int, records: dict[str, Record], fresh: dict[str, Int64s]) -> None:
         none = np.zeros(0, np.int64)
         try:
             for name, kind in self.items():
                 own = [pool.name for pool, _ in kind.sized_pools]
-                kind.adopt(slot, snapshot.records[name], {pool: fresh.get(pool, none) for pool in own})
+                kind.adopt(slot, records[name], {pool: fresh.get(pool, none) for pool in own})
                 for pool in own:
                     fresh.pop(pool, None)
         except BaseException:

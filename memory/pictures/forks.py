@@ -68,8 +68,8 @@ def _agree(a: Int64s, b: Int64s) -> int:
 
 def share_out(root: Node, inventory: Inventory) -> None:
     """Give each block's bytes to the node that all who refer to it are below; those that strangers refer to as well, to the root."""
-    bits = {s.id: 1 << i for i, s in enumerate(inventory.sequences)}
-    bits_S = np.array(list(bits.values()), np.int64)
+    bits = {s.id: 1 << i for i, s in enumerate(root.sequences)}
+    bits_S = np.array([bits[s.id] for s in inventory.sequences], np.int64)
     for group in inventory.groups:
         for pool, _ in group.pools:
             owners, n_owners = np.zeros(len(pool.counts), np.int64), np.zeros(len(pool.counts), np.int64)
@@ -92,8 +92,8 @@ def _lowest(node: Node, pattern: int, bits: dict[int, int]) -> Node:
 def fork_tree(memory: HybridMemory) -> Figure:
     """Sequences and checkpoints along their tokens, drawn as one as far as they agree, with the bytes that each stretch adds.
 
-    What all stretches add is what the memory uses. Families with most sequences come first; of more than 40 sequences the rest is only
-    counted. Cost: O(blocks and tokens of those shown). Raises SpecError without matplotlib.
+    What all stretches add is what the memory uses, in host memory too. Families with most sequences come first; of more than 40 sequences
+    the rest is only counted. Cost: O(blocks and tokens of those shown). Raises SpecError without matplotlib.
     """
     need_matplotlib()
     from matplotlib.ticker import MaxNLocator
@@ -107,7 +107,9 @@ def fork_tree(memory: HybridMemory) -> Figure:
     for family in sorted(families.values(), key=len, reverse=True):
         if shown := family[:n_left]:
             roots.append(grow(shown, {s.id: s.tokens for s in shown}))
-            share_out(roots[-1], memory.inventory(*shown))
+            for inventory in (memory.inventory(*shown), memory.host_inventory(*shown)):
+                if inventory is not None:
+                    share_out(roots[-1], inventory)
             n_left -= len(shown)
     n_hidden = len(sequences) - sum(len(root.sequences) for root in roots)
     title = count(len(sequences), "sequence or checkpoint", "sequences and checkpoints")

@@ -65,9 +65,11 @@ class LayerRow:
 
 def layer_rows(memory: HybridMemory, sequence: Sequence) -> list[LayerRow]:
     """The memories of all layers in order, and what they hold of one sequence; their bytes sum to those that it refers to."""
-    inventory, length = memory.inventory(sequence), sequence.length
+    length, groups = sequence.length, {group.name: group for group in memory.inventory(sequence).groups}
+    if (there := memory.host_inventory(sequence)) is not None and there.sequences:  # and then not here
+        groups |= {group.name: group for group in there.groups}
     rows: dict[tuple[int, str], LayerRow] = {}
-    for group in inventory.groups:
+    for group in groups.values():
         folds = any(h.part == "tail" for h in group.holdings)
         for number, (layer, spec) in enumerate(group.members):
             held = [_stretch(h, length, group.shares[h.pool][number], folds) for h in group.holdings if h.counts[0]]
@@ -101,6 +103,7 @@ def layer_map(memory: HybridMemory, sequence: Sequence) -> Figure:
     held = f"swapped out, {format_bytes(int(memory.inventory(sequence).away_bytes[0]))} wait elsewhere"
     if not sequence.is_swapped:
         held = f"{format_bytes(sum(row.bytes_of('all') for row in rows))} in all layers"
+        held += ", keys and values in host memory" * sequence.is_on_host
     figure = new_figure(9.5, 1.5 + 0.27 * max(1, len(rows)), f"{name} of {memory.spec.model}: {length:,} tokens, {held}")
     spans = _spans(rows, length)
     axes = figure.subplots(1, len(spans), sharey=True, squeeze=False)[0]

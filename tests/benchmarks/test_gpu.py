@@ -17,6 +17,27 @@ def test_without_a_gpu_nothing_is_measured() -> None:
     assert "needs an NVIDIA GPU" in result.output
 
 
+def test_sequences_that_take_turns_do_so_on_any_device() -> None:
+    """On the CPU, at sizes that mean nothing: what is measured runs, and all sequences get their turn."""
+    from benchmarks.gpu_host import Decoding, Sizes, row
+
+    sizes, cpu = Sizes(n_sequences=5, n_hosted=2, context=20, turn_steps=3, n_layers=1, heads=(2, 1, 8)), torch.device("cpu")
+    found = row(sizes, cpu, n_rounds=2)
+    assert all(value > 0 for value in found.values() if not isinstance(value, str))
+    assert found["stream / swapping"] == pytest.approx(found["stream, tokens/s"] / found["swapping, tokens/s"])  # type: ignore[operator]
+    turns = Decoding(sizes, cpu, n_on_device=3)
+    turns.fill(2, turns.memory.swap_out)
+    turns.fill(3)
+    turns.sequences.rotate(-2)
+    waited = set[int]()
+    for _ in range(5):
+        waited |= {s.id for s in turns.sequences if s.is_swapped}
+        assert [s.is_swapped for s in turns.sequences] == [False] * 3 + [True] * 2
+        turns.take_turns()
+        turns.memory.check()
+    assert len(waited) == 5
+
+
 def test_a_row_counts_keys_and_values_once() -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     from benchmarks.gpu_attention import CONTEXT, HEADS, row

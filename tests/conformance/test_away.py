@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from memory import HybridMemory, Sequence
+from memory import HybridMemory, Sequence, SpecError
+from memory.specs import AttentionSpec
 from tests.subjects import Subject
+from tests.tolerances import assert_split_close
 
 WINDOW, PROMPT = 8, 37
 NEXT = ([3, 1, 4], [1], [5], [9, 2, 6, 5, 3], [5])
@@ -56,6 +58,33 @@ def test_a_swapped_sequence_goes_on_as_if_it_had_stayed(subject: Subject, tmp_pa
     for sequence in (stays, leaves, other):
         memory.close(sequence)
     assert memory.usage().used_bytes == memory.usage().host_bytes == 0
+
+
+def test_a_sequence_whose_pages_are_in_host_memory_goes_on_as_others_do(subject: Subject) -> None:
+    if not any(isinstance(memory, AttentionSpec) for layer in subject.spec.layers for memory in layer):
+        with pytest.raises(SpecError, match="no attention"):
+            HybridMemory(subject.spec, "8MiB", host_pages="8MiB")
+        return
+    device, dtype = subject.spec.device, subject.spec.dtype
+    for attention in ("stream", "compute") if device.type == "cuda" and not subject.is_lossy else ("stream",):
+        memory = HybridMemory(
+            subject.spec, "8MiB", rollback_window=WINDOW, page_tokens=4, fold=subject.fold, poison=True, host_pages="8MiB",
+            host_attention=attention,  # type: ignore[arg-type]
+        )  # fmt: skip
+        stays, leaves = (grown(subject, memory) for _ in range(2))
+        memory.to_host(leaves)
+        memory.check()
+        other = memory.open()
+        subject.feed(memory, other, [subject.tokens(PROMPT, seed=9)])  # into the blocks that were freed
+        found, expected = go_on(subject, memory, leaves), go_on(subject, memory, stays)
+        assert torch.equal(found, expected) if attention == "stream" else assert_split_close(found, expected, dtype) is None
+        memory.to_device(memory.fork(leaves))
+        both = {stays: [7] * 5, leaves: [7] * 5, other: [1]}
+        with memory.step(both, outputs="all") as step:
+            found, expected, _ = step.split(subject.model(step))
+        assert_split_close(found, expected, dtype)
+        assert leaves.is_on_host
+        memory.check()
 
 
 def test_a_saved_sequence_goes_on_in_another_memory(subject: Subject, tmp_path: Path) -> None:

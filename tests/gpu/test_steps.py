@@ -43,6 +43,26 @@ def test_no_step_waits_for_the_device(subject: Subject) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def test_no_step_waits_for_pages_in_host_memory(subject: Subject) -> None:
+    if subject.name not in ("toy", "model:bamba"):
+        pytest.skip("attention with pages alone")
+    memory = HybridMemory(subject.spec, "64MiB", rollback_window=8, fold=subject.fold, host_pages="64MiB")
+    sequences = [memory.open() for _ in range(5)]
+    for sequence in sequences[1::2]:
+        memory.to_host(sequence)
+    memory.run(subject.model, {s: subject.tokens(20 + i) for i, s in enumerate(sequences)})
+    for _ in range(2):
+        memory.run(subject.model, {s: [1] for s in sequences})
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with memory.step({s: [2] for s in sequences}) as step:
+            subject.model(step)
+        memory.to_device(sequences[1])
+        memory.to_host(sequences[0])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
 def test_replayed_steps_are_the_same_bits(subject: Subject) -> None:
     if subject.fold != "defer":
         pytest.skip("recorded steps are those of states that stay where they are")

@@ -125,6 +125,34 @@ def test_drafts_a_step_that_fails_and_two_steps_at_once(monkeypatch: pytest.Monk
         assert_split_close(torch.cat(found), twins.plain(step))
 
 
+def test_replays_read_pages_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many tokens and pages, in host memory or not: a recording of the one is none of the other."""
+    spec, weights = AttentionSpec(3, 1, 16), torch.randn(VOCAB, 80, generator=torch.Generator().manual_seed(1))
+
+    def model(step: Step) -> Tensor:
+        q, k, v = weights[step.token_ids].split([48, 16, 16], dim=-1)
+        return step.select(step.attend(0, q.view(-1, 3, 16), k.reshape(-1, 1, 16), v.reshape(-1, 1, 16)).flatten(1))
+
+    memory = HybridMemory(MemorySpec(((spec,),), VOCAB), "1MiB", page_tokens=8, host_pages="1MiB", poison=True)
+    recorder = Recorder(monkeypatch)
+    recorded = RecordedModel(model, record=recorder)
+    a, b = memory.open(), memory.open()
+    memory.run(model, {a: list(range(9)), b: list(range(3, 12))})
+    stay = [memory.fork(a), memory.fork(b)]
+    n_replays = []
+    for move, sequence, n_steps in ((memory.to_device, a, 3), (memory.to_host, a, 3), (memory.to_host, b, 2), (memory.to_device, a, 1)):
+        move(sequence)
+        before = recorder.n_replays
+        for token in range(n_steps):
+            with memory.step({a: token, b: token + 1}) as step:
+                found = recorded(step)
+            with memory.step({stay[0]: token, stay[1]: token + 1}) as step:
+                assert torch.equal(found, model(step))
+            memory.check()
+        n_replays.append(recorder.n_replays - before)
+    assert n_replays == [1, 1, 0, 1], "all on the device; one of each; all in host memory, which is not recorded; one of each again"
+
+
 def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that waits for the device, and a recurrence in plain torch whose order of runs goes up when it is met."""
     spec, recurrence = FAMILIES["linear_attention"].example(torch.Generator().manual_seed(1))

@@ -42,11 +42,14 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(
         window=st.sampled_from([0, 1, 4, 9]), page_tokens=st.sampled_from([1, 3, 16]), kib=st.sampled_from([32, 64, 512]),
-        fold=st.sampled_from(["keep", "replay"]),
+        fold=st.sampled_from(["keep", "replay"]), host_kib=st.sampled_from([8, 512]),
     )  # fmt: skip
-    def make(self, window: int, page_tokens: int, kib: int, fold: Literal["keep", "replay"]) -> None:
+    def make(self, window: int, page_tokens: int, kib: int, fold: Literal["keep", "replay"], host_kib: int) -> None:
         self.window = window
-        self.memory = HybridMemory(MODEL.memory_spec, kib * 1024, rollback_window=window, page_tokens=page_tokens, fold=fold, poison=True)
+        self.memory = HybridMemory(
+            MODEL.memory_spec, kib * 1024, rollback_window=window, page_tokens=page_tokens, fold=fold, host_pages=host_kib * 1024,
+            poison=True,
+        )  # fmt: skip
         # So that short examples have something to go back in, and something shared.
         self.open()
         self.step([(0, [i % VOCAB for i in range(25)])], [], None)
@@ -179,6 +182,18 @@ class Machine(RuleBasedStateMachine):
         self.model |= {t: list(self.model[s]) for t, s in moves.items()}
         self.peaks |= {t: self.peaks[s] for t, s in moves.items()}
 
+    @rule(index=INDEX, there=st.booleans())
+    def move(self, index: int, there: bool) -> None:
+        sequence = self.pick(index, live=False)
+        if sequence is None:
+            return
+        was_there = sequence.is_on_host
+        try:
+            (self.memory.to_host if there else self.memory.to_device)(sequence)
+            assert sequence.is_on_host == there
+        except CapacityError:
+            assert sequence.is_on_host == was_there != there
+
     @rule(index=INDEX)
     def swap_out(self, index: int) -> None:
         sequence = self.pick(index, live=False)
@@ -232,6 +247,8 @@ class Machine(RuleBasedStateMachine):
         self.memory.check()
         usage = self.memory.usage()
         assert set(usage.by_sequence) == {s.id for s in self.model}
+        assert usage.on_host and set(usage.on_host.by_sequence) == {s.id for s in self.model if s.is_on_host}
+        assert sum(usage.on_host.by_kind.values()) == usage.on_host.used_bytes
         assert sum(usage.by_kind.values()) == usage.used_bytes
         for sequence, tokens in self.model.items():
             assert sequence.tokens.tolist() == tokens
@@ -242,7 +259,8 @@ class Machine(RuleBasedStateMachine):
             for sequence in list(self.model):
                 self.memory.close(sequence)
             self.memory.check()
-            assert self.memory.usage().used_bytes == self.memory.usage().host_bytes == 0
+            usage = self.memory.usage()
+            assert usage.on_host and usage.used_bytes == usage.host_bytes == usage.on_host.used_bytes == 0
 
 
 TestMachine = Machine.TestCase
