@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -14,27 +12,71 @@ from torch import Tensor
 
 from memory import uploads
 from memory.interface import Int64s
-from memory.uploads import Stage, remember, upload
+from memory.uploads import Stage, Stages, remember, together, upload
 from tests.subjects import make_subject
 
+HOST = torch.device("cpu")
 
-def test_arrays_of_a_stage_arrive_together_when_it_is_sent() -> None:
+
+@pytest.fixture
+def stage() -> Stage:
+    stage = Stage(HOST, [])
+    stage.open()
+    return stage
+
+
+def test_arrays_of_a_stage_arrive_together_when_it_is_sent(stage: Stage) -> None:
     """Small ones, an empty one, one of two axes, and one that does not fit beside the others."""
     arrays = [np.arange(3), np.zeros(0, np.int64), np.arange(12).reshape(3, 4), np.arange(50_000), np.array([7])]
-    stage = Stage(torch.device("cpu"))
-    placed = [stage.add(array) for array in arrays]
+    placed = [stage.add(array, array.size) for array in arrays]
     stage.send()
     for array, tensor in zip(arrays, placed, strict=True):
         assert tensor.shape == array.shape and tensor.tolist() == array.tolist()
         assert tensor.data_ptr() % 16 == 0, "kernels load 16 bytes at once"
 
 
-def test_a_stage_takes_arrays_as_they_are_when_they_are_added() -> None:
-    stage, array = Stage(torch.device("cpu")), np.arange(4)
-    placed = stage.add(array)
+def test_a_stage_takes_arrays_as_they_are_when_they_are_added(stage: Stage) -> None:
+    array = np.arange(4)
+    placed = stage.add(array, 4)
     array[:] = -1
     stage.send()
     assert placed.tolist() == [0, 1, 2, 3]
+
+
+def test_plans_of_one_layout_lie_at_one_place(stage: Stage) -> None:
+    """Also where one array has grown, as long as it has room; a plan that does not fit has none, and finds more room next time."""
+
+    def plan(*arrays: Int64s, room: int = 8) -> tuple[object, list[int]]:
+        stage.open()
+        placed = [stage.add(array, max(room, array.size)) for array in arrays]
+        stage.send()
+        for array, tensor in zip(arrays, placed, strict=True):
+            assert tensor[: array.size].tolist() == array.tolist()
+        stage.close()
+        return stage.layout, [tensor.data_ptr() for tensor in placed]
+
+    first, where = plan(np.arange(3), np.arange(5))
+    assert plan(np.arange(4), np.arange(5)) == (first, where)
+    assert plan(np.arange(9), np.arange(5))[0] not in (first, None)
+    assert plan(np.arange(40_000), np.arange(5))[0] is None
+    large, where = plan(np.arange(40_000), np.arange(5))
+    assert large is not None and plan(np.arange(40_000), np.arange(5)) == (large, where)
+    assert plan(np.arange(3), np.arange(5))[0] not in (first, None), "the place is another one"
+
+
+def test_what_was_uploaded_is_forgotten_with_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "is_apart", lambda device: True)
+    stages, array = Stages(HOST), np.arange(4)
+    with together(stages) as stage:
+        placed = upload(array, HOST)
+        assert upload(array, HOST) is placed
+    assert stage is not None and placed.tolist() == [0, 1, 2, 3]
+    assert upload(array, HOST) is placed, "it is found again as long as the plan is in use"
+    stage.close()
+    with together(stages) as again:
+        assert again is stage
+        assert upload(np.arange(4, 8), HOST).data_ptr() == placed.data_ptr()
+        assert upload(array, HOST).data_ptr() != placed.data_ptr()
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
@@ -63,8 +105,8 @@ def test_what_is_remembered_goes_with_its_anchors() -> None:
 class LateStage(Stage):
     """Until it is sent, every number is an offset far outside of any arena."""
 
-    def add(self, array: Int64s) -> Tensor:
-        return super().add(array).fill_(1 << 40)
+    def add(self, array: Int64s, size: int) -> Tensor:
+        return super().add(array, size).fill_(1 << 40)
 
 
 @pytest.mark.parametrize("name", ["toy", "toy-window", "toy-quest", "toy-4-bit", "toy-h2o"])
@@ -72,22 +114,18 @@ def test_no_plan_reads_what_has_not_been_sent(name: str, tmp_path: Path, monkeyp
     """As on a device, where a step's arrays go up together when all is planned."""
     subject = make_subject(name, tmp_path)
     steps = [subject.tokens(20), *([t] for t in subject.tokens(12, seed=1)), subject.tokens(5, seed=2)]
-    host, stages = torch.device("cpu"), list[Stage]()
+    taken = list[Stage]()
 
     def logits() -> Tensor:
         memory = subject.memory()
         return subject.feed(memory, memory.open(), steps)
 
+    def take(stages: Stages) -> Stage:
+        taken.append(LateStage(HOST, []))
+        return taken[-1]
+
     expected = logits()
-
-    @contextmanager
-    def together(device: torch.device) -> Iterator[None]:
-        stages.append(LateStage(host))
-        with monkeypatch.context() as patch:
-            patch.setattr(uploads, "upload", lambda array, device: stages[-1].add(array))
-            yield
-        stages[-1].send()
-
-    monkeypatch.setattr(uploads, "together", together)
+    monkeypatch.setattr(uploads, "is_apart", lambda device: True)
+    monkeypatch.setattr(Stages, "take", take)
     subject.assert_same(logits(), expected, bits=True)
-    assert len(stages) == len(steps)
+    assert len(taken) == len(steps)
