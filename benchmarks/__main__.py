@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import architectures, books, kernels, prefixes, speed, states
+from benchmarks import architectures, books, gpu_tune, kernels, prefixes, speed, states
 from benchmarks import gpu as gpu_kernels
 from benchmarks import sparse as sparse_attention
 from benchmarks import speculative as speculative_decoding
@@ -84,6 +84,17 @@ def gpu(quick: Quick = False, out: Out = None) -> None:
 
 
 @app.command()
+def tune(
+    ship: Annotated[bool, typer.Option("--ship", help="Into the package, for all devices of this compute capability.")] = False,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
+    """On an NVIDIA GPU: tile sizes, warps and stages of the kernels, measured, for the user's cache; under eight minutes."""
+    gpu_kernels.require_gpu()
+    _run(gpu_tune.tune, (), quick, out, None, ship=ship)  # each result is compared with the default's before it is timed
+
+
+@app.command()
 def bookkeeping(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Steps, open and close without a model."""
     _run(books.bookkeeping, BOOK_TESTS, quick, out, threads)
@@ -140,7 +151,7 @@ def table_() -> None:
 
 @app.command(name="all")
 def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Everything but `gpu`, each command in a process of its own: what another has left of the heap changes a peer's time by half."""
+    """All but `gpu` and `tune`, each command in a process of its own: what another has left of the heap changes a peer's time by half."""
     options = [*(["--quick"] if quick else []), *(["--out", str(out)] if out else []), *(["--threads", str(threads)] if threads else [])]
     commands = (
         "parity", "bookkeeping", "rollback", "memory", "prefixes", "kernels", "states", "sparse", "speculative", "prefill", "decode",

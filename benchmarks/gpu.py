@@ -11,6 +11,7 @@ from benchmarks.harness import Report
 def gpu(*, quick: bool) -> Report:
     from benchmarks.gpu_attention import gpu_attention  # triton is there only where a GPU is, or for tests
     from benchmarks.gpu_host import gpu_host
+    from benchmarks.gpu_prompts import gpu_prompts
     from benchmarks.gpu_states import gpu_states
     from benchmarks.gpu_step import gpu_step
 
@@ -18,6 +19,7 @@ def gpu(*, quick: bool) -> Report:
     report.notes.append(f"device: {torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).multi_processor_count} processors")
     report.notes.append("Asked for: attention and states at 0.8 of the copy or more, drafts at 1.25 of a step or less with 128 sequences.")
     gpu_attention(report, quick=quick)
+    gpu_prompts(report, quick=quick)
     gpu_states(report, quick=quick)
     gpu_host(report, quick=quick)
     gpu_step(report, quick=quick)

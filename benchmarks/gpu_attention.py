@@ -6,14 +6,18 @@ the host does not count.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.gpu_states import copy_gbytes_a_second, time_graph
 from benchmarks.harness import Report, Row
-from memory.kernels import PagedBatch, Scoring, cuda
+from memory.kernels import FoldedRows, PagedBatch, Scoring, cuda
+from memory.quantization import Storage
 
 N_BYTES = 2 << 30
 """Keys and values met in turn, at least: far more than the last-level cache of a GPU holds (60 MB on an H200)."""
@@ -68,20 +72,52 @@ def row(heads: Heads, n_sequences: int, decode_ms: float, verify_ms: float, copy
 
 def _milliseconds(heads: Heads, n_sequences: int, n_new: int, n_rounds: int) -> float:
     """Of one layer."""
-    page = PAGE_TOKENS * heads.row_bytes // 2
-    n_pages = n_sequences * (CONTEXT // PAGE_TOKENS)
-    n_layers = max(1, -(-N_BYTES // (2 * n_pages * page)))
-    flat = torch.empty(n_layers * n_pages * page, dtype=torch.bfloat16, device="cuda").normal_()
+    run, n_layers = make_layers(heads, n_sequences, n_new)
+    return time_graph(run, n_rounds).median_ms / n_layers
+
+
+def make_layers(
+    heads: Heads, n_sequences: int, n_new: int, *, context: int = CONTEXT, n_bytes: int = N_BYTES, storage: Storage | None = None
+) -> tuple[Callable[[], Tensor], int]:
+    """A step through many layers, which returns what the last one does, and how many there are.
+
+    Args:
+        context: rows of each sequence, the `n_new` of the step included.
+        n_bytes: of all keys and values in bfloat16, about.
+        storage: keeps the rows before the last page's; None for all in pages.
+    """
+    n_own = context if storage is None else max(n_new, PAGE_TOKENS)
+    page, n_each = PAGE_TOKENS * heads.row_bytes // 2, -(-n_own // PAGE_TOKENS)
+    n_layers = max(1, -(-n_bytes // (n_sequences * context * heads.row_bytes)))
+    flat = torch.empty(n_layers * n_sequences * n_each * page, dtype=torch.bfloat16, device="cuda").normal_()
     values = flat if heads.is_latent else flat[PAGE_TOKENS * heads.n_kv_heads * heads.head_dim :]
-    offsets = torch.randperm(n_layers * n_pages, device="cuda").view(n_layers, n_pages) * page
-    cu_seqlens, lengths = np.arange(n_sequences + 1) * n_new, np.full(n_sequences, CONTEXT)
-    cu_pages = np.arange(n_sequences + 1) * (CONTEXT // PAGE_TOKENS)
+    offsets = torch.randperm(n_layers * n_sequences * n_each, device="cuda").view(n_layers, -1) * page
+    cu_seqlens, lengths = np.arange(n_sequences + 1) * n_new, np.full(n_sequences, n_own)
+    cu_pages = np.arange(n_sequences + 1) * n_each
     batches = [PagedBatch(cu_seqlens, lengths, pages, cu_pages, PAGE_TOKENS) for pages in offsets]
+    folded = [None] * n_layers if storage is None else _folded(heads, storage, n_layers, n_sequences, context - n_own)
     q = torch.randn(n_sequences * n_new, heads.n_heads, heads.head_dim, device="cuda").bfloat16()
     scoring = Scoring(heads.head_dim**-0.5)
 
-    def run() -> None:
-        for batch in batches:
-            cuda.paged_attention(q, flat, values, batch, heads.n_kv_heads, scoring)
+    def run() -> Tensor:
+        for batch, old in zip(batches, folded, strict=True):
+            out = cuda.paged_attention(q, flat, values, batch, heads.n_kv_heads, scoring, old)
+        return out
 
-    return time_graph(run, n_rounds).median_ms / n_layers
+    return run, n_layers
+
+
+def _folded(heads: Heads, storage: Storage, n_layers: int, n_sequences: int, n_rows: int) -> list[FoldedRows]:
+    """Of each layer. Codes are the bytes of small numbers, as scales are."""
+    shapes = [
+        shape
+        for by_channel in (True, False)
+        for shape in storage.shapes(heads.n_kv_heads, storage.group, heads.head_dim, by_channel=by_channel)
+    ]
+    places = np.cumsum([0, *(-(-math.prod(shape) * dtype.itemsize // 64) * 64 for shape, dtype in shapes)])
+    n_each, n_block_bytes = -(-n_rows // storage.group), int(places[-1])
+    arena = (torch.rand(n_layers * n_sequences * n_each * n_block_bytes // 2, device="cuda") * 0.01).half().view(torch.uint8)
+    flats = tuple(arena[place:].view(dtype) for (_, dtype), place in zip(shapes, places[:-1].tolist(), strict=True))
+    blocks = np.random.default_rng(0).permutation(n_layers * n_sequences * n_each).reshape(n_layers, -1) * n_block_bytes
+    cu_blocks, lengths = np.arange(n_sequences + 1) * n_each, np.full(n_sequences, n_rows)
+    return [FoldedRows(storage, tuple(s for s, _ in shapes), flats, own, cu_blocks, lengths, heads.head_dim) for own in blocks]

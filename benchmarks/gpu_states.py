@@ -6,7 +6,7 @@ does not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,7 +65,26 @@ def copy_gbytes_a_second() -> float:
 
 
 def time_graph(run: Callable[[], object], n_rounds: int) -> Samples:
-    """Replays of a CUDA graph of `run`, after it ran once by itself for what is compiled and uploaded."""
+    return time_graphs({"": run}, n_rounds)[""]
+
+
+def time_graphs(runs: Mapping[str, Callable[[], object]], n_rounds: int) -> dict[str, Samples]:
+    """Replays of a CUDA graph of each, in turns, after it ran once by itself for what is compiled and uploaded."""
+    graphs = {name: _capture(run) for name, run in runs.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for i in range(n_rounds + 2):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            torch.cuda.synchronize()
+            if i >= 2:
+                seconds[name].append(begin.elapsed_time(end) / 1e3)
+    return {name: Samples(samples) for name, samples in seconds.items()}
+
+
+def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -75,24 +94,15 @@ def time_graph(run: Callable[[], object], n_rounds: int) -> Samples:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    seconds = []
-    for i in range(n_rounds + 2):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        if i >= 2:
-            seconds.append(begin.elapsed_time(end) / 1e3)
-    return Samples(seconds)
+    return graph
 
 
 class Work:
-    """Steps of `n_new` tokens a sequence through many layers, both ways, from the same numbers."""
+    """Steps of `n_new` tokens a sequence through so many layers, or as many as fill memory, both ways, from the same numbers."""
 
-    def __init__(self, layer: Layer, dtype: torch.dtype, n_sequences: int, n_new: int) -> None:
+    def __init__(self, layer: Layer, dtype: torch.dtype, n_sequences: int, n_new: int, n_layers: int | None = None) -> None:
         n, device = n_sequences, torch.device("cuda")
-        self.layer, self.n_sequences, self.n_layers = layer, n, max(1, N_BYTES // (4 * n * layer.state_elements))
+        self.layer, self.n_sequences, self.n_layers = layer, n, n_layers or max(1, N_BYTES // (4 * n * layer.state_elements))
         self.shape = (layer.n_heads, layer.value_dim, layer.key_dim)
         self.cu_rows, n_rows = np.arange(n + 1) * n_new, n * n_new
         self.flat = torch.randn(self.n_layers * n * layer.state_elements, device=device)
@@ -119,17 +129,19 @@ class Work:
             for i in range(self.n_layers)
         ]
 
-    def _run(self, slots: StateSlots) -> Tensor:
+    def scan(self, slots: StateSlots) -> Tensor:
         erase = Erase(self.k, None, after_decay=True) if self.layer.erases else None
         return cuda.matrix_scan(self.q, self.k, self.v, self.log_decay, erase, slots, strength_TH=self.strength, skip_H=self.skip)
 
-    def read(self) -> None:
+    def read(self) -> Tensor:
+        """What the last layer returns."""
         for offsets, tail in zip(self.offsets, self.tails, strict=True):
-            self._run(StateSlots(self.cu_rows, self.flat, offsets, self.nowhere, self.shape, 0.0, tail))
+            y = self.scan(StateSlots(self.cu_rows, self.flat, offsets, self.nowhere, self.shape, 0.0, tail))
+        return y
 
     def read_and_write(self) -> None:
         for offsets in self.offsets:
-            self._run(StateSlots(self.cu_rows, self.flat, offsets, offsets, self.shape, 0.0))
+            self.scan(StateSlots(self.cu_rows, self.flat, offsets, offsets, self.shape, 0.0))
 
     def read_and_write_theirs(self, update: Callable[..., Tensor]) -> None:
         """mamba-ssm's `selective_state_update`; one token each."""
@@ -169,9 +181,9 @@ def _decode(report: Report, layer: Layer, dtype: torch.dtype, n_sequences: int, 
 
 
 def _prompt(report: Report, layer: Layer, *, n_rounds: int) -> None:
-    work = Work(layer, torch.bfloat16, 1, PROMPT_TOKENS)
+    work = Work(layer, torch.bfloat16, 1, PROMPT_TOKENS, n_layers=1)
     slots = StateSlots(work.cu_rows, work.flat, work.offsets[0], work.offsets[0], work.shape, 0.0)
-    ours, peer, theirs = time_graph(lambda: work._run(slots), n_rounds).median_ms, "-", 0.0
+    ours, peer, theirs = time_graph(lambda: work.scan(slots), n_rounds).median_ms, "-", 0.0
     scan = None if layer.erases else _theirs("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
     if scan is not None:
         state, rate = work.flat[: layer.state_elements].view(1, *work.shape), torch.full((layer.n_heads,), -0.1, device="cuda")

@@ -67,9 +67,11 @@ class RecordedModel:
     The first step of a layout runs as ever, the second is recorded, all others are replayed. Logits are the same bits. Steps of a memory
     on the CPU have no layout, nor have those whose requests differ in their number of tokens, or that read a choice of old rows (policies),
     or fold rows into few bits: they run as ever. So do, after one warning, steps in which the model waits for the device, as a mixture of
-    experts does that counts on the host because there are fewer choices than experts.
+    experts does that counts on the host because there are fewer choices than experts, or in which a recurrence asks for positions there
+    (`States.begins`).
 
-    Weights may change in place between steps, not be replaced.
+    Weights may change in place between steps, not be replaced. What the model does may follow from the step's tensors and its numbers of
+    tokens, not from which sequences are in it: that is not looked at again.
 
     Args:
         model: (step) -> logits, such as a `models.LanguageModel`; other attributes are its own.

@@ -48,7 +48,8 @@ class Step:
     sequence moves on at once. Leaving by an exception, from wherever, leaves every sequence as it was.
 
     Attributes, once entered:
-        token_ids, positions: (T,) int64 on the memory's device, packed in the step's own order.
+        token_ids, positions: (T,) int64 on the memory's device, packed in the step's own order. Copy what is wanted after the step: on a
+            GPU, the next one's take their place.
         cu_seqlens: (S + 1,) int64 on the host; request i of the step's order owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
         sequences: in the caller's order.
     """

@@ -85,6 +85,8 @@ def test_a_plan_goes_up_in_one_copy(subject: Subject) -> None:
         subject.model(first)
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
         step = memory.step({s: [2] for s in sequences}).__enter__()
+        if subject.fold == "defer":  # nothing follows it inside of the step
+            subject.model(step)
         torch.cuda.synchronize()
     copies = [event for event in found.events() if "Memcpy HtoD" in event.name]
     assert len(copies) == 1, [event.name for event in copies]

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
 from memory.kernels import cuda
 
@@ -46,3 +47,18 @@ class OnDevice:
             parts = [self._move(y, moved) for y in x]
             return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
         return x
+
+
+class MadeOn(TorchFunctionMode):
+    """Tensors that are asked for on any device are made on this one: benchmarks of a GPU run elsewhere."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self.n_bytes = 0
+        """Of what was made, parts of it in other dtypes included."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **{name: self._device if name == "device" else value for name, value in (kwargs or {}).items()})
+        self.n_bytes += out.nbytes if isinstance(out, Tensor) and not out._is_view() else 0
+        return out

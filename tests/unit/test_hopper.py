@@ -136,6 +136,30 @@ def test_matrix_states(
         assert all(kernel.spilled_bytes == 0 for kernel in recorder.compiled), recorder.compiled
 
 
+@pytest.mark.parametrize(
+    "kernel, choice",
+    [
+        ("attend", {"block_n": 128, "num_warps": 8, "num_stages": 3}),
+        ("attend", {"block_n": 128, "num_warps": 4, "num_stages": 5}),
+        ("scan_chunks", {"chunk": 64, "rows": 64, "num_warps": 8, "num_stages": 2}),
+    ],
+    ids=["prompt", "decode", "chunks"],
+)
+def test_the_largest_tiles_that_tuning_tries_fit(recorder: Recorder, kernel: str, choice: dict[str, int]) -> None:
+    """What does not fit, it skips."""
+    from benchmarks.gpu_tune import OPTIONS
+    from memory.kernels import cuda
+    from memory.kernels.cuda.choices import TUNABLES
+
+    assert all(value in OPTIONS[kernel][name] for name, value in choice.items())
+    with TUNABLES[kernel].instead(lambda *_: TUNABLES[kernel].checked(choice)):
+        if kernel == "attend":
+            attend(BF16, (32, 8, 128), 100 if choice["num_warps"] == 8 else 1, PLAIN)
+        else:
+            q, v = zeros(100, 1, 128, dtype=BF16), zeros(100, 80, 64, dtype=BF16)
+            cuda.matrix_scan(q, q, v, zeros(100, 80, dtype=F32), None, slots([100], (80, 64, 128)))
+
+
 def test_other_recurrences(recorder: Recorder) -> None:
     """Decode steps of 64 sequences, and a prompt through the convolution."""
     from memory.kernels import cuda

@@ -1,4 +1,4 @@
-"""The CUDA kernels' tests in Triton's interpreter: in two processes of their own, for the environment chooses it."""
+"""The CUDA kernels' tests in Triton's interpreter: in three processes of their own, for the environment chooses it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent.parent
 FILES = sorted(map(str, (ROOT / "tests" / "kernels_cuda").glob("test_*.py")))
 
 
-@pytest.mark.parametrize("files", [FILES[::2], FILES[1::2]], ids=["one half", "the other"])
+@pytest.mark.parametrize("files", [FILES[i::3] for i in range(3)], ids=["first third", "second third", "last third"])
 def test_kernels_in_the_interpreter(files: list[str]) -> None:
     pytest.importorskip("triton", reason="triton is not installed")
     found = subprocess.run(

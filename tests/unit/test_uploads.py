@@ -12,39 +12,31 @@ from torch import Tensor
 
 from memory import uploads
 from memory.interface import Int64s
-from memory.uploads import Stage, Stages, remember, upload
+from memory.uploads import Stage, Stages, remember, together, upload
 from tests.subjects import make_subject
 
-CPU = torch.device("cpu")
+HOST = torch.device("cpu")
 
 
-def opened() -> Stage:
-    stage = Stage(CPU, [])
+@pytest.fixture
+def stage() -> Stage:
+    stage = Stage(HOST, [])
     stage.open()
     return stage
 
 
-def test_arrays_of_a_stage_arrive_together_when_it_is_sent() -> None:
-    """Small ones, an empty one, one of two axes, one with room behind it, and one that does not fit beside the others."""
+def test_arrays_of_a_stage_arrive_together_when_it_is_sent(stage: Stage) -> None:
+    """Small ones, an empty one, one of two axes, and one that does not fit beside the others."""
     arrays = [np.arange(3), np.zeros(0, np.int64), np.arange(12).reshape(3, 4), np.arange(50_000), np.array([7])]
-    stage, rooms = opened(), [3, 0, 12, 60_000, 1]
-    placed = [stage.add(array, room) for array, room in zip(arrays, rooms, strict=True)]
-    assert stage.layout is None, "it does not fit, so where it lies is not where the next one will"
+    placed = [stage.add(array, array.size) for array in arrays]
     stage.send()
-    for array, tensor, room in zip(arrays, placed, rooms, strict=True):
-        assert tensor.shape == (array.shape if room == array.size else (room,))
-        assert tensor.ravel()[: array.size].tolist() == array.ravel().tolist()
+    for array, tensor in zip(arrays, placed, strict=True):
+        assert tensor.shape == array.shape and tensor.tolist() == array.tolist()
         assert tensor.data_ptr() % 16 == 0, "kernels load 16 bytes at once"
-    stage.open()
-    again = [stage.add(array, room) for array, room in zip(arrays, rooms, strict=True)]
-    layout = stage.layout
-    stage.open()
-    assert [tensor.data_ptr() for tensor in again] == [stage.add(*each).data_ptr() for each in zip(arrays, rooms, strict=True)]
-    assert stage.layout == layout is not None, "it has grown once, and that is enough"
 
 
-def test_a_stage_takes_arrays_as_they_are_when_they_are_added() -> None:
-    stage, array = opened(), np.arange(4)
+def test_a_stage_takes_arrays_as_they_are_when_they_are_added(stage: Stage) -> None:
+    array = np.arange(4)
     placed = stage.add(array, 4)
     array[:] = -1
     stage.send()
@@ -53,14 +45,50 @@ def test_a_stage_takes_arrays_as_they_are_when_they_are_added() -> None:
 
 def test_a_plan_that_is_handed_over_and_then_fails_leaves_its_place_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or two steps that are open at the same time would be written over each other."""
-    monkeypatch.setattr(uploads, "_PLAYS_DEVICE", True)
-    stages = Stages(CPU)
-    with pytest.raises(MemoryError), uploads.together(stages) as handed_over:
+    monkeypatch.setattr(uploads, "is_apart", lambda device: True)
+    stages = Stages(HOST)
+    with pytest.raises(MemoryError), together(stages) as handed_over:
         raise MemoryError
     assert handed_over is not None
     handed_over.close()  # as the step does that it was handed to
     assert stages.take() is handed_over
     assert stages.take() is not handed_over
+
+
+def test_plans_of_one_layout_lie_at_one_place(stage: Stage) -> None:
+    """Also where one array has grown, as long as it has room; a plan that does not fit has none, and finds more room next time."""
+
+    def plan(*arrays: Int64s, room: int = 8) -> tuple[object, list[int]]:
+        stage.open()
+        placed = [stage.add(array, max(room, array.size)) for array in arrays]
+        stage.send()
+        for array, tensor in zip(arrays, placed, strict=True):
+            assert tensor[: array.size].tolist() == array.tolist()
+        stage.close()
+        return stage.layout, [tensor.data_ptr() for tensor in placed]
+
+    first, where = plan(np.arange(3), np.arange(5))
+    assert plan(np.arange(4), np.arange(5)) == (first, where)
+    assert plan(np.arange(9), np.arange(5))[0] not in (first, None)
+    assert plan(np.arange(40_000), np.arange(5))[0] is None
+    large, where = plan(np.arange(40_000), np.arange(5))
+    assert large is not None and plan(np.arange(40_000), np.arange(5)) == (large, where)
+    assert plan(np.arange(3), np.arange(5))[0] not in (first, None), "the place is another one"
+
+
+def test_what_was_uploaded_is_forgotten_with_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "is_apart", lambda device: True)
+    stages, array = Stages(HOST), np.arange(4)
+    with together(stages) as stage:
+        placed = upload(array, HOST)
+        assert upload(array, HOST) is placed
+    assert stage is not None and placed.tolist() == [0, 1, 2, 3]
+    assert upload(array, HOST) is placed, "it is found again as long as the plan is in use"
+    stage.close()
+    with together(stages) as again:
+        assert again is stage
+        assert upload(np.arange(4, 8), HOST).data_ptr() == placed.data_ptr()
+        assert upload(array, HOST).data_ptr() != placed.data_ptr()
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
@@ -86,29 +114,30 @@ def test_what_is_remembered_goes_with_its_anchors() -> None:
     assert remember((first, np.arange(2)), "key", make) == 4
 
 
+class LateStage(Stage):
+    """Until it is sent, every number is an offset far outside of any arena."""
+
+    def add(self, array: Int64s, size: int) -> Tensor:
+        return super().add(array, size).fill_(1 << 40)
+
+
 @pytest.mark.parametrize("name", ["toy", "toy-window", "toy-quest", "toy-4-bit", "toy-h2o"])
 def test_no_plan_reads_what_has_not_been_sent(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device, where a step's arrays go up together when all is planned."""
     subject = make_subject(name, tmp_path)
     steps = [subject.tokens(20), *([t] for t in subject.tokens(12, seed=1)), subject.tokens(5, seed=2)]
-    sent, add, send = list[Stage](), Stage.add, Stage.send
-
-    def add_late(stage: Stage, array: Int64s, size: int) -> Tensor:
-        """Until it is sent, every number is an offset far outside of any arena."""
-        return add(stage, array, size).fill_(1 << 40)
-
-    def send_and_count(stage: Stage) -> None:
-        send(stage)
-        sent.append(stage)
+    taken = list[Stage]()
 
     def logits() -> Tensor:
         memory = subject.memory()
         return subject.feed(memory, memory.open(), steps)
 
+    def take(stages: Stages) -> Stage:
+        taken.append(LateStage(HOST, []))
+        return taken[-1]
+
     expected = logits()
-    assert not sent
-    monkeypatch.setattr(uploads, "_PLAYS_DEVICE", True)
-    monkeypatch.setattr(Stage, "add", add_late)
-    monkeypatch.setattr(Stage, "send", send_and_count)
+    monkeypatch.setattr(uploads, "is_apart", lambda device: True)
+    monkeypatch.setattr(Stages, "take", take)
     subject.assert_same(logits(), expected, bits=True)
-    assert len(sent) == len(steps)
+    assert len(taken) == len(steps)

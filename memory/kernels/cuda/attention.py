@@ -7,6 +7,8 @@ two goes in two parts: 576 as 512 and 64. Scores are in units of log2, for the h
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 import triton
@@ -14,7 +16,8 @@ import triton.language as tl
 from torch import Tensor
 
 from memory.kernels.cuda import folded_rows
-from memory.kernels.cuda.folded_rows import load_folded
+from memory.kernels.cuda.choices import powers_of_2, tunable
+from memory.kernels.cuda.folded_rows import NOT_FOLDED, load_folded
 from memory.kernels.cuda.launch import aligned_elements, device_ints, head_parts, launch, next_power_of_2
 from memory.kernels.cuda.softmax import LOG2_E, add, hide, load_bias, load_rows, score, store_rows
 from memory.kernels.cuda.tiles import MERGE, TASK, Shape, Tiles, tile
@@ -26,7 +29,7 @@ def plan_attention(
     batch: PagedBatch, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, window: int | None,
     folded: FoldedRows | None = None,
 ) -> None:  # fmt: skip
-    _lay_out(batch, Shape.of(*heads, dtype.itemsize), window, folded, device)
+    _lay_out(batch, Shape.of(*heads, dtype.itemsize, device), window, folded, device)
     if folded is not None:
         device_ints(folded.blocks, device)
 
@@ -36,7 +39,8 @@ def paged_attention(
 ) -> Tensor:
     q_THD = q_THD if q_THD.stride(-1) == 1 else q_THD.contiguous()
     (_, n_heads, head_dim), device = q_THD.shape, q_THD.device
-    shape = Shape.of(n_heads, n_kv_heads, head_dim, q_THD.element_size())
+    itemsize, bits = q_THD.element_size(), NOT_FOLDED if folded is None else folded.storage.code_bits
+    shape = Shape.of(n_heads, n_kv_heads, head_dim, itemsize, device)
     tiles, tasks, merges = _lay_out(batch, shape, scoring.window, folded, device)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     partial = torch.empty(tiles.n_partial, n_heads, head_dim, dtype=torch.float32, device=device)
@@ -46,7 +50,7 @@ def paged_attention(
     pages = batch.pages
     for n_queries, begin, end in tiles.launches:
         block_m = max(16, next_power_of_2(n_queries * shape.heads))
-        block_n, num_warps, num_stages = _choose(block_m, head_dim, q_THD.element_size(), is_folded=folded is not None)
+        block_n, num_warps, num_stages = _choose(device, block_m, head_dim, itemsize, bits)
         launch(
             _attend, (end - begin, n_kv_heads * shape.parts),
             q_THD, out_THD, partial, totals, keys, values, pages, tasks, begin, q_THD if sinks_H is None else sinks_H,
@@ -56,7 +60,7 @@ def paged_attention(
             N_HEADS=n_heads, N_SHARED=n_heads // n_kv_heads, HEADS=shape.heads, PARTS=shape.parts, D=head_dim, PAGE=batch.page_tokens,
             IS_SHARED=keys.data_ptr() == values.data_ptr(), HAS_SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None,
             HAS_BIAS=bias_HL is not None, HAS_WINDOW=scoring.window is not None, BLOCK_M=block_m, BLOCK_N=block_n, TASK=TASK,
-            ALIGN=aligned_elements(head_dim, q_THD.element_size()),
+            ALIGN=aligned_elements(head_dim, itemsize),
             **head_parts(head_dim), **folded_rows.constants(folded), num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     launch(
@@ -90,13 +94,22 @@ def _lay_out(
     return remember(arrays, (shape, window, device.type), make)
 
 
-def _choose(block_m: int, head_dim: int, itemsize: int, *, is_folded: bool) -> tuple[int, int, int]:
-    """Rows a tile, warps and stages: two or three tiles of keys and values in flight where shared memory (227 KiB) allows it."""
+class Attend(NamedTuple):
+    """Rows of keys a tile, warps, and tiles in flight."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+
+
+@tunable("attend", Attend, block_n=powers_of_2(16, 128), num_warps=powers_of_2(1, 16), num_stages=range(1, 9))
+def _choose(block_m: int, head_dim: int, itemsize: int, bits: int) -> Attend:
+    """Two or three tiles of keys and values in flight where shared memory (227 KiB) allows it. `bits`: of folded rows."""
     block_n = 64 if head_dim * itemsize <= 256 else 32 if head_dim * itemsize <= 1024 else 16
     tile_bytes = 2 * block_n * next_power_of_2(head_dim) * itemsize
     wanted = 3 if block_m >= 64 else 4  # of a small tile, one goes to offsets of pages
-    num_stages = 1 if is_folded else max(1, min(wanted, (160 << 10) // tile_bytes))
-    return block_n, 8 if block_m * head_dim > 64 * 128 else 4, num_stages
+    num_stages = 1 if bits != NOT_FOLDED else max(1, min(wanted, (160 << 10) // tile_bytes))
+    return Attend(block_n, 8 if block_m * head_dim > 64 * 128 else 4, num_stages)
 
 
 @triton.jit(do_not_specialize=["first_task", "pages_head", "blocks_head"])  # they change from step to step

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
 from memory.kernels.cuda.math import bound, softplus
 from memory.kernels.cuda.prompts import scan_by_library
 from memory.kernels.signature import Prepared, StateSlots
 
-_STATE_ELEMENTS = 512
-"""Of a program, which is one warp: 16 registers a thread, and with 16 states a channel, 32 channels."""
+
+class SelectiveScan(NamedTuple):
+    """Channels of a program, at most, and warps."""
+
+    channels: int
+    num_warps: int
+
+
+@tunable("selective_scan", SelectiveScan, channels=powers_of_2(1, 512), num_warps=powers_of_2(1, 16))
+def _choose(n_states: int, itemsize: int) -> SelectiveScan:
+    """One warp, 16 registers a thread: with 16 states a channel, 32 channels."""
+    return SelectiveScan(max(32, 512 // next_power_of_2(n_states)), 1)
 
 
 def selective_scan(
@@ -29,12 +42,13 @@ def selective_scan(
     y_TE = torch.empty(x_TE.shape, dtype=torch.float32, device=x_TE.device)
     x, dt, b, c = (with_contiguous_rows(t) for t in (x_TE, dt_TE, b_TN, c_TN))
     states = next_power_of_2(n_states)
-    channels = min(next_power_of_2(n_channels), max(32, _STATE_ELEMENTS // states))
+    most, num_warps = _choose(x.device, n_states, x.element_size())
+    channels = min(next_power_of_2(n_channels), most)
     launch(
         _selective_scan, (len(state.cu_rows) - 1, ceil_div(n_channels, channels)),
         x, x.stride(0), dt, dt.stride(0), b, b.stride(0), c, c.stride(0), dt_bias_E, a_NE, d_E, y_TE,
         device_ints(state.cu_rows, x.device), state.flat, state.sources, state.targets, float(state.initial), n_channels, n_states,
-        CHANNELS=channels, STATES=states, num_warps=1,
+        CHANNELS=channels, STATES=states, num_warps=num_warps,
     )  # fmt: skip
     return y_TE
 

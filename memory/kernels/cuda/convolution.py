@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import numpy as np
 import torch
 import triton
@@ -9,21 +11,25 @@ import triton.language as tl
 from torch import Tensor
 
 from memory.interface import Int64s
-from memory.kernels.cuda.launch import (
-    absent,
-    ceil_div,
-    device_ints,
-    launch,
-    next_power_of_2,
-    require_shapes,
-    with_contiguous_rows,
-)
+from memory.kernels.cuda.choices import powers_of_2, tunable
+from memory.kernels.cuda.launch import absent, ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
 from memory.kernels.cuda.math import bound, silu
 from memory.kernels.cuda.prompts import conv_by_library
 from memory.kernels.signature import Prepared, StateSlots
 from memory.uploads import remember, upload
 
-_TILE_ROWS, _TILE_ELEMENTS = 16, 1024
+
+class Convolve(NamedTuple):
+    """Of a tile: rows and elements, at most; and warps."""
+
+    rows: int
+    elements: int
+    num_warps: int
+
+
+@tunable("causal_conv", Convolve, rows=powers_of_2(1, 128), elements=powers_of_2(128, 8192), num_warps=powers_of_2(1, 16))
+def _choose(n_taps: int, itemsize: int) -> Convolve:
+    return Convolve(16, 1024, 4)
 
 
 def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True) -> Tensor:
@@ -36,8 +42,9 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
     if (out := conv_by_library(rows_TR, weight_WE, bias_E, window, activation=activation)) is not None:
         return out
     out_TE = torch.empty(rows_TR.shape[0], n_channels, dtype=rows_TR.dtype, device=rows_TR.device)
-    n_rows = min(_TILE_ROWS, next_power_of_2(int(np.diff(window.cu_rows).max(initial=1))))
-    n_columns = min(next_power_of_2(n_channels), _TILE_ELEMENTS // n_rows)
+    most_rows, n_elements, num_warps = _choose(rows_TR.device, n_taps, rows_TR.element_size())
+    n_rows = min(most_rows, next_power_of_2(int(np.diff(window.cu_rows).max(initial=1))))
+    n_columns = min(next_power_of_2(n_channels), n_elements // n_rows)
     is_short, tail = bool(np.diff(window.cu_rows).max(initial=1) <= n_rows), window.tail
     if is_short:  # a tile for each run: there is nothing that a table would say
         cu_rows, n_tiles = device_ints(window.cu_rows, rows_TR.device), len(window.cu_rows) - 1
@@ -53,9 +60,9 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
         rows_TR, rows_TR.stride(0), weight_WE, absent(bias_E, rows_TR), out_TE, run_tiles, cu_rows, n_tiles, n_channels,
         window.flat, window.sources, window.targets, float(window.initial), *ring,
     )  # fmt: skip
-    options = {
+    options: dict[str, Any] = {
         "HAS_BIAS": bias_E is not None, "HAS_TAIL": tail is not None, "ACTIVATION": activation, "TAPS": n_taps,
-        "WINDOW": next_power_of_2(n_taps - 1), "ROWS": n_rows, "CHANNELS": n_columns, "IS_SHORT": is_short,
+        "WINDOW": next_power_of_2(n_taps - 1), "ROWS": n_rows, "CHANNELS": n_columns, "IS_SHORT": is_short, "num_warps": num_warps,
     }  # fmt: skip
     # A run of several tiles may start from the very window that it leaves: that is written when all tiles are done.
     n_blocks = ceil_div(n_channels, n_columns)

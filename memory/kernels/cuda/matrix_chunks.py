@@ -15,7 +15,7 @@ A body that is asked for within a run is stored on the way: chunks end there, an
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memory.interface import Int64s
+from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import ceil_div, launch, next_power_of_2
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.matrix_inputs import Inputs
@@ -31,15 +32,29 @@ from memory.kernels.cuda.matrix_tails import fold_tail, rings_of
 from memory.kernels.signature import StateSlots
 from memory.uploads import remember, upload
 
-_CHUNK, _ROWS = 32, 32
-"""Tokens at once, and rows of a head's state a program. Compiled for Hopper, twice as many tokens do not fit into registers."""
+
+class ScanChunks(NamedTuple):
+    """Tokens at once, rows of a head's state a program, warps, and chunks in flight."""
+
+    chunk: int
+    rows: int
+    num_warps: int
+    num_stages: int
+
+
+@tunable(
+    "scan_chunks", ScanChunks, chunk=powers_of_2(16, 128), rows=powers_of_2(16, 128), num_warps=powers_of_2(1, 16), num_stages=range(1, 5)
+)
+def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanChunks:
+    """Compiled for Hopper, twice as many tokens do not fit into registers."""
+    return ScanChunks(32, min(32, max(16, next_power_of_2(n_rows))), 4, 1)
 
 
 def scan_chunks(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan` of runs of many tokens, with a tail or without."""
     n_heads, n_rows, n_columns = inputs.sizes
-    n_runs, chunk, columns = len(state.cu_rows) - 1, _CHUNK, max(16, next_power_of_2(n_columns))
-    device = y_THV.device
+    n_runs, columns, device = len(state.cu_rows) - 1, max(16, next_power_of_2(n_columns)), y_THV.device
+    chunk, rows, num_warps, num_stages = _choose(device, n_rows, n_columns, inputs.v.element_size(), inputs.a is not None)
     cu_rows, cu_chunks, run_of = remember((state.cu_rows,), (chunk, device), lambda: _chunks(state.cu_rows, chunk, device))
     rings = (y_THV,) * 9 + (1, cu_rows, cu_rows, cu_rows) if state.tail is None else rings_of(state)
     common: dict[str, Any] = {"COLUMNS": columns, "CHUNK": chunk, "HAS_TAIL": state.tail is not None, "PRECISION": _precision(inputs)}
@@ -51,11 +66,11 @@ def scan_chunks(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
             *inputs.pointers[3:9], *inputs.pointers[11:15], run_of, cu_chunks, cu_rows, state.targets, rings[-2], rings[-1], inverses,
             n_heads, n_columns, HAS_STRENGTH=inputs.strength is not None, **common,
         )  # fmt: skip
-    rows = min(_ROWS, max(16, next_power_of_2(n_rows)))
     launch(
         _scan_chunks, (ceil_div(n_rows, rows), n_heads, n_runs),
         *inputs.pointers, y_THV, inverses, cu_chunks, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
-        *rings, n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, **common,
+        *rings, n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, num_warps=num_warps,
+        num_stages=num_stages, **common,
     )  # fmt: skip
 
 

@@ -7,29 +7,42 @@ strength (v - S a) where it erases. So y = S_L q takes one pass over S_0, only r
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.matrix_inputs import Inputs, rows_a_program
 from memory.kernels.signature import StateSlots
 
-_BLOCK = 16
-"""Tokens of a tail that are met at once."""
+
+class ReadStates(NamedTuple):
+    """Rows of a head's state a program, tokens of a tail that are met at once, and warps."""
+
+    rows: int
+    block: int
+    num_warps: int
+
+
+@tunable("read_states", ReadStates, rows=powers_of_2(1, 128), block=powers_of_2(1, 64), num_warps=powers_of_2(1, 16))
+def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ReadStates:
+    return ReadStates(rows_a_program(n_rows, n_columns), 16, 4)
 
 
 def read_states(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan` with a tail."""
     n_heads, n_rows, n_columns = inputs.sizes
-    n_runs, rows = len(state.cu_rows) - 1, rows_a_program(n_rows, n_columns)
+    n_runs, erases = len(state.cu_rows) - 1, inputs.a is not None
+    rows, block, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), erases)
     launch(
         _read_states, (ceil_div(n_rows, rows), n_heads, n_runs),
         *inputs.pointers, y_THV, device_ints(state.cu_rows, y_THV.device), state.flat, state.sources, state.targets, float(state.initial),
-        *rings_of(state), n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, COLUMNS=next_power_of_2(n_columns), BLOCK=_BLOCK,
+        *rings_of(state), n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, COLUMNS=next_power_of_2(n_columns), BLOCK=block,
+        num_warps=num_warps,
     )  # fmt: skip
 
 

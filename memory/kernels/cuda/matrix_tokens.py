@@ -5,27 +5,43 @@ So every state element is read once and written once, however many tokens a run 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import absent, ceil_div, device_ints, launch, next_power_of_2
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.matrix_inputs import Inputs, rows_a_program
 from memory.kernels.signature import StateSlots
 
 
+class ScanTokens(NamedTuple):
+    """Rows of a head's state a program, and warps."""
+
+    rows: int
+    num_warps: int
+
+
+@tunable("scan_tokens", ScanTokens, rows=powers_of_2(1, 128), num_warps=powers_of_2(1, 16))
+def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanTokens:
+    return ScanTokens(rows_a_program(n_rows, n_columns), 4)
+
+
 def scan_tokens(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan`, one token after the other."""
     n_heads, n_rows, n_columns = inputs.sizes
-    n_runs, rows, b = len(state.cu_rows) - 1, rows_a_program(n_rows, n_columns), absent(inputs.b, inputs.q)
+    n_runs, b = len(state.cu_rows) - 1, absent(inputs.b, inputs.q)
+    rows, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), inputs.a is not None)
     launch(
         _scan_tokens, (ceil_div(n_rows, rows), n_heads, n_runs),
         *inputs.pointers, b, b.stride(0), y_THV,
         device_ints(state.cu_rows, y_THV.device), state.flat, state.sources, state.targets, float(state.initial), n_heads, n_rows,
         n_columns,
         **inputs.flags, BY_COLUMN=inputs.log_decay.dim() == 3, HAS_B=inputs.b is not None, AFTER_DECAY=inputs.after_decay,
-        ROWS=rows, COLUMNS=next_power_of_2(n_columns),
+        ROWS=rows, COLUMNS=next_power_of_2(n_columns), num_warps=num_warps,
     )  # fmt: skip
 
 

@@ -10,12 +10,23 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import aligned_elements, device_ints, dot, head_parts, launch, next_power_of_2
 from memory.kernels.cuda.softmax import load_rows
 from memory.kernels.signature import PageChoice
 from memory.uploads import remember
 
-_BLOCK_N = 64
+
+class ScorePages(NamedTuple):
+    """Pages a tile, and warps."""
+
+    block_n: int
+    num_warps: int
+
+
+@tunable("score_pages", ScorePages, block_n=powers_of_2(16, 256), num_warps=powers_of_2(1, 16))
+def _choose(block_m: int, head_dim: int, itemsize: int) -> ScorePages:
+    return ScorePages(64, 4)
 
 
 class _Places(NamedTuple):
@@ -72,13 +83,15 @@ def _scores(q_QHD: Tensor, least: Tensor, greatest: Tensor, pages: Tensor, place
     """(Q, G, N) float32: of the pages that are scored, then -inf."""
     n_queries, n_heads, head_dim = q_QHD.shape
     q_QHD = q_QHD if q_QHD.stride(-1) == 1 else q_QHD.contiguous()
-    n_shared = n_heads // n_kv_heads
+    n_shared, itemsize = n_heads // n_kv_heads, q_QHD.element_size()
+    block_m = max(16, next_power_of_2(n_shared))
+    block_n, num_warps = _choose(q_QHD.device, block_m, head_dim, itemsize)
     scores_QGN = torch.empty(n_queries, n_kv_heads, places.most_scored, dtype=torch.float32, device=q_QHD.device)
     launch(
-        _score, (n_queries, triton.cdiv(places.most_scored, _BLOCK_N), n_kv_heads),
+        _score, (n_queries, triton.cdiv(places.most_scored, block_n), n_kv_heads),
         q_QHD, least, greatest, pages, places.begin_Q, places.n_scored_Q, scores_QGN, q_QHD.stride(0), q_QHD.stride(1),
-        places.most_scored, N_SHARED=n_shared, BLOCK_M=max(16, next_power_of_2(n_shared)), BLOCK_N=_BLOCK_N, D=head_dim,
-        ALIGN=aligned_elements(head_dim, q_QHD.element_size()), **head_parts(head_dim),
+        places.most_scored, N_SHARED=n_shared, BLOCK_M=block_m, BLOCK_N=block_n, D=head_dim,
+        ALIGN=aligned_elements(head_dim, itemsize), **head_parts(head_dim), num_warps=num_warps,
     )  # fmt: skip
     return scores_QGN
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from memory.interface import Int64s
+from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import next_power_of_2
 from memory.kernels.signature import FoldedRows, PagedBatch
 from memory.uploads import room_for
@@ -25,7 +27,19 @@ _MOST_PROGRAMS = 256
 """That share the rows of one request: about two for each multiprocessor of a Hopper GPU."""
 
 WHOLE_TILES = 64
-"""Rows of a split are a multiple of this, and so of any tile of keys."""
+"""Rows of a split are a multiple of this, and so of most tiles of keys."""
+
+
+class Split(NamedTuple):
+    """`SPLIT_ROWS` and `_MOST_PROGRAMS` of an attention."""
+
+    rows: int
+    programs: int
+
+
+@tunable("split", Split, rows=range(WHOLE_TILES, 1 << 15, WHOLE_TILES), programs=powers_of_2(1, 1 << 12))
+def _choose_split(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int) -> Split:
+    return Split(SPLIT_ROWS, _MOST_PROGRAMS)
 
 
 class Shape(NamedTuple):
@@ -35,19 +49,21 @@ class Shape(NamedTuple):
         heads: query heads a tile, all of one key/value head.
         parts: tiles that share a key/value head.
         most: rows of a tile, at most: queries times heads.
+        split: how rows are divided.
     """
 
     n_kv_heads: int
     heads: int
     parts: int
     most: int
+    split: Split
 
     @staticmethod
-    def of(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int) -> Shape:
+    def of(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int, device: torch.device) -> Shape:
         """Accumulators of a tile (rows x head_dim float32) must fit into the registers of eight warps."""
         most = 128 if head_dim <= 128 and itemsize < 4 else 64 if head_dim <= 256 or itemsize < 4 else 16
-        heads = min(n_heads // n_kv_heads, most)
-        return Shape(n_kv_heads, heads, -(-n_heads // n_kv_heads // heads), most)
+        heads, split = min(n_heads // n_kv_heads, most), _choose_split(device, n_heads, n_kv_heads, head_dim, itemsize)
+        return Shape(n_kv_heads, heads, -(-n_heads // n_kv_heads // heads), most, split)
 
 
 class Launch(NamedTuple):
@@ -128,8 +144,8 @@ def _with_room(tiles: Tiles, n_queries: int) -> Tiles:
 
 def _splits(n_rows: Int64s, may_split: Int64s, shape: Shape) -> tuple[Int64s, Int64s]:
     """Programs that share the rows of each tile, and rows for each but the last."""
-    most = max(1, _MOST_PROGRAMS // (shape.n_kv_heads * shape.parts))
-    wanted = np.where(may_split, np.clip(-(-n_rows // SPLIT_ROWS), 1, most), 1)
+    most = max(1, shape.split.programs // (shape.n_kv_heads * shape.parts))
+    wanted = np.where(may_split, np.clip(-(-n_rows // shape.split.rows), 1, most), 1)
     length = -(-n_rows // wanted // WHOLE_TILES) * WHOLE_TILES
     return -(-n_rows // length), length
 

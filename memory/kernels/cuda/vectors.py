@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.math import softplus as softplus_of
 from memory.kernels.signature import Prepared, StateSlots
 
-_CHANNELS = 128
-"""Channels of a program: more would leave processors of a device without any."""
+
+class Vectors(NamedTuple):
+    """Channels of a program, and warps."""
+
+    channels: int
+    num_warps: int
+
+
+@tunable("vectors", Vectors, channels=powers_of_2(16, 4096), num_warps=powers_of_2(1, 16))
+def _choose(itemsize: int) -> Vectors:
+    """`linear_scan` and `wkv4`. More channels would leave processors of a device without any."""
+    return Vectors(128, 4)
 
 
 def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
@@ -44,11 +57,12 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
     y_TE = torch.empty(x_TE.shape, dtype=torch.float32, device=x_TE.device)
     x_TE, decay_TE = with_contiguous_rows(x_TE), with_contiguous_rows(decay_TE)
     cu_rows = device_ints(state.cu_rows, x_TE.device)
-    grid = (len(state.cu_rows) - 1, ceil_div(n_channels, _CHANNELS))
+    channels, num_warps = _choose(x_TE.device, x_TE.element_size())
+    grid = (len(state.cu_rows) - 1, ceil_div(n_channels, channels))
     launch(
         _linear_scan, grid,
         x_TE, x_TE.stride(0), decay_TE, decay_TE.stride(0), y_TE, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
-        n_channels, CHANNELS=_CHANNELS,
+        n_channels, CHANNELS=channels, num_warps=num_warps,
     )  # fmt: skip
     return y_TE
 
@@ -79,12 +93,14 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, state
     y_TE = torch.empty(v_TE.shape, dtype=torch.float32, device=v_TE.device)
     k_TE, v_TE = with_contiguous_rows(k_TE), with_contiguous_rows(v_TE)
     top, below, exponent = states
-    grid = (len(top.cu_rows) - 1, ceil_div(n_channels, _CHANNELS))
+    channels, num_warps = _choose(v_TE.device, v_TE.element_size())
+    grid = (len(top.cu_rows) - 1, ceil_div(n_channels, channels))
     launch(
         _wkv4, grid,
         k_TE, k_TE.stride(0), v_TE, v_TE.stride(0), decay_E, first_E, y_TE, device_ints(top.cu_rows, v_TE.device),
         top.flat, top.sources, top.targets, float(top.initial), below.flat, below.sources, below.targets, float(below.initial),
-        exponent.flat, exponent.sources, exponent.targets, float(exponent.initial), n_channels, CHANNELS=_CHANNELS,
+        exponent.flat, exponent.sources, exponent.targets, float(exponent.initial), n_channels, CHANNELS=channels,
+        num_warps=num_warps,
     )  # fmt: skip
     return y_TE
 
