@@ -7,6 +7,8 @@ starts one for each file here. Elsewhere these files are not collected.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from types import FunctionType
 
 import pytest
 import torch
@@ -27,3 +29,30 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def device() -> torch.device:
     return torch.device("cuda" if HAS_DEVICE else "cpu")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def patched_once() -> Iterator[None]:
+    """For each call of a device function the interpreter looks through Triton's whole language for what it has replaced already."""
+    if not IS_INTERPRETED:
+        yield
+        return
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    patch, patched = interpreter._patch_lang, set[str]()
+
+    def patch_once(function: FunctionType) -> object:
+        modules = {module.__name__ for module in (tl, tl.core) if any(x is module for x in function.__globals__.values())}
+        if patched and modules <= patched:
+            return interpreter._LangPatchScope()  # nothing to restore
+        scope, is_kernel = patch(function), not patched
+        patched.update(modules)
+        if is_kernel:
+            restore = scope.restore
+            scope.restore = lambda: (patched.clear(), restore())
+        return scope
+
+    with pytest.MonkeyPatch.context() as context:
+        context.setattr(interpreter, "_patch_lang", patch_once)
+        yield

@@ -22,7 +22,7 @@ from tests.subjects import make_subject
 from tests.tolerances import assert_split_close
 from tests.toy import VOCAB, average, project
 
-N_MODEL, WINDOW = 12, 24
+N_MODEL, WINDOW = 12, 10
 
 
 class Hybrid:
@@ -60,7 +60,8 @@ def in_the_interpreter(device: torch.device, monkeypatch: pytest.MonkeyPatch) ->
     if device.type == "cuda":
         pytest.skip("a device records by itself: tests/gpu")
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "triton")
-    monkeypatch.setattr(tiles, "SPLIT_ROWS", 64)
+    monkeypatch.setattr(tiles, "SPLIT_ROWS", 16)
+    monkeypatch.setattr(tiles, "WHOLE_TILES", 16)
 
 
 class Twins:
@@ -93,7 +94,7 @@ class Twins:
 def test_replays_are_the_steps_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Single tokens while pages fill, rows are split among programs, windows move and bodies too; in company that changes."""
     twins = Twins(monkeypatch, 3)
-    twins.feed({0: 62, 1: 7, 2: 2})
+    twins.feed({0: 14, 1: 7, 2: 2})
     for _ in range(6):
         twins.feed({0: 1, 1: 1})
     assert twins.recorder.n_replays >= 2
@@ -140,7 +141,7 @@ def test_replays_read_pages_where_they_are(monkeypatch: pytest.MonkeyPatch) -> N
     recorder = Recorder(monkeypatch)
     recorded = RecordedModel(model, record=recorder)
     a, b = memory.open(), memory.open()
-    memory.run(model, {a: list(range(9)), b: list(range(3, 12))})
+    memory.run(model, {a: list(range(6)), b: list(range(3, 9))})
     stay = [memory.fork(a), memory.fork(b)]
     n_replays = []
     for move, sequence, n_steps in ((memory.to_device, a, 3), (memory.to_host, a, 3), (memory.to_host, b, 2), (memory.to_device, a, 1)):

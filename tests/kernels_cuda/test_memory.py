@@ -43,3 +43,17 @@ def test_deferred_states(device: torch.device, family: str, monkeypatch: pytest.
         return torch.cat(logits)
 
     assert_split_close(run("cuda", "defer"), run("reference", "keep"))
+
+
+def test_a_run_that_is_longer_than_its_ring(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What its first tokens wrote is still wanted when later ones have taken their slots."""
+    if device.type == "cuda":
+        pytest.skip("the toys live on the CPU; conformance runs on the device")
+    model, logits = FamilyToy(FAMILIES["gated_delta"]), []
+    for kernels, fold in (("reference", "keep"), ("cuda", "defer")):
+        monkeypatch.setenv("HYBRID_MEMORY_KERNELS", kernels)
+        memory = HybridMemory(model.memory_spec, "1MiB", rollback_window=1, fold=fold, poison=True)  # type: ignore[arg-type]
+        found = memory.run(model, {memory.open(): [1, 2, 3, 4, 5, 6, 7]}, outputs="all")
+        assert found is not None
+        logits.append(found)
+    assert_split_close(*reversed(logits))

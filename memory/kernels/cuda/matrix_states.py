@@ -40,7 +40,9 @@ def matrix_scan(
         raise StepError("matrix_scan with a tail takes one decay a head, and erases by the keys that it writes; give such states no tail")
     y_THV = torch.empty(v_THV.shape, dtype=torch.float32, device=v_THV.device)
     inputs = Inputs.of(q_TGN, k_TGN, v_THV, log_decay, erase, strength_TH, skip_H)
-    is_long = np.diff(state.cu_rows) >= (_LONG_RUN if is_simple else np.inf)
+    # What tokens write is read again from their ring, so those of a run must not meet there; chunks hold them elsewhere.
+    least = _LONG_RUN if state.tail is None else min(_LONG_RUN, state.tail.ring_rows + 1)
+    is_long = np.diff(state.cu_rows) >= (least if is_simple else np.inf)
     # Requests come with the shortest first, but for those that a step puts otherwise: neighbours of one kind run together.
     bounds = [0, *(np.flatnonzero(np.diff(is_long)) + 1).tolist(), len(is_long)]
     for begin, end in pairwise(bounds):
