@@ -30,7 +30,7 @@ def is_ours(item: pytest.Item) -> bool:
 def is_chosen(item: pytest.Item) -> bool:
     """A part of the combinations, evenly spread, from another one on for each subject and for tests of other names.
 
-    So each combination meets some subjects in each test, and each distance to go back meets each subject in some test.
+    So each combination meets some subjects in each test, and three distances to go back in four meet each subject in some test.
     """
     nth, n = 0, 1
     for name, values in (mark.args for mark in item.iter_markers("parametrize")):
