@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import tempfile
-import time
 from collections.abc import Callable
-from statistics import median
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 from transformers import BambaConfig
 
-from benchmarks.harness import Report
+from benchmarks.harness import Report, interleave
 from benchmarks.workloads import Transformers, make_peer
 from memory import HybridMemory
 from memory.graphs import RecordedModel
@@ -29,7 +28,7 @@ def gpu_step(report: Report, *, quick: bool) -> None:
     n_sequences, n_tokens, n_rounds = (8, 16, 2) if quick else (64, 64, 5)
     config = make_config(2048, 14, [3, 10])
     contestants = make_contestants(config, n_sequences, CONTEXT, torch.device("cuda"))
-    medians = interleave(contestants, n_tokens, n_rounds)
+    medians = measure(contestants, n_tokens, n_rounds)
     for name, decode in contestants.items():
         report.add(f"greedy decoding of a Bamba of a billion parameters, bfloat16, from {CONTEXT} tokens on", {
             "what": name, "sequences": n_sequences, "ms a step": medians[name] / n_tokens * 1e3,
@@ -82,17 +81,15 @@ def _ours(model: LanguageModel, stepped: Callable[..., Tensor], prompts: Tensor)
     return decode
 
 
-def interleave(contestants: dict[str, Decode], n_tokens: int, n_rounds: int) -> dict[str, float]:
+def measure(contestants: dict[str, Decode], n_tokens: int, n_rounds: int) -> dict[str, float]:
     """Median seconds of each, after a round in which kernels are compiled and steps recorded."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(n_rounds + 1):
-        for name, decode in contestants.items():
-            _wait()
-            started = time.perf_counter()
-            decode(n_tokens)
-            _wait()
-            seconds[name].append(time.perf_counter() - started)
-    return {name: median(of_rounds[1:]) for name, of_rounds in seconds.items()}
+
+    def run(decode: Decode) -> None:
+        decode(n_tokens)
+        _wait()
+
+    found = interleave({name: partial(run, decode) for name, decode in contestants.items()}, n_rounds)
+    return {name: samples.median_ms / 1e3 for name, samples in found.items()}
 
 
 def _wait() -> None:

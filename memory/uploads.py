@@ -1,4 +1,4 @@
-"""Host arrays on their way to the device.
+"""Host arrays on their way to the device, and numbers on their way back.
 
 What a step's plan says is uploaded in one copy, from pinned memory: the host never waits for the device, which reads an array when all that
 was asked of it before is done. Arrays of a plan do not change, so what was uploaded once is found again.
@@ -23,27 +23,6 @@ from memory.errors import StepError
 from memory.interface import Int64s
 
 T = TypeVar("T")
-
-
-class Download:
-    """Numbers (n,) int64 that the device has perhaps not computed yet, on their way to the host."""
-
-    def __init__(self, numbers: Tensor) -> None:
-        self.on_device = numbers
-        is_cuda = numbers.device.type == "cuda"
-        self._on_host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=is_cuda)
-        self._on_host.copy_(numbers, non_blocking=True)
-        self._arrival = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
-        if self._arrival is not None:
-            self._arrival.record(torch.cuda.current_stream(numbers.device))
-
-    def wait(self) -> Int64s:
-        """The numbers. The host waits for what was asked of the device before they were, and for nothing that came after."""
-        if self._arrival is not None:
-            self._arrival.synchronize()
-        numbers: Int64s = self._on_host.numpy()
-        return numbers
-
 
 _LEAST_ELEMENTS = 1 << 14
 _WHOLE = 2
@@ -227,3 +206,23 @@ def remember(anchors: tuple[object, ...], key: object, make: Callable[[], T]) ->
         of_anchors[key] = make()
     found: T = of_anchors[key]
     return found
+
+
+class Download:
+    """Numbers (n,) int64 that the device has perhaps not computed yet, on their way to the host."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.on_device = numbers
+        is_cuda = numbers.device.type == "cuda"
+        self._on_host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=is_cuda)
+        self._on_host.copy_(numbers, non_blocking=True)
+        self._arrival = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        if self._arrival is not None:
+            self._arrival.record(torch.cuda.current_stream(numbers.device))
+
+    def wait(self) -> Int64s:
+        """The numbers. The host waits for what was asked of the device before they were, and for nothing that came after."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        numbers: Int64s = self._on_host.numpy()
+        return numbers

@@ -7,7 +7,7 @@ import torch
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.gpu_step import interleave, make_config, make_contestants, share_covered
+from benchmarks.gpu_step import make_config, make_contestants, measure, share_covered
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
@@ -58,6 +58,6 @@ def test_the_time_that_a_device_is_busy_is_counted_once() -> None:
 
 def test_all_contestants_decode() -> None:
     contestants = make_contestants(make_config(256, 2, [1]), 2, 8, torch.device("cpu"))
-    medians = interleave(contestants, 3, 1)
+    medians = measure(contestants, 3, 1)
     assert set(medians) == {"ours", "ours, recorded", "transformers"}
     assert all(0 < seconds < 60 for seconds in medians.values())

@@ -30,8 +30,6 @@ def plan_attention(
     folded: FoldedRows | None = None,
 ) -> None:  # fmt: skip
     _lay_out(batch, Shape.of(*heads, dtype.itemsize, device), window, folded, device)
-    if folded is not None:
-        device_ints(folded.blocks, device)
 
 
 def paged_attention(
