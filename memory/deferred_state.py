@@ -62,8 +62,8 @@ class DeferredState(RebasedState):
         self._ring_flats: list[list[tuple[Prepared, ...]]] = []
         if not store.is_dry:
             fields = iter(self.tail_layout.fields)
-            for spec in specs:
-                rows = (self._kernels.prepare(store.flat(next(fields))),)
+            for spec, has_rows in zip(specs, self._has_rows, strict=True):
+                rows = tuple(self._kernels.prepare(store.flat(next(fields))) for _ in range(has_rows))
                 self._ring_flats.append(
                     [tuple(self._kernels.prepare(store.flat(next(fields))) for _ in s.ring or ()) or rows for s in spec.states]
                 )

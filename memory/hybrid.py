@@ -48,9 +48,9 @@ class HybridMemory(Timelines):
         fold: how old tokens of recurrent layers leave the tail. "keep" keeps the state each time it passes a multiple of the
             window: nothing is computed, but a sequence holds a third state and a tail of two windows. "replay" runs old rows
             again: a tail of 1.2 windows, and about a tenth to a fifth more time to decode on a CPU. "defer" writes states only then, and
-            each step reads body and tail: a tail of 1.5 windows of rows and of what they did, no state at the newest position; for
-            short convolutions, SSD, gated delta rules and linear attention. Unless given, "keep" for a model on the CPU, on a CUDA device
-            "defer" where all recurrences can, and else "replay".
+            each step reads body and tail: a tail of 1.5 windows of what tokens did, no state at the newest position; for all but RWKV-4
+            and RG-LRU. Unless given, "keep" for a model on the CPU, on a CUDA device "defer" where all recurrences can and so move
+            fewer bytes (SSD, gated delta rules, linear attention; others with small windows), and else "replay".
         device, dtype: the spec's unless given. device="meta" is a dry run: all bookkeeping, no tensors, no model.
         state_dtype: of recurrent states, which models ask for in float32. torch.bfloat16 halves them; each step rounds its end state, so
             outputs drift (`python -m benchmarks states` measures how far).
@@ -107,7 +107,7 @@ class HybridMemory(Timelines):
         self.rollback_window = rollback_window
         self.page_tokens = page_tokens
         # Of the spec's device: a dry run keeps the books of the real thing.
-        self.fold: Fold = fold or default_fold(spec)
+        self.fold: Fold = fold or default_fold(self.spec, spec.device.type, rollback_window)
         self.index = index_of(self.spec)
         defers = self.fold == "defer"
         grid = TailGrid.deferring(rollback_window) if defers else TailGrid.of(rollback_window, keeps=self.fold == "keep")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+
+import torch
 
 from memory.arena import Store
 from memory.attention_cache import AttentionCache
@@ -118,12 +121,22 @@ def with_host_pages(kinds: Kinds, spec: MemorySpec, page_tokens: int, grid: Tail
     return HostPages(store, host_store, near, host_kinds.by_name, hosted)
 
 
-def default_fold(spec: MemorySpec) -> Fold:
-    """What suits the spec's device. Not that of a dry run, which keeps the books of the real thing."""
-    if spec.device.type == "cpu":
+def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fold:
+    """What suits the device. On CUDA states are left behind where a step then reads less of rings than writing the states would move."""
+    if device_type == "cpu":
         return "keep"
     recurrent = [m for _, m in spec.of_kind("recurrence") if isinstance(m, RecurrentSpec)]
-    return "defer" if spec.device.type == "cuda" and recurrent and all(m.can_defer for m in recurrent) else "replay"
+    if device_type != "cuda" or not recurrent or not all(m.can_defer for m in recurrent):
+        return "replay"
+    states = [state for m in recurrent for state in m.states if state.ring]  # windows of convolutions are read from rows, as many as ever
+    state_bytes = sum(_bytes([(state.shape, state.dtype)], spec.dtype) for state in states)
+    token_bytes = sum(_bytes(state.ring or (), spec.dtype) for state in states)
+    mean_tokens = rollback_window + TailGrid.deferring(rollback_window).fold_tokens / 2
+    return "defer" if token_bytes * mean_tokens <= state_bytes else "replay"
+
+
+def _bytes(parts: Iterable[tuple[tuple[int, ...], torch.dtype | None]], dtype: torch.dtype) -> int:
+    return sum(math.prod(shape) * (own or dtype).itemsize for shape, own in parts)
 
 
 def index_of(spec: MemorySpec) -> dict[tuple[int, str, str | None], int]:

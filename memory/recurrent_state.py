@@ -76,8 +76,8 @@ class RecurrentState:
     ) -> None:
         self.grid = grid
         self.state_layout = BlockLayout.of([(t.shape, t.dtype or dtype) for s in specs for t in s.states])
-        rings = [[(s.row_shape, None), *(part for t in s.states for part in t.ring or () if grid.defers)] for s in specs]
-        self.tail_layout = BlockLayout.of([((grid.tail_rows, *shape), of or dtype) for parts in rings for shape, of in parts])
+        parts = [s.tail_parts(deferred=grid.defers) for s in specs]
+        self.tail_layout = BlockLayout.of([((grid.tail_rows, *shape), of or dtype) for part in parts for shape, of in part])
         self.states = store.make_pool("states" + label, self.state_layout.block_bytes, from_top=True)
         self.tails = tails = store.make_pool("tails" + label, self.tail_layout.block_bytes, from_top=True)
         self._pools = (self.states, self.states, self.states, tails)  # of body, head, kept and tail
@@ -89,14 +89,15 @@ class RecurrentState:
         self._open_plans: dict[int, RecurrentPlan] = {}
         self._state_sizes = {field.dtype.itemsize for field in self.state_layout.fields}
         self._row_elements = [math.prod(s.row_shape) for s in specs]
-        self._row_sizes = set(self._row_elements)
-        self._ring_counts = [len(parts) for parts in rings]
+        self._has_rows = [s.has_rows(deferred=grid.defers) for s in specs]
+        self._row_sizes = {size for size, has_rows in zip(self._row_elements, self._has_rows, strict=True) if has_rows}
+        self._part_counts = [len(part) for part in parts]
         self._state_flats: list[list[Prepared]] = []
         self._tail_flats: list[Prepared] = []
         if not store.is_dry:
             fields, prepare = iter(self.state_layout.fields), self._kernels.prepare
             self._state_flats = [[prepare(store.flat(next(fields))) for _ in s.states] for s in specs]
-            firsts = itertools.accumulate(self._ring_counts[:-1], initial=0)
+            firsts = itertools.accumulate(self._part_counts[:-1], initial=0)
             self._tail_flats = [prepare(store.flat(self.tail_layout.fields[first])) for first in firsts]
 
     @property
@@ -243,6 +244,8 @@ class RecurrentState:
 
     def _write_tail(self, plan: RecurrentPlan, index: int, rows: Tensor) -> None:
         """Remember those of the step's rows that lie behind the new body."""
+        if not self._has_rows[index]:
+            return
         indices, targets = plan.writes
         n_written, n_elements = indices.shape[0], self._row_elements[index]
         if n_written:
@@ -340,7 +343,7 @@ class RecurrentState:
     @property
     def shares(self) -> dict[str, list[int]]:
         n_fields = [len(s.states) for s in self._specs]
-        return {self.states.name: self.state_layout.split(n_fields), self.tails.name: self.tail_layout.split(self._ring_counts)}
+        return {self.states.name: self.state_layout.split(n_fields), self.tails.name: self.tail_layout.split(self._part_counts)}
 
     def record(self, slot: int) -> Record:
         self._grow_to(slot + 1)

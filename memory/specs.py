@@ -122,11 +122,15 @@ class StateTensor:
     ring: tuple[tuple[tuple[int, ...], torch.dtype | None], ...] | None = field(default=None, repr=False)
 
 
-def matrix_tensor(name: str, n_heads: int, value_dim: int, key_dim: int, n_key_heads: int, *, decays_keys: bool = False) -> StateTensor:
-    """The state of `Kernels.matrix_scan`, (H, V, N). It can be left behind where one decay a head fades it: where keys have decays of their
-    own, rings as good as the state would soon be as large."""
-    ring = (((n_key_heads, key_dim), None), ((n_heads, value_dim), None), ((n_heads,), torch.float32))
-    return StateTensor(name, (n_heads, value_dim, key_dim), ring=None if decays_keys else ring)
+def matrix_tensor(
+    name: str, n_heads: int, value_dim: int, key_dim: int, n_key_heads: int, *, decays_keys: bool = False, has_b: bool = False
+) -> StateTensor:
+    """The state of `Kernels.matrix_scan`, (H, V, N). Its ring holds what a token does to it, which is to be added up: a key and what is
+    written to it, and a decay of each head, or of each key channel; where `Erase` has b, also b and what was found."""
+    decays = (n_heads, key_dim) if decays_keys else (n_heads,)
+    ring = [((n_key_heads, key_dim), None), ((n_heads, value_dim), None), (decays, torch.float32)]
+    erased = [((n_heads, key_dim), None), ((n_heads, value_dim), None)]
+    return StateTensor(name, (n_heads, value_dim, key_dim), ring=(*ring, *(erased if has_b else ())))
 
 
 @dataclass(frozen=True)
@@ -142,6 +146,15 @@ class RecurrentSpec:
     def can_defer(self) -> bool:
         """Whether all its states can be left behind the newest token."""
         return all(state.ring is not None for state in self.states)
+
+    def has_rows(self, *, deferred: bool) -> bool:
+        """Whether a tail holds a token's row. States that are left behind ask for that, or for what the token did to them."""
+        return not deferred or any(state.ring == () for state in self.states)
+
+    def tail_parts(self, *, deferred: bool) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
+        """Of each token in a tail, (shape, dtype), dtype None for the memory's own: its row, if there, then the rings of its states."""
+        rows = [(self.row_shape, None)] if self.has_rows(deferred=deferred) else []
+        return [*rows, *(part for state in self.states for part in state.ring or () if deferred)]
 
     def __post_init__(self) -> None:
         if not self.states:

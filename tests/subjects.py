@@ -42,6 +42,8 @@ SUBJECTS = (
     *("toy-attention-pyramid", "toy-expected-4-bit", "toy-quest-4-bit", "toy-attention-quest-float8"),
     *(f"family:{name}" for name in FAMILIES),
     "family:gated_delta defer",
+    "family:mamba1 defer",
+    "family:rwkv7 defer",
     "model:bamba",
     "model:bamba defer",
     "model:deepseek-v2-three-of-eight-experts-in-groups",

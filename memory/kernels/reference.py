@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.errors import StepError
 from memory.kernels.signature import Erase, FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots, Tail
 
 
@@ -176,7 +176,7 @@ def _slots(tail: Tail, run: int, begin: int, end: int) -> Tensor:
     return (first + torch.arange(begin, end, device=first.device)) % tail.ring_rows
 
 
-def tail_rows(tail: Tail, run: int, shapes: tuple[tuple[int, ...], ...]) -> list[Tensor]:
+def tail_rows(tail: Tail, run: int, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     """What each ring remembers of the tokens between a state and a run, oldest first: (tokens, *shape)."""
     slots = _slots(tail, run, 0, int(tail.counts[run]))
     return [
@@ -207,16 +207,23 @@ def softplus(x_TH: Tensor, bias_H: Tensor) -> Tensor:
 def selective_scan(
     x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor, state: StateSlots
 ) -> Tensor:
-    x_TE, b_TN, c_TN = x_TE.float(), b_TN.float(), c_TN.float()
-    dt_TE = F.softplus(dt_TE.float() + dt_bias_E.float())
-    h_SNE = read_rows(state.flat, state.sources, state.shape, state.initial).float()
-    y_TE = torch.empty_like(x_TE)
-    for i, h_NE in enumerate(h_SNE):
-        for t in range(*state.cu_rows[i : i + 2].tolist()):
-            h_NE = torch.exp(dt_TE[t] * a_NE) * h_NE + (dt_TE[t] * x_TE[t]) * b_TN[t, :, None]
-            y_TE[t] = (h_NE * c_TN[t, :, None]).sum(0) + d_E * x_TE[t]
-        h_SNE[i] = h_NE
-    write_rows_(state.flat, state.targets, h_SNE.flatten(1))
+    y_TE = torch.empty_like(x_TE, dtype=torch.float32)
+    rings = [x.shape[1:] for x in (x_TE, dt_TE, b_TN)]
+    for i, h_NE in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
+        start, end = state.cu_rows[i : i + 2].tolist()
+        own, past = [x[start:end] for x in (x_TE, dt_TE, b_TN)], [] if state.tail is None else tail_rows(state.tail, i, rings)
+        tokens = [torch.cat(pair) for pair in zip(past, own, strict=True)] if past else own
+        first, body_at = end - len(tokens[0]), _body_at(state, i)
+        for t, x_E, dt_E, b_N in zip(range(first, end), *(x.float() for x in tokens), strict=True):
+            if t == first + body_at:
+                write_rows_(state.flat, state.targets[i : i + 1], h_NE.reshape(1, -1))
+            dt_E = F.softplus(dt_E + dt_bias_E.float())
+            h_NE = torch.exp(dt_E * a_NE) * h_NE + (dt_E * x_E) * b_N[:, None]
+            if t >= start:
+                y_TE[t] = (h_NE * c_TN[t, :, None].float()).sum(0) + d_E * x_E
+        if end == first + body_at:
+            write_rows_(state.flat, state.targets[i : i + 1], h_NE.reshape(1, -1))
+        _remember_(state, i, own)
     return y_TE
 
 
@@ -224,74 +231,73 @@ def matrix_scan(
     q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots, *,
     strength_TH: Tensor | None = None, skip_H: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    n_heads = v_THV.shape[1]
-    q_THN, k_THN = (_to_heads(x, n_heads) for x in (q_TGN, k_TGN))
-    w_THN = (log_decay if log_decay.dim() == 3 else log_decay[:, :, None]).float().exp()
-    v_THV = v_THV.float()
-    u_THV = v_THV if strength_TH is None else v_THV * strength_TH.float()[:, :, None]
-    s_SHVN = read_rows(state.flat, state.sources, state.shape, state.initial).float()
-    if state.tail is not None:
-        y_THV = _matrix_scan_behind(s_SHVN, q_THN, k_TGN, v_THV, w_THN, erase, state, state.tail, strength_TH)
-        return y_THV if skip_H is None else y_THV + skip_H[:, None] * v_THV
-    y_THV = torch.empty_like(v_THV)
-    for i, s_HVN in enumerate(s_SHVN):
-        for t in range(*state.cu_rows[i : i + 2].tolist()):
-            decayed = s_HVN * w_THN[t, :, None]
-            new = decayed + u_THV[t, :, :, None] * k_THN[t, :, None]
-            if erase is not None:
-                read = decayed if erase.after_decay else s_HVN
-                found_HV1 = (read * _to_heads(erase.a[t : t + 1], n_heads)[0, :, None]).sum(-1, keepdim=True)
-                b_HN = _delta(k_THN, strength_TH, t) if erase.b is None else erase.b[t].float()
-                new = new + found_HV1 * b_HN[:, None]
-            s_HVN = new
-            y_THV[t] = (s_HVN * q_THN[t, :, None]).sum(-1)
-        s_SHVN[i] = s_HVN
-    write_rows_(state.flat, state.targets, s_SHVN.flatten(1))
-    return y_THV if skip_H is None else y_THV + skip_H[:, None] * v_THV
-
-
-def _matrix_scan_behind(
-    s_SHVN: Tensor, q_THN: Tensor, k_TGN: Tensor, v_THV: Tensor, w_THN: Tensor, erase: Erase | None, state: StateSlots, tail: Tail,
-    strength_TH: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Runs that come behind a tail, whose rings hold keys (G, N), what was written to them (H, V), and log decays (H,)."""
-    if w_THN.shape[2] > 1 or (erase is not None and (erase.b is not None or not erase.after_decay)):
-        raise StepError("matrix_scan with a tail takes one decay a head, and erases by the keys that it writes; give such states no tail")
-    n_heads, y_THV = v_THV.shape[1], torch.empty_like(v_THV)
-    for i, s_HVN in enumerate(s_SHVN):
-        keys, writes, log_decays = tail_rows(tail, i, (k_TGN.shape[1:], v_THV.shape[1:], (n_heads,)))
-        count, (start, end), fold = len(keys), state.cu_rows[i : i + 2].tolist(), int(tail.folds[i])
-        k_TGN_own = k_TGN[start:end].to(keys.dtype)
-        keys, log_decays = torch.cat([keys, k_TGN_own]), torch.cat([log_decays, w_THN[start:end, :, 0].log()])
-        k_PHN, u_THV = _to_heads(keys, n_heads), []
-        for p in range(count + end - start):
-            if p == fold and state.targets[i] >= 0:
+    n_heads, tail, y_THV = v_THV.shape[1], state.tail, torch.empty_like(v_THV, dtype=torch.float32)
+    rings = [x.shape[1:] for x in (k_TGN, v_THV, log_decay)]
+    if erase is not None and erase.b is not None:
+        rings += [erase.b.shape[1:], v_THV.shape[1:]]
+    q_THN = _to_heads(q_TGN, n_heads)
+    for i, s_HVN in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
+        start, end = state.cu_rows[i : i + 2].tolist()
+        deeds = [] if tail is None else list(zip(*tail_rows(tail, i, rings), strict=True))
+        first, body_at = start - len(deeds), _body_at(state, i)
+        for t in range(first, end):
+            if t == first + body_at:
                 write_rows_(state.flat, state.targets[i : i + 1], s_HVN.reshape(1, -1))
-            s_HVN = s_HVN * log_decays[p].exp()[:, None, None]
-            if p < count:
-                u_HV = writes[p].float()
-            else:
-                t = start + p - count
-                found_HV = 0.0 if erase is None else (s_HVN * _to_heads(erase.a[t : t + 1], n_heads)[0, :, None]).sum(-1)
-                u_HV = (v_THV[t] - found_HV) * (1.0 if strength_TH is None else strength_TH[t, :, None].float())
-                u_THV.append(u_HV.to(writes.dtype))
-                u_HV = u_THV[-1].float()
-            s_HVN = s_HVN + u_HV[:, :, None] * k_PHN[p, :, None]
-            if p >= count:
+            if t >= start:
+                deed = _deed(s_HVN, t, k_TGN, v_THV, log_decay, erase, strength_TH)
+                deeds.append(deed if tail is None else tuple(x.to(flat.dtype) for x, flat in zip(deed, tail.flats, strict=True)))
+            s_HVN = _done(s_HVN, *deeds[t - first])
+            if t >= start:
                 y_THV[t] = (s_HVN * q_THN[t, :, None]).sum(-1)
-        if fold == count + end - start and state.targets[i] >= 0:
+        if end == first + body_at:
             write_rows_(state.flat, state.targets[i : i + 1], s_HVN.reshape(1, -1))
-        first = max(0, fold - count) if state.targets[i] >= 0 else 0
-        write_tail_rows_(tail, i, k_TGN_own, torch.stack(u_THV), log_decays[count:], first=first)
-    return y_THV
+        _remember_(state, i, [torch.stack(x) for x in zip(*deeds[start - first :], strict=True)])
+    return y_THV if skip_H is None else y_THV + skip_H[:, None] * v_THV.float()
 
 
-def _delta(k_THN: Tensor, strength_TH: Tensor | None, t: int) -> Tensor:
-    return -k_THN[t] if strength_TH is None else k_THN[t] * -strength_TH[t, :, None].float()
+def _deed(
+    s_HVN: Tensor, t: int, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, strength_TH: Tensor | None
+) -> tuple[Tensor, ...]:
+    """What token t does to a matrix state: its key, what it writes to it, its decays; and, where it erases elsewhere, b and S a."""
+    u_HV, strength_H1 = v_THV[t].float(), 1.0 if strength_TH is None else strength_TH[t, :, None].float()
+    if erase is None:
+        return k_TGN[t], u_HV * strength_H1, log_decay[t]
+    read_HVN = _faded(s_HVN, log_decay[t]) if erase.after_decay else s_HVN
+    found_HV = (read_HVN * _to_heads(erase.a[t : t + 1], len(s_HVN))[0, :, None]).sum(-1)
+    if erase.b is None:
+        return k_TGN[t], (u_HV - found_HV) * strength_H1, log_decay[t]
+    return k_TGN[t], u_HV * strength_H1, log_decay[t], erase.b[t], found_HV
+
+
+def _done(s_HVN: Tensor, k_GN: Tensor, u_HV: Tensor, log_decay: Tensor, *erased: Tensor) -> Tensor:
+    s_HVN = _faded(s_HVN, log_decay) + u_HV[:, :, None].float() * _to_heads(k_GN[None], len(s_HVN))[0, :, None]
+    if not erased:
+        return s_HVN
+    b_HN, found_HV = erased
+    return s_HVN + found_HV[:, :, None].float() * b_HN[:, None].float()
+
+
+def _faded(s_HVN: Tensor, log_decay: Tensor) -> Tensor:
+    return s_HVN * log_decay.float().exp().view(len(s_HVN), 1, -1)
 
 
 def _to_heads(x_TGN: Tensor, n_heads: int) -> Tensor:
     return x_TGN.float().repeat_interleave(n_heads // x_TGN.shape[1], dim=1)
+
+
+def _body_at(state: StateSlots, run: int) -> int:
+    """The position, counted from a run's source state on, whose state is to be written: its end, or where its tail folds; -1 for none."""
+    n_rows = int(state.cu_rows[run + 1] - state.cu_rows[run])
+    if state.tail is None:
+        return n_rows
+    return int(state.tail.folds[run]) if state.targets[run] >= 0 else -1
+
+
+def _remember_(state: StateSlots, run: int, own: list[Tensor]) -> None:
+    """Write what a run's tokens did into the rings of its tail, at least from the fold on."""
+    if state.tail is not None:
+        first = int(state.tail.folds[run] - state.tail.counts[run]) if state.targets[run] >= 0 else 0
+        write_tail_rows_(state.tail, run, *own, first=max(0, first))
 
 
 def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:

@@ -29,7 +29,9 @@ from memory.states import States
 
 def mamba1_spec(n_channels: int, d_state: int, d_conv: int, name: str = "recurrence") -> RecurrentSpec:
     """Row: the E channels before the convolution. State: the last d_conv - 1 rows, and h as (N, E) in float32."""
-    return RecurrentSpec("mamba1", (n_channels,), (*window_tensors(n_channels, d_conv), StateTensor("ssm", (d_state, n_channels))), name)
+    ring = (((n_channels,), None), ((n_channels,), None), ((d_state,), None))  # x, dt and B
+    h = StateTensor("ssm", (d_state, n_channels), ring=ring)
+    return RecurrentSpec("mamba1", (n_channels,), (*window_tensors(n_channels, d_conv), h), name)
 
 
 @dataclass(frozen=True)

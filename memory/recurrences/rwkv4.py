@@ -7,17 +7,17 @@ holds no matrix product.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Generator, Tensor
 
 from memory.interface import Recurrence
 from memory.kernels import Weights
+from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, StateTensor
 from memory.states import States
-from memory.uploads import upload
 
 _LOWEST = -1e38
 """The exponent of an empty sum: as small as float32 can bear a sum with."""
@@ -55,20 +55,22 @@ class RWKV4:
 
 def token_shift_spec(n_channels: int, name: str = "token_shift") -> RecurrentSpec:
     """Row: a layer's input. State: the last one."""
-    return RecurrentSpec("token_shift", (n_channels,), (StateTensor("last", (1, n_channels), dtype=None),), name)
+    return RecurrentSpec("token_shift", (n_channels,), window_tensors(n_channels, 2), name)
 
 
 @dataclass(frozen=True)
 class TokenShift:
-    """The row before each row, zeros before the first."""
+    """The row before each row, zeros before the first: a convolution of two taps, of which only the older one counts."""
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Rows (T, E) -> (T, E)."""
-        (last_S1E,) = states.start()
-        ends = upload(states.cu_rows, rows.device)
-        shifted = torch.cat([rows[:1], rows[:-1]])
-        shifted[ends[:-1]] = last_S1E[:, 0].to(rows.dtype)
-        return shifted, states.end(rows[ends[1:] - 1][:, None])
+        return _shift(rows.shape[1], rows.dtype, rows.device)(states, rows), states.written()
+
+
+@lru_cache
+def _shift(n_channels: int, dtype: torch.dtype, device: torch.device) -> CausalConv:
+    taps_W1 = torch.tensor([[1.0], [0.0]], dtype=dtype, device=device)
+    return CausalConv(taps_W1.repeat(1, n_channels), activation=False)
 
 
 @register_family("rwkv4")

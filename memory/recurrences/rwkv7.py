@@ -17,13 +17,14 @@ from torch import Generator, Tensor
 from memory.interface import Recurrence
 from memory.kernels import Erase
 from memory.recurrences.registry import register_family
-from memory.specs import RecurrentSpec, StateTensor
+from memory.specs import RecurrentSpec, matrix_tensor
 from memory.states import States
 
 
 def rwkv7_spec(n_heads: int, head_dim: int, name: str = "recurrence") -> RecurrentSpec:
     """Row, for each head: r, log w, k, v, kappa and a, of `head_dim` each. State: S, (H, V, N) in float32."""
-    return RecurrentSpec("rwkv7", (6, n_heads, head_dim), (StateTensor("wkv", (n_heads, head_dim, head_dim)),), name)
+    state = matrix_tensor("wkv", n_heads, head_dim, head_dim, n_heads, decays_keys=True, has_b=True)
+    return RecurrentSpec("rwkv7", (6, n_heads, head_dim), (state,), name)
 
 
 @dataclass(frozen=True)

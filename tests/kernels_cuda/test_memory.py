@@ -12,7 +12,7 @@ from tests.tolerances import assert_split_close
 from tests.toy import FamilyToy
 
 
-@pytest.mark.parametrize("family", ["gated_delta", "short_conv"])
+@pytest.mark.parametrize("family", ["gated_delta", "short_conv", "rwkv7", "mamba1"])
 def test_deferred_states(device: torch.device, family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt, drafts, a rollback, a fork that goes its own way, and single tokens until bodies have moved."""
     if device.type == "cuda":

@@ -5,7 +5,6 @@ Blocks of other runs, and what nobody wrote, are NaN: whoever reads them shows i
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -60,7 +59,7 @@ def forget_folded(x: Any) -> None:
     if not isinstance(x, StateSlots):
         for part in x if isinstance(x, tuple) else ():
             forget_folded(part)
-    elif x.tail is not None and len(x.tail.flats) == 3:
+    elif x.tail is not None and len(x.tail.flats) > 1:
         tail = x.tail
         for i, (target, fold, count, n) in enumerate(zip(x.targets, tail.folds, tail.counts, np.diff(x.cu_rows), strict=True)):
             kept = {int(tail.firsts[i] + p) % tail.ring_rows for p in range(int(max(fold, count)), int(count + n))}
@@ -199,8 +198,9 @@ def behind_tails(
     has_room = torch.tensor(counts) + torch.tensor(lengths) <= ring_rows
     own, copies = torch.arange(n) * 2, torch.arange(n) * 2 + torch.where(has_room, torch.arange(n) % 2, 1)
     sizes = [int(np.prod(ring)) * ring_rows for ring in rings]
-    dtypes = [dtype] * 2 + [torch.float32]
-    flats = tuple(torch.full((2 * n * size,), torch.nan, dtype=of) for size, of in zip(sizes, dtypes, strict=False))
+    is_matrix = len(shape) == 3 and len(rings) > 1
+    dtypes = [torch.float32 if is_matrix and i == 2 else dtype for i in range(len(rings))]
+    flats = tuple(torch.full((2 * n * size,), torch.nan, dtype=of) for size, of in zip(sizes, dtypes, strict=True))
     sources, targets = (tuple(blocks * size for size in sizes) for blocks in (own, copies))
     firsts = torch.randint(0, ring_rows, (n,))
     tail = Tail(flats, sources, targets, ring_rows, firsts, torch.tensor(counts), torch.tensor(folds))
@@ -208,8 +208,8 @@ def behind_tails(
     for i, count in enumerate(counts):
         if count:
             old = [torch.randn(count, *ring) for ring in rings]
-            if len(rings) > 1:
-                old = [F.normalize(old[0], dim=-1), old[1], -torch.rand(count, *rings[2])]
+            if is_matrix:
+                old[0], old[2] = F.normalize(old[0], dim=-1), -torch.rand(count, *rings[2])
             reference.write_tail_rows_(empty, i, *old)
     return slots._replace(tail=tail)
 
@@ -247,14 +247,46 @@ def test_matrix_scan_behind_a_tail(
     assert_as_twin("matrix_scan", q, k, v, -torch.rand(n, n_heads), erase, slots, device=device, dtype=table(dtype), **options)
 
 
-def test_what_cannot_stand_behind_a_tail_is_refused() -> None:
-    slots = behind_tails((2, 4, 4), ((1, 4), (2, 4), (2,)), (1,), (1,), (0,))
-    q, k, v = matrix_rows(1, 2, 1, 4, 4)
-    for kernels, (decay, erase) in itertools.product(
-        (cuda, reference), ((torch.zeros(1, 2, 4), None), (torch.zeros(1, 2), Erase(k, k.expand(1, 2, 4), after_decay=True)))
-    ):
-        with pytest.raises(StepError, match="no tail"):
-            kernels.matrix_scan(q, k, v, decay, erase, slots)
+FEW = ((0, 9, 6, 2), (1, 2, 1, 3), (1, 0, 5, 4))
+MANY = ((3, 4), (1, 12), (0, 13))
+"""Tokens of tails, of runs, and where tails fold: before the run, in it, nowhere. Empty, full, and a run longer than its ring."""
+
+TAILS = pytest.mark.parametrize(
+    ("sizes", "dtype"), [(FEW, torch.float32), (MANY, torch.float32), (FEW, torch.bfloat16)], ids=["a few", "many", "bf16"]
+)
+
+
+@TAILS
+@pytest.mark.parametrize("mode", TOKEN_MODES)
+def test_matrix_scan_token_by_token_behind_a_tail(
+    device: torch.device, sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype, mode: str
+) -> None:
+    (n_heads, n_groups, n_rows, n_columns), (by_column, erases, after_decay), n = (4, 2, 3, 7), TOKEN_MODES[mode], sum(sizes[1])
+    decays = (n_heads, n_columns) if by_column else (n_heads,)
+    rings = ((n_groups, n_columns), (n_heads, n_rows), decays, *(((n_heads, n_columns), (n_heads, n_rows)) if erases else ()))
+    slots = behind_tails((n_heads, n_rows, n_columns), rings, *sizes, dtype)
+    q, k, v = matrix_rows(n, n_heads, n_groups, n_rows, n_columns, dtype=dtype)
+    b = -torch.rand(n, n_heads, 1) * k.float().repeat_interleave(n_heads // n_groups, dim=1)
+    erase = Erase(k, b, after_decay) if erases else None
+    assert_as_twin("matrix_scan", q, k, v, -torch.rand(n, *decays), erase, slots, device=device, dtype=table(dtype))
+
+
+@pytest.mark.parametrize("erases", [False, True], ids=["adds", "erases"])
+def test_decays_by_column_erase_what_keys_find(device: torch.device, erases: bool) -> None:
+    """Kimi's delta rule: three rings, whose decays are as wide as keys."""
+    slots, n = behind_tails((4, 9, 7), ((2, 7), (4, 9), (4, 7)), *FEW), sum(FEW[1])
+    q, k, v = matrix_rows(n, 4, 2, 9, 7)
+    erase, options = Erase(k, None, after_decay=True) if erases else None, {"strength_TH": torch.rand(n, 4)}
+    assert_as_twin("matrix_scan", q, k, v, -torch.rand(n, 4, 7), erase, slots, device=device, **options)
+
+
+@TAILS
+def test_selective_scan_behind_a_tail(device: torch.device, sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+    n_channels, n_states, n = 40, 5, sum(sizes[1])
+    slots = behind_tails((n_states, n_channels), ((n_channels,), (n_channels,), (n_states,)), *sizes, dtype)
+    x, dt, b, c = rows_of(n, n_channels, n_channels, n_states, n_states, dtype=dtype)
+    a, bias, d = -torch.rand(n_states, n_channels).mul(3).exp() / 4, torch.randn(n_channels) - 1, torch.randn(n_channels)
+    assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, slots, device=device, dtype=table(dtype))
 
 
 WRONG: dict[str, Callable[[StateSlots], Any]] = {

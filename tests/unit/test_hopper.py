@@ -169,9 +169,12 @@ def test_other_recurrences(recorder: Recorder) -> None:
     for lengths in (one, [n]):
         cuda.causal_conv(row, weight, None, slots(lengths, (3, n_channels), (BF16,), BF16))
     key, rate, channel = zeros(n, 16, dtype=BF16), zeros(16, n_channels, dtype=F32), zeros(n_channels, dtype=F32)
-    cuda.selective_scan(row, row, channel, key, key, rate, channel, slots(one, (16, n_channels)))
+    for rings in ((), (BF16,) * 3):
+        cuda.selective_scan(row, row, channel, key, key, rate, channel, slots(one, (16, n_channels), rings))
     heads = zeros(n, 40, 64, dtype=BF16)  # RWKV-7's
-    cuda.matrix_scan(heads, heads, heads, heads, Erase(heads, heads, after_decay=False), slots(one, (40, 64, 64)))
+    for rings in ((), (BF16, BF16, F32, BF16, BF16)):
+        cuda.matrix_scan(heads, heads, heads, heads, Erase(heads, heads, after_decay=False), slots(one, (40, 64, 64), rings))
+    assert all(kernel.spilled_bytes == 0 for kernel in recorder.compiled[-2:]), recorder.compiled
     cuda.linear_scan(row, row, slots(one, (n_channels,)))
     cuda.wkv4(row, row, channel, channel, (slots(one, (n_channels,)),) * 3)
     cuda.softplus(row, channel)

@@ -26,7 +26,7 @@ from memory import (
     StateTensor,
     StepError,
 )
-from memory.recurrences import Fold, SSDShape, mamba1_spec, short_conv_spec
+from memory.recurrences import Fold, SSDShape, mamba1_spec, rg_lru_spec, short_conv_spec
 from tests.toy import VOCAB, Toy
 
 
@@ -292,24 +292,25 @@ def test_a_window_costs_rows_not_states() -> None:
     assert usage["states"] == 2 * state_bytes
 
 
-DEFERRING, MOVING = SSDShape(4, 8, 1, 16, 4).spec(), mamba1_spec(32, 16, 4)
+DEFERRING, DEFERRING_SHORT, MOVING = SSDShape(4, 64, 1, 64, 4).spec(), mamba1_spec(32, 16, 4), rg_lru_spec(32, 4)
 
 
 @pytest.mark.parametrize(
-    ("specs", "device", "fold"), [
-        ((DEFERRING, short_conv_spec(8, 3)), "cuda", "defer"), ((DEFERRING, MOVING), "cuda", "replay"), ((), "cuda", "replay"),
-        ((DEFERRING,), "meta", "replay"), ((DEFERRING,), "cpu", "keep"),
+    ("specs", "device", "window", "fold"), [
+        ((DEFERRING, short_conv_spec(8, 3)), "cuda", 32, "defer"), ((DEFERRING, MOVING), "cuda", 32, "replay"), ((), "cuda", 32, "replay"),
+        ((DEFERRING,), "meta", 32, "replay"), ((DEFERRING,), "cpu", 32, "keep"),
+        ((DEFERRING_SHORT,), "cuda", 32, "replay"), ((DEFERRING_SHORT,), "cuda", 4, "defer"),  # 10 bytes a token and channel, 64 a state
     ],
 )  # fmt: skip
-def test_how_bodies_move_unless_told(specs: tuple[RecurrentSpec, ...], device: str, fold: str) -> None:
+def test_how_bodies_move_unless_told(specs: tuple[RecurrentSpec, ...], device: str, window: int, fold: str) -> None:
     layers = tuple((replace(spec, name=str(i)),) for i, spec in enumerate(specs)) or ((AttentionSpec(2, 1, 8),),)
     spec = MemorySpec(layers, vocab_size=10, device=torch.device(device))
-    assert HybridMemory(spec, "1GiB", device="meta").fold == fold
+    assert HybridMemory(spec, "1GiB", rollback_window=window, device="meta").fold == fold
 
 
 def test_states_that_must_move_cannot_be_deferred() -> None:
     spec = MemorySpec(((DEFERRING,), (MOVING,)), vocab_size=10, device=torch.device("meta"))
-    with pytest.raises(SpecError, match="not for mamba1"):
+    with pytest.raises(SpecError, match="not for rg_lru"):
         HybridMemory(spec, fold="defer")
 
 

@@ -108,6 +108,9 @@ def selective_scan(
         "selective_scan", state=(state.shape, (n_states, n_channels)), a=(a_NE.shape, (n_states, n_channels)), dt=(dt_TE.shape, x_TE.shape),
         c=(c_TN.shape, b_TN.shape), dt_bias=(dt_bias_E.shape, (n_channels,)), d=(d_E.shape, (n_channels,)),
     )  # fmt: skip
+    if state.tail is not None:
+        dt_bias_E, a_NE, d_E = (torch.as_tensor(w) for w in (dt_bias_E, a_NE, d_E))
+        return reference.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, as_tensors(state))
     n_threads = use_threads(10 * x_TE.numel() * a_NE.shape[0])
     at_once = _channels_at_once(state.cu_rows, x_TE.shape[0], x_TE.shape[1], n_threads)
     x, dt, b, c = (t.contiguous().numpy() for t in (x_TE, dt_TE, b_TN, c_TN))

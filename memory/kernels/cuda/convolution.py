@@ -10,13 +10,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.interface import Int64s
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import absent, ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
-from memory.kernels.cuda.math import bound, silu
+from memory.kernels.cuda.math import bound, first_piece, run_of, silu
 from memory.kernels.cuda.prompts import conv_by_library
 from memory.kernels.signature import Prepared, StateSlots
-from memory.uploads import remember, upload
 
 
 class Convolve(NamedTuple):
@@ -45,19 +43,14 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
     most_rows, n_elements, num_warps = _choose(rows_TR.device, n_taps, rows_TR.element_size())
     n_rows = min(most_rows, next_power_of_2(int(np.diff(window.cu_rows).max(initial=1))))
     n_columns = min(next_power_of_2(n_channels), n_elements // n_rows)
-    is_short, tail = bool(np.diff(window.cu_rows).max(initial=1) <= n_rows), window.tail
-    if is_short:  # a tile for each run: there is nothing that a table would say
-        cu_rows, n_tiles = device_ints(window.cu_rows, rows_TR.device), len(window.cu_rows) - 1
-        run_tiles = cu_rows
-    else:
-        run_tiles, cu_rows, n_tiles = remember(
-            (window.cu_rows,), (n_rows, rows_TR.device), lambda: _tiles(window.cu_rows, n_rows, rows_TR.device)
-        )
-    ring = (rows_TR, run_tiles, 1, 0, run_tiles, run_tiles, run_tiles)
+    is_short, tail = bool(np.diff(window.cu_rows).max(initial=1) <= n_rows), window.tail  # then a tile for each run
+    cu_rows, n_runs = device_ints(window.cu_rows, rows_TR.device), len(window.cu_rows) - 1
+    n_tiles = n_runs if is_short else int(window.cu_rows[-1]) // n_rows + n_runs
+    ring = (rows_TR, cu_rows, 1, 0, cu_rows, cu_rows, cu_rows)
     if tail is not None:
         ring = (tail.flats[0], tail.sources[0], tail.ring_rows, rows_TR.shape[1], tail.firsts, tail.counts, tail.folds)
     arguments = (
-        rows_TR, rows_TR.stride(0), weight_WE, absent(bias_E, rows_TR), out_TE, run_tiles, cu_rows, n_tiles, n_channels,
+        rows_TR, rows_TR.stride(0), weight_WE, absent(bias_E, rows_TR), out_TE, cu_rows, n_runs, n_channels,
         window.flat, window.sources, window.targets, float(window.initial), *ring,
     )  # fmt: skip
     options: dict[str, Any] = {
@@ -72,25 +65,17 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
     return out_TE
 
 
-def _tiles(cu_rows: Int64s, tile_rows: int, device: torch.device) -> tuple[Tensor, Tensor, int]:
-    """Runs cut into tiles of `tile_rows`: the run of each, then its first row within the run, (2 n,); cu_rows; and n."""
-    n_tiles = -(-np.diff(cu_rows) // tile_rows)
-    runs = np.repeat(np.arange(len(n_tiles)), n_tiles)
-    first = (np.arange(len(runs)) - np.repeat(np.cumsum(n_tiles) - n_tiles, n_tiles)) * tile_rows
-    packed = upload(np.concatenate([runs, first, cu_rows]), device)
-    return packed[: 2 * len(runs)], packed[2 * len(runs) :], len(runs)
-
-
 @triton.jit
 def _causal_conv(  # type: ignore[no-untyped-def]
-    rows, row_stride, weight, bias, out, run_tiles, cu_rows, n_tiles, n_channels, flat, sources, targets, initial,
+    rows, row_stride, weight, bias, out, cu_rows, n_runs, n_channels, flat, sources, targets, initial,
     ring, ring_blocks, ring_rows, ring_stride, firsts, counts, folds,
     HAS_BIAS: tl.constexpr, HAS_TAIL: tl.constexpr, ACTIVATION: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, CHANNELS: tl.constexpr, IS_SHORT: tl.constexpr, WRITES_ROWS: tl.constexpr, WRITES_WINDOW: tl.constexpr,
 ):  # fmt: skip
     run, first = tl.program_id(0).to(tl.int64), tl.zeros((), tl.int64)
     if not IS_SHORT:
-        run, first = tl.load(run_tiles + tl.program_id(0)), tl.load(run_tiles + n_tiles + tl.program_id(0))
+        run = run_of(tl.program_id(0), cu_rows, n_runs, ROWS, 1).to(tl.int64)
+        first = (tl.program_id(0) - first_piece(run, cu_rows, ROWS, 1)).to(tl.int64) * ROWS
     start, n_rows = tl.load(cu_rows + run), tl.load(cu_rows + run + 1) - tl.load(cu_rows + run)
     channels = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)
     is_channel = channels < n_channels
@@ -114,7 +99,7 @@ def _causal_conv(  # type: ignore[no-untyped-def]
             y = silu(y)
         at = out + (start + row)[:, None] * n_channels + channels[None, :]
         tl.store(at, y.to(out.dtype.element_ty), mask=(row < n_rows)[:, None] & is_channel[None, :])
-    if WRITES_WINDOW and first + ROWS >= n_rows:
+    if WRITES_WINDOW and (first + ROWS >= n_rows) & ((first < n_rows) | IS_SHORT):
         kept = tl.arange(0, WINDOW)
         mask = (kept < bound(target, TAPS - 1))[:, None] & is_channel[None, :]
         x = _before(

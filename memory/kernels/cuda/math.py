@@ -1,4 +1,4 @@
-"""Functions of numbers in registers. All are float32."""
+"""Functions of numbers in registers, float32, and of indices."""
 
 from __future__ import annotations
 
@@ -25,3 +25,23 @@ def bound(offset, n):  # type: ignore[no-untyped-def]
     """n, or 0 where an offset says that there is nothing: what indices are compared with. (The interpreter cannot join a block of bools
     and a single one.)"""
     return tl.where(offset < 0, 0, n)
+
+
+@triton.jit
+def first_piece(run, cu_rows, size, spare):  # type: ignore[no-untyped-def]
+    """Where pieces of `size` rows of a run are numbered from, if each run may have as many as fill it and `spare` more. (S + 1,) cu_rows.
+
+    A run of n rows gets n // size + spare numbers at least, and all S runs (cu_rows[S] - cu_rows[0]) // size + spare S of them.
+    """
+    return ((tl.load(cu_rows + run) - tl.load(cu_rows)) // size + spare * run).to(tl.int32)
+
+
+@triton.jit
+def run_of(piece, cu_rows, n_runs, size, spare):  # type: ignore[no-untyped-def]
+    """The run that a number of `first_piece` belongs to, by halving: so the host need not say, nor upload, what cu_rows says already."""
+    low, high = tl.zeros((), tl.int32), tl.zeros((), tl.int32) + n_runs - 1
+    while low < high:
+        middle = (low + high + 1) // 2
+        is_before = first_piece(middle, cu_rows, size, spare) <= piece
+        low, high = tl.where(is_before, middle, low), tl.where(is_before, high, middle - 1)
+    return low

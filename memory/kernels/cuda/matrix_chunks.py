@@ -17,20 +17,21 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.interface import Int64s
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import ceil_div, launch, next_power_of_2
-from memory.kernels.cuda.math import bound
+from memory.kernels.cuda.math import bound, first_piece, run_of
 from memory.kernels.cuda.matrix_inputs import Inputs
-from memory.kernels.cuda.matrix_tails import fold_tail, rings_of
+from memory.kernels.cuda.matrix_tails import fold_tail
+from memory.kernels.cuda.rings import no_rings, rings_of
 from memory.kernels.signature import StateSlots
-from memory.uploads import remember, upload
+
+_SPARE = tl.constexpr(2)
+"""Chunks a run may have more than fill it: the last one, and the one up to a body."""
 
 
 class ScanChunks(NamedTuple):
@@ -50,37 +51,28 @@ def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanChu
     return ScanChunks(32, min(32, max(16, next_power_of_2(n_rows))), 4, 1)
 
 
-def scan_chunks(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
+def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan` of runs of many tokens, with a tail or without."""
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, columns, device = len(state.cu_rows) - 1, max(16, next_power_of_2(n_columns)), y_THV.device
     chunk, rows, num_warps, num_stages = _choose(device, n_rows, n_columns, inputs.v.element_size(), inputs.a is not None)
-    cu_rows, cu_chunks, run_of = remember((state.cu_rows,), (chunk, device), lambda: _chunks(state.cu_rows, chunk, device))
-    rings = (y_THV,) * 9 + (1, cu_rows, cu_rows, cu_rows) if state.tail is None else rings_of(state)
+    rings = no_rings(cu_rows, 3) if state.tail is None else rings_of(state.tail)
     common: dict[str, Any] = {"COLUMNS": columns, "CHUNK": chunk, "HAS_TAIL": state.tail is not None, "PRECISION": _precision(inputs)}
     inverses = y_THV
     if inputs.a is not None:
-        inverses = torch.empty(len(run_of), n_heads, chunk, chunk, dtype=torch.float32, device=device)
+        n_chunks = int(state.cu_rows[-1] - state.cu_rows[0]) // chunk + _SPARE.value * n_runs
+        inverses = torch.empty(n_chunks, n_heads, chunk, chunk, dtype=torch.float32, device=device)
         launch(
-            _invert, (n_heads, len(run_of)),
-            *inputs.pointers[3:9], *inputs.pointers[11:15], run_of, cu_chunks, cu_rows, state.targets, rings[-2], rings[-1], inverses,
+            _invert, (n_heads, n_chunks),
+            *inputs.pointers[3:9], *inputs.pointers[11:15], cu_rows, n_runs, state.targets, rings[-2], rings[-1], inverses,
             n_heads, n_columns, HAS_STRENGTH=inputs.strength is not None, **common,
         )  # fmt: skip
     launch(
         _scan_chunks, (ceil_div(n_rows, rows), n_heads, n_runs),
-        *inputs.pointers, y_THV, inverses, cu_chunks, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
+        *inputs.pointers, y_THV, inverses, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
         *rings, n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, num_warps=num_warps,
         num_stages=num_stages, **common,
     )  # fmt: skip
-
-
-def _chunks(cu_rows: Int64s, chunk: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """cu_rows; the first chunk of each run; and the run of each chunk. One more a run than its tokens fill: the one up to a body."""
-    cu_chunks = np.concatenate([[0], np.cumsum(-(-np.diff(cu_rows) // chunk) + 1)])
-    runs = np.repeat(np.arange(len(cu_rows) - 1), np.diff(cu_chunks))
-    n = len(cu_rows)
-    packed = upload(np.concatenate([cu_rows, cu_chunks, runs]), device)
-    return packed[:n], packed[n : 2 * n], packed[2 * n :]
 
 
 def _precision(inputs: Inputs) -> str:
@@ -112,13 +104,13 @@ def _matrix(x, stride, h, rows, end, n, n_columns):  # type: ignore[no-untyped-d
 
 @triton.jit
 def _invert(  # type: ignore[no-untyped-def]
-    k, k_stride, k_heads, a, a_stride, a_heads, log_decay, decay_stride, strength, strength_stride, run_of, cu_chunks, cu_rows,
+    k, k_stride, k_heads, a, a_stride, a_heads, log_decay, decay_stride, strength, strength_stride, cu_rows, n_runs,
     targets, counts, folds, inverses, n_heads, n_columns,
     HAS_STRENGTH: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(I + A)^-1 of one chunk of one head: row i is e_i - sum of A_ij times row j."""
-    h, run = tl.program_id(0), tl.load(run_of + tl.program_id(1))
-    start, chunk = tl.load(cu_rows + run), tl.program_id(1) - tl.load(cu_chunks + run).to(tl.int32)
+    h, run = tl.program_id(0), run_of(tl.program_id(1), cu_rows, n_runs, CHUNK, _SPARE)
+    start, chunk = tl.load(cu_rows + run), tl.program_id(1) - first_piece(run, cu_rows, CHUNK, _SPARE)
     n_new = (tl.load(cu_rows + run + 1) - start).to(tl.int32)
     split = _split(run, tl.load(targets + run), n_new, counts, folds, HAS_TAIL)
     n_before = tl.cdiv(split, CHUNK)
@@ -179,7 +171,7 @@ def _advance(  # type: ignore[no-untyped-def]
 @triton.jit
 def _scan_chunks(  # type: ignore[no-untyped-def]
     q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength, strength_stride,
-    skip, y, inverses, cu_chunks, cu_rows, flat, sources, targets, initial,
+    skip, y, inverses, cu_rows, flat, sources, targets, initial,
     keys, key_sources, key_targets, writes, write_sources, write_targets, decays, decay_sources, decay_targets,
     ring_rows, firsts, counts, folds, n_heads, n_rows, n_columns,
     ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -192,7 +184,7 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     source, target, start = tl.load(sources + run), tl.load(targets + run), tl.load(cu_rows + run)
     n_new = (tl.load(cu_rows + run + 1) - start).to(tl.int32)
     split = _split(run, target, n_new, counts, folds, HAS_TAIL)
-    inverse = inverses + (tl.load(cu_chunks + run) * n_heads + h) * CHUNK * CHUNK
+    inverse = inverses + (first_piece(run, cu_rows, CHUNK, _SPARE) * n_heads + h).to(tl.int64) * CHUNK * CHUNK
     s = tl.load(flat + source + at, mask=(r < bound(source, n_rows))[:, None] & is_column, other=initial).to(tl.float32)
     if HAS_TAIL:
         count, first, n_keys = tl.load(counts + run).to(tl.int32), tl.load(firsts + run).to(tl.int32), n_heads // k_heads * n_columns

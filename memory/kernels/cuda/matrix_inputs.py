@@ -8,7 +8,6 @@ from torch import Tensor
 
 from memory.kernels.cuda.launch import absent, next_power_of_2, with_contiguous_rows
 from memory.kernels.signature import Erase, Prepared, StateSlots
-from memory.uploads import remember
 
 
 class Inputs(NamedTuple):
@@ -64,5 +63,5 @@ def part_of(state: StateSlots, begin: int, end: int) -> StateSlots:
         tail = tail._replace(
             sources=sources, targets=targets, firsts=tail.firsts[chosen], counts=tail.counts[chosen], folds=tail.folds[chosen]
         )
-    cu_rows = remember((state.cu_rows,), (begin, end), lambda: state.cu_rows[begin : end + 1].copy())
+    cu_rows = state.cu_rows[begin : end + 1]
     return state._replace(cu_rows=cu_rows, sources=state.sources[chosen], targets=state.targets[chosen], tail=tail)

@@ -1,6 +1,6 @@
 """Recurrences whose state is a matrix a head: which kernel runs them.
 
-matrix_tokens   any recurrence, token by token; the state goes through registers once
+matrix_tokens   any recurrence, token by token; the state goes through registers once, behind a tail or not
 matrix_chunks   one decay a head, many tokens: 32 at once, as products of matrices
 matrix_tails    one decay a head, a few tokens behind a tail: the state is only read
 """
@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.errors import StepError
-from memory.kernels.cuda.launch import require_shapes
+from memory.kernels.cuda.launch import device_ints, require_shapes
 from memory.kernels.cuda.matrix_chunks import scan_chunks
 from memory.kernels.cuda.matrix_inputs import Inputs, part_of
 from memory.kernels.cuda.matrix_tails import read_states
@@ -36,17 +35,16 @@ def matrix_scan(
         strength=((n_heads,) if strength_TH is None else strength_TH.shape[1:], (n_heads,)),
     )  # fmt: skip
     is_simple = log_decay.dim() == 2 and (erase is None or (erase.b is None and erase.after_decay))
-    if not is_simple and state.tail is not None:
-        raise StepError("matrix_scan with a tail takes one decay a head, and erases by the keys that it writes; give such states no tail")
     y_THV = torch.empty(v_THV.shape, dtype=torch.float32, device=v_THV.device)
     inputs = Inputs.of(q_TGN, k_TGN, v_THV, log_decay, erase, strength_TH, skip_H)
     # What tokens write is read again from their ring, so those of a run must not meet there; chunks hold them elsewhere.
     least = _LONG_RUN if state.tail is None else min(_LONG_RUN, state.tail.ring_rows + 1)
     is_long = np.diff(state.cu_rows) >= (least if is_simple else np.inf)
     # Requests come with the shortest first, but for those that a step puts otherwise: neighbours of one kind run together.
+    cu_rows = device_ints(state.cu_rows, y_THV.device)
     bounds = [0, *(np.flatnonzero(np.diff(is_long)) + 1).tolist(), len(is_long)]
     for begin, end in pairwise(bounds):
         some = state if (begin, end) == (0, len(is_long)) else part_of(state, begin, end)
-        scan = scan_chunks if is_long[begin] else scan_tokens if state.tail is None else read_states
-        scan(inputs, some, y_THV)
+        scan = scan_chunks if is_long[begin] else read_states if is_simple and state.tail is not None else scan_tokens
+        scan(inputs, some, cu_rows[begin : end + 1], y_THV)
     return y_THV

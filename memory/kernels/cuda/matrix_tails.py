@@ -7,16 +7,17 @@ strength (v - S a) where it erases. So y = S_L q takes one pass over S_0, only r
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2
+from memory.kernels.cuda.launch import ceil_div, launch, next_power_of_2
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.matrix_inputs import Inputs, rows_a_program
+from memory.kernels.cuda.rings import rings_of
 from memory.kernels.signature import StateSlots
 
 
@@ -33,25 +34,18 @@ def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ReadSta
     return ReadStates(rows_a_program(n_rows, n_columns), 16, 4)
 
 
-def read_states(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
+def read_states(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan` with a tail."""
+    assert state.tail is not None, "`matrix_scan` looks"
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, erases = len(state.cu_rows) - 1, inputs.a is not None
     rows, block, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), erases)
     launch(
         _read_states, (ceil_div(n_rows, rows), n_heads, n_runs),
-        *inputs.pointers, y_THV, device_ints(state.cu_rows, y_THV.device), state.flat, state.sources, state.targets, float(state.initial),
-        *rings_of(state), n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, COLUMNS=next_power_of_2(n_columns), BLOCK=block,
+        *inputs.pointers, y_THV, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
+        *rings_of(state.tail), n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, COLUMNS=next_power_of_2(n_columns), BLOCK=block,
         num_warps=num_warps,
     )  # fmt: skip
-
-
-def rings_of(state: StateSlots) -> tuple[Any, ...]:
-    """Keys, writes and log decays, each with the blocks to read and to write; then what is common to them."""
-    tail = state.tail
-    assert tail is not None, "`matrix_scan` looks"
-    rings = (x for ring in zip(tail.flats, tail.sources, tail.targets, strict=True) for x in ring)
-    return (*rings, tail.ring_rows, tail.firsts, tail.counts, tail.folds)
 
 
 @triton.jit

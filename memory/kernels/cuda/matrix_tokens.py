@@ -1,6 +1,9 @@
 """Recurrences whose state is a matrix a head, token by token. A program is one run over some rows of one head's state, in registers.
 
-So every state element is read once and written once, however many tokens a run has.
+So every state element is read once and written once, however many tokens a run has. Behind a tail nothing is written but what the tokens
+bring, and now and then a body: the tail's tokens are added to the registers first, from rings of what each did (see `matrix_tails`),
+
+    S = S diag(w) + u k^T + f b^T       u = strength v, or strength (v - S a)       f = S a, where b is given
 """
 
 from __future__ import annotations
@@ -12,9 +15,10 @@ import triton.language as tl
 from torch import Tensor
 
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import absent, ceil_div, device_ints, launch, next_power_of_2
+from memory.kernels.cuda.launch import absent, ceil_div, launch, next_power_of_2
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.matrix_inputs import Inputs, rows_a_program
+from memory.kernels.cuda.rings import keep_row, no_rings, ring_row, rings_of
 from memory.kernels.signature import StateSlots
 
 
@@ -30,27 +34,30 @@ def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanTok
     return ScanTokens(rows_a_program(n_rows, n_columns), 4)
 
 
-def scan_tokens(inputs: Inputs, state: StateSlots, y_THV: Tensor) -> None:
+def scan_tokens(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan`, one token after the other."""
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, b = len(state.cu_rows) - 1, absent(inputs.b, inputs.q)
+    rings = no_rings(cu_rows, 5) if state.tail is None else rings_of(state.tail, n_absent=2 if inputs.b is None else 0)
     rows, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), inputs.a is not None)
     launch(
         _scan_tokens, (ceil_div(n_rows, rows), n_heads, n_runs),
         *inputs.pointers, b, b.stride(0), y_THV,
-        device_ints(state.cu_rows, y_THV.device), state.flat, state.sources, state.targets, float(state.initial), n_heads, n_rows,
-        n_columns,
+        cu_rows, state.flat, state.sources, state.targets, float(state.initial), *rings, n_heads, n_rows, n_columns,
         **inputs.flags, BY_COLUMN=inputs.log_decay.dim() == 3, HAS_B=inputs.b is not None, AFTER_DECAY=inputs.after_decay,
-        ROWS=rows, COLUMNS=next_power_of_2(n_columns), num_warps=num_warps,
+        HAS_TAIL=state.tail is not None, ROWS=rows, COLUMNS=next_power_of_2(n_columns), num_warps=num_warps,
     )  # fmt: skip
 
 
 @triton.jit
 def _scan_tokens(  # type: ignore[no-untyped-def]
     q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength, strength_stride,
-    skip, b, b_stride, y, cu_rows, flat, sources, targets, initial, n_heads, n_rows, n_columns,
+    skip, b, b_stride, y, cu_rows, flat, sources, targets, initial,
+    keys, key_sources, key_targets, writes, write_sources, write_targets, decays, decay_sources, decay_targets,
+    others, other_sources, other_targets, finds, find_sources, find_targets, ring_rows, firsts, counts, folds,
+    n_heads, n_rows, n_columns,
     ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
-    AFTER_DECAY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    AFTER_DECAY: tl.constexpr, HAS_TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     h, run = tl.program_id(1), tl.program_id(2)
     r, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -58,31 +65,63 @@ def _scan_tokens(  # type: ignore[no-untyped-def]
     at = (h * n_rows + r)[:, None] * n_columns + n[None, :]
     source, target = tl.load(sources + run), tl.load(targets + run)
     begins = (r < bound(source, n_rows))[:, None] & is_column[None, :]
+    limit = bound(target, n_rows)
+    if BY_COLUMN:
+        d, n_decays = n, n_columns
+    else:
+        d, n_decays = tl.zeros((1,), tl.int32), 1
     s = tl.load(flat + source + at, mask=begins, other=initial).to(tl.float32)
-    for t in range(tl.load(cu_rows + run), tl.load(cu_rows + run + 1)):
+    start, end = tl.load(cu_rows + run), tl.load(cu_rows + run + 1)
+    if HAS_TAIL:
+        first, count = tl.load(firsts + run).to(tl.int32), tl.load(counts + run).to(tl.int32)
+        fold = tl.where(target < 0, -1, tl.load(folds + run).to(tl.int32))
+        for p in range(count):
+            is_body = (r < tl.where(p == fold, limit, 0))[:, None] & is_column[None, :]
+            tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=is_body)
+            slot = (first + p) % ring_rows
+            key = ring_row(keys, key_sources, run, slot * (n_heads // k_heads) + h // k_heads, n, n_columns)
+            u = ring_row(writes, write_sources, run, slot * n_heads + h, r, n_rows)
+            w = tl.exp(ring_row(decays, decay_sources, run, slot * n_heads + h, d, n_decays))
+            s = s * w[None, :] + u[:, None] * key[None, :]
+            if HAS_B:
+                other = ring_row(others, other_sources, run, slot * n_heads + h, n, n_columns)
+                s += ring_row(finds, find_sources, run, slot * n_heads + h, r, n_rows)[:, None] * other[None, :]
+    for t in range(start, end):
         key = tl.load(k + t * k_stride + h // k_heads * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
         query = tl.load(q + t * q_stride + h // q_heads * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
         value = tl.load(v + t * v_stride + h * n_rows + r, mask=is_row, other=0.0).to(tl.float32)
-        beta = 1.0
-        if HAS_STRENGTH:
-            beta = tl.load(strength + t * strength_stride + h).to(tl.float32)
-        if BY_COLUMN:
-            w = tl.exp(tl.load(log_decay + t * decay_stride + h * n_columns + n, mask=is_column, other=0.0).to(tl.float32))[None, :]
-        else:
-            w = tl.exp(tl.load(log_decay + t * decay_stride + h).to(tl.float32))
-        decayed = s * w
-        new = decayed + (beta * value)[:, None] * key[None, :]
+        fade = tl.load(log_decay + t * decay_stride + h * n_decays + d, mask=d < n_decays, other=0.0).to(tl.float32)
+        decayed, u = s * tl.exp(fade)[None, :], value
         if ERASES:
             reading = tl.load(a + t * a_stride + h // a_heads * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
             found = tl.sum((decayed if AFTER_DECAY else s) * reading[None, :], axis=1)
-            writing = -beta * key
+            if not HAS_B:
+                u -= found
+        if HAS_STRENGTH:
+            u *= tl.load(strength + t * strength_stride + h).to(tl.float32)
+        if HAS_B:
+            other = tl.load(b + t * b_stride + h * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
+        if HAS_TAIL:
+            p = (t - start).to(tl.int32) + count
+            is_body = (r < tl.where(p == fold, limit, 0))[:, None] & is_column[None, :]
+            tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=is_body)
+            # What is added is what rings remember. Those that the body holds already may have no slot of their own.
+            slot, is_kept, is_first = (first + p) % ring_rows, p >= fold, (tl.program_id(0) == 0) & (p >= fold)
+            u = keep_row(writes, write_targets, run, slot * n_heads + h, u, r, n_rows, is_kept)
+            is_key = is_first & (h % k_heads == 0)
+            key = keep_row(keys, key_targets, run, slot * (n_heads // k_heads) + h // k_heads, key, n, n_columns, is_key)
+            keep_row(decays, decay_targets, run, slot * n_heads + h, fade, d, n_decays, is_first)
             if HAS_B:
-                writing = tl.load(b + t * b_stride + h * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
-            new += found[:, None] * writing[None, :]
-        s = new
+                found = keep_row(finds, find_targets, run, slot * n_heads + h, found, r, n_rows, is_kept)
+                other = keep_row(others, other_targets, run, slot * n_heads + h, other, n, n_columns, is_first)
+        s = decayed + u[:, None] * key[None, :]
+        if HAS_B:
+            s += found[:, None] * other[None, :]
         out = tl.sum(s * query[None, :], axis=1)
         if HAS_SKIP:
             out += tl.load(skip + h).to(tl.float32) * value
         tl.store(y + (t * n_heads + h) * n_rows + r, out, mask=is_row)
     tl.debug_barrier()  # every element of a state that is written in place has been read
-    tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=(r < bound(target, n_rows))[:, None] & is_column[None, :])
+    if HAS_TAIL:
+        limit = tl.where(count + end - start == fold, limit, 0)
+    tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=(r < limit)[:, None] & is_column[None, :])
