@@ -14,6 +14,7 @@ def gpu(*, quick: bool) -> Report:
     from benchmarks.gpu_prompts import gpu_prompts
     from benchmarks.gpu_states import gpu_states
     from benchmarks.gpu_step import gpu_step
+    from benchmarks.gpu_tails import gpu_tails
 
     report = Report("gpu")
     report.notes.append(f"device: {torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).multi_processor_count} processors")
@@ -21,6 +22,7 @@ def gpu(*, quick: bool) -> Report:
     gpu_attention(report, quick=quick)
     gpu_prompts(report, quick=quick)
     gpu_states(report, quick=quick)
+    gpu_tails(report, quick=quick)
     gpu_host(report, quick=quick)
     gpu_step(report, quick=quick)
     return report

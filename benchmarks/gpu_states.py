@@ -6,6 +6,7 @@ does not count.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.harness import Report, Samples
 from memory.kernels import Erase, StateSlots, Tail, cuda
+from memory.specs import StateTensor, matrix_tensor
 
 N_BYTES = 2 << 30
 """States met in turn: far more than the last-level cache of a GPU holds (60 MB on an H200)."""
@@ -97,6 +99,20 @@ def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
+def make_tails(state: StateTensor, dtype: torch.dtype, n_layers: int, n_sequences: int, n_tail: int, n_new: int) -> list[Tail]:
+    """Of each layer: `n_tail` tokens that did little, and room for the new ones."""
+    ring_rows, flats, offsets = n_tail + n_new, [], []
+    for shape, of in state.ring or ():
+        size = ring_rows * math.prod(shape)
+        flats.append((torch.rand(n_layers * n_sequences * size, device="cuda") * -0.1).to(of or dtype))
+        offsets.append(torch.arange(0, len(flats[-1]), size, device="cuda").view(n_layers, n_sequences))
+    numbers = [torch.full((n_sequences,), x, device="cuda") for x in (0, n_tail, 0)]
+    return [
+        Tail(tuple(flats), tuple(own := [x[i] for x in offsets]), tuple(own), ring_rows, *numbers)  # type: ignore[arg-type]
+        for i in range(n_layers)
+    ]
+
+
 class Work:
     """Steps of `n_new` tokens a sequence through so many layers, or as many as fill memory, both ways, from the same numbers."""
 
@@ -113,21 +129,8 @@ class Work:
         self.log_decay, self.strength = (torch.rand(n_rows, layer.n_heads, device=device) * x for x in (-0.1, 1.0))
         self.skip = None if layer.erases else torch.randn(layer.n_heads, device=device)
         self.nowhere = torch.full_like(self.offsets[0], -1)
-        self.tails = self._make_tails(dtype, n_new)
-
-    def _make_tails(self, dtype: torch.dtype, n_new: int) -> list[Tail]:
-        layer, n, ring_rows, device = self.layer, self.n_sequences, TAIL_TOKENS + n_new, self.flat.device
-        parts = (((layer.n_groups, layer.key_dim), dtype), ((layer.n_heads, layer.value_dim), dtype), ((layer.n_heads,), torch.float32))
-        flats, offsets = [], []
-        for shape, of in parts:
-            size = ring_rows * int(np.prod(shape))
-            flats.append((torch.rand(self.n_layers * n * size, device=device) * -0.1).to(of))
-            offsets.append(torch.arange(0, len(flats[-1]), size, device=device).view(self.n_layers, n))
-        numbers = [torch.full((n,), x, device=device) for x in (0, TAIL_TOKENS, 0)]
-        return [
-            Tail(tuple(flats), tuple(own := [x[i] for x in offsets]), tuple(own), ring_rows, *numbers)  # type: ignore[arg-type]
-            for i in range(self.n_layers)
-        ]
+        state = matrix_tensor(layer.name, layer.n_heads, layer.value_dim, layer.key_dim, layer.n_groups)
+        self.tails = make_tails(state, dtype, self.n_layers, n, TAIL_TOKENS, n_new)
 
     def scan(self, slots: StateSlots) -> Tensor:
         erase = Erase(self.k, None, after_decay=True) if self.layer.erases else None

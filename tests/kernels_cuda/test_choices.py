@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_attention, gpu_cases, gpu_prompts, gpu_states
+from benchmarks import gpu_attention, gpu_cases, gpu_prompts, gpu_states, gpu_tails
 from benchmarks.gpu_attention import Heads
 from benchmarks.gpu_states import Layer
 from benchmarks.gpu_tune import OPTIONS, Case, Run, Trial, neighbours
+from benchmarks.harness import Samples
+from memory import RecurrentSpec
 from memory.kernels import Erase, reference
 from memory.kernels.cuda.choices import TUNABLES
 from memory.quantization import Quantized
+from memory.recurrences import mamba1_spec, rwkv7_spec
 from tests.kernels_cuda.on_device import MadeOn, OnDevice
 from tests.kernels_cuda.test_states import assert_as_twin, behind_tails, matrix_rows, rows_of
 from tests.tolerances import assert_kernel_close
@@ -143,6 +147,27 @@ RUNS: dict[str, tuple[str, Callable[[], Run]]] = {
     "convolution": ("causal_conv", lambda: gpu_cases._convolve(1, 9, 40)),
     "RG-LRU": ("vectors", lambda: gpu_cases._linear(2, 70)),
 }
+
+
+@pytest.mark.parametrize(
+    ("spec", "make_scan", "state_bytes", "ring_bytes"),
+    [(rwkv7_spec(2, 8), partial(gpu_tails._rwkv7, 2, 8), 512, 192), (mamba1_spec(8, 4, 4), partial(gpu_tails._mamba1, 8, 4), 128, 40)],
+    ids=["RWKV-7", "Mamba-1"],
+)
+def test_tails_that_run_again_are_measured_beside_bytes(
+    device: torch.device, spec: RecurrentSpec, make_scan: Any, state_bytes: int, ring_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def once(runs: dict[str, Callable[[], object]], n_rounds: int) -> dict[str, Samples]:
+        for run in runs.values():
+            run()
+        return {name: Samples([1.0 + i]) for i, name in enumerate(runs)}
+
+    monkeypatch.setattr(gpu_tails, "N_BYTES", 1)
+    monkeypatch.setattr(gpu_tails, "time_graphs", once)
+    with MadeOn(device):
+        (found,) = gpu_tails.rows(gpu_tails.Layer("", spec.states[-1], make_scan), 2, (3,), n_rounds=1)
+    assert found["reads and writes / reads"] == 2
+    assert found["of bytes"] == pytest.approx(2 * state_bytes / (state_bytes + 3 * ring_bytes))
 
 
 @pytest.mark.parametrize("name", RUNS)
