@@ -11,6 +11,7 @@ from torch import Tensor
 
 from benchmarks.gpu_attention import CONTEXT, HEADS, N_BYTES, PAGE_TOKENS, Heads, make_layers
 from benchmarks.gpu_states import LAYERS, N_DRAFTS, Layer, Work
+from benchmarks.gpu_tails import make_mamba1, make_rwkv7
 from benchmarks.gpu_tune import Case, Run
 from memory.kernels import PageChoice, StateSlots, cuda
 from memory.quantization import Quantized
@@ -103,6 +104,7 @@ def _scan(layer: Layer, n_sequences: int, n_new: int) -> Run:
 
 def _channels() -> list[Case]:
     return [
+        Case("prompts, RWKV-7, 40 heads of 64", "scan_columns", tuple(partial(_by_column, n, PROMPT_TOKENS) for n in (1, 8))),
         Case("decode, Mamba-1, 8192 channels", "selective_scan", (partial(_selective, 1), partial(_selective, 128))),
         Case("decode and prompts, 8192 channels", "causal_conv", (partial(_convolve, 128, 1), partial(_convolve, 8, 256))),
         Case("decode, RG-LRU, 2560 channels", "vectors", (partial(_linear, 1), partial(_linear, 128))),
@@ -132,11 +134,12 @@ def _through(layers: list[StateSlots], function: Any, *inputs: Tensor, **options
 
 
 def _selective(n_sequences: int, n_channels: int = 8192, n_states: int = 16) -> Run:
-    x, dt = (torch.randn(n_sequences, n_channels, device="cuda").bfloat16() for _ in range(2))
-    b, c = (torch.randn(n_sequences, n_states, device="cuda").bfloat16() for _ in range(2))
-    bias, d = torch.randn(2, n_channels, device="cuda")
-    rate = -torch.rand(n_states, n_channels, device="cuda")
-    return _through(_slots((n_states, n_channels), n_sequences, 1), cuda.selective_scan, x, dt, bias, b, c, rate, d)
+    return _through(_slots((n_states, n_channels), n_sequences, 1), make_mamba1(n_channels, n_states, n_sequences))
+
+
+def _by_column(n_sequences: int, n_new: int, n_heads: int = 40, head_dim: int = 64) -> Run:
+    layers = _slots((n_heads, head_dim, head_dim), n_sequences, n_new)[:4]
+    return _through(layers, make_rwkv7(n_heads, head_dim, n_sequences * n_new))
 
 
 def _convolve(n_sequences: int, n_new: int, n_channels: int = 8192, n_taps: int = 4) -> Run:

@@ -33,24 +33,24 @@ class Layer(NamedTuple):
     make_scan: Callable[[int], Callable[[StateSlots], Tensor]]
 
 
-def _rwkv7(n_heads: int, head_dim: int, n_sequences: int) -> Callable[[StateSlots], Tensor]:
-    r, k, v, kappa, a = torch.randn(5, n_sequences, n_heads, head_dim, device="cuda").bfloat16()
+def make_rwkv7(n_heads: int, head_dim: int, n_tokens: int) -> Callable[[StateSlots], Tensor]:
+    r, k, v, kappa, a = torch.randn(5, n_tokens, n_heads, head_dim, device="cuda").bfloat16()
     kappa, log_w = F.normalize(kappa.float(), dim=-1).bfloat16(), -torch.rand_like(r)
     erase = Erase(kappa, -kappa * a.sigmoid(), after_decay=False)
     return lambda state: cuda.matrix_scan(r, k, v, log_w, erase, state)
 
 
-def _mamba1(n_channels: int, n_states: int, n_sequences: int) -> Callable[[StateSlots], Tensor]:
-    x, dt = torch.randn(2, n_sequences, n_channels, device="cuda").bfloat16()
-    b, c = torch.randn(2, n_sequences, n_states, device="cuda").bfloat16()
+def make_mamba1(n_channels: int, n_states: int, n_tokens: int) -> Callable[[StateSlots], Tensor]:
+    x, dt = torch.randn(2, n_tokens, n_channels, device="cuda").bfloat16()
+    b, c = torch.randn(2, n_tokens, n_states, device="cuda").bfloat16()
     bias, d = torch.randn(2, n_channels, device="cuda")
     rate = -torch.rand(n_states, n_channels, device="cuda")
     return lambda state: cuda.selective_scan(x, dt, bias, b, c, rate, d, state)
 
 
 LAYERS = (
-    Layer("RWKV-7, 40 heads of 64", rwkv7_spec(40, 64).states[-1], partial(_rwkv7, 40, 64)),
-    Layer("Mamba-1, 8192 channels of 16", mamba1_spec(8192, 16, 4).states[-1], partial(_mamba1, 8192, 16)),
+    Layer("RWKV-7, 40 heads of 64", rwkv7_spec(40, 64).states[-1], partial(make_rwkv7, 40, 64)),
+    Layer("Mamba-1, 8192 channels of 16", mamba1_spec(8192, 16, 4).states[-1], partial(make_mamba1, 8192, 16)),
 )
 
 

@@ -48,6 +48,12 @@ def scan_matrices(device: torch.device, *lengths: int) -> None:
     assert_as_twin("matrix_scan", q, k, v, -torch.rand(n, 1), erase, slots, device=device, strength_TH=torch.rand(n, 1))
 
 
+def columns(device: torch.device) -> None:
+    q, k, v = matrix_rows(17 + 33, 1, 1, 20, 12)
+    slots, erase = Slots((1, 20, 12), (17, 33)).fresh(), Erase(k, -torch.rand(50, 1, 1) * k, after_decay=False)
+    assert_as_twin("matrix_scan", q, k, v, -torch.rand(50, 1, 12), erase, slots, device=device)
+
+
 def selective_scan(device: torch.device) -> None:
     x, dt, b, c = rows_of(3, 70, 70, 16, 16)
     a, bias, d = -torch.rand(16, 70), torch.randn(70), torch.randn(70)
@@ -74,8 +80,8 @@ def score_pages(device: torch.device) -> None:
 
 COMPUTE: dict[str, Callable[[torch.device], None]] = {
     "attend": attention, "split": attention, "read_states": read_states, "scan_tokens": lambda device: scan_matrices(device, 1, 3),
-    "scan_chunks": lambda device: scan_matrices(device, 65, 17), "selective_scan": selective_scan, "vectors": vectors,
-    "causal_conv": convolution, "score_pages": score_pages,
+    "scan_chunks": lambda device: scan_matrices(device, 65, 17), "scan_columns": columns, "selective_scan": selective_scan,
+    "vectors": vectors, "causal_conv": convolution, "score_pages": score_pages,
 }  # fmt: skip
 
 
@@ -143,6 +149,7 @@ RUNS: dict[str, tuple[str, Callable[[], Run]]] = {
     "tails, erases": ("read_states", lambda: gpu_cases._read(LAYERS[1], 1)),
     "tokens": ("scan_tokens", lambda: gpu_cases._scan(LAYERS[1], 1, 1)),
     "chunks": ("scan_chunks", lambda: gpu_cases._scan(LAYERS[0], 1, 40)),
+    "RWKV-7": ("scan_columns", lambda: gpu_cases._by_column(1, 20, 1, 16)),
     "Mamba-1": ("selective_scan", lambda: gpu_cases._selective(2, 40, 16)),
     "convolution": ("causal_conv", lambda: gpu_cases._convolve(1, 9, 40)),
     "RG-LRU": ("vectors", lambda: gpu_cases._linear(2, 70)),
@@ -151,7 +158,10 @@ RUNS: dict[str, tuple[str, Callable[[], Run]]] = {
 
 @pytest.mark.parametrize(
     ("spec", "make_scan", "state_bytes", "ring_bytes"),
-    [(rwkv7_spec(2, 8), partial(gpu_tails._rwkv7, 2, 8), 512, 192), (mamba1_spec(8, 4, 4), partial(gpu_tails._mamba1, 8, 4), 128, 40)],
+    [
+        (rwkv7_spec(2, 8), partial(gpu_tails.make_rwkv7, 2, 8), 512, 192),
+        (mamba1_spec(8, 4, 4), partial(gpu_tails.make_mamba1, 8, 4), 128, 40),
+    ],
     ids=["RWKV-7", "Mamba-1"],
 )
 def test_tails_that_run_again_are_measured_beside_bytes(

@@ -249,11 +249,39 @@ def test_matrix_scan_behind_a_tail(
 
 FEW = ((0, 9, 6, 2), (1, 2, 1, 3), (1, 0, 5, 4))
 MANY = ((3, 4), (1, 12), (0, 13))
+LONG = ((3, 5), (17, 33), (2, 30))
 """Tokens of tails, of runs, and where tails fold: before the run, in it, nowhere. Empty, full, and a run longer than its ring."""
 
 TAILS = pytest.mark.parametrize(
-    ("sizes", "dtype"), [(FEW, torch.float32), (MANY, torch.float32), (FEW, torch.bfloat16)], ids=["a few", "many", "bf16"]
-)
+    ("sizes", "dtype"), [(FEW, torch.float32), (MANY, torch.float32), (LONG, torch.float32), (FEW, torch.bfloat16)],
+    ids=["a few", "many", "long", "bf16"],
+)  # fmt: skip
+
+
+LONG_MODES = TOKEN_MODES | {"the delta rule, by column": (True, True, True)}
+
+
+@pytest.mark.parametrize("mode", LONG_MODES)
+@pytest.mark.parametrize(
+    ("shape", "lengths", "dtype", "strong"), [
+        ((2, 1, 5, 17), (1, 17, 33), torch.float32, False), ((1, 1, 20, 12), (40,), torch.float32, True),
+        ((1, 1, 16, 16), (2, 40), torch.bfloat16, False),
+    ], ids=["around chunks", "strong", "bf16"],
+)  # fmt: skip
+def test_matrix_scan_in_chunks_by_column(
+    device: torch.device, shape: tuple[int, int, int, int], lengths: tuple[int, ...], dtype: torch.dtype, strong: bool, mode: str
+) -> None:
+    """`strong`: keys nearly all the same, and decays of which one token's is 1e-9, beside others that are one."""
+    (n_heads, _, n_rows, n_columns), (by_column, erases, after_decay), n = shape, LONG_MODES[mode], sum(lengths)
+    q, k, v = matrix_rows(n, *shape, dtype=dtype)
+    decay = -torch.rand(n, n_heads, *([n_columns] if by_column else []))
+    if strong:
+        k, decay = F.normalize(torch.randn(1, *k.shape[1:]) + 0.1 * k, dim=-1), torch.where(decay > -0.5, 0.0, 20 * decay)
+    b = -torch.rand(n, n_heads, 1) * k.float().repeat_interleave(n_heads // shape[1], dim=1)
+    options = {"strength_TH": torch.rand(n, n_heads), "skip_H": torch.randn(n_heads)}
+    erase = Erase(k, None if mode not in TOKEN_MODES else b, after_decay) if erases else None
+    slots = Slots((n_heads, n_rows, n_columns), lengths).fresh()
+    assert_as_twin("matrix_scan", q, k, v, decay, erase, slots, device=device, dtype=table(dtype), **options)
 
 
 @TAILS
@@ -261,7 +289,7 @@ TAILS = pytest.mark.parametrize(
 def test_matrix_scan_token_by_token_behind_a_tail(
     device: torch.device, sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype, mode: str
 ) -> None:
-    (n_heads, n_groups, n_rows, n_columns), (by_column, erases, after_decay), n = (4, 2, 3, 7), TOKEN_MODES[mode], sum(sizes[1])
+    (n_heads, n_groups, n_rows, n_columns), (by_column, erases, after_decay), n = (2, 1, 3, 7), TOKEN_MODES[mode], sum(sizes[1])
     decays = (n_heads, n_columns) if by_column else (n_heads,)
     rings = ((n_groups, n_columns), (n_heads, n_rows), decays, *(((n_heads, n_columns), (n_heads, n_rows)) if erases else ()))
     slots = behind_tails((n_heads, n_rows, n_columns), rings, *sizes, dtype)
@@ -272,12 +300,13 @@ def test_matrix_scan_token_by_token_behind_a_tail(
 
 
 @pytest.mark.parametrize("erases", [False, True], ids=["adds", "erases"])
-def test_decays_by_column_erase_what_keys_find(device: torch.device, erases: bool) -> None:
+@pytest.mark.parametrize("sizes", [FEW, LONG], ids=["a few", "long"])
+def test_decays_by_column_erase_what_keys_find(device: torch.device, sizes: tuple[tuple[int, ...], ...], erases: bool) -> None:
     """Kimi's delta rule: three rings, whose decays are as wide as keys."""
-    slots, n = behind_tails((4, 9, 7), ((2, 7), (4, 9), (4, 7)), *FEW), sum(FEW[1])
-    q, k, v = matrix_rows(n, 4, 2, 9, 7)
-    erase, options = Erase(k, None, after_decay=True) if erases else None, {"strength_TH": torch.rand(n, 4)}
-    assert_as_twin("matrix_scan", q, k, v, -torch.rand(n, 4, 7), erase, slots, device=device, **options)
+    slots, n = behind_tails((2, 5, 7), ((1, 7), (2, 5), (2, 7)), *sizes), sum(sizes[1])
+    q, k, v = matrix_rows(n, 2, 1, 5, 7)
+    erase, options = Erase(k, None, after_decay=True) if erases else None, {"strength_TH": torch.rand(n, 2)}
+    assert_as_twin("matrix_scan", q, k, v, -torch.rand(n, 2, 7), erase, slots, device=device, **options)
 
 
 @TAILS

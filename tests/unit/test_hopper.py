@@ -18,7 +18,7 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 BF16, F32 = torch.bfloat16, torch.float32
 MODULES = (
     "attention", "page_choice", "rows",
-    "channel_states", "convolution", "matrix_chunks", "matrix_tails", "matrix_tokens", "norms", "vectors",
+    "channel_states", "convolution", "matrix_chunks", "matrix_columns", "matrix_tails", "matrix_tokens", "norms", "vectors",
 )  # fmt: skip
 
 
@@ -158,6 +158,19 @@ def test_the_largest_tiles_that_tuning_tries_fit(recorder: Recorder, kernel: str
         else:
             q, v = zeros(100, 1, 128, dtype=BF16), zeros(100, 80, 64, dtype=BF16)
             cuda.matrix_scan(q, q, v, zeros(100, 80, dtype=F32), None, slots([100], (80, 64, 128)))
+
+
+def test_prompts_that_fade_by_column(recorder: Recorder) -> None:
+    """RWKV-7's, and Kimi's delta rule."""
+    from memory.kernels import cuda
+
+    row = zeros(4096, 40, 64, dtype=BF16)
+    rings = (BF16, BF16, F32, BF16, BF16)
+    cuda.matrix_scan(row, row, row, row, Erase(row, row, after_decay=False), slots([4096], (40, 64, 64), rings))
+    row, strength = zeros(4096, 32, 128, dtype=BF16), zeros(4096, 32, dtype=F32)
+    erase, state = Erase(row, None, after_decay=True), slots([4096], (32, 128, 128), rings[:3])
+    cuda.matrix_scan(row, row, row, row.float(), erase, state, strength_TH=strength)
+    assert all(kernel.spilled_bytes <= 64 for kernel in recorder.compiled), recorder.compiled
 
 
 def test_other_recurrences(recorder: Recorder) -> None:

@@ -30,7 +30,7 @@ from memory.kernels.cuda.matrix_tails import fold_tail
 from memory.kernels.cuda.rings import no_rings, rings_of
 from memory.kernels.signature import StateSlots
 
-_SPARE = tl.constexpr(2)
+SPARE = tl.constexpr(2)
 """Chunks a run may have more than fill it: the last one, and the one up to a body."""
 
 
@@ -57,10 +57,10 @@ def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
     n_runs, columns, device = len(state.cu_rows) - 1, max(16, next_power_of_2(n_columns)), y_THV.device
     chunk, rows, num_warps, num_stages = _choose(device, n_rows, n_columns, inputs.v.element_size(), inputs.a is not None)
     rings = no_rings(cu_rows, 3) if state.tail is None else rings_of(state.tail)
-    common: dict[str, Any] = {"COLUMNS": columns, "CHUNK": chunk, "HAS_TAIL": state.tail is not None, "PRECISION": _precision(inputs)}
+    common: dict[str, Any] = {"COLUMNS": columns, "CHUNK": chunk, "HAS_TAIL": state.tail is not None, "PRECISION": precision(inputs)}
     inverses = y_THV
     if inputs.a is not None:
-        n_chunks = int(state.cu_rows[-1] - state.cu_rows[0]) // chunk + _SPARE.value * n_runs
+        n_chunks = int(state.cu_rows[-1] - state.cu_rows[0]) // chunk + SPARE.value * n_runs
         inverses = torch.empty(n_chunks, n_heads, chunk, chunk, dtype=torch.float32, device=device)
         launch(
             _invert, (n_heads, n_chunks),
@@ -75,18 +75,28 @@ def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
     )  # fmt: skip
 
 
-def _precision(inputs: Inputs) -> str:
+def precision(inputs: Inputs) -> str:
     """Of products: three of tf32 are as good as one of float32; rows of 16 bits are tf32 already."""
     return "tf32x3" if inputs.v.dtype == torch.float32 else "tf32"
 
 
 @triton.jit
-def _split(run, target, n_new, counts, folds, HAS_TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of a run before the body that it leaves on its way; all, if it leaves one at its end or none."""
+def split_at(run, cu_rows, targets, counts, folds, HAS_TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First row of a run, its rows, and those before the body that it leaves on its way: all, if it leaves one at its end, or none."""
+    start = tl.load(cu_rows + run)
+    n_new = (tl.load(cu_rows + run + 1) - start).to(tl.int32)
     split = n_new
     if HAS_TAIL:
-        split = tl.where(target < 0, 0, tl.maximum(tl.load(folds + run) - tl.load(counts + run), 0).to(tl.int32))
-    return split
+        split = tl.where(tl.load(targets + run) < 0, 0, tl.maximum(tl.load(folds + run) - tl.load(counts + run), 0).to(tl.int32))
+    return start, n_new, split
+
+
+@triton.jit
+def place_of(chunk, start, n_new, split, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """First row of a run's chunk, and where its rows end: chunks end where the body is left, and start again."""
+    n_before = tl.cdiv(split, CHUNK)
+    first = tl.where(chunk < n_before, chunk * CHUNK, split + (chunk - n_before) * CHUNK)
+    return start + first, start + tl.where(chunk < n_before, split, n_new)
 
 
 @triton.jit
@@ -97,7 +107,7 @@ def _fades(log_decay, decay_stride, h, rows, end):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def _matrix(x, stride, h, rows, end, n, n_columns):  # type: ignore[no-untyped-def]
+def load_rows(x, stride, h, rows, end, n, n_columns):  # type: ignore[no-untyped-def]
     mask = (rows < end)[:, None] & (n < n_columns)[None, :]
     return tl.load(x + (rows * stride)[:, None] + h * n_columns + n[None, :], mask=mask, other=0.0).to(tl.float32)
 
@@ -109,17 +119,13 @@ def _invert(  # type: ignore[no-untyped-def]
     HAS_STRENGTH: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(I + A)^-1 of one chunk of one head: row i is e_i - sum of A_ij times row j."""
-    h, run = tl.program_id(0), run_of(tl.program_id(1), cu_rows, n_runs, CHUNK, _SPARE)
-    start, chunk = tl.load(cu_rows + run), tl.program_id(1) - first_piece(run, cu_rows, CHUNK, _SPARE)
-    n_new = (tl.load(cu_rows + run + 1) - start).to(tl.int32)
-    split = _split(run, tl.load(targets + run), n_new, counts, folds, HAS_TAIL)
-    n_before = tl.cdiv(split, CHUNK)
-    first = tl.where(chunk < n_before, chunk * CHUNK, split + (chunk - n_before) * CHUNK)
-    end = start + tl.where(chunk < n_before, split, n_new)
+    h, run = tl.program_id(0), run_of(tl.program_id(1), cu_rows, n_runs, CHUNK, SPARE)
+    start, n_new, split = split_at(run, cu_rows, targets, counts, folds, HAS_TAIL)
+    first, end = place_of(tl.program_id(1) - first_piece(run, cu_rows, CHUNK, SPARE), start, n_new, split, CHUNK)
     i, n = tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
-    rows = start + first + i
-    key = _matrix(k, k_stride, h // k_heads, rows, end, n, n_columns)
-    reading = _matrix(a, a_stride, h // a_heads, rows, end, n, n_columns)
+    rows = first + i
+    key = load_rows(k, k_stride, h // k_heads, rows, end, n, n_columns)
+    reading = load_rows(a, a_stride, h // a_heads, rows, end, n, n_columns)
     if HAS_STRENGTH:
         reading *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[:, None]
     fade = _fades(log_decay, decay_stride, h, rows, end)
@@ -143,13 +149,14 @@ def _advance(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """A chunk of `rows` before `end`: the state behind it, and what it wrote (CHUNK, ROWS)."""
     i = tl.arange(0, CHUNK)
-    query, key = _matrix(q, q_stride, h // q_heads, rows, end, n, n_columns), _matrix(k, k_stride, h // k_heads, rows, end, n, n_columns)
-    value = _matrix(v, v_stride, h, rows, end, r, n_rows)
+    query = load_rows(q, q_stride, h // q_heads, rows, end, n, n_columns)
+    key = load_rows(k, k_stride, h // k_heads, rows, end, n, n_columns)
+    value = load_rows(v, v_stride, h, rows, end, r, n_rows)
     fade = _fades(log_decay, decay_stride, h, rows, end)
     so_far = tl.exp(fade.to(tl.float32))[:, None]
     u = value
     if ERASES:
-        reading = _matrix(a, a_stride, h // a_heads, rows, end, n, n_columns)
+        reading = load_rows(a, a_stride, h // a_heads, rows, end, n, n_columns)
         u -= so_far * tl.dot(reading, tl.trans(s), input_precision=PRECISION)
     if HAS_STRENGTH:
         u *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[:, None]
@@ -181,10 +188,9 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     r, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_column, i = (n < n_columns)[None, :], tl.arange(0, CHUNK)
     at = (h * n_rows + r)[:, None] * n_columns + n[None, :]
-    source, target, start = tl.load(sources + run), tl.load(targets + run), tl.load(cu_rows + run)
-    n_new = (tl.load(cu_rows + run + 1) - start).to(tl.int32)
-    split = _split(run, target, n_new, counts, folds, HAS_TAIL)
-    inverse = inverses + (first_piece(run, cu_rows, CHUNK, _SPARE) * n_heads + h).to(tl.int64) * CHUNK * CHUNK
+    source, target = tl.load(sources + run), tl.load(targets + run)
+    start, n_new, split = split_at(run, cu_rows, targets, counts, folds, HAS_TAIL)
+    inverse = inverses + (first_piece(run, cu_rows, CHUNK, SPARE) * n_heads + h).to(tl.int64) * CHUNK * CHUNK
     s = tl.load(flat + source + at, mask=(r < bound(source, n_rows))[:, None] & is_column, other=initial).to(tl.float32)
     if HAS_TAIL:
         count, first, n_keys = tl.load(counts + run).to(tl.int32), tl.load(firsts + run).to(tl.int32), n_heads // k_heads * n_columns
@@ -220,12 +226,12 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             inverse += n_heads * CHUNK * CHUNK
             slots, is_new = (first + count + begin + i) % ring_rows, (begin + i) < n_new
-            _store_rows(writes + write_place, slots * n_heads * n_rows, u, r, n_rows, is_new)
+            store_rows(writes + write_place, slots * n_heads * n_rows, u, r, n_rows, is_new)
             if tl.program_id(0) == 0:
                 fade = tl.load(log_decay + (start + begin + i) * decay_stride + h, mask=is_new, other=0.0).to(tl.float32)
                 tl.store(decays + tl.load(decay_targets + run) + h + slots * n_heads, fade, mask=is_new)
                 if h % k_heads == 0:
-                    _store_rows(keys + key_place, slots * n_keys, key, n, n_columns, is_new)
+                    store_rows(keys + key_place, slots * n_keys, key, n, n_columns, is_new)
 
 
 @triton.jit
@@ -234,6 +240,6 @@ def _store(flat, target, at, s, limit, r, n_rows, is_column):  # type: ignore[no
 
 
 @triton.jit
-def _store_rows(ring, offsets, x, columns, n_columns, mask):  # type: ignore[no-untyped-def]
+def store_rows(ring, offsets, x, columns, n_columns, mask):  # type: ignore[no-untyped-def]
     at = ring + offsets[:, None] + columns[None, :]
     tl.store(at, x.to(ring.dtype.element_ty), mask=mask[:, None] & (columns < n_columns)[None, :])

@@ -1,8 +1,9 @@
 """Recurrences whose state is a matrix a head: which kernel runs them.
 
-matrix_tokens   any recurrence, token by token; the state goes through registers once, behind a tail or not
+matrix_tokens   any recurrence, a few tokens, one by one; the state goes through registers once
+matrix_columns  any recurrence, many tokens: 16 at once, as products of matrices
 matrix_chunks   one decay a head, many tokens: 32 at once, as products of matrices
-matrix_tails    one decay a head, a few tokens behind a tail: the state is only read
+matrix_tails    one decay a head, a few tokens behind a tail: the state is met once, and the tail without it
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from memory.kernels.cuda.launch import device_ints, require_shapes
 from memory.kernels.cuda.matrix_chunks import scan_chunks
+from memory.kernels.cuda.matrix_columns import scan_columns
 from memory.kernels.cuda.matrix_inputs import Inputs, part_of
 from memory.kernels.cuda.matrix_tails import read_states
 from memory.kernels.cuda.matrix_tokens import scan_tokens
@@ -38,13 +40,15 @@ def matrix_scan(
     y_THV = torch.empty(v_THV.shape, dtype=torch.float32, device=v_THV.device)
     inputs = Inputs.of(q_TGN, k_TGN, v_THV, log_decay, erase, strength_TH, skip_H)
     # What tokens write is read again from their ring, so those of a run must not meet there; chunks hold them elsewhere.
-    least = _LONG_RUN if state.tail is None else min(_LONG_RUN, state.tail.ring_rows + 1)
-    is_long = np.diff(state.cu_rows) >= (least if is_simple else np.inf)
+    least = min(_LONG_RUN, state.tail.ring_rows + 1) if state.tail is not None and is_simple else _LONG_RUN
+    is_long = np.diff(state.cu_rows) >= least
     # Requests come with the shortest first, but for those that a step puts otherwise: neighbours of one kind run together.
     cu_rows = device_ints(state.cu_rows, y_THV.device)
     bounds = [0, *(np.flatnonzero(np.diff(is_long)) + 1).tolist(), len(is_long)]
+    scan_many = scan_chunks if is_simple else scan_columns
+    scan_few = read_states if is_simple and state.tail is not None else scan_tokens
     for begin, end in pairwise(bounds):
         some = state if (begin, end) == (0, len(is_long)) else part_of(state, begin, end)
-        scan = scan_chunks if is_long[begin] else read_states if is_simple and state.tail is not None else scan_tokens
+        scan = scan_many if is_long[begin] else scan_few
         scan(inputs, some, cu_rows[begin : end + 1], y_THV)
     return y_THV

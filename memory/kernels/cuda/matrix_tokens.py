@@ -66,26 +66,16 @@ def _scan_tokens(  # type: ignore[no-untyped-def]
     source, target = tl.load(sources + run), tl.load(targets + run)
     begins = (r < bound(source, n_rows))[:, None] & is_column[None, :]
     limit = bound(target, n_rows)
-    if BY_COLUMN:
-        d, n_decays = n, n_columns
-    else:
-        d, n_decays = tl.zeros((1,), tl.int32), 1
+    d, n_decays = _decays(n, n_columns, BY_COLUMN)
     s = tl.load(flat + source + at, mask=begins, other=initial).to(tl.float32)
     start, end = tl.load(cu_rows + run), tl.load(cu_rows + run + 1)
     if HAS_TAIL:
         first, count = tl.load(firsts + run).to(tl.int32), tl.load(counts + run).to(tl.int32)
         fold = tl.where(target < 0, -1, tl.load(folds + run).to(tl.int32))
-        for p in range(count):
-            is_body = (r < tl.where(p == fold, limit, 0))[:, None] & is_column[None, :]
-            tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=is_body)
-            slot = (first + p) % ring_rows
-            key = ring_row(keys, key_sources, run, slot * (n_heads // k_heads) + h // k_heads, n, n_columns)
-            u = ring_row(writes, write_sources, run, slot * n_heads + h, r, n_rows)
-            w = tl.exp(ring_row(decays, decay_sources, run, slot * n_heads + h, d, n_decays))
-            s = s * w[None, :] + u[:, None] * key[None, :]
-            if HAS_B:
-                other = ring_row(others, other_sources, run, slot * n_heads + h, n, n_columns)
-                s += ring_row(finds, find_sources, run, slot * n_heads + h, r, n_rows)[:, None] * other[None, :]
+        s = add_tail(
+            s, flat + target + at, limit, fold, count, first, run, h, r, n, keys, key_sources, k_heads, writes, write_sources,
+            decays, decay_sources, others, other_sources, finds, find_sources, ring_rows, n_heads, n_rows, n_columns, BY_COLUMN, HAS_B,
+        )  # fmt: skip
     for t in range(start, end):
         key = tl.load(k + t * k_stride + h // k_heads * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
         query = tl.load(q + t * q_stride + h // q_heads * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
@@ -125,3 +115,34 @@ def _scan_tokens(  # type: ignore[no-untyped-def]
     if HAS_TAIL:
         limit = tl.where(count + end - start == fold, limit, 0)
     tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=(r < limit)[:, None] & is_column[None, :])
+
+
+@triton.jit
+def _decays(n, n_columns, BY_COLUMN: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Indices of a head's decays, and how many they are."""
+    if BY_COLUMN:
+        d, n_decays = n, n_columns
+    else:
+        d, n_decays = tl.zeros((1,), tl.int32), 1
+    return d, n_decays
+
+
+@triton.jit
+def add_tail(  # type: ignore[no-untyped-def]
+    s, body, limit, fold, count, first, run, h, r, n, keys, key_sources, k_heads, writes, write_sources, decays, decay_sources,
+    others, other_sources, finds, find_sources, ring_rows, n_heads, n_rows, n_columns, BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
+):  # fmt: skip
+    """A state (ROWS, COLUMNS) before the `count` tokens of its tail goes on to behind them; before token `fold` it is stored at `body`."""
+    d, n_decays = _decays(n, n_columns, BY_COLUMN)
+    for p in range(count):
+        is_body = (r < tl.where(p == fold, limit, 0))[:, None] & (n < n_columns)[None, :]
+        tl.store(body, s.to(body.dtype.element_ty), mask=is_body)
+        slot = (first + p) % ring_rows
+        key = ring_row(keys, key_sources, run, slot * (n_heads // k_heads) + h // k_heads, n, n_columns)
+        u = ring_row(writes, write_sources, run, slot * n_heads + h, r, n_rows)
+        w = tl.exp(ring_row(decays, decay_sources, run, slot * n_heads + h, d, n_decays))
+        s = s * w[None, :] + u[:, None] * key[None, :]
+        if HAS_B:
+            other = ring_row(others, other_sources, run, slot * n_heads + h, n, n_columns)
+            s += ring_row(finds, find_sources, run, slot * n_heads + h, r, n_rows)[:, None] * other[None, :]
+    return s
