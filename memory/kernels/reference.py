@@ -20,6 +20,10 @@ def plan_attention(*_: object) -> None:
     """Nothing is laid out ahead."""
 
 
+def plan_choice(*_: object) -> None:
+    """As `plan_attention`."""
+
+
 def write_rows_(flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
     flat[_elements(offsets_T, rows_TR.shape[1])] = rows_TR.to(flat.dtype)
 

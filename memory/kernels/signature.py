@@ -197,6 +197,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def plan_choice(self, choice: PageChoice, device: torch.device) -> None:
+        """Said before, while a step's plan is being uploaded: `choose_pages` of this choice is to come."""
+        ...
+
     def choose_pages(self, q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: PageChoice, n_kv_heads: int) -> Tensor:
         """Element offsets of the pages that each key/value head should read, (G, all chosen), query after query, oldest first.
 
