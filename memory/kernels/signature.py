@@ -210,8 +210,12 @@ class Kernels(Protocol):
         """
         ...
 
-    def attend_rows(self, q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -> Tensor:
-        """`paged_attention` for one request whose rows are at hand, R >= T: (T, H, D)."""
+    def attend_rows(self, q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
+        """`paged_attention` for one request whose rows are at hand, R >= T: (T, H, D).
+
+        Args:
+            batch: of this request with a page a row, as `plan_attention` was told, if it was: where pages are is not looked at.
+        """
         ...
 
     def causal_conv(
