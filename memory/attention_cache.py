@@ -28,6 +28,9 @@ from memory.specs import AttentionSpec
 
 NO_PAGES: Int64s = np.zeros(0, np.int64)
 
+Read = tuple[PagedBatch, FoldedRows | None]
+"""Rows in pages, and those that have folded before them."""
+
 _ROWS_AT_ONCE = 4096
 """Rows of a layer that are turned at once, so that what is dropped from a long sequence needs little memory beside its pages."""
 
@@ -178,16 +181,17 @@ class AttentionCache:
         """A plan's array as kernels take it; with `room`, there may be more behind its end."""
         return self.kernels.prepare(self._store.upload(array, room=room))
 
-    def begin(self, plan: AttentionPlan, folded: FoldedRows | None = None) -> None:
+    def begin(self, plan: AttentionPlan, reads: list[Read] | None = None) -> None:
+        """Args: reads: what attention will be asked for, where that is not the plan's own."""
         for _, old, new in plan.copies:
             self._store.copy(int(self.pool.addresses[old]), int(self.pool.addresses[new]), self.pool.block_bytes)
-        for heads in self._heads:
-            for batch in self._batches(plan):
+        for batch, folded in self._reads(plan) if reads is None else reads:
+            for heads in self._heads:
                 self.kernels.plan_attention(batch, heads, self._dtype, self._store.device, self.grid.window, folded)
 
-    def _batches(self, plan: AttentionPlan) -> list[PagedBatch]:
+    def _reads(self, plan: AttentionPlan) -> list[Read]:
         """What attention will be asked for."""
-        return [plan.batch]
+        return [(plan.batch, None)]
 
     def can_record(self, plan: AttentionPlan) -> bool:
         return True

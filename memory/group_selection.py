@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from memory.arena import Store
+from memory.attention_cache import Read
 from memory.batch import ranges
 from memory.eviction import Quest
 from memory.interface import Int64s
-from memory.kernels import PageChoice, PagedBatch, Scoring
+from memory.kernels import FoldedRows, PageChoice, PagedBatch, Scoring
 from memory.page_selection import part_of
 from memory.quantization import Shaped, Storage
 from memory.quantized_attention import QuantizedAttention, QuantizedPlan
@@ -84,6 +85,8 @@ class GroupSelection(QuantizedAttention):
         n_first = -(-self.policy.sinks // group)
         choice = PageChoice(self._store.upload(blocks), np.concatenate([[0], n.cumsum()]), n_first, n_last, cu_chosen)
         rest_blocks = plan.blocks[ranges(plan.cu_blocks[:-1][others], plan.cu_blocks[1:][others])]
+        if len(tokens):
+            self._store.upload(rest_blocks)  # for kernels that want them on the device: they find them there
         return GroupPlan(
             **{f.name: getattr(plan, f.name) for f in fields(plan)}, choice=choice if len(tokens) else None,
             tokens=self._store.upload(tokens), chosen=self._exact_of(plan, request, tokens),
@@ -101,15 +104,31 @@ class GroupSelection(QuantizedAttention):
         pages = self.exact.place(plan.exact.pages[ranges(begins, begins + n_pages)])
         return PagedBatch(np.arange(len(tokens) + 1), lengths, pages, np.concatenate([[0], n_pages.cumsum()]), batch.page_tokens)
 
+    def begin(self, plan: QuantizedPlan) -> None:
+        assert isinstance(plan, GroupPlan)
+        super().begin(plan)
+        if plan.choice is not None:
+            self.exact.kernels.plan_choice(plan.choice, self._store.device)
+
+    def _reads(self, plan: QuantizedPlan) -> list[Read]:
+        assert isinstance(plan, GroupPlan)
+        if plan.choice is None:
+            return super()._reads(plan)
+        # Which blocks are read is chosen later: here it matters how many.
+        chosen = (plan.chosen, self._folded(0, plan.blocks, plan.choice.cu_chosen, plan.chosen_lengths))
+        return [chosen] if plan.rest is None else [chosen, (plan.rest, self._folded_rest(plan, 0))]
+
+    def _folded_rest(self, plan: GroupPlan, index: int) -> FoldedRows | None:
+        return self._folded(index, plan.rest_blocks, plan.rest_cu_blocks, plan.rest_lengths) if len(plan.rest_blocks) else None
+
     def _read(self, plan: QuantizedPlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
         assert isinstance(plan, GroupPlan)
         if plan.choice is None:
             return super()._read(plan, index, q_THD, scoring)
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         if plan.rest is not None:
-            folded = self._folded(index, plan.rest_blocks, plan.rest_cu_blocks, plan.rest_lengths) if len(plan.rest_blocks) else None
             exact, tokens = replace(plan.exact, batch=plan.rest), plan.rest_tokens
-            out_THD[tokens] = self.exact.read(exact, index, q_THD[tokens], scoring, folded)
+            out_THD[tokens] = self.exact.read(exact, index, q_THD[tokens], scoring, self._folded_rest(plan, index))
         q_QHD, (least, greatest) = q_THD[plan.tokens], self._flats[index][-2:]
         places_GC = self.exact.kernels.choose_pages(q_QHD, least, greatest, plan.choice, self._specs[index].n_kv_heads)
         folded = self._folded(index, places_GC * self._dtype.itemsize, plan.choice.cu_chosen, plan.chosen_lengths)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from memory.arena import Store
-from memory.attention_cache import AttentionCache, AttentionPlan, DropPlan
+from memory.attention_cache import AttentionCache, AttentionPlan, DropPlan, Read
 from memory.batch import ranges
 from memory.errors import StepError
 from memory.eviction import Quest
@@ -116,9 +116,16 @@ class PageSelection(AttentionCache):
         out_THD[plan.tokens] = self.kernels.paged_attention(q_QHD, keys, values, chosen, spec.n_kv_heads, scoring)
         return out_THD[..., : spec.value_dim]
 
-    def _batches(self, plan: AttentionPlan) -> list[PagedBatch]:
+    def begin(self, plan: AttentionPlan, reads: list[Read] | None = None) -> None:
         assert isinstance(plan, SelectionPlan)
-        return [plan.batch] if plan.choice is None else [plan.chosen, *([] if plan.rest is None else [plan.rest])]
+        super().begin(plan, reads)
+        if plan.choice is not None:
+            self.kernels.plan_choice(plan.choice, self._store.device)
+
+    def _reads(self, plan: AttentionPlan) -> list[Read]:
+        assert isinstance(plan, SelectionPlan)
+        batches = [plan.batch] if plan.choice is None else [plan.chosen, *([] if plan.rest is None else [plan.rest])]
+        return [(batch, None) for batch in batches]
 
     def can_record(self, plan: AttentionPlan) -> bool:
         return False  # how many pages are chosen, and from how many, is counted on the host

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from memory.arena import BlockLayout, BlockPool, Store
-from memory.attention_cache import NO_PAGES, AttentionCache, AttentionPlan
+from memory.attention_cache import NO_PAGES, AttentionCache, AttentionPlan, Read
 from memory.errors import IntegrityError, SpecError
 from memory.interface import Holding, Int64s, Packed, Record
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
@@ -53,6 +53,7 @@ class QuantizedPlan:
         exact: of the pages that are exact while the step runs.
         n_new: (S,) groups that fold at the end of the step.
         fresh: their blocks, request after request.
+        targets: element size in bytes -> element offset of each fresh block.
         blocks, cu_blocks, lengths: the body before the step, as `FoldedRows` has it.
     """
 
@@ -60,6 +61,7 @@ class QuantizedPlan:
     exact: AttentionPlan
     n_new: Int64s
     fresh: Int64s
+    targets: dict[int, Tensor]
     blocks: Int64s
     cu_blocks: Int64s
     lengths: Int64s
@@ -99,6 +101,7 @@ class QuantizedAttention(CannotDrop):
         self.bodies = store.make_pool(f"pages of {name}", self.layout.block_bytes, from_top=False)
         n_fields = len(own_fields[0])
         fields = [self.layout.fields[i : i + n_fields] for i in range(0, len(self.layout.fields), n_fields)]
+        self._part_sizes = {field.dtype.itemsize for field in self.layout.fields}
         self._shapes = [tuple(shape for shape, _ in own) for own in shapes]
         self._flats: list[tuple[Prepared, ...]] = [() if store.is_dry else tuple(map(store.flat, own)) for own in fields]
         self._bodies: dict[int, Int64s] = {}
@@ -133,7 +136,9 @@ class QuantizedAttention(CannotDrop):
             blocks = self.bodies.addresses[np.concatenate(tables)]
             fresh = self.bodies.allocate(int(n_new.sum()))
             self._store.upload(blocks)  # for kernels that want them on the device: they find them there
-            plan = self._plan_reads(QuantizedPlan(packed, exact, n_new, fresh, blocks, cu_blocks, n_blocks * self.storage.group))
+            plan = self._plan_reads(
+                QuantizedPlan(packed, exact, n_new, fresh, self._targets(fresh), blocks, cu_blocks, n_blocks * self.storage.group)
+            )
         except BaseException:
             self.bodies.release(fresh)
             self.exact.abort(exact)
@@ -141,12 +146,21 @@ class QuantizedAttention(CannotDrop):
         self._open_plans[id(plan)] = plan
         return plan
 
+    def _targets(self, fresh: Int64s) -> dict[int, Tensor]:
+        if self._store.is_dry or not len(fresh):
+            return {}
+        return {size: self._store.upload(self.bodies.addresses[fresh] // size) for size in self._part_sizes}
+
     def _plan_reads(self, plan: QuantizedPlan) -> QuantizedPlan:
         """For kinds that do not read every block: the plan, and what they read."""
         return plan
 
     def begin(self, plan: QuantizedPlan) -> None:
-        self.exact.begin(plan.exact, self._folded_rows(plan, 0))
+        self.exact.begin(plan.exact, self._reads(plan))
+
+    def _reads(self, plan: QuantizedPlan) -> list[Read]:
+        """What attention will be asked for."""
+        return [(plan.exact.batch, self._folded_rows(plan, 0))]
 
     def attend(self, plan: QuantizedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
         """Write the step's keys and values, attend to everything up to each token: (T, H, D). Then fold."""
@@ -154,8 +168,9 @@ class QuantizedAttention(CannotDrop):
         out_THD = self._read(plan, index, q_THD, scoring)
         taken = 0
         for i in plan.n_new.nonzero()[0].tolist():
-            self._fold(plan, index, i, plan.fresh[taken : taken + plan.n_new[i]])
-            taken += int(plan.n_new[i])
+            n_new = int(plan.n_new[i])
+            self._fold(plan, index, i, {size: targets[taken : taken + n_new] for size, targets in plan.targets.items()}, n_new)
+            taken += n_new
         return out_THD
 
     def _read(self, plan: QuantizedPlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
@@ -169,17 +184,16 @@ class QuantizedAttention(CannotDrop):
         flats = self._flats[index][: len(shapes)]
         return FoldedRows(self.storage, shapes, flats, blocks, cu_blocks, lengths, self._specs[index].head_dim)
 
-    def _fold(self, plan: QuantizedPlan, index: int, request: int, targets: Int64s) -> None:
+    def _fold(self, plan: QuantizedPlan, index: int, request: int, targets: dict[int, Tensor], n_new: int) -> None:
         """Quantise the oldest exact rows of a request, a group into each block."""
-        n_pages = len(targets) * self.storage.group // self.grid.page_tokens
+        n_pages = n_new * self.storage.group // self.grid.page_tokens
         parts, bounds = list[Tensor](), list[Tensor]()
         for rows, is_key in zip(self.exact.oldest_rows(plan.exact, index, request, n_pages), (True, False), strict=True):
-            rows_BGRD = rows.view(len(targets), -1, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
+            rows_BGRD = rows.view(n_new, -1, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
             parts += self.storage.encode(rows_BGRD, by_channel=is_key)
             bounds = self._bounds(rows_BGRD) if is_key else bounds
         for flat, part in zip(self._flats[index], [*parts, *bounds], strict=True):
-            offsets = self._store.upload(self.bodies.addresses[targets] // part.element_size())
-            reference.write_rows_(flat, offsets, part.flatten(1))
+            reference.write_rows_(flat, targets[part.element_size()], part.flatten(1))
 
     def can_record(self, plan: QuantizedPlan) -> bool:
         return not plan.n_new.any()

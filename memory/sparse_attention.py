@@ -11,12 +11,11 @@ have become older than the rollback window fold into a new body.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numpy.typing import NDArray
 from torch import Tensor
 
 from memory.arena import Field, Store
@@ -27,34 +26,43 @@ from memory.folding import Columns, TailGrid
 from memory.interface import Int64s, Packed
 from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, select_kernels
 from memory.quantization import Parts, Storage
-from memory.recurrent_state import RecurrentPlan, RecurrentState
+from memory.recurrent_state import NO_ROWS, RecurrentPlan, RecurrentState
 from memory.shift import CannotDrop
 from memory.specs import AttentionSpec, RecurrentSpec, StateTensor
 
 
 @dataclass(frozen=True)
-class SparsePlan(RecurrentPlan):
-    """As a recurrence's, without runs.
+class Reads:
+    """What attention finds where in a step.
 
     Attributes:
-        in_place: requests all of whose rows are in the arena while the step runs: its new ones fit into the tail.
+        in_place: the requests all of whose rows are in the arena while the step runs: its new ones fit into the tail. A page is a row;
+            where it lies differs from attention to attention.
         tokens: (t,) packed index of their tokens; None if they are all.
-        cu_seqlens, lengths, cu_rows: as `PagedBatch` has them, of the requests in place; a page is a row.
-        blocks, rows, is_tail: of each row that they see: the block's address in elements, the row in it, and which kind of block it is.
+        rows: elements a row in a tail and in a body -> element offset of each row that they see, counted from the first of its kind of
+            block and attention on.
+        is_tail: 1 for each of these rows that lies in a tail, 0 in a body.
         bodies, cu_bodies, n_kept: with a storage, of the rows that it keeps for them: as `FoldedRows` has it.
+        beside: of each other request, what it is alone, all rows in one place.
+        old_rows: of each request that folds, elements a row -> element offset of each old row of its tail.
     """
 
-    in_place: Int64s
+    in_place: PagedBatch
     tokens: Tensor | None
-    cu_seqlens: Int64s
-    lengths: Int64s
-    cu_rows: Int64s
-    blocks: Int64s
-    rows: Int64s
-    is_tail: NDArray[np.bool_]
+    rows: dict[tuple[int, int], Tensor]
+    is_tail: Tensor
     bodies: Int64s
     cu_bodies: Int64s
     n_kept: Int64s
+    beside: dict[int, PagedBatch]
+    old_rows: dict[int, dict[int, Prepared]]
+
+
+@dataclass(frozen=True)
+class SparsePlan(RecurrentPlan):
+    """As a recurrence's, without runs; nothing reads in a dry run."""
+
+    reads: Reads | None
 
 
 class SparseAttention(CannotDrop, RecurrentState):
@@ -73,6 +81,8 @@ class SparseAttention(CannotDrop, RecurrentState):
                 storage.check(spec.head_dim)
         grid = TailGrid.headless(rollback_window, policy.every)
         rows = [_rows_of(s, policy, storage) for s in specs]
+        self._sizes = [(math.prod(row.row_shape), _kept_elements(s)) for row, s in zip(rows, specs, strict=True)]
+        self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
         super().__init__(rows, dtype, grid, store, label=f" of {name}", kernels=select_kernels(store.device, dtype))
         self.policy, self.storage = policy, storage
         self._attention = specs
@@ -84,9 +94,13 @@ class SparseAttention(CannotDrop, RecurrentState):
                 self._all[first] = self._kernels.prepare(store.flat(Field(first * dtype.itemsize, (), dtype)))
 
     def _plan_runs(self, packed: Packed, before: Columns, after: Columns, fresh: Int64s) -> SparsePlan:
+        reads = None if self._store.is_dry else self._plan_reads(packed, before, after)
+        return SparsePlan(packed, before, after, fresh, [], self._writes(packed, after), reads)
+
+    def _plan_reads(self, packed: Packed, before: Columns, after: Columns) -> Reads:
         in_place = (packed.starts >= after.body_at).nonzero()[0]
         chosen = before.take(in_place)
-        starts, ends, counts = packed.starts[in_place], packed.ends[in_place], packed.counts[in_place]
+        starts, counts = packed.starts[in_place], packed.counts[in_place]
         # For each request three stretches of rows: what was kept, the old rows of the tail, the new ones.
         n_kept = np.minimum(chosen.body_at, self.policy.budget_tokens)
         bodies = self.states.addresses[chosen.body[n_kept > 0]]
@@ -95,42 +109,65 @@ class SparseAttention(CannotDrop, RecurrentState):
         begins = np.stack([np.zeros_like(starts), chosen.body_at, starts], 1)
         lengths = np.stack([n_in_place, starts - chosen.body_at, counts], 1)
         addresses = np.stack([self.states.addresses[ids[:, 0]], *(self.tails.addresses[ids[:, i]] for i in (1, 2))], 1)
+        blocks = np.repeat(addresses.ravel() // self._dtype.itemsize, lengths.ravel())
         is_tail = np.repeat(np.tile([False, True, True], len(in_place)), lengths.ravel())
         rows = ranges(begins.ravel(), (begins + lengths).ravel())
         rows[is_tail] %= self.grid.tail_rows
-        tokens = None
+        upload, tokens = self._store.upload, None
         if len(in_place) < len(packed.starts):
-            first = packed.cu_seqlens[:-1][in_place]
-            tokens = self._store.upload(ranges(first, first + ends - starts))
-        return SparsePlan(
-            packed, before, after, fresh, [], self._writes(packed, after), in_place, tokens, _cumulated(counts), lengths.sum(1),
-            _cumulated(lengths.sum(1)), np.repeat(addresses.ravel() // self._dtype.itemsize, lengths.ravel()), rows, is_tail, bodies,
-            _cumulated((n_kept > 0).astype(np.int64)), n_kept,
+            tokens = upload(ranges(packed.cu_seqlens[:-1][in_place], packed.cu_seqlens[1:][in_place]))
+        upload(bodies)  # for kernels that want them on the device: they find them there
+        beside, old_rows = dict[int, PagedBatch](), dict[int, dict[int, Prepared]]()
+        for i in (after.body_at > before.body_at).nonzero()[0].tolist():
+            old = np.arange(before.body_at[i], packed.starts[i])
+            old_rows[i] = self._ring(np.full(len(old), before.tail[i]), old)
+            if packed.starts[i] < after.body_at[i]:
+                n_rows = np.minimum(before.body_at[i : i + 1], self.policy.budget_tokens) + len(old) + packed.counts[i]
+                beside[i] = PagedBatch(_cumulated(packed.counts[i : i + 1]), n_rows, NO_ROWS, _cumulated(n_rows), page_tokens=1)
+        return Reads(
+            PagedBatch(_cumulated(counts), lengths.sum(1), NO_ROWS, _cumulated(lengths.sum(1)), page_tokens=1), tokens,
+            {sizes: upload(blocks + rows * np.where(is_tail, *sizes)) for sizes in set(self._sizes)}, upload(is_tail.astype(np.int64)),
+            bodies, _cumulated((n_kept > 0).astype(np.int64)), n_kept, beside, old_rows,
         )  # fmt: skip
+
+    def begin(self, plan: RecurrentPlan) -> None:
+        super().begin(plan)
+        assert isinstance(plan, SparsePlan), "made here"
+        if (reads := plan.reads) is None:
+            return
+        batches: list[tuple[PagedBatch, FoldedRows | None]] = [(batch, None) for batch in reads.beside.values()]
+        if len(reads.in_place.kv_lengths):
+            batches.append((reads.in_place, self._folded(reads, 0)))
+        for batch, folded in batches:
+            for heads in self._heads:
+                self._kernels.plan_attention(batch, heads, self._dtype, self._store.device, None, folded)
 
     def attend(self, plan: SparsePlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
         """Attend to what each sequence has kept, its tail and the step's rows up to each token: (T, H, D or value_dim). Then fold."""
         self._attention[index].check_rows(len(plan.packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
         if scoring.bias_HL is not None:
             raise StepError(f"scores with a bias by distance need every row; take {self.policy.label} off this layer")
+        reads = plan.reads
+        assert reads is not None, "somebody attends"
         kv = [k_TGD] if v_TGD is None else [k_TGD, v_TGD]
         rows_TRD = torch.cat([*kv, q_THD] if self.policy.needs_queries else kv, 1)
         self._write_tail(plan, index, rows_TRD)
-        if plan.tokens is None:
-            out_THD = self._attend_in_place(plan, index, q_THD, scoring)
+        if reads.tokens is None:
+            out_THD = self._attend_in_place(reads, index, q_THD, scoring)
         else:
             out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-            if len(plan.in_place):
-                out_THD[plan.tokens] = self._attend_in_place(plan, index, q_THD[plan.tokens], scoring)
-            for i in np.setdiff1d(np.arange(len(plan.packed.starts)), plan.in_place).tolist():
+            if len(reads.in_place.kv_lengths):
+                out_THD[reads.tokens] = self._attend_in_place(reads, index, q_THD[reads.tokens], scoring)
+            for i, batch in reads.beside.items():
                 own = slice(*plan.packed.cu_seqlens[i : i + 2].tolist())
-                parts, tail_RXD, n = self._kept(plan, index, i)[0], self._tail(plan, index, i), k_TGD.shape[1]
+                parts, tail_RXD, n = self._kept(plan, index, i)[0], self._tail(reads, index, i), k_TGD.shape[1]
                 k_GRD, v_GRD = self._rows(parts)
                 k_RGD = torch.cat([k_GRD.transpose(0, 1), tail_RXD[:, :n], k_TGD[own]])
                 v_RGD = k_RGD if v_TGD is None else torch.cat([v_GRD.transpose(0, 1), tail_RXD[:, n : 2 * n], v_TGD[own]])
-                out_THD[own] = self._kernels.attend_rows(q_THD[own], k_RGD, v_RGD, scoring)
-        for i in (plan.after.body_at > plan.before.body_at).nonzero()[0].tolist():
-            self._fold(plan, index, i, rows_TRD, scoring)
+                out_THD[own] = self._kernels.attend_rows(q_THD[own], k_RGD, v_RGD, scoring, batch)
+        for i in reads.old_rows:
+            own = slice(*plan.packed.cu_seqlens[i : i + 2].tolist())
+            self._fold(plan, index, i, torch.cat([self._tail(reads, index, i), rows_TRD[own]]), scoring)
         return out_THD[..., : self._attention[index].value_dim]
 
     def can_record(self, plan: RecurrentPlan) -> bool:
@@ -144,18 +181,21 @@ class SparseAttention(CannotDrop, RecurrentState):
         n_kept = min(int(self._slots.body_at[slot]), self.policy.budget_tokens)
         return self._body(index, int(self._slots.body[slot]))[_POSITIONS][:n_kept].long()
 
-    def _attend_in_place(self, plan: SparsePlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
+    def _attend_in_place(self, reads: Reads, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
         spec, itemsize = self._attention[index], self._dtype.itemsize
-        n_elements, states = spec.n_parts * spec.n_kv_heads * spec.head_dim, self._specs[index].states
-        body = self.state_layout.fields[len(states) * index].offset_bytes // itemsize
+        body = self.state_layout.fields[len(self._specs[index].states) * index].offset_bytes // itemsize
         tail = self.tail_layout.fields[index].offset_bytes // itemsize
-        offsets = plan.blocks + np.where(plan.is_tail, tail + plan.rows * self._row_elements[index], body + plan.rows * n_elements)
-        batch = PagedBatch(plan.cu_seqlens, plan.lengths, self._place(offsets), plan.cu_rows, page_tokens=1)
-        folded = None
-        if self.storage is not None and len(plan.bodies):
-            shapes, flats = tuple(s.shape for s in states[:_POSITIONS]), tuple(self._state_flats[index][:_POSITIONS])
-            folded = FoldedRows(self.storage, shapes, flats, plan.bodies, plan.cu_bodies, plan.n_kept, spec.head_dim)
-        return self._kernels.paged_attention(q_THD, self._all[0], self._all[_values_at(spec)], batch, spec.n_kv_heads, scoring, folded)
+        rows = torch.add(reads.rows[self._sizes[index]], reads.is_tail, alpha=tail - body).add_(body)
+        batch = replace(reads.in_place, pages=self._kernels.prepare(rows))
+        keys, values = self._all[0], self._all[_values_at(spec)]
+        return self._kernels.paged_attention(q_THD, keys, values, batch, spec.n_kv_heads, scoring, self._folded(reads, index))
+
+    def _folded(self, reads: Reads, index: int) -> FoldedRows | None:
+        if self.storage is None or not len(reads.bodies):
+            return None
+        shapes = tuple(s.shape for s in self._specs[index].states[:_POSITIONS])
+        flats = tuple(self._state_flats[index][:_POSITIONS])
+        return FoldedRows(self.storage, shapes, flats, reads.bodies, reads.cu_bodies, reads.n_kept, self._attention[index].head_dim)
 
     # Bodies. Parts are what rows (G, R, D) are stored as: keys and values, or each of them as a storage encodes it.
 
@@ -190,26 +230,23 @@ class SparseAttention(CannotDrop, RecurrentState):
         n = len(parts) // 2
         return self.storage.decode(parts[:n]).to(self._dtype), self.storage.decode(parts[n:]).to(self._dtype)
 
-    def _tail(self, plan: SparsePlan, index: int, request: int) -> Tensor:
+    def _tail(self, reads: Reads, index: int, request: int) -> Tensor:
         """The old rows of a request's tail, (R, *row_shape)."""
-        old = np.arange(plan.before.body_at[request], plan.packed.starts[request])
-        offsets = self._ring(np.full(len(old), plan.before.tail[request]), old)[self._row_elements[index]]
+        offsets = reads.old_rows[request][self._row_elements[index]]
         return self._kernels.read_rows(self._tail_flats[index], offsets, self._specs[index].row_shape, 0.0)
 
-    def _fold(self, plan: SparsePlan, index: int, request: int, rows_TRD: Tensor, scoring: Scoring) -> None:
+    def _fold(self, plan: SparsePlan, index: int, request: int, rows_NXD: Tensor, scoring: Scoring) -> None:
         """A new body for a request: its old one, and the rows up to the new one's position, `every` at a time."""
         spec, every = self._attention[index], self.policy.every
         n_heads, n_parts = spec.n_kv_heads, spec.n_parts
         first, last = int(plan.before.body_at[request]), int(plan.after.body_at[request])
-        own = slice(*plan.packed.cu_seqlens[request : request + 2].tolist())
-        rows_NXD = torch.cat([self._tail(plan, index, request), rows_TRD[own]])[: last - first]
         parts, positions, scores = self._kept(plan, index, request)
         for begin in range(first, last, every):
             chunk_NXD = rows_NXD[begin - first : begin - first + every]
             sizes = [n_heads] * n_parts + [len(chunk_NXD[0]) - n_parts * n_heads]
             *kv_GND, q_HND = torch.split(chunk_NXD.transpose(0, 1), sizes)
             parts = tuple(torch.cat(pair, 1) for pair in zip(parts, self._parts(kv_GND), strict=True))
-            positions = torch.cat([positions, torch.arange(begin, begin + every, device=rows_TRD.device).expand(n_heads, -1)], 1)
+            positions = torch.cat([positions, torch.arange(begin, begin + every, device=rows_NXD.device).expand(n_heads, -1)], 1)
             scores = F.pad(scores, (0, every))
             queries = q_HND.transpose(0, 1) if self.policy.needs_queries else None
             k_GRD, v_GRD = self._rows(parts)
@@ -243,6 +280,11 @@ def _rows_of(spec: AttentionSpec, policy: EvictionPolicy, storage: Storage | Non
         StateTensor("scores", (budget, n_heads)),
     )
     return RecurrentSpec(policy.label, (spec.n_parts * n_heads + policy.needs_queries * spec.n_query_heads, spec.head_dim), states)
+
+
+def _kept_elements(spec: AttentionSpec) -> int:
+    """Of a row in a body."""
+    return spec.n_parts * spec.n_kv_heads * spec.head_dim
 
 
 def _values_at(spec: AttentionSpec) -> int:

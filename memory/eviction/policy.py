@@ -34,9 +34,9 @@ class Candidates:
     scoring: Scoring
 
     @property
-    def end(self) -> int:
-        """The position behind the last row."""
-        return int(self.positions[0, -1]) + 1
+    def end(self) -> Tensor:
+        """The position behind the last row, (): the host does not wait for it."""
+        return self.positions[0, -1] + 1
 
     @cached_property
     def weights(self) -> Tensor:

@@ -20,6 +20,10 @@ def plan_attention(*_: object) -> None:
     """Nothing is laid out ahead."""
 
 
+def plan_choice(*_: object) -> None:
+    """As `plan_attention`."""
+
+
 def write_rows_(flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
     flat[_elements(offsets_T, rows_TR.shape[1])] = rows_TR.to(flat.dtype)
 
@@ -62,7 +66,7 @@ def gather_folded(folded: FoldedRows, request: int) -> tuple[Tensor, Tensor]:
     return k_BGRD.transpose(1, 2).flatten(0, 1)[:n_rows], v_BGRD.transpose(1, 2).flatten(0, 1)[:n_rows]
 
 
-def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -> Tensor:
+def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
     n_shared = q_THD.shape[1] // k_RGD.shape[1]
     k_HRD, v_HRD = (x.float().repeat_interleave(n_shared, dim=1).transpose(0, 1) for x in (k_RGD, v_RGD))
     return attend(q_THD.float().transpose(0, 1), k_HRD, v_HRD, scoring).transpose(0, 1).to(q_THD.dtype)

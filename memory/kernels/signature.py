@@ -197,6 +197,10 @@ class Kernels(Protocol):
         """
         ...
 
+    def plan_choice(self, choice: PageChoice, device: torch.device) -> None:
+        """Said before, while a step's plan is being uploaded: `choose_pages` of this choice is to come."""
+        ...
+
     def choose_pages(self, q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: PageChoice, n_kv_heads: int) -> Tensor:
         """Element offsets of the pages that each key/value head should read, (G, all chosen), query after query, oldest first.
 
@@ -206,8 +210,12 @@ class Kernels(Protocol):
         """
         ...
 
-    def attend_rows(self, q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -> Tensor:
-        """`paged_attention` for one request whose rows are at hand, R >= T: (T, H, D)."""
+    def attend_rows(self, q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
+        """`paged_attention` for one request whose rows are at hand, R >= T: (T, H, D).
+
+        Args:
+            batch: of this request with a page a row, as `plan_attention` was told, if it was: where pages are is not looked at.
+        """
         ...
 
     def causal_conv(

@@ -28,20 +28,23 @@ class Fold:
         self._f = f
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
-        starts, counts = states.cu_rows[:-1], np.diff(states.cu_rows)
+        counts, cu_rows = np.diff(states.cu_rows), upload(states.cu_rows, rows.device)
         # Longest first, so that the runs still going are always the first ones.
-        order = upload(np.argsort(-counts, kind="stable"), rows.device)
-        current = tuple(tensor[order] for tensor in states.start())
-        first = upload(starts, rows.device)[order]
+        order = None if (counts == counts[0]).all() else torch.argsort(cu_rows.diff(), descending=True, stable=True)
+        current, first = states.start(), cu_rows[:-1]
+        if order is not None:
+            current, first = tuple(tensor[order] for tensor in current), first[order]
         outputs: Tensor | None = None
         for t in range(int(counts.max())):
             n = int((counts > t).sum())
             at = first[:n] + t
             advanced, y = self._f(tuple(tensor[:n] for tensor in current), rows[at])
             advanced = tuple(new.to(old.dtype) for new, old in zip(advanced, current, strict=True))
-            current = advanced if n == len(order) else tuple(torch.cat([a, b[n:]]) for a, b in zip(advanced, current, strict=True))
+            current = advanced if n == len(counts) else tuple(torch.cat([a, b[n:]]) for a, b in zip(advanced, current, strict=True))
             outputs = y.new_empty(len(rows), *y.shape[1:]) if outputs is None else outputs
             outputs[at] = y
         assert outputs is not None, "a run has at least one row"
-        unsorted = torch.argsort(order)
-        return outputs, states.end(*(tensor[unsorted] for tensor in current))
+        if order is not None:
+            back = torch.argsort(order)
+            current = tuple(tensor[back] for tensor in current)
+        return outputs, states.end(*current)

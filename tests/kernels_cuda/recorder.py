@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -72,13 +73,51 @@ class _Operations(TorchDispatchMode):
         kwargs = kwargs or {}
         found = operation(*args, **kwargs)
         name = str(operation)
-        if "_local_scalar_dense" in name or name.startswith(("aten.nonzero", "aten.masked_select", "aten.bincount")):
-            raise RuntimeError(f"{name} waits for the device")
+        _check_waiting(name, args)
         if not name.startswith(("aten.empty", "aten.new_empty")):
             self._calls.append(lambda: _again(operation, args, kwargs, found))
         if all(result.alias_info is None for result in operation._schema.returns):
             self._made += [x for x in tree_flatten(found)[0] if isinstance(x, Tensor)]
         return found
+
+
+_WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique", "equal", "repeat_interleave.Tensor")
+
+
+def _check_waiting(name: str, args: tuple[Any, ...]) -> None:
+    """Raise RuntimeError if the operation `name` would have the host wait for a device."""
+    is_mask = name.startswith(("aten.index.", "aten.index_put")) and any(x is not None and x.dtype == torch.bool for x in args[1])
+    if is_mask or name.removeprefix("aten.").startswith(_WAITING):
+        raise RuntimeError(f"{name} waits for the device")
+
+
+class _NeverWaiting(TorchDispatchMode):
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _check_waiting(str(operation), args)
+        return operation(*args, **(kwargs or {}))
+
+
+@contextmanager
+def never_waiting() -> Iterator[None]:
+    """Inside, what would have the host wait for a device raises RuntimeError."""
+
+    def wait(*_: object) -> None:
+        raise RuntimeError("numbers are taken to the host, which waits for the device")
+
+    launch = GridExecutor.__call__
+    with pytest.MonkeyPatch.context() as outside, _NeverWaiting():
+
+        def launch_apart(grid: GridExecutor, *args: Any, **options: Any) -> None:
+            with _disable_current_modes(), pytest.MonkeyPatch.context() as inside:
+                for name, method in taken.items():
+                    inside.setattr(Tensor, name, method)
+                launch(grid, *args, **options)
+
+        taken = {name: getattr(Tensor, name) for name in ("tolist", "numpy", "cpu")}
+        for name in taken:
+            outside.setattr(Tensor, name, wait)
+        outside.setattr(GridExecutor, "__call__", launch_apart)
+        yield
 
 
 def _again(operation: Any, args: Any, kwargs: Any, found: Any) -> None:

@@ -158,8 +158,8 @@ def test_replays_read_pages_where_they_are(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that waits for the device, a recurrence in plain torch whose order of runs goes up when it is met, and one that does
-    something else at a sequence's begin, which the host knows and a recording does not."""
+    """A model that waits for the device, and one that does something else at a sequence's begin, which the host knows and a recording
+    does not."""
     spec, recurrence = FAMILIES["linear_attention"].example(torch.Generator().manual_seed(1))
     weights = torch.randn(VOCAB, int(torch.Size(spec.row_shape).numel()))
 
@@ -173,13 +173,8 @@ def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -
 
         return step.recur(0, weights[step.token_ids].view(-1, *spec.row_shape), look)
 
-    means = (StateTensor("mean", (5,)), StateTensor("highest", (5,)))
-
-    def folds(step: Step) -> Tensor:
-        return step.recur(0, weights[step.token_ids, :5], Fold(average))
-
-    for model, own, fold in ((waits, spec, "defer"), (looks, spec, "defer"), (folds, RecurrentSpec("average", (5,), means), "replay")):
-        memory = HybridMemory(MemorySpec(((own,),), VOCAB), "4MiB", rollback_window=8, fold=fold)  # type: ignore[arg-type]
+    for model in (waits, looks):
+        memory = HybridMemory(MemorySpec(((spec,),), VOCAB), "4MiB", rollback_window=8, fold="defer")
         recorded, sequences = RecordedModel(model, record=Recorder(monkeypatch)), (memory.open(), memory.open())
         for token in range(5):
             with memory.step({sequences[0]: token}) as step:
@@ -190,6 +185,31 @@ def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -
             assert [str(w.message)[-60:] for w in caught if "cannot be recorded" not in str(w.message)] == []
             assert len(caught) == (token == 1)
         assert recorded.n_recordings == 0
+
+
+@pytest.mark.parametrize("name", ["average", "rg_lru"])
+def test_recurrences_whose_states_move_are_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In plain torch, and one whose first token counts more: which that is, only the device knows. A warning would be an error."""
+    spec, recurrence = FAMILIES["rg_lru"].example(torch.Generator().manual_seed(1))
+    if name == "average":
+        means = (StateTensor("mean", (5,)), StateTensor("highest", (5,)))
+        spec, recurrence = RecurrentSpec("average", (5,), means), Fold(average)
+    weights = torch.randn(VOCAB, *spec.row_shape, generator=torch.Generator().manual_seed(1))
+
+    def model(step: Step) -> Tensor:
+        return step.recur(0, weights[step.token_ids], recurrence)
+
+    memory = HybridMemory(MemorySpec(((spec,),), VOCAB), "4MiB", rollback_window=8, fold="replay", poison=True)
+    recorder = Recorder(monkeypatch)
+    recorded, a, b = RecordedModel(model, record=recorder), memory.open(), memory.open()
+    for token in range(14):
+        if token == 9:
+            a, b = memory.open(), memory.open()
+        with memory.step({a: token}) as step:
+            expected = model(step)
+        with memory.step({b: token}) as step:
+            assert torch.equal(recorded(step), expected)
+    assert recorder.n_replays > 8
 
 
 def test_groups_are_chosen_without_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:

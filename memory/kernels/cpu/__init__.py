@@ -17,7 +17,7 @@ from memory.kernels.cpu.matrix_states import matrix_scan
 from memory.kernels.cpu.norms import rms_norm
 from memory.kernels.cpu.page_choice import choose_pages
 from memory.kernels.cpu.recurrences import causal_conv, selective_scan
-from memory.kernels.cpu.rows import plan_attention, prepare, read_rows, write_rows_
+from memory.kernels.cpu.rows import plan_attention, plan_choice, prepare, read_rows, write_rows_
 from memory.kernels.cpu.warm_up import warm_up
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "matrix_scan",
     "paged_attention",
     "plan_attention",
+    "plan_choice",
     "prepare",
     "read_rows",
     "rms_norm",

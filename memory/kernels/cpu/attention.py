@@ -49,7 +49,7 @@ def paged_attention(
     return out_THD
 
 
-def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -> Tensor:
+def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
     if len(q_THD) > _FEW_QUERIES:
         return _attend_many(q_THD, k_RGD, v_RGD, scoring)
     cu_seqlens, lengths, one_page = np.array([0, len(q_THD)]), np.array([len(k_RGD)]), np.array([0, 1])

@@ -21,6 +21,10 @@ def plan_attention(*_: object) -> None:
     """Nothing is laid out ahead: kernels find their work as they go."""
 
 
+def plan_choice(*_: object) -> None:
+    """As `plan_attention`."""
+
+
 def as_array(x: Prepared) -> Prepared:
     return x if isinstance(x, np.ndarray) else x.detach().numpy()
 

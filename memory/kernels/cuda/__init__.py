@@ -15,7 +15,7 @@ from memory.kernels.cuda.channel_states import selective_scan
 from memory.kernels.cuda.convolution import causal_conv
 from memory.kernels.cuda.matrix_states import matrix_scan
 from memory.kernels.cuda.norms import rms_norm
-from memory.kernels.cuda.page_choice import choose_pages
+from memory.kernels.cuda.page_choice import choose_pages, plan_choice
 from memory.kernels.cuda.rows import prepare, read_rows, write_rows_
 from memory.kernels.cuda.vectors import linear_scan, softplus, wkv4
 
@@ -27,6 +27,7 @@ __all__ = [
     "matrix_scan",
     "paged_attention",
     "plan_attention",
+    "plan_choice",
     "prepare",
     "read_rows",
     "rms_norm",

@@ -7,6 +7,7 @@ two goes in two parts: 576 as 512 and 64. Scores are in units of log2, for the h
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -68,13 +69,13 @@ def paged_attention(
     return out_THD
 
 
-def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -> Tensor:
+def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
     (n_rows, n_kv_heads, head_dim), device = k_RGD.shape, q_THD.device
     pages = torch.arange(n_rows, device=device) * (n_kv_heads * head_dim)  # of a row each
-    batch = PagedBatch(np.array([0, len(q_THD)]), np.array([n_rows]), pages, np.array([0, n_rows]), page_tokens=1)
+    batch = batch or PagedBatch(np.array([0, len(q_THD)]), np.array([n_rows]), pages, np.array([0, n_rows]), page_tokens=1)
     keys = k_RGD.contiguous().view(-1)
     values = keys if v_RGD is k_RGD else v_RGD.contiguous().view(-1)
-    return paged_attention(q_THD, keys, values, batch, n_kv_heads, scoring)
+    return paged_attention(q_THD, keys, values, replace(batch, pages=pages), n_kv_heads, scoring)
 
 
 def _lay_out(

@@ -43,10 +43,13 @@ class _Places(NamedTuple):
     most_scored: int
 
 
+def plan_choice(choice: PageChoice, device: torch.device) -> None:
+    _lay_out(choice, device)
+
+
 def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageChoice, n_kv_heads: int) -> Tensor:
     device, n_chosen = q_QHD.device, int(choice.cu_chosen[-1])
-    places = remember((choice,), device, lambda: _places(choice, device))
-    pages = choice.pages
+    places, pages = _lay_out(choice, device), choice.pages
     chosen_GC = torch.empty(n_kv_heads, n_chosen + 1, dtype=torch.int64, device=device)  # what is not chosen goes into the last column
     chosen_GC[:, places.fixed[0]] = pages[places.fixed[1]]
     if places.most_scored:
@@ -59,6 +62,11 @@ def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageCho
         found_QN = pages[(places.begin_Q[:, None] + n_QGN[0, :1]).clamp(max=len(pages) - 1)]
         chosen_GC.scatter_(1, columns_GM, found_QN.flatten().expand(n_kv_heads, -1))
     return chosen_GC[:, :n_chosen]
+
+
+def _lay_out(choice: PageChoice, device: torch.device) -> _Places:
+    """The same for all layers."""
+    return remember((choice,), device.type, lambda: _places(choice, device))
 
 
 def _places(choice: PageChoice, device: torch.device) -> _Places:
