@@ -31,7 +31,7 @@ OPTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "scan_tokens": {"rows": (8, 16, 32, 64), "num_warps": (1, 2, 4, 8)},
     "scan_chunks": {"chunk": (16, 32, 64), "rows": (16, 32, 64), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3)},
     "scan_columns": {"chunk": (16, 32), "rows": (16, 32, 64), "num_warps": (2, 4, 8)},
-    "selective_scan": {"channels": (32, 64, 128), "num_warps": (1, 2, 4)},
+    "selective_scan": {"channels": (32, 64, 128), "chunk": (32, 64, 128), "num_warps": (1, 2, 4)},
     "vectors": {"channels": (64, 128, 256), "num_warps": (1, 2, 4)},
     "causal_conv": {"rows": (8, 16, 32), "elements": (512, 1024, 2048), "num_warps": (2, 4, 8)},
     "score_pages": {"block_n": (32, 64, 128), "num_warps": (2, 4, 8)},

@@ -55,9 +55,9 @@ def columns(device: torch.device) -> None:
 
 
 def selective_scan(device: torch.device) -> None:
-    x, dt, b, c = rows_of(3, 70, 70, 16, 16)
+    x, dt, b, c = rows_of(42, 70, 70, 16, 16)
     a, bias, d = -torch.rand(16, 70), torch.randn(70), torch.randn(70)
-    assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, Slots((16, 70), (1, 2)).fresh(), device=device)
+    assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, Slots((16, 70), (1, 41)).fresh(), device=device)
 
 
 def vectors(device: torch.device) -> None:

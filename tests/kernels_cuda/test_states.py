@@ -5,6 +5,7 @@ Blocks of other runs, and what nobody wrote, are NaN: whoever reads them shows i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,9 @@ from torch import Tensor
 
 from memory import StepError
 from memory.kernels import Erase, StateSlots, Tail, cuda, reference
+from memory.kernels.cuda.channel_states import SelectiveScan
+from memory.kernels.cuda.choices import TUNABLES
+from memory.kernels.cuda.matrix_inputs import part_of
 from tests.tolerances import assert_kernel_close
 from tests.unit.test_kernels import Slots
 
@@ -121,6 +125,26 @@ def test_selective_scan(device: torch.device, dtype: torch.dtype, n_channels: in
     x, dt, b, c = rows_of(n, n_channels, n_channels, n_states, n_states, dtype=dtype)
     a, bias, d = -torch.rand(n_states, n_channels).mul(3).exp() / 4, torch.randn(n_channels) - 1, torch.randn(n_channels)
     assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, slots, device=device, dtype=table(dtype))
+
+
+def test_selective_scan_in_chunks(device: torch.device) -> None:
+    """Runs of less than one chunk, of just one, and of several that the last one does not fill. Each alone has the same bits."""
+    lengths = (1, 8, 37)
+    slots, n = Slots((5, 40), lengths), sum(lengths)
+    x, dt, b, c = rows_of(n, 40, 40, 5, 5)
+    a, bias, d = -torch.rand(5, 40).mul(3).exp() / 4, torch.randn(40) - 1, torch.randn(40)
+    with TUNABLES["selective_scan"].instead(lambda *_: SelectiveScan(16, 8, 1)):
+        assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, slots.fresh(), device=device)
+        weights = moved((bias, a, d), device)
+        together = moved(slots.fresh(), device)
+        y = cuda.selective_scan(*moved((x, dt), device), weights[0], *moved((b, c), device), *weights[1:], together)
+        for i, (begin, end) in enumerate(itertools.pairwise(together.cu_rows.tolist())):
+            alone = part_of(moved(slots.fresh(), device), i, i + 1)._replace(cu_rows=np.array([0, end - begin]))
+            rows = moved(tuple(part[begin:end] for part in (x, dt, b, c)), device)
+            found = cuda.selective_scan(rows[0], rows[1], weights[0], rows[2], rows[3], *weights[1:], alone)
+            assert torch.equal(found, y[begin:end])
+            size, at = 5 * 40, int(alone.targets[0])
+            assert torch.equal(alone.flat[at : at + size], together.flat[at : at + size])
 
 
 @pytest.mark.parametrize("n_channels", [1, 130])
@@ -315,7 +339,8 @@ def test_selective_scan_behind_a_tail(device: torch.device, sizes: tuple[tuple[i
     slots = behind_tails((n_states, n_channels), ((n_channels,), (n_channels,), (n_states,)), *sizes, dtype)
     x, dt, b, c = rows_of(n, n_channels, n_channels, n_states, n_states, dtype=dtype)
     a, bias, d = -torch.rand(n_states, n_channels).mul(3).exp() / 4, torch.randn(n_channels) - 1, torch.randn(n_channels)
-    assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, slots, device=device, dtype=table(dtype))
+    with TUNABLES["selective_scan"].instead(lambda *_: SelectiveScan(16, 8, 1)):
+        assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, slots, device=device, dtype=table(dtype))
 
 
 WRONG: dict[str, Callable[[StateSlots], Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterator
 
 import numpy as np
@@ -174,16 +175,19 @@ def test_prompts_that_fade_by_column(recorder: Recorder) -> None:
 
 
 def test_other_recurrences(recorder: Recorder) -> None:
-    """Decode steps of 64 sequences, and a prompt through the convolution."""
+    """Decode steps of 64 sequences; prompts through the convolution, and in chunks through Mamba-1."""
     from memory.kernels import cuda
+    from memory.kernels.cuda.channel_states import SelectiveScan
+    from memory.kernels.cuda.choices import TUNABLES
 
     one, n, n_channels = [1] * 64, 64, 5120
     row, weight = zeros(n, n_channels, dtype=BF16), zeros(4, n_channels, dtype=BF16)
     for lengths in (one, [n]):
         cuda.causal_conv(row, weight, None, slots(lengths, (3, n_channels), (BF16,), BF16))
     key, rate, channel = zeros(n, 16, dtype=BF16), zeros(16, n_channels, dtype=F32), zeros(n_channels, dtype=F32)
-    for rings in ((), (BF16,) * 3):
-        cuda.selective_scan(row, row, channel, key, key, rate, channel, slots(one, (16, n_channels), rings))
+    for rings, lengths in itertools.product(((), (BF16,) * 3), (one, [n // 2 + 1, n // 2 - 1])):
+        with TUNABLES["selective_scan"].instead(lambda *_: SelectiveScan(32, n // 4, 1)):
+            cuda.selective_scan(row, row, channel, key, key, rate, channel, slots(lengths, (16, n_channels), rings))
     heads = zeros(n, 40, 64, dtype=BF16)  # RWKV-7's
     for rings in ((), (BF16, BF16, F32, BF16, BF16)):
         cuda.matrix_scan(heads, heads, heads, heads, Erase(heads, heads, after_decay=False), slots(one, (40, 64, 64), rings))

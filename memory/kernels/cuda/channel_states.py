@@ -1,12 +1,15 @@
 """Selective scan: a few states for each channel. A program is one run over some of the channels, its states in registers.
 
+Of longer runs, chunks run side by side: first from zeros, for what each brings, and, when that has been added up, from where each begins.
+
 Behind a tail it begins with the tail's tokens, out of rings of x, dt and B, and writes only its own tokens and, now and then, a body.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -14,23 +17,24 @@ from torch import Tensor
 
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
-from memory.kernels.cuda.math import bound, softplus
+from memory.kernels.cuda.math import bound, first_piece, run_of, softplus
 from memory.kernels.cuda.prompts import scan_by_library
 from memory.kernels.cuda.rings import keep_row, no_rings, ring_row, rings_of
 from memory.kernels.signature import Prepared, StateSlots
 
 
 class SelectiveScan(NamedTuple):
-    """Channels of a program, at most, and warps."""
+    """Channels of a program, at most; tokens of a chunk; and warps."""
 
     channels: int
+    chunk: int
     num_warps: int
 
 
-@tunable("selective_scan", SelectiveScan, channels=powers_of_2(1, 512), num_warps=powers_of_2(1, 16))
+@tunable("selective_scan", SelectiveScan, channels=powers_of_2(1, 512), chunk=powers_of_2(1, 1024), num_warps=powers_of_2(1, 16))
 def _choose(n_states: int, itemsize: int) -> SelectiveScan:
     """One warp, 16 registers a thread: with 16 states a channel, 32 channels."""
-    return SelectiveScan(max(32, 512 // next_power_of_2(n_states)), 1)
+    return SelectiveScan(max(32, 512 // next_power_of_2(n_states)), 64, 1)
 
 
 def selective_scan(
@@ -45,15 +49,30 @@ def selective_scan(
         return by_library
     y_TE = torch.empty(x_TE.shape, dtype=torch.float32, device=x_TE.device)
     x, dt, b, c = (with_contiguous_rows(t) for t in (x_TE, dt_TE, b_TN, c_TN))
-    states = next_power_of_2(n_states)
-    most, num_warps = _choose(x.device, n_states, x.element_size())
+    most, chunk, num_warps = _choose(x.device, n_states, x.element_size())
     channels, cu_rows = min(next_power_of_2(n_channels), most), device_ints(state.cu_rows, x.device)
     rings = no_rings(cu_rows, 3) if state.tail is None else rings_of(state.tail)
+    n_runs, n_blocks = len(state.cu_rows) - 1, ceil_div(n_channels, channels)
+    starts, n_pieces = y_TE, n_runs
+    sizes: dict[str, Any] = {"CHANNELS": channels, "STATES": next_power_of_2(n_states), "num_warps": num_warps}
+    if int(np.diff(state.cu_rows).max()) <= chunk:
+        chunk = 0
+    else:
+        n_pieces = int(state.cu_rows[-1]) // chunk + n_runs
+        starts, times = y_TE.new_empty(n_pieces, n_states, n_channels), y_TE.new_empty(n_pieces, n_channels)
+        launch(
+            _chunk_ends, (n_pieces, n_blocks), x, x.stride(0), dt, dt.stride(0), b, b.stride(0), dt_bias_E, a_NE, cu_rows, starts, times,
+            n_runs, n_channels, n_states, CHUNK=chunk, **sizes,
+        )  # fmt: skip
+        launch(
+            _chunk_starts, (n_runs, n_blocks), dt_bias_E, a_NE, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
+            *rings, starts, times, n_channels, n_states, HAS_TAIL=state.tail is not None, CHUNK=chunk, **sizes,
+        )  # fmt: skip
     launch(
-        _selective_scan, (len(state.cu_rows) - 1, ceil_div(n_channels, channels)),
+        _selective_scan, (n_pieces, n_blocks),
         x, x.stride(0), dt, dt.stride(0), b, b.stride(0), c, c.stride(0), dt_bias_E, a_NE, d_E, y_TE,
-        cu_rows, state.flat, state.sources, state.targets, float(state.initial), *rings, n_channels, n_states,
-        HAS_TAIL=state.tail is not None, CHANNELS=channels, STATES=states, num_warps=num_warps,
+        cu_rows, state.flat, state.sources, state.targets, float(state.initial), *rings, starts, n_runs, n_channels, n_states,
+        HAS_TAIL=state.tail is not None, CHUNK=chunk, **sizes,
     )  # fmt: skip
     return y_TE
 
@@ -62,32 +81,40 @@ def selective_scan(
 def _selective_scan(  # type: ignore[no-untyped-def]
     x, x_stride, dt, dt_stride, b, b_stride, c, c_stride, dt_bias, a, d, y, cu_rows, flat, sources, targets, initial,
     inputs, input_sources, input_targets, times, time_sources, time_targets, keys, key_sources, key_targets,
-    ring_rows, firsts, counts, folds, n_channels, n_states, HAS_TAIL: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr,
+    ring_rows, firsts, counts, folds, starts, n_runs, n_channels, n_states,
+    HAS_TAIL: tl.constexpr, CHUNK: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    run = tl.program_id(0)
+    """A run from its state on, or one of its chunks from what `starts` says."""
+    run, chunk = tl.program_id(0), 0
+    if CHUNK:
+        run = run_of(tl.program_id(0), cu_rows, n_runs, CHUNK, 1)
+        chunk = tl.program_id(0) - first_piece(run, cu_rows, CHUNK, 1)
     channels, states = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, STATES)
     is_channel, is_state = channels < n_channels, states < n_states
     mask, at = is_state[:, None] & is_channel[None, :], states[:, None] * n_channels + channels[None, :]
     source, target = tl.load(sources + run), tl.load(targets + run)
-    begins = is_channel[None, :] & (states < bound(source, n_states))[:, None]
     limit = bound(target, n_states)
-    h = tl.load(flat + source + at, mask=begins, other=initial).to(tl.float32)
     rate = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
     bias = tl.load(dt_bias + channels, mask=is_channel, other=0.0).to(tl.float32)
     skip = tl.load(d + channels, mask=is_channel, other=0.0).to(tl.float32)
-    start, end = tl.load(cu_rows + run), tl.load(cu_rows + run + 1)
+    start, run_end = tl.load(cu_rows + run), tl.load(cu_rows + run + 1)
+    begin, end = start, run_end
     if HAS_TAIL:
         first, count = tl.load(firsts + run).to(tl.int32), tl.load(counts + run).to(tl.int32)
         fold = tl.where(target < 0, -1, tl.load(folds + run).to(tl.int32))
-        for p in range(count):
-            is_body = is_channel[None, :] & (states < tl.where(p == fold, limit, 0))[:, None]
-            tl.store(flat + target + at, h.to(flat.dtype.element_ty), mask=is_body)
-            slot = (first + p) % ring_rows
-            new = ring_row(inputs, input_sources, run, slot, channels, n_channels)
-            step = softplus(ring_row(times, time_sources, run, slot, channels, n_channels) + bias)
-            key = ring_row(keys, key_sources, run, slot, states, n_states)
-            h = tl.exp(step[None, :] * rate) * h + (step * new)[None, :] * key[:, None]
-    for t in range(start, end):
+    if CHUNK:
+        begin = start + chunk * CHUNK
+        end = tl.minimum(begin + CHUNK, run_end)
+        h = tl.load(starts + tl.program_id(0).to(tl.int64) * n_states * n_channels + at, mask=mask, other=0.0)
+    else:
+        is_there = is_channel[None, :] & (states < bound(source, n_states))[:, None]
+        h = tl.load(flat + source + at, mask=is_there, other=initial).to(tl.float32)
+        if HAS_TAIL:
+            h = _add_tail(
+                h, flat + target + at, limit, fold, count, first, run, rate, bias, channels, states, inputs, input_sources,
+                times, time_sources, keys, key_sources, ring_rows, n_channels, n_states,
+            )  # fmt: skip
+    for t in range(begin, end):
         new = tl.load(x + t * x_stride + channels, mask=is_channel, other=0.0).to(tl.float32)
         time = tl.load(dt + t * dt_stride + channels, mask=is_channel, other=0.0).to(tl.float32)
         key = tl.load(b + t * b_stride + states, mask=is_state, other=0.0).to(tl.float32)
@@ -101,10 +128,90 @@ def _selective_scan(  # type: ignore[no-untyped-def]
             new = keep_row(inputs, input_targets, run, slot, new, channels, n_channels, is_kept)
             time = keep_row(times, time_targets, run, slot, time, channels, n_channels, is_kept)
             key = keep_row(keys, key_targets, run, slot, key, states, n_states, is_kept & (tl.program_id(1) == 0))
-        step = softplus(time + bias)
-        h = tl.exp(step[None, :] * rate) * h + (step * new)[None, :] * key[:, None]
+        h = _after(h, new, softplus(time + bias), key, rate)
         tl.store(y + t * n_channels + channels, tl.sum(h * query[:, None], axis=0) + skip * new, mask=is_channel)
     tl.debug_barrier()  # every element of a state that is written in place has been read
     if HAS_TAIL:
-        limit = tl.where(count + end - start == fold, limit, 0)
+        limit = tl.where(count + run_end - start == fold, limit, 0)
+    if CHUNK:
+        limit = tl.where((begin < run_end) & (end == run_end), limit, 0)
     tl.store(flat + target + at, h.to(flat.dtype.element_ty), mask=is_channel[None, :] & (states < limit)[:, None])
+
+
+@triton.jit
+def _chunk_ends(  # type: ignore[no-untyped-def]
+    x, x_stride, dt, dt_stride, b, b_stride, dt_bias, a, cu_rows, ends, times, n_runs, n_channels, n_states,
+    CHUNK: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr,
+):  # fmt: skip
+    """The state behind each chunk if it began with zeros, and the time it takes."""
+    piece = tl.program_id(0)
+    run = run_of(piece, cu_rows, n_runs, CHUNK, 1)
+    channels, states = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, STATES)
+    is_channel, is_state = channels < n_channels, states < n_states
+    mask, at = is_state[:, None] & is_channel[None, :], states[:, None] * n_channels + channels[None, :]
+    rate = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
+    bias = tl.load(dt_bias + channels, mask=is_channel, other=0.0).to(tl.float32)
+    begin = tl.load(cu_rows + run) + (piece - first_piece(run, cu_rows, CHUNK, 1)) * CHUNK
+    h, total = tl.zeros((STATES, CHANNELS), tl.float32), tl.zeros((CHANNELS,), tl.float32)
+    for t in range(begin, tl.minimum(begin + CHUNK, tl.load(cu_rows + run + 1))):
+        new = tl.load(x + t * x_stride + channels, mask=is_channel, other=0.0).to(tl.float32)
+        step = softplus(tl.load(dt + t * dt_stride + channels, mask=is_channel, other=0.0).to(tl.float32) + bias)
+        key = tl.load(b + t * b_stride + states, mask=is_state, other=0.0).to(tl.float32)
+        h, total = _after(h, new, step, key, rate), total + step
+    tl.store(ends + piece.to(tl.int64) * n_states * n_channels + at, h, mask=mask)
+    tl.store(times + piece.to(tl.int64) * n_channels + channels, total, mask=is_channel)
+
+
+@triton.jit
+def _chunk_starts(  # type: ignore[no-untyped-def]
+    dt_bias, a, cu_rows, flat, sources, targets, initial,
+    inputs, input_sources, input_targets, times, time_sources, time_targets, keys, key_sources, key_targets,
+    ring_rows, firsts, counts, folds, starts, chunk_times, n_channels, n_states,
+    HAS_TAIL: tl.constexpr, CHUNK: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr,
+):  # fmt: skip
+    """From chunks that began with zeros to where each begins, in place: h = exp(total time A) h + what its tokens brought."""
+    run = tl.program_id(0)
+    channels, states = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, STATES)
+    is_channel, is_state = channels < n_channels, states < n_states
+    mask, at = is_state[:, None] & is_channel[None, :], states[:, None] * n_channels + channels[None, :]
+    source, target = tl.load(sources + run), tl.load(targets + run)
+    rate = tl.load(a + at, mask=mask, other=0.0).to(tl.float32)
+    is_there = is_channel[None, :] & (states < bound(source, n_states))[:, None]
+    h = tl.load(flat + source + at, mask=is_there, other=initial).to(tl.float32)
+    if HAS_TAIL:
+        bias = tl.load(dt_bias + channels, mask=is_channel, other=0.0).to(tl.float32)
+        fold = tl.where(target < 0, -1, tl.load(folds + run).to(tl.int32))
+        count, first = tl.load(counts + run).to(tl.int32), tl.load(firsts + run).to(tl.int32)
+        h = _add_tail(
+            h, flat + target + at, bound(target, n_states), fold, count, first, run, rate, bias, channels, states, inputs, input_sources,
+            times, time_sources, keys, key_sources, ring_rows, n_channels, n_states,
+        )  # fmt: skip
+    begin = first_piece(run, cu_rows, CHUNK, 1).to(tl.int64)
+    n_rows = tl.load(cu_rows + run + 1) - tl.load(cu_rows + run)
+    for piece in range(begin, begin + tl.cdiv(n_rows, CHUNK)):
+        place = starts + piece * n_states * n_channels + at
+        brought = tl.load(place, mask=mask, other=0.0)
+        total = tl.load(chunk_times + piece * n_channels + channels, mask=is_channel, other=0.0)
+        tl.store(place, h, mask=mask)
+        h = tl.exp(total[None, :] * rate) * h + brought
+
+
+@triton.jit
+def _after(h, new, step, key, rate):  # type: ignore[no-untyped-def]
+    return tl.exp(step[None, :] * rate) * h + (step * new)[None, :] * key[:, None]
+
+
+@triton.jit
+def _add_tail(  # type: ignore[no-untyped-def]
+    h, body, limit, fold, count, first, run, rate, bias, channels, states, inputs, input_sources, times, time_sources, keys, key_sources,
+    ring_rows, n_channels, n_states,
+):  # fmt: skip
+    """A state (STATES, CHANNELS) before the `count` tokens of its tail goes on to behind them; that before token `fold` is stored."""
+    for p in range(count):
+        is_body = (channels < n_channels)[None, :] & (states < tl.where(p == fold, limit, 0))[:, None]
+        tl.store(body, h.to(body.dtype.element_ty), mask=is_body)
+        slot = (first + p) % ring_rows
+        new = ring_row(inputs, input_sources, run, slot, channels, n_channels)
+        step = softplus(ring_row(times, time_sources, run, slot, channels, n_channels) + bias)
+        h = _after(h, new, step, ring_row(keys, key_sources, run, slot, states, n_states), rate)
+    return h

@@ -132,7 +132,7 @@ def add_tail(  # type: ignore[no-untyped-def]
     s, body, limit, fold, count, first, run, h, r, n, keys, key_sources, k_heads, writes, write_sources, decays, decay_sources,
     others, other_sources, finds, find_sources, ring_rows, n_heads, n_rows, n_columns, BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
 ):  # fmt: skip
-    """A state (ROWS, COLUMNS) before the `count` tokens of its tail goes on to behind them; before token `fold` it is stored at `body`."""
+    """A state (ROWS, COLUMNS) before the `count` tokens of its tail goes on to behind them; that before token `fold` is stored."""
     d, n_decays = _decays(n, n_columns, BY_COLUMN)
     for p in range(count):
         is_body = (r < tl.where(p == fold, limit, 0))[:, None] & (n < n_columns)[None, :]
