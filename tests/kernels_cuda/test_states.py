@@ -127,14 +127,22 @@ def test_selective_scan(device: torch.device, dtype: torch.dtype, n_channels: in
     assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, slots, device=device, dtype=table(dtype))
 
 
-def test_selective_scan_in_chunks(device: torch.device) -> None:
-    """Runs of less than one chunk, of just one, and of several that the last one does not fill. Each alone has the same bits."""
-    lengths = (1, 8, 37)
+@pytest.mark.parametrize(("lengths", "chunk"), [(CHUNKED, 64), ((1, 8, 20), 8)], ids=str)
+def test_selective_scan_in_chunks(device: torch.device, lengths: tuple[int, ...], chunk: int) -> None:
+    """Runs of less than one chunk, of just one, and of several that the last one does not fill."""
+    n, n_channels = sum(lengths), 20
+    x, dt, b, c = rows_of(n, n_channels, n_channels, 5, 5)
+    a, bias, d = -torch.rand(5, n_channels).mul(3).exp() / 4, torch.randn(n_channels) - 1, torch.randn(n_channels)
+    with TUNABLES["selective_scan"].instead(lambda *_: SelectiveScan(16, chunk, 1)):
+        assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, Slots((5, n_channels), lengths).fresh(), device=device)
+
+
+def test_a_run_in_chunks_has_the_same_bits_alone(device: torch.device) -> None:
+    lengths = (1, 8, 20)
     slots, n = Slots((5, 40), lengths), sum(lengths)
     x, dt, b, c = rows_of(n, 40, 40, 5, 5)
     a, bias, d = -torch.rand(5, 40).mul(3).exp() / 4, torch.randn(40) - 1, torch.randn(40)
-    with TUNABLES["selective_scan"].instead(lambda *_: SelectiveScan(16, 8, 1)):
-        assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, slots.fresh(), device=device)
+    with TUNABLES["selective_scan"].instead(lambda *_: SelectiveScan(32, 8, 1)):
         weights = moved((bias, a, d), device)
         together = moved(slots.fresh(), device)
         y = cuda.selective_scan(*moved((x, dt), device), weights[0], *moved((b, c), device), *weights[1:], together)
@@ -288,8 +296,8 @@ LONG_MODES = TOKEN_MODES | {"the delta rule, by column": (True, True, True)}
 @pytest.mark.parametrize("mode", LONG_MODES)
 @pytest.mark.parametrize(
     ("shape", "lengths", "dtype", "strong"), [
-        ((2, 1, 5, 17), (1, 17, 33), torch.float32, False), ((1, 1, 20, 12), (40,), torch.float32, True),
-        ((1, 1, 16, 16), (2, 40), torch.bfloat16, False),
+        ((1, 1, 5, 17), CHUNKED, torch.float32, False), ((1, 1, 20, 12), (40,), torch.float32, True),
+        ((2, 1, 16, 16), (2, 20), torch.bfloat16, False),
     ], ids=["around chunks", "strong", "bf16"],
 )  # fmt: skip
 def test_matrix_scan_in_chunks_by_column(
