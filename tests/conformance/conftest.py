@@ -8,10 +8,16 @@ from zlib import crc32
 
 import pytest
 
-from tests.subjects import IS_FULL, SUBJECTS
+from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
 
 _MOST = 2
 """Combinations of a test's own parameters that a subject meets."""
+
+
+@pytest.fixture(scope="session", params=SUBJECTS)
+def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    """Each model that the conformance suite runs on."""
+    return make_subject(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
