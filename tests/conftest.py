@@ -5,26 +5,36 @@ from __future__ import annotations
 import os
 
 import pytest
-import torch
+import xdist
 from hypothesis import HealthCheck, settings
-
-from tests.subjects import SUBJECTS, Subject, make_subject
 
 settings.register_profile("ci", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
-# These models are tiny: a second thread only waits, and on a busy machine it waits for long. Kernels follow torch.
-torch.set_num_threads(1)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """These models are tiny: a second thread only waits, and on a busy machine it waits for long. Kernels follow torch.
+
+    The process that hands tests to workers imports nothing heavy, for they start when it has.
+    """
+    if not xdist.is_xdist_controller(session):
+        import torch
+
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest begins first, so that at the end no worker waits long for another.
+
+    With a cold cache, one worker compiles numba's kernels while another waits for Triton's interpreter, which needs none of them.
+    """
+    first = ["test_interpreted.py", "test_notebooks.py"]
+    items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))
 
 
 @pytest.fixture(autouse=True)
 def seeded() -> None:
+    import torch
+
     torch.manual_seed(0)
-
-
-@pytest.fixture(scope="session", params=SUBJECTS)
-def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    """Each model that the conformance suite runs on."""
-    return make_subject(request.param, tmp_path_factory.mktemp(request.param))

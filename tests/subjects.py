@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as StepsOf
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -85,7 +86,7 @@ POLICIES: dict[str, Budget] = {
 STORAGES = {"8-bit": Quantized(8, group=4), "4-bit": Quantized(4, group=8), "2-bit": Quantized(2, group=8), "float8": Float8(group=4)}
 
 IS_FULL = os.environ.get("CONFORMANCE") == "full"
-"""Whether products of parameters run whole, for an hour; else each value meets each subject and each test, but not both at once."""
+"""Whether products of parameters run whole, for an hour; else a part of them, which `tests/conformance/conftest.py` chooses."""
 
 if IS_FULL or os.environ.get("CONFORMANCE") == "kinds":  # every policy with every storage, on a hybrid and on attention alone
     pairs = itertools.product(("toy", "toy-attention"), POLICIES, ("", *(f"-{storage}" for storage in STORAGES)))
@@ -141,6 +142,17 @@ class Subject:
                 logits.append(self.model(step))
             memory.check()
         return torch.cat(logits)
+
+    def feed_together(self, memory: HybridMemory, requests: Mapping[Sequence, StepsOf[list[int]]]) -> dict[Sequence, Tensor]:
+        """Feed several sequences, the n-th steps of all of them in one; the logits of each one's tokens."""
+        logits: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in requests}
+        for n in range(max(map(len, requests.values()))):
+            chosen = {sequence: steps[n] for sequence, steps in requests.items() if n < len(steps)}
+            with memory.step(chosen, outputs="all") as step:
+                for sequence, rows in zip(chosen, step.split(self.model(step)), strict=True):
+                    logits[sequence].append(rows)
+            memory.check()
+        return {sequence: torch.cat(rows) for sequence, rows in logits.items()}
 
     def fresh(self, steps: list[list[int]], rollback_window: int = 8, *, detours: dict[int, int] | None = None) -> Tensor:
         """Logits of a sequence in a memory of its own that saw only these steps; computed once, as many tests ask for the same ones.

@@ -13,13 +13,13 @@ from tests.subjects import Subject
 from tests.tolerances import assert_split_close
 
 WINDOW, PROMPT = 8, 37
-NEXT = ([3, 1, 4], [1], [5], [9, 2, 6, 5, 3], [5])
+NEXT = ([3, 1, 4], [1], [9, 2, 6, 5, 3, 5, 8])
 
 
 def grown(subject: Subject, memory: HybridMemory) -> Sequence:
     """A sequence that has fed, forgotten and fed again: what it holds is not what a prompt alone would leave."""
     sequence = memory.open()
-    subject.feed(memory, sequence, [subject.tokens(PROMPT), *([t] for t in subject.tokens(5, seed=1))])
+    subject.feed(memory, sequence, [subject.tokens(PROMPT), *([t] for t in subject.tokens(3, seed=1))])
     memory.rollback(sequence, to=PROMPT + 2)
     subject.feed(memory, sequence, [subject.tokens(2, seed=2)])
     return sequence

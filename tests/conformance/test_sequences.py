@@ -39,7 +39,10 @@ def test_every_split_of_a_prompt_equals_one_shot(subject: Subject) -> None:
 
 
 def test_64_sequences_shuffled_equal_each_alone(subject: Subject) -> None:
-    """Mixed lengths, prompts beside single tokens, another order at every step; row i is request i's. Each text is there four times."""
+    """Mixed lengths, prompts beside single tokens, another order at every step; row i is request i's.
+
+    Each text is there four times, cut in the same way and fed beside others, so that a lossy subject too needs an oracle a text.
+    """
     rng = random.Random(0)
     histories = 4 * [subject.tokens(n, seed=i) for i, n in enumerate(4 * (1, 5, 17, 26))]
     memory = subject.memory(WINDOW, budget="32MiB")
@@ -54,7 +57,7 @@ def test_64_sequences_shuffled_equal_each_alone(subject: Subject) -> None:
             continue
         requests = {}
         for i in chosen:
-            n_tokens = rng.choice((1, 1, 4, 20))
+            n_tokens = random.Random(100 * (i % 16) + len(steps[i])).choice((1, 1, 4, 20))
             requests[sequences[i]] = left[i][:n_tokens]
             steps[i].append(left[i][:n_tokens])
             left[i] = left[i][n_tokens:]
@@ -86,12 +89,12 @@ def test_what_one_sequence_does_changes_no_bit_of_another(subject: Subject) -> N
         memory = subject.memory(WINDOW, budget="4MiB")
         sequence = memory.open()
         rows = []
-        for i in range(8):
+        for i in range(6):
             if busy:
                 neighbour = memory.open()
-                subject.feed(memory, neighbour, [subject.tokens(11 + 3 * i, seed=i)])
+                subject.feed(memory, neighbour, [subject.tokens(11 + 4 * i, seed=i)])
                 fork = memory.fork(neighbour)
-                memory.rollback(fork, to=11 + 3 * i - 3)
+                memory.rollback(fork, to=11 + 4 * i - 3)
                 subject.feed(memory, fork, NEXT)
                 memory.close(neighbour)
             rows.append(subject.feed(memory, sequence, [subject.tokens(1 + i % 4, seed=100 + i)]))
@@ -224,14 +227,11 @@ def test_the_split_follows_demand(subject: Subject) -> None:
     """The same budget serves one long sequence, then many short ones, then a long one again."""
     budget = max(2**17, bytes_of(subject, n_sequences=1, n_tokens=300), bytes_of(subject, n_sequences=40, n_tokens=3))
     memory = subject.memory(4, budget, page_tokens=4)
-    for _ in range(2):
-        long = memory.open()
-        memory.run(subject.model, {long: subject.tokens(300)}, max_tokens=100)
-        memory.close(long)
-        short = [memory.open() for _ in range(40)]
-        memory.run(subject.model, {s: subject.tokens(3, seed=i) for i, s in enumerate(short)})
+    for n_sequences, n_tokens in ((1, 300), (40, 3), (1, 300)):
+        sequences = [memory.open() for _ in range(n_sequences)]
+        memory.run(subject.model, {s: subject.tokens(n_tokens, seed=i) for i, s in enumerate(sequences)}, max_tokens=150)
         memory.check()
-        for sequence in short:
+        for sequence in sequences:
             memory.close(sequence)
         assert memory.usage().used_bytes == 0
     usage = memory.usage()
@@ -244,19 +244,17 @@ def test_the_split_follows_demand(subject: Subject) -> None:
 def test_run_gives_what_one_step_would(subject: Subject) -> None:
     if subject.is_lossy:
         pytest.skip("a step sees old rows as they were before it: how tokens are cut matters")
-    requests = [subject.tokens(n, seed=n) for n in (22, 1, 13, 2, 1)]
+    requests = [subject.tokens(n, seed=n) for n in (20, 1, 9, 2, 1)]
     memory = subject.memory(WINDOW)
     with memory.step({memory.open(): t for t in requests}, outputs="all") as step:
         expected = subject.model(step)
     ends = np.cumsum([len(t) for t in requests]) - 1
-    for max_tokens in (1, 7, 16, 1000):
-        sequences = [memory.open() for _ in requests]
-        pairs = list(zip(sequences, requests, strict=True))
-        subject.assert_same(memory.run(subject.model, iter(pairs), max_tokens=max_tokens), expected[ends])
-        assert [s.length for s in sequences] == [len(t) for t in requests]
-        again = [(memory.open(), tokens) for tokens in requests]
-        subject.assert_same(memory.run(subject.model, again, max_tokens=max_tokens, outputs="all"), expected)
-        for sequence, _ in pairs + again:
+    for max_tokens, outputs in ((1, "all"), (7, "last"), (7, "all"), (16, "last"), (1000, "all"), (1000, "last")):
+        pairs = [(memory.open(), tokens) for tokens in requests]
+        found = memory.run(subject.model, iter(pairs), max_tokens=max_tokens, outputs=outputs)
+        subject.assert_same(found, expected if outputs == "all" else expected[ends])
+        assert [s.length for s, _ in pairs] == [len(t) for t in requests]
+        for sequence, _ in pairs:
             memory.close(sequence)
     memory.check()
 
@@ -328,28 +326,28 @@ def test_two_steps_open_at_once_on_two_forks(subject: Subject) -> None:
         subject.assert_same(torch.cat([got, subject.feed(memory, sequence, NEXT)]), expected, bits=True)
 
 
-@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit, GeneratorExit])
-def test_an_interrupt_is_an_abort(subject: Subject, interrupt: type[BaseException]) -> None:
+def test_an_interrupt_is_an_abort(subject: Subject) -> None:
     memory = subject.memory(WINDOW)
     sequence = memory.open()
     prompt = subject.tokens(21)
     subject.feed(memory, sequence, [prompt])
-    with pytest.raises(interrupt), memory.step({sequence: subject.tokens(30)}) as step:
-        subject.model(step)
-        raise interrupt
-    memory.check()
+    for interrupt in (KeyboardInterrupt, SystemExit, GeneratorExit):
+        with pytest.raises(interrupt), memory.step({sequence: subject.tokens(30)}) as step:
+            subject.model(step)
+            raise interrupt
+        memory.check()
     subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[21:], bits=True)
 
 
 def test_fragments_never_lose_a_byte(subject: Subject) -> None:
-    """A small budget, a hundred sequences of all lengths opened and closed at random: refusals change nothing."""
+    """A small budget, many sequences of all lengths opened and closed at random: refusals change nothing."""
     rng = random.Random(1)
     spec = subject.spec
     budget = bytes_of(subject, n_sequences=5, n_tokens=300)
-    memory = HybridMemory(spec, budget, rollback_window=4, page_tokens=4, device="meta")
+    memory = HybridMemory(spec, budget, rollback_window=4, page_tokens=4, fold=subject.fold, device="meta")
     open_ones: list[Sequence] = []
     n_refused = 0
-    for _ in range(200):
+    for _ in range(120):
         if n_refused and open_ones and rng.random() < 0.45:  # it is full from then on
             memory.close(open_ones.pop(rng.randrange(len(open_ones))))
             continue

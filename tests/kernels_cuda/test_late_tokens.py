@@ -10,6 +10,13 @@ from memory import BatchError, HybridMemory, Sequence
 from tests.toy import VOCAB, Toy
 
 
+@pytest.fixture(autouse=True)
+def uncompiled(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the host plays the device, in plain torch: numba would compile all its kernels for these few steps."""
+    if device.type == "cpu":
+        monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "reference")
+
+
 @pytest.fixture
 def memory(device: torch.device) -> HybridMemory:
     return HybridMemory(Toy(device=device).memory_spec, "1MiB", rollback_window=8, poison=True)

@@ -67,8 +67,7 @@ def brute_force(model: Table, policy: Quest, storage: Storage, tokens: Seq[int],
     return torch.stack(outputs), n_left_out
 
 
-@pytest.mark.parametrize("sinks", [False, True])
-@pytest.mark.parametrize("n_heads, n_kv_heads", [(2, 2), (6, 2), (7, 1)])
+@pytest.mark.parametrize("n_heads, n_kv_heads, sinks", [(2, 2, True), (6, 2, False), (7, 1, True)])
 @pytest.mark.parametrize(
     "policy",
     [
