@@ -17,7 +17,7 @@ from memory.kernels.cuda import choices
 from memory.kernels.cuda.choices import TUNABLES
 
 DEVICE = torch.device("cuda", 0)
-SIZES, CHOICE = {"n_states": 16, "itemsize": 2}, {"channels": 64, "num_warps": 2}
+SIZES, CHOICE = {"n_states": 16, "itemsize": 2}, {"channels": 64, "chunk": 32, "num_warps": 2}
 SCAN = TUNABLES["selective_scan"]
 
 
@@ -61,7 +61,7 @@ def test_without_files_the_default_counts_and_nothing_is_said(caplog: pytest.Log
 
 def test_the_user_s_file_goes_before_the_package_s(folder: Path) -> None:
     put(file_of(entry(), entry(sizes=SIZES | {"itemsize": 4})), folder / "shipped.json")
-    put(file_of(entry(choice={"channels": 128, "num_warps": 1})))
+    put(file_of(entry(choice={"channels": 128, "chunk": 64, "num_warps": 1})))
     assert (SCAN(DEVICE, 16, 2).channels, SCAN(DEVICE, 16, 4).channels) == (128, 64)
 
 
@@ -94,10 +94,10 @@ def test_a_damaged_or_foreign_file_is_ignored_with_one_warning(content: Any, cap
         (entry(kernel="warp_drive"), "there is no kernel 'warp_drive'"),
         (entry(sizes={"n_states": 16}), "chosen for n_states, itemsize"),
         (entry(sizes={"n_states": "16", "itemsize": 2}), "chosen for n_states, itemsize"),
-        (entry(choice={"channels": 64}), "chooses channels, num_warps"),
-        (entry(choice={"channels": 48, "num_warps": 2}), "cannot have channels = 48"),
-        (entry(choice={"channels": 64.0, "num_warps": 2}), "cannot have channels = 64.0"),
-        (entry(choice={"channels": 64, "num_warps": True}), "cannot have num_warps = True"),
+        (entry(choice={"channels": 64}), "chooses channels, chunk, num_warps"),
+        (entry(choice={"channels": 48, "chunk": 32, "num_warps": 2}), "cannot have channels = 48"),
+        (entry(choice={"channels": 64.0, "chunk": 32, "num_warps": 2}), "cannot have channels = 64.0"),
+        (entry(choice={"channels": 64, "chunk": 32, "num_warps": True}), "cannot have num_warps = True"),
         (entry(choice=[64, 2]), "keys"),
         ({"kernel": "selective_scan"}, "sizes"),
         ([], "indices"),
