@@ -24,9 +24,9 @@ from memory.host_bytes import HostAttention, host_store
 from memory.inspection import Usage, measure
 from memory.interface import Int64s, Packed, Plans, Recurrence, Requests, Sequence
 from memory.interrupts import uninterrupted
-from memory.kernels import Scoring
+from memory.kernels import OF_STATES, Scoring, chosen_kernels
 from memory.kinds import default_fold, index_of, make_kinds, with_host_pages
-from memory.specs import MemorySpec
+from memory.specs import MemorySpec, RecurrentSpec
 from memory.step import Outputs, Step
 from memory.tiers import Tiers
 from memory.timelines import Timelines
@@ -345,6 +345,13 @@ class HybridMemory(Timelines):
     def usage(self) -> Usage:
         """Bytes by kind, by layers, by part and by sequence, counted in the arena. Print it. Cost: O(blocks in use)."""
         return measure(self.inventory(), self._tiers.used_bytes, self.host_inventory())
+
+    def kernels(self) -> dict[str, str]:
+        """Which kernels compute what here: function -> set, as `memory.kernels.chosen_kernels` says of this memory's device and dtypes."""
+        recurrent = [memory for _, memory in self.spec.of_kind("recurrence") if isinstance(memory, RecurrentSpec)]
+        states = (state.dtype or self.spec.dtype for memory in recurrent for state in memory.states)
+        chosen, of_states = (chosen_kernels(self.spec.device, self.spec.dtype, *more) for more in ((), states))
+        return chosen | {name: of_states[name] for name in OF_STATES}
 
     def check(self) -> None:
         """Compare every book with every other: slots, positions, references, bytes. Raises IntegrityError."""

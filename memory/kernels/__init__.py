@@ -19,6 +19,7 @@ from memory.kernels.signature import Erase, FoldedRows, Kernels, PageChoice, Pag
 from memory.kernels.weights import Weights
 
 __all__ = [
+    "OF_STATES",
     "Erase",
     "FoldedRows",
     "Kernels",
@@ -33,6 +34,9 @@ __all__ = [
     "rms_norm",
     "select_kernels",
 ]
+
+OF_STATES = ("causal_conv", "selective_scan", "matrix_scan", "linear_scan", "wkv4")
+"""The functions that read and write states."""
 
 _OVERRIDE = "HYBRID_MEMORY_KERNELS"
 _SETS = ("reference", "cpu", "cuda", "triton")

@@ -308,6 +308,14 @@ def test_how_bodies_move_unless_told(specs: tuple[RecurrentSpec, ...], device: s
     assert HybridMemory(spec, "1GiB", rollback_window=window, device="meta").fold == fold
 
 
+def test_which_kernels_are_used_can_be_asked(toy: Toy, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert set(HybridMemory(toy.memory_spec, "1MiB").kernels().values()) == {"cpu"}
+    found = HybridMemory(toy.memory_spec, "1MiB", state_dtype=torch.bfloat16).kernels()
+    assert (found["paged_attention"], found["matrix_scan"]) == ("cpu", "reference"), "compiled kernels are for float32"
+    monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "reference")
+    assert set(HybridMemory(toy.memory_spec, "1MiB").kernels().values()) == {"reference"}
+
+
 def test_states_that_must_move_cannot_be_deferred() -> None:
     spec = MemorySpec(((DEFERRING,), (MOVING,)), vocab_size=10, device=torch.device("meta"))
     with pytest.raises(SpecError, match="not for rg_lru"):
