@@ -8,6 +8,7 @@ import multiprocessing
 import random
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,13 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from memory import AttentionSpec, CapacityError, FormatError, HybridMemory, MemorySpec, Sequence, SequenceError, SpecError
+from memory import AttentionSpec, CapacityError, FormatError, HybridMemory, MemorySpec, RecurrentSpec, Sequence, SequenceError, SpecError
 from memory.archive import _digest
 from memory.eviction import H2O
+from memory.folding import Fold
+from memory.recurrences import FAMILIES
 from memory.shift import Dropped
-from tests.toy import VOCAB, Toy
+from tests.toy import VOCAB, FamilyToy, Toy
 
 TOY = Toy()
 
@@ -131,6 +134,30 @@ def test_a_memory_of_another_model_or_policy_refuses(saved: Path) -> None:
     for other in (spec, TOY.memory_spec.with_policy(H2O(64))):
         with pytest.raises(FormatError, match="other layers"):
             HybridMemory(other, "2MiB", rollback_window=6, page_tokens=4).load(saved)
+
+
+def test_tails_that_hold_something_else_are_refused_where_states_are_left_behind(tmp_path: Path) -> None:
+    """As many bytes, and other ones: only the rings tell. States that stand at the newest token have none, so there they do not count."""
+    model = FamilyToy(FAMILIES["linear_attention"])
+    ((spec,), _) = model.memory_spec.layers
+    assert isinstance(spec, RecurrentSpec) and spec.states[0].ring is not None
+    turned = replace(spec, states=(replace(spec.states[0], ring=spec.states[0].ring[::-1]),))
+    folds: tuple[Fold, ...] = ("defer", "replay")
+    for fold in folds:
+        memory, other = (
+            HybridMemory(replace(model.memory_spec, layers=((own,), (own,))), "2MiB", rollback_window=6, fold=fold)
+            for own in (spec, turned)
+        )
+        sequence = memory.open()
+        with memory.step({sequence: list(range(13))}) as step:
+            model(step)
+        memory.save(sequence, tmp_path / fold)
+        if fold == "replay":
+            assert other.load(tmp_path / fold).length == 13
+        else:
+            with pytest.raises(FormatError, match="other layers"):
+                other.load(tmp_path / fold)
+        other.check()
 
 
 def test_paths_may_be_urls(tmp_path: Path) -> None:
