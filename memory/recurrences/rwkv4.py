@@ -14,7 +14,7 @@ from torch import Generator, Tensor
 
 from memory.interface import Recurrence
 from memory.kernels import Weights
-from memory.recurrences.convolution import CausalConv, window_tensors
+from memory.recurrences.convolution import CausalConv
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, StateTensor
 from memory.states import States
@@ -55,7 +55,7 @@ class RWKV4:
 
 def token_shift_spec(n_channels: int, name: str = "token_shift") -> RecurrentSpec:
     """Row: a layer's input. State: the last one."""
-    return RecurrentSpec("token_shift", (n_channels,), window_tensors(n_channels, 2), name)
+    return RecurrentSpec("token_shift", (n_channels,), (StateTensor("last", (1, n_channels), dtype=None, ring=()),), name)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
         n_chunks = int(state.cu_rows[-1] - state.cu_rows[0]) // chunk + SPARE.value * n_runs
         inverses = torch.empty(n_chunks, n_heads, chunk, chunk, dtype=torch.float32, device=device)
         launch(
-            _invert, (n_heads, n_chunks),
+            _invert, (n_chunks, n_heads),
             *inputs.pointers[3:9], *inputs.pointers[11:15], cu_rows, n_runs, state.targets, rings[-2], rings[-1], inverses,
             n_heads, n_columns, HAS_STRENGTH=inputs.strength is not None, **common,
         )  # fmt: skip
@@ -119,9 +119,9 @@ def _invert(  # type: ignore[no-untyped-def]
     HAS_STRENGTH: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(I + A)^-1 of one chunk of one head: row i is e_i - sum of A_ij times row j."""
-    h, run = tl.program_id(0), run_of(tl.program_id(1), cu_rows, n_runs, CHUNK, SPARE)
+    h, run = tl.program_id(1), run_of(tl.program_id(0), cu_rows, n_runs, CHUNK, SPARE)
     start, n_new, split = split_at(run, cu_rows, targets, counts, folds, HAS_TAIL)
-    first, end = place_of(tl.program_id(1) - first_piece(run, cu_rows, CHUNK, SPARE), start, n_new, split, CHUNK)
+    first, end = place_of(tl.program_id(0) - first_piece(run, cu_rows, CHUNK, SPARE), start, n_new, split, CHUNK)
     i, n = tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
     rows = first + i
     key = load_rows(k, k_stride, h // k_heads, rows, end, n, n_columns)
@@ -137,7 +137,7 @@ def _invert(  # type: ignore[no-untyped-def]
     for row in range(1, CHUNK):
         weights = tl.sum(tl.where(i[None, :] == row, transposed, 0.0), axis=1)
         inverse -= tl.where(i[:, None] == row, tl.sum(weights[:, None] * inverse, axis=0)[None, :], 0.0)
-    at = (tl.program_id(1) * n_heads + h).to(tl.int64) * CHUNK * CHUNK
+    at = (tl.program_id(0) * n_heads + h).to(tl.int64) * CHUNK * CHUNK
     tl.store(inverses + at + i[:, None] * CHUNK + i[None, :], inverse)
 
 

@@ -61,7 +61,7 @@ def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tens
     n_chunks = int(state.cu_rows[-1] - state.cu_rows[0]) // chunk + SPARE.value * n_runs
     weights = torch.empty(n_chunks, n_heads, common["MATRICES"], chunk, chunk, dtype=torch.float32, device=y_THV.device)
     launch(
-        _weigh, (n_heads, n_chunks),
+        _weigh, (n_chunks, n_heads),
         *inputs.pointers[:9], *inputs.pointers[11:15], b, b.stride(0), cu_rows, n_runs, state.targets, rings[-2], rings[-1], weights,
         n_heads, n_columns, **common,
     )  # fmt: skip
@@ -92,9 +92,9 @@ def _weigh(  # type: ignore[no-untyped-def]
     HAS_TAIL: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, MATRICES: tl.constexpr,
 ):  # fmt: skip
     """QK, (I - AB)^-1, AK and QB of one chunk of one head."""
-    h, run = tl.program_id(0), run_of(tl.program_id(1), cu_rows, n_runs, CHUNK, SPARE)
+    h, run = tl.program_id(1), run_of(tl.program_id(0), cu_rows, n_runs, CHUNK, SPARE)
     start, n_new, split = split_at(run, cu_rows, targets, counts, folds, HAS_TAIL)
-    first, end = place_of(tl.program_id(1) - first_piece(run, cu_rows, CHUNK, SPARE), start, n_new, split, CHUNK)
+    first, end = place_of(tl.program_id(0) - first_piece(run, cu_rows, CHUNK, SPARE), start, n_new, split, CHUNK)
     i, n = tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
     rows = first + i
     _, sums, behind = _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN, AFTER_DECAY)
@@ -124,7 +124,7 @@ def _weigh(  # type: ignore[no-untyped-def]
             ab = tl.where(is_row, tl.sum(looking * erasing[None, :], axis=1)[None, :], ab)
             if HAS_B:
                 qb = tl.where(is_column & seen, tl.sum(asking * erasing[None, :], axis=1)[:, None], qb)
-    at = weights + (tl.program_id(1) * n_heads + h).to(tl.int64) * MATRICES * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+    at = weights + (tl.program_id(0) * n_heads + h).to(tl.int64) * MATRICES * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
     tl.store(at, qk)
     if ERASES:
         inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)

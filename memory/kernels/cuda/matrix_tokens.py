@@ -61,14 +61,11 @@ def _scan_tokens(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     h, run = tl.program_id(1), tl.program_id(2)
     r, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
-    is_row, is_column = r < n_rows, n < n_columns
-    at = (h * n_rows + r)[:, None] * n_columns + n[None, :]
-    source, target = tl.load(sources + run), tl.load(targets + run)
-    begins = (r < bound(source, n_rows))[:, None] & is_column[None, :]
+    is_row, is_column, at = r < n_rows, n < n_columns, (h * n_rows + r)[:, None] * n_columns + n[None, :]
+    source, target, start, end = tl.load(sources + run), tl.load(targets + run), tl.load(cu_rows + run), tl.load(cu_rows + run + 1)
     limit = bound(target, n_rows)
     d, n_decays = _decays(n, n_columns, BY_COLUMN)
-    s = tl.load(flat + source + at, mask=begins, other=initial).to(tl.float32)
-    start, end = tl.load(cu_rows + run), tl.load(cu_rows + run + 1)
+    s = tl.load(flat + source + at, mask=(r < bound(source, n_rows))[:, None] & is_column[None, :], other=initial).to(tl.float32)
     if HAS_TAIL:
         first, count = tl.load(firsts + run).to(tl.int32), tl.load(counts + run).to(tl.int32)
         fold = tl.where(target < 0, -1, tl.load(folds + run).to(tl.int32))
@@ -85,21 +82,20 @@ def _scan_tokens(  # type: ignore[no-untyped-def]
         if ERASES:
             reading = tl.load(a + t * a_stride + h // a_heads * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
             found = tl.sum((decayed if AFTER_DECAY else s) * reading[None, :], axis=1)
-            if not HAS_B:
+            if HAS_B:
+                other = tl.load(b + t * b_stride + h * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
+            else:
                 u -= found
         if HAS_STRENGTH:
             u *= tl.load(strength + t * strength_stride + h).to(tl.float32)
-        if HAS_B:
-            other = tl.load(b + t * b_stride + h * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
         if HAS_TAIL:
             p = (t - start).to(tl.int32) + count
-            is_body = (r < tl.where(p == fold, limit, 0))[:, None] & is_column[None, :]
-            tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=is_body)
+            _store(flat + target + at, s, r, tl.where(p == fold, limit, 0), n, n_columns)
             # What is added is what rings remember. Those that the body holds already may have no slot of their own.
             slot, is_kept, is_first = (first + p) % ring_rows, p >= fold, (tl.program_id(0) == 0) & (p >= fold)
             u = keep_row(writes, write_targets, run, slot * n_heads + h, u, r, n_rows, is_kept)
-            is_key = is_first & (h % k_heads == 0)
-            key = keep_row(keys, key_targets, run, slot * (n_heads // k_heads) + h // k_heads, key, n, n_columns, is_key)
+            group, is_key = slot * (n_heads // k_heads) + h // k_heads, is_first & (h % k_heads == 0)
+            key = keep_row(keys, key_targets, run, group, key, n, n_columns, is_key)
             keep_row(decays, decay_targets, run, slot * n_heads + h, fade, d, n_decays, is_first)
             if HAS_B:
                 found = keep_row(finds, find_targets, run, slot * n_heads + h, found, r, n_rows, is_kept)
@@ -114,7 +110,13 @@ def _scan_tokens(  # type: ignore[no-untyped-def]
     tl.debug_barrier()  # every element of a state that is written in place has been read
     if HAS_TAIL:
         limit = tl.where(count + end - start == fold, limit, 0)
-    tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=(r < limit)[:, None] & is_column[None, :])
+    _store(flat + target + at, s, r, limit, n, n_columns)
+
+
+@triton.jit
+def _store(place, s, r, limit, n, n_columns):  # type: ignore[no-untyped-def]
+    """The rows of a state before `limit`."""
+    tl.store(place, s.to(place.dtype.element_ty), mask=(r < limit)[:, None] & (n < n_columns)[None, :])
 
 
 @triton.jit
@@ -135,8 +137,7 @@ def add_tail(  # type: ignore[no-untyped-def]
     """A state (ROWS, COLUMNS) before the `count` tokens of its tail goes on to behind them; that before token `fold` is stored."""
     d, n_decays = _decays(n, n_columns, BY_COLUMN)
     for p in range(count):
-        is_body = (r < tl.where(p == fold, limit, 0))[:, None] & (n < n_columns)[None, :]
-        tl.store(body, s.to(body.dtype.element_ty), mask=is_body)
+        _store(body, s, r, tl.where(p == fold, limit, 0), n, n_columns)
         slot = (first + p) % ring_rows
         key = ring_row(keys, key_sources, run, slot * (n_heads // k_heads) + h // k_heads, n, n_columns)
         u = ring_row(writes, write_sources, run, slot * n_heads + h, r, n_rows)
