@@ -350,8 +350,9 @@ class HybridMemory(Timelines):
         """Which kernels compute what here: function -> set, as `memory.kernels.chosen_kernels` says of this memory's device and dtypes."""
         recurrent = [memory for _, memory in self.spec.of_kind("recurrence") if isinstance(memory, RecurrentSpec)]
         states = (state.dtype or self.spec.dtype for memory in recurrent for state in memory.states)
-        chosen, of_states = (chosen_kernels(self.spec.device, self.spec.dtype, *more) for more in ((), states))
-        return chosen | {name: of_states[name] for name in OF_STATES}
+        device, dtype = self.spec.device, self.spec.dtype
+        of_states = chosen_kernels(device, dtype, *states, behind_tails=self.fold == "defer" and self.rollback_window > 0)
+        return chosen_kernels(device, dtype) | {name: of_states[name] for name in OF_STATES}
 
     def check(self) -> None:
         """Compare every book with every other: slots, positions, references, bytes. Raises IntegrityError."""

@@ -70,10 +70,10 @@ def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
     return reference
 
 
-def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype) -> dict[str, str]:
+def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tails: bool = False) -> dict[str, str]:
     """What `select_kernels` would give: function -> the set that it is from, and the library that prompts are left to, if one is.
 
-    A set may leave a function to another set. Raises as `select_kernels`.
+    A set may leave a function to another set, as those of the CPU do `behind_tails`. Raises as `select_kernels`.
     """
     kernels, helpers = select_kernels(torch.device(device), *dtypes), dict[str, str]()
     if _choice(torch.device(device), dtypes) == "cuda":
@@ -82,6 +82,9 @@ def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype) -> dict[str
         helpers = libraries.for_prompts()
     functions = [name for name in vars(Kernels) if not name.startswith("_")]
     sets = {name: getattr(kernels, name).__module__.split(".")[2] for name in functions}
+    if behind_tails:
+        sets |= {name: "reference" for name in OF_STATES if sets[name] == "cpu"}  # see `memory.kernels.cpu.rows.as_tensors`
+        helpers = {}
     return {name: sets[name] + (f", prompts by {helpers[name]}" if name in helpers else "") for name in functions}
 
 

@@ -312,6 +312,10 @@ def test_which_kernels_are_used_can_be_asked(toy: Toy, monkeypatch: pytest.Monke
     assert set(HybridMemory(toy.memory_spec, "1MiB").kernels().values()) == {"cpu"}
     found = HybridMemory(toy.memory_spec, "1MiB", state_dtype=torch.bfloat16).kernels()
     assert (found["paged_attention"], found["matrix_scan"]) == ("cpu", "reference"), "compiled kernels are for float32"
+    spec = MemorySpec(((DEFERRING,),), vocab_size=10)
+    for window, expected in ((8, "reference"), (0, "cpu")):
+        found = HybridMemory(spec, "1MiB", rollback_window=window, fold="defer").kernels()
+        assert (found["matrix_scan"], found["rms_norm"]) == (expected, "cpu"), "what stands behind a tail runs in plain torch"
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "reference")
     assert set(HybridMemory(toy.memory_spec, "1MiB").kernels().values()) == {"reference"}
 
