@@ -14,14 +14,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.gpu_states import make_tails, time_graphs
+from benchmarks.gpu_states import N_BYTES, make_tails, time_graphs
 from benchmarks.harness import Report
 from memory.kernels import Erase, StateSlots, cuda
 from memory.recurrences import mamba1_spec, rwkv7_spec
 from memory.specs import StateTensor
 
-N_BYTES = 2 << 30
-"""States met in turn: far more than the last-level cache of a GPU holds (60 MB on an H200)."""
 TAIL_TOKENS = (3, 10, 20, 40)
 
 

@@ -174,7 +174,7 @@ class RecurrentState:
 
     def _writes(self, packed: Packed, after: Columns) -> tuple[Tensor, dict[int, Prepared]]:
         """The new rows behind the new body go into the tail."""
-        if not self.grid.tail_rows:
+        if not self.grid.tail_rows or not self._row_sizes:
             return self._store.upload(NO_ROWS), {}
         if packed.is_decode:
             return self._store.upload(np.arange(len(packed.starts))), self._ring(after.tail, packed.starts)

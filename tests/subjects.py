@@ -144,15 +144,7 @@ class Subject:
         return torch.cat(logits)
 
     def feed_together(self, memory: HybridMemory, requests: Mapping[Sequence, StepsOf[list[int]]]) -> dict[Sequence, Tensor]:
-        """Feed several sequences, the n-th steps of all of them in one; the logits of each one's tokens."""
-        logits: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in requests}
-        for n in range(max(map(len, requests.values()))):
-            chosen = {sequence: steps[n] for sequence, steps in requests.items() if n < len(steps)}
-            with memory.step(chosen, outputs="all") as step:
-                for sequence, rows in zip(chosen, step.split(self.model(step)), strict=True):
-                    logits[sequence].append(rows)
-            memory.check()
-        return {sequence: torch.cat(rows) for sequence, rows in logits.items()}
+        return feed_together(self.model, memory, requests)
 
     def fresh(self, steps: list[list[int]], rollback_window: int = 8, *, detours: dict[int, int] | None = None) -> Tensor:
         """Logits of a sequence in a memory of its own that saw only these steps; computed once, as many tests ask for the same ones.
@@ -192,6 +184,18 @@ class Subject:
         worst = float((actual - expected).abs().max())
         allowed = TOLERANCE[self.model.memory_spec.dtype].replay * spread
         assert worst <= allowed, f"{worst} is more than {allowed}"
+
+
+def feed_together(model: LanguageModel, memory: HybridMemory, requests: Mapping[Sequence, StepsOf[list[int]]]) -> dict[Sequence, Tensor]:
+    """Feed several sequences, the n-th steps of all of them in one; the logits of each one's tokens."""
+    logits: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in requests}
+    for n in range(max(map(len, requests.values()))):
+        chosen = {sequence: steps[n] for sequence, steps in requests.items() if n < len(steps)}
+        with memory.step(chosen, outputs="all") as step:
+            for sequence, rows in zip(chosen, step.split(model(step)), strict=True):
+                logits[sequence].append(rows)
+        memory.check()
+    return {sequence: torch.cat(rows) for sequence, rows in logits.items()}
 
 
 def make_subject(name: str, folder: Path, device: torch.device = HOST, dtype: torch.dtype = torch.float32) -> Subject:

@@ -20,6 +20,7 @@ from memory.arena import Field, Store
 from memory.attention_cache import AttentionCache
 from models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
+from tests.subjects import feed_together
 from tests.tolerances import assert_logits_close, assert_split_close
 
 N_PROMPT, N_STEPS = 24, 16
@@ -134,14 +135,8 @@ def test_any_split(pair: Pair, splits: list[set[int]]) -> None:
     for cuts in splits:
         bounds = [0, *sorted(cuts), len(TOKENS)]
         parts[memory.open()] = [TOKENS[start:end] for start, end in itertools.pairwise(bounds)]
-    logits: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in parts}
-    for n in range(max(map(len, parts.values()))):
-        requests = {sequence: steps[n] for sequence, steps in parts.items() if n < len(steps)}
-        with memory.step(requests, outputs="all") as step:
-            for sequence, rows in zip(requests, step.split(pair.model(step)), strict=True):
-                logits[sequence].append(rows)
-    for rows in logits.values():
-        assert_split_close(torch.cat(rows), pair.expected)
+    for logits in feed_together(pair.model, memory, parts).values():
+        assert_split_close(logits, pair.expected)
 
 
 def test_bfloat16_is_close(pair: Pair) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
-from memory.kernels.cuda.math import bound, first_piece, run_of, softplus
+from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, softplus
 from memory.kernels.cuda.prompts import scan_by_library
 from memory.kernels.cuda.rings import keep_row, no_rings, ring_row, rings_of
 from memory.kernels.signature import Prepared, StateSlots
@@ -58,7 +58,7 @@ def selective_scan(
     if int(np.diff(state.cu_rows).max()) <= chunk:
         chunk = 0
     else:
-        n_pieces = int(state.cu_rows[-1]) // chunk + n_runs
+        n_pieces = count_pieces(state.cu_rows, chunk, 1)
         starts, times = y_TE.new_empty(n_pieces, n_states, n_channels), y_TE.new_empty(n_pieces, n_channels)
         launch(
             _chunk_ends, (n_pieces, n_blocks), x, x.stride(0), dt, dt.stride(0), b, b.stride(0), dt_bias_E, a_NE, cu_rows, starts, times,

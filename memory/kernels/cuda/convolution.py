@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import absent, ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
-from memory.kernels.cuda.math import bound, first_piece, run_of, silu
+from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, silu
 from memory.kernels.cuda.prompts import conv_by_library
 from memory.kernels.signature import Prepared, StateSlots
 
@@ -45,7 +45,7 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
     n_columns = min(next_power_of_2(n_channels), n_elements // n_rows)
     is_short, tail = bool(np.diff(window.cu_rows).max(initial=1) <= n_rows), window.tail  # then a tile for each run
     cu_rows, n_runs = device_ints(window.cu_rows, rows_TR.device), len(window.cu_rows) - 1
-    n_tiles = n_runs if is_short else int(window.cu_rows[-1]) // n_rows + n_runs
+    n_tiles = n_runs if is_short else count_pieces(window.cu_rows, n_rows, 1)
     ring = (rows_TR, cu_rows, 1, 0, cu_rows, cu_rows, cu_rows)
     if tail is not None:
         ring = (tail.flats[0], tail.sources[0], tail.ring_rows, rows_TR.shape[1], tail.firsts, tail.counts, tail.folds)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from memory.interface import Int64s
+
 
 @triton.jit
 def softplus(x):  # type: ignore[no-untyped-def]
@@ -27,11 +29,16 @@ def bound(offset, n):  # type: ignore[no-untyped-def]
     return tl.where(offset < 0, 0, n)
 
 
+def count_pieces(cu_rows: Int64s, size: int, spare: int) -> int:
+    """Numbers that `first_piece` gives to all runs; (S + 1,) cu_rows on the host."""
+    return int(cu_rows[-1] - cu_rows[0]) // size + spare * (len(cu_rows) - 1)
+
+
 @triton.jit
 def first_piece(run, cu_rows, size, spare):  # type: ignore[no-untyped-def]
     """Where pieces of `size` rows of a run are numbered from, if each run may have as many as fill it and `spare` more. (S + 1,) cu_rows.
 
-    A run of n rows gets n // size + spare numbers at least, and all S runs (cu_rows[S] - cu_rows[0]) // size + spare S of them.
+    A run of n rows gets n // size + spare numbers at least, and all runs `count_pieces`.
     """
     return ((tl.load(cu_rows + run) - tl.load(cu_rows)) // size + spare * run).to(tl.int32)
 

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import ceil_div, launch, next_power_of_2
-from memory.kernels.cuda.math import bound, first_piece, run_of
+from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of
 from memory.kernels.cuda.matrix_inputs import Inputs
 from memory.kernels.cuda.matrix_tails import fold_tail
 from memory.kernels.cuda.rings import no_rings, rings_of
@@ -60,7 +60,7 @@ def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
     common: dict[str, Any] = {"COLUMNS": columns, "CHUNK": chunk, "HAS_TAIL": state.tail is not None, "PRECISION": precision(inputs)}
     inverses = y_THV
     if inputs.a is not None:
-        n_chunks = int(state.cu_rows[-1] - state.cu_rows[0]) // chunk + SPARE.value * n_runs
+        n_chunks = count_pieces(state.cu_rows, chunk, SPARE.value)
         inverses = torch.empty(n_chunks, n_heads, chunk, chunk, dtype=torch.float32, device=device)
         launch(
             _invert, (n_chunks, n_heads),
@@ -107,7 +107,7 @@ def _fades(log_decay, decay_stride, h, rows, end):  # type: ignore[no-untyped-de
 
 
 @triton.jit
-def load_rows(x, stride, h, rows, end, n, n_columns):  # type: ignore[no-untyped-def]
+def load_matrix(x, stride, h, rows, end, n, n_columns):  # type: ignore[no-untyped-def]
     mask = (rows < end)[:, None] & (n < n_columns)[None, :]
     return tl.load(x + (rows * stride)[:, None] + h * n_columns + n[None, :], mask=mask, other=0.0).to(tl.float32)
 
@@ -124,8 +124,8 @@ def _invert(  # type: ignore[no-untyped-def]
     first, end = place_of(tl.program_id(0) - first_piece(run, cu_rows, CHUNK, SPARE), start, n_new, split, CHUNK)
     i, n = tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
     rows = first + i
-    key = load_rows(k, k_stride, h // k_heads, rows, end, n, n_columns)
-    reading = load_rows(a, a_stride, h // a_heads, rows, end, n, n_columns)
+    key = load_matrix(k, k_stride, h // k_heads, rows, end, n, n_columns)
+    reading = load_matrix(a, a_stride, h // a_heads, rows, end, n, n_columns)
     if HAS_STRENGTH:
         reading *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[:, None]
     fade = _fades(log_decay, decay_stride, h, rows, end)
@@ -149,14 +149,14 @@ def _advance(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """A chunk of `rows` before `end`: the state behind it, and what it wrote (CHUNK, ROWS)."""
     i = tl.arange(0, CHUNK)
-    query = load_rows(q, q_stride, h // q_heads, rows, end, n, n_columns)
-    key = load_rows(k, k_stride, h // k_heads, rows, end, n, n_columns)
-    value = load_rows(v, v_stride, h, rows, end, r, n_rows)
+    query = load_matrix(q, q_stride, h // q_heads, rows, end, n, n_columns)
+    key = load_matrix(k, k_stride, h // k_heads, rows, end, n, n_columns)
+    value = load_matrix(v, v_stride, h, rows, end, r, n_rows)
     fade = _fades(log_decay, decay_stride, h, rows, end)
     so_far = tl.exp(fade.to(tl.float32))[:, None]
     u = value
     if ERASES:
-        reading = load_rows(a, a_stride, h // a_heads, rows, end, n, n_columns)
+        reading = load_matrix(a, a_stride, h // a_heads, rows, end, n, n_columns)
         u -= so_far * tl.dot(reading, tl.trans(s), input_precision=PRECISION)
     if HAS_STRENGTH:
         u *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[:, None]
@@ -226,12 +226,12 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
             )  # fmt: skip
             inverse += n_heads * CHUNK * CHUNK
             slots, is_new = (first + count + begin + i) % ring_rows, (begin + i) < n_new
-            store_rows(writes + write_place, slots * n_heads * n_rows, u, r, n_rows, is_new)
+            store_matrix(writes + write_place, slots * n_heads * n_rows, u, r, n_rows, is_new)
             if tl.program_id(0) == 0:
                 fade = tl.load(log_decay + (start + begin + i) * decay_stride + h, mask=is_new, other=0.0).to(tl.float32)
                 tl.store(decays + tl.load(decay_targets + run) + h + slots * n_heads, fade, mask=is_new)
                 if h % k_heads == 0:
-                    store_rows(keys + key_place, slots * n_keys, key, n, n_columns, is_new)
+                    store_matrix(keys + key_place, slots * n_keys, key, n, n_columns, is_new)
 
 
 @triton.jit
@@ -240,6 +240,6 @@ def _store(flat, target, at, s, limit, r, n_rows, is_column):  # type: ignore[no
 
 
 @triton.jit
-def store_rows(ring, offsets, x, columns, n_columns, mask):  # type: ignore[no-untyped-def]
+def store_matrix(ring, offsets, x, columns, n_columns, mask):  # type: ignore[no-untyped-def]
     at = ring + offsets[:, None] + columns[None, :]
     tl.store(at, x.to(ring.dtype.element_ty), mask=mask[:, None] & (columns < n_columns)[None, :])

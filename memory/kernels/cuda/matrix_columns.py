@@ -25,8 +25,8 @@ from torch import Tensor
 
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import absent, ceil_div, launch, next_power_of_2
-from memory.kernels.cuda.math import bound, first_piece, run_of
-from memory.kernels.cuda.matrix_chunks import SPARE, load_rows, place_of, precision, split_at, store_rows
+from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of
+from memory.kernels.cuda.matrix_chunks import SPARE, load_matrix, place_of, precision, split_at, store_matrix
 from memory.kernels.cuda.matrix_inputs import Inputs
 from memory.kernels.cuda.matrix_tokens import add_tail
 from memory.kernels.cuda.rings import no_rings, rings_of
@@ -58,7 +58,7 @@ def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tens
         "HAS_B": inputs.b is not None, "AFTER_DECAY": inputs.after_decay, "HAS_TAIL": state.tail is not None,
         "COLUMNS": max(16, next_power_of_2(n_columns)), "CHUNK": chunk, "MATRICES": 4 if inputs.b is not None else 3 if erases else 1,
     }  # fmt: skip
-    n_chunks = int(state.cu_rows[-1] - state.cu_rows[0]) // chunk + SPARE.value * n_runs
+    n_chunks = count_pieces(state.cu_rows, chunk, SPARE.value)
     weights = torch.empty(n_chunks, n_heads, common["MATRICES"], chunk, chunk, dtype=torch.float32, device=y_THV.device)
     launch(
         _weigh, (n_chunks, n_heads),
@@ -98,11 +98,11 @@ def _weigh(  # type: ignore[no-untyped-def]
     i, n = tl.arange(0, CHUNK), tl.arange(0, COLUMNS)
     rows = first + i
     _, sums, behind = _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN, AFTER_DECAY)
-    query = load_rows(q, q_stride, h // q_heads, rows, end, n, n_columns)
+    query = load_matrix(q, q_stride, h // q_heads, rows, end, n, n_columns)
     qk, ak = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     qb, ab = tl.zeros((CHUNK, CHUNK), tl.float32), tl.zeros((CHUNK, CHUNK), tl.float32)
     if ERASES:
-        reading = load_rows(a, a_stride, h // a_heads, rows, end, n, n_columns)
+        reading = load_matrix(a, a_stride, h // a_heads, rows, end, n, n_columns)
     for j in range(CHUNK):
         mask = n < tl.where(first + j < end, n_columns, 0)
         key = tl.load(k + (first + j) * k_stride + h // k_heads * n_columns + n, mask=mask, other=0.0).to(tl.float32)
@@ -147,9 +147,9 @@ def _advance(  # type: ignore[no-untyped-def]
     """A chunk of `rows` before `end`: the state behind it, and what each token did: its key, u, log decays, b and f."""
     i = tl.arange(0, CHUNK)
     at = weights + i[:, None] * CHUNK + i[None, :]
-    query = load_rows(q, q_stride, h // q_heads, rows, end, n, n_columns)
-    key = load_rows(k, k_stride, h // k_heads, rows, end, n, n_columns)
-    value = load_rows(v, v_stride, h, rows, end, r, n_rows)
+    query = load_matrix(q, q_stride, h // q_heads, rows, end, n, n_columns)
+    key = load_matrix(k, k_stride, h // k_heads, rows, end, n, n_columns)
+    value = load_matrix(v, v_stride, h, rows, end, r, n_rows)
     fade, sums, behind = _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN, AFTER_DECAY)
     u, beta = value, 1.0
     if HAS_STRENGTH:
@@ -157,12 +157,12 @@ def _advance(  # type: ignore[no-untyped-def]
         u = value * beta
     found, other = u, key
     if ERASES:
-        reading = load_rows(a, a_stride, h // a_heads, rows, end, n, n_columns) * tl.exp(behind.to(tl.float32))
+        reading = load_matrix(a, a_stride, h // a_heads, rows, end, n, n_columns) * tl.exp(behind.to(tl.float32))
         found = tl.dot(reading, tl.trans(s), input_precision=PRECISION)
         found += tl.dot(tl.load(at + 2 * CHUNK * CHUNK), u, input_precision=PRECISION)
         found = tl.dot(tl.load(at + CHUNK * CHUNK), found, input_precision=PRECISION)
         if HAS_B:
-            other = load_rows(b, b_stride, h, rows, end, n, n_columns)
+            other = load_matrix(b, b_stride, h, rows, end, n, n_columns)
         else:
             u -= beta * found
     out = tl.dot(query * tl.exp(sums.to(tl.float32)), tl.trans(s), input_precision=PRECISION)
@@ -226,12 +226,12 @@ def _scan_columns(  # type: ignore[no-untyped-def]
             is_first = (begin + i) < tl.where(tl.program_id(0) == 0, n_new, 0)
             is_key = (begin + i) < tl.where((tl.program_id(0) == 0) & (h % k_heads == 0), n_new, 0)
             n_groups = n_heads // k_heads
-            store_rows(writes + tl.load(write_targets + run), (slots * n_heads + h) * n_rows, u, r, n_rows, is_new)
-            store_rows(keys + tl.load(key_targets + run), (slots * n_groups + h // k_heads) * n_columns, key, n, n_columns, is_key)
+            store_matrix(writes + tl.load(write_targets + run), (slots * n_heads + h) * n_rows, u, r, n_rows, is_new)
+            store_matrix(keys + tl.load(key_targets + run), (slots * n_groups + h // k_heads) * n_columns, key, n, n_columns, is_key)
             if BY_COLUMN:
-                store_rows(decays + tl.load(decay_targets + run), (slots * n_heads + h) * n_columns, fade, n, n_columns, is_first)
+                store_matrix(decays + tl.load(decay_targets + run), (slots * n_heads + h) * n_columns, fade, n, n_columns, is_first)
             else:
-                store_rows(decays + tl.load(decay_targets + run), slots * n_heads + h, fade, tl.zeros((1,), tl.int32), 1, is_first)
+                store_matrix(decays + tl.load(decay_targets + run), slots * n_heads + h, fade, tl.zeros((1,), tl.int32), 1, is_first)
             if HAS_B:
-                store_rows(finds + tl.load(find_targets + run), (slots * n_heads + h) * n_rows, found, r, n_rows, is_new)
-                store_rows(others + tl.load(other_targets + run), (slots * n_heads + h) * n_columns, other, n, n_columns, is_first)
+                store_matrix(finds + tl.load(find_targets + run), (slots * n_heads + h) * n_rows, found, r, n_rows, is_new)
+                store_matrix(others + tl.load(other_targets + run), (slots * n_heads + h) * n_columns, other, n, n_columns, is_first)
