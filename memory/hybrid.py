@@ -299,10 +299,10 @@ class HybridMemory(Timelines):
         slots = ledger.check_all_usable(step.sequences)
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
         with uninterrupted(), together(self._store.stages) as stage:
-            ledger.reserve(packed)
             plans = self._with_room(lambda: self._kinds.begin(packed, self.free_bytes))
             ledger.occupy(slots)
             step.hold(packed, plans, self._store.upload, stage)
+            ledger.reserve(packed)  # last: a step that is refused leaves no larger buffers behind
 
     def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None:
         with uninterrupted():

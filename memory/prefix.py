@@ -22,6 +22,7 @@ from memory.errors import BatchError, SpecError
 from memory.hybrid import HybridMemory
 from memory.interface import Int64s, Sequence
 from memory.ranking import Ranking
+from memory.token_buffer import common_prefix
 
 _NO_TOKENS: Int64s = np.zeros(0, np.int64)
 _RECLAIMED_SHARE = 64
@@ -162,7 +163,7 @@ class PrefixCache:
             child = node.children.get(int(tokens[at]))
             if child is None:
                 break
-            n_common = _common(child.tokens, tokens[at:])
+            n_common = common_prefix(child.tokens, tokens[at:])
             at += n_common
             if n_common < len(child.tokens):
                 return at, path, child
@@ -225,7 +226,7 @@ class PrefixCache:
             if child is None:
                 node.children[int(rest[0])] = leaf = _Node(rest.copy(), len(tokens), node)
                 return leaf
-            n_common = _common(child.tokens, rest)
+            n_common = common_prefix(child.tokens, rest)
             if n_common < len(child.tokens):
                 child = self._split(child, n_common)
             node, at = child, child.depth
@@ -234,9 +235,9 @@ class PrefixCache:
     def _split(self, node: _Node, n: int) -> _Node:
         """A node of the first n tokens of `node`, between it and its parent."""
         assert node.parent is not None, "the root has no tokens"
-        upper = _Node(node.tokens[:n], node.depth - len(node.tokens) + n, node.parent)
+        upper = _Node(node.tokens[:n].copy(), node.depth - len(node.tokens) + n, node.parent)
         node.parent.children[int(upper.tokens[0])] = upper
-        node.tokens, node.parent = node.tokens[n:], upper
+        node.tokens, node.parent = node.tokens[n:].copy(), upper  # a view would keep what the other part was
         upper.children[int(node.tokens[0])] = node
         return upper
 
@@ -307,14 +308,6 @@ def _as_tokens(token_ids: Seq[int] | Int64s) -> Int64s:
     if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
         raise BatchError(f"token ids of shape {tokens.shape} and {tokens.dtype}; give a list or array of integers")
     return tokens.astype(np.int64, copy=False)
-
-
-def _common(a: Int64s, b: Int64s) -> int:
-    """How many leading tokens are the same."""
-    n = min(len(a), len(b))
-    differs = a[:n] != b[:n]
-    first = int(differs.argmax()) if n else 0
-    return first if n and differs[first] else n
 
 
 def _marked_above(node: _Node) -> int:

@@ -76,7 +76,7 @@ class Timelines:
         source_slots, target_slots = (np.array([s.slot for s in group]) for group in (sources, targets))
         with uninterrupted():
             self._kinds.share(source_slots, target_slots)
-            self._ledger.copy(sources, targets)
+            self._ledger.copy(sources, targets, self._kinds.horizon)
 
     # Going back
 
@@ -144,12 +144,7 @@ class Timelines:
             raise RollbackError(f"to={to!r} is no position; give 0 <= to <= {length} or a checkpoint", to=to, horizon=horizon, resume_at=0)
         if to >= horizon:
             return min(int(to), length), sequence
-        best: tuple[int, Sequence | None] = (0, None)
-        for mark in self._ledger.checkpoints(sequence):
-            reach = min(int(to), self._ledger.common_prefix(sequence, mark))
-            if reach >= self._horizon(mark) and reach > best[0]:
-                best = (reach, mark)
-        return best
+        return self._ledger.nearest_checkpoint(sequence, int(to))
 
     def _horizon(self, sequence: Sequence) -> int:
         away = self._ledger.horizon_away(sequence.slot)
