@@ -261,8 +261,11 @@ class HybridMemory(Timelines):
         return sequence
 
     def _snapshot(self, slot: int) -> Snapshot:
-        snapshot = self._kinds.snapshot(slot, self._store)
-        return snapshot if self._host_pages is None else replace(snapshot, blocks=snapshot.blocks | self._host_pages.snapshot(slot).blocks)
+        length = int(self._ledger.lengths[slot])
+        snapshot = self._kinds.snapshot(slot, length, self._store)
+        if self._host_pages is None:
+            return snapshot
+        return replace(snapshot, blocks=snapshot.blocks | self._host_pages.snapshot(slot, length).blocks)
 
     # Steps
 

@@ -16,11 +16,12 @@ import torch
 from memory.arena import Store
 from memory.errors import DropError, IntegrityError
 from memory.folding import TailGrid
-from memory.interface import Holding, Int64s, Packed, Record
+from memory.interface import Holding, Int64s, LiveRows, Packed, Record
 from memory.kernels import Kernels
-from memory.recurrent_state import RecurrentPlan, RecurrentState
+from memory.recurrent_state import RecurrentState
 from memory.shift import Dropped
 from memory.specs import RecurrentSpec
+from memory.states import RecurrentPlan
 
 
 @dataclass(frozen=True)
@@ -106,6 +107,9 @@ class RebasedState(RecurrentState):
         if self._bases:
             horizons = np.maximum(horizons - self._column(packed.slots, "offset"), self._column(packed.slots, "floor"))
         return horizons
+
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        return super().live_rows(slot, length + self._bases.get(slot, _LEVEL).offset)
 
     def holdings(self, slots: Int64s) -> list[Holding]:
         held = super().holdings(slots)
