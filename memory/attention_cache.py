@@ -373,15 +373,18 @@ class AttentionCache:
             if value:
                 column[slot] = value
 
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        n_pages, first = len(self._pages.get(slot, NO_PAGES)), self._first_page.get(slot, 0)
+        if first != (expected := int(self.grid.first_page(np.array(peak)))):
+            raise IntegrityError(f"slot {slot} holds pages from {first} on, its furthest position {peak} makes it {expected}")
+        if not 0 <= self._oldest.get(slot, 0) <= self.grid.oldest_wanted(np.array(peak)):
+            raise IntegrityError(f"slot {slot} has rows from {self._oldest[slot]} on, its furthest position {peak} wants more")
+        if n_pages + first != -(-length // self.page_tokens):
+            raise IntegrityError(f"slot {slot} holds {length} tokens in {n_pages} pages of {self.page_tokens} from page {first} on")
+
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         if strangers := (self._pages.keys() | self._first_page.keys() | self._oldest.keys()) - lengths.keys():
             raise IntegrityError(f"pages are held for slots that are not open: {sorted(strangers)}")
         for slot, length in lengths.items():
-            n_pages, first = len(self._pages.get(slot, NO_PAGES)), self._first_page.get(slot, 0)
-            if first != (expected := int(self.grid.first_page(np.array(peaks[slot])))):
-                raise IntegrityError(f"slot {slot} holds pages from {first} on, its furthest position {peaks[slot]} makes it {expected}")
-            if self._oldest.get(slot, 0) > self.grid.oldest_wanted(np.array(peaks[slot])):
-                raise IntegrityError(f"slot {slot} has rows from {self._oldest[slot]} on, its furthest position {peaks[slot]} wants more")
-            if n_pages + first != -(-length // self.page_tokens):
-                raise IntegrityError(f"slot {slot} holds {length} tokens in {n_pages} pages of {self.page_tokens} from page {first} on")
+            self.check_slot(slot, length, peaks[slot])
         self.pool.check(np.concatenate([NO_PAGES, *self._pages.values(), *(p.fresh for p in self._open_plans.values())]))

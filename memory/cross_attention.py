@@ -212,10 +212,14 @@ class CrossAttentionCache:
         n_rows = int(record["n_rows"][0])
         self._tables[slot], self._n_rows[slot] = blocks[self.pool.name], n_rows
 
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        n_pages, n_rows = len(self._tables.get(slot, NO_PAGES)), self._n_rows.get(slot, 0)
+        if n_pages != -(-n_rows // self.page_tokens):
+            raise IntegrityError(f"slot {slot} holds {n_rows} encoder rows in {n_pages} pages of {self.page_tokens}")
+
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         if strangers := self._tables.keys() - lengths.keys():
             raise IntegrityError(f"encoder pages are held for slots that are not open: {sorted(strangers)}")
-        for slot, table in self._tables.items():
-            if len(table) != -(-self._n_rows[slot] // self.page_tokens):
-                raise IntegrityError(f"slot {slot} holds {self._n_rows[slot]} encoder rows in {len(table)} pages of {self.page_tokens}")
+        for slot, length in lengths.items():
+            self.check_slot(slot, length, peaks[slot])
         self.pool.check(np.concatenate([NO_PAGES, *self._tables.values()]))

@@ -211,6 +211,9 @@ class HostedAttention:
         """What comes back, comes to the device."""
         self.near.adopt(slot, record, blocks)
 
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        self._of(slot).check_slot(slot, length, peak)
+
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         for memory, is_far in ((self.near, False), (self.far, True)):
             of_lengths, of_peaks = ({s: n for s, n in of.items() if self.is_far(s) == is_far} for of in (lengths, peaks))

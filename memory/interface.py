@@ -295,6 +295,10 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         """
         ...
 
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        """As `check`, of one slot with this length and furthest position; what it costs depends on no other slot."""
+        ...
+
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         """Raise IntegrityError if the books of the given slots (and of no others) do not balance."""
         ...

@@ -272,12 +272,16 @@ class QuantizedAttention(CannotDrop):
         self.exact.adopt(slot, record, blocks)
         self._bodies[slot] = blocks[self.bodies.name]
 
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        self.exact.check_slot(slot, length, peak)
+        n_blocks, expected = len(self._bodies.get(slot, NO_PAGES)), int(self.grid.n_groups(np.array(peak)))
+        if n_blocks != expected:
+            raise IntegrityError(f"slot {slot} holds {n_blocks} quantised pages, its furthest position {peak} makes it {expected}")
+
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         self.exact.check(lengths, peaks)
         if strangers := self._bodies.keys() - lengths.keys():
             raise IntegrityError(f"quantised pages are held for slots that are not open: {sorted(strangers)}")
-        for slot, peak in peaks.items():
-            n_blocks, expected = len(self._bodies.get(slot, NO_PAGES)), int(self.grid.n_groups(np.array(peak)))
-            if n_blocks != expected:
-                raise IntegrityError(f"slot {slot} holds {n_blocks} quantised pages, its furthest position {peak} makes it {expected}")
+        for slot, length in lengths.items():
+            self.check_slot(slot, length, peaks[slot])
         self.bodies.check(np.concatenate([NO_PAGES, *self._bodies.values(), *(plan.fresh for plan in self._open_plans.values())]))

@@ -132,11 +132,13 @@ class RebasedState(RecurrentState):
         if base != _LEVEL:
             self._bases[slot] = base
 
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        base = self._bases.get(slot, _LEVEL)
+        if base != _LEVEL and not 1 <= base.floor <= length:
+            raise IntegrityError(f"slot {slot} has length {length}, and states from {base.floor} on")
+        super().check_slot(slot, length + base.offset, peak + base.offset)
+
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         if strangers := self._bases.keys() - lengths.keys():
             raise IntegrityError(f"slots that are not open have states ahead of them: {sorted(strangers)}")
-        for slot, base in self._bases.items():
-            if not 1 <= base.floor <= lengths[slot]:
-                raise IntegrityError(f"slot {slot} has length {lengths[slot]}, and states from {base.floor} on")
-        own = ({slot: n + self._bases.get(slot, _LEVEL).offset for slot, n in column.items()} for column in (lengths, peaks))
-        super().check(*own)
+        super().check(lengths, peaks)

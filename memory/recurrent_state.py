@@ -358,7 +358,7 @@ class RecurrentState:
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         for slot, length in lengths.items():
-            self._check_slot(slot, length, peaks[slot])
+            self.check_slot(slot, length, peaks[slot])
         strangers = np.setdiff1d(np.arange(len(self._slots)), np.fromiter(lengths, np.int64, len(lengths)))
         if (self._slots.table[3:, strangers] >= 0).any():
             raise IntegrityError("states or tails are held for slots that are not open")
@@ -370,7 +370,7 @@ class RecurrentState:
             held = np.concatenate(columns)
             pool.check(held[held >= 0])
 
-    def _check_slot(self, slot: int, length: int, peak: int) -> None:
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
         self._grow_to(slot + 1)
         body_at, head_at, kept_at, body, head, kept, tail = self._slots.table[:, slot].tolist()
         expected = int(self.grid.body_at(np.array(peak)))

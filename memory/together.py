@@ -202,6 +202,11 @@ class AllKinds(dict[str, LayerMemory[Any]]):
                 left.release(fresh.get(left.name, none))
             raise
 
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        """Raise IntegrityError unless what a slot holds suits these positions. Cost: that of one slot, however many there are."""
+        for kind in self.values():
+            kind.check_slot(slot, length, peak)
+
     def check(self, lengths: dict[int, int], peaks: dict[int, int], store: Store) -> None:
         """Raise IntegrityError unless all books of the given slots (and of no others) balance."""
         for kind in self.values():

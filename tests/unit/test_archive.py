@@ -34,10 +34,12 @@ from memory import (
     files,
 )
 from memory.archive import _digest
+from memory.arena import Arena
 from memory.eviction import H2O
 from memory.folding import Fold
 from memory.recurrences import FAMILIES
 from memory.shift import Dropped
+from memory.together import AllKinds
 from tests.toy import VOCAB, FamilyToy, Toy
 
 TOY = Toy()
@@ -280,6 +282,17 @@ def test_paths_may_be_urls(tmp_path: Path) -> None:
     assert memory.load("memory://bucket/alice").tokens.tolist() == sequence.tokens.tolist()
     memory.save(sequence, f"file://{tmp_path}/alice")
     assert memory.load(tmp_path / "alice").length == sequence.length
+
+
+def test_loading_asks_about_the_loaded_sequence_alone(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others there are, and however free memory is divided."""
+    memory, asked = make(), list[int]()
+    for _ in range(5):
+        opened(memory, 3)
+    check_slot = AllKinds.check_slot
+    monkeypatch.setattr(AllKinds, "check_slot", lambda kinds, slot, *at: (asked.append(slot), check_slot(kinds, slot, *at)))
+    monkeypatch.setattr(Arena, "check", lambda *_: pytest.fail("the whole arena was audited"))
+    assert asked == [] and [memory.load(saved).slot] == asked
 
 
 def test_a_full_memory_loads_nothing(saved: Path) -> None:

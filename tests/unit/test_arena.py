@@ -213,6 +213,34 @@ def test_check_finds_lost_and_doubled_ranges(ranges: list[tuple[int, int]], mess
 # Budgets
 
 
+class Counted(int):
+    """A name in a heap that counts how often it is compared with another."""
+
+    n_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.n_compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_a_check_looks_at_each_free_range_once() -> None:
+    found = []
+    for n_ranges in (200, 400):
+        arena = Arena(2 * n_ranges * UNIT)
+        pool = make_pool(arena, 1)
+        ids = pool.allocate(2 * n_ranges)
+        pool.release(ids[::2])
+        arena.allocate(2 * UNIT, from_top=True), arena.allocate(UNIT, from_top=False)  # each kind of heap is there
+        for heap in arena._heaps.values():
+            heap[:] = map(Counted, heap)
+        Counted.n_compared = 0
+        arena.check([*pool.used_ranges(), (0, UNIT)])
+        found.append(Counted.n_compared)
+    assert found[1] <= 2 * found[0] + 100, "comparisons grow faster than ranges"
+
+
 @pytest.mark.parametrize(
     "budget, n_bytes",
     [
