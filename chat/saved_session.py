@@ -4,13 +4,13 @@
     memory-<number>.safetensors  what `HybridMemory.save` writes; none if nothing was computed yet
 
 The JSON is written last and replaced in one go: whoever reads it finds either the session of before or the new one, never half of each.
+Only their owner can read the files.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -21,6 +21,7 @@ from uuid import uuid4
 from chat.history import Utterance
 from chat.sampling import Sampling
 from memory import FormatError, HybridMemory, Sequence
+from memory.files import remove_abandoned, written_whole
 
 _FORMAT, _VERSION = "hybrid-memory chat", 1
 SESSION_FILE = "session.json"
@@ -41,24 +42,31 @@ class SavedSession:
 def write_session(folder: Path, saved: SavedSession, memory: HybridMemory, live: Sequence | None) -> None:
     """Write a session, whole or not at all. Raises OSError; SpecError: a dry run."""
     folder.mkdir(parents=True, exist_ok=True)
-    before = _memory_file_of(folder)
     name = None if live is None else f"memory-{uuid4().hex}.safetensors"
-    beside = folder / f"{uuid4().hex}.part"
     try:
-        if live is not None and name is not None:
-            memory.save(live, folder / name)
-        about = {"format": _FORMAT, "version": _VERSION, "model": memory.spec.model, "memory": name, **asdict(saved)}
-        with beside.open("w", encoding="utf-8") as file:
-            json.dump({**about, "sha256": _digest(about)}, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        beside.replace(folder / SESSION_FILE)
+        with written_whole(folder / SESSION_FILE) as file:
+            if live is not None and name is not None:
+                memory.save(live, folder / name)
+            about = {"format": _FORMAT, "version": _VERSION, "model": memory.spec.model, "memory": name, **asdict(saved)}
+            file.write(json.dumps({**about, "sha256": _digest(about)}, indent=1).encode())
     except BaseException:
-        for path in (beside, *([] if name is None else [folder / name])):
-            path.unlink(missing_ok=True)
+        if name is not None:
+            (folder / name).unlink(missing_ok=True)
         raise
-    if before is not None:
-        (folder / before).unlink(missing_ok=True)
+    _remove_others(folder)
+
+
+def _remove_others(folder: Path) -> None:
+    """Remove the memory of sessions that were saved there before, and what was left by whoever was killed while saving.
+
+    Files are listed before anybody is asked who is writing, and the session is read last: what another process has just written stays.
+    """
+    found = [path for path in folder.iterdir() if _MEMORY_FILE.fullmatch(path.name)]
+    if not remove_abandoned(folder, f"{re.escape(SESSION_FILE)}|{_MEMORY_FILE.pattern}"):
+        kept = _memory_file_of(folder)
+        for path in found:
+            if path.name != kept:
+                path.unlink(missing_ok=True)
 
 
 def read_session(folder: Path, memory: HybridMemory) -> tuple[SavedSession, Callable[[], Sequence | None]]:

@@ -4,6 +4,8 @@
     metadata   format, version, layout (what the memory must be like), records, about (of the sequence), sha256 over all of this
 
 Bytes are the arena's own, so a loaded sequence goes on bit for bit as the saved one would; a memory of another layout refuses them.
+A file is a function of what it holds: equal sequences make equal bytes. So the header is written here, its names sorted; safetensors' own
+writer puts metadata in an order that changes from call to call.
 Paths are those of fsspec: a local file, or a URL such as s3://bucket/name. It and safetensors are imported by who saves or loads.
 """
 
@@ -11,29 +13,30 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from memory.errors import FormatError, SpecError
+from memory.files import written_whole
 from memory.folding import TailGrid
 from memory.specs import MemorySpec, RecurrentSpec
 from memory.together import Snapshot
 
 _FORMAT, _VERSION = "hybrid-memory sequence", 2
 _BLOCKS = "blocks/"
+_DTYPES = {torch.int64: "I64", torch.uint8: "U8"}
 
 
 def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any]) -> None:
     """Write a file, whole or not at all: what stood there before stays until the new one is complete.
 
-    On a local disk the file is written beside its place, flushed to the disk and then renamed; object stores show an upload when it is
-    complete.
+    On a local disk the file is as `written_whole` has it; object stores show an upload when it is complete.
 
     Args:
         about: what JSON can say of the sequence; `tokens` may be an array.
@@ -41,29 +44,21 @@ def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any]) -> None
         SpecError: a dry run's memory has no bytes to write. OSError: as the file system has it.
     """
     from fsspec.core import url_to_fs
-    from safetensors.torch import save
 
     if any(blocks.is_meta for blocks in snapshot.blocks.values()):
         raise SpecError('a memory on device="meta" holds no bytes that a file could keep; save from a real one')
     about = dict(about)
     tensors = {_BLOCKS + name: blocks for name, blocks in snapshot.blocks.items()}
     tensors["tokens"] = torch.from_numpy(np.asarray(about.pop("tokens", ()), np.int64))
-    metadata = {"format": _FORMAT, "version": str(_VERSION), "records": json.dumps(snapshot.records), "about": json.dumps(about)}
-    data = save(tensors, metadata | {"sha256": _digest(tensors, metadata)})
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in (("records", snapshot.records), ("about", about))}
+    metadata = {"format": _FORMAT, "version": str(_VERSION), **texts}
+    parts = _serialized(tensors, metadata | {"sha256": _digest(tensors, metadata)})
     fs, place = url_to_fs(path)
     if "file" not in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol):
-        fs.pipe_file(place, data)
+        fs.pipe_file(place, b"".join(parts))
         return
-    beside = f"{place}.{uuid4().hex}.part"
-    try:
-        with open(beside, "wb") as file:  # noqa: PTH123 - its flush must reach the disk
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, place)  # noqa: PTH105
-    except BaseException:
-        fs.rm_file(beside) if fs.exists(beside) else None
-        raise
+    with written_whole(Path(place)) as file:
+        file.writelines(parts)
 
 
 def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
@@ -126,9 +121,33 @@ def check_layout(path: str, about: dict[str, Any], ours: dict[str, int | str]) -
             raise FormatError(f"{path} was saved from a memory of {about.get('model')} with {what}, not {value!r} as here; {remedy}")
 
 
+def _serialized(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+    """The pieces of a safetensors file: the header's length, the header, and tensors, those of the widest elements first.
+
+    https://huggingface.co/docs/safetensors describes the format; elements are aligned in it as in the files of its own writer.
+    """
+    header, at = dict[str, Any](__metadata__=metadata), 0
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in names:
+        tensor = tensors[name]
+        end = at + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, sort_keys=True).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for name in names:
+        yield _bytes(tensors[name])
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).numpy().data.cast("B")
+
+
 def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
-        digest.update(tensors[name].contiguous().view(-1).numpy().data)
+        digest.update(_bytes(tensors[name]))
     return digest.hexdigest()

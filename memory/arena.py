@@ -9,12 +9,10 @@ The bookkeeping half (`Arena`, `BlockPool`) knows no tensors; `Store` holds the 
 from __future__ import annotations
 
 import itertools
-import math
 import mmap
 import re
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
 import numpy as np
@@ -22,19 +20,12 @@ import torch
 from torch import Tensor
 
 from memory import uploads
+from memory.block_layout import ALIGNMENT_BYTES, BlockLayout, Field
 from memory.errors import BUDGET_UNIT, CapacityError, IntegrityError, SpecError
 from memory.interface import Int64s
 
-ALIGNMENT_BYTES = 64
-"""Every block and every field in it starts at a multiple of this: a cache line, and a whole number of any element."""
-
-
 _MOST_BYTES = 1 << 62
 """So that addresses stay within int64."""
-
-
-def aligned_bytes(n_bytes: int) -> int:
-    return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def read_budget(budget: int | str) -> int:
@@ -131,7 +122,10 @@ class Arena:
         return heap
 
     def check(self, used_ranges: Seq[tuple[int, int]]) -> None:
-        """Raise IntegrityError unless `used_ranges` and the free ranges tile the arena exactly."""
+        """Raise IntegrityError unless `used_ranges` and the free ranges tile the arena exactly.
+
+        Cost: to sort the ranges, and to look at each of them once for each size of block.
+        """
         position = 0
         for start, end in sorted([*used_ranges, *self._ends.items()]):
             if start != position:
@@ -140,7 +134,8 @@ class Arena:
         if position != self.capacity_bytes:
             raise IntegrityError(f"the arena's ranges end at byte {position}, its capacity is {self.capacity_bytes}")
         names = {side: {-end if side else start: end - start for start, end in self._ends.items()} for side in (False, True)}
-        lost = [n for (size, side), heap in self._heaps.items() for n, length in names[side].items() if length >= size and n not in heap]
+        named = {key: frozenset(heap) for key, heap in self._heaps.items()}
+        lost = [n for (size, side), own in named.items() for n, length in names[side].items() if length >= size and n not in own]
         if lost or self._starts != {end: start for start, end in self._ends.items()}:
             raise IntegrityError(f"the arena's free ranges contradict each other, or cannot be found: {lost}")
         n_free = sum(end - start for start, end in self._ends.items())
@@ -248,45 +243,6 @@ class BlockPool:
         return taken
 
 
-@dataclass(frozen=True)
-class Field:
-    """One tensor at a fixed place in every block of a kind."""
-
-    offset_bytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def n_elements(self) -> int:
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class BlockLayout:
-    """How a block is divided into fields. `padding_bytes` is what alignment adds to their sizes."""
-
-    fields: tuple[Field, ...]
-    block_bytes: int
-
-    @staticmethod
-    def of(tensors: Seq[tuple[tuple[int, ...], torch.dtype]]) -> BlockLayout:
-        """Lay (shape, dtype) tensors out one after the other."""
-        fields, offset = [], 0
-        for shape, dtype in tensors:
-            fields.append(Field(offset, shape, dtype))
-            offset = aligned_bytes(offset + math.prod(shape) * dtype.itemsize)
-        return BlockLayout(tuple(fields), offset)
-
-    def split(self, n_fields: Seq[int]) -> list[int]:
-        """Bytes of the first n_fields[0] fields, of the next n_fields[1], and so on, with what alignment adds to them."""
-        bounds = [*(f.offset_bytes for f in self.fields), self.block_bytes]
-        return [bounds[end] - bounds[end - n] for n, end in zip(n_fields, itertools.accumulate(n_fields), strict=True)]
-
-    @property
-    def padding_bytes(self) -> int:
-        return self.block_bytes - sum(f.n_elements * f.dtype.itemsize for f in self.fields)
-
-
 def reserve(n_bytes: int, device: torch.device) -> Tensor:
     """(n_bytes,) uint8, of any content. On the CPU, bytes that are never touched take no memory.
 
@@ -338,8 +294,8 @@ class Store:
         """
         return self._bytes.view(field.dtype)[field.offset_bytes // field.dtype.itemsize :]
 
-    def make_pool(self, name: str, block_bytes: int, *, from_top: bool) -> BlockPool:
-        return BlockPool(self.arena, name, block_bytes, from_top=from_top, on_change=self._poison_block)
+    def make_pool(self, name: str, layout: BlockLayout, *, from_top: bool) -> BlockPool:
+        return BlockPool(self.arena, name, layout.block_bytes, from_top=from_top, on_change=self._poison_block)
 
     def upload(self, array: Int64s, *, room: bool = False) -> Tensor:
         """A plan's array where the kernels want it: `memory.uploads`."""

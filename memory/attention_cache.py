@@ -18,11 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.arena import BlockLayout, BlockPool, Store
+from memory.arena import BlockPool, Store
+from memory.block_layout import BlockLayout
 from memory.errors import DropError, IntegrityError
-from memory.interface import Holding, Int64s, Packed, Record
+from memory.interface import Holding, Int64s, LiveRows, Packed, Record
 from memory.kernels import FoldedRows, Kernels, PagedBatch, Prepared, Scoring, select_kernels
-from memory.page_grid import PageGrid
+from memory.page_grid import DropPlan, PageGrid
 from memory.shift import Dropped
 from memory.specs import AttentionSpec
 
@@ -57,23 +58,6 @@ class AttentionPlan:
     rows: tuple[Prepared, ...]
 
 
-@dataclass(frozen=True)
-class DropPlan:
-    """What a slot's table will be.
-
-    Attributes:
-        first_page, oldest: the page it begins with, and the oldest row that is there.
-        n_kept: of the pages that it has now, those that stay, from the first on.
-        fresh: those that follow.
-    """
-
-    slot: int
-    first_page: int
-    oldest: int
-    n_kept: int
-    fresh: Int64s
-
-
 class AttentionCache:
     """Paged K/V of all attention layers of one window: `memory.interface.LayerMemory`.
 
@@ -85,9 +69,10 @@ class AttentionCache:
     def __init__(self, specs: list[AttentionSpec], dtype: torch.dtype, grid: PageGrid, store: Store, *, name: str | None = None) -> None:
         self.grid, self.page_tokens = grid, grid.page_tokens
         fields = [self._page_fields(s) for s in specs]
-        self.layout = BlockLayout.of([(shape, dtype) for own in fields for shape in own])
+        shapes = [shape for own in fields for shape in own]
+        self.layout = BlockLayout.of([(shape, dtype) for shape in shapes], [1 if len(shape) == 3 else None for shape in shapes])
         name = name or ("pages" if grid.window is None else f"pages over {grid.window}")
-        self.pool = store.make_pool(name, self.layout.block_bytes, from_top=False)
+        self.pool = store.make_pool(name, self.layout, from_top=False)
         self._specs = specs
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
         self._store = store
@@ -103,12 +88,12 @@ class AttentionCache:
         self._open_plans: dict[int, AttentionPlan] = {}
 
     def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
-        """What a page holds of one attention: keys first, then its own values, if it has any."""
+        """What a page holds of one attention: keys first, then its own values, if it has any; (G, page_tokens, D) where it is rows."""
         return [(spec.n_kv_heads, self.page_tokens, spec.head_dim)] * spec.n_parts
 
     @property
-    def sized_pools(self) -> list[tuple[BlockPool, int]]:
-        return [(self.pool, self.layout.padding_bytes)]
+    def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
+        return [(self.pool, self.layout)]
 
     @property
     def least_bytes(self) -> int:
@@ -365,6 +350,11 @@ class AttentionCache:
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {self.pool.name: self._pages.get(slot, NO_PAGES)}
 
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        n_pages, first_page = len(self._pages.get(slot, NO_PAGES)), self._first_page.get(slot, 0)
+        positions = (first_page * self.page_tokens + np.arange(n_pages * self.page_tokens)).reshape(n_pages, self.page_tokens)
+        return {self.pool.name: (positions >= self._oldest_row(slot)) & (positions < length)}
+
     def holdings(self, slots: Int64s) -> list[Holding]:
         tables = [self._pages.get(slot, NO_PAGES) for slot in slots.tolist()]
         return [Holding.of_tables(self.pool.name, "body", tables, np.array([*map(self._oldest_row, slots.tolist())], np.int64))]
@@ -383,15 +373,18 @@ class AttentionCache:
             if value:
                 column[slot] = value
 
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        n_pages, first = len(self._pages.get(slot, NO_PAGES)), self._first_page.get(slot, 0)
+        if first != (expected := int(self.grid.first_page(np.array(peak)))):
+            raise IntegrityError(f"slot {slot} holds pages from {first} on, its furthest position {peak} makes it {expected}")
+        if not 0 <= self._oldest.get(slot, 0) <= self.grid.oldest_wanted(np.array(peak)):
+            raise IntegrityError(f"slot {slot} has rows from {self._oldest[slot]} on, its furthest position {peak} wants more")
+        if n_pages + first != -(-length // self.page_tokens):
+            raise IntegrityError(f"slot {slot} holds {length} tokens in {n_pages} pages of {self.page_tokens} from page {first} on")
+
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         if strangers := (self._pages.keys() | self._first_page.keys() | self._oldest.keys()) - lengths.keys():
             raise IntegrityError(f"pages are held for slots that are not open: {sorted(strangers)}")
         for slot, length in lengths.items():
-            n_pages, first = len(self._pages.get(slot, NO_PAGES)), self._first_page.get(slot, 0)
-            if first != (expected := int(self.grid.first_page(np.array(peaks[slot])))):
-                raise IntegrityError(f"slot {slot} holds pages from {first} on, its furthest position {peaks[slot]} makes it {expected}")
-            if self._oldest.get(slot, 0) > self.grid.oldest_wanted(np.array(peaks[slot])):
-                raise IntegrityError(f"slot {slot} has rows from {self._oldest[slot]} on, its furthest position {peaks[slot]} wants more")
-            if n_pages + first != -(-length // self.page_tokens):
-                raise IntegrityError(f"slot {slot} holds {length} tokens in {n_pages} pages of {self.page_tokens} from page {first} on")
+            self.check_slot(slot, length, peaks[slot])
         self.pool.check(np.concatenate([NO_PAGES, *self._pages.values(), *(p.fresh for p in self._open_plans.values())]))

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.arena import BlockLayout, BlockPool, Store
+from memory.arena import BlockPool, Store
+from memory.block_layout import BlockLayout
 from memory.errors import BatchError, IntegrityError, SequenceError, StepError
-from memory.interface import Holding, Int64s, Packed, Record
+from memory.interface import Holding, Int64s, LiveRows, Packed, Record
 from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.shift import Dropped
 from memory.specs import CrossAttentionSpec
@@ -44,8 +45,9 @@ class CrossAttentionCache:
 
     def __init__(self, specs: list[CrossAttentionSpec], dtype: torch.dtype, page_tokens: int, store: Store) -> None:
         self.page_tokens = page_tokens
-        self.layout = BlockLayout.of([((s.n_kv_heads, page_tokens, s.head_dim), dtype) for s in specs for _ in ("keys", "values")])
-        self.pool = store.make_pool("encoder pages", self.layout.block_bytes, from_top=False)
+        fields = [((s.n_kv_heads, page_tokens, s.head_dim), dtype) for s in specs for _ in ("keys", "values")]
+        self.layout = BlockLayout.of(fields, [1] * len(fields))
+        self.pool = store.make_pool("encoder pages", self.layout, from_top=False)
         self._specs, self._dtype, self._store = specs, dtype, store
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
         self._kernels: Kernels = select_kernels(store.device, dtype)
@@ -54,8 +56,8 @@ class CrossAttentionCache:
         self._n_rows: dict[int, int] = {}
 
     @property
-    def sized_pools(self) -> list[tuple[BlockPool, int]]:
-        return [(self.pool, self.layout.padding_bytes)]
+    def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
+        return [(self.pool, self.layout)]
 
     @property
     def least_bytes(self) -> int:
@@ -190,6 +192,10 @@ class CrossAttentionCache:
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {self.pool.name: self._tables.get(slot, NO_PAGES)}
 
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        rows = np.arange(len(self._tables.get(slot, NO_PAGES)) * self.page_tokens)
+        return {self.pool.name: (rows < self._n_rows.get(slot, 0)).reshape(-1, self.page_tokens)}
+
     def holdings(self, slots: Int64s) -> list[Holding]:
         tables = [self._tables.get(slot, NO_PAGES) for slot in slots.tolist()]
         n_rows = np.array([self._n_rows.get(slot, 0) for slot in slots.tolist()], np.int64)
@@ -206,10 +212,14 @@ class CrossAttentionCache:
         n_rows = int(record["n_rows"][0])
         self._tables[slot], self._n_rows[slot] = blocks[self.pool.name], n_rows
 
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        n_pages, n_rows = len(self._tables.get(slot, NO_PAGES)), self._n_rows.get(slot, 0)
+        if n_pages != -(-n_rows // self.page_tokens):
+            raise IntegrityError(f"slot {slot} holds {n_rows} encoder rows in {n_pages} pages of {self.page_tokens}")
+
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         if strangers := self._tables.keys() - lengths.keys():
             raise IntegrityError(f"encoder pages are held for slots that are not open: {sorted(strangers)}")
-        for slot, table in self._tables.items():
-            if len(table) != -(-self._n_rows[slot] // self.page_tokens):
-                raise IntegrityError(f"slot {slot} holds {self._n_rows[slot]} encoder rows in {len(table)} pages of {self.page_tokens}")
+        for slot, length in lengths.items():
+            self.check_slot(slot, length, peaks[slot])
         self.pool.check(np.concatenate([NO_PAGES, *self._tables.values()]))

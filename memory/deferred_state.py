@@ -24,9 +24,8 @@ from memory.folding import NOTHING, Columns, TailGrid
 from memory.interface import Int64s, Packed, Recurrence
 from memory.kernels import Kernels, Prepared, Tail
 from memory.rebased_state import RebasedState
-from memory.recurrent_state import RecurrentPlan
 from memory.specs import RecurrentSpec
-from memory.states import Run, States
+from memory.states import RecurrentPlan, Run, States
 
 
 @dataclass(frozen=True)

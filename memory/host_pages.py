@@ -42,9 +42,9 @@ class HostPages:
         for kind in self._hosted:
             kind.moved(slot, is_far=to_host)
 
-    def snapshot(self, slot: int) -> Snapshot:
+    def snapshot(self, slot: int, length: int) -> Snapshot:
         """A copy of what the slot has in host memory."""
-        return self._far.snapshot(slot, self._host_store)
+        return self._far.snapshot(slot, length, self._host_store)
 
     def inventory(self, sequences: list[Sequence], lengths: Int64s, slots: Int64s) -> Inventory:
         return Inventory(self._host_store.arena, sequences, lengths, slots * 0, self._far.groups(slots))

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from memory.arena import BlockPool, Store
 from memory.batch import requests_of
-from memory.interface import Holding, Int64s, LayerMemory, Packed, Record
+from memory.block_layout import BlockLayout
+from memory.interface import Holding, Int64s, LayerMemory, LiveRows, Packed, Record
 from memory.kernels import Scoring
 from memory.shift import Dropped
 from memory.specs import AttentionSpec
@@ -71,8 +72,8 @@ class HostedAttention:
         self._far_slots: set[int] = set()
 
     @property
-    def sized_pools(self) -> list[tuple[BlockPool, int]]:
-        return self.near.sized_pools
+    def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
+        return self.near.pools
 
     @property
     def least_bytes(self) -> int:
@@ -193,6 +194,9 @@ class HostedAttention:
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return self.near.blocks_of(slot)
 
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        return self.near.live_rows(slot, length)
+
     def holdings(self, slots: Int64s) -> list[Holding]:
         return self.near.holdings(slots)
 
@@ -206,6 +210,9 @@ class HostedAttention:
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
         """What comes back, comes to the device."""
         self.near.adopt(slot, record, blocks)
+
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        self._of(slot).check_slot(slot, length, peak)
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         for memory, is_far in ((self.near, False), (self.far, True)):

@@ -250,7 +250,7 @@ class HybridMemory(Timelines):
             try:
                 self._with_room(lambda: self._kinds.restore(sequence.slot, snapshot, self._store))
                 self._ledger.restore(sequence.slot, about, self.spec.vocab_size)
-                self.check()
+                self._check_slot(sequence.slot)
             except BaseException as error:
                 self._kinds.release(sequence.slot)
                 self._ledger.close(sequence)
@@ -261,8 +261,11 @@ class HybridMemory(Timelines):
         return sequence
 
     def _snapshot(self, slot: int) -> Snapshot:
-        snapshot = self._kinds.snapshot(slot, self._store)
-        return snapshot if self._host_pages is None else replace(snapshot, blocks=snapshot.blocks | self._host_pages.snapshot(slot).blocks)
+        length = int(self._ledger.lengths[slot])
+        snapshot = self._kinds.snapshot(slot, length, self._store)
+        if self._host_pages is None:
+            return snapshot
+        return replace(snapshot, blocks=snapshot.blocks | self._host_pages.snapshot(slot, length).blocks)
 
     # Steps
 
@@ -353,6 +356,11 @@ class HybridMemory(Timelines):
         device, dtype = self.spec.device, self.spec.dtype
         of_states = chosen_kernels(device, dtype, *states, behind_tails=self.fold == "defer" and self.rollback_window > 0)
         return chosen_kernels(device, dtype) | {name: of_states[name] for name in OF_STATES}
+
+    def _check_slot(self, slot: int) -> None:
+        """Compare what the books say of one slot. Raises IntegrityError."""
+        self._ledger.check_slot(slot)
+        self._kinds.check_slot(slot, int(self._ledger.lengths[slot]), int(self._ledger.peaks[slot]))
 
     def check(self) -> None:
         """Compare every book with every other: slots, positions, references, bytes. Raises IntegrityError."""

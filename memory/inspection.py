@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memory.arena import Arena, BlockPool
+from memory.block_layout import BlockLayout
 from memory.interface import Holding, Int64s, Sequence
 from memory.specs import LayerSpec
 from memory.tables import Table, as_html, as_rich, count, format_bytes
@@ -46,14 +47,14 @@ class Group:
 
     Attributes:
         members: (layer, spec) of each of its memories.
-        pools: with the padding bytes of one block each.
+        pools: each with how its blocks are laid out.
         holdings: of the inventory's sequences.
         shares: pool -> bytes of a block that each member has.
     """
 
     name: str
     members: list[tuple[int, LayerSpec]]
-    pools: list[tuple[BlockPool, int]]
+    pools: list[tuple[BlockPool, BlockLayout]]
     holdings: list[Holding]
     shares: dict[str, list[int]]
 
@@ -295,7 +296,7 @@ def measure(inventory: Inventory, swapped_bytes: tuple[int, int], host_inventory
         budget_bytes=arena.capacity_bytes,
         used_bytes=arena.used_bytes,
         free_bytes=arena.free_bytes,
-        padding_bytes=sum(pool.n_used * padding for pool, padding in pools),
+        padding_bytes=sum(pool.n_used * layout.padding_bytes for pool, layout in pools),
         held=held,
         shared=shared,
         block_bytes={pool.name: pool.block_bytes for pool, _ in pools},

@@ -28,6 +28,7 @@ from memory.shift import DropsTokens
 
 if TYPE_CHECKING:
     from memory.arena import BlockPool
+    from memory.block_layout import BlockLayout
     from memory.states import States
 
 Int64s = NDArray[np.int64]
@@ -167,6 +168,9 @@ Plans = dict[str, Any]
 Record = dict[str, list[int]]
 """What a kind of memory knows of a slot beside the bytes of its blocks, as JSON can say it."""
 
+LiveRows = dict[str, NDArray[np.bool_]]
+"""Pool -> which rows of a slot's blocks mean anything to it, (blocks, rows a block); of a block that is one whole, one row."""
+
 Part = Literal["body", "tail", "head"]
 """What a block is to a sequence: what is older, the newest rows verbatim, or a state that is only a shortcut."""
 
@@ -207,8 +211,8 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
     """
 
     @property
-    def sized_pools(self) -> list[tuple[BlockPool, int]]:
-        """Its pools, each with the padding bytes of one block."""
+    def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
+        """Its pools, each with how its blocks are laid out."""
         ...
 
     @property
@@ -264,6 +268,13 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         """Pool name -> ids of the blocks this slot refers to."""
         ...
 
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        """Of the blocks of `blocks_of`, in that order, what the slot's `length` tokens may still be read from.
+
+        All else in them was left by whoever had them before, or by tokens that were taken back: it does not leave the memory.
+        """
+        ...
+
     def holdings(self, slots: Int64s) -> list[Holding]:
         """The blocks of `blocks_of` for many slots (S,), and what they are to them."""
         ...
@@ -282,6 +293,10 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
 
         A record that makes no sense may raise anything, before a reference has passed.
         """
+        ...
+
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        """As `check`, of one slot with this length and furthest position; what it costs depends on no other slot."""
         ...
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:

@@ -338,11 +338,15 @@ class Ledger:
             raise IntegrityError("a free slot is swapped out")
         if self._seams.keys() - self.handles.keys():
             raise IntegrityError("a free slot has dropped tokens")
-        for slot, handle in self.handles.items():
-            length, peak = self.lengths[slot], self.peaks[slot]
-            if handle.slot != slot or handle.closed or not length <= peak or len(self.tokens(slot)) != length:
-                raise IntegrityError(f"the record of slot {slot} contradicts itself: {handle!r}, furthest {peak}")
+        for slot in self.handles:
+            self.check_slot(slot)
         self._check_buffers()
+
+    def check_slot(self, slot: int) -> None:
+        """As `check`, of one open slot."""
+        handle, length, peak = self.handles[slot], self.lengths[slot], self.peaks[slot]
+        if handle.slot != slot or handle.closed or not length <= peak or len(self.tokens(slot)) != length:
+            raise IntegrityError(f"the record of slot {slot} contradicts itself: {handle!r}, furthest {peak}")
 
     def _check_buffers(self) -> None:
         """Raise IntegrityError unless holders and buffers know each other, and nobody reaches further than the writer."""

@@ -68,3 +68,20 @@ class PageGrid:
                 start=dropped.start, end=dropped.end,
             )  # fmt: skip
         return first, held
+
+
+@dataclass(frozen=True)
+class DropPlan:
+    """What a slot's table of pages will be once tokens are dropped.
+
+    Attributes:
+        first_page, oldest: the page it begins with, and the oldest row that is there.
+        n_kept: of the pages that it has now, those that stay, from the first on.
+        fresh: those that follow.
+    """
+
+    slot: int
+    first_page: int
+    oldest: int
+    n_kept: int
+    fresh: Int64s

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from memory.arena import Store
-from memory.attention_cache import AttentionCache, AttentionPlan, DropPlan, Read
+from memory.attention_cache import AttentionCache, AttentionPlan, Read
 from memory.batch import ranges
 from memory.errors import StepError
 from memory.eviction import Quest
 from memory.interface import Int64s
 from memory.kernels import FoldedRows, PageChoice, PagedBatch, Prepared, Scoring
-from memory.page_grid import PageGrid
+from memory.page_grid import DropPlan, PageGrid
 from memory.shift import Dropped
 from memory.specs import AttentionSpec
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from memory.arena import ALIGNMENT_BYTES
+from memory.block_layout import ALIGNMENT_BYTES
 from memory.cross_attention import Encoded
 from memory.errors import SpecError
 from memory.eviction import EvictionPolicy

@@ -16,10 +16,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.arena import BlockLayout, BlockPool, Store
+from memory.arena import BlockPool, Store
 from memory.attention_cache import NO_PAGES, AttentionCache, AttentionPlan, Read
+from memory.block_layout import BlockLayout
 from memory.errors import IntegrityError, SpecError
-from memory.interface import Holding, Int64s, Packed, Record
+from memory.interface import Holding, Int64s, LiveRows, Packed, Record
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
 from memory.page_grid import PageGrid
 from memory.quantization import Shaped, Storage
@@ -98,7 +99,7 @@ class QuantizedAttention(CannotDrop):
         ]
         own_fields = [[*own, *self._bound_fields(spec)] for spec, own in zip(specs, shapes, strict=True)]
         self.layout = BlockLayout.of([field for own in own_fields for field in own])
-        self.bodies = store.make_pool(f"pages of {name}", self.layout.block_bytes, from_top=False)
+        self.bodies = store.make_pool(f"pages of {name}", self.layout, from_top=False)
         n_fields = len(own_fields[0])
         fields = [self.layout.fields[i : i + n_fields] for i in range(0, len(self.layout.fields), n_fields)]
         self._part_sizes = {field.dtype.itemsize for field in self.layout.fields}
@@ -116,8 +117,8 @@ class QuantizedAttention(CannotDrop):
         return []
 
     @property
-    def sized_pools(self) -> list[tuple[BlockPool, int]]:
-        return [*self.exact.sized_pools, (self.bodies, self.layout.padding_bytes)]
+    def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
+        return [*self.exact.pools, (self.bodies, self.layout)]
 
     @property
     def least_bytes(self) -> int:
@@ -249,6 +250,10 @@ class QuantizedAttention(CannotDrop):
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return self.exact.blocks_of(slot) | {self.bodies.name: self._bodies.get(slot, NO_PAGES)}
 
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        """Groups fold whole, and nothing that has folded can be taken back."""
+        return self.exact.live_rows(slot, length) | {self.bodies.name: np.ones((len(self._bodies.get(slot, NO_PAGES)), 1), np.bool_)}
+
     def holdings(self, slots: Int64s) -> list[Holding]:
         tables = [self._bodies.get(slot, NO_PAGES) for slot in slots.tolist()]
         bodies = Holding.of_tables(self.bodies.name, "body", tables, np.zeros_like(slots))
@@ -267,12 +272,16 @@ class QuantizedAttention(CannotDrop):
         self.exact.adopt(slot, record, blocks)
         self._bodies[slot] = blocks[self.bodies.name]
 
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        self.exact.check_slot(slot, length, peak)
+        n_blocks, expected = len(self._bodies.get(slot, NO_PAGES)), int(self.grid.n_groups(np.array(peak)))
+        if n_blocks != expected:
+            raise IntegrityError(f"slot {slot} holds {n_blocks} quantised pages, its furthest position {peak} makes it {expected}")
+
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         self.exact.check(lengths, peaks)
         if strangers := self._bodies.keys() - lengths.keys():
             raise IntegrityError(f"quantised pages are held for slots that are not open: {sorted(strangers)}")
-        for slot, peak in peaks.items():
-            n_blocks, expected = len(self._bodies.get(slot, NO_PAGES)), int(self.grid.n_groups(np.array(peak)))
-            if n_blocks != expected:
-                raise IntegrityError(f"slot {slot} holds {n_blocks} quantised pages, its furthest position {peak} makes it {expected}")
+        for slot, length in lengths.items():
+            self.check_slot(slot, length, peaks[slot])
         self.bodies.check(np.concatenate([NO_PAGES, *self._bodies.values(), *(plan.fresh for plan in self._open_plans.values())]))

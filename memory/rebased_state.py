@@ -16,11 +16,12 @@ import torch
 from memory.arena import Store
 from memory.errors import DropError, IntegrityError
 from memory.folding import TailGrid
-from memory.interface import Holding, Int64s, Packed, Record
+from memory.interface import Holding, Int64s, LiveRows, Packed, Record
 from memory.kernels import Kernels
-from memory.recurrent_state import RecurrentPlan, RecurrentState
+from memory.recurrent_state import RecurrentState
 from memory.shift import Dropped
 from memory.specs import RecurrentSpec
+from memory.states import RecurrentPlan
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,9 @@ class RebasedState(RecurrentState):
             horizons = np.maximum(horizons - self._column(packed.slots, "offset"), self._column(packed.slots, "floor"))
         return horizons
 
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        return super().live_rows(slot, length + self._bases.get(slot, _LEVEL).offset)
+
     def holdings(self, slots: Int64s) -> list[Holding]:
         held = super().holdings(slots)
         if not self._bases:
@@ -128,11 +132,13 @@ class RebasedState(RecurrentState):
         if base != _LEVEL:
             self._bases[slot] = base
 
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        base = self._bases.get(slot, _LEVEL)
+        if base != _LEVEL and not 1 <= base.floor <= length:
+            raise IntegrityError(f"slot {slot} has length {length}, and states from {base.floor} on")
+        super().check_slot(slot, length + base.offset, peak + base.offset)
+
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         if strangers := self._bases.keys() - lengths.keys():
             raise IntegrityError(f"slots that are not open have states ahead of them: {sorted(strangers)}")
-        for slot, base in self._bases.items():
-            if not 1 <= base.floor <= lengths[slot]:
-                raise IntegrityError(f"slot {slot} has length {lengths[slot]}, and states from {base.floor} on")
-        own = ({slot: n + self._bases.get(slot, _LEVEL).offset for slot, n in column.items()} for column in (lengths, peaks))
-        super().check(*own)
+        super().check(lengths, peaks)

@@ -18,42 +18,24 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memory.arena import BlockLayout, BlockPool, Store
+from memory.arena import BlockPool, Store
 from memory.batch import ranges
+from memory.block_layout import BlockLayout
 from memory.errors import IntegrityError, StepError
 from memory.folding import NOTHING, Columns, Pass, StateAddresses, TailGrid, schedule
-from memory.interface import Holding, Int64s, Packed, Part, Record, Recurrence
+from memory.interface import Holding, Int64s, LiveRows, Packed, Part, Record, Recurrence
 from memory.kernels import Kernels, Prepared, select_kernels
 from memory.specs import RecurrentSpec
-from memory.states import Run, States
+from memory.states import RecurrentPlan, Run, States
 
 NO_ROWS: Int64s = np.zeros(0, np.int64)
-
-
-@dataclass(frozen=True)
-class RecurrentPlan:
-    """Blocks set aside for a step, and what to run.
-
-    Attributes:
-        before, after: of each request (S,), now and once all tokens are kept.
-        fresh: ids of the blocks allocated for the step, NOTHING elsewhere: (4, S) for body, head, kept and tail.
-        runs: in the order in which they must run.
-        writes: packed indices of the new rows that go into tails, and elements a row -> element offset of each.
-    """
-
-    packed: Packed
-    before: Columns
-    after: Columns
-    fresh: Int64s
-    runs: list[Run]
-    writes: tuple[Tensor, dict[int, Prepared]]
 
 
 class RecurrentState:
@@ -62,6 +44,7 @@ class RecurrentState:
     Args:
         specs: the recurrent specs, in the order that `recur` numbers them.
         dtype: of rows, and of state tensors that name none.
+        row_axes: of state tensors that hold rows, one by one: `Field.row_axis`.
     """
 
     def __init__(
@@ -73,13 +56,15 @@ class RecurrentState:
         *,
         label: str = "",
         kernels: Kernels | None = None,
+        row_axes: Sequence[int | None] | None = None,
     ) -> None:
         self.grid = grid
-        self.state_layout = BlockLayout.of([(t.shape, t.dtype or dtype) for s in specs for t in s.states])
+        self.state_layout = BlockLayout.of([(t.shape, t.dtype or dtype) for s in specs for t in s.states], row_axes)
         parts = [s.tail_parts(deferred=grid.defers) for s in specs]
-        self.tail_layout = BlockLayout.of([((grid.tail_rows, *shape), of or dtype) for part in parts for shape, of in part])
-        self.states = store.make_pool("states" + label, self.state_layout.block_bytes, from_top=True)
-        self.tails = tails = store.make_pool("tails" + label, self.tail_layout.block_bytes, from_top=True)
+        rings = [((grid.tail_rows, *shape), of or dtype) for part in parts for shape, of in part]
+        self.tail_layout = BlockLayout.of(rings, [0] * len(rings))
+        self.states = store.make_pool("states" + label, self.state_layout, from_top=True)
+        self.tails = tails = store.make_pool("tails" + label, self.tail_layout, from_top=True)
         self._pools = (self.states, self.states, self.states, tails)  # of body, head, kept and tail
         self._specs = specs
         self._dtype = dtype
@@ -101,8 +86,8 @@ class RecurrentState:
             self._tail_flats = [prepare(store.flat(self.tail_layout.fields[first])) for first in firsts]
 
     @property
-    def sized_pools(self) -> list[tuple[BlockPool, int]]:
-        return [(self.states, self.state_layout.padding_bytes), (self.tails, self.tail_layout.padding_bytes)]
+    def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
+        return [(self.states, self.state_layout), (self.tails, self.tail_layout)]
 
     @property
     def least_bytes(self) -> int:
@@ -328,6 +313,15 @@ class RecurrentState:
         states, tail = self._slots.table[3:6, slot], self._slots.table[6:, slot]
         return {self.states.name: states[states >= 0], self.tails.name: tail[tail >= 0]}
 
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        """A state is one row, which a stale head lacks; of a ring the slots of tokens [body_at, length)."""
+        self._grow_to(slot + 1)
+        body_at, head_at, _, *states, tail = self._slots.table[:, slot].tolist()
+        is_fresh = [[stands] for stands, block in zip((True, head_at >= 0, True), states, strict=True) if block >= 0]
+        ring = np.zeros((int(tail >= 0), self.grid.tail_rows), np.bool_)
+        ring[:, np.arange(body_at, length) % max(1, self.grid.tail_rows)] = True
+        return {self.states.name: np.array(is_fresh, np.bool_).reshape(-1, 1), self.tails.name: ring}
+
     def holdings(self, slots: Int64s) -> list[Holding]:
         self._grow_to(int(slots.max(initial=-1)) + 1)
         held, start, fold = self._slots.take(slots), np.zeros_like(slots), self.grid.fold_tokens
@@ -364,7 +358,7 @@ class RecurrentState:
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         for slot, length in lengths.items():
-            self._check_slot(slot, length, peaks[slot])
+            self.check_slot(slot, length, peaks[slot])
         strangers = np.setdiff1d(np.arange(len(self._slots)), np.fromiter(lengths, np.int64, len(lengths)))
         if (self._slots.table[3:, strangers] >= 0).any():
             raise IntegrityError("states or tails are held for slots that are not open")
@@ -376,7 +370,7 @@ class RecurrentState:
             held = np.concatenate(columns)
             pool.check(held[held >= 0])
 
-    def _check_slot(self, slot: int, length: int, peak: int) -> None:
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
         self._grow_to(slot + 1)
         body_at, head_at, kept_at, body, head, kept, tail = self._slots.table[:, slot].tolist()
         expected = int(self.grid.body_at(np.array(peak)))

@@ -18,17 +18,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.arena import Field, Store
+from memory.arena import Store
 from memory.batch import ranges
+from memory.block_layout import Field
 from memory.errors import StepError
 from memory.eviction import Candidates, EvictionPolicy
 from memory.folding import Columns, TailGrid
-from memory.interface import Int64s, Packed
+from memory.interface import Int64s, LiveRows, Packed
 from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, select_kernels
 from memory.quantization import Parts, Storage
-from memory.recurrent_state import NO_ROWS, RecurrentPlan, RecurrentState
+from memory.recurrent_state import NO_ROWS, RecurrentState
 from memory.shift import CannotDrop
 from memory.specs import AttentionSpec, RecurrentSpec, StateTensor
+from memory.states import RecurrentPlan
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,10 @@ class SparseAttention(CannotDrop, RecurrentState):
         rows = [_rows_of(s, policy, storage) for s in specs]
         self._sizes = [(math.prod(row.row_shape), _kept_elements(s)) for row, s in zip(rows, specs, strict=True)]
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
-        super().__init__(rows, dtype, grid, store, label=f" of {name}", kernels=select_kernels(store.device, dtype))
+        kernels = select_kernels(store.device, dtype)
+        # What a storage keeps of rows lies head by head.
+        row_axes = [0 if storage is None or s.name in _BESIDE else 1 for row in rows for s in row.states]
+        super().__init__(rows, dtype, grid, store, label=f" of {name}", kernels=kernels, row_axes=row_axes)
         self.policy, self.storage = policy, storage
         self._attention = specs
         # Each row holds its keys and then its values: found from one offset, in a flat of the whole arena and in one that starts later.
@@ -176,6 +181,12 @@ class SparseAttention(CannotDrop, RecurrentState):
     def why_not(self) -> str:
         return f"which rows attention with {self.policy.label} has kept depends on them"
 
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        """Of a body, which is as long as the budget, the rows that were kept."""
+        live = super().live_rows(slot, length)
+        kept = np.arange(self.policy.budget_tokens) < self._slots.body_at[slot]
+        return live | {self.states.name: live[self.states.name] & kept}
+
     def kept_positions(self, slot: int, index: int) -> Tensor:
         """Positions of the rows that attention `index` has kept of a sequence, (R, G) int64, ascending; the tail's come on top."""
         n_kept = min(int(self._slots.body_at[slot]), self.policy.budget_tokens)
@@ -261,6 +272,9 @@ class SparseAttention(CannotDrop, RecurrentState):
             target[:, :n_kept] = part
         positions_RG[:n_kept], scores_RG[:n_kept] = positions.T.float(), scores.T
 
+
+_BESIDE = ("positions", "scores")
+"""State tensors that lie row by row however rows are kept."""
 
 _POSITIONS = -2
 """Where among the state tensors of an attention positions are; scores come last, what comes before are rows."""

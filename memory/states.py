@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from memory.errors import StepError
-from memory.interface import Int64s
+from memory.folding import Columns
+from memory.interface import Int64s, Packed
 from memory.kernels import Kernels, Prepared, StateSlots, Tail
 from memory.specs import RecurrentSpec
 from memory.uploads import is_recording
@@ -90,3 +91,22 @@ class Run:
     targets: dict[int, Prepared]
     tail_rows: dict[int, Prepared] | None
     new_rows: Tensor | None
+
+
+@dataclass(frozen=True)
+class RecurrentPlan:
+    """Blocks set aside for a step, and what to run.
+
+    Attributes:
+        before, after: of each request (S,), now and once all tokens are kept.
+        fresh: ids of the blocks allocated for the step, NOTHING elsewhere: (4, S) for body, head, kept and tail.
+        runs: in the order in which they must run.
+        writes: packed indices of the new rows that go into tails, and elements a row -> element offset of each.
+    """
+
+    packed: Packed
+    before: Columns
+    after: Columns
+    fresh: Int64s
+    runs: list[Run]
+    writes: tuple[Tensor, dict[int, Prepared]]

@@ -6,13 +6,18 @@ it shares nothing.
 
 from __future__ import annotations
 
+import os
 import weakref
 from pathlib import Path
 from uuid import uuid4
 
 from memory.archive import read_snapshot, write_snapshot
 from memory.errors import CapacityError
+from memory.files import share_folder
 from memory.together import Snapshot
+
+_PREFIX = "swapped-"
+_NAMES = rf"{_PREFIX}[0-9a-f]{{32}}\.safetensors"
 
 
 class Tiers:
@@ -20,7 +25,8 @@ class Tiers:
 
     Args:
         host_bytes: that may wait in host memory; None for any number.
-        folder: where the others go, those first that have waited longest; None for nowhere.
+        folder: where the others go, those first that have waited longest; None for nowhere. What processes left there that were killed is
+            removed when the first file is written, unless another one that still runs has files there.
     """
 
     def __init__(self, host_bytes: int | None, folder: Path | None) -> None:
@@ -29,6 +35,7 @@ class Tiers:
         self._waiting: dict[int, Snapshot] = {}  # in the order in which they came
         self._files: dict[int, tuple[Path, int]] = {}
         self._waiting_bytes = self._file_bytes = 0
+        self._has_joined = False
         weakref.finalize(self, _unlink_all, self._files)  # no handle outlives the memory, so nobody could come back from them
 
     @property
@@ -76,8 +83,10 @@ class Tiers:
 
     def _to_file(self, slot: int, snapshot: Snapshot) -> None:
         assert self.folder is not None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"{uuid4().hex}.safetensors"
+        if not self._has_joined and (descriptor := share_folder(self.folder, _NAMES)) is not None:
+            weakref.finalize(self, os.close, descriptor)
+        self._has_joined = True
+        path = self.folder / f"{_PREFIX}{uuid4().hex}.safetensors"
         write_snapshot(str(path), snapshot, {})
         self._files[slot] = path, snapshot.n_bytes
         self._file_bytes += snapshot.n_bytes

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from memory.arena import BlockPool, Store
+from memory.block_layout import BlockLayout
 from memory.errors import BUDGET_UNIT, CapacityError
 from memory.inspection import Group
 from memory.interface import Int64s, LayerMemory, Packed, Plans, Record
@@ -46,9 +47,9 @@ class AllKinds(dict[str, LayerMemory[Any]]):
         self.members: dict[str, list[tuple[int, LayerSpec]]] = {}
 
     @property
-    def pools(self) -> Iterator[tuple[BlockPool, int]]:
-        """Every pool with the padding bytes of one block."""
-        return (pool for kind in self.values() for pool in kind.sized_pools)
+    def pools(self) -> Iterator[tuple[BlockPool, BlockLayout]]:
+        """Every pool with how its blocks are laid out."""
+        return (pool for kind in self.values() for pool in kind.pools)
 
     @property
     def least_bytes(self) -> int:
@@ -129,16 +130,22 @@ class AllKinds(dict[str, LayerMemory[Any]]):
 
     def groups(self, slots: Int64s) -> list[Group]:
         """What slots (S,) hold, kind by kind."""
-        return [Group(name, self.members[name], kind.sized_pools, kind.holdings(slots), kind.shares) for name, kind in self.items()]
+        return [Group(name, self.members[name], kind.pools, kind.holdings(slots), kind.shares) for name, kind in self.items()]
 
     # Out of the arena and back
 
-    def snapshot(self, slot: int, store: Store) -> Snapshot:
-        """A copy of everything that a slot holds, what it shares included. Cost: its bytes, once."""
-        pools = self._pools_by_name
-        blocks = {
-            name: store.read(pools[name].addresses[ids], pools[name].block_bytes) for name, ids in self.blocks_of(slot).items() if len(ids)
-        }
+    def snapshot(self, slot: int, length: int, store: Store) -> Snapshot:
+        """A copy of everything that a slot holds, what it shares included, and of nothing else: other bytes of its blocks are zeros.
+
+        Cost: its bytes, once.
+        """
+        blocks = dict[str, Tensor]()
+        for kind in self.values():
+            held, live = kind.blocks_of(slot), kind.live_rows(slot, length)
+            for pool, layout in kind.pools:
+                if len(ids := held[pool.name]):
+                    blocks[pool.name] = store.read(pool.addresses[ids], pool.block_bytes)
+                    layout.blank_(blocks[pool.name], live[pool.name])
         return Snapshot({name: kind.record(slot) for name, kind in self.items()}, blocks)
 
     def restore(self, slot: int, snapshot: Snapshot, store: Store) -> None:
@@ -186,7 +193,7 @@ class AllKinds(dict[str, LayerMemory[Any]]):
         none = np.zeros(0, np.int64)
         try:
             for name, kind in self.items():
-                own = [pool.name for pool, _ in kind.sized_pools]
+                own = [pool.name for pool, _ in kind.pools]
                 kind.adopt(slot, records[name], {pool: fresh.get(pool, none) for pool in own})
                 for pool in own:
                     fresh.pop(pool, None)
@@ -194,6 +201,11 @@ class AllKinds(dict[str, LayerMemory[Any]]):
             for left, _ in self.pools:
                 left.release(fresh.get(left.name, none))
             raise
+
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        """Raise IntegrityError unless what a slot holds suits these positions. Cost: that of one slot, however many there are."""
+        for kind in self.values():
+            kind.check_slot(slot, length, peak)
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int], store: Store) -> None:
         """Raise IntegrityError unless all books of the given slots (and of no others) balance."""

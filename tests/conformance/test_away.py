@@ -100,3 +100,37 @@ def test_a_saved_sequence_goes_on_in_another_memory(subject: Subject, tmp_path: 
     for twin in twins:
         assert torch.equal(go_on(subject, other, twin), expected)
     assert [p.name for p in tmp_path.iterdir()] == ["saved"]
+
+
+def left_by_others(subject: Subject, memory: HybridMemory, seed: int) -> Sequence:
+    """A sequence in blocks that others have left, which has taken tokens back: its own are the same for every `seed`, all else differs."""
+    memory._store._bytes.fill_(seed)
+    for stranger, n_tokens in [(memory.open(), n) for n in (PROMPT, 9)]:
+        subject.feed(memory, stranger, [subject.tokens(n_tokens, seed=seed), [1]])
+        memory.close(stranger)
+    sequence = memory.open()
+    subject.feed(memory, sequence, [subject.tokens(PROMPT), subject.tokens(5, seed=seed)])
+    memory.rollback(sequence, to=PROMPT)
+    with memory.step({sequence: subject.tokens(2, seed=1) + subject.tokens(4, seed=seed)}) as step:
+        subject.model(step)
+        step.accept({sequence: 2})
+    fork = memory.fork(sequence)
+    subject.feed(memory, sequence, [subject.tokens(3, seed=seed)])
+    memory.rollback(fork, to=PROMPT + 1)
+    return fork
+
+
+def test_files_hold_nothing_of_others_and_nothing_that_was_taken_back(subject: Subject, tmp_path: Path) -> None:
+    """Every byte is one that a sequence leaves which had other neighbours, and took other tokens back."""
+    files = []
+    for seed in (0xA5, 0x3C):
+        memory = HybridMemory(
+            subject.spec, "8MiB", rollback_window=WINDOW, page_tokens=4, fold=subject.fold, host_budget=1, swap_dir=tmp_path / str(seed)
+        )
+        sequence = left_by_others(subject, memory, seed)
+        memory.save(sequence, tmp_path / "saved")
+        memory.swap_out(sequence)
+        (swapped,) = (tmp_path / str(seed)).iterdir()
+        files.append(((tmp_path / "saved").read_bytes(), swapped.read_bytes()))
+        assert bytes([seed] * 16) not in files[-1][0]
+    assert files[0] == files[1]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import json
 import multiprocessing
+import os
 import random
 import signal
+import stat
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,12 +20,26 @@ import pytest
 import torch
 from safetensors.torch import load, save
 
-from memory import AttentionSpec, CapacityError, FormatError, HybridMemory, MemorySpec, RecurrentSpec, Sequence, SequenceError, SpecError
+from memory import (
+    AttentionSpec,
+    CapacityError,
+    CrossAttentionSpec,
+    FormatError,
+    HybridMemory,
+    MemorySpec,
+    RecurrentSpec,
+    Sequence,
+    SequenceError,
+    SpecError,
+    files,
+)
 from memory.archive import _digest
+from memory.arena import Arena
 from memory.eviction import H2O
 from memory.folding import Fold
 from memory.recurrences import FAMILIES
 from memory.shift import Dropped
+from memory.together import AllKinds
 from tests.toy import VOCAB, FamilyToy, Toy
 
 TOY = Toy()
@@ -56,6 +73,103 @@ def saved(tmp_path: Path) -> Path:
 
 
 # Files
+
+
+def test_equal_sequences_make_equal_files(tmp_path: Path) -> None:
+    """However often they are saved, and wherever they have been."""
+    memory = make(host_pages="2MiB")
+    sequence = opened(memory)
+    memory.save(sequence, tmp_path / "0")
+    memory.save(sequence, tmp_path / "1")
+    memory.save(memory.load(tmp_path / "0"), tmp_path / "2")
+    memory.to_host(sequence)
+    memory.save(sequence, tmp_path / "3")
+    memory.swap_out(sequence)
+    memory.save(sequence, tmp_path / "4")
+    memory.save(sequence, "memory://bucket/5")
+    written = [path.read_bytes() for path in sorted(tmp_path.iterdir())]
+    assert len(written) == 5 and len({*written, fsspec.filesystem("memory").cat_file("/bucket/5")}) == 1
+
+
+def test_files_are_those_of_safetensors(saved: Path) -> None:
+    """What it reads is what it would have written, but for the order of names in the header."""
+    data = saved.read_bytes()
+    n_header = int.from_bytes(data[:8], "little")
+    header, tensors = json.loads(data[8 : 8 + n_header]), load(data)
+    theirs = save(tensors, header["__metadata__"])
+    assert json.loads(theirs[8 : 8 + int.from_bytes(theirs[:8], "little")]) == header
+    assert theirs[8 + int.from_bytes(theirs[:8], "little") :] == data[8 + n_header :]
+    saved.write_bytes(theirs)  # as earlier releases wrote them
+    assert make().load(saved).length == 30
+
+
+def test_encoder_rows_of_others_stay_behind(tmp_path: Path) -> None:
+    spec = MemorySpec(((CrossAttentionSpec(3, 1, 5), CrossAttentionSpec(2, 2, 3, name="other")),), VOCAB)
+    written = []
+    for seed in (0xA5, 0x3C):
+        memory = HybridMemory(spec, "1MiB", page_tokens=4)
+        memory._store._bytes.fill_(seed)
+        rows = [(torch.full((n, g, d), 0.5), torch.full((n, g, d), 0.25)) for n in (9,) for g, d in ((1, 5), (2, 3))]
+        memory.save(memory.open(encoder=rows), tmp_path / "saved")
+        written.append((tmp_path / "saved").read_bytes())
+    assert written[0] == written[1]
+
+
+def test_files_are_their_owners_alone(tmp_path: Path) -> None:
+    """Whatever the process lets others read, and whatever stood there before."""
+    memory = make(host_budget=1, swap_dir=tmp_path / "swap")
+    sequence = opened(memory)
+    (tmp_path / "saved").touch(0o644)
+    before = os.umask(0)
+    try:
+        memory.save(sequence, tmp_path / "saved")
+        memory.swap_out(sequence)
+    finally:
+        os.umask(before)
+    (swapped,) = (tmp_path / "swap").iterdir()
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "saved", swapped)} == {0o600}
+    assert (tmp_path / "swap").stat().st_mode & 0o777 == 0o700
+
+
+def test_a_new_name_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flushed = list[tuple[bool, bool]]()
+
+    def fsync(descriptor: int) -> None:
+        flushed.append((stat.S_ISDIR(os.fstat(descriptor).st_mode), (tmp_path / "saved").exists()))
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    memory = make()
+    memory.save(opened(memory), tmp_path / "saved")
+    assert flushed == [(False, False), (True, True)]
+
+
+def test_what_killed_writers_left_is_removed_and_what_others_write_is_not(tmp_path: Path) -> None:
+    memory = make()
+    sequence = opened(memory)
+    dead, alive, other = (tmp_path / f"{name}.{i * 32}.part" for name, i in (("saved", "a"), ("saved", "b"), ("saved by others", "c")))
+    for path in (dead, alive, other, tmp_path / "saved.part"):
+        path.write_bytes(b"half")
+    with alive.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        memory.save(sequence, tmp_path / "saved")
+        assert not dead.exists() and alive.exists() and other.exists() and (tmp_path / "saved.part").exists()
+    memory.save(sequence, tmp_path / "saved")
+    assert not alive.exists() and other.exists()
+
+
+def test_whoever_loses_the_file_before_it_is_locked_writes_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock, taken = files._lock, list[Path]()
+
+    def late(descriptor: int, *, shared: bool, waits: bool) -> bool:
+        if waits and not taken:
+            taken.extend(tmp_path.glob("saved.*.part"))
+            taken[0].unlink()
+        return lock(descriptor, shared=shared, waits=waits)
+
+    monkeypatch.setattr(files, "_lock", late)
+    memory = make()
+    memory.save(opened(memory), tmp_path / "saved")
+    assert taken and memory.load(tmp_path / "saved").length == 30
 
 
 def test_any_damaged_byte_and_any_missing_end_is_found(saved: Path) -> None:
@@ -170,6 +284,17 @@ def test_paths_may_be_urls(tmp_path: Path) -> None:
     assert memory.load(tmp_path / "alice").length == sequence.length
 
 
+def test_loading_asks_about_the_loaded_sequence_alone(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others there are, and however free memory is divided."""
+    memory, asked = make(), list[int]()
+    for _ in range(5):
+        opened(memory, 3)
+    check_slot = AllKinds.check_slot
+    monkeypatch.setattr(AllKinds, "check_slot", lambda kinds, slot, *at: (asked.append(slot), check_slot(kinds, slot, *at)))
+    monkeypatch.setattr(Arena, "check", lambda *_: pytest.fail("the whole arena was audited"))
+    assert asked == [] and [memory.load(saved).slot] == asked
+
+
 def test_a_full_memory_loads_nothing(saved: Path) -> None:
     used_bytes = make().load(saved)._owner.usage().used_bytes  # type: ignore[attr-defined]
     memory = make(budget=2 * used_bytes + 64)
@@ -229,7 +354,9 @@ def _save_forever(folder: str, ready: Any) -> None:
         memory.save(first, f"{folder}/saved")
 
 
-def test_whoever_is_killed_while_saving_leaves_a_whole_file(tmp_path: Path) -> None:
+def test_whoever_is_killed_while_saving_leaves_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The very file that this process writes, though another one hashes text in another order."""
+    monkeypatch.setenv("PYTHONHASHSEED", "99")
     context = multiprocessing.get_context("spawn")
     ready = context.Event()
     rng = random.Random(1)
@@ -242,7 +369,12 @@ def test_whoever_is_killed_while_saving_leaves_a_whole_file(tmp_path: Path) -> N
     process.join()
     assert process.exitcode == -signal.SIGKILL
     memory = make()
-    assert memory.load(tmp_path / "saved").length in (30, 60)
+    loaded = memory.load(tmp_path / "saved")
+    assert loaded.length in (30, 60)
+    left = (tmp_path / "saved").read_bytes()
+    memory.save(opened(memory, loaded.length), tmp_path / "saved")
+    assert (tmp_path / "saved").read_bytes() == left
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
 # Swapping
@@ -333,6 +465,30 @@ def test_without_room_inside_a_sequence_waits_on(tmp_path: Path) -> None:
     memory.swap_in(sequence)
     memory.close(others[1])
     assert torch.equal(feed(memory, sequence, [1]), feed(memory, others[2], [1]))
+
+
+def test_files_of_processes_that_are_gone_are_removed_once_nobody_else_swaps_there(tmp_path: Path) -> None:
+    left = [tmp_path / name for name in (f"swapped-{'a' * 32}.safetensors", f"swapped-{'b' * 32}.safetensors.{'c' * 32}.part")]
+    others = [tmp_path / name for name in (f"{'a' * 32}.safetensors", "swapped-mine.safetensors")]
+    first, second, third = (make(host_budget=1, swap_dir=tmp_path) for _ in range(3))
+    for path in others:
+        path.touch()
+    first.swap_out(opened(first))
+    for path in left:
+        path.touch()
+    waits = opened(second)
+    second.swap_out(waits)  # the first is there and may have written them
+    assert all(path.exists() for path in left)
+    del first
+    gc.collect()
+    second.swap_in(waits)
+    del second, waits
+    gc.collect()
+    sequence = opened(third)
+    third.swap_out(sequence)
+    assert not any(path.exists() for path in left) and all(path.exists() for path in others)
+    third.swap_in(sequence)
+    assert feed(third, sequence, [1]).isfinite().all()
 
 
 def test_files_go_with_their_memory(tmp_path: Path) -> None:

@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memory import CapacityError, IntegrityError, SpecError
-from memory.arena import ALIGNMENT_BYTES, Arena, BlockLayout, BlockPool, Field, Store, read_budget
+from memory.arena import Arena, BlockPool, Store, read_budget
+from memory.block_layout import ALIGNMENT_BYTES, BlockLayout, Field
 from tests.counting import Calls
 
 UNIT = ALIGNMENT_BYTES
+ONE_UNIT = BlockLayout((), UNIT)
 CPU = torch.device("cpu")
 
 
@@ -211,6 +213,34 @@ def test_check_finds_lost_and_doubled_ranges(ranges: list[tuple[int, int]], mess
 # Budgets
 
 
+class Counted(int):
+    """A name in a heap that counts how often it is compared with another."""
+
+    n_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Counted.n_compared += 1
+        return int(self) == other
+
+    __hash__ = int.__hash__
+
+
+def test_a_check_looks_at_each_free_range_once() -> None:
+    found = []
+    for n_ranges in (200, 400):
+        arena = Arena(2 * n_ranges * UNIT)
+        pool = make_pool(arena, 1)
+        ids = pool.allocate(2 * n_ranges)
+        pool.release(ids[::2])
+        arena.allocate(2 * UNIT, from_top=True), arena.allocate(UNIT, from_top=False)  # each kind of heap is there
+        for heap in arena._heaps.values():
+            heap[:] = map(Counted, heap)
+        Counted.n_compared = 0
+        arena.check([*pool.used_ranges(), (0, UNIT)])
+        found.append(Counted.n_compared)
+    assert found[1] <= 2 * found[0] + 100, "comparisons grow faster than ranges"
+
+
 @pytest.mark.parametrize(
     "budget, n_bytes",
     [
@@ -260,7 +290,7 @@ def test_no_layout_lets_fields_overlap(tensors: list[tuple[tuple[int, ...], torc
 def test_a_flat_finds_a_field_in_every_block() -> None:
     store = Store(4 * UNIT, CPU, poison=False)
     layout = BlockLayout.of([((4,), torch.float32), ((8,), torch.bfloat16)])
-    pool = store.make_pool("states", layout.block_bytes, from_top=True)
+    pool = store.make_pool("states", layout, from_top=True)
     first, second = layout.fields
     for address in pool.addresses[pool.allocate(2)].tolist():
         store.flat(first)[address // 4 :][:4] = address
@@ -273,7 +303,7 @@ def test_a_flat_finds_a_field_in_every_block() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_poison_is_nan_when_handed_out_and_when_freed(dtype: torch.dtype) -> None:
     store, n_elements = Store(4 * UNIT, CPU, poison=True), UNIT // dtype.itemsize
-    flat, pool = store.flat(Field(0, (n_elements,), dtype)), store.make_pool("pages", UNIT, from_top=False)
+    flat, pool = store.flat(Field(0, (n_elements,), dtype)), store.make_pool("pages", ONE_UNIT, from_top=False)
     assert flat.isnan().all()
     flat.zero_()
     ids = pool.allocate(2)
@@ -285,7 +315,7 @@ def test_poison_is_nan_when_handed_out_and_when_freed(dtype: torch.dtype) -> Non
 
 def test_without_poison_nothing_is_filled() -> None:
     store = Store(UNIT, CPU, poison=False)
-    flat, pool = store.flat(Field(0, (16,), torch.float32)), store.make_pool("pages", UNIT, from_top=False)
+    flat, pool = store.flat(Field(0, (16,), torch.float32)), store.make_pool("pages", ONE_UNIT, from_top=False)
     flat.fill_(3)
     pool.release(pool.allocate(1))
     assert (flat == 3).all()
@@ -301,7 +331,7 @@ def test_a_copied_block_has_the_same_bytes() -> None:
 
 def test_a_dry_store_keeps_books_and_holds_no_bytes() -> None:
     store = Store(2**60, torch.device("meta"), poison=True)
-    pool = store.make_pool("pages", UNIT, from_top=False)
+    pool = store.make_pool("pages", ONE_UNIT, from_top=False)
     pool.release(pool.allocate(3))
     store.copy(0, UNIT, UNIT)
     assert store.is_dry and store.arena.free_bytes == 2**60

@@ -1,0 +1,85 @@
+"""How the blocks of a pool are divided into tensors, and where in them the rows of tokens lie."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+ALIGNMENT_BYTES = 64
+"""Every block and every field in it starts at a multiple of this: a cache line, and a whole number of any element."""
+
+
+def aligned_bytes(n_bytes: int) -> int:
+    return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+@dataclass(frozen=True)
+class Field:
+    """One tensor at a fixed place in every block of a kind.
+
+    Attributes:
+        row_axis: the axis of `shape` along which a block's rows lie; None if the tensor describes all of them at once.
+    """
+
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    row_axis: int | None = None
+
+    @property
+    def n_elements(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def end_bytes(self) -> int:
+        """Behind its last byte."""
+        return self.offset_bytes + self.n_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """How a block is divided into fields. `padding_bytes` is what alignment adds to their sizes."""
+
+    fields: tuple[Field, ...]
+    block_bytes: int
+
+    @staticmethod
+    def of(tensors: Seq[tuple[tuple[int, ...], torch.dtype]], row_axes: Seq[int | None] | None = None) -> BlockLayout:
+        """Lay (shape, dtype) tensors out one after the other. Args: row_axes: `Field.row_axis` of each, None unless given."""
+        fields, offset = list[Field](), 0
+        for (shape, dtype), row_axis in zip(tensors, row_axes or [None] * len(tensors), strict=True):
+            fields.append(Field(offset, shape, dtype, row_axis))
+            offset = aligned_bytes(fields[-1].end_bytes)
+        return BlockLayout(tuple(fields), offset)
+
+    def split(self, n_fields: Seq[int]) -> list[int]:
+        """Bytes of the first n_fields[0] fields, of the next n_fields[1], and so on, with what alignment adds to them."""
+        bounds = [*(f.offset_bytes for f in self.fields), self.block_bytes]
+        return [bounds[end] - bounds[end - n] for n, end in zip(n_fields, itertools.accumulate(n_fields), strict=True)]
+
+    @property
+    def padding_bytes(self) -> int:
+        return self.block_bytes - sum(f.end_bytes - f.offset_bytes for f in self.fields)
+
+    def blank_(self, blocks: Tensor, is_live: NDArray[np.bool_]) -> None:
+        """Zero every byte of blocks (n, block_bytes) that holds no live row: is_live (n, rows a block).
+
+        A field that describes all rows of a block at once stays only where all of them are live. Cost: O(blocks with a row to clear).
+        """
+        for field, next_bytes in zip(self.fields, [*(f.offset_bytes for f in self.fields[1:]), self.block_bytes], strict=True):
+            blocks[:, field.end_bytes : next_bytes] = 0
+        for i in (~is_live.all(1)).nonzero()[0].tolist():
+            dead_R = torch.from_numpy(~is_live[i])
+            for field in self.fields:
+                own = blocks[i, field.offset_bytes : field.end_bytes]
+                if field.row_axis is None:
+                    own.zero_()
+                else:
+                    own.view(math.prod(field.shape[: field.row_axis]), len(dead_R), -1)[:, dead_R] = 0
