@@ -61,6 +61,8 @@ class PageChoice:
 class Scoring(NamedTuple):
     """How queries and keys become weights: softmax of scores s = scale q . k.
 
+    A row whose score is -inf has no weight. A query none of whose rows has another score gets NaN, which is 0 / 0; beside a sink, zeros.
+
     Attributes:
         window: rows that a query sees, the newest its own; None for all.
         softcap: scores become cap tanh(s / cap) (Gemma Team 2024, "Gemma 2"); None for no cap.

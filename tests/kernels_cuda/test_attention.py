@@ -10,6 +10,7 @@ from memory.kernels.cuda import tiles
 from tests.kernels_cuda.on_device import OnDevice
 from tests.tolerances import TOLERANCE, assert_kernel_close
 from tests.unit.test_kernels import Pages
+from tests.unit.test_masked_rows import BIASES, N_HEADS, SINKS, assert_same, hide_keys_
 
 REQUESTS = {
     "decode": {"lengths": (1,) * 5, "histories": (0, 62, 63, 64, 130)},
@@ -84,6 +85,28 @@ def test_capped_scores_sinks_and_biases(device: torch.device, softcap: float | N
     pages.bias = torch.randn(6, n_distances) if n_distances else None
     for window in (None, 20):
         assert_as_reference(pages, device, window)
+
+
+@pytest.mark.parametrize("sinks", ["no sinks", "some"])
+@pytest.mark.parametrize("split", [32, 512])
+def test_scores_of_minus_infinity(device: torch.device, split: int, sinks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each head hides other rows."""
+    monkeypatch.setattr(tiles, "SPLIT_ROWS", split)
+    monkeypatch.setattr(tiles, "WHOLE_TILES", split)
+    pages = Pages(N_HEADS, 2, 8, 4, lengths=(1, 2, 20), histories=(150, 0, 100))
+    pages.bias = torch.stack([make()[h] for h, make in enumerate([*BIASES.values(), BIASES["all"]])])
+    for pages.sinks in (SINKS[sinks], None if SINKS[sinks] is None else SINKS[sinks].flip(0)):
+        assert_same(pages.attend(OnDevice(device)), pages.attend(reference))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter's, of what fills a tile
+@pytest.mark.usefixtures("split_rows")
+@pytest.mark.parametrize("softcap", [None, 0.7])
+def test_keys_that_score_minus_infinity(device: torch.device, softcap: float | None) -> None:
+    pages = Pages(N_HEADS, 2, 8, 4, lengths=(1, 2, 20), histories=(150, 0, 100))
+    pages.softcap = softcap
+    hide_keys_(pages)
+    assert_same(pages.attend(OnDevice(device)), pages.attend(reference))
 
 
 def test_scores_far_apart(device: torch.device) -> None:

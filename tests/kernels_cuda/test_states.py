@@ -204,12 +204,16 @@ def test_matrix_scan_token_by_token(device: torch.device, shape: tuple[int, int,
 def test_matrix_scan_in_chunks(
     device: torch.device, shape: tuple[int, int, int, int], dtype: torch.dtype, strong: bool, erases: bool
 ) -> None:
-    """Around the length of a chunk, mixed with runs that are too short for one. `strong`: keys nearly all the same, decays far from one."""
+    """Around the length of a chunk, mixed with runs that are too short for one. `strong`: keys nearly all the same, decays far from one.
+
+    Now and then nothing is left at all.
+    """
     n, n_heads = sum(CHUNKED), shape[0]
     q, k, v = matrix_rows(n, *shape, dtype=dtype)
     if strong:
         k = F.normalize(torch.randn(1, *k.shape[1:]) + 0.1 * k, dim=-1)
     decay, strength, skip = -torch.rand(n, n_heads) * (20 if strong else 1), torch.rand(n, n_heads), torch.randn(n_heads)
+    decay[:: 9 if strong else 40] = -torch.inf
     slots, erase = Slots((n_heads, *shape[2:]), CHUNKED).fresh(), Erase(k, None, after_decay=True) if erases else None
     options = {"strength_TH": strength, "skip_H": skip}
     assert_as_twin("matrix_scan", q, k, v, decay, erase, slots, device=device, dtype=table(dtype), **options)
@@ -334,11 +338,13 @@ def test_matrix_scan_token_by_token_behind_a_tail(
 @pytest.mark.parametrize("erases", [False, True], ids=["adds", "erases"])
 @pytest.mark.parametrize("sizes", [FEW, LONG], ids=["a few", "long"])
 def test_decays_by_column_erase_what_keys_find(device: torch.device, sizes: tuple[tuple[int, ...], ...], erases: bool) -> None:
-    """Kimi's delta rule: three rings, whose decays are as wide as keys."""
+    """Kimi's delta rule: three rings, whose decays are as wide as keys. Now and then a column forgets all."""
     slots, n = behind_tails((2, 5, 7), ((1, 7), (2, 5), (2, 7)), *sizes), sum(sizes[1])
     q, k, v = matrix_rows(n, 2, 1, 5, 7)
     erase, options = Erase(k, None, after_decay=True) if erases else None, {"strength_TH": torch.rand(n, 2)}
-    assert_as_twin("matrix_scan", q, k, v, -torch.rand(n, 2, 7), erase, slots, device=device, **options)
+    decay = -torch.rand(n, 2, 7)
+    decay[::6, :, 2] = -torch.inf
+    assert_as_twin("matrix_scan", q, k, v, decay, erase, slots, device=device, **options)
 
 
 @TAILS

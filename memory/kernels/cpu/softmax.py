@@ -26,7 +26,8 @@ def start_(out, highest, total, sinks):  # type: ignore[no-untyped-def]
     out[:] = _ZERO
     if len(sinks) > 0:
         copy_(highest, sinks)
-        total[:] = _ONE
+        for h in range(len(total)):
+            total[h] = _ZERO if sinks[h] == -np.inf else _ONE
     else:
         highest[:] = -np.inf
         total[:] = _ZERO
@@ -139,7 +140,7 @@ def _add_rest_(out, o, weight, values, row, begin, end):  # type: ignore[no-unty
 def weigh_(scores, n, out, highest, total, softcap, bias_HL, distance):  # type: ignore[no-untyped-def]
     """scores[h, :n] become weights relative to the highest score so far, which `out` and `total` are scaled to.
 
-    Row 0 stands `distance` before the query.
+    Row 0 stands `distance` before the query. As long as all scores are -inf there are no weights, and `total` is 0.
     """
     head_dim = len(out) // len(highest)
     for h in range(len(highest)):
@@ -154,7 +155,18 @@ def weigh_(scores, n, out, highest, total, softcap, bias_HL, distance):  # type:
             scale_(out[h * head_dim : (h + 1) * head_dim], fade)
             total[h] *= fade
             highest[h] = new_highest
-        total[h] += _exp_and_sum_(row_scores, highest[h])
+        if highest[h] == -np.inf:
+            _hide_(row_scores)
+            total[h] += _sum(row_scores)
+        else:
+            total[h] += _exp_and_sum_(row_scores, highest[h])
+
+
+@njit(error_model="numpy")
+def _hide_(x):  # type: ignore[no-untyped-def]
+    """Scores become weights where none is above -inf: 0, or NaN."""
+    for e in range(len(x)):
+        x[e] = _ZERO if x[e] == -np.inf else np.float32(np.nan)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")

@@ -160,7 +160,8 @@ def _attend(  # type: ignore[no-untyped-def]
             s += load_bias(bias, head, newest + query, r, is_own, n_distances)
         s = hide(s, newest + query, r, end, window, HAS_WINDOW)
         acc0, acc1, highest, total = add(s, v0, v1, acc0, acc1, highest, total, D1)
-    total = tl.where(total == 0.0, 1.0, total)  # no row was seen: `highest` says so
+    # No score was above -inf: of a part of the rows `highest` says so, and of all rows it is 0 / 0.
+    total = tl.where(total == 0.0, tl.where(partial_row < 0, float("nan"), 1.0), total)
     share = (1.0 / total)[:, None]
     if partial_row < 0:
         store_rows(out, ((token + query) * N_HEADS + head) * D, acc0 * share, acc1 * share, is_own, D, D0, D1)
@@ -191,5 +192,5 @@ def _merge(  # type: ignore[no-untyped-def]
         fade, weight = tl.exp2(highest - shift), tl.exp2(own - shift)
         x = tl.load(partial + row * D + d, mask=d < D, other=0.0)
         acc, total, highest = acc * fade + x * weight, total * fade + weight, higher
-    total = tl.where(n > 0, total, 1.0)
+    total = tl.where(total == 0.0, float("nan"), total)  # no score was above -inf: 0 / 0
     tl.store(out + (token * N_HEADS + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < tl.where(n > 0, D, 0))

@@ -23,6 +23,13 @@ def silu(x):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def summable(log_decay):  # type: ignore[no-untyped-def]
+    """float64, and finite where all is forgotten (-inf): what is left of anything after exp(-10000) is 0, and sums have differences."""
+    x = log_decay.to(tl.float64)
+    return tl.where(x < -10000.0, -10000.0, x)  # NaN stays
+
+
+@triton.jit
 def bound(offset, n):  # type: ignore[no-untyped-def]
     """n, or 0 where an offset says that there is nothing: what indices are compared with. (The interpreter cannot join a block of bools
     and a single one.)"""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import ceil_div, launch, next_power_of_2
-from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of
+from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, summable
 from memory.kernels.cuda.matrix_inputs import Inputs
 from memory.kernels.cuda.matrix_tails import fold_tail
 from memory.kernels.cuda.rings import no_rings, rings_of
@@ -103,7 +103,7 @@ def place_of(chunk, start, n_new, split, CHUNK: tl.constexpr):  # type: ignore[n
 def _fades(log_decay, decay_stride, h, rows, end):  # type: ignore[no-untyped-def]
     """Sums of log decays up to each row, float64: differences of sums are as exact as the decays."""
     fade = tl.load(log_decay + rows * decay_stride + h, mask=rows < end, other=0.0)
-    return tl.cumsum(fade.to(tl.float64), axis=0)
+    return tl.cumsum(summable(fade), axis=0)
 
 
 @triton.jit

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import absent, ceil_div, launch, next_power_of_2
-from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of
+from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, summable
 from memory.kernels.cuda.matrix_chunks import SPARE, load_matrix, place_of, precision, split_at, store_matrix
 from memory.kernels.cuda.matrix_inputs import Inputs
 from memory.kernels.cuda.matrix_tokens import add_tail
@@ -74,14 +74,14 @@ def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tens
 
 @triton.jit
 def _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN: tl.constexpr, AFTER_DECAY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Sums of log decays up to each row, and those that its reading has behind it: (CHUNK, COLUMNS) or (CHUNK, 1), float64."""
+    """Log decays, sums of them up to each row, and those that its reading has behind it: (CHUNK, COLUMNS) or (CHUNK, 1), sums float64."""
     if BY_COLUMN:
         mask = (rows < end)[:, None] & (n < n_columns)[None, :]
-        fade = tl.load(log_decay + (rows * decay_stride)[:, None] + h * n_columns + n[None, :], mask=mask, other=0.0).to(tl.float64)
+        fade = tl.load(log_decay + (rows * decay_stride)[:, None] + h * n_columns + n[None, :], mask=mask, other=0.0)
     else:
-        fade = tl.load(log_decay + rows * decay_stride + h, mask=rows < end, other=0.0).to(tl.float64)[:, None]
-    sums = tl.cumsum(fade, axis=0)
-    return fade, sums, sums if AFTER_DECAY else sums - fade
+        fade = tl.load(log_decay + rows * decay_stride + h, mask=rows < end, other=0.0)[:, None]
+    sums = tl.cumsum(summable(fade), axis=0)
+    return fade, sums, sums if AFTER_DECAY else sums - summable(fade)
 
 
 @triton.jit
