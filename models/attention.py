@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,7 +22,7 @@ _FIXED_TYPES = ("linear", "yarn", "llama3")
 class Rotary:
     """Rotary position embedding (Su et al. 2021) of the first part of each head; element i is paired with element i + half of it.
 
-    One object serves all layers of a model: the angles of a step are computed once. `rotation` tells the same to a memory.
+    One object serves all layers of a model: the angles of a step are computed once, and noted in it. `rotation` tells the same to a memory.
 
     Args:
         config: its `rope_parameters` name the base, the scaling, and the share of a head that is rotated.
@@ -43,19 +42,21 @@ class Rotary:
             raise UnsupportedModelError(f"rope_type={kind!r}; implemented are default, {', '.join(_FIXED_TYPES)}")
         self.rotation = Rotation(tuple(frequencies.float().tolist()))
         self._frequencies = frequencies.to(device, torch.float32)
-        self._step: weakref.ref[Step] | None = None
-        self._angles: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x_THD: Tensor, step: Step) -> Tensor:
         """x turned by its tokens' positions: (T, H, D)."""
-        if self._angles is None or self._step is None or self._step() is not step:
-            angles = torch.outer(step.positions.float(), self._frequencies)[:, None]
-            self._angles = tuple((t * self._attention_scale).to(x_THD.dtype) for t in (angles.cos(), angles.sin()))  # type: ignore[assignment]
-            self._step = weakref.ref(step)
-        cos, sin = self._angles  # type: ignore[misc]
+        angles = step.notes.get(self)
+        if angles is None:
+            angles = step.notes[self] = self._angles(step.positions, x_THD.dtype)
+        cos, sin = angles
         half = cos.shape[-1]
         a, b, rest = x_THD.split_with_sizes([half, half, x_THD.shape[-1] - 2 * half], -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    def _angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, (T, 1, R / 2) each."""
+        angles = torch.outer(positions_T.float(), self._frequencies)[:, None]
+        return (angles.cos() * self._attention_scale).to(dtype), (angles.sin() * self._attention_scale).to(dtype)
 
 
 @dataclass(frozen=True)
