@@ -27,19 +27,32 @@ class Rotary:
     Args:
         config: its `rope_parameters` name the base, the scaling, and the share of a head that is rotated.
         layer_type: whose parameters, where each type of layer has its own.
+        is_partial: `partial_rotary_factor` is the share of a head that is rotated. Architectures that rotate whole heads ignore it, as
+            transformers does, unless the scaling goes by it.
+    Raises:
+        UnsupportedModelError: a kind of scaling, or a share of a head, that is not implemented.
     """
 
-    def __init__(self, config: PreTrainedConfig, head_dim: int, device: torch.device, *, layer_type: str | None = None) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, head_dim: int, device: torch.device, *, layer_type: str | None = None, is_partial: bool = False
+    ) -> None:
         parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
         kind = parameters.get("rope_type", "default")
         self._attention_scale = 1.0
         if kind == "default":
-            n_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+            n_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) if is_partial else head_dim
             frequencies = 1.0 / parameters["rope_theta"] ** (torch.arange(0, n_rotated, 2, dtype=torch.float32) / n_rotated)
         elif kind in _FIXED_TYPES:
             frequencies, self._attention_scale = ROPE_INIT_FUNCTIONS[kind](config, layer_type=layer_type)
         else:
             raise UnsupportedModelError(f"rope_type={kind!r}; implemented are default, {', '.join(_FIXED_TYPES)}")
+        n_rotated = 2 * len(frequencies)
+        if n_rotated > head_dim or (n_rotated < head_dim and not is_partial):
+            raise UnsupportedModelError(
+                f"rope_type={kind!r} with head_dim={head_dim} and partial_rotary_factor={parameters.get('partial_rotary_factor', 1.0)} "
+                f"would rotate {n_rotated} of {head_dim} elements of a head"
+                + ("" if is_partial else f"; {type(config).__name__} is implemented with whole heads only")
+            )
         self.rotation = Rotation(tuple(frequencies.float().tolist()))
         self._frequencies = frequencies.to(device, torch.float32)
 
