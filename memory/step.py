@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from types import TracebackType
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -52,6 +52,8 @@ class Step:
             GPU, the next one's take their place.
         cu_seqlens: (S + 1,) int64 on the host; request i of the step's order owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
         sequences: in the caller's order.
+        notes: what a model's layers leave for later ones of the same step, by keys of their own, such as the angles of its positions. A
+            model that keeps it anywhere else mixes up the steps of two threads. Gone when the step ends.
     """
 
     def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Outputs) -> None:
@@ -60,6 +62,7 @@ class Step:
         self.sequences = sequences
         self.tokens = tokens
         self.outputs = outputs
+        self.notes: dict[Hashable, Any] = {}
         self._owner = owner
         self._accepted: dict[Sequence, int] = {}
         self._packed: Packed | None = None
@@ -113,6 +116,7 @@ class Step:
         """Leave every sequence as it was, unless that is settled already."""
         packed, self._packed = self._packed, None
         stage, self._stage = self._stage, None
+        self.notes.clear()
         try:
             if packed is not None:
                 self._owner.abort_step(packed, self._plans)
@@ -229,11 +233,12 @@ class Step:
         """What stands for this step while it is recorded: nothing is computed then, so what a model remembers of it is not of this one."""
         self._entered()
         twin = copy(self)
-        twin._served = set()
+        twin._served, twin.notes = set(), {}
         try:
             yield twin
         finally:
             twin._packed = None  # it is not the twin's to leave
+            twin.notes.clear()
 
     # For callers
 

@@ -100,7 +100,7 @@ class Stage:
         self._is_open = False
         for ids, found in self._found:
             if _remembered.get(ids) is found:
-                del _remembered[ids]
+                _remembered.pop(ids, None)  # another thread's collection may have been quicker
         self._found.clear()
         self._idle.append(self)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -23,39 +22,54 @@ _FIXED_TYPES = ("linear", "yarn", "llama3")
 class Rotary:
     """Rotary position embedding (Su et al. 2021) of the first part of each head; element i is paired with element i + half of it.
 
-    One object serves all layers of a model: the angles of a step are computed once. `rotation` tells the same to a memory.
+    One object serves all layers of a model: the angles of a step are computed once, and noted in it. `rotation` tells the same to a memory.
 
     Args:
         config: its `rope_parameters` name the base, the scaling, and the share of a head that is rotated.
         layer_type: whose parameters, where each type of layer has its own.
+        is_partial: `partial_rotary_factor` is the share of a head that is rotated. Architectures that rotate whole heads ignore it, as
+            transformers does, unless the scaling goes by it.
+    Raises:
+        UnsupportedModelError: a kind of scaling, or a share of a head, that is not implemented.
     """
 
-    def __init__(self, config: PreTrainedConfig, head_dim: int, device: torch.device, *, layer_type: str | None = None) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, head_dim: int, device: torch.device, *, layer_type: str | None = None, is_partial: bool = False
+    ) -> None:
         parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
         kind = parameters.get("rope_type", "default")
         self._attention_scale = 1.0
         if kind == "default":
-            n_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0))
+            n_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) if is_partial else head_dim
             frequencies = 1.0 / parameters["rope_theta"] ** (torch.arange(0, n_rotated, 2, dtype=torch.float32) / n_rotated)
         elif kind in _FIXED_TYPES:
             frequencies, self._attention_scale = ROPE_INIT_FUNCTIONS[kind](config, layer_type=layer_type)
         else:
             raise UnsupportedModelError(f"rope_type={kind!r}; implemented are default, {', '.join(_FIXED_TYPES)}")
+        n_rotated = 2 * len(frequencies)
+        if n_rotated > head_dim or (n_rotated < head_dim and not is_partial):
+            raise UnsupportedModelError(
+                f"rope_type={kind!r} with head_dim={head_dim} and partial_rotary_factor={parameters.get('partial_rotary_factor', 1.0)} "
+                f"would rotate {n_rotated} of {head_dim} elements of a head"
+                + ("" if is_partial else f"; {type(config).__name__} is implemented with whole heads only")
+            )
         self.rotation = Rotation(tuple(frequencies.float().tolist()))
         self._frequencies = frequencies.to(device, torch.float32)
-        self._step: weakref.ref[Step] | None = None
-        self._angles: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, x_THD: Tensor, step: Step) -> Tensor:
         """x turned by its tokens' positions: (T, H, D)."""
-        if self._angles is None or self._step is None or self._step() is not step:
-            angles = torch.outer(step.positions.float(), self._frequencies)[:, None]
-            self._angles = tuple((t * self._attention_scale).to(x_THD.dtype) for t in (angles.cos(), angles.sin()))  # type: ignore[assignment]
-            self._step = weakref.ref(step)
-        cos, sin = self._angles  # type: ignore[misc]
+        angles = step.notes.get(self)
+        if angles is None:
+            angles = step.notes[self] = self._angles(step.positions, x_THD.dtype)
+        cos, sin = angles
         half = cos.shape[-1]
         a, b, rest = x_THD.split_with_sizes([half, half, x_THD.shape[-1] - 2 * half], -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    def _angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, (T, 1, R / 2) each."""
+        angles = torch.outer(positions_T.float(), self._frequencies)[:, None]
+        return (angles.cos() * self._attention_scale).to(dtype), (angles.sin() * self._attention_scale).to(dtype)
 
 
 @dataclass(frozen=True)

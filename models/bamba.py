@@ -20,7 +20,7 @@ class Bamba(Decoder):
         n_model = config.hidden_size
         head = None if config.tie_word_embeddings else "lm_head.weight"
         vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
-        rotary = Rotary(config, head_dim_of(config), checkpoint.device)
+        rotary = Rotary(config, head_dim_of(config), checkpoint.device, is_partial=True)
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.rms_norm_eps)

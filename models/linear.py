@@ -52,7 +52,7 @@ class Linear:
         self.is_packed = can_pack(weight)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS) if self.is_packed else weight
         self._repeats_rows = self.is_packed and weight.numel() >= _LARGE
-        self._bias = bias
+        self._bias = None if bias is None else bias.contiguous()  # oneDNN does not look at its stride
         self._fused = _FUSED.get(activation or "", "none") if self.is_packed else "none"
         self._activation = None if activation is None or self._fused != "none" else _activation(activation)
 

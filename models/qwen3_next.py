@@ -29,7 +29,7 @@ class Qwen3Next(Decoder):
         n_model = config.hidden_size
         head = None if config.tie_word_embeddings else "lm_head.weight"
         vocabulary = Vocabulary(checkpoint, f"{root}.embed_tokens.weight", config.vocab_size, n_model, head)
-        rotary = Rotary(config, head_dim_of(config), checkpoint.device)
+        rotary = Rotary(config, head_dim_of(config), checkpoint.device, is_partial=True)
 
         def norm(name: str) -> RMSNorm:
             return load_offset_norm(checkpoint, f"{root}.{name}", n_model, config.rms_norm_eps)

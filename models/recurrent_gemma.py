@@ -28,7 +28,7 @@ class RecurrentGemma(Decoder):
             # The checkpoints were trained with a scale rounded like this.
             embedding_scale=float(torch.tensor(n_model**0.5, dtype=torch.bfloat16)), logits_cap=config.logits_soft_cap,
         )  # fmt: skip
-        rotary = Rotary(config, config.head_dim, checkpoint.device)
+        rotary = Rotary(config, config.head_dim, checkpoint.device, is_partial=True)
 
         def norm(name: str) -> RMSNorm:
             return load_offset_norm(checkpoint, f"model.{name}", n_model, config.rms_norm_eps)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -80,7 +79,6 @@ class Rwkv7(Decoder):
             bias = checkpoint.take_optional(config.norm_bias, f"model.{name}.bias", n_model)
             return LayerNorm(checkpoint.take(f"model.{name}.weight", n_model), bias, config.norm_eps)
 
-        first_values: FirstValues = WeakKeyDictionary()
         layers = []
         for i in range(config.num_hidden_layers):
             prefix, ffn = f"layers.{i}", f"model.layers.{i}.ffn"
@@ -91,7 +89,7 @@ class Rwkv7(Decoder):
             )
             layers.append(
                 RWKVLayer(
-                    (norm(f"{prefix}.attn_norm"), Rwkv7TimeMix(config, checkpoint, i, first_values)),
+                    (norm(f"{prefix}.attn_norm"), Rwkv7TimeMix(config, checkpoint, i)),
                     (norm(f"{prefix}.ffn_norm"), channel_mix),
                     norm(f"{prefix}.pre_norm") if i == 0 and config.norm_first else None,
                 )
@@ -111,14 +109,14 @@ def _check(config: RWKV7Config) -> None:
         raise FormatError(f"head_dim={config.head_dim}, but hidden_size={n_model} is no multiple of it")
 
 
-FirstValues = WeakKeyDictionary[Step, Tensor]
-"""The first layer's values of steps under way, (T, M): later layers mix them into their own."""
+_FIRST_VALUES = "values of RWKV-7's first layer"
+"""Where a step notes them, (T, M): later layers mix them into their own."""
 
 
 class Rwkv7TimeMix:
     """Peng et al. 2025, section 4.1: token mixtures, projections and low-rank gates around `memory.recurrences.RWKV7`."""
 
-    def __init__(self, config: RWKV7Config, checkpoint: Checkpoint, layer: int, first_values: FirstValues) -> None:
+    def __init__(self, config: RWKV7Config, checkpoint: Checkpoint, layer: int) -> None:
         prefix, n_model, take = f"model.layers.{layer}.attn", config.hidden_size, checkpoint.take
         self._mix = TokenMix(layer, "attention_shift", *_mixtures(checkpoint, prefix, n_model))
         self._r, self._k, self._v, self._out = (Linear(take(f"{prefix}.{x}_proj.weight", n_model, n_model)) for x in "rkvo")
@@ -130,7 +128,6 @@ class Rwkv7TimeMix:
         self._rate = low_rank("a", config.a_low_rank_dim, None, "sigmoid")
         self._gate = low_rank("g", config.gate_low_rank_dim, "sigmoid", None)
         self._value_mix = None if layer == 0 else low_rank("v", config.v_low_rank_dim, None, "sigmoid")
-        self._first_values = first_values
         self._k_k_M, self._k_a_M = (take(f"{prefix}.{name}", n_model) for name in ("k_k", "k_a"))
         self._bonus_HN = take(f"{prefix}.r_k", config.num_heads, config.head_dim)
         self._norm_weight_M, self._norm_bias_M = (take(f"{prefix}.g_norm.{part}", n_model) for part in ("weight", "bias"))
@@ -158,9 +155,9 @@ class Rwkv7TimeMix:
     def _values(self, x_TM: Tensor, step: Step) -> Tensor:
         v_TM = self._v(x_TM)
         if self._value_mix is None:
-            self._first_values[step] = v_TM
+            step.notes[_FIRST_VALUES] = v_TM
             return v_TM
-        return torch.lerp(v_TM, self._first_values[step], self._value_mix(x_TM))
+        return torch.lerp(v_TM, step.notes[_FIRST_VALUES], self._value_mix(x_TM))
 
     def _unit(self, x_THN: Tensor) -> Tensor:
         """x / |x| over the last axis, computed in float32."""

@@ -12,11 +12,11 @@ class Weights:
 
     def __init__(self, *tensors: Tensor | None) -> None:
         self._tensors = tensors
-        self._kernels: Kernels | None = None
-        self._prepared: list[Prepared] = []
+        self._prepared: tuple[Kernels | None, list[Prepared]] = None, []
 
     def prepared(self, kernels: Kernels) -> list[Prepared]:
-        if self._kernels is not kernels:
-            self._prepared = [None if tensor is None else kernels.prepare(tensor) for tensor in self._tensors]
-            self._kernels = kernels
-        return self._prepared
+        found_for, prepared = self._prepared  # one attribute, so that no other thread's kernels come in between
+        if found_for is not kernels:
+            prepared = [None if tensor is None else kernels.prepare(tensor) for tensor in self._tensors]
+            self._prepared = kernels, prepared
+        return prepared

@@ -54,6 +54,11 @@ def test_inputs_need_not_be_contiguous() -> None:
         assert_kernel_close(linear(x), F.linear(x, weight))
 
 
+def test_weights_and_bias_need_not_be_contiguous() -> None:
+    weight, bias, x = torch.randn(16, 12)[::2, ::2], torch.randn(16)[::2], torch.randn(5, 6)
+    assert_kernel_close(Linear(weight, bias=bias)(x), F.linear(x, weight, bias))
+
+
 @pytest.mark.parametrize("weight", [torch.randn(3, 4).bfloat16(), torch.randn(3, 4, device="meta")])
 def test_other_weights_stay_as_they_are(weight: torch.Tensor) -> None:
     linear = Linear(weight)

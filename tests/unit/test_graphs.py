@@ -31,3 +31,17 @@ def test_room_is_the_same_for_numbers_that_are_near() -> None:
     rooms = [room_for(n) for n in range(5000)]
     assert all(n <= room <= n + max(16, n / 8) for n, room in enumerate(rooms))
     assert len(set(rooms)) < 100
+
+
+def test_what_stands_for_a_step_while_it_is_recorded_has_notes_of_its_own() -> None:
+    """A recording must compute what its layers share, and the step must not be left what the recording will write."""
+    model = Toy()
+    memory = HybridMemory(model.memory_spec, "1MiB")
+    with memory.step({memory.open(): [1, 2]}) as step:
+        step.notes["angles"] = "the step's"
+        with step.while_recorded() as twin:
+            assert not twin.notes
+            twin.notes["angles"] = "the recording's"
+        assert step.notes == {"angles": "the step's"} and not twin.notes
+        model(step)
+    assert not step.notes

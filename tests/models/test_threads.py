@@ -1,0 +1,149 @@
+"""One model in several threads, a memory of its own in each: what a step computes stays in the step."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import models
+from memory import HybridMemory
+from models import LanguageModel, load_model
+from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
+
+FAMILIES = (
+    "bamba", "deepseek-v2", "deepseek-v3", "falcon-h1", "gemma2", "gemma3", "granite-moe-hybrid", "jamba", "lfm2-moe", "llama", "mamba",
+    "mamba2", "nemotron-h", "qwen3-next", "qwen3.5-moe", "recurrent-gemma", "rwkv", "rwkv7", "zamba2",
+)  # fmt: skip
+THAT_NOTE = {"llama": {"num_hidden_layers": 2}, "rwkv7": {"num_hidden_layers": 2}}
+"""Families whose layers leave something for later layers, in small."""
+
+
+class Talk:
+    """A sequence in a memory of its own, and a next step of it that leaves it where it is."""
+
+    def __init__(self, model: LanguageModel, n_tokens: int, *next_tokens: int) -> None:
+        self._model, self._tokens = model, next_tokens
+        self._memory = HybridMemory(model.memory_spec, "2MiB", page_tokens=4)
+        self._sequence = self._memory.open()
+        self._memory.run(model, {self._sequence: draw_tokens(n_tokens)})
+
+    def __call__(self) -> Tensor:
+        with self._memory.step({self._sequence: self._tokens}, outputs="all") as step:
+            logits = self._model(step)
+            step.accept({self._sequence: 0})
+        return logits
+
+
+def make_model(name: str, folder: Path, **options: Any) -> LanguageModel:
+    config = CONFIGS[name]()
+    for option, value in options.items():
+        setattr(config, option, value)
+    return load_model(write_checkpoint(folder, config))
+
+
+def attributes(thing: object, path: str = "model") -> dict[str, object]:
+    """All that a model holds, by where it holds it."""
+    found: dict[str, object] = {}
+    todo, seen = [(path, thing)], set[int]()
+    while todo:
+        path, thing = todo.pop()
+        found[path] = thing
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Mapping):
+            todo += [(f"{path}[{key}]", value) for key, value in thing.items()]
+        elif isinstance(thing, list | tuple):
+            todo += [(f"{path}[{i}]", value) for i, value in enumerate(thing)]
+        elif type(thing).__module__.startswith(("models.", "memory.")) and hasattr(thing, "__dict__"):
+            todo += [(f"{path}.{name}", value) for name, value in vars(thing).items()]
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_step_leaves_nothing_on_the_model(name: str, tmp_path: Path) -> None:
+    """But for what the first one prepares, which follows from the weights alone."""
+    model = make_model(name, tmp_path)
+    memory = HybridMemory(model.memory_spec, "2MiB", page_tokens=4)
+    sequence = memory.open()
+    memory.run(model, {sequence: draw_tokens(5)})
+    before = attributes(model)
+    with memory.step({sequence: [3, 1]}) as step:
+        model(step)
+        assert [path for path, thing in attributes(model).items() if before.get(path) is not thing] == []
+        assert not any(isinstance(thing, type(step)) for thing in before.values())
+    assert not step.notes
+
+
+@contextmanager
+def between_bytecodes(folder: str, run: Callable[[], None]) -> Iterator[None]:
+    """As another thread might, `run` runs before each bytecode of code below the folder; once where layers share the code."""
+    seen: set[tuple[object, int]] = set()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(folder):
+            return None
+        frame.f_trace_opcodes = True
+        place = frame.f_code, frame.f_lasti
+        if event == "opcode" and place not in seen:
+            seen.add(place)
+            run()
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+@pytest.mark.parametrize("name", THAT_NOTE)
+def test_a_step_may_run_between_any_two_bytecodes_of_another_one(name: str, tmp_path: Path) -> None:
+    model = make_model(name, tmp_path, **THAT_NOTE[name])
+    here, there = Talk(model, 9, 5, 6), Talk(model, 3, 7)
+    expected, expected_there = here(), there()
+    n_runs, n_wrong = 0, 0
+
+    def run() -> None:
+        nonlocal n_runs, n_wrong
+        n_runs += 1
+        n_wrong += not torch.equal(there(), expected_there)
+
+    with between_bytecodes(str(Path(models.__file__).parent), run):
+        found = here()
+    assert n_runs > 100
+    assert torch.equal(found, expected) and not n_wrong
+
+
+@pytest.mark.parametrize("name", ["llama", "jamba", "rwkv7"])
+def test_two_threads_decode_as_one_does(name: str, tmp_path: Path) -> None:
+    model = make_model(name, tmp_path)
+    talks = Talk(model, 9, 5, 6), Talk(model, 3, 7)
+    expected = [talk() for talk in talks]
+    n_wrong = [0, 0]
+
+    def talk(i: int) -> None:
+        for _ in range(25):
+            n_wrong[i] += not torch.equal(talks[i](), expected[i])
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [Thread(target=talk, args=(i,)) for i in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert n_wrong == [0, 0]
