@@ -135,6 +135,13 @@ def serve(
         str | None,
         typer.Option(envvar="HYBRID_MEMORY_API_KEY", help="what clients must send; better set in the environment", show_default=False),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="name that clients may call the server by, beside loopback's; may be repeated", show_default=False),
+    ] = None,
+    allowed_origin: Annotated[
+        list[str] | None, typer.Option(help="web page that may ask, such as https://example.com; may be repeated", show_default=False)
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     budget: Budget = "1GiB",
@@ -147,6 +154,8 @@ def serve(
     ] = None,
     default_tokens: Annotated[int, typer.Option(min=1, help="tokens of a chat's reply, where the request does not say")] = 1024,
     max_requests: Annotated[int, typer.Option(min=1, help="answered at once; others are told to come back")] = 64,
+    max_connections: Annotated[int, typer.Option(min=1, help="open at once; beyond, the longest idle one is closed")] = 512,
+    max_peer_connections: Annotated[int, typer.Option(min=1, help="of those, from one address")] = 256,
     max_running: Annotated[int, typer.Option(min=1, help="replies in one step of the model")] = 64,
     step_tokens: Annotated[int, typer.Option(min=2, help="tokens in one step of the model")] = 256,
     prefix_cache: Annotated[bool, typer.Option(help="keep prompts and replies, for prompts that begin like them")] = True,
@@ -158,8 +167,18 @@ def serve(
         from chat.server import ServerOptions, bind, make_app, run
         from memory import HybridMemory
 
-        limits: dict[str, Any] = {"max_tokens": max_tokens, "default_tokens": default_tokens, "max_requests": max_requests}
-        options = ServerOptions(api_key=api_key, max_body_bytes=_read_bytes("--max-body", max_body), grace_seconds=grace, **limits)
+        options = ServerOptions(
+            api_key=api_key,
+            allowed_hosts=tuple(allowed_host or ()),
+            allowed_origins=tuple(allowed_origin or ()),
+            max_body_bytes=_read_bytes("--max-body", max_body),
+            max_tokens=max_tokens,
+            default_tokens=default_tokens,
+            max_requests=max_requests,
+            max_connections=max_connections,
+            max_peer_connections=max_peer_connections,
+            grace_seconds=grace,
+        )
         with bind(host, port, has_key=api_key is not None) as listener:
             language_model, tokenizer = _load(model, device, dtype)
             kept: dict[str, Any] = {"rollback_window": rollback_window, "host_budget": host_budget, "swap_dir": swap_dir}

@@ -15,17 +15,27 @@ log = logging.getLogger("hybrid_memory.server")
 
 RETRY = {"Retry-After": "1"}
 _INTERNAL = "The server made an error; its log says more."
+_MOST_MESSAGE = 1000
+_MOST_VALUE = 100
+
+
+def clip(text: str, most: int = _MOST_VALUE) -> str:
+    """Shorten what a client sent before it is given back: at most so many characters, the last a dot dot dot."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 class ApiError(Exception):
-    """A request that is answered with an error. `param` names the field of the request that is to blame."""
+    """A request that is answered with an error. `param` names the field of the request that is to blame.
+
+    Message and param are clipped, whatever of the request they quote.
+    """
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(clip(message, _MOST_MESSAGE))
         self.status = status
-        self.param = param
+        self.param = None if param is None else clip(param)
         self.code = code
         self.headers = headers or {}
 
@@ -70,7 +80,7 @@ async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
     """What the router refuses: unknown paths, and methods that a path does not have."""
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, dict(error.headers or {})
-    what = f"{request.method} {request.url.path}"
+    what = f"{clip(request.method)} {clip(request.url.path)}"
     if status == 404:
         return ApiError(404, f"There is nothing at {what}.", code="unknown_url", headers=headers).response()
     if status == 405:

@@ -1,24 +1,27 @@
-"""What every request passes on its way in and out: the key, the limits, the counters, and the end of it when its client goes away."""
+"""What every request passes on its way in and out: admission, limits, counters, and its end when its client goes away."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chat.server.errors import RETRY, ApiError, as_api_error, stopping
+from chat.server.admission import Admission, Headers, preflight_headers
+from chat.server.errors import RETRY, ApiError, as_api_error, clip, stopping
 from chat.server.metrics import Metrics
 from chat.server.options import ServerOptions
 
-_PATHS = ("/health", "/metrics", "/v1/models", "/v1/chat/completions", "/v1/completions")
+PATHS_WITH_BODIES = ("/v1/chat/completions", "/v1/completions")
+_PATHS = ("/health", "/metrics", "/v1/models", *PATHS_WITH_BODIES)
 _DRAIN_SECONDS = 2.0
+_PATIENCE_SECONDS = 5.0
+"""For a body to come in before its rate is looked at."""
 CLIENT_GONE = 499
 """What is counted for a client that did not wait for its answer; nobody is sent it."""
 
@@ -64,26 +67,27 @@ def exchange_of(scope: Mapping[str, object]) -> Exchange:
 
 
 class Guard:
-    """ASGI middleware. The app behind it runs as a task that is cancelled when the client goes, and what it left in `at_end` is called."""
+    """ASGI middleware that runs the app behind it as a task.
+
+    The task is cancelled when the client goes, and what it left in `at_end` is called. A request takes a place among those that are
+    answered when its body is whole, and not before: who sends slowly, without the key or to an unknown path keeps nobody out.
+    """
 
     def __init__(self, app: ASGIApp, service: Guarded) -> None:
         self._app = app
         self._service = service
         self._n_active = 0
-        key = service.options.api_key
-        self._key_hash = None if key is None else _hash(key.encode())
+        self._admission = Admission(service.options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         exchange = Exchange(scope["path"])
-        refusal = self._refuse(scope)
-        if refusal is None and scope["method"] == "POST":
-            exchange.has_place = True
-            self._n_active += 1
+        headers = dict(scope["headers"])
+        incoming = _Incoming(receive)
         try:
-            await self._answer(exchange, refusal, scope, receive, self._watch(exchange, send))
+            await self._answer(exchange, headers, scope, incoming, self._watch(exchange, headers, incoming, send))
         except ClientGoneError:
             exchange.status = CLIENT_GONE
         finally:
@@ -101,40 +105,86 @@ class Guard:
         name = path if path in _PATHS else "/v1/models" if path.startswith("/v1/models/") else "other"
         self._service.metrics.requests.labels(name, str(exchange.status or CLIENT_GONE)).inc()
 
-    def _refuse(self, scope: Scope) -> ApiError | None:
-        """What can be told from the head of a request."""
-        headers = dict(scope["headers"])
-        if self._key_hash is not None and scope["path"] != "/health":
-            scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
-            if scheme.lower() != b"bearer" or not key:
-                message = "This server wants an API key; send it as 'Authorization: Bearer KEY'."
-                return ApiError(401, message, code="missing_api_key", headers={"WWW-Authenticate": "Bearer"})
-            if not hmac.compare_digest(_hash(key.strip()), self._key_hash):  # of hashes: not even the key's length shows
-                return ApiError(401, "This is not the server's API key.", code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
-        if scope["method"] != "POST":
-            return None
-        if not self._service.is_open:
-            return stopping()
-        if self._n_active >= self._service.options.max_requests:
-            message = f"The server is answering {self._n_active} requests already; try again."
-            return ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)
-        return None
-
-    async def _answer(self, exchange: Exchange, refusal: ApiError | None, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, exchange: Exchange, headers: Headers, scope: Scope, incoming: _Incoming, send: Send) -> None:
         try:
-            if refusal is not None:
-                await self._drain(scope, _Incoming(receive))
-                raise refusal
-            body = await self._read_body(scope, receive)
-            await self._run({**scope, "hybrid_memory.exchange": exchange}, exchange, body, receive, send)
+            try:
+                self._admission.check(scope["method"], scope["path"], headers)
+                body = await self._take_body(exchange, headers, scope, incoming)
+            except ApiError as error:
+                if error.status != 408:  # else it was waited for already
+                    await self._drain(headers, incoming)
+                raise
+            if self._admission.is_preflight(scope["method"], headers):
+                await Response(status_code=204, headers=preflight_headers(headers))(scope, incoming.receive, send)
+                return
+            await self._run({**scope, "hybrid_memory.exchange": exchange}, exchange, body, incoming.receive, send)
         except ClientGoneError:
             raise
         except Exception as error:
             answer = as_api_error(error)
             if exchange.status == 0:
-                if answer.status in (401, 408, 413, 429):  # some of the body may still be on its way
-                    answer.headers = {**answer.headers, "Connection": "close"}
-                await answer.response()(scope, receive, send)
+                await answer.response()(scope, incoming.receive, send)
+
+    # Bodies
+
+    async def _take_body(self, exchange: Exchange, headers: Headers, scope: Scope, incoming: _Incoming) -> bytes:
+        """Read the body, and take a place among those that are answered; at other paths, skip the body.
+
+        Raises:
+            ApiError: 408, 413, 415, 429 or 503. ClientGoneError.
+        """
+        if scope["method"] != "POST" or scope["path"] not in PATHS_WITH_BODIES:
+            await self._drain(headers, incoming)
+            return b""
+        self._check_body(headers)
+        body = await self._read_body(incoming)
+        self._check_places()
+        exchange.has_place = True
+        self._n_active += 1
+        return body
+
+    def _check_body(self, headers: Headers) -> None:
+        """Refuse a body by what its head says of it. Raises ApiError 413, 415, 429 or 503."""
+        kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
+        if kind != b"application/json":  # forms of web pages cannot send this
+            message = f"The body must come as 'Content-Type: application/json', not {clip(kind.decode('latin-1'))!r}."
+            raise ApiError(415, message, code="unsupported_media_type")
+        if not self._service.is_open:
+            raise stopping()
+        if _declared_bytes(headers) > self._service.options.max_body_bytes:
+            raise self._too_large()
+        self._check_places()
+
+    def _check_places(self) -> None:
+        if self._n_active >= self._service.options.max_requests:
+            message = f"The server is answering {self._n_active} requests already; try again."
+            raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)
+
+    async def _read_body(self, incoming: _Incoming) -> bytes:
+        """Read a body that is neither too large nor too slow. Raises ApiError 408 or 413."""
+        options = self._service.options
+        try:
+            body = await incoming.read(options)
+        except asyncio.TimeoutError:
+            rate = f"{options.body_bytes_per_second:,} bytes a second"
+            message = f"The body took longer than {options.body_seconds:g} s, or came slower than {rate}."
+            raise ApiError(408, message, code="request_timeout") from None
+        if body is None:
+            raise self._too_large()
+        return body
+
+    def _too_large(self) -> ApiError:
+        most = self._service.options.max_body_bytes
+        message = f"The body has more than {most:,} bytes, which this server's --max-body allows."
+        return ApiError(413, message, code="request_too_large")
+
+    async def _drain(self, headers: Headers, incoming: _Incoming) -> None:
+        """Read a little of a body that nobody wants: a client that is still sending would not see the answer."""
+        most = 16 * self._service.options.max_body_bytes
+        if _declared_bytes(headers) > most or b"100-continue" in headers.get(b"expect", b"").lower():
+            return
+        with suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(incoming.skip(most), _DRAIN_SECONDS)
 
     async def _run(self, scope: Scope, exchange: Exchange, body: bytes, receive: Receive, send: Send) -> None:
         """Run the app until it is done or the client is gone."""
@@ -163,9 +213,10 @@ class Guard:
             raise ClientGoneError
         task.result()
 
-    def _watch(self, exchange: Exchange, send: Send) -> Send:
+    def _watch(self, exchange: Exchange, headers: Headers, incoming: _Incoming, send: Send) -> Send:
         """`send`, noting what is sent; a client that takes nothing for too long counts as gone."""
         loop, seconds = asyncio.get_running_loop(), self._service.options.stall_seconds
+        extra = self._admission.headers_for(headers)
 
         async def watched(message: Message) -> None:
             task = asyncio.current_task()
@@ -173,6 +224,9 @@ class Guard:
             is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
             if message["type"] == "http.response.start":
                 exchange.status = message["status"]
+                # What is left of a body must not be read as the next request.
+                close = [] if incoming.has_ended else [(b"connection", b"close")]
+                message = {**message, "headers": [*message.get("headers", []), *extra, *close]}
             elif is_last:
                 self._count(exchange)
             timer = loop.call_later(seconds, task.cancel)
@@ -184,57 +238,45 @@ class Guard:
 
         return watched
 
-    async def _read_body(self, scope: Scope, receive: Receive) -> bytes:
-        """Raises ApiError 408 or 413. What is too much is not kept."""
-        limit = self._service.options.max_body_bytes
-        incoming = _Incoming(receive)
-        if _declared_bytes(scope) <= limit:
-            try:
-                body = await asyncio.wait_for(incoming.read(limit), self._service.options.body_seconds)
-            except asyncio.TimeoutError:
-                message = f"The body took longer than {self._service.options.body_seconds:g} s."
-                raise ApiError(408, message, code="request_timeout") from None
-            if body is not None:
-                return body
-        await self._drain(scope, incoming)
-        raise ApiError(413, f"The body has more than {limit:,} bytes, which this server's --max-body allows.", code="request_too_large")
-
-    async def _drain(self, scope: Scope, incoming: _Incoming) -> None:
-        """Read a little of a body that nobody wants: a client that is still sending would not see the answer."""
-        most = 16 * self._service.options.max_body_bytes
-        if _declared_bytes(scope) > most or b"100-continue" in dict(scope["headers"]).get(b"expect", b"").lower():
-            return
-        with suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(incoming.skip(most), _DRAIN_SECONDS)
-
 
 class _Incoming:
-    """A body as it comes in."""
+    """A body as it comes in.
+
+    Attributes:
+        has_ended: nothing of it is on its way any more.
+    """
 
     def __init__(self, receive: Receive) -> None:
-        self._receive = receive
-        self._has_ended = False
+        self.receive = receive
+        self.has_ended = False
 
-    async def read(self, most: int) -> bytes | None:
-        """All of it, or None as soon as it has more bytes than `most`. Raises ClientGoneError."""
+    async def read(self, options: ServerOptions) -> bytes | None:
+        """Read all of it; None as soon as it has too many bytes.
+
+        Raises:
+            asyncio.TimeoutError: it is late as a whole, or for what has come so far. ClientGoneError.
+        """
+        loop = asyncio.get_running_loop()
+        started = loop.time()
         body = bytearray()
-        while not self._has_ended:
-            body += await self._next()
-            if len(body) > most:
+        while not self.has_ended:
+            seconds = min(options.body_seconds, _PATIENCE_SECONDS + len(body) / options.body_bytes_per_second)
+            body += await asyncio.wait_for(self._next(), started + seconds - loop.time())
+            if len(body) > options.max_body_bytes:
                 return None
         return bytes(body)
 
     async def skip(self, most: int) -> None:
         """Let go of what comes, until it ends or `most` bytes have gone by. Raises ClientGoneError."""
         n_skipped = 0
-        while not self._has_ended and n_skipped <= most:
+        while not self.has_ended and n_skipped <= most:
             n_skipped += len(await self._next())
 
     async def _next(self) -> bytes:
-        message = await self._receive()
+        message = await self.receive()
         if message["type"] == "http.disconnect":
             raise ClientGoneError
-        self._has_ended = not message.get("more_body", False)
+        self.has_ended = not message.get("more_body", False)
         return bytes(message.get("body", b""))
 
 
@@ -247,10 +289,6 @@ async def _as_coroutine(awaitable: Awaitable[None]) -> None:
     await awaitable
 
 
-def _declared_bytes(scope: Scope) -> int:
-    declared = dict(scope["headers"]).get(b"content-length", b"0")
+def _declared_bytes(headers: Headers) -> int:
+    declared = headers.get(b"content-length", b"0")
     return int(declared) if declared.isdigit() else 0
-
-
-def _hash(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

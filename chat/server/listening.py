@@ -5,10 +5,12 @@ from __future__ import annotations
 import ipaddress
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import uvicorn
 from fastapi import FastAPI
 
+from chat.server.connections import Connection, Connections
 from chat.server.service import Service
 from memory import SpecError
 
@@ -45,9 +47,12 @@ class Server(uvicorn.Server):
         service = app.state.service
         assert isinstance(service, Service)
         self._service = service
+        self.connections = Connections(service.options, service.metrics)
         super().__init__(
             uvicorn.Config(
                 app,
+                http=partial(Connection, self.connections),  # type: ignore[arg-type]  # it is only called
+                proxy_headers=False,  # nothing here asks who a proxy speaks for
                 log_level="warning",
                 access_log=False,
                 server_header=False,

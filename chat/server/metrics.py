@@ -26,6 +26,9 @@ class Metrics:
         self.requests = Counter(
             f"{_PREFIX}_requests", "Requests answered; 499: the client went away.", ["path", "code"], registry=self.registry
         )
+        self.refused_connections = Counter(
+            f"{_PREFIX}_refused_connections", "Connections closed without a request, by the reason.", ["code"], registry=self.registry
+        )
         self.prompt_tokens = Counter(f"{_PREFIX}_prompt_tokens", "Tokens of prompts, reused ones included.", registry=self.registry)
         self.first_token_seconds = Histogram(
             f"{_PREFIX}_time_to_first_token_seconds",

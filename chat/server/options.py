@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from memory import SpecError
 
 MOST_CHOICES = 16
 """Replies that one request may ask for: its prompts times `n`."""
+
+_HOST = re.compile(r"[^\s/:@,]+|\[[0-9a-fA-F:.]+\]")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/,]+|null")
 
 
 @dataclass(frozen=True)
@@ -16,11 +20,18 @@ class ServerOptions:
 
     Attributes:
         api_key: what clients must send as `Authorization: Bearer KEY`; None: nothing.
+        allowed_hosts: names that a request's Host may have beside those of loopback, without port. None given: any with a key.
+        allowed_origins: of web pages that may ask, such as "https://example.com", and read the answer; "*": all. None given: any may
+            ask with a key, and none may read.
         max_body_bytes: of a request's body.
         max_tokens: of a prompt and its reply together; None: what the model's config and the memory's budget allow.
         default_tokens: of a chat's reply, where the request names no number.
         max_requests: that are answered at once; the next is told to come back later.
+        max_connections: open at once. When one more comes, the one that waits longest for its client's bytes is closed.
+        max_peer_connections: of those, from one address.
+        head_seconds: in which a request's head must have arrived.
         body_seconds: in which a body must have arrived.
+        body_bytes_per_second: that a body must bring on average, not counting its first 5 seconds.
         stall_seconds: after which a client that takes no more bytes counts as gone.
         grace_seconds: that replies may still take when the server is to stop.
     Raises:
@@ -28,24 +39,44 @@ class ServerOptions:
     """
 
     api_key: str | None = None
+    allowed_hosts: tuple[str, ...] = ()
+    allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 1 << 20
     max_tokens: int | None = None
     default_tokens: int = 1024
     max_requests: int = 64
+    max_connections: int = 512
+    max_peer_connections: int = 256
+    head_seconds: float = 10.0
     body_seconds: float = 30.0
+    body_bytes_per_second: int = 1024
     stall_seconds: float = 60.0
     grace_seconds: float = 10.0
 
     def __post_init__(self) -> None:
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
             raise SpecError("the API key is empty or has spaces around it; give one without, or none")
-        least = {"max_body_bytes": 1, "max_tokens": 2, "default_tokens": 1, "max_requests": 1}
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise SpecError(f"allowed host {host!r}; give a name without scheme and port, such as example.com")
+        for origin in self.allowed_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise SpecError(f"allowed origin {origin!r}; give scheme and name, such as https://example.com, or *")
+        least = {
+            "max_body_bytes": 1,
+            "max_tokens": 2,
+            "default_tokens": 1,
+            "max_requests": 1,
+            "max_connections": 1,
+            "max_peer_connections": 1,
+            "body_bytes_per_second": 1,
+        }
         for name, n in least.items():
             value = getattr(self, name)
             if value is None and name == "max_tokens":
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < n:
                 raise SpecError(f"{name}={value!r}; it must be an integer of at least {n}")
-        for name in ("body_seconds", "stall_seconds", "grace_seconds"):
+        for name in ("head_seconds", "body_seconds", "stall_seconds", "grace_seconds"):
             if not getattr(self, name) >= 0:
                 raise SpecError(f"{name}={getattr(self, name)!r}; give seconds, 0 or more")

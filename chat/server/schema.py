@@ -6,6 +6,7 @@ who asks, and change nothing by their nature.
 
 from __future__ import annotations
 
+import re
 import reprlib
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -13,11 +14,15 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, Va
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from chat.sampling import Sampling
-from chat.server.errors import ApiError
+from chat.server.errors import ApiError, clip
 from chat.server.options import MOST_CHOICES
 
 MOST_STOPS = 4
 MOST_STOP_CHARACTERS = 256
+MOST_VALUES = 32_768
+"""Objects, arrays and keys of one body: Python makes something of each while everybody waits."""
+MOST_MESSAGES = 4096
+_STRING = re.compile(rb'"[^"]*(?:"|\Z)')
 _COLDEST = 1e-4
 """Temperatures below are 0: divided by them, logits would leave the range of float32."""
 
@@ -28,6 +33,9 @@ ModelT = TypeVar("ModelT", bound="_Checked")
 
 def read_request(model: type[ModelT], body: bytes) -> ModelT:
     """A request's body. Raises ApiError 400, naming the parameter."""
+    if _count_values(body) > MOST_VALUES and _count_values(_without_strings(body)) > MOST_VALUES:
+        message = f"The body has more than {MOST_VALUES:,} objects, arrays and keys; send fewer messages, or join their parts."
+        raise ApiError(400, message, code="invalid_json")
     try:
         value = from_json(body, allow_inf_nan=False)
     except ValueError as error:
@@ -40,11 +48,20 @@ def read_request(model: type[ModelT], body: bytes) -> ModelT:
         raise _explain(error.errors(include_url=False)[0]) from None
 
 
+def _count_values(body: bytes) -> int:
+    """An upper bound of the objects, arrays and keys in a body; exact where no string holds one of their signs."""
+    return sum(map(body.count, (b"{", b"[", b":")))
+
+
+def _without_strings(body: bytes) -> bytes:
+    return _STRING.sub(b"", body.replace(rb"\\", b"").replace(rb"\"", b""))
+
+
 def _explain(detail: ErrorDetails) -> ApiError:
     kind, given = detail["type"], reprlib.repr(detail["input"])
-    where = [*detail["loc"], *([detail["ctx"]["name"]] if kind == "unsupported" else [])]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
-    if kind == "extra_forbidden":
+    where = [*detail["loc"], *([detail["ctx"]["name"]] if kind in ("unknown", "unsupported") else [])]
+    param = clip("".join(f"[{part}]" if isinstance(part, int) else f".{clip(part)}" for part in where).lstrip("."))
+    if kind == "unknown":
         return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
     if kind == "missing":
         return ApiError(400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
@@ -66,6 +83,9 @@ class _Checked(BaseModel):
     def drop_neutral(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
+        unknown = next((name for name in value if name not in cls.model_fields and name not in cls.neutral), None)
+        if unknown is not None:  # the first of perhaps very many, each of which would cost an error of its own
+            raise PydanticCustomError("unknown", "is unknown", {"name": unknown})
         for name, harmless in cls.neutral.items():
             given = value.get(name)
             if given is not None and not any(type(given) is type(v) and given == v for v in harmless):
@@ -106,6 +126,8 @@ def _read_prompts(value: object) -> list[Prompt]:
     """One prompt or several, each a text or token ids."""
     if isinstance(value, str) or _are_ids(value):
         return [value]  # type: ignore[list-item]
+    if isinstance(value, list) and len(value) > MOST_CHOICES and not isinstance(value[0], int):
+        raise ValueError(f"more than {MOST_CHOICES} prompts ask for more than {MOST_CHOICES} replies; send several requests")
     if isinstance(value, list) and value and all(isinstance(v, str) or _are_ids(v) for v in value):
         return value
     raise ValueError("it must be a string, a list of token ids, or a list of either")
@@ -170,6 +192,12 @@ class _Request(_Checked):
 _PENALTIES: Neutral = {"presence_penalty": (0, 0.0), "frequency_penalty": (0, 0.0), "logit_bias": ({},)}
 
 
+def _check_n_messages(value: object) -> object:
+    if isinstance(value, list) and len(value) > MOST_MESSAGES:
+        raise ValueError(f"it has {len(value):,} messages; {MOST_MESSAGES:,} are possible")
+    return value
+
+
 class ChatRequest(_Request):
     """POST /v1/chat/completions."""
 
@@ -193,7 +221,7 @@ class ChatRequest(_Request):
         "verbosity": (),
         "web_search_options": (),
     }
-    messages: Annotated[list[Message], FailFast(), Field(min_length=1)]
+    messages: Annotated[list[Message], FailFast(), Field(min_length=1), BeforeValidator(_check_n_messages)]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     safety_identifier: str | None = None

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -22,9 +21,8 @@ from chat.server.metrics import Metrics
 from chat.server.options import ServerOptions
 from chat.server.replies import Ask, Piece, Replies
 from chat.server.schema import ChatRequest, CompletionRequest, Prompt, read_request
+from chat.server.texts import Texts
 from memory import FormatError, IntegrityError
-
-T = TypeVar("T")
 
 
 class Service:
@@ -45,12 +43,9 @@ class Service:
         self.metrics = Metrics(engine)
         self.is_open = False
         self.context_tokens = find_context_tokens(engine, options.max_tokens)
-        self._tokenizer = tokenizer
         self._created = int(time.time())
         self._live: set[Replies] = set()
-        self._texts = ThreadPoolExecutor(1, thread_name_prefix="texts")
-        # A tokenizer may change itself at its first call: now, while nobody else uses it.
-        self._tokenizer.encode("a", add_special_tokens=False)
+        self._texts = Texts(tokenizer, self.context_tokens, max_long=max(1, options.max_requests // 2))
 
     # From the beginning to the end
 
@@ -65,7 +60,7 @@ class Service:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
             self.engine.end_all(StoppingError())
-            self._texts.shutdown(wait=False)
+            self._texts.close()
 
     async def _keep_serving(self) -> None:
         """A step that fails ends the requests of its time, not the server; unless the memory's books are wrong."""
@@ -107,24 +102,19 @@ class Service:
         return JSONResponse(self._model())
 
     async def chat(self, request: Request) -> Response:
-        asked = read_request(ChatRequest, await request.body())
-        self._check_model(asked.model)
-        messages = [message.as_template_knows() for message in asked.messages]
-        try:
-            token_ids = await self._with_texts(lambda: encode_chat(self._tokenizer, messages))
-        except FormatError as error:
-            raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
+        body = await request.body()
+        asked, token_ids = await self._texts.run(len(body), lambda texts: self._read_chat(texts, body), param="messages")
         ask = self._ask(asked, token_ids, asked.wanted_tokens, param="messages")
         return await self._reply(exchange_of(request.scope), asked, [ask], ChatFormat(self.model_id))
 
     async def complete(self, request: Request) -> Response:
-        asked = read_request(CompletionRequest, await request.body())
-        self._check_model(asked.model)
-        encoded = await self._with_texts(lambda: [self._encode(prompt) for prompt in asked.prompt])
+        body = await request.body()
+        asked, encoded = await self._texts.run(len(body), lambda texts: self._read_completion(texts, body), param="prompt")
         asks = [self._ask(asked, token_ids, asked.max_tokens, param="prompt") for token_ids in encoded]
         echoes = [""] * len(asks)
         if asked.echo:
-            echoes = await self._with_texts(lambda: [self._text_of(*pair) for pair in zip(asked.prompt, encoded, strict=True)])
+            pairs = list(zip(asked.prompt, encoded, strict=True))
+            echoes = await self._texts.run(len(body), lambda texts: [self._text_of(texts, *pair) for pair in pairs])
         style = CompletionFormat(self.model_id, [echo for echo in echoes for _ in range(asked.n)])
         return await self._reply(exchange_of(request.scope), asked, asks, style)
 
@@ -139,12 +129,23 @@ class Service:
             message = f"There is no model {name[:100]!r} here; there is {self.model_id!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    async def _with_texts(self, work: Callable[[], T]) -> T:
-        """Run what takes a tokenizer in the one thread for that: long texts must not keep the event loop from the others."""
-        return await asyncio.get_running_loop().run_in_executor(self._texts, work)
+    def _read_chat(self, texts: Tokenizer, body: bytes) -> tuple[ChatRequest, list[int]]:
+        """A request and its tokens. Raises ApiError."""
+        asked = read_request(ChatRequest, body)
+        self._check_model(asked.model)
+        try:
+            return asked, encode_chat(texts, [message.as_template_knows() for message in asked.messages])
+        except FormatError as error:
+            raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        token_ids = list(self._tokenizer.encode(prompt)) if isinstance(prompt, str) else prompt
+    def _read_completion(self, texts: Tokenizer, body: bytes) -> tuple[CompletionRequest, list[list[int]]]:
+        """A request and the tokens of its prompts. Raises ApiError."""
+        asked = read_request(CompletionRequest, body)
+        self._check_model(asked.model)
+        return asked, [self._encode(texts.for_another_prompt(), prompt) for prompt in asked.prompt]
+
+    def _encode(self, texts: Tokenizer, prompt: Prompt) -> list[int]:
+        token_ids = list(texts.encode(prompt)) if isinstance(prompt, str) else prompt
         vocab_size = self.engine.memory.spec.vocab_size
         if not token_ids:
             raise ApiError(400, "Invalid 'prompt': it has no tokens; give some text.", param="prompt", code="invalid_value")
@@ -153,8 +154,8 @@ class Service:
             raise ApiError(400, message, param="prompt", code="invalid_value")
         return token_ids
 
-    def _text_of(self, prompt: Prompt, token_ids: list[int]) -> str:
-        return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+    def _text_of(self, texts: Tokenizer, prompt: Prompt, token_ids: list[int]) -> str:
+        return prompt if isinstance(prompt, str) else str(texts.decode(token_ids, skip_special_tokens=True))
 
     def _ask(self, asked: ChatRequest | CompletionRequest, token_ids: list[int], wanted: int | None, *, param: str) -> Ask:
         n_reply = check_length(len(token_ids), wanted, self.options.default_tokens, self.context_tokens, param=param)

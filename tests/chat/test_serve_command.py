@@ -56,6 +56,8 @@ def test_what_cannot_be_listened_on_is_one_line() -> None:
         (["--max-body", "much"], "--max-body='much'"),
         (["--budget", "1KiB"], "budget"),
         (["--api-key", " "], "API key"),
+        (["--allowed-host", "http://a.example"], "http://a.example"),
+        (["--allowed-origin", "https://a.example", "--allowed-origin", "a.example/"], "a.example/"),
         (["--step-tokens", "8", "--max-running", "8"], "step_tokens"),
         (["--model", "/nowhere/at/all"], "nowhere"),
     ],

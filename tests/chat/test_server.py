@@ -24,6 +24,8 @@ NOTED, UNKNOWN = "Okay, noted.", "You have not told me that."
 CAT = [{"role": "user", "content": "My cat is called Zoe."}]
 BASE: dict[str, Any] = {"model": MODEL, "messages": CAT}
 LIMIT = 512
+JSON = {"Content-Type": "application/json"}
+RAW_JSON = [(b"content-type", b"application/json")]
 
 
 @pytest.fixture(scope="module")
@@ -365,7 +367,7 @@ def gated(embedded: LanguageModel) -> Iterator[Gated]:
 def send(server: Running, body: dict[str, Any]) -> http.client.HTTPConnection:
     """A request whose answer nobody has read yet."""
     connection = server.connect()
-    connection.request("POST", "/v1/chat/completions", json.dumps(BASE | {"temperature": 0} | body), server.headers)
+    connection.request("POST", "/v1/chat/completions", json.dumps(BASE | {"temperature": 0} | body), JSON | server.headers)
     return connection
 
 
@@ -410,17 +412,19 @@ def test_who_goes_while_it_sends(embedded: LanguageModel, tokenizer: Tokenizer) 
     with running(embedded, tokenizer, ServerOptions(max_requests=1)) as server:
         connection = server.connect()
         connection.putrequest("POST", "/v1/chat/completions")
+        connection.putheader("Content-Type", "application/json")
         connection.putheader("Content-Length", "100")
         connection.endheaders(b"{")
-        wait_until(lambda: server.chat().status == 429)
+        assert server.chat().status == 200  # what is half sent has no place
         connection.close()
-        wait_until(lambda: server.chat().status == 200)
+        assert server.chat().status == 200
 
 
 def test_who_sends_too_slowly(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
     with running(embedded, tokenizer, ServerOptions(body_seconds=0.05)) as server:
         connection = server.connect()
         connection.putrequest("POST", "/v1/chat/completions")
+        connection.putheader("Content-Type", "application/json")
         connection.putheader("Content-Length", "100")
         connection.endheaders(b"{")
         assert connection.getresponse().status == 408
@@ -432,7 +436,7 @@ def test_who_does_not_listen_counts_as_gone(embedded: LanguageModel, tokenizer: 
     memory = HybridMemory(embedded.memory_spec, "16MiB", poison=True)
     app = make_app(Engine(embedded, memory, tokenizer), tokenizer, MODEL, ServerOptions(stall_seconds=0.05))
     body = json.dumps(BASE | {"stream": True}).encode()
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b"", "asgi": {}}
+    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": RAW_JSON, "query_string": b"", "asgi": {}}
 
     async def receive() -> dict[str, Any]:
         return incoming.pop() if incoming else await asyncio.Event().wait()  # type: ignore[return-value]
@@ -459,7 +463,7 @@ def test_a_server_that_does_not_run_says_so(embedded: LanguageModel, tokenizer: 
     statuses: list[int] = []
 
     async def ask(method: str, path: str) -> None:
-        scope = {"type": "http", "method": method, "path": path, "headers": [], "query_string": b"", "asgi": {}}
+        scope = {"type": "http", "method": method, "path": path, "headers": RAW_JSON, "query_string": b"", "asgi": {}}
         incoming = [{"type": "http.request", "body": b"{}"}]
 
         async def receive() -> dict[str, Any]:

@@ -1,0 +1,107 @@
+"""Who may ask: what is decided by a request's head, before its body is read."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import ipaddress
+from collections.abc import Mapping
+
+from chat.server.errors import ApiError, clip
+from chat.server.options import ServerOptions
+
+Headers = Mapping[bytes, bytes]
+_OPEN_TO_ALL = "/health"
+
+
+class Admission:
+    """The rules for hosts, origins and keys.
+
+    A web page can make its visitor's browser send requests to this machine: under a name of its own that it has pointed here (DNS
+    rebinding), or as requests whose answers it may not read. A key keeps both out; without one, hosts and origins are checked.
+    """
+
+    def __init__(self, options: ServerOptions) -> None:
+        self._key_hash = _hash(options.api_key.encode()) if options.api_key is not None else None
+        self._hosts = frozenset(name.lower().strip("[]") for name in options.allowed_hosts)
+        self._origins = frozenset(origin.lower() for origin in options.allowed_origins)
+        self._checks_hosts = options.api_key is None or bool(self._hosts)
+        self._checks_origins = options.api_key is None or bool(self._origins)
+
+    def check(self, method: str, path: str, headers: Headers) -> None:
+        """Let a request in. Raises ApiError 401 or 403."""
+        if path == _OPEN_TO_ALL:
+            return
+        self._check_host(headers.get(b"host"))
+        origin = headers.get(b"origin")
+        if origin is not None and self._checks_origins and not self.allows_origin(origin):
+            message = f"Pages of {clip(_text(origin))!r} may not ask here; allow them with --allowed-origin."
+            raise ApiError(403, message, code="origin_not_allowed")
+        if not self.is_preflight(method, headers):
+            self._check_key(headers.get(b"authorization", b""))
+
+    def allows_origin(self, origin: bytes) -> bool:
+        return "*" in self._origins or _text(origin).lower() in self._origins
+
+    def headers_for(self, headers: Headers) -> list[tuple[bytes, bytes]]:
+        """Headers of the answer that let an allowed page, and no other, read it."""
+        origin = headers.get(b"origin")
+        if origin is not None and self.allows_origin(origin):
+            return [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
+        return [(b"vary", b"Origin")] if self._origins else []
+
+    def is_preflight(self, method: str, headers: Headers) -> bool:
+        """Whether a browser asks on behalf of an allowed page what the page may send; it never shows a key."""
+        asks = method == "OPTIONS" and b"access-control-request-method" in headers
+        return asks and self.allows_origin(headers.get(b"origin", b""))
+
+    def _check_host(self, host: bytes | None) -> None:
+        if host is None or not self._checks_hosts:  # HTTP/1.0 may leave it out; no browser does
+            return
+        name = _name_of(_text(host))
+        if name not in self._hosts and not _is_loopback(name):
+            message = f"This server is not {clip(name)!r}; if it is to be, allow that name with --allowed-host."
+            raise ApiError(403, message, code="host_not_allowed")
+
+    def _check_key(self, authorization: bytes) -> None:
+        if self._key_hash is None:
+            return
+        scheme, _, key = authorization.partition(b" ")
+        wanted = {"WWW-Authenticate": "Bearer"}
+        if scheme.lower() != b"bearer" or not key:
+            message = "This server wants an API key; send it as 'Authorization: Bearer KEY'."
+            raise ApiError(401, message, code="missing_api_key", headers=wanted)
+        if not hmac.compare_digest(_hash(key.strip()), self._key_hash):  # of hashes: not even the key's length shows
+            raise ApiError(401, "This is not the server's API key.", code="invalid_api_key", headers=wanted)
+
+
+def preflight_headers(headers: Headers) -> dict[str, str]:
+    """Headers of the answer to a preflight request: the page may send every header that it asks for."""
+    return {
+        "Access-Control-Allow-Methods": "GET, POST",
+        "Access-Control-Allow-Headers": _text(headers.get(b"access-control-request-headers", b"")),
+        "Access-Control-Max-Age": "600",
+    }
+
+
+def _name_of(host: str) -> str:
+    """The name in a Host header: without port, brackets and the dot that may end it."""
+    name, _, port = host.rpartition(":")
+    if not name or not port.isdigit():
+        name = host.removesuffix(":")
+    return name.strip("[]").removesuffix(".").lower()
+
+
+def _is_loopback(name: str) -> bool:
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
+
+
+def _text(header: bytes) -> str:
+    return header.decode("latin-1")
+
+
+def _hash(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,146 @@
+"""Where texts become tokens: off the event loop, and no short text waits for a long one.
+
+The tokenizers of transformers let other threads run while they work, so two threads are enough: one for short texts, and one in which
+long ones wait for each other. Each has a tokenizer of its own, since a tokenizer is not made for two threads. In each, who came first
+goes first, but for who brings more: so many bytes count as a second of waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import heapq
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+from chat.prompts import Tokenizer
+from chat.server.errors import RETRY, ApiError
+
+T = TypeVar("T")
+
+LONG_BYTES = 32 << 10
+"""Of a body: those with more take their turn among the long ones."""
+_BYTES_PER_SECOND = 100_000
+
+
+class Texts:
+    """Runs what needs a tokenizer, and refuses texts that can have no place in a context before they are tokenised.
+
+    Args:
+        context_tokens: that a prompt and its reply may have together.
+        max_long: requests with long bodies that may wait for their turn.
+    Attributes:
+        most_bytes: of a text: as many tokens as there may be, all of them the longest one.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, context_tokens: int, max_long: int) -> None:
+        # A tokenizer may change itself at its first call: now, while nobody else uses it.
+        tokenizer.encode("a", add_special_tokens=False)
+        self.context_tokens = context_tokens
+        self.longest_token_bytes = find_longest_token(tokenizer)
+        self.most_bytes = context_tokens * self.longest_token_bytes
+        self._max_long = max_long
+        self._n_long = 0
+        self._short = _Lane(tokenizer, "texts")
+        self._long = _Lane(copy.deepcopy(tokenizer), "long-texts")
+
+    async def run(self, n_bytes: int, work: Callable[[Tokenizer], T], *, param: str | None = None) -> T:
+        """Do the work of a request in a thread.
+
+        Args:
+            n_bytes: of the request's body.
+            work: gets a tokenizer whose `encode` refuses what is too long.
+            param: the field that holds the texts.
+        Raises:
+            ApiError: 400 for texts that are too long, 429 where too many long ones wait. Whatever the work raises.
+        """
+        is_long = n_bytes > LONG_BYTES
+        if is_long and self._n_long >= self._max_long:
+            message = f"{self._n_long} requests with more than {LONG_BYTES:,} bytes wait to be read; try again."
+            raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)
+        lane = self._long if is_long else self._short
+        self._n_long += is_long
+        try:
+            return await lane.run(n_bytes, partial(work, _Bounded(lane.tokenizer, self, param)))
+        finally:
+            self._n_long -= is_long
+
+    def close(self) -> None:
+        for lane in (self._short, self._long):
+            lane.thread.shutdown(wait=False, cancel_futures=True)
+
+    def check_bytes(self, n_bytes: int, param: str | None) -> None:
+        """Refuse a text by its length. Raises ApiError 400."""
+        if n_bytes > self.most_bytes:
+            message = (
+                f"This server takes {self.context_tokens:,} tokens at most, prompt and reply together; the prompt has at least "
+                f"{n_bytes:,} bytes, and no token has more than {self.longest_token_bytes}, so at most {self.most_bytes:,} fit. Shorten it."
+            )
+            raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+class _Lane:
+    """A thread, the tokenizer that nobody else uses, and who waits for them."""
+
+    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
+        self.tokenizer = tokenizer
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._n_waited = 0
+        self._is_busy = False
+
+    async def run(self, n_bytes: int, work: Callable[[], T]) -> T:
+        loop = asyncio.get_running_loop()
+        if self._is_busy:
+            turn: asyncio.Future[None] = loop.create_future()
+            self._n_waited += 1
+            heapq.heappush(self._waiting, (loop.time() + n_bytes / _BYTES_PER_SECOND, self._n_waited, turn))
+            try:
+                await turn
+            except asyncio.CancelledError:
+                if turn.done() and not turn.cancelled():  # it was cancelled in its turn
+                    self._hand_over()
+                raise
+        self._is_busy = True
+        working = loop.run_in_executor(self.thread, work)
+        working.add_done_callback(lambda _: self._hand_over())
+        return await working
+
+    def _hand_over(self) -> None:
+        while self._waiting:
+            _, _, turn = heapq.heappop(self._waiting)
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._is_busy = False
+
+
+class _Bounded:
+    """A tokenizer that refuses, before it begins, the text with which a prompt has more bytes than its tokens can have."""
+
+    def __init__(self, tokenizer: Tokenizer, texts: Texts, param: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._texts = texts
+        self._param = param
+        self._n_bytes = 0
+
+    def for_another_prompt(self) -> _Bounded:
+        return _Bounded(self._tokenizer, self._texts, self._param)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self._n_bytes += len(text.encode(errors="surrogatepass"))
+        self._texts.check_bytes(self._n_bytes, self._param)
+        return list(self._tokenizer.encode(text, **options))
+
+
+def find_longest_token(tokenizer: Tokenizer) -> int:
+    """The most bytes of text that one token stands for: a token's name has no fewer, in whatever way it writes them.
+
+    What a tokenizer leaves out of a text (spaces that it joins, runs of characters that it does not know) is not considered.
+    """
+    return max(len(name.encode(errors="surrogatepass")) for name in tokenizer.get_vocab())

@@ -1,0 +1,180 @@
+"""Bodies that are large, or full of small things, and texts that are long: none of them is another client's problem."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from chat.prompts import Tokenizer
+from chat.server import ServerOptions
+from chat.server.errors import ApiError
+from chat.server.schema import MOST_MESSAGES, MOST_VALUES, ChatRequest, CompletionRequest, read_request
+from chat.server.texts import LONG_BYTES, Texts, find_longest_token
+from models import LanguageModel
+from tests.chat.servers import MODEL, Running, running, wait_until
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
+LONG = "x" * LONG_BYTES
+
+
+class Watched:
+    """A tokenizer that tells what it is given, and is held up by texts that begin with x while it is told to be."""
+
+    def __init__(self, tokenizer: Tokenizer, copied: Watched | None = None) -> None:
+        self._tokenizer = tokenizer
+        self.encoded: list[str] = copied.encoded if copied else []
+        self.may_go = copied.may_go if copied else threading.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def __deepcopy__(self, memo: object) -> Watched:
+        return Watched(self._tokenizer, self)
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        self.encoded.append(text)
+        if text.startswith("x"):
+            assert self.may_go.wait(30), "the test forgot the gate"
+            return [1]
+        return list(self._tokenizer.encode(text, **options))
+
+
+@pytest.fixture
+def watched(tokenizer: Tokenizer) -> Iterator[Watched]:
+    tokenizer = Watched(tokenizer)
+    yield tokenizer
+    tokenizer.may_go.set()
+
+
+def complete(server: Running, text: str) -> int:
+    return server.call("POST", "/v1/completions", {"model": MODEL, "prompt": text, "max_tokens": 1}).status
+
+
+# Long texts
+
+
+def test_a_text_that_no_context_can_hold_is_not_tokenised(embedded: LanguageModel, watched: Watched) -> None:
+    with running(embedded, watched, ServerOptions(max_tokens=512)) as server:
+        most = 512 * find_longest_token(watched)
+        watched.encoded.clear()
+        text = "cat " * 200_000
+        answers = [server.chat(text), server.call("POST", "/v1/completions", {"model": MODEL, "prompt": ["a", text]})]
+        for answer, param in zip(answers, ("messages", "prompt"), strict=True):
+            assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "context_length_exceeded", param)
+            assert f"{most:,}" in answer.error["message"] and "512 tokens" in answer.error["message"]
+        assert watched.encoded == ["a"]
+        prompts = ["a " * (most // 4)] * 3  # each may be as long
+        answer = server.call("POST", "/v1/completions", {"model": MODEL, "prompt": prompts})
+        assert answer.error["code"] == "context_length_exceeded" and watched.encoded[1:] == prompts
+
+
+def test_no_text_of_the_longest_tokens_is_refused_by_its_bytes(tokenizer: Tokenizer) -> None:
+    """Nothing that fits is refused: the bound is not below what the tokens of a whole vocabulary say."""
+    n_bytes = find_longest_token(tokenizer)
+    assert all(len(tokenizer.decode([i]).encode()) <= n_bytes for i in range(len(tokenizer)))
+    assert n_bytes == len("<|assistant|>")
+
+
+def test_short_texts_do_not_wait_for_long_ones(embedded: LanguageModel, watched: Watched) -> None:
+    with running(embedded, watched, ServerOptions(max_requests=4)) as server, ThreadPoolExecutor(4) as clients:
+        long = [clients.submit(complete, server, f"{LONG}{i}") for i in range(2)]
+        wait_until(lambda: any(text.startswith("x") for text in watched.encoded))
+        assert [complete(server, "My") for _ in range(3)] == [200] * 3
+        wait_until(lambda: server.service._texts._n_long == 2)
+        assert complete(server, LONG) == 429  # half of the places are for the others
+        watched.may_go.set()
+        assert [answer.result() for answer in long] == [200, 200]
+        assert complete(server, LONG) == 200
+
+
+def test_a_turn_comes_by_waiting_and_by_bytes(watched: Watched) -> None:
+    texts = Texts(watched, 512, max_long=9)
+    done: list[str] = []
+
+    async def use() -> None:
+        def ask(name: str, n_bytes: int) -> asyncio.Task[None]:
+            return asyncio.create_task(texts.run(n_bytes, lambda tokenizer: done.append(name)))
+
+        first = asyncio.create_task(texts.run(1, lambda tokenizer: watched.may_go.wait(30)))
+        await asyncio.sleep(0)
+        tasks = {name: ask(name, n_bytes) for name, n_bytes in {"large": 30_000, "small": 10, "medium": 9000, "gone": 10}.items()}
+        await asyncio.sleep(0)
+        tasks["gone"].cancel()
+        await asyncio.sleep(0.35)
+        tasks["late"] = ask("late", 10)
+        await asyncio.sleep(0)
+        watched.may_go.set()
+        await asyncio.gather(first, *tasks.values(), return_exceptions=True)
+        await texts.run(1, lambda tokenizer: done.append("last"))
+
+    asyncio.run(use())
+    texts.close()
+    assert done == ["small", "medium", "large", "late", "last"]
+
+
+def test_a_client_that_goes_hands_its_turn_over(watched: Watched) -> None:
+    texts = Texts(watched, 512, max_long=9)
+
+    async def use(n_loops: int) -> str:
+        first = asyncio.create_task(texts.run(1, lambda tokenizer: "first"))
+        await asyncio.sleep(0)
+        second = asyncio.create_task(texts.run(1, lambda tokenizer: "second"))
+        third = asyncio.create_task(texts.run(1, lambda tokenizer: "third"))
+        await first
+        for _ in range(n_loops):
+            await asyncio.sleep(0)
+        second.cancel()
+        return await asyncio.wait_for(third, 10)
+
+    for n_loops in range(6):
+        assert asyncio.run(use(n_loops)) == "third"
+    texts.close()
+
+
+# Many small things
+
+
+@pytest.mark.parametrize(
+    ("model", "value", "code"),
+    [
+        (ChatRequest, {f"k{i}": 1 for i in range(MOST_VALUES)}, "invalid_json"),
+        (ChatRequest, CHAT | {"messages": [{"role": "user", "content": ""}] * (MOST_VALUES // 3 + 1)}, "invalid_json"),
+        (ChatRequest, CHAT | {"messages": [{}] * (MOST_MESSAGES + 1)}, "invalid_value"),
+        (ChatRequest, [[]] * MOST_VALUES, "invalid_json"),
+        (CompletionRequest, {"model": MODEL, "prompt": [[1]] * MOST_VALUES}, "invalid_json"),
+        (CompletionRequest, {"model": MODEL, "prompt": [[1]] * (MOST_VALUES // 2)}, "invalid_value"),
+        (CompletionRequest, {"model": MODEL, "prompt": ["a"] * (MOST_VALUES // 2)}, "invalid_value"),
+    ],
+)  # fmt: skip
+def test_a_body_of_very_many_things_is_refused(model: Any, value: object, code: str) -> None:
+    with pytest.raises(ApiError) as found:
+        read_request(model, json.dumps(value).encode())
+    assert (found.value.status, found.value.code) == (400, code)
+
+
+@pytest.mark.parametrize("text", ["[{:" * MOST_VALUES, '\\"[' * MOST_VALUES, '"{' * MOST_VALUES, "\\" * MOST_VALUES + "[{:" * MOST_VALUES])
+def test_what_texts_say_is_not_counted(text: str) -> None:
+    asked = read_request(ChatRequest, json.dumps(CHAT | {"messages": [{"role": "user", "content": text}]}).encode())
+    assert asked.messages[0].content == text
+
+
+@pytest.mark.parametrize("where", [(), ("messages", 0), ("stream_options",)])
+def test_one_unknown_key_is_enough(where: tuple[Any, ...]) -> None:
+    """The others are not looked at: an error for each would hold everybody up."""
+    value: dict[str, Any] = json.loads(json.dumps(CHAT | {"stream": True, "stream_options": {}}))
+    inner = value
+    for key in where:
+        inner = inner[key]
+    inner.update({f"k{i}": 1 for i in range(1000)})
+    with pytest.raises(ValidationError) as found:
+        ChatRequest.model_validate(value)
+    assert found.value.error_count() == 1
+    with pytest.raises(ApiError, match=r"Unknown parameter: '.*k0'"):
+        read_request(ChatRequest, json.dumps(value).encode())
