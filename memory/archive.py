@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,13 @@ _BLOCKS = "blocks/"
 _DTYPES = {torch.int64: "I64", torch.uint8: "U8"}
 
 
+def read_path(option: str, path: Any, wanted: str, error: type[SpecError | FormatError] = SpecError) -> str:
+    """A path or URL as text. Raises `error` for anything else, saying what is wanted."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise error(f"{option}={path!r} is no path; give {wanted}")
+    return os.fsdecode(path)
+
+
 def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any]) -> None:
     """Write a file, whole or not at all: what stood there before stays until the new one is complete.
 
@@ -41,24 +49,37 @@ def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any]) -> None
     Args:
         about: what JSON can say of the sequence; `tokens` may be an array.
     Raises:
-        SpecError: a dry run's memory has no bytes to write. OSError: as the file system has it.
+        SpecError: a dry run's memory has no bytes to write; or the path is a folder, or leads into one that does not exist. OSError: as the
+        file system has it.
     """
     from fsspec.core import url_to_fs
 
     if any(blocks.is_meta for blocks in snapshot.blocks.values()):
         raise SpecError('a memory on device="meta" holds no bytes that a file could keep; save from a real one')
+    fs, place = url_to_fs(path)
+    is_local = "file" in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
+    if is_local:
+        _check_place(path, place)
     about = dict(about)
     tensors = {_BLOCKS + name: blocks for name, blocks in snapshot.blocks.items()}
     tensors["tokens"] = torch.from_numpy(np.asarray(about.pop("tokens", ()), np.int64))
     texts = {name: json.dumps(value, sort_keys=True) for name, value in (("records", snapshot.records), ("about", about))}
     metadata = {"format": _FORMAT, "version": str(_VERSION), **texts}
     parts = _serialized(tensors, metadata | {"sha256": _digest(tensors, metadata)})
-    fs, place = url_to_fs(path)
-    if "file" not in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol):
+    if not is_local:
         fs.pipe_file(place, b"".join(parts))
         return
     with written_whole(Path(place)) as file:
         file.writelines(parts)
+
+
+def _check_place(path: str, place: str) -> None:
+    """Raise SpecError unless a file can stand at this place of a local disk."""
+    folder, name = os.path.split(place)
+    if os.path.isdir(place):  # noqa: PTH112 - a URL's place may be no Path
+        raise SpecError(f"{path} is a folder; give the path of a file in it, such as {os.path.join(place, 'alice.safetensors')}")  # noqa: PTH118
+    if folder and not os.path.isdir(folder):  # noqa: PTH112
+        raise SpecError(f"there is no folder {folder} to save {name} in; make it first")
 
 
 def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
@@ -70,6 +91,8 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
     try:
         fs, place = url_to_fs(path)
         data = fs.cat_file(place)
+    except IsADirectoryError as error:
+        raise FormatError(f"{path} is a folder; give the path of a saved sequence, a file") from error
     except (OSError, ValueError, ImportError) as error:
         raise FormatError(f"{path} cannot be read: {str(error) or type(error).__name__}; give the path of a saved sequence") from error
     try:

@@ -9,6 +9,7 @@ The bookkeeping half (`Arena`, `BlockPool`) knows no tensors; `Store` holds the 
 from __future__ import annotations
 
 import itertools
+import math
 import mmap
 import re
 from collections.abc import Callable, Iterator
@@ -28,16 +29,26 @@ _MOST_BYTES = 1 << 62
 """So that addresses stay within int64."""
 
 
-def read_budget(budget: int | str) -> int:
-    """Bytes of a budget given as a number of bytes or as text: "512MiB", "1.5 GB", "80GiB"."""
-    if isinstance(budget, int) and not isinstance(budget, bool) and 0 < budget <= _MOST_BYTES:
-        return budget
-    if isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kKMGT])(i?))?B\s*", budget)):
+def read_budget(budget: float | str, option: str = "budget") -> int:
+    """Bytes of a budget given as a number of bytes or as text: "512MiB", "1.5 GB", "80g".
+
+    K, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024, in capitals or not; the B may be left out.
+
+    Args:
+        option: what the caller calls it, for messages.
+    """
+    wanted: float = 0
+    if isinstance(budget, int | float | np.integer | np.floating) and not isinstance(budget, bool):
+        wanted = budget.item() if isinstance(budget, np.generic) else budget
+        if math.isfinite(wanted) and wanted != int(wanted):
+            raise SpecError(f"{option}={budget!r}; give a whole number of bytes, or text such as '2.5GiB'")
+    elif isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", budget, re.ASCII | re.I)):
         number, prefix, binary = match.groups()
-        wanted = float(number) * (1024 if binary else 1000) ** " KMGT".index((prefix or " ").upper())
-        if 1 <= wanted <= _MOST_BYTES:
-            return int(wanted)
-    raise SpecError(f"budget={budget!r}; give a positive number of bytes, or text such as '512MiB' or '1GB'")
+        wanted = float(number) * (1024 if binary else 1000) ** " kmgt".index((prefix or " ").lower())
+    if 1 <= wanted <= _MOST_BYTES:
+        return int(wanted)
+    most = f" of at most {_MOST_BYTES:,}" if _MOST_BYTES < wanted < math.inf else ""
+    raise SpecError(f"{option}={budget!r}; give a positive number of bytes{most}, or text such as '512MiB' or '1GB'")
 
 
 class Arena:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -112,7 +112,7 @@ def _read_tokens(sequence: Sequence, tokens: Tokens, vocab_size: int) -> Int64s:
         if tokens.device.type == "meta":
             raise BatchError(f"the tokens of {sequence!r} are a meta tensor and have no values; give real token ids")
         if tokens.dtype.is_floating_point or tokens.dtype.is_complex:
-            raise _not_integers(sequence, tokens)  # numpy has no bfloat16, so this cannot wait
+            raise _not_integers(sequence, tokens, vocab_size)  # numpy has no bfloat16, so this cannot wait
         tokens = tokens.detach().cpu().numpy()
     try:
         ids = np.asarray(tokens)
@@ -123,7 +123,7 @@ def _read_tokens(sequence: Sequence, tokens: Tokens, vocab_size: int) -> Int64s:
     if ids.ndim > 1:
         raise BatchError(f"tokens of {sequence!r} have shape {ids.shape}; give one axis, one request a sequence")
     if ids.dtype.kind not in "iu":
-        raise _not_integers(sequence, tokens)
+        raise _not_integers(sequence, tokens, vocab_size)
     ids = ids.reshape(-1)
     _require_in_vocabulary(ids, sequence, vocab_size)
     return ids.astype(np.int64)
@@ -135,8 +135,23 @@ def _require_in_vocabulary(ids: NDArray[np.integer[Any]], sequence: Sequence, vo
         raise BatchError(f"token {bad} of {sequence!r} is outside the vocabulary: 0 <= id < {vocab_size}")
 
 
-def _not_integers(sequence: Sequence, tokens: Tokens) -> BatchError:
-    return BatchError(f"tokens of {sequence!r} are {tokens!r}, not integers; encode text with the model's tokenizer first")
+def _not_integers(sequence: Sequence, tokens: Tokens, vocab_size: int) -> BatchError:
+    return BatchError(f"tokens of {sequence!r} are {tokens!r}: {why_no_ids(tokens, vocab_size)}")
+
+
+def why_no_ids(tokens: object, vocab_size: int) -> str:
+    """Why something is no list of token ids, and what to give instead."""
+    if isinstance(tokens, Mapping) and "input_ids" in tokens:
+        return "what a tokenizer returns has the ids as its ['input_ids']; give those"
+    if isinstance(tokens, Set):
+        return "a set has no order; give a list of token ids"
+    parts = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens if isinstance(tokens, list | tuple) else [tokens]
+    for part in parts if isinstance(parts, list | tuple) else [parts]:
+        if isinstance(part, str | bytes):
+            return "that is text; encode it with the model's tokenizer first"
+        if isinstance(part, int) and not isinstance(part, bool) and not 0 <= part < vocab_size:
+            return f"{part} is outside the vocabulary: 0 <= id < {vocab_size}"
+    return "not integers; give integer token ids"
 
 
 def pack(tokens: TokenLists, slots: Int64s, starts: Int64s, peaks: Int64s) -> Packed:

@@ -34,6 +34,8 @@ def run_in_chunks(memory: Steppable, model: Model | None, requests: Requests, *,
         raise BatchError(f"max_tokens={max_tokens!r}; a step needs at least 1 token")
     if model is None and memory.spec.device.type != "meta":
         raise StepError("model=None runs only on a memory with device='meta'; pass the model")
+    if model is not None and not callable(model):
+        raise StepError(f"{model!r} is no model; call memory.run(model, requests), with a model from load_model")
     sequences, tokens = read_requests(requests, memory.spec.vocab_size)
     tokens.arrive(sequences, memory.spec.vocab_size)
     memory.step(list(zip(sequences, tokens, strict=True)), outputs=outputs)  # refuses what no chunk could do; nothing is entered

@@ -13,8 +13,9 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from memory.archive import check_layout, describe_layout, read_snapshot, write_snapshot
+from memory.archive import check_layout, describe_layout, read_path, read_snapshot, write_snapshot
 from memory.arena import Store, read_budget
+from memory.arguments import check_usable, read_count, read_device, read_dtype
 from memory.batch import pack, read_requests
 from memory.chunks import Model, run_in_chunks
 from memory.cross_attention import Encoded
@@ -33,15 +34,13 @@ from memory.timelines import Timelines
 from memory.together import Snapshot
 from memory.uploads import together
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
 
 class HybridMemory(Timelines):
     """The memory of a model for any number of sequences.
 
     Args:
         spec: what the model needs remembered: `model.memory_spec`.
-        budget: bytes for everything, such as 10**9 or "1GiB". On the CPU, bytes not yet used cost nothing.
+        budget: bytes for everything, such as 10**9, "1GiB" (2**30) or "1GB" (10**9). On the CPU, bytes not yet used cost nothing.
         rollback_window: tokens that every sequence can take back, counted from the furthest position it reached. 0 keeps
             no tail: then only position 0, the present and checkpoints can be returned to.
         page_tokens: tokens a page of keys and values.
@@ -51,8 +50,8 @@ class HybridMemory(Timelines):
             each step reads body and tail: a tail of 1.5 windows of what tokens did, no state at the newest position; for all but RWKV-4
             and RG-LRU. Unless given, "keep" for a model on the CPU, on a CUDA device "defer" where all recurrences can and so move
             fewer bytes (SSD, gated delta rules, linear attention; others with small windows), and else "replay".
-        device, dtype: the spec's unless given. device="meta" is a dry run: all bookkeeping, no tensors, no model.
-        state_dtype: of recurrent states, which models ask for in float32. torch.bfloat16 halves them; each step rounds its end state, so
+        device, dtype: the spec's unless given, or their names. device="meta" is a dry run: all bookkeeping, no tensors, no model.
+        state_dtype: of recurrent states, which models ask for in float32. "bfloat16" halves them; each step rounds its end state, so
             outputs drift (`python -m benchmarks states` measures how far).
         host_pages: for `to_host`: bytes of keys and values that may be in host memory, beside the budget; a CUDA device's memory pins them
             all at once. None: there is no such place.
@@ -72,38 +71,32 @@ class HybridMemory(Timelines):
     def __init__(
         self,
         spec: MemorySpec,
-        budget: int | str = "1GiB",
+        budget: float | str = "1GiB",
         *,
         rollback_window: int = 32,
         page_tokens: int = 16,
         fold: Fold | None = None,
         device: str | torch.device | None = None,
-        dtype: torch.dtype | None = None,
-        state_dtype: torch.dtype | None = None,
-        host_pages: int | str | None = None,
+        dtype: str | torch.dtype | None = None,
+        state_dtype: str | torch.dtype | None = None,
+        host_pages: float | str | None = None,
         host_attention: HostAttention = "stream",
-        host_budget: int | str | None = None,
+        host_budget: float | str | None = None,
         swap_dir: str | Path | None = None,
         poison: bool = False,
     ) -> None:
         if not isinstance(spec, MemorySpec):
             raise SpecError(f"{spec!r} is no MemorySpec; pass model.memory_spec")
-        for option, value, least in (("rollback_window", rollback_window, 0), ("page_tokens", page_tokens, 1)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise SpecError(f"{option}={value!r}; it must be an integer of at least {least} tokens")
+        rollback_window = read_count("rollback_window", rollback_window, 0, "tokens")
+        page_tokens = read_count("page_tokens", page_tokens, 1, "tokens")
         if fold not in (None, *get_args(Fold)):
             raise SpecError(f"fold={fold!r}; choose 'keep', 'replay', 'defer', or None for what suits the device")
         if host_attention not in get_args(HostAttention) or (host_attention == "compute" and host_pages is None):
             raise SpecError(f"host_attention={host_attention!r}; choose 'stream' or 'compute', and say how many bytes with host_pages=")
-        try:
-            place = spec.device if device is None else torch.device(device)
-            self.spec = replace(spec.with_state_dtype(state_dtype), device=place, dtype=spec.dtype if dtype is None else dtype)
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise SpecError(f"device={device!r} is no device; give 'cpu', 'cuda', 'meta' ...") from error
-        if self.spec.dtype not in _DTYPES:
-            raise SpecError(f"dtype={self.spec.dtype}; it must be one of {', '.join(map(str, _DTYPES))}")
-        if state_dtype not in (None, *_DTYPES):
-            raise SpecError(f"state_dtype={state_dtype!r}; it must be one of {', '.join(map(str, _DTYPES))}, or None for the model's own")
+        place = spec.device if device is None else read_device("device", device)
+        check_usable("device", place)
+        of_rows = spec.dtype if dtype is None else read_dtype("dtype", dtype)
+        self.spec = replace(spec.with_state_dtype(state_dtype), device=place, dtype=of_rows)
         self.rollback_window = rollback_window
         self.page_tokens = page_tokens
         # Of the spec's device: a dry run keeps the books of the real thing.
@@ -112,13 +105,14 @@ class HybridMemory(Timelines):
         defers = self.fold == "defer"
         grid = TailGrid.deferring(rollback_window) if defers else TailGrid.of(rollback_window, keeps=self.fold == "keep")
         budget_bytes = read_budget(budget)
+        host_bytes = None if host_budget is None else read_budget(host_budget, "host_budget")
         store = Store(budget_bytes, self.spec.device, poison=poison)
-        self._tiers = Tiers(None if host_budget is None else read_budget(host_budget), None if swap_dir is None else Path(swap_dir))
+        self._tiers = Tiers(host_bytes, None if swap_dir is None else Path(read_path("swap_dir", swap_dir, "a folder")))
         self._layout = describe_layout(self.spec, page_tokens, grid)
         kinds = make_kinds(self.spec, page_tokens, grid, store)
         host = None
         if host_pages is not None:
-            pinned = host_store(read_budget(host_pages), self.spec.device, host_attention, poison=poison)
+            pinned = host_store(read_budget(host_pages, "host_pages"), self.spec.device, host_attention, poison=poison)
             host = with_host_pages(kinds, self.spec, page_tokens, grid, store, pinned)
         super().__init__(kinds.by_name, store, has_states=kinds.recurrent is not None, host_pages=host)
         self._attention, self._cross_attention, self._recurrent = kinds.attention, kinds.cross_attention, kinds.recurrent
@@ -226,13 +220,13 @@ class HybridMemory(Timelines):
         Args:
             path: as fsspec reads it, so it may be a URL. A file there is replaced when the new one is complete, and not before.
         Raises:
-            SequenceError: a bad handle. SpecError: a dry run. OSError: from the file system.
+            SequenceError: a bad handle. SpecError: a dry run, or a path that can be no file. OSError: from the file system.
         Cost: its bytes, copied twice, hashed and written.
         """
         self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
-        slot = sequence.slot
+        slot, place = sequence.slot, read_path("path", path, "the path of a file, such as 'alice.safetensors'")
         snapshot = self._tiers.get(slot) if self._ledger.is_away[slot] else self._snapshot(slot)
-        write_snapshot(str(path), snapshot, {"layout": self._layout, "model": self.spec.model, **self._ledger.record(slot)})
+        write_snapshot(place, snapshot, {"layout": self._layout, "model": self.spec.model, **self._ledger.record(slot)})
 
     def load(self, path: str | Path) -> Sequence:
         """A new sequence that goes on, bit for bit, where the saved one stood.
@@ -243,8 +237,9 @@ class HybridMemory(Timelines):
         Raises:
             FormatError: no such file, or a damaged, foreign or unsuitable one; nothing has changed. CapacityError.
         """
-        snapshot, about = read_snapshot(str(path))
-        check_layout(str(path), about, self._layout)
+        place = read_path("path", path, "the path of a saved sequence", FormatError)
+        snapshot, about = read_snapshot(place)
+        check_layout(place, about, self._layout)
         with uninterrupted():
             sequence = self._ledger.open()
             try:

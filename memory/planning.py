@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from memory.arguments import read_count
 from memory.block_layout import ALIGNMENT_BYTES
 from memory.cross_attention import Encoded
 from memory.errors import SpecError
@@ -63,9 +64,10 @@ def plan_sequence(
         SpecError: an option that cannot work, as `HybridMemory`.
     Cost: O(n_tokens); for a million, in pages of 16, 0.7 s.
     """
-    for name, value, least in (("n_tokens", n_tokens, 1), ("step_tokens", step_tokens, 1), ("encoder_tokens", encoder_tokens, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise SpecError(f"{name}={value!r}; it must be an integer of at least {least}")
+    if not isinstance(spec, MemorySpec):
+        raise SpecError(f"{spec!r} is no MemorySpec; pass model.memory_spec")
+    n_tokens, step_tokens = read_count("n_tokens", n_tokens, 1), read_count("step_tokens", step_tokens, 1)
+    encoder_tokens = read_count("encoder_tokens", encoder_tokens, 0)
 
     def feed(ends: Iterable[int]) -> Iterator[tuple[_DryMemory, int, int]]:
         """A sequence in a memory of its own, fed up to each of `ends`: the memory, the length, and the most bytes used in the last step."""

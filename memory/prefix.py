@@ -12,7 +12,7 @@ when it lacks room: first those that save the least recomputation a byte, and we
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -22,6 +22,7 @@ from memory.errors import BatchError, SpecError
 from memory.hybrid import HybridMemory
 from memory.interface import Int64s, Sequence
 from memory.ranking import Ranking
+from memory.timelines import require_memory
 from memory.token_buffer import common_prefix
 
 _NO_TOKENS: Int64s = np.zeros(0, np.int64)
@@ -102,6 +103,7 @@ class PrefixCache:
     def __init__(self, memory: HybridMemory, *, grid_tokens: int = 512) -> None:
         if not isinstance(grid_tokens, int) or isinstance(grid_tokens, bool) or grid_tokens < 0:
             raise SpecError(f"grid_tokens={grid_tokens!r}; give a number of tokens, or 0 for no grid")
+        require_memory(memory, "PrefixCache(memory)")
         if memory.spec.of_kind("cross-attention"):
             raise SpecError(f"sequences of {memory.spec.model} depend on what an encoder said, so equal tokens are no equal prefix")
         self.memory = memory
@@ -181,6 +183,8 @@ class PrefixCache:
         Raises BatchError: a mark that is no position of the prompt.
         """
         tokens = _as_tokens(token_ids)
+        if not isinstance(marks, Iterable):
+            raise BatchError(f"marks={marks!r}; give a list of positions in the prompt")
         for mark in marks:
             if isinstance(mark, bool) or not isinstance(mark, int | np.integer) or not 0 <= mark <= len(tokens):
                 raise BatchError(f"mark {mark!r} is no position of a prompt of {len(tokens)} tokens; give 0 <= mark <= {len(tokens)}")
@@ -304,9 +308,13 @@ def _as_tokens(token_ids: Seq[int] | Int64s) -> Int64s:
     try:
         tokens = np.asarray(token_ids)
     except ValueError as error:
-        raise BatchError(f"{token_ids!r} are no token ids; give a list or array of integers") from error
-    if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
-        raise BatchError(f"token ids of shape {tokens.shape} and {tokens.dtype}; give a list or array of integers")
+        raise BatchError(f"{token_ids!r} are no token ids; give a flat list or array of integers") from error
+    if tokens.ndim > 1:
+        raise BatchError(f"token ids have shape {tokens.shape}; give one axis, one prompt at a time")
+    if not tokens.ndim or (len(tokens) and tokens.dtype.kind not in "iu"):
+        raise BatchError(
+            f"token_ids={token_ids!r}; give a list or array of integer token ids: encode text with the model's tokenizer first"
+        )
     return tokens.astype(np.int64, copy=False)
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from memory.arguments import read_count, read_device, read_dtype
 from memory.errors import SpecError, StepError
 from memory.shift import Rotation
 
@@ -17,9 +18,11 @@ if TYPE_CHECKING:
     from memory.quantization import Storage
 
 
-def _check_count(name: str, value: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise SpecError(f"{name} is {value!r}; it must be an integer of at least 1")
+def _check_shape(what: str, shape: object) -> None:
+    if not isinstance(shape, tuple):
+        raise SpecError(f"{what} has the shape {shape!r}; give a tuple of sizes, such as (128,)")
+    for size in shape:
+        read_count(f"a size in the shape {shape} of {what}", size, 1)
 
 
 @dataclass(frozen=True)
@@ -54,13 +57,13 @@ class AttentionSpec:
 
     def __post_init__(self) -> None:
         if self.window is not None:
-            _check_count("AttentionSpec.window", self.window)
+            read_count("AttentionSpec.window", self.window, 1, "token")
         for size in ("n_query_heads", "n_kv_heads", "head_dim"):
-            _check_count(f"AttentionSpec.{size}", getattr(self, size))
+            read_count(f"AttentionSpec.{size}", getattr(self, size), 1)
         if self.n_query_heads % self.n_kv_heads:
             raise SpecError(f"{self.n_query_heads} query heads cannot share {self.n_kv_heads} key/value heads evenly")
         if self.value_dim is not None:
-            _check_count("AttentionSpec.value_dim", self.value_dim)
+            read_count("AttentionSpec.value_dim", self.value_dim, 1)
             if self.value_dim > self.head_dim:
                 raise SpecError(f"value_dim is {self.value_dim}, but values are a part of keys of {self.head_dim}; give that many at most")
             if self.storage is not None:
@@ -73,7 +76,10 @@ class AttentionSpec:
                 f"scores of {self.name!r} have a bias by distance, which needs every row; {self.policy} suits attention without"
             )
         if self.rotation is not None and not (isinstance(self.rotation, Rotation) and self.rotation.end <= self.head_dim):
-            raise SpecError(f"{self.rotation!r} does not turn pairs of the {self.head_dim} elements of a head of {self.name!r}")
+            raise SpecError(
+                f"{self.rotation!r} does not turn pairs of the {self.head_dim} elements of a head of {self.name!r}; give a memory.Rotation "
+                "that does, memory.UNROTATED, or None if it is not known"
+            )
 
     @property
     def n_parts(self) -> int:
@@ -159,12 +165,14 @@ class RecurrentSpec:
     def __post_init__(self) -> None:
         if not self.states:
             raise SpecError(f"{self.family!r} has no state tensor; a layer that carries nothing needs no memory")
-        shapes = {"row": self.row_shape} | {s.name: s.shape for s in self.states}
-        if len(shapes) != len(self.states) + 1:
-            raise SpecError(f"state tensors of {self.family!r} share a name: {[s.name for s in self.states]}")
-        for name, shape in shapes.items():
-            for size in shape:
-                _check_count(f"a size in the shape {shape} of {name!r} of {self.family!r}", size)
+        if wrong := [state for state in self.states if not isinstance(state, StateTensor)]:
+            raise SpecError(f"{wrong[0]!r} is no state of {self.family!r}; give memory.StateTensor(name, shape)")
+        names = [state.name for state in self.states]
+        if len({"row", *names}) != len(names) + 1:
+            raise SpecError(f"state tensors of {self.family!r} share a name: {names}; give each its own, and none the name 'row'")
+        _check_shape(f"a row of {self.family!r}", self.row_shape)
+        for state in self.states:
+            _check_shape(f"the state {state.name!r} of {self.family!r}", state.shape)
 
 
 @dataclass(frozen=True)
@@ -191,10 +199,10 @@ class MemorySpec:
     """What a model needs remembered: for each layer the memories it owns, none, one or several.
 
     Attributes:
-        layers: entry i holds the specs of layer i; names are unique within a layer.
+        layers: entry i holds the specs of layer i; names are unique within a layer. Tuples, or lists, which become tuples.
         vocab_size: token ids are 0 <= id < vocab_size.
-        dtype: of K/V rows, of recurrence rows and of states that name none.
-        device: where the memory lives.
+        dtype: of K/V rows, of recurrence rows and of states that name none: float32, bfloat16 or float16, itself or its name.
+        device: where the memory lives, itself or its name.
         model: a label for messages.
     """
 
@@ -205,10 +213,17 @@ class MemorySpec:
     model: str = "model"
 
     def __post_init__(self) -> None:
-        _check_count("vocab_size", self.vocab_size)
+        read_count("vocab_size", self.vocab_size, 1)
+        object.__setattr__(self, "dtype", read_dtype("dtype", self.dtype))
+        object.__setattr__(self, "device", read_device("device", self.device))
+        if not isinstance(self.layers, tuple | list):
+            raise SpecError(f"layers={self.layers!r}; give a tuple with a tuple of specs for each layer")
+        object.__setattr__(self, "layers", tuple(tuple(specs) if isinstance(specs, list) else specs for specs in self.layers))
         for layer, specs in enumerate(self.layers):
             if not isinstance(specs, tuple):
                 raise SpecError(f"layer {layer} is {specs!r}; give a tuple of specs for each layer, () for none")
+            if wrong := [spec for spec in specs if not isinstance(spec, LayerSpec)]:
+                raise SpecError(f"{wrong[0]!r} in layer {layer} is no spec; give an AttentionSpec, CrossAttentionSpec or RecurrentSpec")
             if len({s.name for s in specs}) != len(specs):
                 raise SpecError(f"memories of layer {layer} share a name: {[s.name for s in specs]}; give each its own")
 
@@ -222,15 +237,16 @@ class MemorySpec:
         """All memories of a kind with their layers, in layer order: their number is a memory's index within its kind."""
         return [(layer, m) for layer, specs in enumerate(self.layers) for m in specs if self.kind_of(m) == kind]
 
-    def with_state_dtype(self, dtype: torch.dtype | None) -> MemorySpec:
+    def with_state_dtype(self, dtype: str | torch.dtype | None) -> MemorySpec:
         """The same, with all state tensors that name a dtype in this one. None leaves them as they are."""
         if dtype is None:
             return self
+        wanted = read_dtype("state_dtype", dtype, "None for the model's own, ")
 
         def change(memory: LayerSpec) -> LayerSpec:
             if not isinstance(memory, RecurrentSpec):
                 return memory
-            return replace(memory, states=tuple(s if s.dtype is None or s.keeps_dtype else replace(s, dtype=dtype) for s in memory.states))
+            return replace(memory, states=tuple(s if s.dtype is None or s.keeps_dtype else replace(s, dtype=wanted) for s in memory.states))
 
         return replace(self, layers=tuple(tuple(map(change, layer)) for layer in self.layers))
 
@@ -255,6 +271,8 @@ class MemorySpec:
 
     def _with_attention(self, layers: Iterable[int] | None, **changes: Budget | Storage | None) -> MemorySpec:
         attention = [layer for layer, memory in self.of_kind("attention") if isinstance(memory, AttentionSpec) and memory.window is None]
+        if not isinstance(layers, Iterable | None):
+            raise SpecError(f"layers={layers!r}; give several, such as layers=[{layers!r}]")
         chosen = attention if layers is None else list(layers)
         for layer in chosen:
             if layer not in attention:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from types import TracebackType
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -132,12 +132,16 @@ class Step:
     # For models
 
     def check_model(self, spec: MemorySpec) -> None:
-        """Raise StepError unless this step's memory was made for a model of this spec."""
+        """Raise StepError unless this step is open and its memory was made for a model of this spec."""
+        self._entered()
         own = self._owner.spec
         if not own.same_memories(spec):
             raise StepError(f"this memory was made for {own.model}, not for {spec.model}; make one from model.memory_spec")
         if (own.dtype, own.device.type) != (spec.dtype, spec.device.type):
-            raise StepError(f"this memory holds {own.dtype} on {own.device}, {spec.model} runs in {spec.dtype} on {spec.device}")
+            raise StepError(
+                f"this memory holds {own.dtype} on {own.device}, {spec.model} runs in {spec.dtype} on {spec.device}; make the memory with "
+                "the model's dtype and device (leave dtype= and device= of HybridMemory out), or load the model with those of the memory"
+            )
 
     def attend(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float | None = None, softcap: float | None = None,
@@ -201,6 +205,8 @@ class Step:
         """
         index = self._claim(layer, name, "recurrence")
         _check_tensors(rows=rows)
+        if not callable(recurrence):
+            raise StepError(f"recurrence={recurrence!r} cannot be called; give a function of (states, rows)")
         with _without_gradients():
             y = self._owner.recur(self._plans, index, rows.detach(), recurrence)
         self._served.add(("recurrence", index))
@@ -245,7 +251,7 @@ class Step:
     def split(self, logits: Tensor) -> tuple[Tensor, ...]:
         """Outputs of this step, one tensor a request, in the caller's order: (1 or its tokens, ...) each."""
         counts = self.tokens.counts.tolist() if self.outputs == "all" else [1] * len(self.tokens)
-        n_rows = len(logits) if isinstance(logits, Tensor) else None
+        n_rows = len(logits) if isinstance(logits, Tensor) and logits.dim() else None
         if n_rows != sum(counts):
             what = repr(logits) if n_rows is None else f"{n_rows} rows"
             raise BatchError(f"{what} are not the {sum(counts)} rows of this step's outputs={self.outputs!r}")
@@ -282,6 +288,14 @@ class Step:
 
     # Inside
 
+    if not TYPE_CHECKING:  # or it would vouch for any name
+
+        def __getattr__(self, name: str) -> object:
+            """What a model reads of a step is there once it has been entered."""
+            if name in ("token_ids", "positions", "cu_seqlens"):
+                self._entered()
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
     def _entered(self) -> Packed:
         if self._packed is None:
             raise StepError("this step is not open; use it inside `with memory.step(...) as step:`")
@@ -290,16 +304,20 @@ class Step:
     def _claim(self, layer: int, name: str | None, kind: str) -> int:
         """Index, within its kind, of the memory that a call means; each serves once a step. One that fails has not served."""
         self._entered()
-        spec, index = self._owner.spec, self._owner.index.get((layer, kind, name))
+        spec = self._owner.spec
         if spec.device.type == "meta":
             raise StepError("a dry run has no tensors; leave the model out of the step")
+        index = self._owner.index.get((layer, kind, name)) if isinstance(layer, int) else None
         if index is None:
             if not isinstance(layer, int) or not 0 <= layer < len(spec.layers):
                 raise StepError(f"layer {layer!r} does not exist; {spec.model} has layers 0 ... {len(spec.layers) - 1}")
             names = [s.name for s in spec.layers[layer] if spec.kind_of(s) == kind]
             raise StepError(f"layer {layer} has {len(names)} {kind} memories {names}; name={name!r} picks none of them")
         if (kind, index) in self._served:
-            raise StepError(f"the {kind} memory {name or index} of layer {layer} was used twice in one step")
+            raise StepError(
+                f"the {kind} memory {name or index} of layer {layer} was used twice in one step; a model runs once in each, so make another "
+                "step for the next tokens"
+            )
         return index
 
     def _check_served(self) -> None:

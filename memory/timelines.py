@@ -8,7 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from memory.arena import Store
-from memory.errors import HOST_UNIT, BatchError, CapacityError, RollbackError, SequenceError
+from memory.errors import HOST_UNIT, BatchError, CapacityError, RollbackError, SequenceError, SpecError
 from memory.host_pages import HostPages
 from memory.inspection import Inventory, sequence_html
 from memory.interface import Int64s, Sequence
@@ -18,6 +18,12 @@ from memory.shift import Dropped, drop_from_all
 from memory.together import AllKinds
 
 _T = TypeVar("_T")
+
+
+def require_memory(memory: object, call: str) -> None:
+    """Raise SpecError unless this is a memory; `call` says how the caller is called."""
+    if not isinstance(memory, Timelines):
+        raise SpecError(f"{memory!r} is no HybridMemory; call {call}")
 
 
 class Timelines:

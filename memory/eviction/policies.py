@@ -47,8 +47,7 @@ class H2O(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 < self.decay <= 1.0:
-            raise SpecError(f"H2O.decay is {self.decay!r}; it must lie in (0, 1]")
+        self._check_decay(self.decay, "(0, 1]")
 
     def score(self, rows: Candidates) -> Tensor:
         return self.decay * rows.scores + rows.weights.mean(1).sum(1)
@@ -69,6 +68,10 @@ class Scissorhands(EvictionPolicy):
     recent: int = 16
     decay: float = 0.9
     needs_queries: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_decay(self.decay, "(0, 1]")
 
     def score(self, rows: Candidates) -> Tensor:
         n_new, n_rows = rows.weights.shape[2:]
@@ -114,8 +117,7 @@ class ExpectedAttention(EvictionPolicy):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0.0 <= self.decay < 1.0:
-            raise SpecError(f"ExpectedAttention.decay is {self.decay!r}; it must lie in [0, 1)")
+        self._check_decay(self.decay, "[0, 1)")
 
     def score(self, rows: Candidates) -> Tensor:
         scores_GSNR = rows.query_scores
@@ -168,6 +170,10 @@ class PyramidKV(SnapKV):
 
     _: KW_ONLY
     steepness: int = 20
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_counts(steepness=1)
 
     def of_layer(self, number: int, n_layers: int) -> EvictionPolicy:
         least = max(self.budget_tokens // self.steepness, self.sinks + self.recent, 1)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from memory.arguments import read_count
 from memory.errors import SpecError
 from memory.kernels import Scoring, reference
 
@@ -99,8 +100,18 @@ class Budget(ABC):
     def _check_counts(self, **least: int) -> None:
         for name, lowest in least.items():
             value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
-                raise SpecError(f"{type(self).__name__}.{name} is {value!r}; it must be an integer of at least {lowest} tokens")
+            if name == "budget_tokens" and isinstance(value, float) and 0 < value < 1:
+                own = type(self).__name__
+                raise SpecError(
+                    f"{own}({value!r}) is a share; give tokens, or {own}.of_ratio({value!r}, max_tokens=...) of the longest sequence"
+                )
+            read_count(f"{type(self).__name__}.{name}", value, lowest, "tokens")
+
+    def _check_decay(self, decay: Any, within: str) -> None:
+        """Raise SpecError unless `decay` lies within "(0, 1]" or "[0, 1)"."""
+        is_number = isinstance(decay, int | float) and not isinstance(decay, bool)
+        if not is_number or not 0 <= decay <= 1 or decay == (0 if within[0] == "(" else 1):
+            raise SpecError(f"{type(self).__name__}.decay is {decay!r}; it must lie in {within}")
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from memory.inspection import Inventory
 from memory.interface import Int64s
 from memory.pictures.canvas import FREE, INK, PALETTE, Colour, entitle, ink_on, legend, lighter, literal, new_figure, plain
 from memory.tables import count, format_bytes
+from memory.timelines import require_memory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,6 +85,7 @@ def arena_map(memory: HybridMemory) -> Figure:
     On top the whole budget to scale; below it, row after row as text is read, the bytes at both ends of the budget without what is free
     between them. Cost: O(blocks). Raises SpecError without matplotlib.
     """
+    require_memory(memory, "arena_map(memory)")
     inventory = memory.inventory()
     arena, runs = inventory.arena, Runs.of(inventory)
     regions = _regions(runs, arena.capacity_bytes)

@@ -15,6 +15,7 @@ from memory.inspection import Inventory
 from memory.interface import Int64s, Sequence
 from memory.pictures.canvas import INK, PALETTE, legend, need_matplotlib, new_figure, plain
 from memory.tables import count, format_bytes
+from memory.timelines import require_memory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -95,6 +96,7 @@ def fork_tree(memory: HybridMemory) -> Figure:
     What all stretches add is what the memory uses, in host memory too. Families with most sequences come first; of more than 40 sequences
     the rest is only counted. Cost: O(blocks and tokens of those shown). Raises SpecError without matplotlib.
     """
+    require_memory(memory, "fork_tree(memory)")
     need_matplotlib()
     from matplotlib.ticker import MaxNLocator
 

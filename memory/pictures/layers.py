@@ -9,6 +9,7 @@ from memory.interface import Holding, Part, Sequence
 from memory.pictures.canvas import FREE, INK, legend, literal, need_matplotlib, new_figure, plain
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
 from memory.tables import PART_COLOURS, format_bytes
+from memory.timelines import require_memory
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -65,7 +66,7 @@ class LayerRow:
 
 def layer_rows(memory: HybridMemory, sequence: Sequence) -> list[LayerRow]:
     """The memories of all layers in order, and what they hold of one sequence; their bytes sum to those that it refers to."""
-    length, groups = sequence.length, {group.name: group for group in memory.inventory(sequence).groups}
+    groups, length = {group.name: group for group in memory.inventory(sequence).groups}, sequence.length
     if (there := memory.host_inventory(sequence)) is not None and there.sequences:  # and then not here
         groups |= {group.name: group for group in there.groups}
     rows: dict[tuple[int, str], LayerRow] = {}
@@ -95,10 +96,12 @@ def layer_map(memory: HybridMemory, sequence: Sequence) -> Figure:
 
     Raises SpecError without matplotlib; SequenceError: a closed sequence, or one of another memory.
     """
+    require_memory(memory, "layer_map(memory, sequence)")
     need_matplotlib()
     from matplotlib.ticker import MaxNLocator
 
-    rows, length, horizon = layer_rows(memory, sequence), sequence.length, sequence.horizon
+    rows = layer_rows(memory, sequence)
+    length, horizon = sequence.length, sequence.horizon
     name = f"{'Checkpoint' if sequence.is_checkpoint else 'Sequence'} {sequence.id}"
     held = f"swapped out, {format_bytes(int(memory.inventory(sequence).away_bytes[0]))} wait elsewhere"
     if not sequence.is_swapped:

@@ -253,13 +253,23 @@ def test_a_check_looks_at_each_free_range_once() -> None:
         ("1.5 GB", 1_500_000_000),
         ("  80GiB ", 80 * 2**30),
         ("0.5TiB", 2**39),
+        ("1024", 1024),
+        ("1G", 10**9),
+        ("2gb", 2 * 10**9),
+        ("1Gi", 2**30),
+        (1.5e9, 1_500_000_000),
+        (np.int64(4096), 4096),
+        (np.float32(4096), 4096),
     ],
 )
 def test_budgets_are_read(budget: int | str, n_bytes: int) -> None:
     assert read_budget(budget) == n_bytes
 
 
-@pytest.mark.parametrize("budget", [0, -1, True, 1.5, None, "", "1", "GiB", "-1GB", "1e9B", "1 gb", "1GiBs", "1,5GB", "1iB", "0GB", "0.4B"])
+NO_BUDGETS = [0, -1, True, 1.5, None, "", "GiB", "-1GB", "1e9B", "1GiBs", "1,5GB", "1iB", "0GB", "0.4B", np.bool_(True), np.float32("nan")]
+
+
+@pytest.mark.parametrize("budget", NO_BUDGETS)
 def test_budgets_that_are_none_are_refused(budget: object) -> None:
     with pytest.raises(SpecError, match="budget="):
         read_budget(budget)  # type: ignore[arg-type]

@@ -309,7 +309,7 @@ def test_budgets_of_a_pyramid_sum_to_the_mean() -> None:
 
 def test_policies_that_cannot_work_are_refused() -> None:
     for wrong in (0, -3, 2.5, True):
-        with pytest.raises(SpecError, match=r"Recent\.budget_tokens is .*at least 1 token"):
+        with pytest.raises(SpecError, match=r"Recent\.budget_tokens=.*at least 1 token"):
             Recent(wrong)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="protects 4 sinks and 0 recent rows, more than its budget of 3"):
         Recent(3)

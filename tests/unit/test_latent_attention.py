@@ -186,7 +186,7 @@ def test_values_are_given_where_the_spec_wants_them_and_nowhere_else(policy: Evi
 
 def test_sizes_that_cannot_be_are_refused() -> None:
     for wrong in (0, True, 2.0):
-        with pytest.raises(SpecError, match=r"AttentionSpec\.value_dim is"):
+        with pytest.raises(SpecError, match=r"AttentionSpec\.value_dim="):
             AttentionSpec(2, 1, 8, value_dim=wrong)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="value_dim is 9, but values are a part of keys of 8"):
         AttentionSpec(2, 1, 8, value_dim=9)

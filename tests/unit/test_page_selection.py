@@ -240,7 +240,7 @@ def test_layers_may_select_evict_or_neither() -> None:
 
 
 def test_a_selection_that_cannot_work_is_refused() -> None:
-    with pytest.raises(SpecError, match=r"Quest\.recent is 0; it must be an integer of at least 1"):
+    with pytest.raises(SpecError, match=r"Quest\.recent=0; it must be an integer of at least 1"):
         Quest(64, recent=0)
     spec = Toy().memory_spec
     with pytest.raises(SpecError, match=r"always reads up to 3 pages of 16 tokens, for 4 sinks and 16 recent rows; give it 48 tokens"):

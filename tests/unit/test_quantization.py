@@ -251,7 +251,7 @@ def test_storages_that_cannot_work_are_refused() -> None:
         with pytest.raises(SpecError, match=r"Quantized\.bits is .*choose 8, 4 or 2"):
             Quantized(bits)  # type: ignore[arg-type]
     for group in (0, -8, 1.5, True):
-        with pytest.raises(SpecError, match=r"group is .*at least 1 token"):
+        with pytest.raises(SpecError, match=r"group=.*at least 1 token"):
             Quantized(4, group=group)  # type: ignore[arg-type]
 
     def refuse(storage: object, match: str, head_dim: int = 64, **options: int) -> None:

@@ -1,0 +1,50 @@
+"""Reading arguments that are given in several forms: counts, dtypes and devices. Raises SpecError, naming the option and its value."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import numpy as np
+import torch
+
+from memory.errors import SpecError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Of rows and states, by name."""
+
+
+def read_count(option: str, value: Any, least: int, unit: str = "") -> int:
+    """An integer, Python's or numpy's, of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise SpecError(f"{option}={value!r}; it must be an integer of at least {least}{unit and ' ' + unit}")
+    return operator.index(value)
+
+
+def read_dtype(option: str, dtype: Any, others: str = "") -> torch.dtype:
+    """One of `DTYPES`, by its name or itself.
+
+    Args:
+        others: what else the caller takes, for the message.
+    """
+    for name, known in DTYPES.items():
+        if dtype is known or (isinstance(dtype, str) and dtype == name):
+            return known
+    raise SpecError(f"{option}={dtype!r}; give {others}'float32', 'bfloat16', 'float16' or one of these as torch.dtype")
+
+
+def read_device(option: str, device: Any) -> torch.device:
+    """A device by its name, whether or not this machine has it."""
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise SpecError(f"{option}={device!r} is no device; give 'cpu', 'cuda', 'cuda:1' or 'meta'") from error
+
+
+def check_usable(option: str, device: torch.device) -> None:
+    """Raise SpecError unless tensors can be made on this device here."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).partition("\n")[0]
+        raise SpecError(f"{option}={str(device)!r} cannot be used on this machine ({why}); give device='cpu'") from error
