@@ -171,7 +171,9 @@ def test_paths_may_be_urls(tmp_path: Path) -> None:
 
 
 def test_a_full_memory_loads_nothing(saved: Path) -> None:
-    used_bytes = make().load(saved)._owner.usage().used_bytes  # type: ignore[attr-defined]
+    other = make()
+    other.load(saved)
+    used_bytes = other.usage().used_bytes
     memory = make(budget=2 * used_bytes + 64)
     memory.load(saved), memory.load(saved)
     before = state_of(memory)
