@@ -330,9 +330,8 @@ class PrefixCache(NotCopied):
         return PrefixStats(*counts, private_bytes)
 
     def __repr__(self) -> str:
-        return (
-            "<PrefixCache, closed>" if self._memory is None else f"<PrefixCache with {len(self._marked)} checkpoints in {self._memory!r}>"
-        )
+        where = "closed" if self._memory is None else f"with {len(self._marked)} checkpoints in {self._memory!r}"
+        return f"<PrefixCache {where}>"
 
 
 def _reclaimer(cache: weakref.ref[PrefixCache], memory: weakref.ref[HybridMemory], marked: dict[Sequence, _Node]) -> Callable[[int], bool]:
