@@ -18,6 +18,7 @@ from chat.prompts import Message, Tokenizer, encode_turn
 from chat.requests import Generation
 from chat.workload import Event
 from memory import FormatError, HybridMemory, Sequence, Step
+from memory.timelines import Whole
 
 _MEAN_REPLY_TOKENS = 40
 """Of replies that nobody has said anything about, in a dry run."""
@@ -51,7 +52,7 @@ class CountingMemory(HybridMemory):
         self.n_back += 1
         self.n_away -= 1
 
-    def close(self, sequence: Sequence) -> None:
+    def close(self, sequence: Sequence | Whole = Whole.MEMORY) -> None:
         was_away = isinstance(sequence, Sequence) and sequence.is_swapped
         super().close(sequence)
         self.n_away -= was_away

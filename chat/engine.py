@@ -29,6 +29,7 @@ from chat.serving import Serving
 from chat.streaming import TextStream
 from memory import BatchError, CapacityError, HybridMemory, Sequence, SequenceError, SpecError, Step, StepError
 from memory.interrupts import uninterrupted
+from memory.lifetime import NotCopied
 from memory.prefix import PrefixCache
 from models import LanguageModel
 
@@ -37,7 +38,7 @@ __all__ = ["Engine", "EngineStats", "Generation", "OnToken", "Sampling"]
 GREEDY = Sampling()
 
 
-class Engine(Serving):
+class Engine(NotCopied, Serving):
     """Generates for any number of requests at once. Drive it with `step` or `run`, or let `serve` do so beside an event loop.
 
     `submit`, `cancel` and the properties may be used from any thread at any time. The memory may not: while steps run in another
@@ -55,6 +56,8 @@ class Engine(Serving):
     Raises:
         SpecError: numbers that cannot work.
     """
+
+    instead = "make one in each process, with a memory of its own"
 
     def __init__(
         self,

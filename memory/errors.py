@@ -25,8 +25,17 @@ _REMEDIES = {
 }
 
 
+_MOST_CHARACTERS = 2000
+"""Of a message: values that a caller gave may be of any size."""
+
+
 class HybridMemoryError(Exception):
-    """Base of all errors of this library."""
+    """Base of all errors of this library. A message that shows a large value leaves out its middle."""
+
+    def __init__(self, message: str = "") -> None:
+        half = _MOST_CHARACTERS // 2
+        n_left_out = len(message) - 2 * half
+        super().__init__(f"{message[:half]} ... {n_left_out:,} characters ... {message[-half:]}" if n_left_out > 0 else message)
 
 
 class CapacityError(HybridMemoryError):

@@ -5,6 +5,7 @@ Ordinary memory is registered with CUDA: pinned memory of torch's own would take
 
 from __future__ import annotations
 
+import os
 import weakref
 from typing import Any, Literal
 
@@ -56,9 +57,11 @@ class _Pinned:
         # With unified addressing the device finds them where the host does.
         self.__array_interface__ = {"shape": tuple(host.shape), "typestr": "|u1", "data": (host.data_ptr(), False), "version": 3}
         self.__cuda_array_interface__: dict[str, Any] = self.__array_interface__
-        weakref.finalize(self, _unpin, host, index)  # which holds the bytes until then
+        weakref.finalize(self, _unpin, host, index, os.getpid())  # which holds the bytes until then
 
 
-def _unpin(host: Tensor, index: int) -> None:
+def _unpin(host: Tensor, index: int, process: int) -> None:
+    if os.getpid() != process:  # CUDA serves no forks
+        return
     torch.cuda.synchronize(index)  # kernels may still read them
     _cudart().cudaHostUnregister(host.data_ptr())

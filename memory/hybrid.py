@@ -7,6 +7,7 @@ budget, and the order plan -> begin -> commit or abort in which all kinds move t
 from __future__ import annotations
 
 from dataclasses import replace
+from html import escape
 from pathlib import Path
 from typing import get_args
 
@@ -30,7 +31,7 @@ from memory.kinds import default_fold, index_of, make_kinds, with_host_pages
 from memory.specs import MemorySpec, RecurrentSpec
 from memory.step import Outputs, Step
 from memory.tiers import Tiers
-from memory.timelines import Timelines
+from memory.timelines import Timelines, Whole
 from memory.together import Snapshot
 from memory.uploads import together
 
@@ -148,8 +149,17 @@ class HybridMemory(Timelines):
                 raise
         return sequence
 
-    def close(self, sequence: Sequence) -> None:
-        """Forget a sequence or a checkpoint; bytes that nobody shares are free at once. Raises SequenceError."""
+    def close(self, sequence: Sequence | Whole = Whole.MEMORY) -> None:
+        """Forget a sequence or a checkpoint; bytes that nobody shares are free at once. Without an argument, close the whole memory.
+
+        The bytes of a closed memory, and the files of what was swapped out, go at once. Every later use of it or of its handles raises
+        SequenceError; closing it again does nothing. `with HybridMemory(...) as memory:` closes it at the end.
+
+        Raises SequenceError: a bad handle, or one in an open step; then nothing has changed.
+        """
+        if sequence is Whole.MEMORY:
+            self._close_all()
+            return
         self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         with uninterrupted():
             self._kinds.release(sequence.slot)
@@ -309,6 +319,8 @@ class HybridMemory(Timelines):
             self._ledger.vacate(packed.slots)
 
     def abort_step(self, packed: Packed, plans: Plans) -> None:
+        if not self.is_open:  # in a forked child: the step is the parent's
+            return
         with uninterrupted():
             self._kinds.abort(plans)
             self._ledger.vacate(packed.slots)
@@ -367,7 +379,9 @@ class HybridMemory(Timelines):
             self._host_pages.check(slots)
 
     def __repr__(self) -> str:
-        return f"<HybridMemory for {self.spec.model} on {self.spec.device}: {self.usage().summary}>"
+        return f"<HybridMemory for {self.spec.model} on {self.spec.device}: {self._why_ended or self.usage().summary}>"
 
     def _repr_html_(self) -> str:
+        if self._why_ended:
+            return escape(repr(self))
         return self.usage().html(f"HybridMemory for {self.spec.model} on {self.spec.device}")

@@ -12,6 +12,7 @@ Units: `n_*` counts, `*_bytes`, `*_tokens`; positions are token indices and inte
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memory.errors import SequenceError
+from memory.lifetime import NotCopied
 from memory.shift import DropsTokens
 
 if TYPE_CHECKING:
@@ -62,8 +64,8 @@ class SequenceOwner(Protocol):
         ...
 
 
-class Sequence:
-    """A handle to one remembered sequence. It is made by a memory and means nothing to another one.
+class Sequence(NotCopied):
+    """A handle to one remembered sequence. It is made by a memory, means nothing to another one, and does not keep its memory alive.
 
     Attributes:
         id: unique within its memory, never used twice.
@@ -72,7 +74,9 @@ class Sequence:
 
     __slots__ = ("__weakref__", "_owner", "closed", "id", "is_checkpoint", "lineage", "slot")
 
-    def __init__(self, owner: SequenceOwner, id: int, slot: int, lineage: int, *, is_checkpoint: bool) -> None:
+    instead = "use memory.fork(sequence) here, and memory.save(sequence, path) and load to hand it over"
+
+    def __init__(self, owner: weakref.ref[SequenceOwner], id: int, slot: int, lineage: int, *, is_checkpoint: bool) -> None:
         self._owner = owner
         self.id = id
         self.slot = slot
@@ -99,24 +103,33 @@ class Sequence:
     @property
     def is_swapped(self) -> bool:
         """Whether it is swapped out: then `HybridMemory.swap_in` must bring it back before it is used."""
-        return not self.closed and self._owner.is_away(self)
+        return not self.closed and self._open_owner().is_away(self)
 
     @property
     def is_on_host(self) -> bool:
         """Whether its keys and values are in host memory: `HybridMemory.to_host` has moved them, or those it was forked from."""
-        return not self.closed and self._owner.is_on_host(self)
+        return not self.closed and self._open_owner().is_on_host(self)
 
     def _open_owner(self) -> SequenceOwner:
         if self.closed:
             raise SequenceError(f"sequence {self.id} is closed; open or fork another one")
-        return self._owner
+        owner = self._owner()
+        if owner is None:
+            raise SequenceError(f"the memory of sequence {self.id} is gone; keep the memory as long as its sequences are used")
+        return owner
 
     def __repr__(self) -> str:
-        kind = "checkpoint" if self.is_checkpoint else "sequence"
-        return f"<{kind} {self.id}, {'closed' if self.closed else f'{self.length} tokens'}>"
+        try:
+            state = "closed" if self.closed else f"{self.length} tokens"
+        except SequenceError:
+            state = "of a memory that is gone"
+        return f"<{'checkpoint' if self.is_checkpoint else 'sequence'} {self.id}, {state}>"
 
     def _repr_html_(self) -> str:
-        return escape(repr(self)) if self.closed else self._owner.html_of(self)
+        try:
+            return self._open_owner().html_of(self)
+        except SequenceError:
+            return escape(repr(self))
 
 
 Tokens = int | Seq[int] | Int64s | Tensor

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -31,7 +32,7 @@ class Ledger:
         self.is_busy = np.zeros(16, np.bool_)
         self.is_away = np.zeros(16, np.bool_)
         self.handles: dict[int, Sequence] = {}
-        self._owner = owner
+        self._owner = weakref.ref(owner)
         self._buffers: dict[int, TokenBuffer] = {}  # slot -> its tokens and those of its forks; of sequences that ever had any
         self._writable = np.zeros(16, np.int64)  # up to where a slot may write into its buffer; 0: to be found out
         self._reserved: dict[int, Int64s] = {}  # slot -> larger arrays for the tokens of open steps

@@ -12,20 +12,23 @@ when it lacks room: first those that save the least recomputation a byte, and we
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from memory.errors import BatchError, SpecError
+from memory.errors import BatchError, SequenceError, SpecError
 from memory.hybrid import HybridMemory
 from memory.interface import Int64s, Sequence
+from memory.lifetime import NotCopied
 from memory.ranking import Ranking
 from memory.timelines import require_memory
 from memory.token_buffer import common_prefix
 
 _NO_TOKENS: Int64s = np.zeros(0, np.int64)
+_CLOSED = "this prefix cache is closed; make another one"
 _RECLAIMED_SHARE = 64
 """Checkpoints go in lots of one part in so many of the budget: to find those of least worth costs a look at all of them, and a full
 memory asks for a little room at almost every step."""
@@ -90,7 +93,7 @@ class PrefixStats:
         return self.n_reused / self.n_tokens if self.n_tokens else 0.0
 
 
-class PrefixCache:
+class PrefixCache(NotCopied):
     """Checkpoints of a memory by the tokens that led to them.
 
     Args:
@@ -106,7 +109,7 @@ class PrefixCache:
         require_memory(memory, "PrefixCache(memory)")
         if memory.spec.of_kind("cross-attention"):
             raise SpecError(f"sequences of {memory.spec.model} depend on what an encoder said, so equal tokens are no equal prefix")
-        self.memory = memory
+        self._memory: HybridMemory | None = memory
         self.grid_tokens = grid_tokens
         self._lot_bytes = memory.budget_bytes // _RECLAIMED_SHARE
         self._root = _Node(_NO_TOKENS, 0, None)
@@ -114,7 +117,17 @@ class PrefixCache:
         self._ranking = Ranking()
         self._clock = 0
         self._n_lookups = self._n_hits = self._n_tokens = self._n_reused = self._n_evicted = 0
-        memory.add_reclaimer(self.reclaim)
+        self._reclaimer = _reclaimer(weakref.ref(self), weakref.ref(memory), self._marked)
+        memory.add_reclaimer(self._reclaimer)
+
+    instead = "make one beside each memory; it fills with what is inserted"
+
+    @property
+    def memory(self) -> HybridMemory:
+        """The memory that it was made for. Raises SequenceError: the cache is closed."""
+        if self._memory is None:
+            raise SequenceError(_CLOSED)
+        return self._memory
 
     # Looking up
 
@@ -295,13 +308,50 @@ class PrefixCache:
         for mark in list(self._marked):
             self._evict(mark)
 
+    def close(self) -> None:
+        """Close all checkpoints and let go of the memory, which goes on without the cache. Later use raises SequenceError.
+
+        Closing it again does nothing. `with PrefixCache(memory) as cache:` closes it at the end.
+        """
+        if self._memory is not None and self._memory.is_open:
+            self.clear()
+            self._memory.remove_reclaimer(self._reclaimer)
+        self._memory = None
+        self._marked.clear()
+        self._root = _Node(_NO_TOKENS, 0, None)
+
+    def __enter__(self) -> PrefixCache:
+        if self._memory is None:
+            raise SequenceError(_CLOSED)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
     def stats(self) -> PrefixStats:
         private_bytes = int(self.memory.private_bytes_of([*self._marked]).sum())
         counts = (self._n_lookups, self._n_hits, self._n_tokens, self._n_reused, len(self._marked), self._n_evicted)
         return PrefixStats(*counts, private_bytes)
 
     def __repr__(self) -> str:
-        return f"<PrefixCache with {len(self._marked)} checkpoints in {self.memory!r}>"
+        where = "closed" if self._memory is None else f"with {len(self._marked)} checkpoints in {self._memory!r}"
+        return f"<PrefixCache {where}>"
+
+
+def _reclaimer(cache: weakref.ref[PrefixCache], memory: weakref.ref[HybridMemory], marked: dict[Sequence, _Node]) -> Callable[[int], bool]:
+    """What a memory asks for room, which keeps no cache alive: checkpoints of one that is gone, which nobody can find again, all go."""
+
+    def reclaim(missing_bytes: int) -> bool:
+        if (living := cache()) is not None:
+            return living.reclaim(missing_bytes)
+        owner = memory()
+        assert owner is not None, "it asks"
+        owner.remove_reclaimer(reclaim)
+        for mark in marked:
+            owner.close(mark)
+        return bool(marked)
+
+    return reclaim
 
 
 def _as_tokens(token_ids: Seq[int] | Int64s) -> Int64s:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
@@ -16,6 +16,7 @@ from memory.batch import TokenLists, output_rows
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
 from memory.interface import Int64s, Packed, Plans, Recurrence, Sequence
 from memory.kernels import Scoring
+from memory.lifetime import NotCopied
 from memory.specs import MemorySpec
 from memory.uploads import Stage
 
@@ -41,7 +42,7 @@ class StepOwner(Protocol):
     def can_record(self, plans: Plans) -> bool: ...
 
 
-class Step:
+class Step(NotCopied):
     """Use as `with memory.step(requests) as step: logits = model(step)`.
 
     Entering sets blocks aside and may refuse (CapacityError, BatchError, SequenceError). Leaving normally commits: every
@@ -63,13 +64,21 @@ class Step:
         self.tokens = tokens
         self.outputs = outputs
         self.notes: dict[Hashable, Any] = {}
-        self._owner = owner
+        self._owner_or_none = weakref.ref(owner)  # a step that is over, kept in some variable, must not keep the memory
         self._accepted: dict[Sequence, int] = {}
         self._packed: Packed | None = None
         self._plans: Plans = {}
         self._stage: Stage | None = None
         self._served: set[tuple[str, int]] = set()
         self._is_spent = False
+
+    instead = "make a step where the memory is"
+
+    @property
+    def _owner(self) -> StepOwner:
+        if (owner := self._owner_or_none()) is None:
+            raise StepError("the memory of this step is gone; keep the memory as long as its steps are used")
+        return owner
 
     def __enter__(self) -> Step:
         if self._is_spent:
@@ -127,7 +136,8 @@ class Step:
     def __del__(self) -> None:
         """A step that was entered and then dropped holds its sequences no longer."""
         if self.__dict__.get("_packed") is not None:
-            self._abort()
+            with suppress(SequenceError, StepError):  # its memory is gone, or of another process
+                self._abort()
 
     # For models
 
@@ -238,8 +248,8 @@ class Step:
     def while_recorded(self) -> Iterator[Step]:
         """What stands for this step while it is recorded: nothing is computed then, so what a model remembers of it is not of this one."""
         self._entered()
-        twin = copy(self)
-        twin._served, twin.notes = set(), {}
+        twin = object.__new__(type(self))
+        vars(twin).update(vars(self), _served=set(), notes={})
         try:
             yield twin
         finally:

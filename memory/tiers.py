@@ -36,7 +36,7 @@ class Tiers:
         self._files: dict[int, tuple[Path, int]] = {}
         self._waiting_bytes = self._file_bytes = 0
         self._has_joined = False
-        weakref.finalize(self, _unlink_all, self._files)  # no handle outlives the memory, so nobody could come back from them
+        weakref.finalize(self, _unlink_all, self._files, os.getpid())  # without the memory nobody could come back from them
 
     @property
     def used_bytes(self) -> tuple[int, int]:
@@ -92,6 +92,7 @@ class Tiers:
         self._file_bytes += snapshot.n_bytes
 
 
-def _unlink_all(files: dict[int, tuple[Path, int]]) -> None:
-    for path, _ in files.values():
-        path.unlink(missing_ok=True)
+def _unlink_all(files: dict[int, tuple[Path, int]], process: int) -> None:
+    if os.getpid() == process:  # a fork of it has the same books, and the files are not its own
+        for path, _ in files.values():
+            path.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum, auto
 from typing import TypeVar
 
 import numpy as np
@@ -14,10 +15,12 @@ from memory.inspection import Inventory, sequence_html
 from memory.interface import Int64s, Sequence
 from memory.interrupts import uninterrupted
 from memory.ledger import Ledger
+from memory.lifetime import Lifetime
 from memory.shift import Dropped, drop_from_all
 from memory.together import AllKinds
 
 _T = TypeVar("_T")
+_MemoryT = TypeVar("_MemoryT", bound="Timelines")
 
 
 def require_memory(memory: object, call: str) -> None:
@@ -26,7 +29,13 @@ def require_memory(memory: object, call: str) -> None:
         raise SpecError(f"{memory!r} is no HybridMemory; call {call}")
 
 
-class Timelines:
+class Whole(Enum):
+    """What `close` closes if it is given no sequence. (None is what a variable holds whose sequence was never opened.)"""
+
+    MEMORY = auto()
+
+
+class Timelines(Lifetime):
     """What is remembered of each sequence up to which position, in all kinds of memory at once.
 
     Args:
@@ -35,12 +44,35 @@ class Timelines:
     """
 
     def __init__(self, kinds: AllKinds, store: Store, *, has_states: bool, host_pages: HostPages | None = None) -> None:
+        super().__init__()
         self._kinds = kinds
         self._store = store
         self._host_pages = host_pages
         self._has_states = has_states
         self._ledger = Ledger(self)
         self._reclaimers: list[Callable[[int], bool]] = []
+
+    # The whole
+
+    def __enter__(self: _MemoryT) -> _MemoryT:
+        if self._why_ended:
+            raise SequenceError(self._why_ended)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._close_all()
+
+    def _close_all(self) -> None:
+        """See `HybridMemory.close`."""
+        if self._why_ended:
+            return
+        for handle in self.sequences:
+            if self._ledger.is_busy[handle.slot]:
+                raise SequenceError(f"{handle!r} is in an open step; leave the step before its memory is closed")
+        with uninterrupted():
+            for handle in self.sequences:
+                handle.closed = True
+            self._end("this memory is closed; make another one")
 
     # Copies that share
 
@@ -86,7 +118,7 @@ class Timelines:
 
     # Going back
 
-    def rollback(self, sequence: Sequence, to: int | Sequence) -> None:
+    def rollback(self, sequence: Sequence, to: int | Sequence | None = None, *, n_tokens: int | None = None) -> None:
         """Return to an earlier position: later outputs are those of a sequence that never saw the dropped tokens.
 
         Copies no tensor and runs no layer. Any position from `sequence.horizon` on can be reached, position 0, and whatever
@@ -95,16 +127,20 @@ class Timelines:
         Args:
             to: tokens to keep, 0 <= to <= length; or a checkpoint of the family: of this sequence, of one it was forked from
                 or of a fork. The sequence then goes on as the checkpoint was, whatever it has seen since.
+            n_tokens: instead of `to`: how many of the newest tokens to take back.
         Raises:
-            RollbackError: out of reach; carries .to, .horizon and .resume_at, the nearest reachable position below.
+            RollbackError: out of reach, or no position; carries .to, .horizon and .resume_at, the nearest reachable position below.
             SequenceError: a bad handle.
         """
         self._ledger.check_usable(sequence)
+        if n_tokens is not None:
+            to = self._before_newest(sequence, n_tokens, to)
         if isinstance(to, Sequence):
             self._ledger.check_mark(sequence, to)
             self._share([to], [sequence])
             return
         reached, source = self._nearest(sequence, to)
+        assert to is not None, "which is no position"
         if reached != to:
             raise self._out_of_reach(sequence, to, reached)
         with uninterrupted():
@@ -117,6 +153,17 @@ class Timelines:
             self._kinds.truncate(sequence.slot, reached)
             self._ledger.truncate(sequence.slot, reached)
 
+    def _before_newest(self, sequence: Sequence, n_tokens: object, to: object) -> int:
+        """The position n_tokens before the end. Raises RollbackError."""
+        length, horizon = int(self._ledger.lengths[sequence.slot]), self._horizon(sequence)
+        if to is not None:
+            why = f"to={to!r} and n_tokens={n_tokens!r} say where to return to; give one of them"
+        elif isinstance(n_tokens, bool) or not isinstance(n_tokens, int | np.integer) or not 0 <= n_tokens <= length:
+            why = f"n_tokens={n_tokens!r} cannot be taken back of {sequence!r}; give 0 <= n_tokens <= {length}"
+        else:
+            return length - int(n_tokens)
+        raise RollbackError(why, to=to, horizon=horizon, resume_at=length)
+
     def _out_of_reach(self, sequence: Sequence, to: int, reached: int) -> RollbackError:
         horizon = self._horizon(sequence)
         why = (
@@ -128,22 +175,25 @@ class Timelines:
         return RollbackError(f"{sequence!r} cannot return to position {to}: {why}", to=to, horizon=horizon, resume_at=reached)
 
     def can_rollback(self, sequence: Sequence, to: int | Sequence) -> bool:
-        """Whether `rollback(sequence, to)` would succeed now. Raises SequenceError for a bad `sequence`."""
+        """Whether `rollback(sequence, to)` would succeed now. Raises as `resume_point`."""
         self._ledger.check_usable(sequence)
-        try:
-            if isinstance(to, Sequence):
-                self._ledger.check_mark(sequence, to)
-                return True
+        if not isinstance(to, Sequence):
             return self._nearest(sequence, to)[0] == to
-        except (SequenceError, RollbackError):
+        try:
+            self._ledger.check_mark(sequence, to)
+        except SequenceError:
             return False
+        return True
 
     def resume_point(self, sequence: Sequence, to: int) -> int:
-        """The nearest position <= `to` that `rollback` reaches now (the length, if `to` lies beyond it)."""
+        """The nearest position <= `to` that `rollback` reaches now (the length, if `to` lies beyond it).
+
+        Raises SequenceError: a bad `sequence`. RollbackError: `to` is no position, such as -1.
+        """
         self._ledger.check_usable(sequence)
         return self._nearest(sequence, to)[0]
 
-    def _nearest(self, sequence: Sequence, to: int) -> tuple[int, Sequence | None]:
+    def _nearest(self, sequence: Sequence, to: object) -> tuple[int, Sequence | None]:
         """The nearest reachable position <= to, and whose blocks hold it: the sequence's own, a checkpoint's, nobody's (0)."""
         length, horizon = int(self._ledger.lengths[sequence.slot]), self._horizon(sequence)
         if isinstance(to, bool) or not isinstance(to, int | np.integer) or to < 0:
@@ -189,9 +239,14 @@ class Timelines:
     # Room
 
     @property
-    def budget_bytes(self) -> int:
-        """Bytes that the memory may use at most."""
+    def budget(self) -> int:
+        """Bytes that the memory may use at most: what it was made with, in whole multiples of 64."""
         return self._store.arena.capacity_bytes
+
+    @property
+    def budget_bytes(self) -> int:
+        """The same as `budget`."""
+        return self.budget
 
     @property
     def free_bytes(self) -> int:
@@ -201,9 +256,15 @@ class Timelines:
     def add_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
         """Let `reclaim(missing_bytes)` free what is only optional, such as cached prefixes, before any call is refused for want of room.
 
-        It says whether it has freed anything; it may close sequences and checkpoints that are in no step, and nothing else.
+        It says whether it has freed anything; it may close sequences and checkpoints that are in no step, and nothing else. The memory
+        holds it until `remove_reclaimer`; one that holds the memory as well keeps both alive until the garbage collector finds them.
         """
         self._reclaimers.append(reclaim)
+
+    def remove_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
+        """Ask it no longer. Nothing happens if `add_reclaimer` was never given it."""
+        if reclaim in self._reclaimers:
+            self._reclaimers.remove(reclaim)
 
     def _with_room(self, attempt: Callable[[], _T]) -> _T:
         """What `attempt` returns, which may be made several times: where it lacks room, what is optional goes."""
@@ -213,10 +274,15 @@ class Timelines:
             except CapacityError as error:
                 # In host memory only checkpoints that are there make room; others need not go in vain.
                 can_help = error.unit != HOST_UNIT or any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
-                if not can_help or not any(reclaim(max(1, error.needed - error.free)) for reclaim in self._reclaimers):
+                if not can_help or not any(reclaim(max(1, error.needed - error.free)) for reclaim in [*self._reclaimers]):
                     raise
 
     # Looking inside
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All open sequences and checkpoints (`.is_checkpoint`), in the order in which they were opened."""
+        return list(self._ledger.handles.values())
 
     def length_of(self, sequence: Sequence) -> int:
         """What `sequence.length` shows; so do the next two."""

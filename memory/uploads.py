@@ -42,8 +42,8 @@ class Stage:
         layout: what two steps have in common if all their arrays lie at the same addresses; None if a plan has outgrown the place.
     """
 
-    def __init__(self, device: torch.device, idle: list[Stage]) -> None:
-        self._device, self._idle = device, idle
+    def __init__(self, device: torch.device, stages: Stages) -> None:
+        self._device, self._stages = device, weakref.ref(stages)
         self._place = torch.empty(0, dtype=torch.int64, device=device)
         self._used = self._n_elements = 0
         self._is_open = False
@@ -102,20 +102,25 @@ class Stage:
             if _remembered.get(ids) is found:
                 _remembered.pop(ids, None)  # another thread's collection may have been quicker
         self._found.clear()
-        self._idle.append(self)
+        if (stages := self._stages()) is not None:
+            stages.idle.append(self)
 
 
 class Stages:
-    """The places of a memory's plans: one for each step that is open at the same time. None on a device that is not apart."""
+    """The places of a memory's plans: one for each step that is open at the same time. None on a device that is not apart.
+
+    Attributes:
+        idle: those that no step uses.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._idle: list[Stage] = []
+        self.idle: list[Stage] = []
 
     def take(self) -> Stage | None:
         if not is_apart(self._device):
             return None
-        return self._idle.pop() if self._idle else Stage(self._device, self._idle)
+        return self.idle.pop() if self.idle else Stage(self._device, self)
 
 
 _PLAYS_DEVICE = os.environ.get("TRITON_INTERPRET") == "1"

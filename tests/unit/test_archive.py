@@ -296,7 +296,9 @@ def test_loading_asks_about_the_loaded_sequence_alone(saved: Path, monkeypatch: 
 
 
 def test_a_full_memory_loads_nothing(saved: Path) -> None:
-    used_bytes = make().load(saved)._owner.usage().used_bytes  # type: ignore[attr-defined]
+    other = make()
+    other.load(saved)
+    used_bytes = other.usage().used_bytes
     memory = make(budget=2 * used_bytes + 64)
     memory.load(saved), memory.load(saved)
     before = state_of(memory)

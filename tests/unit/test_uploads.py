@@ -20,7 +20,7 @@ HOST = torch.device("cpu")
 
 @pytest.fixture
 def stage() -> Stage:
-    stage = Stage(HOST, [])
+    stage = Stage(HOST, Stages(HOST))
     stage.open()
     return stage
 
@@ -133,7 +133,7 @@ def test_no_plan_reads_what_has_not_been_sent(name: str, tmp_path: Path, monkeyp
         return subject.feed(memory, memory.open(), steps)
 
     def take(stages: Stages) -> Stage:
-        taken.append(LateStage(HOST, []))
+        taken.append(LateStage(HOST, Stages(HOST)))
         return taken[-1]
 
     expected = logits()
