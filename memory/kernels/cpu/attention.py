@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.folded_rows import attend_few_folded
 from memory.kernels.cpu.rows import as_array, gather_rows
 from memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
@@ -86,7 +87,7 @@ def _attend_group_by_group(q_THD: Tensor, k_GRD: Tensor, v_GRD: Tensor, scoring:
     return torch.cat(parts).transpose(0, 1)
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _attend_few(  # type: ignore[no-untyped-def]
     q_THD, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale, window, softcap,
     sinks, bias_HL, out_THD,

@@ -7,6 +7,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.rows import as_array, copy_, require_shapes
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import exp_f32, softplus_f32
@@ -23,7 +24,7 @@ def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
     return out_TH
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(fastmath=ELEMENTWISE, error_model="numpy")
 def _softplus(x_TH, bias_H, out_TH):  # type: ignore[no-untyped-def]
     for t in range(len(x_TH)):
         x, out = x_TH[t], out_TH[t]
@@ -42,7 +43,7 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
     return y_TE
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _linear_scan(x_TE, decay_TE, cu_rows, flat, sources, targets, initial, y_TE):  # type: ignore[no-untyped-def]
     n_channels = x_TE.shape[1]
     n_chunks = -(-n_channels // _AT_ONCE)
@@ -83,7 +84,7 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, state
     return y_TE
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _wkv4(  # type: ignore[no-untyped-def]
     k_TE, v_TE, decay_E, first_E, cu_rows, top_flat, top_sources, top_targets, below_flat, below_sources, below_targets,
     exponent_flat, exponent_sources, exponent_targets, initial, y_TE,

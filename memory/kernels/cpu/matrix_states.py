@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memory.interface import Int64s
 from memory.kernels import reference
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.rows import as_array, as_flat, as_tensors, copy_, require_shapes
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import exp_f32
@@ -59,7 +60,7 @@ def _is_long(cu_rows: Int64s) -> bool:
     return bool(cu_rows[-1] >= 4 * (len(cu_rows) - 1))
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _matrix_scan(  # type: ignore[no-untyped-def]
     q, q_stride, q_heads, k, k_stride, k_heads, v, v_stride, log_decay, a, a_stride, a_heads, b, after_decay,
     strength, strength_stride, skip, cu_rows, flat, sources, targets, initial, n_columns, is_long, y_THV,

@@ -7,6 +7,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.rows import as_array, as_flat, copy_, require_shapes
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
 from memory.kernels.signature import Prepared
@@ -30,7 +31,7 @@ def rms_norm(x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: i
     return out_TE
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _rms_norm(x, x_stride, gate, gate_stride, weight, eps, n_part, out_TE):  # type: ignore[no-untyped-def]
     n_rows, n_elements = out_TE.shape
     for t in prange(n_rows):

@@ -7,6 +7,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.rows import as_array, copy_
 from memory.kernels.cpu.threads import REDUCING, use_threads
 from memory.kernels.cpu.vector_math import prefetch
@@ -28,7 +29,7 @@ def choose_pages(q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: Pag
     return out_GC
 
 
-@njit(parallel=True, error_model="numpy", cache=True)
+@compiled(parallel=True, error_model="numpy")
 def _choose(  # type: ignore[no-untyped-def]
     q_QGE, least, greatest, pages, cu_pages, n_first, n_last, cu_chosen, heads_a_task, head_dim, out_GC,
 ):  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memory.interface import Int64s
 from memory.kernels import reference
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.rows import as_array, as_tensors, copy_, require_shapes
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
@@ -49,7 +50,7 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
     return out_TE
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _causal_conv(  # type: ignore[no-untyped-def]
     rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_TE, at_once, activation
 ):
@@ -121,7 +122,7 @@ def selective_scan(
     return y_TE
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _selective_scan(  # type: ignore[no-untyped-def]
     x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, cu_rows, flat, sources, targets, initial, y_TE, at_once
 ):

@@ -10,6 +10,7 @@ from numba import njit
 from torch import Tensor
 
 from memory.errors import StepError
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.signature import PagedBatch, Prepared, StateSlots, Tail
 
 
@@ -66,7 +67,7 @@ def write_rows_(flat: Prepared, offsets_T: Prepared, rows_TR: Tensor) -> None:
     _write_rows(as_array(flat), as_array(offsets_T), rows_TR.contiguous().numpy())
 
 
-@njit(cache=True)
+@compiled()
 def _write_rows(flat, offsets_T, rows_TR):  # type: ignore[no-untyped-def]
     for t in range(len(offsets_T)):
         start = offsets_T[t]
@@ -79,7 +80,7 @@ def read_rows(flat: Prepared, offsets_T: Prepared, shape: tuple[int, ...], initi
     return rows_TR.reshape(len(offsets_T), *shape)
 
 
-@njit(cache=True)
+@compiled()
 def _read_rows(flat, offsets_T, rows_TR, initial):  # type: ignore[no-untyped-def]
     for t in range(len(offsets_T)):
         start = offsets_T[t]
@@ -97,7 +98,7 @@ def gather_rows(flat: Prepared, batch: PagedBatch, request: int, n_kv_heads: int
     return rows_GRD.transpose(0, 1)
 
 
-@njit(cache=True)
+@compiled()
 def _gather_rows(flat, pages_GP, page_tokens, rows_GRD):  # type: ignore[no-untyped-def]
     n_heads, n_rows, head_dim = rows_GRD.shape
     for g in range(n_heads):
