@@ -15,7 +15,10 @@ from memory.kernels.signature import PagedBatch, Prepared, StateSlots, Tail
 
 
 def prepare(tensor: Tensor) -> Prepared:
-    return tensor.detach().numpy()
+    try:
+        return tensor.detach().numpy()
+    except TypeError as error:
+        raise StepError(f"{tensor.dtype} on {tensor.device} is not for these kernels; give numbers that numpy has, on the CPU") from error
 
 
 def plan_attention(*_: object) -> None:
@@ -27,7 +30,7 @@ def plan_choice(*_: object) -> None:
 
 
 def as_array(x: Prepared) -> Prepared:
-    return x if isinstance(x, np.ndarray) else x.detach().numpy()
+    return x if isinstance(x, np.ndarray) else prepare(x)
 
 
 def as_tensors(slots: StateSlots) -> StateSlots:
@@ -38,15 +41,6 @@ def as_tensors(slots: StateSlots) -> StateSlots:
         flats, blocks, new_blocks = (tuple(map(torch.as_tensor, ring)) for ring in (tail.flats, tail.sources, tail.targets))
         tail = Tail(flats, blocks, new_blocks, tail.ring_rows, *map(torch.as_tensor, (tail.firsts, tail.counts, tail.folds)))
     return slots._replace(flat=flat, sources=sources, targets=targets, tail=tail)
-
-
-def require_shapes(what: str, **pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    """Raise StepError unless each (found, expected) agrees: compiled code does not look where it writes."""
-    for name, (found, expected) in pairs.items():
-        if tuple(found) != tuple(expected):
-            raise StepError(
-                f"{what}: {name} has shape {tuple(found)}, not {tuple(expected)}; a layer's weights must fit its spec and its rows"
-            )
 
 
 def as_flat(x: Tensor) -> tuple[Prepared, int]:
@@ -64,7 +58,9 @@ def as_flat(x: Tensor) -> tuple[Prepared, int]:
 
 
 def write_rows_(flat: Prepared, offsets_T: Prepared, rows_TR: Tensor) -> None:
-    _write_rows(as_array(flat), as_array(offsets_T), rows_TR.contiguous().numpy())
+    if offsets_T.shape[0] != rows_TR.shape[0]:
+        raise StepError(f"{rows_TR.shape[0]} rows go to {offsets_T.shape[0]} places; give one for each")
+    _write_rows(as_array(flat), as_array(offsets_T), rows_TR.float().contiguous().numpy())
 
 
 @compiled()
