@@ -15,6 +15,7 @@ from torch import Tensor
 
 from benchmarks.harness import Report, interleave
 from memory.kernels import Erase, StateSlots, cpu
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
 
 SHAPES = {"SSD, 24 heads of 64 x 128": (24, 1, 64, 128, False), "delta rule, 12 heads of 128 x 128": (12, 6, 128, 128, True)}
@@ -78,7 +79,7 @@ class Work:
         return y
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _read(flat, offsets, q, k, v, beta, body, old_u, qk, kk, new, erases, y):  # type: ignore[no-untyped-def]
     n_heads, value_dim = y.shape[1:]
     n_rows, key_dim, n_shared = old_u.shape[1], q.shape[2], n_heads // q.shape[1]

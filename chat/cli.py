@@ -92,11 +92,14 @@ def warmup() -> None:
     from rich.console import Console
 
     from memory.kernels import cpu
+    from memory.kernels.cpu.compiled import cache_folder
 
     console = Console()
     with console.status("compiling CPU kernels"):
         seconds = cpu.warm_up()
-    console.print(f"CPU kernels are ready ({seconds:.1f} s; numba keeps them on disk)")
+    folder = cache_folder()
+    where = f"kept in {folder}" if folder is not None and folder.is_dir() else "for this process only"
+    console.print(f"CPU kernels are ready ({seconds:.1f} s; {where})", soft_wrap=True)
 
 
 @app.command()

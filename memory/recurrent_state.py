@@ -225,6 +225,10 @@ class RecurrentState:
         y, ended = recurrence(states, rows)
         if ended is not states or not states.is_written:
             raise StepError(f"the recurrence {states.spec.family!r} did not write its end states; return `y, states.end(...)`")
+        if y.shape[:1] != rows.shape[:1]:
+            raise StepError(
+                f"the recurrence {states.spec.family!r} gives outputs of shape {tuple(y.shape)} for {len(rows)} rows; give one for each"
+            )
         return y
 
     def _write_tail(self, plan: RecurrentPlan, index: int, rows: Tensor) -> None:

@@ -61,6 +61,9 @@ class States:
 
     def end(self, *tensors: Tensor) -> States:
         """Write the end states, (S, *shape) each."""
+        if len(tensors) != len(self.spec.states):
+            names = ", ".join(state.name for state in self.spec.states)
+            raise StepError(f"{self.spec.family!r} ends in {len(tensors)} states; give all of {names}, in this order")
         for flat, target, state, tensor in zip(self.flats, self.targets, self.spec.states, tensors, strict=True):
             if tensor.shape != (len(target), *state.shape):
                 raise StepError(f"end state {state.name!r} has shape {tuple(tensor.shape)}, not {(len(target), *state.shape)}")

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.vector_math import exp_f32
 
 _ZERO = np.float32(0.0)
 
 
-@njit(parallel=True, fastmath=True, cache=True)
+@compiled(parallel=True, fastmath=True)
 def _forward(x_BTE, dt_BTE, a_NE, b_BTN, c_BTN, h_BTNE, y_BTE):  # type: ignore[no-untyped-def]
     n_batch, n_steps, n_channels = x_BTE.shape
     n_states = a_NE.shape[0]
@@ -36,7 +37,7 @@ def _forward(x_BTE, dt_BTE, a_NE, b_BTN, c_BTN, h_BTNE, y_BTE):  # type: ignore[
                     y_BTE[b, t, e] += h * c_n
 
 
-@njit(parallel=True, fastmath=True, cache=True)
+@compiled(parallel=True, fastmath=True)
 def _backward(dy_BTE, x_BTE, dt_BTE, a_NE, b_BTN, c_BTN, h_BTNE, dx_BTE, ddt_BTE, da_BNE, db_BTN, dc_BTN):  # type: ignore[no-untyped-def]
     n_batch, n_steps, n_channels = x_BTE.shape
     n_states = a_NE.shape[0]

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memory.kernels import checks
 from memory.kernels.signature import Erase, FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots, Tail
 
 
@@ -41,6 +42,7 @@ def _elements(offsets_T: Tensor, n_elements: int) -> Tensor:
 def paged_attention(
     q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scoring: Scoring, folded: FoldedRows | None = None
 ) -> Tensor:
+    checks.paged_attention(q_THD, batch, n_kv_heads, scoring, checks.FLOATS)
     out_THD = torch.empty_like(q_THD)
     for i, n_rows in enumerate(batch.kv_lengths.tolist()):
         start, end = batch.cu_seqlens[i : i + 2].tolist()
@@ -67,6 +69,7 @@ def gather_folded(folded: FoldedRows, request: int) -> tuple[Tensor, Tensor]:
 
 
 def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
+    checks.attend_rows(q_THD, k_RGD, v_RGD, scoring, checks.FLOATS)
     n_shared = q_THD.shape[1] // k_RGD.shape[1]
     k_HRD, v_HRD = (x.float().repeat_interleave(n_shared, dim=1).transpose(0, 1) for x in (k_RGD, v_RGD))
     return attend(q_THD.float().transpose(0, 1), k_HRD, v_HRD, scoring).transpose(0, 1).to(q_THD.dtype)
@@ -103,6 +106,7 @@ def gather_rows(flat: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, 
 
 
 def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageChoice, n_kv_heads: int) -> Tensor:
+    checks.choose_pages(q_QHD, choice, n_kv_heads, checks.FLOATS)
     parts = []
     for i, q_HD in enumerate(q_QHD):
         pages = torch.as_tensor(choice.pages)[choice.cu_pages[i] : choice.cu_pages[i + 1]]
@@ -135,6 +139,7 @@ def causal_mask(n_queries: int, n_rows: int, window: int | None, device: torch.d
 
 
 def causal_conv(rows_TR: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots, *, activation: bool = True) -> Tensor:
+    checks.causal_conv(rows_TR, weight_WE, bias_E, window, checks.FLOATS)
     before = read_rows(window.flat, window.sources, window.shape, window.initial)
     if window.tail is not None:
         return _causal_conv_behind(before, rows_TR, weight_WE, bias_E, window, window.tail, activation)
@@ -198,6 +203,7 @@ def write_tail_rows_(tail: Tail, run: int, *rows: Tensor, first: int = 0) -> Non
 
 
 def rms_norm(x_TE: Tensor, weight_E: Tensor | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None) -> Tensor:
+    checks.rms_norm(x_TE, weight_E, n_groups, gate_TE, checks.FLOATS)
     z_TE = x_TE.float() if gate_TE is None else x_TE.float() * gate_TE.float()
     z_TGE = z_TE.reshape(len(z_TE), n_groups, -1)
     normed = (z_TGE * torch.rsqrt(z_TGE.square().mean(-1, keepdim=True) + eps)).view(x_TE.shape).to(x_TE.dtype)
@@ -205,12 +211,14 @@ def rms_norm(x_TE: Tensor, weight_E: Tensor | None, eps: float, *, n_groups: int
 
 
 def softplus(x_TH: Tensor, bias_H: Tensor) -> Tensor:
+    checks.softplus(x_TH, bias_H, checks.FLOATS)
     return F.softplus(x_TH.float() + bias_H.float())
 
 
 def selective_scan(
     x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor, state: StateSlots
 ) -> Tensor:
+    checks.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state, checks.FLOATS)
     y_TE = torch.empty_like(x_TE, dtype=torch.float32)
     rings = [x.shape[1:] for x in (x_TE, dt_TE, b_TN)]
     for i, h_NE in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
@@ -235,6 +243,7 @@ def matrix_scan(
     q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots, *,
     strength_TH: Tensor | None = None, skip_H: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
+    checks.matrix_scan(q_TGN, k_TGN, v_THV, log_decay, erase, state, strength_TH, skip_H, checks.FLOATS)
     n_heads, tail, y_THV = v_THV.shape[1], state.tail, torch.empty_like(v_THV, dtype=torch.float32)
     rings = [x.shape[1:] for x in (k_TGN, v_THV, log_decay)]
     if erase is not None and erase.b is not None:
@@ -305,6 +314,7 @@ def _remember_(state: StateSlots, run: int, own: list[Tensor]) -> None:
 
 
 def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
+    checks.linear_scan(x_TE, decay_TE, state, checks.FLOATS)
     h_SE = read_rows(state.flat, state.sources, state.shape, state.initial).float()
     y_TE = torch.empty_like(x_TE, dtype=torch.float32)
     for i, h_E in enumerate(h_SE):
@@ -317,6 +327,7 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
 
 
 def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Tensor, first_E: Tensor, states: tuple[StateSlots, ...]) -> Tensor:
+    checks.wkv4(k_TE, v_TE, decay_E, first_E, states, checks.FLOATS)
     sums = [read_rows(s.flat, s.sources, s.shape, s.initial).float() for s in states]
     k_TE, v_TE, y_TE = k_TE.float(), v_TE.float(), torch.empty_like(v_TE, dtype=torch.float32)
     for i in range(len(sums[0])):

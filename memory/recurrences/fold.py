@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memory.errors import StepError
 from memory.states import States
 from memory.uploads import upload
 
@@ -39,6 +40,11 @@ class Fold:
             n = int((counts > t).sum())
             at = first[:n] + t
             advanced, y = self._f(tuple(tensor[:n] for tensor in current), rows[at])
+            if len(advanced) != len(current) or y.shape[:1] != (n,):
+                raise StepError(
+                    f"the formula of {states.spec.family!r} gives {len(advanced)} states and outputs of shape {tuple(y.shape)}; give "
+                    f"{len(current)} states, and outputs whose first axis is {n} sequences"
+                )
             advanced = tuple(new.to(old.dtype) for new, old in zip(advanced, current, strict=True))
             current = advanced if n == len(counts) else tuple(torch.cat([a, b[n:]]) for a, b in zip(advanced, current, strict=True))
             outputs = y.new_empty(len(rows), *y.shape[1:]) if outputs is None else outputs

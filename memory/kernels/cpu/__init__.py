@@ -7,8 +7,7 @@ Habits that make LLVM use full vector registers: arrays are contiguous (numba co
 over slices of its own, from 0 on (numba would check other indices for being negative; unsigned ones it does not check); no
 array is read through one slice and written through another that may overlap it; divisions do not check for zero.
 
-numba caches a kernel until its own file changes. After changing a function that kernels of another file inline, such as those of
-`vector_math`, touch that file too.
+Machine code is kept on disk until a source of `memory.kernels` changes, see `compiled`.
 """
 
 from memory.kernels.cpu.attention import attend_rows, paged_attention

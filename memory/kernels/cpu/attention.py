@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 import torch.nn.functional as F
-from numba import njit, prange
+from numba import prange
 from torch import Tensor
 
+from memory.kernels import checks
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.folded_rows import attend_few_folded
 from memory.kernels.cpu.rows import as_array, gather_rows
 from memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
@@ -24,6 +26,7 @@ _ONE = np.float32(1.0)
 def paged_attention(
     q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scoring: Scoring, folded: FoldedRows | None = None
 ) -> Tensor:
+    checks.paged_attention(q_THD, batch, n_kv_heads, scoring, checks.FLOAT32)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     counts = np.diff(batch.cu_seqlens)
     n_short = int(np.searchsorted(counts, _FEW_QUERIES, side="right"))
@@ -50,6 +53,7 @@ def paged_attention(
 
 
 def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
+    checks.attend_rows(q_THD, k_RGD, v_RGD, scoring, checks.FLOAT32)
     if len(q_THD) > _FEW_QUERIES:
         return _attend_many(q_THD, k_RGD, v_RGD, scoring)
     cu_seqlens, lengths, one_page = np.array([0, len(q_THD)]), np.array([len(k_RGD)]), np.array([0, 1])
@@ -86,7 +90,7 @@ def _attend_group_by_group(q_THD: Tensor, k_GRD: Tensor, v_GRD: Tensor, scoring:
     return torch.cat(parts).transpose(0, 1)
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _attend_few(  # type: ignore[no-untyped-def]
     q_THD, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale, window, softcap,
     sinks, bias_HL, out_THD,

@@ -7,7 +7,9 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from memory.kernels.cpu.rows import as_array, copy_, require_shapes
+from memory.kernels import checks
+from memory.kernels.cpu.compiled import compiled
+from memory.kernels.cpu.rows import as_array, copy_
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import exp_f32, softplus_f32
 from memory.kernels.signature import Prepared, StateSlots
@@ -17,13 +19,13 @@ _AT_ONCE = 128
 
 
 def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
-    require_shapes("softplus", bias=(bias_H.shape, x_TH.shape[1:]))
+    checks.softplus(x_TH, bias_H, checks.FLOAT32)
     out_TH = torch.empty(x_TH.shape)
     _softplus(x_TH.contiguous().numpy(), as_array(bias_H), out_TH.numpy())
     return out_TH
 
 
-@njit(fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(fastmath=ELEMENTWISE, error_model="numpy")
 def _softplus(x_TH, bias_H, out_TH):  # type: ignore[no-untyped-def]
     for t in range(len(x_TH)):
         x, out = x_TH[t], out_TH[t]
@@ -32,7 +34,7 @@ def _softplus(x_TH, bias_H, out_TH):  # type: ignore[no-untyped-def]
 
 
 def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
-    require_shapes("linear_scan", state=(state.shape, x_TE.shape[1:]), decay=(decay_TE.shape, x_TE.shape))
+    checks.linear_scan(x_TE, decay_TE, state, checks.FLOAT32)
     y_TE = torch.empty(x_TE.shape)
     use_threads(2 * x_TE.numel())
     _linear_scan(
@@ -42,7 +44,7 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
     return y_TE
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _linear_scan(x_TE, decay_TE, cu_rows, flat, sources, targets, initial, y_TE):  # type: ignore[no-untyped-def]
     n_channels = x_TE.shape[1]
     n_chunks = -(-n_channels // _AT_ONCE)
@@ -66,11 +68,7 @@ def _fade_and_add_(h, decay, x):  # type: ignore[no-untyped-def]
 
 
 def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...]) -> Tensor:
-    n_channels = v_TE.shape[1:]
-    require_shapes(
-        "wkv4", keys=(k_TE.shape, v_TE.shape), decay=(decay_E.shape, n_channels), first=(first_E.shape, n_channels),
-        numerator=(states[0].shape, n_channels),
-    )  # fmt: skip
+    checks.wkv4(k_TE, v_TE, decay_E, first_E, states, checks.FLOAT32)
     y_TE = torch.empty(v_TE.shape)
     use_threads(40 * v_TE.numel())
     top, below, exponent = states
@@ -83,7 +81,7 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, state
     return y_TE
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _wkv4(  # type: ignore[no-untyped-def]
     k_TE, v_TE, decay_E, first_E, cu_rows, top_flat, top_sources, top_targets, below_flat, below_sources, below_targets,
     exponent_flat, exponent_sources, exponent_targets, initial, y_TE,

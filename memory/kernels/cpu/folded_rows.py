@@ -11,6 +11,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from memory.interface import Int64s
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.rows import as_array
 from memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
@@ -53,7 +54,7 @@ def _scale_shapes(folded: FoldedRows) -> tuple[Int64s, Int64s]:
     return tuple(np.array(half[1][1:] if n_parts > 1 else (0, 0)) for half in (folded.shapes[:n_parts], folded.shapes[n_parts:]))  # type: ignore[return-value]
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _attend_few(  # type: ignore[no-untyped-def]
     q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, scale, softcap, sinks, bias_HL,
     bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, key_scale_shape, value_scale_shape,

@@ -8,8 +8,9 @@ from numba import njit, prange
 from torch import Tensor
 
 from memory.interface import Int64s
-from memory.kernels import reference
-from memory.kernels.cpu.rows import as_array, as_flat, as_tensors, copy_, require_shapes
+from memory.kernels import checks, reference
+from memory.kernels.cpu.compiled import compiled
+from memory.kernels.cpu.rows import as_array, as_flat, as_tensors, copy_
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import exp_f32
 from memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, splat, store, store_totals, total
@@ -26,13 +27,9 @@ def matrix_scan(
     q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots, *,
     strength_TH: Tensor | None = None, skip_H: Prepared | None = None,
 ) -> Tensor:  # fmt: skip
-    n_tokens, n_heads, n_rows = v_THV.shape
+    checks.matrix_scan(q_TGN, k_TGN, v_THV, log_decay, erase, state, strength_TH, skip_H, checks.FLOAT32)
+    n_tokens, n_heads, _ = v_THV.shape
     n_columns = q_TGN.shape[2]
-    require_shapes(
-        "matrix_scan", state=(state.shape, (n_heads, n_rows, n_columns)), keys=(k_TGN.shape[2:], (n_columns,)),
-        log_decay=(log_decay.shape[1:2], (n_heads,)), skip=((n_heads,) if skip_H is None else skip_H.shape, (n_heads,)),
-        strength=((n_heads,) if strength_TH is None else strength_TH.shape[1:], (n_heads,)),
-    )  # fmt: skip
     if state.tail is not None:
         skip_H = None if skip_H is None else torch.as_tensor(skip_H)
         return reference.matrix_scan(q_TGN, k_TGN, v_THV, log_decay, erase, as_tensors(state), strength_TH=strength_TH, skip_H=skip_H)
@@ -59,7 +56,7 @@ def _is_long(cu_rows: Int64s) -> bool:
     return bool(cu_rows[-1] >= 4 * (len(cu_rows) - 1))
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _matrix_scan(  # type: ignore[no-untyped-def]
     q, q_stride, q_heads, k, k_stride, k_heads, v, v_stride, log_decay, a, a_stride, a_heads, b, after_decay,
     strength, strength_stride, skip, cu_rows, flat, sources, targets, initial, n_columns, is_long, y_THV,

@@ -7,7 +7,9 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from memory.kernels.cpu.rows import as_array, as_flat, copy_, require_shapes
+from memory.kernels import checks
+from memory.kernels.cpu.compiled import compiled
+from memory.kernels.cpu.rows import as_array, as_flat, copy_
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
 from memory.kernels.signature import Prepared
 
@@ -16,11 +18,8 @@ _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
 def rms_norm(x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None) -> Tensor:
+    checks.rms_norm(x_TE, weight_E, n_groups, gate_TE, checks.FLOAT32)
     n_rows, n_elements = x_TE.shape
-    require_shapes(
-        "rms_norm", weight=((n_elements,) if weight_E is None else weight_E.shape, (n_elements,)),
-        gate=(x_TE.shape if gate_TE is None else gate_TE.shape, x_TE.shape),
-    )  # fmt: skip
     out_TE = torch.empty(n_rows, n_elements)
     x, x_stride = as_flat(x_TE)
     gate, gate_stride = (_NOTHING, 0) if gate_TE is None else as_flat(gate_TE)
@@ -30,7 +29,7 @@ def rms_norm(x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: i
     return out_TE
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _rms_norm(x, x_stride, gate, gate_stride, weight, eps, n_part, out_TE):  # type: ignore[no-untyped-def]
     n_rows, n_elements = out_TE.shape
     for t in prange(n_rows):

@@ -7,6 +7,8 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from memory.kernels import checks
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.rows import as_array, copy_
 from memory.kernels.cpu.threads import REDUCING, use_threads
 from memory.kernels.cpu.vector_math import prefetch
@@ -17,6 +19,7 @@ _ONE, _AHEAD, _LINE = np.uint64(1), np.uint64(4), np.uint64(16)
 
 
 def choose_pages(q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: PageChoice, n_kv_heads: int) -> Tensor:
+    checks.choose_pages(q_QHD, choice, n_kv_heads, checks.FLOAT32)
     n_queries, _, head_dim = q_QHD.shape
     out_GC = torch.empty(n_kv_heads, int(choice.cu_chosen[-1]), dtype=torch.int64)
     n_threads = use_threads(2 * q_QHD[0].numel() * int(choice.cu_pages[-1]))
@@ -28,7 +31,7 @@ def choose_pages(q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: Pag
     return out_GC
 
 
-@njit(parallel=True, error_model="numpy", cache=True)
+@compiled(parallel=True, error_model="numpy")
 def _choose(  # type: ignore[no-untyped-def]
     q_QGE, least, greatest, pages, cu_pages, n_first, n_last, cu_chosen, heads_a_task, head_dim, out_GC,
 ):  # fmt: skip

@@ -8,8 +8,9 @@ from numba import njit, prange
 from torch import Tensor
 
 from memory.interface import Int64s
-from memory.kernels import reference
-from memory.kernels.cpu.rows import as_array, as_tensors, copy_, require_shapes
+from memory.kernels import checks, reference
+from memory.kernels.cpu.compiled import compiled
+from memory.kernels.cpu.rows import as_array, as_tensors, copy_
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
 from memory.kernels.signature import Prepared, StateSlots
@@ -30,11 +31,8 @@ def _channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: 
 
 
 def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True) -> Tensor:
+    checks.causal_conv(rows_TR, weight_WE, bias_E, window, checks.FLOAT32)
     n_taps, n_channels = weight_WE.shape
-    require_shapes(
-        "causal_conv", window=(window.shape, (n_taps - 1, n_channels)), row=((min(rows_TR.shape[1], n_channels),), (n_channels,)),
-        bias=((n_channels,) if bias_E is None else bias_E.shape, (n_channels,)),
-    )  # fmt: skip
     if window.tail is not None:
         weight_WE, bias_E = torch.as_tensor(weight_WE), None if bias_E is None else torch.as_tensor(bias_E)
         return reference.causal_conv(rows_TR, weight_WE, bias_E, as_tensors(window), activation=activation)
@@ -49,7 +47,7 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
     return out_TE
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _causal_conv(  # type: ignore[no-untyped-def]
     rows_TR, weight_WE, bias_E, cu_rows, flat, sources, targets, initial, out_TE, at_once, activation
 ):
@@ -103,11 +101,7 @@ def selective_scan(
     x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Prepared, b_TN: Tensor, c_TN: Tensor, a_NE: Prepared, d_E: Prepared, state: StateSlots
 ) -> Tensor:
     y_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
-    n_channels, n_states = x_TE.shape[1], b_TN.shape[1]
-    require_shapes(
-        "selective_scan", state=(state.shape, (n_states, n_channels)), a=(a_NE.shape, (n_states, n_channels)), dt=(dt_TE.shape, x_TE.shape),
-        c=(c_TN.shape, b_TN.shape), dt_bias=(dt_bias_E.shape, (n_channels,)), d=(d_E.shape, (n_channels,)),
-    )  # fmt: skip
+    checks.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state, checks.FLOAT32)
     if state.tail is not None:
         dt_bias_E, a_NE, d_E = (torch.as_tensor(w) for w in (dt_bias_E, a_NE, d_E))
         return reference.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, as_tensors(state))
@@ -121,7 +115,7 @@ def selective_scan(
     return y_TE
 
 
-@njit(parallel=True, fastmath=ELEMENTWISE, error_model="numpy", cache=True)
+@compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _selective_scan(  # type: ignore[no-untyped-def]
     x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, cu_rows, flat, sources, targets, initial, y_TE, at_once
 ):

@@ -10,11 +10,15 @@ from numba import njit
 from torch import Tensor
 
 from memory.errors import StepError
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.signature import PagedBatch, Prepared, StateSlots, Tail
 
 
 def prepare(tensor: Tensor) -> Prepared:
-    return tensor.detach().numpy()
+    try:
+        return tensor.detach().numpy()
+    except TypeError as error:
+        raise StepError(f"{tensor.dtype} on {tensor.device} is not for these kernels; give numbers that numpy has, on the CPU") from error
 
 
 def plan_attention(*_: object) -> None:
@@ -26,7 +30,7 @@ def plan_choice(*_: object) -> None:
 
 
 def as_array(x: Prepared) -> Prepared:
-    return x if isinstance(x, np.ndarray) else x.detach().numpy()
+    return x if isinstance(x, np.ndarray) else prepare(x)
 
 
 def as_tensors(slots: StateSlots) -> StateSlots:
@@ -37,15 +41,6 @@ def as_tensors(slots: StateSlots) -> StateSlots:
         flats, blocks, new_blocks = (tuple(map(torch.as_tensor, ring)) for ring in (tail.flats, tail.sources, tail.targets))
         tail = Tail(flats, blocks, new_blocks, tail.ring_rows, *map(torch.as_tensor, (tail.firsts, tail.counts, tail.folds)))
     return slots._replace(flat=flat, sources=sources, targets=targets, tail=tail)
-
-
-def require_shapes(what: str, **pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    """Raise StepError unless each (found, expected) agrees: compiled code does not look where it writes."""
-    for name, (found, expected) in pairs.items():
-        if tuple(found) != tuple(expected):
-            raise StepError(
-                f"{what}: {name} has shape {tuple(found)}, not {tuple(expected)}; a layer's weights must fit its spec and its rows"
-            )
 
 
 def as_flat(x: Tensor) -> tuple[Prepared, int]:
@@ -63,10 +58,12 @@ def as_flat(x: Tensor) -> tuple[Prepared, int]:
 
 
 def write_rows_(flat: Prepared, offsets_T: Prepared, rows_TR: Tensor) -> None:
-    _write_rows(as_array(flat), as_array(offsets_T), rows_TR.contiguous().numpy())
+    if offsets_T.shape[0] != rows_TR.shape[0]:
+        raise StepError(f"{rows_TR.shape[0]} rows go to {offsets_T.shape[0]} places; give one for each")
+    _write_rows(as_array(flat), as_array(offsets_T), rows_TR.float().contiguous().numpy())
 
 
-@njit(cache=True)
+@compiled()
 def _write_rows(flat, offsets_T, rows_TR):  # type: ignore[no-untyped-def]
     for t in range(len(offsets_T)):
         start = offsets_T[t]
@@ -79,7 +76,7 @@ def read_rows(flat: Prepared, offsets_T: Prepared, shape: tuple[int, ...], initi
     return rows_TR.reshape(len(offsets_T), *shape)
 
 
-@njit(cache=True)
+@compiled()
 def _read_rows(flat, offsets_T, rows_TR, initial):  # type: ignore[no-untyped-def]
     for t in range(len(offsets_T)):
         start = offsets_T[t]
@@ -97,7 +94,7 @@ def gather_rows(flat: Prepared, batch: PagedBatch, request: int, n_kv_heads: int
     return rows_GRD.transpose(0, 1)
 
 
-@njit(cache=True)
+@compiled()
 def _gather_rows(flat, pages_GP, page_tokens, rows_GRD):  # type: ignore[no-untyped-def]
     n_heads, n_rows, head_dim = rows_GRD.shape
     for g in range(n_heads):

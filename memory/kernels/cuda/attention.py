@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.kernels import checks
 from memory.kernels.cuda import folded_rows
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.folded_rows import NOT_FOLDED, load_folded
@@ -36,6 +37,7 @@ def plan_attention(
 def paged_attention(
     q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scoring: Scoring, folded: FoldedRows | None = None
 ) -> Tensor:
+    checks.paged_attention(q_THD, batch, n_kv_heads, scoring, checks.FLOATS)
     q_THD = q_THD if q_THD.stride(-1) == 1 else q_THD.contiguous()
     (_, n_heads, head_dim), device = q_THD.shape, q_THD.device
     itemsize, bits = q_THD.element_size(), NOT_FOLDED if folded is None else folded.storage.code_bits
@@ -70,6 +72,7 @@ def paged_attention(
 
 
 def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
+    checks.attend_rows(q_THD, k_RGD, v_RGD, scoring, checks.FLOATS)
     (n_rows, n_kv_heads, head_dim), device = k_RGD.shape, q_THD.device
     pages = torch.arange(n_rows, device=device) * (n_kv_heads * head_dim)  # of a row each
     batch = batch or PagedBatch(np.array([0, len(q_THD)]), np.array([n_rows]), pages, np.array([0, n_rows]), page_tokens=1)

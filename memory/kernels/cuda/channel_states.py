@@ -15,8 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.kernels import checks
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
+from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2, with_contiguous_rows
 from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, softplus
 from memory.kernels.cuda.prompts import scan_by_library
 from memory.kernels.cuda.rings import keep_row, no_rings, ring_row, rings_of
@@ -40,11 +41,8 @@ def _choose(n_states: int, itemsize: int) -> SelectiveScan:
 def selective_scan(
     x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Prepared, b_TN: Tensor, c_TN: Tensor, a_NE: Prepared, d_E: Prepared, state: StateSlots
 ) -> Tensor:
+    checks.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state, checks.FLOATS)
     n_channels, n_states = x_TE.shape[1], b_TN.shape[1]
-    require_shapes(
-        "selective_scan", state=(state.shape, (n_states, n_channels)), a=(a_NE.shape, (n_states, n_channels)), dt=(dt_TE.shape, x_TE.shape),
-        c=(c_TN.shape, b_TN.shape), dt_bias=(dt_bias_E.shape, (n_channels,)), d=(d_E.shape, (n_channels,)),
-    )  # fmt: skip
     if (by_library := scan_by_library(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state)) is not None:
         return by_library
     y_TE = torch.empty(x_TE.shape, dtype=torch.float32, device=x_TE.device)

@@ -10,8 +10,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.kernels import checks
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import absent, ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
+from memory.kernels.cuda.launch import absent, ceil_div, device_ints, launch, next_power_of_2, with_contiguous_rows
 from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, silu
 from memory.kernels.cuda.prompts import conv_by_library
 from memory.kernels.signature import Prepared, StateSlots
@@ -31,11 +32,8 @@ def _choose(n_taps: int, itemsize: int) -> Convolve:
 
 
 def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True) -> Tensor:
+    checks.causal_conv(rows_TR, weight_WE, bias_E, window, checks.FLOATS)
     n_taps, n_channels = weight_WE.shape
-    require_shapes(
-        "causal_conv", window=(window.shape, (n_taps - 1, n_channels)), row=((min(rows_TR.shape[1], n_channels),), (n_channels,)),
-        bias=((n_channels,) if bias_E is None else bias_E.shape, (n_channels,)),
-    )  # fmt: skip
     rows_TR = with_contiguous_rows(rows_TR)
     if (out := conv_by_library(rows_TR, weight_WE, bias_E, window, activation=activation)) is not None:
         return out

@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.errors import StepError
 from memory.interface import Int64s
 from memory.uploads import upload
 
@@ -75,12 +74,3 @@ def with_contiguous_rows(x: Tensor) -> Tensor:
 def absent(x: Any, instead: Tensor) -> Any:
     """A pointer that is never read, where an input is None."""
     return instead if x is None else x
-
-
-def require_shapes(what: str, **pairs: tuple[tuple[int, ...], tuple[int, ...]]) -> None:
-    """Raise StepError unless each (found, expected) agrees: compiled code does not look where it writes."""
-    for name, (found, expected) in pairs.items():
-        if tuple(found) != tuple(expected):
-            raise StepError(
-                f"{what}: {name} has shape {tuple(found)}, not {tuple(expected)}; a layer's weights must fit its spec and its rows"
-            )

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.kernels.cuda.launch import device_ints, require_shapes
+from memory.kernels import checks
+from memory.kernels.cuda.launch import device_ints
 from memory.kernels.cuda.matrix_chunks import scan_chunks
 from memory.kernels.cuda.matrix_columns import scan_columns
 from memory.kernels.cuda.matrix_inputs import Inputs, part_of
@@ -30,12 +31,7 @@ def matrix_scan(
     q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots, *,
     strength_TH: Tensor | None = None, skip_H: Prepared | None = None,
 ) -> Tensor:  # fmt: skip
-    n_heads, n_rows, n_columns = v_THV.shape[1], v_THV.shape[2], q_TGN.shape[2]
-    require_shapes(
-        "matrix_scan", state=(state.shape, (n_heads, n_rows, n_columns)), keys=(k_TGN.shape[2:], (n_columns,)),
-        log_decay=(log_decay.shape[1:2], (n_heads,)), skip=((n_heads,) if skip_H is None else skip_H.shape, (n_heads,)),
-        strength=((n_heads,) if strength_TH is None else strength_TH.shape[1:], (n_heads,)),
-    )  # fmt: skip
+    checks.matrix_scan(q_TGN, k_TGN, v_THV, log_decay, erase, state, strength_TH, skip_H, checks.FLOATS)
     is_simple = log_decay.dim() == 2 and (erase is None or (erase.b is None and erase.after_decay))
     y_THV = torch.empty(v_THV.shape, dtype=torch.float32, device=v_THV.device)
     inputs = Inputs.of(q_TGN, k_TGN, v_THV, log_decay, erase, strength_TH, skip_H)

@@ -7,16 +7,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.kernels.cuda.launch import absent, ceil_div, launch, next_power_of_2, require_shapes, with_contiguous_rows
+from memory.kernels import checks
+from memory.kernels.cuda.launch import absent, ceil_div, launch, next_power_of_2, with_contiguous_rows
 from memory.kernels.signature import Prepared
 
 
 def rms_norm(x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None) -> Tensor:
+    checks.rms_norm(x_TE, weight_E, n_groups, gate_TE, checks.FLOATS)
     n_rows, n_elements = x_TE.shape
-    require_shapes(
-        "rms_norm", weight=((n_elements,) if weight_E is None else weight_E.shape, (n_elements,)),
-        gate=(x_TE.shape if gate_TE is None else gate_TE.shape, x_TE.shape),
-    )  # fmt: skip
     dtype = x_TE.dtype if weight_E is None else torch.promote_types(x_TE.dtype, weight_E.dtype)
     out_TE = torch.empty(x_TE.shape, dtype=dtype, device=x_TE.device)
     x_TE = with_contiguous_rows(x_TE)

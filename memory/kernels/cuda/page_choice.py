@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.kernels import checks
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import aligned_elements, device_ints, dot, head_parts, launch, next_power_of_2
 from memory.kernels.cuda.softmax import load_rows
@@ -48,6 +49,7 @@ def plan_choice(choice: PageChoice, device: torch.device) -> None:
 
 
 def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageChoice, n_kv_heads: int) -> Tensor:
+    checks.choose_pages(q_QHD, choice, n_kv_heads, checks.FLOATS)
     device, n_chosen = q_QHD.device, int(choice.cu_chosen[-1])
     places, pages = _lay_out(choice, device), choice.pages
     chosen_GC = torch.empty(n_kv_heads, n_chosen + 1, dtype=torch.int64, device=device)  # what is not chosen goes into the last column

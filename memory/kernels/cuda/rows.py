@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.errors import StepError
 from memory.kernels.cuda.launch import aligned_elements, launch, next_power_of_2
 from memory.kernels.signature import Prepared
 
@@ -21,6 +22,8 @@ def prepare(tensor: Tensor) -> Prepared:
 
 
 def write_rows_(flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
+    if offsets_T.shape[0] != rows_TR.shape[0]:
+        raise StepError(f"{rows_TR.shape[0]} rows go to {offsets_T.shape[0]} places; give one for each")
     rows_TR = rows_TR if rows_TR.stride(-1) == 1 or rows_TR.shape[-1] == 1 else rows_TR.contiguous()
     n_rows, n_elements = rows_TR.shape
     block_T, block_R = _tile(n_elements)

@@ -9,8 +9,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.kernels import checks
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2, require_shapes, with_contiguous_rows
+from memory.kernels.cuda.launch import ceil_div, device_ints, launch, next_power_of_2, with_contiguous_rows
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.math import softplus as softplus_of
 from memory.kernels.signature import Prepared, StateSlots
@@ -30,7 +31,7 @@ def _choose(itemsize: int) -> Vectors:
 
 
 def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
-    require_shapes("softplus", bias=(bias_H.shape, x_TH.shape[1:]))
+    checks.softplus(x_TH, bias_H, checks.FLOATS)
     n_rows, n_columns = x_TH.shape
     out_TH = torch.empty(x_TH.shape, dtype=torch.float32, device=x_TH.device)
     x_TH = with_contiguous_rows(x_TH)
@@ -52,7 +53,7 @@ def _softplus(x, x_stride, bias, out, n_rows, n_columns, ROWS: tl.constexpr, COL
 
 
 def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
-    require_shapes("linear_scan", state=(state.shape, x_TE.shape[1:]), decay=(decay_TE.shape, x_TE.shape))
+    checks.linear_scan(x_TE, decay_TE, state, checks.FLOATS)
     n_channels = x_TE.shape[1]
     y_TE = torch.empty(x_TE.shape, dtype=torch.float32, device=x_TE.device)
     x_TE, decay_TE = with_contiguous_rows(x_TE), with_contiguous_rows(decay_TE)
@@ -85,11 +86,8 @@ def _linear_scan(  # type: ignore[no-untyped-def]
 
 
 def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...]) -> Tensor:
+    checks.wkv4(k_TE, v_TE, decay_E, first_E, states, checks.FLOATS)
     n_channels = v_TE.shape[1]
-    require_shapes(
-        "wkv4", keys=(k_TE.shape, v_TE.shape), decay=(decay_E.shape, (n_channels,)), first=(first_E.shape, (n_channels,)),
-        numerator=(states[0].shape, (n_channels,)),
-    )  # fmt: skip
     y_TE = torch.empty(v_TE.shape, dtype=torch.float32, device=v_TE.device)
     k_TE, v_TE = with_contiguous_rows(k_TE), with_contiguous_rows(v_TE)
     top, below, exponent = states

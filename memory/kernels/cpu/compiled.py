@@ -1,0 +1,167 @@
+"""Kernels are compiled once for a machine and kept on disk: `compiled` stands for `numba.njit(cache=True)`.
+
+numba's own cache lies beside the source or in the user's home, and fails to import where it can write to neither; and it asks whether one
+file has changed, where kernels inline functions of others. This one lies where users' caches do. Each kernel and signature has one file,
+named by everything that its machine code follows from and checked against it: a file that is torn, damaged or of something else is
+compiled again. Where nothing can be written, kernels are compiled in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import pickle
+import shutil
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import llvmlite
+import numba
+from numba.core import config
+from numba.core.caching import _Cache
+from numba.core.compiler import CompileResult
+from numba.core.serialize import dumps
+
+_LOG = logging.getLogger("memory")
+_PLACE = "HYBRID_MEMORY_CACHE"
+_MOST_BUILDS = 8
+"""Versions of the kernels that are kept, of all that were ever run on this machine."""
+
+_DIGEST_BYTES = hashlib.sha256().digest_size
+
+
+def sources_digest(folder: Path) -> str:
+    """A digest of all Python files in a folder: their names and what they contain."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*.py")):
+        digest.update(f"{path.relative_to(folder).as_posix()} {path.stat().st_size}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+# When this is imported, since files may change while a process runs on: what it compiles later is of the files as they were.
+_BUILD = repr((sources_digest(Path(__file__).parent.parent), numba.__version__, llvmlite.__version__, sys.implementation.cache_tag))
+
+
+def cache_folder() -> Path | None:
+    """Where this version's kernels are kept: in HYBRID_MEMORY_CACHE if the environment has it, else where the system keeps users' caches.
+
+    None where the user has no home directory.
+    """
+    name = "hybrid-memory"
+    try:
+        if place := os.environ.get(_PLACE):
+            root = Path(place).absolute()
+        elif sys.platform == "win32":
+            root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / name
+        elif sys.platform == "darwin":
+            root = Path.home() / "Library" / "Caches" / name
+        else:
+            root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / name
+    except RuntimeError:
+        return None
+    return root / "kernels" / hashlib.sha256(_BUILD.encode()).hexdigest()[:16]
+
+
+def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """`numba.njit(**options)`, whose machine code is kept in `cache_folder()`."""
+
+    def compile_lazily(function: Callable[..., Any]) -> Any:
+        kernel = numba.njit(**options)(function)
+        try:
+            kernel._cache = KernelCache(function)
+        except OSError as error:  # there is no file of its source
+            _tell_once(error)
+        return kernel
+
+    return compile_lazily
+
+
+class KernelCache(_Cache):
+    """The files of one kernel; what numba asks when it needs a kernel for some types of arguments."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        source = Path(function.__code__.co_filename)
+        self._name = f"{source.stem}.{function.__qualname__}"
+        self._source = hashlib.sha256(source.read_bytes()).hexdigest()  # it may lie elsewhere than what `_BUILD` knows
+
+    @property
+    def cache_path(self) -> Path | None:
+        return cache_folder()
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """The kernel for a signature; None if there is no whole and right file of it."""
+        target_context.refresh()
+        key, name = self._key(sig, target_context.codegen())
+        try:
+            content = b"" if (folder := cache_folder()) is None else (folder / name).read_bytes()
+        except OSError:
+            return None
+        digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if hashlib.sha256(key + payload).digest() != digest:
+            return None
+        return CompileResult._rebuild(target_context, *pickle.loads(payload))  # type: ignore[no-untyped-call]
+
+    def save_overload(self, sig: Any, data: Any) -> None:
+        """Keep a kernel, if that is possible."""
+        if data.library.has_dynamic_globals:
+            return  # addresses of this process
+        key, name = self._key(sig, data.codegen)
+        payload: bytes = dumps(data._reduce())  # type: ignore[no-untyped-call]
+        try:
+            if (folder := cache_folder()) is None:
+                raise FileNotFoundError("the user has no home directory")
+            _write(folder / name, hashlib.sha256(key + payload).digest() + payload)
+        except OSError as error:
+            _tell_once(error)
+
+    def _key(self, sig: Any, codegen: Any) -> tuple[bytes, str]:
+        """Everything that the machine code follows from, the processor's name and features included; and the name of its file."""
+        flags = str(config.OPT), config.BOUNDSCHECK  # type: ignore[attr-defined]
+        key = repr((_BUILD, self._source, self._name, str(sig), codegen.magic_tuple(), flags)).encode()
+        return key, f"{self._name}-{hashlib.sha256(key).hexdigest()[:24]}"
+
+    def enable(self) -> None:
+        """Nothing turns it off."""
+
+    def disable(self) -> None:
+        """As `enable`."""
+
+    def flush(self) -> None:
+        """Files are right or not read: none needs to go."""
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Put a file in its place whole, whoever else writes it."""
+    if not path.parent.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _forget_old_builds(path.parent)
+    part = path.with_name(f"{path.name}.{uuid4().hex}.part")
+    try:
+        part.write_bytes(content)
+        part.replace(path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
+def _forget_old_builds(folder: Path) -> None:
+    """Remove all but the newest versions. One that is still in use is compiled again."""
+    with suppress(OSError):  # another process does the same
+        others = [(other.stat().st_mtime, other) for other in folder.parent.iterdir() if other != folder]
+        for _, other in sorted(others, reverse=True)[_MOST_BUILDS - 1 :]:
+            shutil.rmtree(other, ignore_errors=True)
+
+
+_has_told = False
+
+
+def _tell_once(error: Exception) -> None:
+    global _has_told
+    if not _has_told:
+        _has_told = True
+        _LOG.warning(f"CPU kernels cannot be kept on disk, so each process compiles them again: {error}; name a folder in {_PLACE}")

@@ -1,0 +1,176 @@
+"""Compiled kernels on disk: found again, never stale, never trusted when they are not whole, and done without where nothing can be kept."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memory.kernels.cpu import compiled as module
+from memory.kernels.cpu.compiled import cache_folder, compiled, sources_digest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+def double(x: Any) -> Any:
+    return x + x
+
+
+def triple(x: Any) -> Any:
+    return x + x + x
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HYBRID_MEMORY_CACHE", str(tmp_path))
+    return kept_in()
+
+
+def kept_in() -> Path:
+    folder = cache_folder()
+    assert folder is not None
+    return folder
+
+
+def run(function: Callable[..., Any] = double, x: float = 4) -> bool:
+    """Whether a kernel was on disk that nobody in this process has compiled yet."""
+    kernel = compiled()(function)
+    assert kernel(x) == function(x)
+    return bool(kernel.stats.cache_hits)
+
+
+def test_a_kernel_is_compiled_once_for_each_kind_of_argument(folder: Path) -> None:
+    assert [run(), run(), run(x=0.5), run(x=0.5), run()] == [False, True, False, True, True]
+    assert len(list(folder.iterdir())) == 2
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+
+
+def swap(path: Path) -> None:
+    """Put a whole file of another kernel there."""
+    run(triple)
+    (other,) = (other for other in path.parent.iterdir() if other != path)
+    shutil.copy(other, path)
+
+
+def remove(path: Path) -> None:
+    shutil.rmtree(path.parent)
+
+
+@pytest.mark.parametrize("damage", [cut, empty, flip, swap, remove])
+def test_a_file_that_is_not_whole_or_not_the_right_one_is_compiled_again(damage: Callable[[Path], None], folder: Path) -> None:
+    run()
+    (path,) = folder.iterdir()
+    damage(path)
+    assert not run()
+    assert run(), "it was not mended"
+
+
+def test_another_version_has_kernels_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run()
+    (path,) = folder.iterdir()
+    own = path.read_bytes()
+    monkeypatch.setattr(module, "_BUILD", module._BUILD + "newer")
+    run()
+    (newer,) = kept_in().iterdir()
+    newer.write_bytes(own)
+    assert not run()
+
+
+def test_old_versions_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for i in range(12):
+        old = folder.parent / f"old {i}"
+        old.mkdir(parents=True)
+        os.utime(old, (i, i))
+    run()
+    assert {path.name for path in folder.parent.iterdir()} == {folder.name, *(f"old {i}" for i in range(5, 12))}
+
+
+def test_every_source_counts(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    seen = set[str]()
+    for path, text in (("a.py", "1"), ("inner/b.py", "1"), ("a.py", "2"), ("inner/b.py", "2"), ("inner/a.py", "")):
+        (tmp_path / path).write_text(text)
+        seen.add(sources_digest(tmp_path))
+    assert len(seen) == 5
+
+
+@pytest.mark.parametrize("place", ["a file", "no home"])
+def test_where_nothing_can_be_kept_kernels_work_and_it_is_said_once(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_has_told", False)
+    if place == "a file":
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("HYBRID_MEMORY_CACHE", str(tmp_path / "file" / "inside"))
+    else:
+        for name in ("HYBRID_MEMORY_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
+            monkeypatch.delenv(name, raising=False)
+
+        def homeless() -> Path:
+            raise RuntimeError("Could not determine home directory.")
+
+        monkeypatch.setattr(Path, "home", homeless)
+    with caplog.at_level(logging.WARNING, "memory"):
+        assert [run(), run(), run(triple)] == [False] * 3
+    assert len(caplog.records) == 1 and "HYBRID_MEMORY_CACHE" in caplog.text
+
+
+def test_a_folder_that_is_filled_and_not_writable_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an image of a container that was warmed up."""
+
+    def refuse(*_: object) -> None:
+        raise PermissionError("read-only")
+
+    run()
+    monkeypatch.setattr(module, "_write", refuse)
+    assert run()
+
+
+def test_users_caches_are_where_they_are_looked_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("HYBRID_MEMORY_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(sys, "platform", "linux")
+    assert kept_in().parent == tmp_path / "hybrid-memory" / "kernels"
+
+
+SOFTPLUS = """
+import torch
+from memory.kernels.cpu.channel_states import softplus
+print(round(softplus(torch.zeros(1, 1), torch.zeros(1)).item(), 4))
+"""
+
+
+def test_kernels_follow_functions_that_they_inline_from_other_files(tmp_path: Path) -> None:
+    """A package beside whose sources nothing can be written, without a home: two processes at once, and one when a file has changed."""
+    shutil.copytree(ROOT / "memory", tmp_path / "memory", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "memory" / "kernels" / "cpu" / "__pycache__").touch()
+    environment = os.environ | {"HOME": "/dev/null", "HYBRID_MEMORY_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
+
+    def start() -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, "-c", SOFTPLUS], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+
+    two = [start(), start()]
+    assert [process.communicate()[0] for process in two] == ["0.6931\n"] * 2
+    inlined = tmp_path / "memory" / "kernels" / "cpu" / "vector_math.py"
+    inlined.write_text(inlined.read_text().replace("return max(x, _ZERO) + _TWO * s * p", "return max(x, _ZERO) + _ONE"))
+    assert start().communicate()[0] == "1.0\n"
