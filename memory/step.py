@@ -19,6 +19,7 @@ from memory.errors import BatchError, RollbackError, SequenceError, StepError
 from memory.interface import Int64s, OpenStep, Packed, Plans, Recurrence, Sequence
 from memory.kernels import Scoring
 from memory.specs import MemorySpec
+from memory.states import States
 
 Outputs = Literal["last", "all"]
 
@@ -86,6 +87,7 @@ class Step:
         self._plans: Plans = {}
         self._block: ref[Any] = ref(self)
         self._served: set[tuple[str, int]] = set()
+        self._begun: set[int] = set()  # recurrences that were run, and may have written over the states that they began with
         self._is_spent = False
 
     def __enter__(self) -> Step:
@@ -209,12 +211,22 @@ class Step:
         Returns:
             The outputs, (T, ...).
         Raises:
-            StepError: as `attend`, or the recurrence did not write its end states.
+            StepError: as `attend`, or the recurrence did not write its end states; or it has raised in this step before.
         """
         index = self._claim(layer, name, "recurrence")
         _check_tensors(rows=rows)
+        if index in self._begun:
+            raise StepError(
+                f"the recurrence {name or index} of layer {layer} has begun in this step before, and may have written over the states "
+                "that it would begin with; leave the step by this error, which leaves every sequence as it was, and feed the tokens again"
+            )
+
+        def begin(states: States, rows: Tensor) -> tuple[Tensor, States]:
+            self._begun.add(index)
+            return recurrence(states, rows)
+
         with _without_gradients():
-            y = self._owner.recur(self._plans, index, rows.detach(), recurrence)
+            y = self._owner.recur(self._plans, index, rows.detach(), begin)
         self._served.add(("recurrence", index))
         return y
 
@@ -245,7 +257,7 @@ class Step:
         """What stands for this step while it is recorded: nothing is computed then, so what a model remembers of it is not of this one."""
         self._entered()
         twin = copy(self)
-        twin._served = set()
+        twin._served, twin._begun = set(), set()
         try:
             yield twin
         finally:
