@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -11,10 +12,13 @@ from torch import Tensor
 from memory.batch import read_requests
 from memory.errors import BatchError, StepError
 from memory.interface import Requests, Sequence
+from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.specs import MemorySpec
 from memory.step import Outputs, Step
 
 Model = Callable[[Step], Tensor]
+Chunk = list[tuple[int, int, int]]
+"""(request, start, end) of its tokens."""
 
 
 class Steppable(Protocol):
@@ -23,13 +27,19 @@ class Steppable(Protocol):
     spec: MemorySpec
 
     def step(self, requests: Requests, *, outputs: Outputs = "last") -> Step: ...
-    def checkpoint(self, sequence: Sequence) -> Sequence: ...
+    def mark(self, sequences: list[Sequence], marks: dict[Sequence, Sequence], *, in_secret: bool) -> None: ...
     def rollback(self, sequence: Sequence, to: int | Sequence) -> None: ...
     def close(self, sequence: Sequence) -> None: ...
 
 
-def run_in_chunks(memory: Steppable, model: Model | None, requests: Requests, *, max_tokens: int, outputs: Outputs) -> Tensor | None:
-    """See `HybridMemory.run`. A checkpoint of each sequence is held meanwhile; it is what a failure returns to."""
+def run_in_chunks(
+    memory: Steppable, model: Model | None, requests: Requests, *, max_tokens: int, outputs: Outputs, held: uninterrupted_call
+) -> Tensor | None:
+    """See `HybridMemory.run`. A checkpoint of each sequence is held from the first commit on; it is what a failure returns to.
+
+    Args:
+        held: entered before the last commit; a Ctrl-C that comes later is raised by the caller, who has the result.
+    """
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
         raise BatchError(f"max_tokens={max_tokens!r}; a step needs at least 1 token")
     if model is None and memory.spec.device.type != "meta":
@@ -41,30 +51,51 @@ def run_in_chunks(memory: Steppable, model: Model | None, requests: Requests, *,
     memory.step(list(zip(sequences, tokens, strict=True)), outputs=outputs)  # refuses what no chunk could do; nothing is entered
     marks: dict[Sequence, Sequence] = {}
     rows: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}
-    chunks = split_requests(tokens.counts.tolist(), max_tokens)
+    first, *later = split_requests(tokens.counts.tolist(), max_tokens)
+    last = later[-1] if later else first
+
+    def feed(chunk: Chunk, stack: ExitStack) -> None:
+        with memory.step([(sequences[i], tokens[i][start:end]) for i, start, end in chunk], outputs=outputs) as step:
+            parts = None if model is None else step.split(model(step))
+            if chunk is first:
+                memory.mark(sequences, marks, in_secret=not later)
+            if chunk is last:
+                stack.enter_context(held)
+        for (i, _, end), part in zip(chunk, parts or [None] * len(chunk), strict=True):
+            if part is not None and (outputs == "all" or end == len(tokens[i])):
+                rows[sequences[i]].append(part)
+
     try:
-        for sequence in sequences if len(chunks) > 1 else []:  # a step alone is all or nothing by itself
-            marks[sequence] = memory.checkpoint(sequence)
-        for chunk in chunks:
-            with memory.step([(sequences[i], tokens[i][start:end]) for i, start, end in chunk], outputs=outputs) as step:
-                parts = None if model is None else step.split(model(step))
-            for (i, _, end), part in zip(chunk, parts or [None] * len(chunk), strict=True):
-                if part is not None and (outputs == "all" or end == len(tokens[i])):
-                    rows[sequences[i]].append(part)
-    except BaseException:
-        for sequence, mark in marks.items():
-            if not sequence.closed:  # by the model: it is not this run's to bring back
-                memory.rollback(sequence, to=mark)
-        raise
+        try:
+            with ExitStack() as stack:
+                for chunk in (first, *later):
+                    feed(chunk, stack)
+                outcome = None if model is None else torch.cat([part for sequence in sequences for part in rows[sequence]])
+                held.deliver()
+                for sequence in sequences:
+                    memory.close(marks.pop(sequence))
+                return outcome
+        finally:
+            _return_to(memory, marks)
     finally:
-        for mark in marks.values():
-            memory.close(mark)
-    return None if model is None else torch.cat([part for sequence in sequences for part in rows[sequence]])
+        _return_to(memory, marks)  # a Ctrl-C may have come in the way of the first
 
 
-def split_requests(counts: list[int], max_tokens: int) -> list[list[tuple[int, int, int]]]:
+def _return_to(memory: Steppable, marks: dict[Sequence, Sequence]) -> None:
+    """Bring sequences back to where their marks stand, if any are left."""
+    with uninterrupted():
+        while marks:
+            sequence, mark = marks.popitem()
+            try:
+                if not sequence.closed:  # by the model: it is not this run's to bring back
+                    memory.rollback(sequence, to=mark)
+            finally:
+                memory.close(mark)
+
+
+def split_requests(counts: list[int], max_tokens: int) -> list[Chunk]:
     """Chunks (request, start, end) for each step, short requests first, `max_tokens` a step until all are done."""
-    steps: list[list[tuple[int, int, int]]] = [[]]
+    steps: list[Chunk] = [[]]
     left = max_tokens
     for i in sorted(range(len(counts)), key=counts.__getitem__):
         start = 0

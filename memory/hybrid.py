@@ -24,8 +24,8 @@ from memory.errors import BatchError, CapacityError, FormatError, SequenceError,
 from memory.folding import Fold, TailGrid
 from memory.host_bytes import HostAttention, host_store
 from memory.inspection import Usage, measure
-from memory.interface import Int64s, Packed, Plans, Recurrence, Requests, Sequence
-from memory.interrupts import uninterrupted
+from memory.interface import Int64s, OpenStep, Packed, Plans, Recurrence, Requests, Sequence
+from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.kernels import OF_STATES, Scoring, chosen_kernels
 from memory.kinds import default_fold, index_of, make_kinds, with_host_pages
 from memory.specs import MemorySpec, RecurrentSpec
@@ -140,14 +140,10 @@ class HybridMemory(Timelines):
         if self._cross_attention is None or encoder is None:
             return self._ledger.open()
         cross_attention = self._cross_attention
-        with uninterrupted():
-            sequence = self._ledger.open()
-            try:
-                self._with_room(lambda: cross_attention.write(sequence.slot, encoder))
-            except BaseException:
-                self._ledger.close(sequence)
-                raise
-        return sequence
+        with uninterrupted_call() as held:
+            return self._filled(
+                self._ledger.open(), lambda sequence: self._with_room(lambda: cross_attention.write(sequence.slot, encoder)), held
+            )
 
     def close(self, sequence: Sequence | Whole = Whole.MEMORY) -> None:
         """Forget a sequence or a checkpoint; bytes that nobody shares are free at once. Without an argument, close the whole memory.
@@ -163,8 +159,8 @@ class HybridMemory(Timelines):
         self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         with uninterrupted():
             self._kinds.release(sequence.slot)
-            self._tiers.drop(sequence.slot)
             self._ledger.close(sequence)
+            self._tiers.drop(sequence.slot)  # last: a file system may refuse
 
     # Into host memory and back
 
@@ -250,20 +246,20 @@ class HybridMemory(Timelines):
         place = read_path("path", path, "the path of a saved sequence", FormatError)
         snapshot, about = read_snapshot(place)
         check_layout(place, about, self._layout)
-        with uninterrupted():
-            sequence = self._ledger.open()
+
+        def fill(sequence: Sequence) -> None:
+            self._with_room(lambda: self._kinds.restore(sequence.slot, snapshot, self._store))
+            self._ledger.restore(sequence.slot, about, self.spec.vocab_size)
+            self._check_slot(sequence.slot)
+
+        with uninterrupted_call() as held:
             try:
-                self._with_room(lambda: self._kinds.restore(sequence.slot, snapshot, self._store))
-                self._ledger.restore(sequence.slot, about, self.spec.vocab_size)
-                self._check_slot(sequence.slot)
-            except BaseException as error:
-                self._kinds.release(sequence.slot)
-                self._ledger.close(sequence)
-                if isinstance(error, CapacityError) or not isinstance(error, Exception):
-                    raise
+                return self._filled(self._ledger.open(), fill, held)
+            except CapacityError:
+                raise
+            except Exception as error:
                 # Its checksum is right, so it was written like this: by another program, or to do harm.
                 raise FormatError(f"{path} contradicts itself ({error}); save the sequence again") from error
-        return sequence
 
     def _snapshot(self, slot: int) -> Snapshot:
         length = int(self._ledger.lengths[slot])
@@ -300,7 +296,8 @@ class HybridMemory(Timelines):
         Raises:
             As `step`; whatever the model raises. Every sequence is then as it was before.
         """
-        return run_in_chunks(self, model, requests, max_tokens=max_tokens, outputs=outputs)
+        held = uninterrupted_call()  # until this returns, once the last step commits
+        return run_in_chunks(self, model, requests, max_tokens=max_tokens, outputs=outputs, held=held)
 
     def begin_step(self, step: Step) -> None:
         ledger = self._ledger
@@ -308,22 +305,19 @@ class HybridMemory(Timelines):
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
         with uninterrupted(), together(self._store.stages) as stage:
             plans = self._with_room(lambda: self._kinds.begin(packed, self.free_bytes))
+            opened = OpenStep(packed, plans, stage, step.block)
+            self._open_steps[opened] = None
             ledger.occupy(slots)
-            step.hold(packed, plans, self._store.upload, stage)
+            step.hold(opened, self._store.upload)
             ledger.reserve(packed)  # last: a step that is refused leaves no larger buffers behind
 
-    def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None:
-        with uninterrupted():
-            self._kinds.commit(plans, kept)
-            self._ledger.append(packed, kept)
-            self._ledger.vacate(packed.slots)
+    def commit_step(self, opened: OpenStep, kept: Int64s) -> None:
+        def commit() -> None:
+            self._kinds.commit(opened.plans, kept)
+            self._ledger.append(opened.packed, kept)
 
-    def abort_step(self, packed: Packed, plans: Plans) -> None:
-        if not self.is_open:  # in a forked child: the step is the parent's
-            return
         with uninterrupted():
-            self._kinds.abort(plans)
-            self._ledger.vacate(packed.slots)
+            self._settle(opened, commit)
 
     def can_record(self, plans: Plans) -> bool:
         """Whether a step with other plans whose uploads have the same shapes would ask the same of the device."""
@@ -354,6 +348,7 @@ class HybridMemory(Timelines):
 
     def usage(self) -> Usage:
         """Bytes by kind, by layers, by part and by sequence, counted in the arena. Print it. Cost: O(blocks in use)."""
+        self.abort_abandoned()
         return measure(self.inventory(), self._tiers.used_bytes, self.host_inventory())
 
     def kernels(self) -> dict[str, str]:
@@ -371,6 +366,7 @@ class HybridMemory(Timelines):
 
     def check(self) -> None:
         """Compare every book with every other: slots, positions, references, bytes. Raises IntegrityError."""
+        self.abort_abandoned()
         self._ledger.check()
         slots = [slot for slot in self._ledger.handles if not self._ledger.is_away[slot]]
         lengths, peaks = ({slot: int(column[slot]) for slot in slots} for column in (self._ledger.lengths, self._ledger.peaks))

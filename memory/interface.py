@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from weakref import ReferenceType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from memory.arena import BlockPool
     from memory.block_layout import BlockLayout
     from memory.states import States
+    from memory.uploads import Stage
 
 Int64s = NDArray[np.int64]
 
@@ -61,6 +63,10 @@ class SequenceOwner(Protocol):
 
     def html_of(self, sequence: Sequence) -> str:
         """What an open sequence shows in a notebook."""
+        ...
+
+    def abort_abandoned(self) -> bool:
+        """Abort steps that have been left without being told; whether there was any."""
         ...
 
 
@@ -177,6 +183,22 @@ class Packed:
 
 Plans = dict[str, Any]
 """Kind of memory -> its plan for a step, known only to that kind."""
+
+
+@dataclass(eq=False)
+class OpenStep:
+    """What was set aside for a step, until the memory has committed or aborted it.
+
+    Attributes:
+        block: what lives as long as the step is not left: of a `with` statement, what is on its stack; else the `Step` itself.
+    """
+
+    packed: Packed
+    plans: Plans
+    stage: Stage | None
+    block: ReferenceType[Any]
+    is_settled: bool = False
+
 
 Record = dict[str, list[int]]
 """What a kind of memory knows of a slot beside the bytes of its blocks, as JSON can say it."""

@@ -10,6 +10,7 @@ import numpy as np
 
 from memory.errors import IntegrityError, SequenceError
 from memory.interface import Int64s, Packed, Sequence, SequenceOwner
+from memory.interrupts import uninterrupted
 from memory.shift import Dropped
 from memory.token_buffer import LEAST_TOKENS, Checkpoint, TokenBuffer, common_prefix
 
@@ -45,9 +46,25 @@ class Ledger:
         self._away: dict[int, tuple[int, int]] = {}  # slot -> its horizon and its bytes, of those swapped out
         self._found_usable: tuple[list[Sequence], Int64s] = [], _NO_TOKENS
 
-    def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
-        """An empty sequence in a free slot; `lineage` is shared by a sequence and everything forked from it."""
+    def open(self, *, lineage: int | None = None, is_checkpoint: bool = False, has_id: bool = True) -> Sequence:
+        """An empty sequence in a free slot; `lineage` is shared by a sequence and everything forked from it.
+
+        Args:
+            has_id: False for one that nobody will ever see.
+        """
         if not self._free_slots:
+            self._grow()
+        # The handle is written down last, so that an interrupt before leaves nothing behind.
+        slot, id = self._free_slots[-1], self._n_opened if has_id else -1
+        handle = Sequence(self._owner, id, slot, id if lineage is None else lineage, is_checkpoint=is_checkpoint)
+        self._n_opened += has_id
+        self._is_mark[slot] = is_checkpoint
+        self.handles[slot] = handle
+        del self._free_slots[-1]
+        return handle
+
+    def _grow(self) -> None:
+        with uninterrupted():
             n = len(self.lengths)
             self.lengths, self.peaks, self._writable = (
                 np.concatenate([a, np.zeros(n, np.int64)]) for a in (self.lengths, self.peaks, self._writable)
@@ -56,12 +73,6 @@ class Ledger:
                 np.concatenate([a, np.zeros(n, np.bool_)]) for a in (self.is_busy, self.is_away, self._is_mark)
             )
             self._free_slots = list(range(2 * n - 1, n - 1, -1))
-        slot, id = self._free_slots.pop(), self._n_opened
-        self._n_opened += 1
-        handle = Sequence(self._owner, id, slot, id if lineage is None else lineage, is_checkpoint=is_checkpoint)
-        self.handles[slot] = handle
-        self._is_mark[slot] = is_checkpoint
-        return handle
 
     def close(self, sequence: Sequence) -> None:
         sequence.closed = True
@@ -290,6 +301,8 @@ class Ledger:
     def check_usable(self, sequence: Sequence, *, to_advance: bool = True, may_be_away: bool = False) -> None:
         """Raise SequenceError unless the handle is open, of this memory, not in an open step, here and, `to_advance`, no checkpoint."""
         self.check_open(sequence)
+        if self.is_busy[sequence.slot] and (owner := self._owner()) is not None:
+            owner.abort_abandoned()
         if self.is_busy[sequence.slot]:
             raise SequenceError(f"{sequence!r} is in an open step; leave the step first")
         if self.is_away[sequence.slot] and not may_be_away:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol, overload
+from weakref import ref
 
 import numpy as np
 import torch
@@ -14,11 +15,11 @@ from torch import Tensor
 
 from memory.batch import TokenLists, output_rows
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
-from memory.interface import Int64s, Packed, Plans, Recurrence, Sequence
+from memory.interface import Int64s, OpenStep, Packed, Plans, Recurrence, Sequence
 from memory.kernels import Scoring
 from memory.lifetime import NotCopied
 from memory.specs import MemorySpec
-from memory.uploads import Stage
+from memory.states import States
 
 Outputs = Literal["last", "all"]
 
@@ -33,8 +34,8 @@ class StepOwner(Protocol):
     index: dict[tuple[int, str, str | None], int]
 
     def begin_step(self, step: Step) -> None: ...
-    def commit_step(self, packed: Packed, plans: Plans, kept: Int64s) -> None: ...
-    def abort_step(self, packed: Packed, plans: Plans) -> None: ...
+    def commit_step(self, opened: OpenStep, kept: Int64s) -> None: ...
+    def abort_step(self, opened: OpenStep) -> None: ...
     def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor | None, scoring: Scoring) -> Tensor: ...
     def cross_attend(self, plans: Plans, index: int, q: Tensor, scoring: Scoring) -> Tensor: ...
     def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor: ...
@@ -42,11 +43,30 @@ class StepOwner(Protocol):
     def can_record(self, plans: Plans) -> bool: ...
 
 
+class _Leave:
+    """`Step.__exit__`. A `with` statement keeps what it finds here on its stack, and nobody else does.
+
+    So when that is gone, the block has been left, although an interrupt may have come before the first line of its `__exit__`.
+    """
+
+    @overload
+    def __get__(self, step: None, owner: type[Step]) -> Callable[..., None]: ...
+    @overload
+    def __get__(self, step: Step, owner: type[Step] | None = None) -> partial[None]: ...
+    def __get__(self, step: Step | None, owner: type[Step] | None = None) -> Callable[..., None]:
+        if step is None:
+            return Step._leave
+        leave = partial(step._leave)
+        step._block = ref(leave)
+        return leave
+
+
 class Step(NotCopied):
     """Use as `with memory.step(requests) as step: logits = model(step)`.
 
     Entering sets blocks aside and may refuse (CapacityError, BatchError, SequenceError). Leaving normally commits: every
-    sequence moves on at once. Leaving by an exception, from wherever, leaves every sequence as it was.
+    sequence moves on at once. Leaving by an exception, from wherever, leaves every sequence as it was. A Ctrl-C that comes while the step
+    commits waits until it has.
 
     Attributes, once entered:
         token_ids, positions: (T,) int64 on the memory's device, packed in the step's own order. Copy what is wanted after the step: on a
@@ -64,12 +84,13 @@ class Step(NotCopied):
         self.tokens = tokens
         self.outputs = outputs
         self.notes: dict[Hashable, Any] = {}
-        self._owner_or_none = weakref.ref(owner)  # a step that is over, kept in some variable, must not keep the memory
+        self._owner_or_none = ref(owner)  # a step that is over, kept in some variable, must not keep the memory
         self._accepted: dict[Sequence, int] = {}
-        self._packed: Packed | None = None
+        self._opened: OpenStep | None = None
         self._plans: Plans = {}
-        self._stage: Stage | None = None
+        self._block: ref[Any] = ref(self)
         self._served: set[tuple[str, int]] = set()
+        self._begun: set[int] = set()  # recurrences that were run, and may have written over the states that they began with
         self._is_spent = False
 
     instead = "make a step where the memory is"
@@ -94,8 +115,11 @@ class Step(NotCopied):
             raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        packed = self._entered()
+    __exit__ = _Leave()
+
+    def _leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        opened = self._entered()
+        packed = opened.packed
         try:
             if error is not None:
                 return
@@ -106,14 +130,18 @@ class Step(NotCopied):
             kept = packed.counts.copy()
             for sequence, n_tokens in self._accepted.items():
                 kept[packed.place[self.sequences.index(sequence)]] = n_tokens
-            self._packed = None
-            self._owner.commit_step(packed, self._plans, kept)
+            self._owner.commit_step(opened, kept)
         finally:
             self._abort()
 
-    def hold(self, packed: Packed, plans: Plans, upload: Callable[[Int64s], Tensor], stage: Stage | None) -> None:
+    @property
+    def block(self) -> ref[Any]:
+        """What lives as long as this step may be left in an orderly way."""
+        return ref(self) if self._block() is None else self._block
+
+    def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None:
         """Told by the memory what was set aside; from now on this step must commit or abort."""
-        self._packed, self._plans, self._stage = packed, plans, stage
+        self._opened, self._plans, packed = opened, opened.plans, opened.packed
         # Copies: what a model does to them must not reach the books.
         self.token_ids, self.positions = upload(packed.token_ids.copy()), upload(packed.positions.copy())
         self.cu_seqlens = packed.cu_seqlens.copy()
@@ -123,21 +151,10 @@ class Step(NotCopied):
 
     def _abort(self) -> None:
         """Leave every sequence as it was, unless that is settled already."""
-        packed, self._packed = self._packed, None
-        stage, self._stage = self._stage, None
         self.notes.clear()
-        try:
-            if packed is not None:
-                self._owner.abort_step(packed, self._plans)
-        finally:
-            if stage is not None:
-                stage.close()
-
-    def __del__(self) -> None:
-        """A step that was entered and then dropped holds its sequences no longer."""
-        if self.__dict__.get("_packed") is not None:
-            with suppress(SequenceError, StepError):  # its memory is gone, or of another process
-                self._abort()
+        if self._opened is not None and not self._opened.is_settled:
+            with suppress(SequenceError):  # its memory is gone, or of another process
+                self._owner.abort_step(self._opened)
 
     # For models
 
@@ -211,14 +228,24 @@ class Step(NotCopied):
         Returns:
             The outputs, (T, ...).
         Raises:
-            StepError: as `attend`, or the recurrence did not write its end states.
+            StepError: as `attend`, or the recurrence did not write its end states; or it has raised in this step before.
         """
         index = self._claim(layer, name, "recurrence")
         _check_tensors(rows=rows)
         if not callable(recurrence):
             raise StepError(f"recurrence={recurrence!r} cannot be called; give a function of (states, rows)")
+        if index in self._begun:
+            raise StepError(
+                f"the recurrence {name or index} of layer {layer} has begun in this step before, and may have written over the states "
+                "that it would begin with; leave the step by this error, which leaves every sequence as it was, and feed the tokens again"
+            )
+
+        def begin(states: States, rows: Tensor) -> tuple[Tensor, States]:
+            self._begun.add(index)
+            return recurrence(states, rows)
+
         with _without_gradients():
-            y = self._owner.recur(self._plans, index, rows.detach(), recurrence)
+            y = self._owner.recur(self._plans, index, rows.detach(), begin)
         self._served.add(("recurrence", index))
         return y
 
@@ -232,10 +259,10 @@ class Step(NotCopied):
     @property
     def layout(self) -> Hashable | None:
         """Steps with the same layout ask the same of the device, at the same addresses; None if that cannot be said of this one."""
-        counts = self._entered().counts
-        place = None if self._stage is None else self._stage.layout
+        opened = self._entered()
+        counts, place = opened.packed.counts, None if opened.stage is None else opened.stage.layout
         is_of_few = counts[0] <= _FEW_TOKENS and (counts == counts[0]).all()
-        if place is None or self._served or not is_of_few or not self._owner.can_record(self._plans):
+        if place is None or self._served or not is_of_few or not self._owner.can_record(opened.plans):
             return None
         return place, int(counts[0]), self.outputs
 
@@ -249,11 +276,11 @@ class Step(NotCopied):
         """What stands for this step while it is recorded: nothing is computed then, so what a model remembers of it is not of this one."""
         self._entered()
         twin = object.__new__(type(self))
-        vars(twin).update(vars(self), _served=set(), notes={})
+        vars(twin).update(vars(self), _served=set(), _begun=set(), notes={})
         try:
             yield twin
         finally:
-            twin._packed = None  # it is not the twin's to leave
+            twin._opened = None  # it is not the twin's to leave
             twin.notes.clear()
 
     # For callers
@@ -275,7 +302,7 @@ class Step(NotCopied):
             BatchError: n is not an integer within 0 ... the number of tokens fed.
             RollbackError: more tokens would be dropped than the rollback window holds.
         """
-        packed = self._entered()
+        packed = self._entered().packed
         if not isinstance(accepted, Mapping):
             raise BatchError(f"{accepted!r} accepts nothing; give {{sequence: number of tokens to keep}}")
         horizons = self._owner.horizons_after(packed)
@@ -306,10 +333,10 @@ class Step(NotCopied):
                 self._entered()
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
-    def _entered(self) -> Packed:
-        if self._packed is None:
+    def _entered(self) -> OpenStep:
+        if self._opened is None or self._opened.is_settled:
             raise StepError("this step is not open; use it inside `with memory.step(...) as step:`")
-        return self._packed
+        return self._opened
 
     def _claim(self, layer: int, name: str | None, kind: str) -> int:
         """Index, within its kind, of the memory that a call means; each serves once a step. One that fails has not served."""

@@ -12,8 +12,8 @@ from memory.arena import Store
 from memory.errors import HOST_UNIT, BatchError, CapacityError, RollbackError, SequenceError, SpecError
 from memory.host_pages import HostPages
 from memory.inspection import Inventory, sequence_html
-from memory.interface import Int64s, Sequence
-from memory.interrupts import uninterrupted
+from memory.interface import Int64s, OpenStep, Sequence
+from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.ledger import Ledger
 from memory.lifetime import Lifetime
 from memory.shift import Dropped, drop_from_all
@@ -51,6 +51,7 @@ class Timelines(Lifetime):
         self._has_states = has_states
         self._ledger = Ledger(self)
         self._reclaimers: list[Callable[[int], bool]] = []
+        self._open_steps: dict[OpenStep, None] = {}
 
     # The whole
 
@@ -82,20 +83,47 @@ class Timelines(Lifetime):
         Copies no tensor: blocks are shared until one side writes, and then only the last page, the tail and the head are
         copied. Raises SequenceError.
         """
-        return self._copy(sequence, is_checkpoint=False)
+        self._ledger.check_usable(sequence, to_advance=False)
+        with uninterrupted_call() as held:
+            return self._copy(sequence, held, is_checkpoint=False)
 
     def checkpoint(self, sequence: Sequence) -> Sequence:
         """A mark at the sequence's position: `rollback(sequence, to=mark)` returns to it at any distance, until it is closed.
 
         A mark pins its blocks and nothing else; see `fork`. Raises SequenceError.
         """
-        return self._copy(sequence, is_checkpoint=True)
-
-    def _copy(self, sequence: Sequence, *, is_checkpoint: bool) -> Sequence:
         self._ledger.check_usable(sequence, to_advance=False)
-        copy = self._ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint)
-        self._share([sequence], [copy])
-        return copy
+        with uninterrupted_call() as held:
+            return self._copy(sequence, held, is_checkpoint=True)
+
+    def mark(self, sequences: list[Sequence], marks: dict[Sequence, Sequence], *, in_secret: bool) -> None:
+        """Take a checkpoint of each, for the dictionary. They may be in an open step: what they were before is whole until that commits.
+
+        Args:
+            in_secret: they will be gone before anybody could see them, and take no id.
+        Raises:
+            SequenceError: one is closed.
+        """
+        for sequence in sequences:
+            self._ledger.check_open(sequence)
+        with uninterrupted_call() as held:
+            for sequence in sequences:
+                marks[sequence] = self._copy(sequence, held, is_checkpoint=True, has_id=not in_secret)
+
+    def _copy(self, sequence: Sequence, held: uninterrupted_call, *, is_checkpoint: bool, has_id: bool = True) -> Sequence:
+        copy = self._ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint, has_id=has_id)
+        return self._filled(copy, lambda copy: self._share([sequence], [copy]), held)
+
+    def _filled(self, sequence: Sequence, fill: Callable[[Sequence], None], held: uninterrupted_call) -> Sequence:
+        """A new sequence as `fill` makes it; it is closed if that raises, or if a Ctrl-C has come."""
+        try:
+            fill(sequence)
+            held.deliver()
+        except BaseException:
+            self._kinds.release(sequence.slot)
+            self._ledger.close(sequence)
+            raise
+        return sequence
 
     def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
         """All at once: each key goes on as its value was. For beam search: `reorder({a: b, b: b, c: a})`.
@@ -108,13 +136,40 @@ class Timelines(Lifetime):
             self._ledger.check_usable(target)
             self._ledger.check_usable(source, to_advance=False)
         if moves:
-            self._share(list(moves.values()), list(moves))
+            with uninterrupted():
+                self._share(list(moves.values()), list(moves))
 
     def _share(self, sources: list[Sequence], targets: list[Sequence]) -> None:
+        """Let nothing interrupt it."""
         source_slots, target_slots = (np.array([s.slot for s in group]) for group in (sources, targets))
+        self._kinds.share(source_slots, target_slots)
+        self._ledger.copy(sources, targets, self._kinds.horizon)
+
+    # Steps that nobody has left
+
+    def abort_step(self, opened: OpenStep) -> None:
+        if not self.is_open:  # in a forked child: the step is the parent's
+            return
         with uninterrupted():
-            self._kinds.share(source_slots, target_slots)
-            self._ledger.copy(sources, targets, self._kinds.horizon)
+            self._settle(opened, lambda: self._kinds.abort(opened.plans))
+
+    def _settle(self, opened: OpenStep, settle: Callable[[], None]) -> None:
+        """Commit or abort what was set aside for a step, once. Let nothing interrupt it."""
+        del self._open_steps[opened]
+        opened.is_settled = True
+        try:
+            settle()
+        finally:
+            self._ledger.vacate(opened.packed.slots)
+            if opened.stage is not None:
+                opened.stage.close()
+
+    def abort_abandoned(self) -> bool:
+        """Abort steps whose block has been left without their `__exit__`: an interrupt came before it; whether there was any."""
+        abandoned = [opened for opened in self._open_steps if opened.block() is None]
+        for opened in abandoned:
+            self.abort_step(opened)
+        return bool(abandoned)
 
     # Going back
 
@@ -137,7 +192,8 @@ class Timelines(Lifetime):
             to = self._before_newest(sequence, n_tokens, to)
         if isinstance(to, Sequence):
             self._ledger.check_mark(sequence, to)
-            self._share([to], [sequence])
+            with uninterrupted():
+                self._share([to], [sequence])
             return
         reached, source = self._nearest(sequence, to)
         assert to is not None, "which is no position"
@@ -272,6 +328,8 @@ class Timelines(Lifetime):
             try:
                 return attempt()
             except CapacityError as error:
+                if self.abort_abandoned():
+                    continue
                 # In host memory only checkpoints that are there make room; others need not go in vain.
                 can_help = error.unit != HOST_UNIT or any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
                 if not can_help or not any(reclaim(max(1, error.needed - error.free)) for reclaim in [*self._reclaimers]):
