@@ -321,7 +321,7 @@ class HybridMemory(Timelines):
             self._ledger.vacate(packed.slots)
 
     def abort_step(self, packed: Packed, plans: Plans) -> None:
-        if not self.is_open:  # in a forked child: the step is the parent's
+        if self._why_ended:  # in a forked child: the step is the parent's
             return
         with uninterrupted():
             self._kinds.abort(plans)
