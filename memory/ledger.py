@@ -12,7 +12,7 @@ from memory.errors import IntegrityError, SequenceError
 from memory.interface import Int64s, Packed, Sequence, SequenceOwner
 from memory.interrupts import uninterrupted
 from memory.shift import Dropped
-from memory.token_buffer import LEAST_TOKENS, Checkpoint, TokenBuffer, common_prefix
+from memory.token_buffer import Checkpoint, TokenBuffer, common_prefix, is_roomy
 
 _NO_TOKENS: Int64s = np.zeros(0, np.int64)
 
@@ -137,17 +137,18 @@ class Ledger:
             buffer.writer = None
         self._trim(buffer)
 
-    def _go_back_in(self, slot: int) -> None:
+    def _go_back_to(self, slot: int, length: int) -> None:
         """The slot may hold fewer tokens of its buffer than others do: before it appends, that is to be found out."""
         buffer = self._buffers.get(slot)
         self._writable[slot] = 0
         if buffer is not None and buffer.writer == slot:
             buffer.writer = None
-            self._trim(buffer)
+            self._trim(buffer, length)
 
-    def _trim(self, buffer: TokenBuffer) -> None:
-        if buffer.writer is None and len(buffer.ids) > LEAST_TOKENS:
-            buffer.trim(self._reach(buffer))
+    def _trim(self, buffer: TokenBuffer, at_least: int = 0) -> None:
+        """Give memory back if all holders, of whom one has so many tokens, need far less."""
+        if buffer.writer is None and is_roomy(buffer.ids, at_least) and is_roomy(buffer.ids, n_tokens := self._reach(buffer)):
+            buffer.ids = buffer.ids[:n_tokens].copy()
 
     def append(self, packed: Packed, kept: Int64s) -> None:
         """Move the sequences of a step on by kept[i] tokens each. Fed tokens count as reached, kept or not."""
@@ -177,7 +178,7 @@ class Ledger:
 
     def truncate(self, slot: int, to: int) -> None:
         self.lengths[slot] = to
-        self._go_back_in(slot)
+        self._go_back_to(slot, to)
         if slot in self._seams:
             self._seams[slot] = tuple(seam for seam in self._seams[slot] if seam[0] <= to)
 
@@ -265,7 +266,7 @@ class Ledger:
         # Who has left is forgotten when all have come, or tokens that are still wanted could go.
         for (target, own), source in zip(before, sources, strict=True):
             if target is not source and own is self._buffers.get(target.slot):
-                self._go_back_in(target.slot)
+                self._go_back_to(target.slot, int(self.lengths[target.slot]))
             elif target is not source and own is not None:
                 self._writable[target.slot] = 0
                 self._release(own, target.slot)

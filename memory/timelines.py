@@ -148,7 +148,7 @@ class Timelines(Lifetime):
     # Steps that nobody has left
 
     def abort_step(self, opened: OpenStep) -> None:
-        if not self.is_open:  # in a forked child: the step is the parent's
+        if self._why_ended:  # in a forked child: the step is the parent's
             return
         with uninterrupted():
             self._settle(opened, lambda: self._kinds.abort(opened.plans))

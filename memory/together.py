@@ -106,7 +106,7 @@ class AllKinds(dict[str, LayerMemory[Any]]):
             kind.release(slot)
 
     def horizon(self, slot: int) -> int:
-        return max((kind.horizon(slot) for kind in self.values()), default=0)
+        return max([0, *[kind.horizon(slot) for kind in self.values()]])
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {name: ids for kind in self.values() for name, ids in kind.blocks_of(slot).items()}

@@ -10,8 +10,8 @@ import numpy as np
 
 from memory.interface import Int64s, Sequence
 
-LEAST_TOKENS = 1024
-"""Buffers below this size are not trimmed."""
+_LEAST_TOKENS = 1024
+"""Buffers of no more tokens than these are never too large."""
 
 
 class Checkpoint(NamedTuple):
@@ -51,7 +51,10 @@ class TokenBuffer:
         self.longest_tail = 0
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        insort(self.checkpoints, checkpoint, key=_order)
+        if checkpoint.n_tokens >= self.checkpoint_tokens:  # as most are: the longest, and the newest
+            self.checkpoints.append(checkpoint)
+        else:
+            insort(self.checkpoints, checkpoint, key=_order)
         self.longest_tail = max(self.longest_tail, checkpoint.n_tokens - checkpoint.horizon)
 
     def remove_checkpoint(self, n_tokens: int, id: int) -> None:
@@ -63,11 +66,6 @@ class TokenBuffer:
     def checkpoint_tokens(self) -> int:
         """Tokens of the longest checkpoint."""
         return self.checkpoints[-1].n_tokens if self.checkpoints else 0
-
-    def trim(self, n_tokens: int) -> None:
-        """Keep no more memory than `n_tokens` need, all that any holder has, if it is far more."""
-        if len(self.ids) > 4 * n_tokens + LEAST_TOKENS:
-            self.ids = self.ids[:n_tokens].copy()
 
     def nearest(self, position: int, is_away: np.ndarray) -> tuple[int, Sequence | None]:
         """The furthest position <= `position` that a checkpoint of this buffer can be taken back to, and that checkpoint.
@@ -100,3 +98,8 @@ def common_prefix(a: Int64s, b: Int64s) -> int:
             return start + first
         start, size = end, 2 * size
     return n
+
+
+def is_roomy(ids: Int64s, n_tokens: int) -> bool:
+    """Whether an array is far larger than so many tokens need."""
+    return len(ids) > 4 * n_tokens + _LEAST_TOKENS
