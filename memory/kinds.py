@@ -56,12 +56,25 @@ def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec
             raise SpecError(f"{memory.policy!r} is no EvictionPolicy and no Quest; give an instance of one, such as H2O(1024)")
         if not isinstance(memory.storage, Storage | None):
             raise SpecError(f"{memory.storage!r} is no Storage; give an instance of one, such as Quantized(4)")
+        if memory.policy is not None and not _is_hashable(memory.policy):
+            raise SpecError(f"{type(memory.policy).__name__} has a field that cannot be hashed; layers of equal policies share blocks")
     n_layers = Counter(memory.policy for memory in attention)
     numbers: Counter[Budget | None] = Counter()
     for memory in attention:
         policy = memory.policy
-        yield memory, (memory.window, None if policy is None else policy.of_layer(numbers[policy], n_layers[policy]), memory.storage)
+        own = None if policy is None else policy.of_layer(numbers[policy], n_layers[policy])
+        if policy is not None and not isinstance(own, EvictionPolicy if isinstance(policy, EvictionPolicy) else Quest):
+            raise SpecError(f"{type(policy).__name__}.of_layer gave {own!r}; it must give a policy of its kind, such as itself")
+        yield memory, (memory.window, own, memory.storage)
         numbers[policy] += 1
+
+
+def _is_hashable(x: object) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
 
 
 def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store) -> Kinds:

@@ -21,7 +21,7 @@ from torch import Tensor
 from memory.arena import Store
 from memory.batch import ranges
 from memory.block_layout import Field
-from memory.errors import StepError
+from memory.errors import SpecError, StepError
 from memory.eviction import Candidates, EvictionPolicy
 from memory.folding import Columns, TailGrid
 from memory.interface import Int64s, LiveRows, Packed
@@ -261,7 +261,7 @@ class SparseAttention(CannotDrop, RecurrentState):
             scores = F.pad(scores, (0, every))
             queries = q_HND.transpose(0, 1) if self.policy.needs_queries else None
             k_GRD, v_GRD = self._rows(parts)
-            chosen_GB, scores = self.policy.keep(Candidates(k_GRD, v_GRD[..., : spec.value_dim], positions, scores, queries, scoring))
+            chosen_GB, scores = _kept_by(self.policy, Candidates(k_GRD, v_GRD[..., : spec.value_dim], positions, scores, queries, scoring))
             parts = tuple(part.gather(1, chosen_GB[:, :, None].expand(-1, -1, part.shape[2])) for part in parts)
             positions, scores = positions.gather(1, chosen_GB), scores.gather(1, chosen_GB)
         n_kept = positions.shape[1]
@@ -278,6 +278,21 @@ _BESIDE = ("positions", "scores")
 
 _POSITIONS = -2
 """Where among the state tensors of an attention positions are; scores come last, what comes before are rows."""
+
+
+def _kept_by(policy: EvictionPolicy, rows: Candidates) -> tuple[Tensor, Tensor]:
+    """`EvictionPolicy.keep`, whoever has written it. Bodies have a place for just so many rows."""
+    chosen_GB, scores_GR = policy.keep(rows)
+    n_heads, n_rows = rows.positions.shape
+    n_kept = min(n_rows, policy.budget_tokens)
+    if chosen_GB.shape != (n_heads, n_kept) or chosen_GB.dtype != torch.int64 or scores_GR.shape != (n_heads, n_rows):
+        raise SpecError(
+            f"{type(policy).__name__}.keep must give int64 indices {(n_heads, n_kept)} and scores {(n_heads, n_rows)}, and gave "
+            f"{tuple(chosen_GB.shape)} of {chosen_GB.dtype} and {tuple(scores_GR.shape)}"
+        )
+    if type(policy).keep is not EvictionPolicy.keep and not ((chosen_GB >= 0) & (chosen_GB < n_rows)).all():
+        raise SpecError(f"{type(policy).__name__}.keep gave indices of rows that are not there; give 0 to {n_rows - 1}")
+    return chosen_GB, scores_GR
 
 
 def _rows_of(spec: AttentionSpec, policy: EvictionPolicy, storage: Storage | None) -> RecurrentSpec:

@@ -45,20 +45,32 @@ class Candidates:
 
         N is at most `EvictionPolicy.every`, so no matrix of all queries and all rows is ever made.
         """
-        assert self.queries is not None, "this policy has not asked for queries"
-        n_shared = self.queries.shape[1] // len(self.keys)
+        queries = self._observed
+        n_shared = queries.shape[1] // len(self.keys)
         keys_HRD = self.keys.float().repeat_interleave(n_shared, dim=0)
-        weights_HNR = reference.attention_weights(self.queries.float().transpose(0, 1), keys_HRD, self.scoring)
+        weights_HNR = reference.attention_weights(queries.float().transpose(0, 1), keys_HRD, self.scoring)
         return weights_HNR.view(len(self.keys), n_shared, *weights_HNR.shape[1:])
 
     @property
     def query_scores(self) -> Tensor:
         """(G, H / G, N, R) float32: what each query would score each row, also those behind it; capped where the layer caps."""
-        assert self.queries is not None, "this policy has not asked for queries"
-        q_GSND = self.queries.float().transpose(0, 1).view(len(self.keys), -1, *self.queries.shape[::2])
+        queries = self._observed
+        q_GSND = queries.float().transpose(0, 1).view(len(self.keys), -1, *queries.shape[::2])
         scores_GSNR = q_GSND @ self.keys.float()[:, None].transpose(2, 3) * self.scoring.scale
         cap = self.scoring.softcap
         return scores_GSNR if cap is None else cap * torch.tanh(scores_GSNR / cap)
+
+    @property
+    def _observed(self) -> Tensor:
+        if self.queries is None:
+            raise SpecError("a policy reads the weights of queries that nobody remembers; give it `needs_queries: ClassVar[bool] = True`")
+        return self.queries
+
+    @property
+    def are_finite(self) -> bool:
+        """Whether a policy can be asked for sensible numbers; the host waits for the device."""
+        given = (self.keys, self.values, self.scores) if self.queries is None else (self.keys, self.values, self.scores, self.queries)
+        return all(bool(x.isfinite().all()) for x in given)
 
 
 PolicyT = TypeVar("PolicyT", bound="Budget")
@@ -135,6 +147,8 @@ class EvictionPolicy(Budget):
 
     def __post_init__(self) -> None:
         self._check_counts(budget_tokens=1, sinks=0, recent=0, every=1)
+        if not isinstance(self.needs_queries, bool):
+            raise SpecError(f"{type(self).__name__}.needs_queries is {self.needs_queries!r}; it must be True or False")
         if self.sinks + self.recent > self.budget_tokens:
             raise SpecError(
                 f"{type(self).__name__} protects {self.sinks} sinks and {self.recent} recent rows, more than its budget of "
@@ -142,19 +156,41 @@ class EvictionPolicy(Budget):
             )
 
     def score(self, rows: Candidates) -> Tensor:
-        """(G, R) float32, remembered with the rows that are kept."""
+        """(G, R) numbers, remembered as float32 with the rows that are kept."""
         return rows.scores
 
     @abstractmethod
     def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
-        """(G, R): the rows with the highest ranks are kept, of equal ones the newest. Asked only when there are too many."""
+        """(G, R): the rows with the highest ranks are kept, of equal ones the newest. Asked only when there are too many.
+
+        Below inf, which protected rows have; -inf is the lowest.
+        """
 
     def keep(self, rows: Candidates) -> tuple[Tensor, Tensor]:
-        """Indices of the rows that stay, (G, at most budget_tokens), ascending; and all scores (G, R)."""
-        scores, (n_heads, n_rows) = self.score(rows), rows.positions.shape
+        """Indices of the rows that stay, (G, the lesser of R and budget_tokens), ascending; and all scores (G, R).
+
+        Raises:
+            SpecError: `score` or `rank` gives no number for a row, though all that it was given is finite.
+        """
+        scores, (n_heads, n_rows) = self._numbers("score", self.score(rows), rows), rows.positions.shape
         if n_rows <= self.budget_tokens:
             return torch.arange(n_rows, device=scores.device).expand(n_heads, -1), scores
         is_protected = (rows.positions < self.sinks) | (rows.positions >= rows.end - self.recent)
-        ranks = self.rank(rows, scores).masked_fill(is_protected, torch.inf)
+        ranks = self._numbers("rank", self.rank(rows, scores), rows).masked_fill(is_protected, torch.inf)
         newest_first = ranks.flip(-1).sort(dim=-1, descending=True, stable=True).indices
         return (n_rows - 1 - newest_first[:, : self.budget_tokens]).sort(dim=-1).values, scores
+
+    def _numbers(self, method: str, x: Tensor, rows: Candidates) -> Tensor:
+        """What a method gave, one number a row. The host waits for the device, unless it is what the method was given."""
+        if x is rows.scores:
+            return x
+        wanted = f"{type(self).__name__}.{method} must give (key/value heads, rows) = {tuple(rows.positions.shape)} numbers"
+        if not isinstance(x, Tensor):
+            raise SpecError(f"{wanted}, a tensor, and gave {x!r}")
+        if x.shape != rows.positions.shape or x.is_complex() or x.device != rows.positions.device:
+            raise SpecError(f"{wanted} on {rows.positions.device}, and gave {tuple(x.shape)} of {x.dtype} on {x.device}")
+        x = x if x.is_floating_point() else x.float()
+        # A model that gives NaN, or a sequence of it, is none of the policy's fault, and no reason to fail the others of a step.
+        if not (x < torch.inf).all() and rows.are_finite:
+            raise SpecError(f"{wanted} below inf, and gave NaN or inf; give -inf to what should go first")
+        return x

@@ -6,7 +6,6 @@ Blocks of other runs, and what nobody wrote, are NaN: whoever reads them shows i
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from memory.kernels.cuda.channel_states import SelectiveScan
 from memory.kernels.cuda.choices import TUNABLES
 from memory.kernels.cuda.matrix_inputs import part_of
 from tests.tolerances import assert_kernel_close
+from tests.unit.test_checks import GIVEN
 from tests.unit.test_kernels import Slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -357,14 +357,8 @@ def test_selective_scan_behind_a_tail(device: torch.device, sizes: tuple[tuple[i
         assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, slots, device=device, dtype=table(dtype))
 
 
-WRONG: dict[str, Callable[[StateSlots], Any]] = {
-    "weight": lambda slots: cuda.causal_conv(torch.zeros(1, 5), torch.zeros(3, 6), None, slots),
-    "state": lambda slots: cuda.linear_scan(torch.zeros(1, 5), torch.zeros(1, 5), slots),
-    "decay": lambda slots: cuda.linear_scan(torch.zeros(1, 4), torch.zeros(1, 5), slots._replace(shape=(4,))),
-}
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_shapes_that_do_not_fit_are_refused(what: str) -> None:
-    with pytest.raises(StepError, match="must fit its spec"):
-        WRONG[what](Slots((2, 4), (1,)).fresh())
+@pytest.mark.parametrize("what", GIVEN)
+def test_what_does_not_fit_is_refused(what: str) -> None:
+    call, says = GIVEN[what]
+    with pytest.raises(StepError, match=says):
+        call(cuda)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import pytest
 import torch
@@ -334,3 +335,119 @@ def test_a_bias_by_distance_needs_every_row() -> None:
     memory = model.memory()
     with pytest.raises(StepError, match="bias"), memory.step({memory.open(): [1, 2]}) as step:
         step.attend(0, model.q[:2], model.k[:2], model.v[:2], bias=torch.zeros(2, 4))
+
+
+class Given(EvictionPolicy):
+    """Gives what it was made to give."""
+
+    answers: ClassVar[dict[str, Callable[[Candidates], object]]] = {}
+
+    def score(self, rows: Candidates) -> Tensor:
+        return self.answers["score"](rows) if "score" in self.answers else super().score(rows)  # type: ignore[return-value]
+
+    def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
+        return self.answers.get("rank", lambda rows: rows.positions.float())(rows)  # type: ignore[return-value]
+
+    def keep(self, rows: Candidates) -> tuple[Tensor, Tensor]:
+        return self.answers["keep"](rows) if "keep" in self.answers else super().keep(rows)  # type: ignore[return-value]
+
+
+def one_nan(rows: Candidates) -> Tensor:
+    return torch.where(rows.positions == 3, torch.nan, rows.positions.float())
+
+
+WRONG_ANSWERS: dict[str, tuple[str, Callable[[Candidates], object], str]] = {
+    "a number": ("rank", lambda rows: 1.0, r"Given.rank must give \(key/value heads, rows\) = \(2, 12\) numbers, a tensor, and gave 1.0"),
+    "nothing": ("rank", lambda rows: None, "a tensor, and gave None"),
+    "a scalar": ("rank", lambda rows: torch.tensor(1.0), r"gave \(\) of torch.float32"),
+    "a row": ("rank", lambda rows: torch.arange(rows.positions.shape[1]).float(), r"gave \(12,\)"),
+    "a head too few": ("rank", lambda rows: rows.positions[:1].float(), r"gave \(1, 12\)"),
+    "a number too many": ("rank", lambda rows: torch.zeros(2, 13), r"gave \(2, 13\)"),
+    "complex": ("rank", lambda rows: rows.positions + 1j, "of torch.complex64"),
+    "a NaN": ("rank", one_nan, r"below inf, and gave NaN or inf; give -inf"),
+    "infinity": ("rank", lambda rows: torch.full((2, 12), torch.inf), "gave NaN or inf"),
+    "a scalar score": ("score", lambda rows: torch.tensor(1.0), "Given.score must give"),
+    "a NaN score": ("score", one_nan, r"Given.score must give .* gave NaN"),
+    "fewer than there is room for": ("keep", lambda rows: (torch.zeros(2, 3).long(), rows.scores), r"must give int64 indices \(2, 10\)"),
+    "rows that are not there": ("keep", lambda rows: (torch.arange(3, 13).expand(2, -1), rows.scores), "give 0 to 11"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG_ANSWERS)
+def test_a_policy_that_gives_something_else_is_named_and_nothing_has_happened(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked when rows fold, at the end of a layer's attention: the step is left, and its sequence is as it was."""
+    method, answer, says = WRONG_ANSWERS[what]
+    policy, tokens = Given(BUDGET, every=EVERY), list(range(24))
+    model = Table(policy, 4, 2)
+    memory, fresh = model.memory(), model.memory()
+    expected = feed(model, fresh, fresh.open(), tokens, (17, 7))[17:]
+    right: dict[str, Callable[[Candidates], object]] = {
+        "rank": lambda rows: rows.positions, "score": lambda rows: rows.scores, "keep": lambda rows: EvictionPolicy.keep(policy, rows),
+    }  # fmt: skip
+
+    def of_twelve(rows: Candidates) -> object:
+        return (answer if rows.positions.shape[1] == 12 else right[method])(rows)
+
+    sequence = memory.open()
+    feed(model, memory, sequence, tokens, (17,))
+    used = memory.usage().used_bytes
+    with monkeypatch.context() as context:
+        context.setattr(Given, "answers", {method: of_twelve})
+        with pytest.raises(SpecError, match=says), memory.step({sequence: tokens[17:]}) as step:
+            model(step)
+    memory.check()
+    assert (sequence.length, memory.usage().used_bytes) == (17, used)
+    assert torch.equal(feed(model, memory, sequence, tokens[17:], (7,)), expected)
+
+
+def test_a_rank_of_minus_infinity_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Given, "answers", {"rank": lambda rows: torch.where(rows.positions < 7, -torch.inf, -rows.positions.float())})
+    model = Table(Given(BUDGET, sinks=1, every=EVERY), 4, 2)
+    memory = model.memory()
+    sequence = memory.open()
+    feed(model, memory, sequence, range(40), (40,))
+    kept = next(iter(memory._kinds.values())).kept_positions(sequence.slot, 0)  # type: ignore[attr-defined]
+    assert kept[:, 0].tolist() == [0, *range(7, 16)]
+
+
+def test_a_model_that_gives_nan_fails_no_step() -> None:
+    """It shows in its own sequence's outputs; the policy, and who shares the step, have nothing to do with it."""
+    for policy in (KNorm(BUDGET, every=EVERY), H2O(BUDGET, recent=2, every=EVERY)):
+        model = Table(policy, 4, 2)
+        model.k[5] = torch.nan
+        memory, alone = model.memory(), model.memory()
+        bad, good, other = memory.open(), memory.open(), alone.open()
+        for begin in range(0, 48, 8):
+            with memory.step({bad: range(begin, begin + 8), good: range(begin + 100, begin + 108)}) as step:
+                outputs = model(step)
+            with alone.step({other: range(begin + 100, begin + 108)}) as step:
+                assert_kernel_close(outputs[1:], model(step))
+        memory.check()
+
+
+def test_weights_are_for_policies_that_ask_for_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Given, "answers", {"rank": lambda rows: rows.weights.sum((1, 2))})
+    model = Table(Given(BUDGET, every=EVERY), 4, 2)
+    memory = model.memory()
+    with pytest.raises(SpecError, match=r"needs_queries: ClassVar\[bool\] = True"):
+        feed(model, memory, memory.open(), range(40), (40,))
+
+
+def test_other_hooks_of_a_policy() -> None:
+    class Nowhere(Recent):
+        def of_layer(self, number: int, n_layers: int) -> EvictionPolicy:
+            return None  # type: ignore[return-value]
+
+    class Often(Recent):
+        needs_queries: ClassVar[bool] = 2  # type: ignore[assignment]
+
+    @dataclass(frozen=True)
+    class Listing(Recent):
+        rows: list[int] = field(default_factory=list)
+
+    with pytest.raises(SpecError, match=r"Nowhere.of_layer gave None; it must give a policy"):
+        Table(Nowhere(BUDGET), 1, 1).memory()
+    with pytest.raises(SpecError, match=r"Often.needs_queries is 2"):
+        Often(BUDGET)
+    with pytest.raises(SpecError, match="Listing has a field that cannot be hashed"):
+        Table(Listing(BUDGET), 1, 1).memory()
