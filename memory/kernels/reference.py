@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from memory.kernels import checks
-from memory.kernels.signature import Erase, FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots, Tail
+from memory.kernels.blocked import Rows, attend, scored
+from memory.kernels.signature import Erase, FoldedRows, PageChoice, PagedBatch, Prepared, Scoring, StateSlots, Tail
 
 
 def prepare(tensor: Tensor) -> Tensor:
@@ -44,19 +45,39 @@ def paged_attention(
 ) -> Tensor:
     checks.paged_attention(q_THD, batch, n_kv_heads, scoring, checks.FLOATS)
     out_THD = torch.empty_like(q_THD)
-    for i, n_rows in enumerate(batch.kv_lengths.tolist()):
-        start, end = batch.cu_seqlens[i : i + 2].tolist()
-        n_seen = n_rows if scoring.window is None else min(n_rows, end - start + scoring.window - 1)
-        k_RGD, v_RGD = (gather_rows(flat, batch, i, n_kv_heads, q_THD.shape[2])[-n_seen:] for flat in (keys, values))
-        if folded is not None:
-            k_RGD, v_RGD = (torch.cat([old.to(new.dtype), new]) for old, new in zip(gather_folded(folded, i), (k_RGD, v_RGD), strict=True))
-        out_THD[start:end] = attend_rows(q_THD[start:end], k_RGD, v_RGD, scoring)
+    for i in range(len(batch.kv_lengths)):
+        own = slice(*batch.cu_seqlens[i : i + 2].tolist())
+        n_rows, read = row_reader(gather_rows, keys, values, batch, i, n_kv_heads, q_THD.shape[2], folded)
+        out_THD[own] = attend(q_THD[own], n_rows, n_kv_heads, read, scoring)
     return out_THD
 
 
-def gather_folded(folded: FoldedRows, request: int) -> tuple[Tensor, Tensor]:
-    """Keys and values of a request that a storage keeps, in order: (rows, G, D) float32 each."""
-    blocks = torch.as_tensor(folded.blocks)[..., folded.cu_blocks[request] : folded.cu_blocks[request + 1]]
+def row_reader(
+    gather: Callable[..., Tensor], keys: Prepared, values: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int,
+    folded: FoldedRows | None,
+) -> tuple[int, Rows]:  # fmt: skip
+    """How many rows a request sees, and what reads them: those that have folded, then those in pages, by a `gather_rows`."""
+    n_folded = 0 if folded is None else int(folded.lengths[request])
+
+    def read(begin: int, end: int) -> tuple[Tensor, Tensor]:
+        if folded is None or begin >= n_folded:
+            own = batch, request, n_kv_heads, head_dim, begin - n_folded, end - n_folded
+            k_RGD = gather(keys, *own)
+            return k_RGD, k_RGD if values is keys else gather(values, *own)
+        old = gather_folded(folded, request, begin, min(end, n_folded))
+        if end <= n_folded:
+            return old
+        k_RGD, v_RGD = (torch.cat([x.to(new.dtype), new]) for x, new in zip(old, read(n_folded, end), strict=True))
+        return k_RGD, v_RGD
+
+    return n_folded + int(batch.kv_lengths[request]), read
+
+
+def gather_folded(folded: FoldedRows, request: int, begin: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
+    """Keys and values [begin, end) of a request that a storage keeps, in order: (rows, G, D) float32 each."""
+    begin, end = slice(begin, end).indices(int(folded.lengths[request]))[:2]
+    first, last = begin // folded.block_rows, -(-end // folded.block_rows)
+    blocks = torch.as_tensor(folded.blocks)[..., folded.cu_blocks[request] : folded.cu_blocks[request + 1]][..., first:last]
     parts = []
     for flat, (n_heads, n_rows, size) in zip(map(torch.as_tensor, folded.flats), folded.shapes, strict=True):
         of_head_G1 = torch.arange(n_heads)[:, None] * (n_rows * size)
@@ -64,45 +85,35 @@ def gather_folded(folded: FoldedRows, request: int) -> tuple[Tensor, Tensor]:
         parts.append(flat[_elements(offsets_GB.flatten(), n_rows * size)].view(n_heads, -1, n_rows, size).transpose(0, 1))
     halves = parts[: len(parts) // 2], parts[len(parts) // 2 :]
     k_BGRD, v_BGRD = (folded.storage.decode(tuple(half)) for half in halves)
-    n_rows = int(folded.lengths[request])
-    return k_BGRD.transpose(1, 2).flatten(0, 1)[:n_rows], v_BGRD.transpose(1, 2).flatten(0, 1)[:n_rows]
+    own = slice(begin - first * folded.block_rows, end - first * folded.block_rows)
+    return k_BGRD.transpose(1, 2).flatten(0, 1)[own], v_BGRD.transpose(1, 2).flatten(0, 1)[own]
 
 
 def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
     checks.attend_rows(q_THD, k_RGD, v_RGD, scoring, checks.FLOATS)
-    n_shared = q_THD.shape[1] // k_RGD.shape[1]
-    k_HRD, v_HRD = (x.float().repeat_interleave(n_shared, dim=1).transpose(0, 1) for x in (k_RGD, v_RGD))
-    return attend(q_THD.float().transpose(0, 1), k_HRD, v_HRD, scoring).transpose(0, 1).to(q_THD.dtype)
-
-
-def attend(q_HTD: Tensor, k_HRD: Tensor, v_HRD: Tensor, scoring: Scoring) -> Tensor:
-    """Queries of the last T of R rows, all scores at once: (H, T, D)."""
-    return attention_weights(q_HTD, k_HRD, scoring) @ v_HRD
+    return attend(q_THD, len(k_RGD), k_RGD.shape[1], lambda begin, end: (k_RGD[begin:end], v_RGD[begin:end]), scoring)
 
 
 def attention_weights(q_HTD: Tensor, k_HRD: Tensor, scoring: Scoring) -> Tensor:
-    """What each query pays to each row: (H, T, R), float32."""
-    scores_HTR = q_HTD @ k_HRD.transpose(1, 2) * scoring.scale
-    if scoring.softcap is not None:
-        scores_HTR = scoring.softcap * torch.tanh(scores_HTR / scoring.softcap)
-    if scoring.bias_HL is not None:
-        bias_HL, (n_queries, n_rows) = torch.as_tensor(scoring.bias_HL), scores_HTR.shape[1:]
-        distances_TR = torch.arange(n_rows - n_queries, n_rows)[:, None] - torch.arange(n_rows)
-        scores_HTR = scores_HTR + bias_HL[:, distances_TR.clamp(0, bias_HL.shape[1] - 1).to(bias_HL.device)]
-    scores_HTR += causal_mask(scores_HTR.shape[1], scores_HTR.shape[2], scoring.window, q_HTD.device)
+    """What each query of the last T of R rows pays to each row: (H, T, R), float32."""
+    scores_HTR = scored(q_HTD @ k_HRD.transpose(1, 2), scoring, k_HRD.shape[1] - q_HTD.shape[1])
     if scoring.sinks_H is None:
         return scores_HTR.softmax(-1)
     sinks_HT1 = torch.as_tensor(scoring.sinks_H).float()[:, None, None].expand(-1, scores_HTR.shape[1], 1)
     return torch.cat([scores_HTR, sinks_HT1], -1).softmax(-1)[:, :, :-1]
 
 
-def gather_rows(flat: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int) -> Tensor:
-    """The rows a request can see, in order: (rows, G, D), a copy."""
-    n_rows = int(batch.kv_lengths[request])
+def gather_rows(
+    flat: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int, begin: int = 0, end: int | None = None
+) -> Tensor:
+    """Rows [begin, end) in pages of those that a request can see, in order: (rows, G, D), a copy."""
+    begin, end = slice(begin, end).indices(int(batch.kv_lengths[request]))[:2]
+    row_R = torch.arange(begin, end)
     pages = torch.as_tensor(batch.pages)[..., batch.cu_pages[request] : batch.cu_pages[request + 1]]
-    head_elements = batch.page_tokens * head_dim
-    pages_GP = pages + torch.arange(n_kv_heads, device=pages.device)[:, None] * head_elements
-    return flat[_elements(pages_GP.reshape(-1), head_elements)].reshape(n_kv_heads, -1, head_dim)[:, :n_rows].transpose(0, 1)
+    page_R, slot_R = row_R.to(pages.device) // batch.page_tokens, row_R.to(pages.device) % batch.page_tokens
+    head_G1 = torch.arange(n_kv_heads, device=pages.device)[:, None]
+    offsets_GR = pages[..., page_R] + (head_G1 * batch.page_tokens + slot_R) * head_dim
+    return flat[_elements(offsets_GR.flatten(), head_dim)].reshape(n_kv_heads, -1, head_dim).transpose(0, 1)
 
 
 def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageChoice, n_kv_heads: int) -> Tensor:
@@ -128,14 +139,6 @@ def page_scores(q_HD: Tensor, least_NGD: Tensor, greatest_NGD: Tensor) -> Tensor
     least_GDN, greatest_GDN = (x.float().permute(1, 2, 0) for x in (least_NGD, greatest_NGD))
     scores_GSN = q_GSD.clamp(min=0) @ greatest_GDN + q_GSD.clamp(max=0) @ least_GDN
     return scores_GSN.amax(1)
-
-
-def causal_mask(n_queries: int, n_rows: int, window: int | None, device: torch.device) -> Tensor:
-    """(n_queries, n_rows), 0 or -inf. Aligned at the bottom right: the last query sees every row, or the last `window`."""
-    newest_Q1 = torch.arange(n_rows - n_queries, n_rows, device=device)[:, None]
-    row_R = torch.arange(n_rows, device=device)
-    is_seen = (row_R <= newest_Q1) if window is None else (row_R <= newest_Q1) & (row_R > newest_Q1 - window)
-    return torch.zeros(n_queries, n_rows, device=device).masked_fill_(~is_seen, float("-inf"))
 
 
 def causal_conv(rows_TR: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots, *, activation: bool = True) -> Tensor:

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
 from memory.eviction import H2O, TOVA, Candidates, EvictionPolicy, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
-from memory.kernels import Scoring, reference
+from memory.kernels import Scoring
+from memory.kernels.blocked import causal_mask
 from tests.tolerances import assert_kernel_close
 from tests.toy import VOCAB, Toy
 
@@ -240,7 +241,7 @@ def test_observed_weights_are_those_of_a_plain_softmax() -> None:
     q, k = torch.randn(5, 6, DIM), torch.randn(2, 30, DIM)
     positions, scoring = torch.arange(30).expand(2, -1), Scoring(0.3)
     rows = Candidates(k, k, positions, torch.zeros(2, 30), q, scoring)
-    expected = (torch.einsum("nhd,hrd->hnr", q, k.repeat_interleave(3, 0)) * 0.3 + reference.causal_mask(5, 30, None, q.device)).softmax(-1)
+    expected = (torch.einsum("nhd,hrd->hnr", q, k.repeat_interleave(3, 0)) * 0.3 + causal_mask(5, 30, None, q.device)).softmax(-1)
     torch.testing.assert_close(rows.weights.flatten(0, 1), expected, atol=1e-5, rtol=0)
     assert rows.weights.sum().item() == pytest.approx(5 * 6, abs=1e-4)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,10 +16,13 @@ import torch.nn.functional as F
 from numba import njit
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from memory import RecurrentSpec, SpecError, States, StateTensor
-from memory.kernels import Kernels, PagedBatch, Scoring, StateSlots, chosen_kernels, cpu, reference, select_kernels
+from memory.kernels import Kernels, PagedBatch, Scoring, StateSlots, blocked, chosen_kernels, cpu, reference, select_kernels
+from memory.kernels.cpu import attention
 from memory.kernels.cpu.vector_math import exp2_f32, exp_f32, softplus_f32
 from memory.recurrences import Fold
 from memory.states import Run
@@ -200,6 +204,59 @@ def test_rows_before_the_window_are_not_read() -> None:
             pages.arena[pages.values_at + page : pages.values_at + page + 4 * row] = torch.nan
     for kernels in (cpu, reference):
         assert pages.attend(kernels, window=window).isfinite().all()
+
+
+class Largest(TorchDispatchMode):
+    """How many bytes the largest tensor has that is made."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage().data_ptr() not in known:
+                self.n_bytes = max(self.n_bytes, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("window", [None, 700], ids=["", "window"])
+@pytest.mark.parametrize("softcap", [None, 0.7], ids=["", "capped"])
+@pytest.mark.parametrize("kernels, dtype", [(cpu, torch.float32), (reference, torch.bfloat16)], ids=["cpu", "reference"])
+def test_attention_needs_no_more_bytes_the_more_rows_there_are(
+    kernels: Kernels, dtype: torch.dtype, softcap: float | None, window: int | None
+) -> None:
+    """Neither for the rows behind, nor for queries, beside what they are and give."""
+    for lengths, histories in (((100,), (30_000,)), ((3_000,), (0,))):
+        pages = Pages(2, 1, 2, 64, lengths, histories, dtype)
+        pages.softcap = softcap
+        largest = Largest()
+        with largest:
+            pages.attend(kernels, window=window)
+        assert largest.n_bytes <= 8 << 20  # a mask of all of them has 12 MB and 36 MB, and so have the scores of each head
+
+
+@pytest.mark.parametrize("window", [None, 5, 100, 1_500], ids=str)
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_attention_in_blocks_is_attention(kernels: Kernels, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever blocks there are of queries and of rows."""
+    pages = Pages(6, 2, 8, 4, lengths=(17, 60, 130), histories=(1_200, 0, 1_100))
+    whole = pages.expected(window or 1 << 30)
+    for queries, rows in ((1024, 1024), (16, 16), (32, 100)):
+        monkeypatch.setattr(attention, "_MOST_QUERIES", queries)
+        monkeypatch.setattr(attention, "_ROWS", rows)
+        monkeypatch.setattr(blocked, "_ROWS", rows)
+        assert_kernel_close(pages.attend(kernels, window=window), whole)
+
+
+@pytest.mark.parametrize("kernels", [cpu, reference])
+def test_a_block_of_rows_that_all_score_minus_infinity_has_no_weight(kernels: Kernels) -> None:
+    pages = Pages(2, 1, 1, 4, lengths=(20,), histories=(2_500,))
+    pages.q.abs_()
+    pages.rows[0][0, :2_200] = -torch.inf
+    for page in pages.batch.pages[:550].tolist():
+        pages.arena[page : page + 4] = -torch.inf
+    assert_kernel_close(pages.attend(kernels), pages.expected())
 
 
 def test_attention_is_the_same_bits_alone_and_among_others() -> None:

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from numba import prange
 from torch import Tensor
 
 from memory.kernels import checks
+from memory.kernels.blocked import Rows, attend, blocks, causal_mask, sees_all
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.folded_rows import attend_few_folded
 from memory.kernels.cpu.rows import as_array, gather_rows
 from memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
-from memory.kernels.reference import attend, causal_mask, gather_folded
+from memory.kernels.reference import row_reader
 from memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
 
+_fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+"""What `scaled_dot_product_attention` calls on a CPU, which keeps the sums of weights to itself."""
+
 _FEW_QUERIES = 16
+_MOST_QUERIES, _ROWS, _MOST_ELEMENTS = 1024, 1024, 1 << 22
+"""Of more queries than few: so many at once, or as many as have so many elements, and so many rows."""
+
 _NO_WINDOW = 1 << 60
 _NO_SINKS, _NO_BIAS = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
 _ONE = np.float32(1.0)
@@ -44,50 +50,57 @@ def paged_attention(
             _NO_WINDOW if scoring.window is None else scoring.window, np.float32(scoring.softcap or 0.0), sinks, bias_HL, out_THD.numpy(),
         )  # fmt: skip
     for i in range(n_short, len(counts)):
-        start, end = batch.cu_seqlens[i : i + 2].tolist()
-        k_RGD, v_RGD = (gather_rows(flat, batch, i, n_kv_heads, q_THD.shape[2]) for flat in (keys, values))
-        if folded is not None:
-            k_RGD, v_RGD = (torch.cat(pair) for pair in zip(gather_folded(folded, i), (k_RGD, v_RGD), strict=True))
-        out_THD[start:end] = _attend_many(q_THD[start:end], k_RGD, v_RGD, scoring)
+        own = slice(*batch.cu_seqlens[i : i + 2].tolist())
+        n_rows, read = row_reader(gather_rows, keys, values, batch, i, n_kv_heads, q_THD.shape[2], folded)
+        _attend_many(q_THD[own], n_rows, n_kv_heads, read, scoring, out_THD[own])
     return out_THD
 
 
 def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
     checks.attend_rows(q_THD, k_RGD, v_RGD, scoring, checks.FLOAT32)
     if len(q_THD) > _FEW_QUERIES:
-        return _attend_many(q_THD, k_RGD, v_RGD, scoring)
+        out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+        _attend_many(q_THD, len(k_RGD), k_RGD.shape[1], lambda begin, end: (k_RGD[begin:end], v_RGD[begin:end]), scoring, out_THD)
+        return out_THD
     cu_seqlens, lengths, one_page = np.array([0, len(q_THD)]), np.array([len(k_RGD)]), np.array([0, 1])
     batch = PagedBatch(cu_seqlens, lengths, np.zeros(1, np.int64), one_page, page_tokens=len(k_RGD))
     keys, values = (x.transpose(0, 1).contiguous().view(-1).numpy() for x in (k_RGD, v_RGD))
     return paged_attention(q_THD, keys, values, batch, k_RGD.shape[1], scoring)
 
 
-def _attend_many(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring) -> Tensor:
-    (n_queries, n_heads, _), (n_rows, n_kv_heads, _), window = q_THD.shape, k_RGD.shape, scoring.window
-    n_seen = n_rows if window is None else min(n_rows, n_queries + window - 1)
-    k_GRD, v_GRD = (x[n_rows - n_seen :].transpose(0, 1) for x in (k_RGD, v_RGD))
+def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Scoring, out_THD: Tensor) -> None:
+    """Write what queries of the last T of `n_rows` rows find, by torch's fused attention where it can compute such scores.
+
+    It leaves the log of each query's sum of weights, by which what was found in several blocks of rows is joined.
+    """
     if scoring.softcap is not None or scoring.sinks_H is not None or scoring.bias_HL is not None:
-        return _attend_group_by_group(q_THD, k_GRD, v_GRD, scoring)
-    # `is_causal` aligns at the top left, which is right only when there are no earlier rows.
-    is_plain = n_queries == n_rows and (window is None or window >= n_rows)
-    mask = None if is_plain else causal_mask(n_queries, n_seen, window, q_THD.device) == 0
-    out_HTD = F.scaled_dot_product_attention(
-        q_THD.transpose(0, 1)[None], k_GRD[None], v_GRD[None], attn_mask=mask, is_causal=is_plain, scale=scoring.scale,
-        enable_gqa=n_heads != n_kv_heads,
-    )  # fmt: skip
-    return out_HTD[0].transpose(0, 1)
-
-
-def _attend_group_by_group(q_THD: Tensor, k_GRD: Tensor, v_GRD: Tensor, scoring: Scoring) -> Tensor:
-    """All scores of a group of heads at once: for what torch's fused attention cannot do."""
-    n_shared = q_THD.shape[1] // len(k_GRD)
-    sinks_H, bias_HL = (None if x is None else torch.as_tensor(x) for x in (scoring.sinks_H, scoring.bias_HL))
-    parts = []
-    for g, (k_RD, v_RD) in enumerate(zip(k_GRD, v_GRD, strict=True)):
-        heads = slice(g * n_shared, (g + 1) * n_shared)
-        own = scoring._replace(sinks_H=None if sinks_H is None else sinks_H[heads], bias_HL=None if bias_HL is None else bias_HL[heads])
-        parts.append(attend(q_THD[:, heads].transpose(0, 1), k_RD[None], v_RD[None], own))
-    return torch.cat(parts).transpose(0, 1)
+        out_THD[:] = attend(q_THD, n_rows, n_kv_heads, read, scoring)
+        return
+    n_heads, head_dim = q_THD.shape[1:]
+    n_at_once = max(_FEW_QUERIES, min(_MOST_QUERIES, _MOST_ELEMENTS // (n_heads * head_dim)))
+    for own, first, rows in blocks(len(q_THD), n_rows, scoring.window, n_at_once, _ROWS):
+        n_queries = own.stop - own.start
+        q_GSTD = q_THD[own].reshape(n_queries, n_kv_heads, -1, head_dim).permute(1, 2, 0, 3)
+        found_GSTD, log_sum_GST = torch.empty(0), torch.empty(0)
+        for begin, end in rows:
+            k_GSRD, v_GSRD = (x.transpose(0, 1)[:, None].expand(-1, q_GSTD.shape[1], -1, -1) for x in read(begin, end))
+            # Its `is_causal` aligns at the top left: right where the rows are the queries' own.
+            mask, is_causal = None, begin == first and (scoring.window is None or n_queries <= scoring.window)
+            if not is_causal and not sees_all(n_queries, end - begin, scoring.window, first - begin):
+                mask = causal_mask(n_queries, end - begin, scoring.window, q_THD.device, first - begin)
+            more_GSTD, log_more_GST = _fused(q_GSTD, k_GSRD, v_GSRD, is_causal=is_causal, attn_mask=mask, scale=scoring.scale)
+            if len(rows) > 1 and (log_more_GST == 0.0).any() and k_GSRD[:, 0].isinf().any():
+                # Where no score is above -inf it says 0, the log of one. Only such keys, which no model has, score so.
+                out_THD[:] = attend(q_THD, n_rows, n_kv_heads, read, scoring)
+                return
+            if begin == rows[0][0]:
+                found_GSTD, log_sum_GST = more_GSTD, log_more_GST
+                continue
+            log_both_GST = torch.logaddexp(log_sum_GST, log_more_GST)
+            found_GSTD.mul_((log_sum_GST - log_both_GST).exp_()[..., None])
+            found_GSTD.add_(more_GSTD.mul_((log_more_GST - log_both_GST).exp_()[..., None]))
+            log_sum_GST = log_both_GST
+        out_THD[own].view(n_queries, n_kv_heads, -1, head_dim).copy_(found_GSTD.permute(2, 0, 1, 3))
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")

@@ -86,23 +86,27 @@ def _read_rows(flat, offsets_T, rows_TR, initial):  # type: ignore[no-untyped-de
             copy_(rows_TR[t], flat[start : start + rows_TR.shape[1]])
 
 
-def gather_rows(flat: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int) -> Tensor:
-    """The rows a request can see, in order: (rows, G, D), each head's rows together."""
-    rows_GRD = torch.empty(n_kv_heads, int(batch.kv_lengths[request]), head_dim)
+def gather_rows(flat: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int, begin: int, end: int) -> Tensor:
+    """Rows [begin, end) of those that a request can see in pages, in order: (rows, G, D), each head's rows together."""
+    rows_GRD = torch.empty(n_kv_heads, end - begin, head_dim)
     pages_GP = np.atleast_2d(as_array(batch.pages))[:, batch.cu_pages[request] : batch.cu_pages[request + 1]]
-    _gather_rows(as_array(flat), pages_GP, batch.page_tokens, rows_GRD.numpy())
+    _gather_rows(as_array(flat), pages_GP, batch.page_tokens, begin, rows_GRD.numpy())
     return rows_GRD.transpose(0, 1)
 
 
 @compiled()
-def _gather_rows(flat, pages_GP, page_tokens, rows_GRD):  # type: ignore[no-untyped-def]
+def _gather_rows(flat, pages_GP, page_tokens, first, rows_GRD):  # type: ignore[no-untyped-def]
+    """Rows from the request's row `first` on."""
     n_heads, n_rows, head_dim = rows_GRD.shape
     for g in range(n_heads):
         table = pages_GP[g if len(pages_GP) > 1 else 0]
-        for begin in range(0, n_rows, page_tokens):
-            n = min(page_tokens, n_rows - begin)
-            start = table[begin // page_tokens] + g * page_tokens * head_dim
-            copy_(rows_GRD[g, begin : begin + n].reshape(-1), flat[start : start + n * head_dim])
+        row = 0
+        while row < n_rows:
+            page, slot = (first + row) // page_tokens, (first + row) % page_tokens
+            n = min(page_tokens - slot, n_rows - row)
+            start = table[page] + (g * page_tokens + slot) * head_dim
+            copy_(rows_GRD[g, row : row + n].reshape(-1), flat[start : start + n * head_dim])
+            row += n
 
 
 @njit

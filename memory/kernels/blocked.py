@@ -1,0 +1,103 @@
+"""Attention in plain torch, so many queries and rows at a time that what it needs beside them has one size, however long both are.
+
+The softmax goes on from block to block (Milakov & Gimelshein 2018). Where blocks begin follows from the request alone, so its result does
+not depend on who shares its step.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from memory.kernels.signature import Scoring
+
+Rows = Callable[[int, int], tuple[Tensor, Tensor]]
+"""begin, end -> keys and values of these rows of a request, (end - begin, G, D) each."""
+
+_ROWS = 512
+_SCORES = 1 << 18
+"""Scores that are kept at once, of all heads: 16 MiB."""
+
+
+def blocks(
+    n_queries: int, n_rows: int, window: int | None, queries_at_once: int, rows_at_once: int
+) -> Iterator[tuple[slice, int, list[tuple[int, int]]]]:
+    """Queries of the last of `n_rows` rows, block by block: which they are, the rows before the first, and the rows that they see.
+
+    Rows come in blocks [begin, end), oldest first. Few are one block; of more, the queries' own rows are the last. Each query sees a row
+    of each block if `rows_at_once` is no less than `queries_at_once`: where a window is so narrow that it would not, all rows are one
+    block, of less than twice as many as there are queries.
+    """
+    for begin in range(0, n_queries, queries_at_once):
+        own = slice(begin, min(begin + queries_at_once, n_queries))
+        first, last = n_rows - n_queries + own.start, n_rows - n_queries + own.stop
+        oldest = 0 if window is None else max(0, first - window + 1)
+        is_narrow = window is not None and last > window and first - oldest < last - first
+        is_one = is_narrow or last - oldest <= rows_at_once
+        bounds = [oldest, last] if is_one else [*range(oldest, first, rows_at_once), first, last]
+        yield own, first, list(itertools.pairwise(bounds))
+
+
+def attend(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Scoring) -> Tensor:
+    """Queries of the last T of `n_rows` rows, computed in float32: (T, H, D) as q."""
+    n_heads, head_dim = q_THD.shape[1:]
+    out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
+    for own, first, rows in blocks(len(q_THD), n_rows, scoring.window, max(64, min(_ROWS, _SCORES // (n_heads * _ROWS))), _ROWS):
+        q_GXD = q_THD[own].float().transpose(0, 1).reshape(n_kv_heads, -1, head_dim)
+        mixed_HTD = q_GXD.new_zeros(n_heads, own.stop - own.start, head_dim)
+        highest_HT1, total_HT1 = _start(scoring.sinks_H, mixed_HTD)
+        for begin, end in rows:
+            k_GRD, v_GRD = (x.transpose(0, 1).float() for x in read(begin, end))
+            scores_HTR = (q_GXD @ k_GRD.transpose(1, 2)).view(n_heads, -1, end - begin)
+            scores_HTR = scored(scores_HTR, scoring, first - begin)
+            higher_HT1 = torch.maximum(highest_HT1, scores_HTR.amax(-1, keepdim=True))
+            shift_HT1 = higher_HT1.masked_fill(higher_HT1 == -torch.inf, 0.0)  # as long as no row has any weight
+            weights_HTR, fade_HT1 = scores_HTR.sub_(shift_HT1).exp_(), (highest_HT1 - shift_HT1).exp()
+            total_HT1 = total_HT1 * fade_HT1 + weights_HTR.sum(-1, keepdim=True)
+            found_GXD = weights_HTR.view(n_kv_heads, -1, end - begin) @ v_GRD
+            mixed_HTD.mul_(fade_HT1).add_(found_GXD.view(mixed_HTD.shape))
+            highest_HT1 = higher_HT1
+        out_THD[own] = (mixed_HTD / total_HT1).transpose(0, 1)
+    return out_THD
+
+
+def _start(sinks_H: Tensor | None, mixed_HTD: Tensor) -> tuple[Tensor, Tensor]:
+    """The highest score and the sum of weights before any row: of none, or of a row of each head that has no value."""
+    highest_HT1 = mixed_HTD.new_full((*mixed_HTD.shape[:2], 1), -torch.inf)
+    if sinks_H is not None:
+        highest_HT1 = highest_HT1.maximum(torch.as_tensor(sinks_H).float()[:, None, None])
+    return highest_HT1, (highest_HT1 > -torch.inf).float()
+
+
+def scored(products_HTR: Tensor, scoring: Scoring, n_before: int) -> Tensor:
+    """Scores of products q . k, of which rows [0, n_before] stand before the first query or are its own. May overwrite them."""
+    scores_HTR = products_HTR.mul_(scoring.scale)
+    if scoring.softcap is not None:
+        scores_HTR = scores_HTR.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
+    n_queries, n_rows = scores_HTR.shape[1:]
+    if scoring.bias_HL is not None:
+        bias_HL = torch.as_tensor(scoring.bias_HL)
+        distances_TR = torch.arange(n_before, n_before + n_queries)[:, None] - torch.arange(n_rows)
+        scores_HTR = scores_HTR + bias_HL[:, distances_TR.clamp(0, bias_HL.shape[1] - 1).to(bias_HL.device)]
+    if not sees_all(n_queries, n_rows, scoring.window, n_before):
+        scores_HTR += causal_mask(n_queries, n_rows, scoring.window, scores_HTR.device, n_before)
+    return scores_HTR
+
+
+def sees_all(n_queries: int, n_rows: int, window: int | None, n_before: int) -> bool:
+    """Whether every query sees every one of these rows."""
+    return n_before >= n_rows - 1 and (window is None or n_before + n_queries <= window)
+
+
+def causal_mask(n_queries: int, n_rows: int, window: int | None, device: torch.device, n_before: int | None = None) -> Tensor:
+    """(n_queries, n_rows), 0 or -inf. Query i sees rows up to n_before + i, or the last `window` of these.
+
+    Unless `n_before` is given it is aligned at the bottom right: the last query sees every row.
+    """
+    newest_Q1 = torch.arange(n_queries, device=device)[:, None] + (n_rows - n_queries if n_before is None else n_before)
+    row_R = torch.arange(n_rows, device=device)
+    is_seen = (row_R <= newest_Q1) if window is None else (row_R <= newest_Q1) & (row_R > newest_Q1 - window)
+    return torch.zeros(n_queries, n_rows, device=device).masked_fill_(~is_seen, -torch.inf)
