@@ -272,12 +272,23 @@ class _Incoming:
         loop = asyncio.get_running_loop()
         started = loop.time()
         body = bytearray()
-        while not self.has_ended:
-            seconds = min(options.body_seconds, _PATIENCE_SECONDS + len(body) / options.body_bytes_per_second)
-            body += await asyncio.wait_for(self._next(), started + seconds - loop.time())
-            if len(body) > options.max_body_bytes:
-                return None
-        return bytes(body)
+        reading = asyncio.ensure_future(self._collect(body, options.max_body_bytes))
+        try:
+            while not reading.done():
+                seconds = min(options.body_seconds, _PATIENCE_SECONDS + len(body) / options.body_bytes_per_second)
+                seconds_left = started + seconds - loop.time()
+                if seconds_left <= 0:
+                    raise asyncio.TimeoutError
+                await asyncio.wait({reading}, timeout=seconds_left)
+            return bytes(body) if reading.result() else None
+        finally:
+            reading.cancel()
+
+    async def _collect(self, body: bytearray, most: int) -> bool:
+        """Whether the whole body is there; not if it has more bytes than `most`."""
+        while not self.has_ended and len(body) <= most:
+            body += await self._next()
+        return len(body) <= most
 
     async def skip(self, most: int) -> None:
         """Let go of what comes, until it ends or `most` bytes have gone by. Raises ClientGoneError."""
