@@ -39,10 +39,25 @@ class Guarded(Protocol):
 
 
 @dataclass
+class Places:
+    """How many requests are answered at once, and may be."""
+
+    limit: int
+    n_taken: int = 0
+
+    def check(self) -> None:
+        """Raises ApiError 429 if there is none left."""
+        if self.n_taken >= self.limit:
+            message = f"The server is answering {self.n_taken} requests already; try again."
+            raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)
+
+
+@dataclass
 class Exchange:
     """A request on its way.
 
     Attributes:
+        places: those that it takes one of.
         started: when it came in, in seconds of time.perf_counter.
         at_end: called when it is over, in any way.
         status: what was answered; 0 as long as nothing was.
@@ -52,12 +67,19 @@ class Exchange:
     """
 
     path: str
+    places: Places
     started: float = field(default_factory=time.perf_counter)
     at_end: list[Callable[[], None]] = field(default_factory=list)
     status: int = 0
     is_complete: bool = False
     has_place: bool = False
     is_counted: bool = False
+
+    def take_place(self) -> None:
+        """Count among those that are answered, from now to the end. Raises ApiError 429."""
+        self.places.check()
+        self.has_place = True
+        self.places.n_taken += 1
 
 
 def exchange_of(scope: Mapping[str, object]) -> Exchange:
@@ -70,20 +92,20 @@ class Guard:
     """ASGI middleware that runs the app behind it as a task.
 
     The task is cancelled when the client goes, and what it left in `at_end` is called. A request takes a place among those that are
-    answered when its body is whole, and not before: who sends slowly, without the key or to an unknown path keeps nobody out.
+    answered when it is known to be possible, and not before: who sends slowly, too much or what makes no sense keeps nobody out.
     """
 
     def __init__(self, app: ASGIApp, service: Guarded) -> None:
         self._app = app
         self._service = service
-        self._n_active = 0
+        self._places = Places(service.options.max_requests)
         self._admission = Admission(service.options)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(scope["path"])
+        exchange = Exchange(scope["path"], self._places)
         headers = dict(scope["headers"])
         incoming = _Incoming(receive)
         try:
@@ -100,7 +122,7 @@ class Guard:
         if exchange.is_counted:
             return
         exchange.is_counted = True
-        self._n_active -= exchange.has_place
+        self._places.n_taken -= exchange.has_place
         path = exchange.path
         name = path if path in _PATHS else "/v1/models" if path.startswith("/v1/models/") else "other"
         self._service.metrics.requests.labels(name, str(exchange.status or CLIENT_GONE)).inc()
@@ -109,7 +131,7 @@ class Guard:
         try:
             try:
                 self._admission.check(scope["method"], scope["path"], headers)
-                body = await self._take_body(exchange, headers, scope, incoming)
+                body = await self._take_body(headers, scope, incoming)
             except ApiError as error:
                 if error.status != 408:  # else it was waited for already
                     await self._drain(headers, incoming)
@@ -127,8 +149,8 @@ class Guard:
 
     # Bodies
 
-    async def _take_body(self, exchange: Exchange, headers: Headers, scope: Scope, incoming: _Incoming) -> bytes:
-        """Read the body, and take a place among those that are answered; at other paths, skip the body.
+    async def _take_body(self, headers: Headers, scope: Scope, incoming: _Incoming) -> bytes:
+        """Read the body; at paths that take none, skip it.
 
         Raises:
             ApiError: 408, 413, 415, 429 or 503. ClientGoneError.
@@ -137,11 +159,7 @@ class Guard:
             await self._drain(headers, incoming)
             return b""
         self._check_body(headers)
-        body = await self._read_body(incoming)
-        self._check_places()
-        exchange.has_place = True
-        self._n_active += 1
-        return body
+        return await self._read_body(incoming)
 
     def _check_body(self, headers: Headers) -> None:
         """Refuse a body by what its head says of it. Raises ApiError 413, 415, 429 or 503."""
@@ -153,12 +171,7 @@ class Guard:
             raise stopping()
         if _declared_bytes(headers) > self._service.options.max_body_bytes:
             raise self._too_large()
-        self._check_places()
-
-    def _check_places(self) -> None:
-        if self._n_active >= self._service.options.max_requests:
-            message = f"The server is answering {self._n_active} requests already; try again."
-            raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)
+        self._places.check()
 
     async def _read_body(self, incoming: _Incoming) -> bytes:
         """Read a body that is neither too large nor too slow. Raises ApiError 408 or 413."""
@@ -259,12 +272,23 @@ class _Incoming:
         loop = asyncio.get_running_loop()
         started = loop.time()
         body = bytearray()
-        while not self.has_ended:
-            seconds = min(options.body_seconds, _PATIENCE_SECONDS + len(body) / options.body_bytes_per_second)
-            body += await asyncio.wait_for(self._next(), started + seconds - loop.time())
-            if len(body) > options.max_body_bytes:
-                return None
-        return bytes(body)
+        reading = asyncio.ensure_future(self._collect(body, options.max_body_bytes))
+        try:
+            while not reading.done():
+                seconds = min(options.body_seconds, _PATIENCE_SECONDS + len(body) / options.body_bytes_per_second)
+                seconds_left = started + seconds - loop.time()
+                if seconds_left <= 0:
+                    raise asyncio.TimeoutError
+                await asyncio.wait({reading}, timeout=seconds_left)
+            return bytes(body) if reading.result() else None
+        finally:
+            reading.cancel()
+
+    async def _collect(self, body: bytearray, most: int) -> bool:
+        """Whether the whole body is there; not if it has more bytes than `most`."""
+        while not self.has_ended and len(body) <= most:
+            body += await self._next()
+        return len(body) <= most
 
     async def skip(self, most: int) -> None:
         """Let go of what comes, until it ends or `most` bytes have gone by. Raises ClientGoneError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import ipaddress
 import socket
 from collections.abc import Callable
@@ -73,6 +74,8 @@ def run(app: FastAPI, listener: socket.socket, on_listening: Callable[[str], Non
     Args:
         on_listening: told the URL.
     """
+    gc.collect()
+    gc.freeze()  # the libraries' objects stay: collecting garbage among them would hold everybody up for half a second
     on_listening(url_of(listener))
     Server(app).run([listener])
 

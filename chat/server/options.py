@@ -45,8 +45,8 @@ class ServerOptions:
     max_tokens: int | None = None
     default_tokens: int = 1024
     max_requests: int = 64
-    max_connections: int = 512
-    max_peer_connections: int = 256
+    max_connections: int = 768
+    max_peer_connections: int = 384
     head_seconds: float = 10.0
     body_seconds: float = 30.0
     body_bytes_per_second: int = 1024

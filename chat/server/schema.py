@@ -6,7 +6,6 @@ who asks, and change nothing by their nature.
 
 from __future__ import annotations
 
-import re
 import reprlib
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -22,7 +21,6 @@ MOST_STOP_CHARACTERS = 256
 MOST_VALUES = 32_768
 """Objects, arrays and keys of one body: Python makes something of each while everybody waits."""
 MOST_MESSAGES = 4096
-_STRING = re.compile(rb'"[^"]*(?:"|\Z)')
 _COLDEST = 1e-4
 """Temperatures below are 0: divided by them, logits would leave the range of float32."""
 
@@ -54,7 +52,7 @@ def _count_values(body: bytes) -> int:
 
 
 def _without_strings(body: bytes) -> bytes:
-    return _STRING.sub(b"", body.replace(rb"\\", b"").replace(rb"\"", b""))
+    return b"".join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
 
 
 def _explain(detail: ErrorDetails) -> ApiError:

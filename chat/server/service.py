@@ -167,6 +167,7 @@ class Service:
         """Generate. The status is not known before the first token is there, or the error instead of it."""
         if not self.is_open:
             raise stopping()
+        exchange.take_place()
         replies = Replies(self.engine, asks, self.metrics, exchange.started)
         self._live.add(replies)
         exchange.at_end += [replies.cancel, lambda: self._live.discard(replies)]
