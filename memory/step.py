@@ -52,8 +52,8 @@ class Step:
             GPU, the next one's take their place.
         cu_seqlens: (S + 1,) int64 on the host; request i of the step's order owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
         sequences: in the caller's order.
-        notes: what a model's layers leave for later ones of the same step, by keys of their own, such as the angles of its positions. A
-            model that keeps it anywhere else mixes up the steps of two threads. Gone when the step ends.
+        notes: what a model's layers leave for later ones of the same step, by keys of their own, such as the angles of
+            its positions. A model that keeps it anywhere else mixes up the steps of two threads. Empty when the step ends.
     """
 
     def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Outputs) -> None:

@@ -17,7 +17,7 @@ from memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, St
 from memory.cross_attention import Encoded
 from memory.specs import LayerSpec
 from models.attention import Attention, load_projections
-from models.checkpoint import Checkpoint, require
+from models.checkpoint import Checkpoint, check_numbers, require
 from models.layers import MLP, LayerNorm, Vocabulary
 from models.linear import Linear
 from models.loading import register
@@ -34,6 +34,7 @@ class Bart:
 
     def __init__(self, config: BartConfig, checkpoint: Checkpoint) -> None:
         require(config, tie_word_embeddings=True)  # untied, each side would have embeddings of its own
+        check_numbers(config, "encoder_layers", "decoder_layers", "max_position_embeddings", above=0)
         self.config = config
         n_model = config.d_model
         scale = n_model**0.5 if config.scale_embedding else 1.0

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from memory import FormatError
 from models.checkpoint import Checkpoint
@@ -149,6 +150,18 @@ class SharedExpert:
 
     def __call__(self, x_TM: Tensor) -> Tensor:
         return torch.addcmul(self.mixture(x_TM), self.gate(x_TM), self.shared(x_TM))
+
+
+def check_groups(config: PreTrainedConfig, *, least: int) -> None:
+    """Refuse groups that experts cannot be chosen from; each is judged by its `least` best experts."""
+    n_experts, n_groups, n_chosen_groups = config.n_routed_experts, config.n_group, config.topk_group
+    size = n_experts // n_groups
+    if n_experts % n_groups or size < least or not config.num_experts_per_tok <= n_chosen_groups * size <= n_experts:
+        raise FormatError(
+            f"{config.num_experts_per_tok} of {n_experts} experts in {n_groups} groups (n_group) cannot be chosen from "
+            f"{n_chosen_groups} of these (topk_group), each judged by its best {least}: "
+            f"num_experts_per_tok={config.num_experts_per_tok}, n_routed_experts={n_experts}"
+        )
 
 
 def load_experts(

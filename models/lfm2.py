@@ -83,4 +83,5 @@ def _mlp_size(config: Lfm2Config) -> int:
     if not config.block_auto_adjust_ff_dim:
         return int(size)
     size = int(config.block_ffn_dim_multiplier * int(2 * size / 3))
-    return int(-(-size // config.block_multiple_of) * config.block_multiple_of)
+    multiple = config.block_multiple_of
+    return int(multiple * ((size + multiple - 1) // multiple))

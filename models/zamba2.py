@@ -15,16 +15,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import Zamba2Config
-from transformers.activations import ACT2FN
 
 from memory import AttentionSpec, Step
 from memory.recurrences import SSDShape
 from memory.specs import LayerSpec
 from models.attention import Attention, Rotary, load_projections
-from models.checkpoint import Checkpoint, require
+from models.checkpoint import Checkpoint, UnsupportedModelError, require
 from models.decoder import Block, Decoder, Function, Layer, Mixer
 from models.layers import RMSNorm, Vocabulary
-from models.linear import Linear
+from models.linear import Linear, activation_by
 from models.loading import register
 from models.mamba_mixers import Mamba2Mixer, Mamba2Options
 
@@ -111,6 +110,8 @@ class Zamba2(Decoder):
             if kind == "linear_attention":
                 layers.append(Block(_load_mamba(config, checkpoint, prefix, i)))
                 continue
+            if kind != "hybrid":
+                raise UnsupportedModelError(f"layers_block_type[{i}]={kind!r}; implemented are linear_attention and hybrid")
             n_before = config.hybrid_layer_ids.index(i)
             owner = _owner(config, checkpoint, i, n_before)
             if owner not in blocks:
@@ -177,7 +178,7 @@ def _adapt_attention(
 def _adapt_mlp(config: Zamba2Config, checkpoint: Checkpoint, block: _SharedBlock, n_before: int) -> _MLP:
     adapters = {f"feed_forward.gate_up_proj_adapter_list.{n_before}": 2 * config.intermediate_size}
     gate_up = _adapt(config, checkpoint, block, block.gate_up, config.hidden_size, adapters)
-    return _MLP(gate_up, block.down, ACT2FN[config.hidden_act])
+    return _MLP(gate_up, block.down, activation_by(config.hidden_act))
 
 
 def _adapt(
