@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import BambaConfig, PreTrainedConfig
+from typing import TYPE_CHECKING
 
 from memory import AttentionSpec
 from memory.recurrences import SSDShape
@@ -12,6 +12,9 @@ from models.decoder import Block, Decoder, Mixer
 from models.layers import GatedMLP, RMSNorm, Vocabulary
 from models.loading import register
 from models.mamba_mixers import Mamba2Mixer, Mamba2Options, read_dt_limits
+
+if TYPE_CHECKING:
+    from transformers import BambaConfig, PreTrainedConfig
 
 
 @register("BambaForCausalLM")

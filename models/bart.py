@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import BartConfig
 
 from memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, Step
 from memory.cross_attention import Encoded
@@ -21,6 +21,9 @@ from models.checkpoint import Checkpoint, check_numbers, require
 from models.layers import MLP, LayerNorm, Vocabulary
 from models.linear import Linear
 from models.loading import register
+
+if TYPE_CHECKING:
+    from transformers import BartConfig
 
 _OFFSET = 2
 """Rows of the position embeddings before position 0."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
 
 from models.checkpoint import Checkpoint, UnsupportedModelError, require
 from models.decoder import Block, Decoder, Function
@@ -15,6 +15,9 @@ from models.experts import MixtureOfExperts, Route, check_groups, load_experts, 
 from models.latent_attention import load_latent_attention, load_latent_rotary
 from models.layers import GatedMLP, RMSNorm, Vocabulary
 from models.loading import register
+
+if TYPE_CHECKING:
+    from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
 
 
 class _DeepSeek(Decoder, ABC):

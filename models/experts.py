@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from memory import FormatError
 from models.checkpoint import Checkpoint
 from models.layers import GatedMLP
 from models.linear import Linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _FEW_TOKENS = 256
 """Products of so many rows take a GPU hardly longer than reading the weights, and all weights are read if most experts are chosen."""

@@ -6,10 +6,10 @@ All multipliers but those of embedding and logits scale a projection's input or 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import FalconH1Config
 
 from memory.recurrences import SSDShape
 from models.attention import Rotary, head_dim_of
@@ -19,6 +19,9 @@ from models.decoder import Block, Decoder, Parallel
 from models.layers import GatedMLP, RMSNorm, Vocabulary
 from models.loading import register
 from models.mamba_mixers import Mamba2Mixer, Mamba2Options
+
+if TYPE_CHECKING:
+    from transformers import FalconH1Config
 
 _MULTIPLIERS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
 

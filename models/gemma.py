@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, Gemma3TextConfig, PreTrainedConfig
 
 from memory import AttentionSpec
 from models.attention import Attention, Rotary, load_projections
@@ -15,6 +15,9 @@ from models.decoder import Block, Decoder, Function, Normed
 from models.layers import GatedMLP, RMSNorm, Vocabulary, load_offset_norm
 from models.llama import window_of
 from models.loading import register
+
+if TYPE_CHECKING:
+    from transformers import Gemma2Config, Gemma3TextConfig, PreTrainedConfig
 
 
 class _Gemma(Decoder, ABC):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import GraniteMoeHybridConfig
+from typing import TYPE_CHECKING
 
 from models.attention import Rotary, head_dim_of
 from models.bamba import load_mixer
@@ -11,6 +11,9 @@ from models.decoder import Block, Decoder, Function
 from models.experts import MixtureOfExperts, choose_then_softmax
 from models.layers import GatedMLP, RMSNorm, Vocabulary
 from models.loading import register
+
+if TYPE_CHECKING:
+    from transformers import GraniteMoeHybridConfig
 
 
 @register("GraniteMoeHybridForCausalLM")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import Lfm2Config, Lfm2MoeConfig
 
 from memory import AttentionSpec
 from models.attention import Attention, Rotary, head_dim_of, load_projections
@@ -17,6 +17,9 @@ from models.experts import MixtureOfExperts, load_experts, sigmoid_then_choose
 from models.layers import GatedMLP, RMSNorm, Vocabulary
 from models.loading import register
 from models.short_conv_mixer import ShortConvMixer
+
+if TYPE_CHECKING:
+    from transformers import Lfm2Config, Lfm2MoeConfig
 
 _MLP_NAMES = ("w1", "w3", "w2")
 

@@ -152,7 +152,7 @@ def find_adapter(hf_model: torch.nn.Module) -> str | None:
         return "the whole model"
     for name, module in hf_model.named_modules():
         if hasattr(module, "base_layer") or hasattr(module, "lora_A"):
-            return name
+            return str(name)
     return None
 
 

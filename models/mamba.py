@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import Mamba2Config, MambaConfig
 
 from memory.recurrences import SSDShape
 from models.checkpoint import Checkpoint
@@ -13,6 +13,9 @@ from models.decoder import Block, Decoder, Mixer
 from models.layers import RMSNorm, Vocabulary
 from models.loading import register
 from models.mamba_mixers import Mamba2Mixer, Mamba2Options, MambaMixer, MambaShape, read_dt_limits
+
+if TYPE_CHECKING:
+    from transformers import Mamba2Config, MambaConfig
 
 
 class _MixerStack(Decoder, ABC):

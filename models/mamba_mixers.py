@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from memory import FormatError, RecurrentSpec, SpecError, Step
 from memory.kernels import rms_norm
 from memory.recurrences import SSD, CausalConv, Mamba1, SSDShape, mamba1_spec
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.linear import Linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def load_conv(checkpoint: Checkpoint, prefix: str, n_channels: int, n_taps: int, *, has_bias: bool, activation: str | None) -> CausalConv:

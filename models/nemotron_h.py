@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import NemotronHConfig
 
 from memory import AttentionSpec
 from memory.recurrences import SSDShape
@@ -18,6 +18,9 @@ from models.layers import MLP, RMSNorm, Vocabulary
 from models.linear import Linear
 from models.loading import register
 from models.mamba_mixers import Mamba2Mixer, Mamba2Options
+
+if TYPE_CHECKING:
+    from transformers import NemotronHConfig
 
 
 @register("NemotronHForCausalLM")

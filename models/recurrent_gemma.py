@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import RecurrentGemmaConfig
 
 from memory import AttentionSpec, FormatError, Step
 from memory.recurrences import RGLRU, rg_lru_spec
@@ -16,6 +17,9 @@ from models.layers import GatedMLP, RMSNorm, Vocabulary, load_offset_norm
 from models.linear import Linear
 from models.loading import register
 from models.mamba_mixers import load_conv
+
+if TYPE_CHECKING:
+    from transformers import RecurrentGemmaConfig
 
 
 @register("RecurrentGemmaForCausalLM")

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import T5Config
 
 from memory import UNROTATED, AttentionSpec, CrossAttentionSpec, MemorySpec, Step
 from memory.cross_attention import Encoded
@@ -22,6 +22,9 @@ from models.decoder import Function
 from models.layers import MLP, GatedMLP, RMSNorm, Vocabulary
 from models.linear import Linear
 from models.loading import register
+
+if TYPE_CHECKING:
+    from transformers import T5Config
 
 
 @register("T5ForConditionalGeneration")

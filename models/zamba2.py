@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import Zamba2Config
 
 from memory import AttentionSpec, Step
 from memory.recurrences import SSDShape
@@ -26,6 +26,9 @@ from models.layers import RMSNorm, Vocabulary
 from models.linear import Linear, activation_by
 from models.loading import register
 from models.mamba_mixers import Mamba2Mixer, Mamba2Options
+
+if TYPE_CHECKING:
+    from transformers import Zamba2Config
 
 _MIXER_NORM_EPS = 1e-5
 """Of the gated norms; the config's epsilon is that of all other norms."""
