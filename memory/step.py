@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
@@ -73,8 +74,8 @@ class Step(NotCopied):
             GPU, the next one's take their place.
         cu_seqlens: (S + 1,) int64 on the host; request i of the step's order owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
         sequences: in the caller's order.
-        notes: what a model's layers leave for later ones of the same step, by keys of their own, such as the angles of its positions. A
-            model that keeps it anywhere else mixes up the steps of two threads. Gone when the step ends.
+        notes: what a model's layers leave for later ones of the same step, by keys of their own, such as the angles of
+            its positions. A model that keeps it anywhere else mixes up the steps of two threads. Empty when the step ends.
     """
 
     def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Outputs) -> None:
@@ -180,7 +181,7 @@ class Step(NotCopied):
             layer: index in `MemorySpec.layers`.
             q: (T, n_query_heads, head_dim); k, v: (T, n_kv_heads, head_dim), rotated already where the model rotates. No v where the spec
                 has a `value_dim`: there values are the first elements of the keys.
-            scale: of the scores; 1 / sqrt(head_dim) unless given.
+            scale: of the scores, above 0; 1 / sqrt(head_dim) unless given.
             softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
             sinks: (n_query_heads,) float32, for each head a score that takes its share of the weight and has no value, as in gpt-oss.
             bias: (n_query_heads, L) float32, added to the score of the row d tokens before a query: column min(d, L - 1), as in T5.
@@ -193,6 +194,7 @@ class Step(NotCopied):
         index = self._claim(layer, name, "attention")
         _check_tensors(q=q, k=k, **({} if v is None else {"v": v}))
         with _without_gradients():
+            _check_scale(scale)
             if softcap is not None and not (isinstance(softcap, int | float) and softcap > 0):
                 raise StepError(f"softcap={softcap!r}; give a positive number, or None for no cap")
             for what, table in (("sinks", sinks), ("bias", bias)):
@@ -212,6 +214,7 @@ class Step(NotCopied):
         index = self._claim(layer, name, "cross-attention")
         _check_tensors(q=q)
         with _without_gradients():
+            _check_scale(scale)
             scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale)
             y = self._owner.cross_attend(self._plans, index, q.detach(), scoring)
         self._served.add(("cross-attention", index))
@@ -372,6 +375,12 @@ class Step(NotCopied):
 def _without_gradients() -> AbstractContextManager[object]:
     """`torch.no_grad()`, or nothing where a model has it already, as is the rule: asking costs less than entering it again."""
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
+def _check_scale(scale: float | None) -> None:
+    """Of scores; torch's fused attention gives NaN for what is not above 0."""
+    if scale is not None and not (isinstance(scale, int | float | np.floating) and 0 < scale < math.inf):
+        raise StepError(f"scale={scale!r}; give a positive number, or None for 1 / sqrt(head_dim)")
 
 
 def _check_tensors(**tensors: Tensor) -> None:

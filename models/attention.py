@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers import ROPE_INIT_FUNCTIONS, PreTrainedConfig
 
 from memory import UNROTATED, AttentionSpec, Rotation, Step
 from models.checkpoint import Checkpoint, UnsupportedModelError
@@ -22,13 +21,14 @@ _FIXED_TYPES = ("linear", "yarn", "llama3")
 class Rotary:
     """Rotary position embedding (Su et al. 2021) of the first part of each head; element i is paired with element i + half of it.
 
-    One object serves all layers of a model: the angles of a step are computed once, and noted in it. `rotation` tells the same to a memory.
+    One object serves all layers of a model: the angles of a step are computed once, and noted in it. `rotation` tells
+    the same to a memory.
 
     Args:
         config: its `rope_parameters` name the base, the scaling, and the share of a head that is rotated.
         layer_type: whose parameters, where each type of layer has its own.
-        is_partial: `partial_rotary_factor` is the share of a head that is rotated. Architectures that rotate whole heads ignore it, as
-            transformers does, unless the scaling goes by it.
+        is_partial: `partial_rotary_factor` is the share of a head that is rotated. Architectures that rotate whole heads
+            ignore it, as transformers does, unless the scaling goes by it.
     Raises:
         UnsupportedModelError: a kind of scaling, or a share of a head, that is not implemented.
     """
@@ -49,9 +49,9 @@ class Rotary:
         n_rotated = 2 * len(frequencies)
         if n_rotated > head_dim or (n_rotated < head_dim and not is_partial):
             raise UnsupportedModelError(
-                f"rope_type={kind!r} with head_dim={head_dim} and partial_rotary_factor={parameters.get('partial_rotary_factor', 1.0)} "
-                f"would rotate {n_rotated} of {head_dim} elements of a head"
-                + ("" if is_partial else f"; {type(config).__name__} is implemented with whole heads only")
+                f"rope_type={kind!r}, partial_rotary_factor={parameters.get('partial_rotary_factor', 1.0)} and "
+                f"head_dim={head_dim} (or hidden_size / num_attention_heads) would rotate {n_rotated} of {head_dim} elements; "
+                + (f"at most {head_dim} can be" if is_partial else f"{type(config).__name__} rotates whole heads")
             )
         self.rotation = Rotation(tuple(frequencies.float().tolist()))
         self._frequencies = frequencies.to(device, torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import BambaConfig, PreTrainedConfig
+from typing import TYPE_CHECKING
 
 from memory import AttentionSpec
 from memory.recurrences import SSDShape
@@ -11,7 +11,10 @@ from models.checkpoint import Checkpoint
 from models.decoder import Block, Decoder, Mixer
 from models.layers import GatedMLP, RMSNorm, Vocabulary
 from models.loading import register
-from models.mamba_mixers import Mamba2Mixer, Mamba2Options
+from models.mamba_mixers import Mamba2Mixer, Mamba2Options, read_dt_limits
+
+if TYPE_CHECKING:
+    from transformers import BambaConfig, PreTrainedConfig
 
 
 @register("BambaForCausalLM")
@@ -59,5 +62,5 @@ def mamba2_options(config: PreTrainedConfig) -> Mamba2Options:
     return Mamba2Options(
         n_model=config.hidden_size, shape=shape, has_conv_bias=config.mamba_conv_bias, has_in_bias=config.mamba_proj_bias,
         has_out_bias=config.mamba_proj_bias, norm_eps=config.rms_norm_eps, n_norm_groups=config.mamba_n_groups,
-        dt_limits=tuple(config.time_step_limit), activation=config.hidden_act,
+        dt_limits=read_dt_limits(config), activation=config.hidden_act,
     )  # fmt: skip

@@ -7,20 +7,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import BartConfig
 
 from memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, Step
 from memory.cross_attention import Encoded
 from memory.specs import LayerSpec
 from models.attention import Attention, load_projections
-from models.checkpoint import Checkpoint, require
+from models.checkpoint import Checkpoint, check_numbers, require
 from models.layers import MLP, LayerNorm, Vocabulary
 from models.linear import Linear
 from models.loading import register
+
+if TYPE_CHECKING:
+    from transformers import BartConfig
 
 _OFFSET = 2
 """Rows of the position embeddings before position 0."""
@@ -34,6 +37,7 @@ class Bart:
 
     def __init__(self, config: BartConfig, checkpoint: Checkpoint) -> None:
         require(config, tie_word_embeddings=True)  # untied, each side would have embeddings of its own
+        check_numbers(config, "encoder_layers", "decoder_layers", "max_position_embeddings", above=0)
         self.config = config
         n_model = config.d_model
         scale = n_model**0.5 if config.scale_embedding else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,15 @@ def require(config: object, **wanted: object) -> None:
         found = getattr(config, name)
         if (tuple(found) if isinstance(found, list) else found) != value:
             raise UnsupportedModelError(f"{name}={found!r}; {type(config).__name__} is implemented with {value!r} only")
+
+
+def check_numbers(config: object, *names: str, above: float = -math.inf) -> None:
+    """Refuse a config unless these options are finite numbers `above` a limit: FormatError."""
+    for name in names:
+        value = getattr(config, name)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
+            limit = "" if above == -math.inf else f" above {above}"
+            raise FormatError(f"{name}={value!r}; {type(config).__name__} needs a number{limit}")
 
 
 class Checkpoint:

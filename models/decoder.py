@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from memory import MemorySpec, Step
 from memory.specs import LayerSpec
 from models.checkpoint import Checkpoint
 from models.layers import Vocabulary
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Function = Callable[[Tensor], Tensor]
 

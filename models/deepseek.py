@@ -5,17 +5,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
 
-from memory import FormatError
 from models.checkpoint import Checkpoint, UnsupportedModelError, require
 from models.decoder import Block, Decoder, Function
-from models.experts import MixtureOfExperts, Route, load_experts, sigmoid_then_choose, softmax_then_choose
+from models.experts import MixtureOfExperts, Route, check_groups, load_experts, sigmoid_then_choose, softmax_then_choose
 from models.latent_attention import load_latent_attention, load_latent_rotary
 from models.layers import GatedMLP, RMSNorm, Vocabulary
 from models.loading import register
+
+if TYPE_CHECKING:
+    from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig
 
 
 class _DeepSeek(Decoder, ABC):
@@ -25,7 +27,13 @@ class _DeepSeek(Decoder, ABC):
     is_interleaved = True
 
     def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
-        require(config, num_key_value_heads=config.num_attention_heads)
+        if config.num_key_value_heads != config.num_attention_heads:
+            raise UnsupportedModelError(
+                f"num_key_value_heads={config.num_key_value_heads}, num_attention_heads={config.num_attention_heads}; "
+                "latent attention is implemented with as many of both"
+            )
+        # transformers makes angles for the first, and turns the second.
+        _require_if_named(config, head_dim=config.qk_rope_head_dim)
         n_model = config.hidden_size
         head = None if config.tie_word_embeddings else "lm_head.weight"
         vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
@@ -78,7 +86,7 @@ class DeepseekV2(_DeepSeek):
             return partial(softmax_then_choose, scale=scale)
         if config.topk_method != "group_limited_greedy":
             raise UnsupportedModelError(f"topk_method={config.topk_method!r}; implemented are greedy and group_limited_greedy")
-        _check_groups(config, least=1)
+        check_groups(config, least=1)
         return partial(softmax_then_choose, n_groups=config.n_group, n_chosen_groups=config.topk_group, scale=scale)
 
 
@@ -92,7 +100,7 @@ class DeepseekV3(_DeepSeek):
         super().__init__(config, checkpoint)
 
     def _route(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str) -> Callable[[int], Route]:
-        _check_groups(config, least=2)
+        check_groups(config, least=2)
         bias = checkpoint.take(f"{prefix}.gate.e_score_correction_bias", config.n_routed_experts, dtype=torch.float32)
         return partial(
             sigmoid_then_choose, bias_E=bias, n_groups=config.n_group, n_chosen_groups=config.topk_group,
@@ -103,14 +111,3 @@ class DeepseekV3(_DeepSeek):
 def _require_if_named(config: PreTrainedConfig, **wanted: object) -> None:
     """As `require`, of options that DeepSeek's own configs have and transformers' need not."""
     require(config, **{name: value for name, value in wanted.items() if hasattr(config, name)})
-
-
-def _check_groups(config: PreTrainedConfig, *, least: int) -> None:
-    """Refuse groups that experts cannot be chosen from; each is judged by its `least` best experts."""
-    n_experts, n_groups, n_chosen_groups = config.n_routed_experts, config.n_group, config.topk_group
-    size = n_experts // n_groups
-    if n_experts % n_groups or size < least or not config.num_experts_per_tok <= n_chosen_groups * size <= n_experts:
-        raise FormatError(
-            f"{config.num_experts_per_tok} of {n_experts} experts in {n_groups} groups (n_group) cannot be chosen from "
-            f"{n_chosen_groups} of these (topk_group), each judged by its best {least}"
-        )

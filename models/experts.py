@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,9 @@ from memory import FormatError
 from models.checkpoint import Checkpoint
 from models.layers import GatedMLP
 from models.linear import Linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _FEW_TOKENS = 256
 """Products of so many rows take a GPU hardly longer than reading the weights, and all weights are read if most experts are chosen."""
@@ -149,6 +153,18 @@ class SharedExpert:
 
     def __call__(self, x_TM: Tensor) -> Tensor:
         return torch.addcmul(self.mixture(x_TM), self.gate(x_TM), self.shared(x_TM))
+
+
+def check_groups(config: PreTrainedConfig, *, least: int) -> None:
+    """Refuse groups that experts cannot be chosen from; each is judged by its `least` best experts."""
+    n_experts, n_groups, n_chosen_groups = config.n_routed_experts, config.n_group, config.topk_group
+    size = n_experts // n_groups
+    if n_experts % n_groups or size < least or not config.num_experts_per_tok <= n_chosen_groups * size <= n_experts:
+        raise FormatError(
+            f"{config.num_experts_per_tok} of {n_experts} experts in {n_groups} groups (n_group) cannot be chosen from "
+            f"{n_chosen_groups} of these (topk_group), each judged by its best {least}: "
+            f"num_experts_per_tok={config.num_experts_per_tok}, n_routed_experts={n_experts}"
+        )
 
 
 def load_experts(

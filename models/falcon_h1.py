@@ -6,24 +6,30 @@ All multipliers but those of embedding and logits scale a projection's input or 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import FalconH1Config
 
 from memory.recurrences import SSDShape
 from models.attention import Rotary, head_dim_of
 from models.bamba import load_attention, mamba2_options
-from models.checkpoint import Checkpoint
+from models.checkpoint import Checkpoint, check_numbers
 from models.decoder import Block, Decoder, Parallel
 from models.layers import GatedMLP, RMSNorm, Vocabulary
 from models.loading import register
 from models.mamba_mixers import Mamba2Mixer, Mamba2Options
 
+if TYPE_CHECKING:
+    from transformers import FalconH1Config
+
+_MULTIPLIERS = ("embedding", "lm_head", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+
 
 @register("FalconH1ForCausalLM")
 class FalconH1(Decoder):
     def __init__(self, config: FalconH1Config, checkpoint: Checkpoint) -> None:
+        check_numbers(config, *(f"{name}_multiplier" for name in _MULTIPLIERS))
         n_model = config.hidden_size
         vocabulary = Vocabulary(
             checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, None if config.tie_word_embeddings else "lm_head.weight",
@@ -62,8 +68,8 @@ def _scale_weights(config: FalconH1Config, checkpoint: Checkpoint, prefix: str, 
 
     n_keys = shape.n_groups * shape.d_state
     sizes = torch.tensor([shape.n_inner, shape.n_inner, n_keys, n_keys, shape.n_heads])
-    of_rows = torch.tensor(config.ssm_multipliers, dtype=torch.float32).repeat_interleave(sizes)
-    of_gate, of_down = config.mlp_multipliers
+    of_rows = torch.tensor(config.ssm_multipliers[:5], dtype=torch.float32).repeat_interleave(sizes)
+    of_gate, of_down = config.mlp_multipliers[:2]
     scale("mamba.in_proj", config.ssm_in_multiplier, of_rows)
     scale("mamba.out_proj", of_output=config.ssm_out_multiplier)
     scale("self_attn.q_proj", config.attention_in_multiplier)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import Gemma2Config, Gemma3TextConfig, PreTrainedConfig
 
 from memory import AttentionSpec
 from models.attention import Attention, Rotary, load_projections
-from models.checkpoint import Checkpoint, UnsupportedModelError
+from models.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
 from models.decoder import Block, Decoder, Function, Normed
 from models.layers import GatedMLP, RMSNorm, Vocabulary, load_offset_norm
 from models.llama import window_of
 from models.loading import register
+
+if TYPE_CHECKING:
+    from transformers import Gemma2Config, Gemma3TextConfig, PreTrainedConfig
 
 
 class _Gemma(Decoder, ABC):
@@ -23,6 +26,9 @@ class _Gemma(Decoder, ABC):
     def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
         if config.use_bidirectional_attention:
             raise UnsupportedModelError("use_bidirectional_attention=True; a memory of the past cannot serve tokens that see the future")
+        check_numbers(config, "query_pre_attn_scalar", above=0)
+        if config.final_logit_softcapping is not None:
+            check_numbers(config, "final_logit_softcapping", above=0)
         n_model = config.hidden_size
         vocabulary = Vocabulary(
             checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, None if config.tie_word_embeddings else "lm_head.weight",
@@ -56,9 +62,13 @@ class _Gemma(Decoder, ABC):
         bias, prefix = config.attention_bias, f"model.layers.{i}.self_attn"
         projections = load_projections(checkpoint, prefix, config.hidden_size, spec, has_bias=bias, has_out_bias=bias)
         return Attention(
-            i, spec, *projections, rotary=rotary, scale=config.query_pre_attn_scalar**-0.5, softcap=config.attn_logit_softcapping,
+            i, spec, *projections, rotary=rotary, scale=config.query_pre_attn_scalar**-0.5, softcap=self._softcap(config),
             norms=self._head_norms(config, checkpoint, prefix),
         )  # fmt: skip
+
+    def _softcap(self, config: PreTrainedConfig) -> float | None:
+        """Of the scores."""
+        return None
 
     def _head_norms(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str) -> tuple[RMSNorm, RMSNorm] | None:
         return None
@@ -71,10 +81,19 @@ class Gemma2(_Gemma):
     def _rotaries(self, config: Gemma2Config, device: torch.device) -> dict[str, Rotary]:
         return dict.fromkeys(config.layer_types, Rotary(config, config.head_dim, device))
 
+    def _softcap(self, config: Gemma2Config) -> float | None:
+        if config.attn_logit_softcapping is None:
+            return None
+        check_numbers(config, "attn_logit_softcapping", above=0)
+        return float(config.attn_logit_softcapping)
+
 
 @register("Gemma3ForCausalLM")
 class Gemma3(_Gemma):
-    """Queries and keys are normed, and each type of layer has a rotation of its own."""
+    """Queries and keys are normed, and each type of layer has a rotation of its own.
+
+    transformers stores `attn_logit_softcapping` and caps no scores; nor does this.
+    """
 
     def _rotaries(self, config: Gemma3TextConfig, device: torch.device) -> dict[str, Rotary]:
         return {kind: Rotary(config, config.head_dim, device, layer_type=kind) for kind in set(config.layer_types)}

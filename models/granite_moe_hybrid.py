@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from transformers import GraniteMoeHybridConfig
+from typing import TYPE_CHECKING
 
 from models.attention import Rotary, head_dim_of
 from models.bamba import load_mixer
-from models.checkpoint import Checkpoint, UnsupportedModelError
+from models.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
 from models.decoder import Block, Decoder, Function
 from models.experts import MixtureOfExperts, choose_then_softmax
 from models.layers import GatedMLP, RMSNorm, Vocabulary
 from models.loading import register
+
+if TYPE_CHECKING:
+    from transformers import GraniteMoeHybridConfig
 
 
 @register("GraniteMoeHybridForCausalLM")
@@ -21,6 +24,8 @@ class GraniteMoeHybrid(Decoder):
             raise UnsupportedModelError(
                 f"position_embedding_type={config.position_embedding_type!r}; implemented are None, 'nope' and 'rope'"
             )
+        check_numbers(config, "embedding_multiplier", "residual_multiplier")
+        check_numbers(config, "attention_multiplier", "logits_scaling", above=0)
         n_model = config.hidden_size
         vocabulary = Vocabulary(
             checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, None if config.tie_word_embeddings else "lm_head.weight",
@@ -50,7 +55,7 @@ def _feed_forward(config: GraniteMoeHybridConfig, checkpoint: Checkpoint, prefix
         take(f"{prefix}.shared_mlp.output_linear.weight", n_model, n_inner),
         activation,
     )
-    if not n_experts:
+    if n_experts < 1:
         return shared
     prefix, n_inner = f"{prefix}.block_sparse_moe", config.intermediate_size
     gate_up = take(f"{prefix}.input_linear.weight", n_experts, 2 * n_inner, n_model)

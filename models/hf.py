@@ -12,22 +12,23 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from threading import Lock
 from types import TracebackType
 from typing import Any, NoReturn
 
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedConfig
-from transformers.cache_utils import Cache
-from transformers.modeling_utils import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
 
-from memory import BatchError, MemorySpec, StepError
+from memory import AttentionSpec, BatchError, MemorySpec, StepError
+from memory.errors import HybridMemoryError
 from models.checkpoint import UnsupportedModelError
 from models.hf_cache import HybridCache
 from models.hf_mixers import MIXERS, Mix, Module
 from models.hf_pass import CURRENT_PASS, Pass
-from models.loading import check_source, plan_memory
+from models.hf_probe import check_mixer
+from models.loading import check_source, find_adapter, plan_memory
 
 ATTACHABLE = (
     "BambaForCausalLM",
@@ -63,9 +64,11 @@ def attach(hf_model: PreTrainedModel) -> Attached:
     Returns:
         What `HybridMemory` needs, `.memory_spec`, and the way back, `.detach()`.
     Raises:
-        UnsupportedModelError: a class that is not in `ATTACHABLE`, quantised weights, weights on several devices, a compiled model.
+        UnsupportedModelError: a class that neither is in `ATTACHABLE` nor descends from one that is, a recurrent module
+            whose outputs on a few random rows are not those of ours, quantised weights, weights on several devices, a
+            compiled model.
         StepError: it is attached already.
-    Cost: no weight is copied but those small tensors.
+    Cost: no weight is copied but those small tensors; recurrent modules run over five tokens, twice.
     """
     return Attached(hf_model)
 
@@ -79,24 +82,30 @@ class Attached:
     """
 
     def __init__(self, hf_model: PreTrainedModel) -> None:
-        architecture = type(hf_model).__name__
-        if architecture not in ATTACHABLE:
+        name = type(hf_model).__name__
+        architecture = next((base.__name__ for base in type(hf_model).__mro__ if base.__name__ in ATTACHABLE), None)
+        if architecture is None:
             these = f"these are: {', '.join(ATTACHABLE)}"
-            remedy = "give the model that was compiled, ._orig_mod" if architecture == "OptimizedModule" else these
-            raise UnsupportedModelError(f"{architecture} cannot be attached; {remedy}")
+            remedy = "give the model that was compiled, ._orig_mod" if name == "OptimizedModule" else these
+            if find_adapter(hf_model) is not None:
+                remedy = "of a model with an adapter give the one inside, .get_base_model()"
+            raise UnsupportedModelError(f"{name} cannot be attached; {remedy}")
         device = check_source(hf_model)
         if isinstance(vars(hf_model).get("forward"), _Forward):
-            raise StepError(f"this {architecture} is attached already; detach it first")
+            raise StepError(f"this {name} is attached already; detach it first")
         spec = plan_memory(hf_model.config, architecture, dtype=hf_model.dtype)
         self.memory_spec: MemorySpec = replace(spec, device=device, model=architecture)
         self._model = hf_model
         self._parameters = _signature_of(hf_model).parameters
-        mixes = [(m, MIXERS[type(m).__name__](m)) for m in hf_model.modules() if type(m).__name__ in MIXERS]
+        mixes = [(module, make(module)) for module in hf_model.modules() if (make := _known(module)) is not None]
         if len(mixes) != (n_recurrences := len(spec.of_kind("recurrence"))):
             raise UnsupportedModelError(
                 f"{n_recurrences} recurrent layers of {architecture}, of which {len(mixes)} have a module that is known; this is "
                 f"transformers {transformers.__version__}, and 5.23 is what attach was written for"
             )
+        for module, mix in mixes:
+            check_mixer(module, mix, self.memory_spec, hf_model.config.get_text_config().hidden_size)
+        self._attention = _AttentionOf(hf_model.config)
         self._forwards = [_Forward(module, _mixer_of(mix)) for module, mix in mixes]
         self._forwards.append(_Forward(hf_model, self._run, "past_key_values", "position_ids"))
         # The name of a model's cache in its outputs, where assisted generation looks for it.
@@ -128,13 +137,17 @@ class Attached:
         names = [name for name, p in self._parameters.items() if p.kind is not p.VAR_KEYWORD]
         given = dict(zip(names, args, strict=False)) | kwargs
         cache = given.get("past_key_values")
+        try:
+            self._check(given, cache) if isinstance(cache, HybridCache) else self._check_other(given)
+        except HybridMemoryError:
+            # Early exits of assisted generation set it for a while, and do not put it back if the model refuses.
+            self._model.config.num_hidden_layers = len(self.memory_spec.layers)
+            raise
         if not isinstance(cache, HybridCache):
-            self._check_other(given)
             return original(**given)
-        self._check(given, cache)
         inputs = given["input_ids"], given.get("attention_mask"), given.pop("position_ids", None)
         spec = self.memory_spec
-        with torch.no_grad(), cache.open_pass(*inputs) as current, _attention(self._model.config), _current(current):
+        with torch.no_grad(), cache.open_pass(*inputs) as current, self._attention, _current(current):
             current.step.check_model(spec)
             if "position_ids" in self._parameters:
                 given["position_ids"] = current.position_ids
@@ -210,6 +223,11 @@ class _Forward:
             self._module.forward = self._before
 
 
+def _known(module: Module) -> Callable[[Module], Mix] | None:
+    """What runs a recurrent module, or a subclass of one; None for any other module."""
+    return next((MIXERS[base.__name__] for base in type(module).__mro__ if base.__name__ in MIXERS), None)
+
+
 def _is_compiled() -> bool:
     """Whether torch.compile traces this, or did, gave up and runs it as it is, which only a private name tells."""
     if torch.compiler.is_compiling():
@@ -241,19 +259,41 @@ def _attend(
     current = CURRENT_PASS.get()
     if current is None:
         raise StepError(f"{type(module).__name__} ran without a HybridCache while another thread ran the model with one; use one thread")
+    _check_attention(module, current, kwargs)
     q, k, v = (current.pack(t.transpose(1, 2)) for t in (query, key, value))
     return current.unpack(current.step.attend(module.layer_idx, q, k, v, scale=scaling)), None
 
 
-@contextmanager
-def _attention(config: PreTrainedConfig) -> Iterator[None]:
-    """Within, modules of this config hand their attention to `_attend`, and no masks are made."""
-    before = config._attn_implementation
-    config._attn_implementation = _ATTENTION
-    try:
-        yield
-    finally:
-        config._attn_implementation = before
+def _check_attention(module: Module, current: Pass, options: dict[str, Any]) -> None:
+    """Refuse what a module asks of its attention and the memory was not made for: it would be left out in silence."""
+    (spec,) = (spec for spec in current.memory.spec.layers[module.layer_idx] if isinstance(spec, AttentionSpec))
+    what = f"{type(module).__name__} of layer {module.layer_idx}"
+    if (window := options.get("sliding_window")) != spec.window:
+        raise StepError(f"{what} attends to {window} tokens, its memory holds {spec.window}")
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise StepError(f"{what} wants {name}={options[name]!r}, which attach does not know")
+
+
+class _AttentionOf:
+    """Within, modules of this config hand their attention to `_attend`, and no masks are made. Threads may be in it together."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config, self._lock = config, Lock()
+        self._n_inside = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._n_inside:
+                self._before = self._config._attn_implementation
+                self._config._attn_implementation = _ATTENTION
+            self._n_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._n_inside -= 1
+            if not self._n_inside:
+                self._config._attn_implementation = self._before
 
 
 @contextmanager

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers import Cache
 
 from memory import BatchError, HybridMemory, RollbackError, Sequence, SequenceError, SpecError, StepError
 from models.hf_pass import CURRENT_PASS, Pass, open_pass

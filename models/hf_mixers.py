@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memory import Step
 from memory.recurrences import SSD, CausalConv, DeltaRule, DeltaRuleShape, Mamba1, ShortConv, SSDShape
+from models.checkpoint import UnsupportedModelError
 
 Module = Any
 """A module of transformers, whose attributes no type knows."""
@@ -23,7 +24,18 @@ Mix = Callable[[Tensor, Step], Tensor]
 """Packed inputs of a mixer (N, M) -> its outputs (N, M)."""
 
 
+def _weights_of(module: Module) -> Module:
+    """The module, whose tensors are read instead of calling it. Raises UnsupportedModelError if an adapter is around it."""
+    if hasattr(module, "base_layer"):
+        raise UnsupportedModelError(
+            f"an adapter around a {type(module.base_layer).__name__} whose weights a recurrence reads; merge it into the "
+            "weights, peft_model.merge_and_unload(), and attach what that returns"
+        )
+    return module
+
+
 def _conv_of(conv: Module, *, activation: bool = True) -> CausalConv:
+    conv = _weights_of(conv)
     bias = None if conv.bias is None else conv.bias.detach()
     return CausalConv(conv.weight.detach()[:, 0].T.contiguous(), bias, activation)
 
@@ -36,7 +48,7 @@ def _decay_of(module: Module) -> Tensor:
 
 def mamba(module: Module, *, norms: tuple[Tensor, Tensor, Tensor, float] | None = None) -> Mix:
     """Mamba-1's mixer."""
-    dt_proj = module.dt_proj
+    dt_proj = _weights_of(module.dt_proj)
     recurrence = Mamba1(
         conv=_conv_of(module.conv1d),
         x_proj=module.x_proj,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from transformers import JambaConfig
 
 from memory import AttentionSpec
 from models.attention import Attention, head_dim_of, load_projections
@@ -15,6 +15,9 @@ from models.experts import MixtureOfExperts, softmax_then_choose
 from models.layers import GatedMLP, RMSNorm, Vocabulary
 from models.loading import register
 from models.mamba_mixers import MambaMixer, MambaShape
+
+if TYPE_CHECKING:
+    from transformers import JambaConfig
 
 
 @register("JambaForCausalLM")
@@ -55,7 +58,7 @@ def _feed_forward(config: JambaConfig, checkpoint: Checkpoint, prefix: str, n_ex
     def load(name: str) -> GatedMLP:
         return GatedMLP.load(checkpoint, name, config.hidden_size, config.intermediate_size, config.hidden_act)
 
-    if n_experts == 1:
+    if n_experts <= 1:
         return load(prefix)
     router = checkpoint.take(f"{prefix}.router.weight", n_experts, config.hidden_size)
     experts = [load(f"{prefix}.experts.{i}") for i in range(n_experts)]

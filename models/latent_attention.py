@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from memory import AttentionSpec, Step
 from models.attention import Rotary
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.layers import RMSNorm
 from models.linear import Linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _NORM_EPS = 1e-6
 """Of the norms inside this attention, whatever the model's own: as in transformers, and in the code the weights were trained with."""

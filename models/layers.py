@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory.kernels import rms_norm
-from models.checkpoint import Checkpoint, UnsupportedModelError
+from models.checkpoint import Checkpoint
 from models.linear import Linear
 
 
@@ -64,8 +64,6 @@ class Vocabulary:
         if not self._head.is_packed:
             self._embedding = self._embedding.to(checkpoint.device, checkpoint.dtype)
         self._dtype = checkpoint.dtype
-        if logits_cap is not None and logits_cap <= 0:
-            raise UnsupportedModelError(f"a cap of {logits_cap} on logits; it must be above 0")
         self._embedding_scale, self._logits_scale, self._logits_cap = embedding_scale, logits_scale, logits_cap
 
     def embed(self, token_ids_T: Tensor) -> Tensor:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import Lfm2Config, Lfm2MoeConfig
 
 from memory import AttentionSpec
 from models.attention import Attention, Rotary, head_dim_of, load_projections
@@ -17,6 +17,9 @@ from models.experts import MixtureOfExperts, load_experts, sigmoid_then_choose
 from models.layers import GatedMLP, RMSNorm, Vocabulary
 from models.loading import register
 from models.short_conv_mixer import ShortConvMixer
+
+if TYPE_CHECKING:
+    from transformers import Lfm2Config, Lfm2MoeConfig
 
 _MLP_NAMES = ("w1", "w3", "w2")
 
@@ -83,4 +86,5 @@ def _mlp_size(config: Lfm2Config) -> int:
     if not config.block_auto_adjust_ff_dim:
         return int(size)
     size = int(config.block_ffn_dim_multiplier * int(2 * size / 3))
-    return int(-(-size // config.block_multiple_of) * config.block_multiple_of)
+    multiple = config.block_multiple_of
+    return int(multiple * ((size + multiple - 1) // multiple))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers.activations import ACT2FN
 
 from models.checkpoint import Checkpoint
 
@@ -29,8 +29,16 @@ _FUSED = {"silu": "swish", "swish": "swish", "relu": "relu", "sigmoid": "sigmoid
 """Activations that oneDNN applies while it writes the product, and what it calls them."""
 
 
-_activation = cache(ACT2FN.__getitem__)
-"""By name. One object each: making a torch module takes longer than all else about one of a thousand experts."""
+@cache
+def activation_by(name: str) -> Callable[[Tensor], Tensor]:
+    """An activation by its name in transformers' configs.
+
+    One object each: making a torch module takes longer than all else about one of a thousand experts.
+    """
+    from transformers.activations import ACT2FN  # which transformers itself does not list
+
+    function: Callable[[Tensor], Tensor] = ACT2FN[name]
+    return function
 
 
 class Linear:
@@ -54,7 +62,7 @@ class Linear:
         self._repeats_rows = self.is_packed and weight.numel() >= _LARGE
         self._bias = None if bias is None else bias.contiguous()  # oneDNN does not look at its stride
         self._fused = _FUSED.get(activation or "", "none") if self.is_packed else "none"
-        self._activation = None if activation is None or self._fused != "none" else _activation(activation)
+        self._activation = None if activation is None or self._fused != "none" else activation_by(activation)
 
     @staticmethod
     def load(

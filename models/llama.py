@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
+from typing import TYPE_CHECKING
 
 from memory import AttentionSpec
 from models.attention import Attention, Rotary, head_dim_of, load_projections
@@ -10,6 +10,9 @@ from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.decoder import Block, Decoder
 from models.layers import GatedMLP, RMSNorm, Vocabulary
 from models.loading import register
+
+if TYPE_CHECKING:
+    from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config
 
 
 class _Transformer(Decoder):

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
+import transformers
 from huggingface_hub import hf_hub_download, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from memory import MemorySpec, SpecError, Step
 from memory.errors import FormatError, HybridMemoryError
@@ -94,19 +94,66 @@ def from_transformers(hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "
     Args:
         dtype: as `load_model`; "auto" takes the model's own. With another one everything is copied.
     Raises:
-        UnsupportedModelError: an architecture or option that is not implemented, quantised weights, or weights on several devices.
+        UnsupportedModelError: an architecture or option that is not implemented, quantised weights, weights on several
+            devices, or adapters (PEFT) that are not merged.
     """
     names = [base.__name__ for base in type(hf_model).__mro__]
+    if adapted := find_adapter(hf_model):
+        raise UnsupportedModelError(
+            f"{names[0]} with an adapter, at {adapted}; merge it into the weights, peft_model.merge_and_unload(), and give "
+            "what that returns"
+        )
     model_class = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if model_class is None:
         raise _unsupported(names[0])
     device = check_source(hf_model)
     read_as = _read_dtype(hf_model.dtype if dtype == "auto" else dtype, hf_model.config)
-    tensors = revert_weight_conversion(hf_model, hf_model.state_dict())
-    checkpoint = LoadedCheckpoint(names[0], tensors, device, read_as)
+    checkpoint = LoadedCheckpoint(names[0], _tensors_of(hf_model), device, read_as)
+    for prefix, module in hf_model.named_modules():
+        if getattr(module, "layers_are_rescaled", False) and hf_model.config.rescale_every > 0:
+            _undo_rescaling(checkpoint, f"{prefix}.blocks", hf_model.config)
     model = build(model_class, hf_model.config, checkpoint)
     checkpoint.warn_of_leftovers("lm_head.weight")
     return model
+
+
+def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:
+    """A model's tensors under the names that files give them."""
+    try:
+        # No public name does this without writing files.
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} does not tell how files call this model's tensors; write them with "
+            "model.save_pretrained(folder), and load_model(folder)"
+        ) from error
+    try:
+        tensors: dict[str, Tensor] = revert_weight_conversion(hf_model, hf_model.state_dict())
+    except torch.OutOfMemoryError:
+        raise
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise FormatError(f"transformers cannot write this {type(hf_model).__name__} as a checkpoint: {error}") from error
+    return tensors
+
+
+def _undo_rescaling(checkpoint: Checkpoint, prefix: str, config: PreTrainedConfig) -> None:
+    """transformers halves weights of RWKV-4 in place, every few layers, when a model runs for the first time."""
+    for i in range(config.num_hidden_layers):
+        for name in ("attention.output", "feed_forward.value"):
+            checkpoint.scale(f"{prefix}.{i}.{name}.weight", 2.0 ** (i // config.rescale_every))
+
+
+def find_adapter(hf_model: torch.nn.Module) -> str | None:
+    """The first place where PEFT has put an adapter around a module, or the whole model; None without any.
+
+    Told by what adapters look like, for PEFT need not be installed, and what it notes on a model outlives a merge.
+    """
+    if not isinstance(hf_model, PreTrainedModel) and hasattr(hf_model, "peft_config"):
+        return "the whole model"
+    for name, module in hf_model.named_modules():
+        if hasattr(module, "base_layer") or hasattr(module, "lora_A"):
+            return str(name)
+    return None
 
 
 def check_source(hf_model: PreTrainedModel) -> torch.device:
@@ -216,6 +263,10 @@ def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
         place: the folder of a checkpoint, or its config.json, whatever it is called.
     """
     path = place / "config.json" if place.is_dir() else place
+    if not path.exists() and (place / "adapter_config.json").exists():
+        raise UnsupportedModelError(
+            f"{place} holds an adapter, not a model; merge it into the model it was made for, peft_model.merge_and_unload(), and save that"
+        )
     if not path.exists():
         raise FormatError(f"{place} has no config.json; give the folder of a checkpoint in Hugging Face layout")
     try:
@@ -238,10 +289,21 @@ def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpo
     """Make the model. What a nonsensical config lets fail on the way is the config's fault: FormatError."""
     try:
         return model_class(config, checkpoint)
-    except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, HybridMemoryError) and not isinstance(error, SpecError):
             raise
-        raise FormatError(f"{checkpoint.folder / 'config.json'} contradicts itself: {type(error).__name__}: {error}") from error
+        odd = _odd_sizes(config)
+        if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and not odd):
+            raise  # what is wrong with a device or with torch is not the config's fault
+        place, said = checkpoint.folder / "config.json", f"; it says {odd}" if odd else ""
+        raise FormatError(f"{place} contradicts itself: {type(error).__name__}: {error}{said}") from error
+
+
+def _odd_sizes(config: PreTrainedConfig) -> str:
+    """Integers below one that are not the class's own choice, by name."""
+    chosen = config.get_text_config().to_diff_dict().items()
+    odd = {name: value for name, value in chosen if type(value) is int and value < 1 and not name.endswith("_token_id")}
+    return ", ".join(f"{name}={value}" for name, value in odd.items())
 
 
 def _read_device(device: str | torch.device) -> torch.device:

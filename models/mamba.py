@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import Mamba2Config, MambaConfig
 
 from memory.recurrences import SSDShape
 from models.checkpoint import Checkpoint
 from models.decoder import Block, Decoder, Mixer
 from models.layers import RMSNorm, Vocabulary
 from models.loading import register
-from models.mamba_mixers import Mamba2Mixer, Mamba2Options, MambaMixer, MambaShape
+from models.mamba_mixers import Mamba2Mixer, Mamba2Options, MambaMixer, MambaShape, read_dt_limits
+
+if TYPE_CHECKING:
+    from transformers import Mamba2Config, MambaConfig
 
 
 class _MixerStack(Decoder, ABC):
@@ -55,6 +58,6 @@ class Mamba2(_MixerStack):
         options = Mamba2Options(
             n_model=config.hidden_size, shape=shape, has_conv_bias=config.use_conv_bias, has_in_bias=config.use_bias,
             has_out_bias=config.use_bias, norm_eps=config.layer_norm_epsilon, n_norm_groups=config.n_groups,
-            dt_limits=tuple(config.time_step_limit), activation=config.hidden_act,
+            dt_limits=read_dt_limits(config), activation=config.hidden_act,
         )  # fmt: skip
         return Mamba2Mixer(checkpoint, prefix, i, options)

@@ -4,23 +4,37 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from memory import RecurrentSpec, Step
+from memory import FormatError, RecurrentSpec, SpecError, Step
 from memory.kernels import rms_norm
 from memory.recurrences import SSD, CausalConv, Mamba1, SSDShape, mamba1_spec
 from models.checkpoint import Checkpoint, UnsupportedModelError
 from models.linear import Linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def load_conv(checkpoint: Checkpoint, prefix: str, n_channels: int, n_taps: int, *, has_bias: bool, activation: str | None) -> CausalConv:
     """From torch's layout of a depthwise convolution, (channels, 1, taps)."""
     if activation not in (None, "silu", "swish"):
         raise UnsupportedModelError(f"{activation!r} as the activation of a mixer; its convolution is implemented with silu only")
+    if n_taps < 1:
+        raise SpecError(f"{prefix} has {n_taps} taps; a convolution needs one at least")
     weight_WE = checkpoint.take(f"{prefix}.weight", n_channels, 1, n_taps)[:, 0].T.contiguous()
     return CausalConv(weight_WE, checkpoint.take_optional(has_bias, f"{prefix}.bias", n_channels), activation is not None)
+
+
+def read_dt_limits(config: PreTrainedConfig) -> tuple[float, float]:
+    """The first two numbers of `time_step_limit`, between which steps are held."""
+    limits = config.time_step_limit
+    if not isinstance(limits, list | tuple) or len(limits) < 2:
+        raise FormatError(f"time_step_limit={limits!r}; give two numbers")
+    return float(limits[0]), float(limits[1])
 
 
 @dataclass(frozen=True)

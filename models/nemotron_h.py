@@ -4,27 +4,32 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import NemotronHConfig
 
 from memory import AttentionSpec
 from memory.recurrences import SSDShape
 from models.attention import Attention, load_projections
-from models.checkpoint import Checkpoint, require
+from models.checkpoint import Checkpoint, UnsupportedModelError, require
 from models.decoder import Block, Decoder, Function
-from models.experts import MixtureOfExperts, sigmoid_then_choose
+from models.experts import MixtureOfExperts, check_groups, sigmoid_then_choose
 from models.layers import MLP, RMSNorm, Vocabulary
 from models.linear import Linear
 from models.loading import register
 from models.mamba_mixers import Mamba2Mixer, Mamba2Options
+
+if TYPE_CHECKING:
+    from transformers import NemotronHConfig
 
 
 @register("NemotronHForCausalLM")
 class NemotronH(Decoder):
     def __init__(self, config: NemotronHConfig, checkpoint: Checkpoint) -> None:
         # What the config can say, and implementations ignore or understand differently.
-        require(config, tie_word_embeddings=False, attention_bias=False, sliding_window=None, mamba_proj_bias=config.use_bias)
+        require(config, tie_word_embeddings=False, attention_bias=False, sliding_window=None)
+        if config.mamba_proj_bias != config.use_bias:
+            raise UnsupportedModelError(f"mamba_proj_bias={config.mamba_proj_bias}, use_bias={config.use_bias}; implemented are equal ones")
         require(config, time_step_limit=(0.0, math.inf))
         vocabulary = Vocabulary(checkpoint, "backbone.embeddings.weight", config.vocab_size, config.hidden_size, "lm_head.weight")
         layers = [_load_block(config, checkpoint, i) for i in range(config.num_hidden_layers)]
@@ -67,6 +72,7 @@ def _load_experts(config: NemotronHConfig, checkpoint: Checkpoint, prefix: str) 
         config.moe_intermediate_size,
         config.moe_latent_size,
     )
+    check_groups(config, least=2)
     # The router and its bias are read in float32 whatever the model's dtype: scores decide, and close ones are common.
     router = checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model, dtype=torch.float32)
     bias = checkpoint.take(f"{prefix}.gate.e_score_correction_bias", n_experts, dtype=torch.float32)
@@ -83,5 +89,6 @@ def _load_experts(config: NemotronHConfig, checkpoint: Checkpoint, prefix: str) 
         sigmoid_then_choose, bias_E=bias, n_groups=config.n_group, n_chosen_groups=config.topk_group, renormalise=config.norm_topk_prob,
         scale=config.routed_scaling_factor,
     )  # fmt: skip
-    shared = _load_mlp(config, checkpoint, f"{prefix}.shared_experts", config.moe_shared_expert_intermediate_size)
+    n_shared = config.moe_shared_expert_intermediate_size or config.intermediate_size
+    shared = _load_mlp(config, checkpoint, f"{prefix}.shared_experts", n_shared)
     return MixtureOfExperts(router, experts, config.num_experts_per_tok, route, shared=shared, around=around)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import copy
+from typing import TYPE_CHECKING
 
 from torch import Tensor
-from transformers import PreTrainedConfig
 
 from memory.recurrences import DeltaRuleShape
 from models.checkpoint import Checkpoint
@@ -18,6 +18,9 @@ from models.delta_mixer import DeltaInputs
 from models.layers import GatedMLP
 from models.loading import register
 from models.qwen3_next import Qwen3Next, load_mixture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 @register("Qwen3_5ForCausalLM")

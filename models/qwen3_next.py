@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import Qwen3NextConfig
 
 from memory import AttentionSpec
 from memory.recurrences import DeltaRuleShape
@@ -19,6 +19,9 @@ from models.experts import MixtureOfExperts, SharedExpert, load_experts, softmax
 from models.layers import GatedMLP, RMSNorm, Vocabulary, load_offset_norm
 from models.linear import Linear
 from models.loading import register
+
+if TYPE_CHECKING:
+    from transformers import Qwen3NextConfig
 
 
 @register("Qwen3NextForCausalLM")

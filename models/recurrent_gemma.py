@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import RecurrentGemmaConfig
 
-from memory import AttentionSpec, Step
+from memory import AttentionSpec, FormatError, Step
 from memory.recurrences import RGLRU, rg_lru_spec
 from models.attention import Attention, Rotary, load_projections
-from models.checkpoint import Checkpoint
+from models.checkpoint import Checkpoint, check_numbers
 from models.decoder import Block, Decoder, Mixer
 from models.layers import GatedMLP, RMSNorm, Vocabulary, load_offset_norm
 from models.linear import Linear
 from models.loading import register
 from models.mamba_mixers import load_conv
 
+if TYPE_CHECKING:
+    from transformers import RecurrentGemmaConfig
+
 
 @register("RecurrentGemmaForCausalLM")
 class RecurrentGemma(Decoder):
     def __init__(self, config: RecurrentGemmaConfig, checkpoint: Checkpoint) -> None:
+        check_numbers(config, "logits_soft_cap", above=0)
+        if config.lru_width % config.num_attention_heads:
+            raise FormatError(f"lru_width={config.lru_width} is no multiple of num_attention_heads={config.num_attention_heads}")
         n_model = config.hidden_size
         vocabulary = Vocabulary(
             checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model,

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
-from transformers import RwkvConfig
 
 from memory import Step
 from memory.recurrences import RWKV4, rwkv4_spec
@@ -14,6 +15,9 @@ from models.layers import LayerNorm, Vocabulary
 from models.linear import Linear
 from models.loading import register
 from models.rwkv_layers import ChannelMix, RWKVLayer, TokenMix, take_mixture
+
+if TYPE_CHECKING:
+    from transformers import RwkvConfig
 
 _LAST_NORM_EPS = 1e-5
 """Of the norm before the head, whatever the config says of the others."""

@@ -7,21 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import T5Config
 
 from memory import UNROTATED, AttentionSpec, CrossAttentionSpec, MemorySpec, Step
 from memory.cross_attention import Encoded
 from memory.specs import LayerSpec
 from models.bart import CrossAttention, read_token_ids
-from models.checkpoint import Checkpoint
+from models.checkpoint import Checkpoint, check_numbers
 from models.decoder import Function
 from models.layers import MLP, GatedMLP, RMSNorm, Vocabulary
 from models.linear import Linear
 from models.loading import register
+
+if TYPE_CHECKING:
+    from transformers import T5Config
 
 
 @register("T5ForConditionalGeneration")
@@ -29,6 +32,9 @@ class T5:
     """`logits = model(step)` for the decoder, `model.encode(inputs)` for the encoder."""
 
     def __init__(self, config: T5Config, checkpoint: Checkpoint) -> None:
+        check_numbers(config, "num_layers", "num_decoder_layers", above=0)
+        check_numbers(config, "relative_attention_num_buckets", above=3)
+        check_numbers(config, "relative_attention_max_distance", above=config.relative_attention_num_buckets // 2)
         self.config = config
         n_model, n_distances = config.d_model, config.relative_attention_max_distance
         # Checkpoints of the first version tie the head; those of later ones bring their own.

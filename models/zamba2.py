@@ -11,22 +11,24 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers import Zamba2Config
-from transformers.activations import ACT2FN
 
 from memory import AttentionSpec, Step
 from memory.recurrences import SSDShape
 from memory.specs import LayerSpec
 from models.attention import Attention, Rotary, load_projections
-from models.checkpoint import Checkpoint, require
+from models.checkpoint import Checkpoint, UnsupportedModelError, require
 from models.decoder import Block, Decoder, Function, Layer, Mixer
 from models.layers import RMSNorm, Vocabulary
-from models.linear import Linear
+from models.linear import Linear, activation_by
 from models.loading import register
 from models.mamba_mixers import Mamba2Mixer, Mamba2Options
+
+if TYPE_CHECKING:
+    from transformers import Zamba2Config
 
 _MIXER_NORM_EPS = 1e-5
 """Of the gated norms; the config's epsilon is that of all other norms."""
@@ -111,6 +113,8 @@ class Zamba2(Decoder):
             if kind == "linear_attention":
                 layers.append(Block(_load_mamba(config, checkpoint, prefix, i)))
                 continue
+            if kind != "hybrid":
+                raise UnsupportedModelError(f"layers_block_type[{i}]={kind!r}; implemented are linear_attention and hybrid")
             n_before = config.hybrid_layer_ids.index(i)
             owner = _owner(config, checkpoint, i, n_before)
             if owner not in blocks:
@@ -177,7 +181,7 @@ def _adapt_attention(
 def _adapt_mlp(config: Zamba2Config, checkpoint: Checkpoint, block: _SharedBlock, n_before: int) -> _MLP:
     adapters = {f"feed_forward.gate_up_proj_adapter_list.{n_before}": 2 * config.intermediate_size}
     gate_up = _adapt(config, checkpoint, block, block.gate_up, config.hidden_size, adapters)
-    return _MLP(gate_up, block.down, ACT2FN[config.hidden_act])
+    return _MLP(gate_up, block.down, activation_by(config.hidden_act))
 
 
 def _adapt(

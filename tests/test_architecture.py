@@ -34,5 +34,16 @@ def test_memory_imports_nothing_heavy() -> None:
     assert found.stdout.strip() == "[]"
 
 
+def test_importing_models_needs_only_what_transformers_lists() -> None:
+    """Other names may go in any release. What is imported inside of a function is asked for when that runs."""
+    import transformers
+
+    for path in (path for path in SOURCES if path.parent.name == "models"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "transformers":
+                assert node.module == "transformers", f"{path.name} imports from {node.module}"
+                assert [alias.name for alias in node.names if not hasattr(transformers, alias.name)] == []
+
+
 def test_there_is_no_utils() -> None:
     assert not [p for p in SOURCES if p.name == "utils.py"]

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig, GPT2Config
 
 from memory import HybridMemory, SpecError
-from models import LanguageModel, UnsupportedModelError, from_transformers, load_model
+from models import HybridCache, LanguageModel, UnsupportedModelError, attach, from_transformers, load_model
 from tests.models.checkpoints import CONFIGS, draw_tokens, randomise_
 from tests.models.hf_models import hf_model, logits
 
@@ -76,6 +77,82 @@ def test_encoder_decoder_models_come_too() -> None:
         actual = model(step)
     expected = logits(source, torch.tensor([[5, 6, 7]]), decoder_input_ids=torch.tensor([[1, 8, 9]]))[0]
     assert torch.allclose(actual, expected, atol=5e-4)
+
+
+class Adapter(nn.Module):
+    """A low-rank adapter around a linear layer, as PEFT puts it there."""
+
+    def __init__(self, base_layer: nn.Linear) -> None:
+        super().__init__()
+        self.base_layer = base_layer
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(base_layer.in_features, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, base_layer.out_features, bias=False)})
+
+    @property
+    def weight(self) -> Tensor:
+        return self.base_layer.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self.base_layer.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Adapted(nn.Module):
+    """What PEFT returns: a model that is none of transformers', with one of them inside."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside, self.peft_config = inside, {"default": object()}
+
+
+def test_adapters_are_named_and_their_remedy() -> None:
+    model = copy.deepcopy(hf_model("llama"))
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = Adapter(attention.q_proj)
+    with pytest.raises(UnsupportedModelError, match=r"adapter, at model\.layers\.1\.self_attn\.q_proj; .*merge_and_unload"):
+        from_transformers(model)
+    with pytest.raises(UnsupportedModelError, match=r"adapter, at the whole model; .*merge_and_unload"):
+        from_transformers(Adapted(model))  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match=r"Adapted cannot be attached; .*adapter.*get_base_model"):
+        attach(Adapted(model))  # type: ignore[arg-type]
+    attention.q_proj = attention.q_proj.base_layer
+    model.peft_config = {"default": object()}  # PEFT leaves it there after a merge
+    assert torch.equal(run(from_transformers(model)), run(from_transformers(hf_model("llama"))))
+
+
+def test_a_folder_with_an_adapter_alone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(UnsupportedModelError, match=r"holds an adapter, not a model; .*merge_and_unload"):
+        load_model(tmp_path)
+
+
+def test_adapters_run_where_modules_are_called_and_are_refused_where_weights_are_read() -> None:
+    model = copy.deepcopy(hf_model("jamba"))
+    mixer = next(module for module in model.modules() if type(module).__name__ == "JambaMambaMixer")
+    plain = mixer.in_proj
+    mixer.in_proj = Adapter(plain)
+    expected = logits(model, torch.tensor([TOKENS]))
+    assert not torch.allclose(expected, logits(hf_model("jamba"), torch.tensor([TOKENS])), atol=0.1)
+    with attach(model) as bridge:
+        memory = HybridMemory(bridge.memory_spec, "2MiB")
+        cache = HybridCache(memory, [memory.open()])
+        assert torch.allclose(logits(model, torch.tensor([TOKENS]), past_key_values=cache), expected, atol=5e-4)
+    mixer.in_proj, mixer.dt_proj = plain, Adapter(mixer.dt_proj)
+    with pytest.raises(UnsupportedModelError, match="adapter around a Linear whose weights a recurrence reads"):
+        attach(model)
+
+
+def test_a_model_that_has_run_is_the_same_model() -> None:
+    """transformers scales weights of RWKV-4 in place when it runs."""
+    torch.manual_seed(5)
+    source = AutoModelForCausalLM.from_config(CONFIGS["rwkv-rescaled-tied"]()).eval()
+    randomise_(source)
+    expected = run(from_transformers(source))
+    assert torch.allclose(logits(source, torch.tensor([TOKENS]))[0], expected, atol=5e-4)
+    assert torch.equal(run(from_transformers(source)), expected)
 
 
 def test_what_load_model_refuses_is_refused() -> None:

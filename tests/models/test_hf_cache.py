@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from threading import Event, Thread, current_thread
 from typing import Any
 
 import pytest
@@ -384,6 +385,69 @@ def test_modules_of_another_transformers_are_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.delitem(MIXERS, "JambaMambaMixer")
     with pytest.raises(UnsupportedModelError, match="2 recurrent layers of JambaForCausalLM, of which 0 have a module that is known"):
         attach(hf_model("jamba"))
+
+
+def test_attach_goes_by_what_a_module_does_not_by_its_name() -> None:
+    """A subclass is run like its base; another formula of the same name is not."""
+    model = copy.deepcopy(hf_model("jamba"))
+    model.__class__ = type("MyJamba", (type(model),), {})
+    mixer = next(module for module in model.modules() if type(module).__name__ == "JambaMambaMixer")
+    kind = type(mixer)
+    mixer.__class__ = type("MyMixer", (kind,), {})
+    with attach(model) as bridge:
+        memory = HybridMemory(bridge.memory_spec, "2MiB")
+        actual = logits(model, PROMPT, past_key_values=HybridCache(memory, [memory.open()]))
+        assert_logits_close(actual, logits(hf_model("jamba"), PROMPT))
+
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+        return 0.8 * kind.forward(self, *args, **kwargs)
+
+    mixer.__class__ = type("JambaMambaMixer", (kind,), {"forward": forward})
+    with pytest.raises(UnsupportedModelError, match="JambaMambaMixer of layer 0 is not what this library knows by that name"):
+        attach(model)
+
+
+def test_what_attention_asks_for_and_a_memory_cannot_do_is_refused() -> None:
+    with attached("llama", 1) as (model, cache):
+        for options, named in (({"softcap": 3.0}, "softcap=3.0"), ({"sliding_window": 7}, "attends to 7 tokens")):
+            with pytest.raises(StepError, match=named):
+                logits(model, PROMPT, past_key_values=cache, **options)
+        assert cache.get_seq_length() == 0
+
+
+def test_two_threads_may_run_one_attached_model_on_caches_of_their_own() -> None:
+    """The second begins while the first is inside, and ends after it."""
+    model, inside, others = hf_model("llama"), Event(), Event()
+    with attach(model) as bridge:
+        caches = []
+        for _ in range(2):
+            memory = HybridMemory(bridge.memory_spec, "2MiB", page_tokens=4)
+            caches.append(HybridCache(memory, [memory.open()]))
+        expected, found = logits(model, PROMPT), []
+
+        def wait(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            if current_thread() is second:
+                inside.set()
+                others.wait(5)
+
+        second = Thread(target=lambda: found.append(logits(model, PROMPT, past_key_values=caches[1])))
+        hook = model.model.layers[0].register_forward_pre_hook(wait)
+        before = model.config._attn_implementation
+
+        def first(module: torch.nn.Module, args: tuple[Any, ...]) -> None:
+            if current_thread() is not second and not second.is_alive():
+                second.start()
+                inside.wait(5)
+
+        started = model.model.layers[0].register_forward_pre_hook(first)
+        found.append(logits(model, PROMPT, past_key_values=caches[0]))
+        others.set()
+        second.join()
+        hook.remove()
+        started.remove()
+        assert model.config._attn_implementation == before
+        for actual in found:
+            assert_logits_close(actual, expected)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # by torch, when it is asked to compile

@@ -134,6 +134,15 @@ def test_assisted_generation_with_another_cache_stays_refused() -> None:
         generate(model, ids(6).repeat(1, 3), prompt_lookup_num_tokens=4)
 
 
+def test_a_refused_early_exit_leaves_the_model_as_it_was() -> None:
+    """transformers takes layers away while it drafts, and does not put them back after an error."""
+    with attached("jamba", 1) as (model, cache):
+        with pytest.raises(StepError, match="needs past_key_values=HybridCache"):
+            generate(model, ids(6), past_key_values=cache, assistant_early_exit=2)
+        assert model.config.num_hidden_layers == len(cache.memory.spec.layers)
+        assert cache.get_seq_length() == 0
+
+
 def test_assisted_generation_of_mamba_is_refused_by_transformers() -> None:
     with attached("mamba", 1) as (model, cache), pytest.raises(ValueError, match="not supported with stateful models, such as Mamba"):
         generate(model, ids(6), past_key_values=cache, prompt_lookup_num_tokens=4)
