@@ -21,6 +21,7 @@ import numpy as np
 from memory.errors import BatchError, SpecError
 from memory.hybrid import HybridMemory
 from memory.interface import Int64s, Sequence
+from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.ranking import Ranking
 
 _NO_TOKENS: Int64s = np.zeros(0, np.int64)
@@ -135,10 +136,11 @@ class PrefixCache:
         self._touch(node)
         self._n_hits += 1
         self._n_reused += lookup.reused
-        sequence = self.memory.fork(node.mark)
-        if sequence.length > lookup.reused:
-            self.memory.rollback(sequence, to=lookup.reused)
-        return sequence, lookup
+        with uninterrupted_call() as _until_return:
+            sequence = self.memory.fork(node.mark)
+            if sequence.length > lookup.reused:
+                self.memory.rollback(sequence, to=lookup.reused)
+            return sequence, lookup
 
     def _find(self, tokens: Int64s) -> tuple[Lookup, _Node | None]:
         n_matched, path, beyond = self._walk(tokens)
@@ -198,13 +200,14 @@ class PrefixCache:
         tokens = self.memory.tokens_of(sequence) if self.memory.is_whole(sequence) else _NO_TOKENS
         if not len(tokens):
             return
-        node = self._node_at(tokens)
-        if node.mark is None:
-            node.mark = self.memory.checkpoint(sequence)
-            self._marked[node.mark] = node
-            self._ranking.add(node.mark, node.depth - _marked_above(node), self.memory.held_bytes(node.mark))
-            self._count_saved_below(node, node.depth)
-        self._touch(node)
+        with uninterrupted():
+            node = self._node_at(tokens)
+            if node.mark is None:
+                node.mark = self.memory.checkpoint(sequence)
+                self._marked[node.mark] = node
+                self._ranking.add(node.mark, node.depth - _marked_above(node), self.memory.held_bytes(node.mark))
+                self._count_saved_below(node, node.depth)
+            self._touch(node)
 
     def _count_saved_below(self, node: _Node, start: int) -> None:
         """The next checkpoints below a node save the tokens from `start` on."""
@@ -287,8 +290,9 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Close all checkpoints and forget all tokens."""
-        for mark in list(self._marked):
-            self._evict(mark)
+        with uninterrupted():
+            for mark in list(self._marked):
+                self._evict(mark)
 
     def stats(self) -> PrefixStats:
         private_bytes = int(self.memory.private_bytes_of([*self._marked]).sum())
