@@ -6,6 +6,7 @@ change places, `memory.reorder` moves all of them at once and copies no tensor.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from chat.sampling import Sampler, Sampling
 from memory import BatchError, HybridMemory, Sequence
+from memory.interrupts import uninterrupted
 from models import LanguageModel
 
 
@@ -86,21 +88,37 @@ def beam_searches(model: LanguageModel, memory: HybridMemory, prompts: Seq[list[
     """
     searches: list[_Search] = []
     try:
+        try:
+            _search(model, memory, prompts, options, searches)
+        finally:
+            _close_all(memory, (beam for search in searches for beam in search.beams))
+    finally:  # a Ctrl-C may have come in the way of the first
+        _close_all(memory, (beam for search in searches for beam in search.beams))
+    return [search.complete for search in searches]
+
+
+def _search(
+    model: LanguageModel, memory: HybridMemory, prompts: Seq[list[int]], options: BeamOptions, searches: list[_Search]
+) -> None:  # fmt: skip
+    with uninterrupted():
         for _ in prompts:
             searches.append(_Search(memory, options))
-        rows = memory.run(model, {search.beams[0]: prompt for search, prompt in zip(searches, prompts, strict=True)})
-        assert rows is not None  # only a dry run has no logits
-        for search, row_V in zip(searches, rows, strict=True):
-            search.advance(row_V[None])
-        while running := [search for search in searches if search.beams]:
-            with memory.step([pair for search in running for pair in zip(search.beams, search.last_ids, strict=True)]) as step:
-                rows = model(step)
-            for search, rows_BV in zip(running, torch.split(rows, [len(search.beams) for search in running]), strict=True):
-                search.advance(rows_BV)
-    finally:
-        for search in searches:
-            search.close()
-    return [search.complete for search in searches]
+    rows = memory.run(model, {search.beams[0]: prompt for search, prompt in zip(searches, prompts, strict=True)})
+    assert rows is not None  # only a dry run has no logits
+    for search, row_V in zip(searches, rows, strict=True):
+        search.advance(row_V[None])
+    while running := [search for search in searches if search.beams]:
+        with memory.step([pair for search in running for pair in zip(search.beams, search.last_ids, strict=True)]) as step:
+            rows = model(step)
+        for search, rows_BV in zip(running, torch.split(rows, [len(search.beams) for search in running]), strict=True):
+            search.advance(rows_BV)
+
+
+def _close_all(memory: HybridMemory, sequences: Iterable[Sequence]) -> None:
+    with uninterrupted():
+        for sequence in sequences:
+            if not sequence.closed:
+                memory.close(sequence)
 
 
 @dataclass(frozen=True)
@@ -140,10 +158,8 @@ class _Search:
             found = [self._completed(c) for c in candidates[: options.n_beams] if self._is_complete(c)]
             self.complete = sorted([*self.complete, *found], key=lambda beam: -beam.score)[: options.n_beams]
         going_on = [c for c in candidates if not self._is_complete(c)][: options.n_beams]
-        if going_on and self._may_improve(going_on[0].log_probability):
-            self._go_on(going_on)
-        else:
-            self.close()
+        with uninterrupted():
+            self._go_on(going_on if going_on and self._may_improve(going_on[0].log_probability) else [])
 
     def _candidates(self, logits_BV: Tensor) -> list[_Candidate]:
         """The likeliest continuations of all beams, likeliest first."""
@@ -170,7 +186,10 @@ class _Search:
         return options.score(best_log_probability, options.max_tokens if reaches_end else self._n_tokens) > self.complete[-1].score
 
     def _go_on(self, chosen: list[_Candidate]) -> None:
-        """The chosen become the beams. The first child of each beam stays where it is; others take over beams without a child, or forks."""
+        """The chosen become the beams; there are none if nothing was chosen.
+
+        The first child of each beam stays where it is; others take over beams without a child, or forks.
+        """
         parents = {c.parent for c in chosen}
         spare = [beam for i, beam in enumerate(self.beams) if i not in parents]
         own = {parent: self.beams[parent] for parent in parents}
@@ -194,11 +213,6 @@ class _Search:
         while len(self.beams) > len(placed):
             self._memory.close(self.beams.pop())
 
-    def close(self) -> None:
-        """Close all beams. What is complete stays."""
-        while self.beams:
-            self._memory.close(self.beams.pop())
-
 
 def n_best(
     model: LanguageModel, memory: HybridMemory, prompt_ids: list[int], n: int, max_tokens: int, *,
@@ -219,12 +233,16 @@ def n_best(
     totals = [0.0] * n
     seeds = [None if sampling.seed is None else sampling.seed + i for i in range(n)]
     samplers = [Sampler(replace(sampling, seed=seed), prompt_ids) for seed in seeds]
-    sequences = [memory.open()]
-    try:
+    sequences: list[Sequence] = []
+
+    def sample() -> None:
+        with uninterrupted():
+            sequences.append(memory.open())
         prompt_rows = memory.run(model, {sequences[0]: prompt_ids})
         assert prompt_rows is not None  # only a dry run has no logits
-        while len(sequences) < n:
-            sequences.append(memory.fork(sequences[0]))
+        with uninterrupted():
+            for _ in range(n - 1):
+                sequences.append(memory.fork(sequences[0]))
         rows, running = prompt_rows.expand(n, -1), list(range(n))
         for n_tokens in range(1, max_tokens + 1):
             for i, row_V, log_V in zip(running, rows, rows.float().log_softmax(-1), strict=True):
@@ -235,9 +253,14 @@ def n_best(
                 break
             with memory.step({sequences[i]: texts[i][-1] for i in running}) as step:
                 rows = model(step)
+
+    try:
+        try:
+            sample()
+        finally:
+            _close_all(memory, sequences)
     finally:
-        for sequence in sequences:
-            memory.close(sequence)
+        _close_all(memory, sequences)  # a Ctrl-C may have come in the way of the first
     beams = [Beam(text, total, total / len(text)) for text, total in zip(texts, totals, strict=True)]
     return sorted(beams, key=lambda beam: -beam.score)
 

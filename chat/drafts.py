@@ -16,6 +16,7 @@ from torch import Tensor
 
 from chat.sampling import Sampler, Sampling
 from memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
+from memory.interrupts import uninterrupted
 from models import LanguageModel
 
 
@@ -91,7 +92,10 @@ class Drafter(Protocol):
     vocab_size: int | None
 
     def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
-        """Drafts of at least one token; sequences that it has no guess for are left out."""
+        """Drafts of at least one token; sequences that it has no guess for are left out.
+
+        Those that are not asked about have no reply under way; nobody is, when the last one has ended.
+        """
         ...
 
     def forget(self, sequence: Sequence) -> None:
@@ -154,11 +158,13 @@ class PromptLookup:
         self._indices: dict[Sequence, _Index] = {}
 
     def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
-        drafts = {}
+        drafts, before = {}, self._indices
+        self._indices = {}  # whose text is not asked about any more is done
         for sequence, request in requests.items():
-            index = self._indices.get(sequence)
+            index = before.get(sequence)
             if index is None or index.text is not request.text:
-                index = self._indices[sequence] = _Index(request.text)
+                index = _Index(request.text)
+            self._indices[sequence] = index
             if found := index.continuation(self.n_gram, min(request.most_tokens, self.n_draft)):
                 drafts[sequence] = Draft(found)
         return drafts
@@ -243,7 +249,8 @@ class DraftModel:
         """Take back what this memory holds beside the text; the tokens of it that it must still be fed, at least one."""
         follower = self._followers.get(sequence)
         if follower is None:
-            follower = self._followers[sequence] = _Follower(self.memory.open(), text)
+            with uninterrupted():
+                follower = self._followers[sequence] = _Follower(self.memory.open(), text)
         elif follower.text is not text:
             follower.text, follower.n_settled = text, 0
         own = follower.sequence
@@ -257,8 +264,9 @@ class DraftModel:
         return text[reached:]
 
     def forget(self, sequence: Sequence) -> None:
-        if follower := self._followers.pop(sequence, None):
-            self.memory.close(follower.sequence)
+        with uninterrupted():
+            if follower := self._followers.pop(sequence, None):
+                self.memory.close(follower.sequence)
 
 
 def check_window(n_draft: int, memory: HybridMemory) -> None:

@@ -28,7 +28,7 @@ from chat.scheduling import Load, Scheduler, open_step, plan_step
 from chat.serving import Serving
 from chat.streaming import TextStream
 from memory import BatchError, CapacityError, HybridMemory, Sequence, SequenceError, SpecError, Step, StepError
-from memory.interrupts import uninterrupted
+from memory.interrupts import Lease, uninterrupted, uninterrupted_call
 from memory.lifetime import NotCopied
 from memory.prefix import PrefixCache
 from models import LanguageModel
@@ -93,7 +93,7 @@ class Engine(NotCopied, Serving):
         self._choose = choose
         self._scheduler = Scheduler(memory, prefixes, self.stats, max_running)
         self._n_submitted = 0
-        self._is_stepping = False
+        self._stepping = Lease()
         self._to_remember: list[Sequence] = []
         self._news = News(self._scheduler)
         self._finished: list[Generation] = []
@@ -152,26 +152,27 @@ class Engine(NotCopied, Serving):
             raise BatchError(f"{self.memory.spec.model} decodes what its encoder said; give sequence=memory.open(encoder=...)")
         now = self._clock()
         deadline = float("inf") if deadline_s is None else now + deadline_s
-        with self._scheduler.lock:
+        with uninterrupted_call() as _until_return, self._scheduler.lock:
             n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
             generation = Generation(self._n_submitted, len(ids), now)
             stream = TextStream(self.tokenizer, request.stop)
             self._scheduler.add(Job(request, generation, stream, deadline, sequence, list(ids), n_base=n_base))
             self._n_submitted += 1
-        self.wake()
-        return generation
+            self.wake()
+            return generation
 
     def cancel(self, generation: Generation) -> None:
         """End a generation as it is; nothing happens if it has ended. Its bytes are free at once, or after the step that is running."""
         if not self._scheduler.cancel(generation):
             return
         self.wake()
-        if self.lock.acquire(blocking=False):  # else whoever holds it will see; an event loop must not wait for a step
-            try:
-                if not self._is_stepping:
-                    self._settle()
-            finally:
-                self.lock.release()
+        with ExitStack() as held:
+            with uninterrupted():  # else whoever holds it will see; an event loop must not wait for a step
+                has_lock = self.lock.acquire(blocking=False)
+                if has_lock:
+                    held.callback(self.lock.release)
+            if has_lock and not self._stepping.is_taken:
+                self._settle()
 
     @property
     def is_idle(self) -> bool:
@@ -200,18 +201,16 @@ class Engine(NotCopied, Serving):
             step can be tried again.
         """
         with self.lock:
-            if self._is_stepping:
+            if self._stepping.is_taken:
                 raise StepError("this engine is in a step; call step() elsewhere than in on_token")
-            self._is_stepping = True
-            try:
+            with self._stepping.take():
                 self._settle()
                 self._scheduler.admit()
                 self._feed()
                 self._settle()
-            finally:
-                self._is_stepping = False
-            finished, self._finished = self._finished, []
-            return finished
+            with uninterrupted_call() as _until_return:
+                finished, self._finished = self._finished, []
+                return finished
 
     def run(self) -> None:
         """Step until every generation has ended. Raises as `step`."""

@@ -192,7 +192,7 @@ class Scheduler:
 
     def cancel(self, generation: Generation) -> bool:
         """Let a generation end at the next `reap`; whether it goes on until then. From any thread."""
-        with self.lock:
+        with uninterrupted(), self.lock:
             job = self.jobs.get(generation)
             if job is None:
                 return False
@@ -202,30 +202,32 @@ class Scheduler:
 
     def reap(self, now: float) -> None:
         """End who was cancelled, is too late, or has lost its sequence (who waits finds that out when it is let in)."""
-        with self.lock:
-            cancelled, self._cancelled = self._cancelled, []
-            late = []
-            while self._deadlines and self._deadlines[0][0] <= now:
-                late.append(heappop(self._deadlines)[2])
-        for job in (*cancelled, *late):
-            if job.outcome is None:
-                self.end(job, "cancelled" if job.is_cancelled else "deadline")
+        with uninterrupted():
+            with self.lock:
+                cancelled, self._cancelled = self._cancelled, []
+                late = []
+                while self._deadlines and self._deadlines[0][0] <= now:
+                    late.append(heappop(self._deadlines)[2])
+            for job in (*cancelled, *late):
+                if job.outcome is None:
+                    self.end(job, "cancelled" if job.is_cancelled else "deadline")
         for job in [*self.running, *self.parked]:
             if job.sequence is not None and job.sequence.closed:
                 self.end(job, "error", SequenceError(f"{job.sequence!r} was closed while its generation was running"))
 
     def end(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
         """Take a job out of the steps; the engine does the rest when the step is over."""
-        if job.outcome is None:
-            self._ended.append(job)
-        job.outcome = reason, error
-        for queue in (self.running, self.parked):
-            if job in queue:
-                queue.remove(job)
-                return
-        with self.lock:
-            if job in self.waiting:
-                self.waiting.remove(job)
+        with uninterrupted():
+            if job.outcome is None:
+                self._ended.append(job)
+            job.outcome = reason, error
+            for queue in (self.running, self.parked):
+                if job in queue:
+                    queue.remove(job)
+                    return
+            with self.lock:
+                if job in self.waiting:
+                    self.waiting.remove(job)
 
     def admit(self) -> None:
         """Let in who fits: first those who had to leave, then new ones."""

@@ -16,6 +16,7 @@ from chat.history import Rendering, Utterance, common_tokens, decode, encode_his
 from chat.resuming import Start, resume
 from chat.saved_session import SavedSession, read_session, write_session
 from memory import BatchError, FormatError, Sequence, SequenceError, StepError
+from memory.interrupts import Lease, uninterrupted, uninterrupted_call
 
 NEW = "new text"
 EDITED = "edited text"
@@ -95,7 +96,9 @@ class ChatSession:
         self._messages: tuple[Utterance, ...] = (*first, *messages)
         self._n_heard = 0  # messages that the memory has held once
         self._live: Sequence | None = None
-        self._is_closed = self._is_answering = False
+        self._is_closed = False
+        self._answering = Lease()
+        self._generation: Generation | None = None  # of the latest reply
         self._on_text: OnText | None = None  # of the reply that is coming
         encode_history(self._tokenizer, [*self._messages, Utterance("user", "?")])  # refuses now what could never be said
 
@@ -180,8 +183,10 @@ class ChatSession:
         with self.engine.lock:
             if self._live is not None:
                 self.wake()
-                other._live = self.engine.memory.fork(self._live)
-        return other
+            with uninterrupted_call() as _until_return:
+                if self._live is not None:
+                    other._live = self.engine.memory.fork(self._live)
+                return other
 
     # Waiting, staying, ending
 
@@ -226,19 +231,22 @@ class ChatSession:
             options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop}
             session = ChatSession(engine, messages=saved.messages, **options)  # type: ignore[arg-type]
             session._n_heard = saved.n_heard
-            session._live = load()
-        return session
+            try:
+                session._live = load()
+                return session
+            except BaseException:
+                session.close()
+                raise
 
     def close(self) -> None:
         """Give everything back. The messages can still be read; closing again does nothing."""
         if self._is_closed:
             return
         self._check_free()
-        self._is_closed = True
-        with self.engine.lock:
+        with self.engine.lock, uninterrupted():
             if self._live is not None and not self._live.closed:
                 self.engine.memory.close(self._live)
-        self._live = None
+            self._live, self._is_closed = None, True
 
     def __enter__(self) -> ChatSession:
         return self
@@ -260,42 +268,45 @@ class ChatSession:
         messages = (*self._messages[:n_kept], *new)
         prompt = encode_history(self._tokenizer, messages)
         n_heard, was_held = min(self._n_heard, n_kept), self._live is not None
-        self._is_answering, self._on_text = True, on_text
-        try:
-            start = resume(self.engine, self._live, prompt.token_ids)
-            self._live = start.sequence
-            generation = self.engine.submit(
-                prompt.token_ids[start.n_kept :],
-                sequence=start.sequence,
-                max_tokens=self.max_tokens if max_tokens is None else max_tokens,
-                sampling=self.sampling if sampling is None else sampling,
-                stop=self.stop,
-                marks=_choose_marks(prompt, messages, start.n_kept),
-                keeps_sequence=True,
-                remembers_end=True,
-                on_token=self._hear,
-            )
-            self._wait(generation)
-        finally:
-            self._is_answering, self._on_text = False, None
+        with self._answering.take():
+            try:
+                self._on_text = on_text
+                with self.engine.lock, uninterrupted():
+                    start = resume(self.engine, self._live, prompt.token_ids)
+                    self._live = start.sequence
+                    self._generation = generation = self.engine.submit(
+                        prompt.token_ids[start.n_kept :],
+                        sequence=start.sequence,
+                        max_tokens=self.max_tokens if max_tokens is None else max_tokens,
+                        sampling=self.sampling if sampling is None else sampling,
+                        stop=self.stop,
+                        marks=_choose_marks(prompt, messages, start.n_kept),
+                        keeps_sequence=True,
+                        remembers_end=True,
+                        on_token=self._hear,
+                    )
+                while not generation.is_finished:
+                    self.engine.step()
+            finally:
+                self._stop()
         if generation.error is not None:
             raise generation.error
         reply = self._read_reply(generation)
-        self._messages = (*messages, reply)
-        self._n_heard = len(self._messages)
         computed = _explain(why, prompt, start, _n_old(prompt, n_heard), was_held=was_held)
         reason = str(generation.finish_reason)
-        return Turn(reply.content, tuple(generation.token_ids), reason, len(prompt.token_ids), start.n_kept, computed)
+        turn = Turn(reply.content, tuple(generation.token_ids), reason, len(prompt.token_ids), start.n_kept, computed)
+        with uninterrupted_call() as _until_return:
+            self._messages = (*messages, reply)
+            self._n_heard = len(self._messages)
+            return turn
 
-    def _wait(self, generation: Generation) -> None:
-        try:
-            while not generation.is_finished:
-                self.engine.step()
-        except BaseException:
-            self._on_text = None  # it was told enough
+    def _stop(self) -> None:
+        """End the reply that is coming, if one is: it was told enough."""
+        self._on_text = None
+        if self._generation is not None and not self._generation.is_finished:
             with self.engine.lock:  # so that it has ended when this returns
-                self.engine.cancel(generation)
-            raise
+                self.engine.cancel(self._generation)
+        self._generation = None
 
     def _hear(self, generation: Generation, piece: str) -> None:
         if piece and self._on_text is not None:
@@ -314,8 +325,9 @@ class ChatSession:
     def _check_free(self) -> None:
         if self._is_closed:
             raise SequenceError("this session is closed; resume a saved one or begin another")
-        if self._is_answering:
+        if self._answering.is_taken:
             raise StepError("this session is in the middle of a reply; wait until it is complete")
+        self._stop()  # a Ctrl-C may have come in the way of it
 
     def _check_exchange(self, what: str) -> None:
         self._check_free()

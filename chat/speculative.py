@@ -8,6 +8,7 @@ that fits the rollback window needs no state but those that plain decoding has.
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,8 @@ from chat.drafts import Draft, Drafter, DraftRequest, Draws, check_window
 from chat.requests import EngineStats
 from chat.sampling import Sampling
 from memory import CapacityError, HybridMemory, Sequence, SpecError
+from memory.chunks import run_in_chunks
+from memory.interrupts import uninterrupted_call
 from models import LanguageModel
 
 _NO_DRAFT = Draft([])
@@ -76,11 +79,12 @@ class SpeculativeBatch:
         self._texts: dict[Sequence, list[int]] = {}
         self._draws: dict[Sequence, Draws] = {}
         self._n_draft: dict[Sequence, int] = {}
+        self._untold: list[NewToken] = []  # chosen, and not returned yet
 
     @property
     def is_idle(self) -> bool:
-        """Nothing waits to be fed."""
-        return not self._waiting
+        """Nothing waits to be fed, or to be returned."""
+        return not self._waiting and not self._untold
 
     def add(self, sequence: Sequence, token_ids: list[int], max_tokens: int, *, sampling: Sampling | None = None) -> None:
         """Feed these tokens in the next step, behind what still waits, and then decode up to `max_tokens` more.
@@ -100,13 +104,13 @@ class SpeculativeBatch:
     def discard(self, sequence: Sequence) -> None:
         """Stop decoding a sequence; the memory keeps what it has seen."""
         self._waiting.pop(sequence, None)
-        self._n_left.pop(sequence, None)
+        self._untold = [new for new in self._untold if new.sequence is not sequence]
         self._settle(sequence)
         self._drafter.forget(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
         """Its reply is complete; the drafter may go on from what it knows if another one follows."""
-        for known in (self._texts, self._draws, self._n_draft):
+        for known in (self._texts, self._draws, self._n_draft, self._n_left):
             known.pop(sequence, None)
 
     def step(self) -> list[NewToken]:
@@ -117,19 +121,29 @@ class SpeculativeBatch:
         Returns:
             The new tokens: sequences in the order in which they were added, each one's tokens in the order of its text.
         Raises:
-            As `HybridMemory.run`; nothing has changed then, and the same step can be tried again.
+            As `HybridMemory.run`; nothing has changed then, and the same step can be tried again. After a Ctrl-C while the step commits,
+            what it has found is what the next call returns.
         """
-        if self.is_idle:
-            return []
-        drafts = self._draft()
-        try:
-            chosen = self._feed_drafts(drafts) if drafts else self._feed_plain()
-        except CapacityError:
-            if not drafts:
-                raise
-            chosen = self._feed_plain()
-        self._waiting = {}
-        return [self._keep(sequence, token_id) for sequence, token_ids in chosen.items() for token_id in token_ids]
+        if self._waiting and not self._untold:
+            self._advance()
+        with uninterrupted_call() as _until_return:
+            new, self._untold = self._untold, []
+            return new
+
+    def _advance(self) -> None:
+        """Take a step, and have its tokens ready: both, or neither."""
+        drafts, held = self._draft(), uninterrupted_call()
+        with ExitStack() as commit:
+            try:
+                chosen = self._feed_drafts(drafts, held, commit) if drafts else self._feed_plain(held, commit)
+            except CapacityError:
+                if not drafts:
+                    raise
+                chosen = self._feed_plain(held, commit)
+            self._waiting = {}
+            self._untold = [self._keep(sequence, token_id) for sequence, token_ids in chosen.items() for token_id in token_ids]
+            if not self._waiting:
+                self._drafter.draft({})  # nobody is left
 
     def _keep(self, sequence: Sequence, token_id: int) -> NewToken:
         self._waiting.pop(sequence, None)  # the token before this one is fed already
@@ -149,9 +163,7 @@ class SpeculativeBatch:
         is_last = is_stop or self._n_left[sequence] == 0
         if not is_last:
             self._waiting[sequence] = [token_id]
-            return NewToken(sequence, token_id, is_last)
-        self._n_left[sequence] = 0
-        if self._remembers_end:
+        elif self._remembers_end:
             self._waiting[sequence] = [token_id] if is_stop else [token_id, *self._stop_ids[:1]]
         return NewToken(sequence, token_id, is_last)
 
@@ -163,48 +175,51 @@ class SpeculativeBatch:
         requests = {
             s: DraftRequest(self._texts[s], n, self._draws.get(s))
             for s in self._waiting
-            if (n := min(most, self._n_left[s] - 1, self._n_draft.get(s, 0))) > 0
+            if (n := min(most, self._n_left.get(s, 0) - 1, self._n_draft.get(s, 0))) > 0
         }
         return self._drafter.draft(requests) if requests else {}
 
-    def _feed_plain(self) -> dict[Sequence, list[int]]:
-        """Feed what waits; the next token of each sequence that is not done."""
-        rows_SV = self._feed(self._waiting)
-        chosen = {s: self._verify(s, _NO_DRAFT, row[None]) for s, row in zip(self._waiting, rows_SV, strict=True) if self._n_left[s] > 0}
+    def _feed_plain(self, held: uninterrupted_call, commit: ExitStack) -> dict[Sequence, list[int]]:
+        """Feed what waits; the next token of each sequence that is not done. A Ctrl-C waits from the commit on."""
+        requests, started = self._waiting, time.perf_counter()
+        n_tokens = sum(map(len, requests.values()))
+        if n_tokens <= self._step_tokens:
+            with self.memory.step(requests) as step:
+                chosen = self._choose(self.model(step))
+                commit.enter_context(held)
+        else:  # this marks every sequence, which a step of single tokens should not pay for
+            rows_SV = run_in_chunks(self.memory, self.model, requests, max_tokens=self._step_tokens, outputs="last", held=held)
+            commit.push(held)
+            assert rows_SV is not None  # only a dry run has no logits
+            chosen = self._choose(rows_SV)
+        if self.memory.spec.device.type == "cuda":
+            torch.cuda.synchronize(self.memory.spec.device)  # or the clock would stop before the work does
+        self._count_step(n_tokens, started)
         self.acceptance.n_turns += len(chosen)
         self.acceptance.n_generated += len(chosen)
         return chosen
 
-    def _feed(self, requests: dict[Sequence, list[int]]) -> Tensor:
-        """(n_requests, vocab) logits of the last tokens."""
-        n_tokens, started = sum(map(len, requests.values())), time.perf_counter()
-        if n_tokens <= self._step_tokens:
-            with self.memory.step(requests) as step:
-                logits = self.model(step)
-        else:  # run() marks every sequence first, which a step of single tokens should not pay for
-            whole = self.memory.run(self.model, requests, max_tokens=self._step_tokens)
-            assert whole is not None  # only a dry run has no logits
-            logits = whole
-        if logits.device.type == "cuda":
-            torch.cuda.synchronize(logits.device)  # or the clock would stop before the work does
-        self._count_step(n_tokens, started)
-        return logits
+    def _choose(self, rows_SV: Tensor) -> dict[Sequence, list[int]]:
+        """The next token of each sequence that is not done, from the logits of the last tokens."""
+        rows = zip(self._waiting, rows_SV, strict=True)
+        return {s: self._verify(s, _NO_DRAFT, row_V[None]) for s, row_V in rows if self._n_left.get(s, 0) > 0}
 
     def _count_step(self, n_tokens: int, started: float) -> None:
         self.stats.seconds += time.perf_counter() - started
         self.stats.n_fed += n_tokens
         self.stats.n_steps += 1
 
-    def _feed_drafts(self, drafts: dict[Sequence, Draft]) -> dict[Sequence, list[int]]:
-        """Feed what waits with drafts behind it, and keep what the model agrees with; the new tokens of each sequence that is not done."""
+    def _feed_drafts(self, drafts: dict[Sequence, Draft], held: uninterrupted_call, commit: ExitStack) -> dict[Sequence, list[int]]:
+        """As `_feed_plain`, with drafts behind what waits, of which it keeps what the model agrees with."""
         requests = {s: [*tokens, *drafts.get(s, _NO_DRAFT).token_ids] for s, tokens in self._waiting.items()}
         started, chosen = time.perf_counter(), {}
         with self.memory.step(requests, outputs="all") as step:
             rows = step.split(self.model(step))
             for sequence, rows_KV in zip(requests, rows, strict=True):
-                if self._n_left[sequence] > 0:
+                if self._n_left.get(sequence, 0) > 0:
                     chosen[sequence] = self._verify(sequence, drafts.get(sequence, _NO_DRAFT), rows_KV)
             step.accept({s: len(chosen[s]) for s in drafts})
+            commit.enter_context(held)
         self._count_step(sum(map(len, requests.values())), started)
         for sequence, draft in drafts.items():
             self._count(sequence, draft, chosen[sequence])

@@ -22,6 +22,7 @@ import numpy as np
 from memory.errors import BatchError, SequenceError, SpecError
 from memory.hybrid import HybridMemory
 from memory.interface import Int64s, Sequence
+from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.lifetime import NotCopied
 from memory.ranking import Ranking
 from memory.timelines import require_memory
@@ -151,10 +152,11 @@ class PrefixCache(NotCopied):
         self._touch(node)
         self._n_hits += 1
         self._n_reused += lookup.reused
-        sequence = self.memory.fork(node.mark)
-        if sequence.length > lookup.reused:
-            self.memory.rollback(sequence, to=lookup.reused)
-        return sequence, lookup
+        with uninterrupted_call() as _until_return:
+            sequence = self.memory.fork(node.mark)
+            if sequence.length > lookup.reused:
+                self.memory.rollback(sequence, to=lookup.reused)
+            return sequence, lookup
 
     def _find(self, tokens: Int64s) -> tuple[Lookup, _Node | None]:
         n_matched, path, beyond = self._walk(tokens)
@@ -216,13 +218,14 @@ class PrefixCache(NotCopied):
         tokens = self.memory.tokens_of(sequence) if self.memory.is_whole(sequence) else _NO_TOKENS
         if not len(tokens):
             return
-        node = self._node_at(tokens)
-        if node.mark is None:
-            node.mark = self.memory.checkpoint(sequence)
-            self._marked[node.mark] = node
-            self._ranking.add(node.mark, node.depth - _marked_above(node), self.memory.held_bytes(node.mark))
-            self._count_saved_below(node, node.depth)
-        self._touch(node)
+        with uninterrupted():
+            node = self._node_at(tokens)
+            if node.mark is None:
+                node.mark = self.memory.checkpoint(sequence)
+                self._marked[node.mark] = node
+                self._ranking.add(node.mark, node.depth - _marked_above(node), self.memory.held_bytes(node.mark))
+                self._count_saved_below(node, node.depth)
+            self._touch(node)
 
     def _count_saved_below(self, node: _Node, start: int) -> None:
         """The next checkpoints below a node save the tokens from `start` on."""
@@ -305,8 +308,9 @@ class PrefixCache(NotCopied):
 
     def clear(self) -> None:
         """Close all checkpoints and forget all tokens."""
-        for mark in list(self._marked):
-            self._evict(mark)
+        with uninterrupted():
+            for mark in list(self._marked):
+                self._evict(mark)
 
     def close(self) -> None:
         """Close all checkpoints and let go of the memory, which goes on without the cache. Later use raises SequenceError.

@@ -1,0 +1,118 @@
+"""A Ctrl-C at every bytecode: what runs is traced, and at the chosen place the signal is raised as Python would raise it.
+
+A place is a bytecode of the library that runs, the first time that it does. By default some of them are tried, and where a function of
+those begins and ends that hold interrupts back; `INTERRUPTS=all` tries each, and each time that it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+REGION = tuple(str(ROOT / package) + os.sep for package in ("memory", "chat"))
+TRIES_ALL = os.environ.get("INTERRUPTS") == "all"
+EDGES = tuple(str(ROOT / name) for name in ("memory/interrupts.py", "memory/step.py", "memory/chunks.py", "chat/speculative.py"))
+"""Files in which the first and the last place of every function are always tried: what a function does there, its `try` may not cover."""
+
+
+@dataclass
+class Outcome:
+    """What came of a call: its result, unless the interrupt was raised before there was one."""
+
+    result: Any
+    has_returned: bool
+    was_interrupted: bool
+
+
+Place = tuple[CodeType, int, int]
+"""A bytecode: of which code, where in it, and which time that it runs."""
+
+
+class _Tracer:
+    """Lists places, and raises SIGINT before the chosen one runs."""
+
+    def __init__(self, chosen: Place | None) -> None:
+        self.places: list[Place] = []
+        self._chosen = chosen
+        self._times = Counter[tuple[CodeType, int]]()
+
+    def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "call":
+            if not frame.f_code.co_filename.startswith(REGION):
+                return None
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        elif event == "opcode":
+            code, offset = frame.f_code, frame.f_lasti
+            times = self._times[code, offset] = self._times[code, offset] + 1
+            if times == 1 or TRIES_ALL:
+                self.places.append((code, offset, times))
+                if self.places[-1] == self._chosen:
+                    signal.raise_signal(signal.SIGINT)
+        return self
+
+
+def interrupted(call: Callable[[], Any], chosen: Place | None) -> tuple[Outcome, list[Place]]:
+    """Call it, with a Ctrl-C before the chosen place."""
+    outcome, tracer, old = Outcome(None, has_returned=False, was_interrupted=False), _Tracer(chosen), sys.gettrace()
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        sys.settrace(tracer)
+        try:
+            outcome.result = call()
+            outcome.has_returned = True
+            time.sleep(0)  # what waited until the call had returned is raised here
+        finally:
+            sys.settrace(old)
+    except KeyboardInterrupt:
+        outcome.was_interrupted = True
+    finally:
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler has not been put back"
+        signal.signal(signal.SIGINT, previous)
+    return outcome, tracer.places
+
+
+def try_places(attempt: Callable[[], tuple[Callable[[], Any], Callable[[Outcome], None]]], n_default: int = 30) -> int:
+    """Interrupt a call at its places, one after the other.
+
+    Args:
+        attempt: makes all anew; what to call, and what must be true afterwards.
+        n_default: about so many places by default, beside those that are always tried.
+    Returns:
+        How many places were tried.
+    """
+    call, verify = attempt()
+    outcome, places = interrupted(call, None)
+    assert outcome.has_returned and not outcome.was_interrupted
+    verify(outcome)
+    chosen = places if TRIES_ALL else list(dict.fromkeys([*places[:: len(places) // n_default + 1], *_edges(places)]))
+    n_tried = 0
+    for place in chosen:
+        call, verify = attempt()
+        outcome, found = interrupted(call, place)
+        if place not in found:  # what has been kept from the calls before, this one need not do
+            continue
+        n_tried += 1
+        try:
+            assert outcome.was_interrupted, "the interrupt was lost"
+            verify(outcome)
+        except BaseException as error:
+            code, offset, times = place
+            raise AssertionError(f"interrupted at {code.co_filename}:{code.co_name}+{offset}, time {times}") from error
+    return n_tried
+
+
+def _edges(places: list[Place]) -> list[Place]:
+    found: dict[CodeType, list[Place]] = {}
+    for place in places:
+        if place[0].co_filename in EDGES:
+            found.setdefault(place[0], []).append(place)
+    return [place for of_code in found.values() for place in (of_code[0], of_code[-1])]
