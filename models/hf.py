@@ -27,7 +27,7 @@ from models.checkpoint import UnsupportedModelError
 from models.hf_cache import HybridCache
 from models.hf_mixers import MIXERS, Mix, Module
 from models.hf_pass import CURRENT_PASS, Pass
-from models.loading import check_source, plan_memory
+from models.loading import check_is_of_transformers, check_source, plan_memory
 
 ATTACHABLE = (
     "BambaForCausalLM",
@@ -79,6 +79,7 @@ class Attached:
     """
 
     def __init__(self, hf_model: PreTrainedModel) -> None:
+        check_is_of_transformers(hf_model)
         architecture = type(hf_model).__name__
         if architecture not in ATTACHABLE:
             these = f"these are: {', '.join(ATTACHABLE)}"
