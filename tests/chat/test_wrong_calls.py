@@ -307,7 +307,6 @@ SEARCHES: list[Row] = [
 
 COMMANDS: list[tuple[str, int, str, str]] = [
     ("generate --prompt hi --budget lots", 1, "'lots'", "'512MiB'"),
-    ("generate --prompt hi --budget 1", 1, "1 bytes", "or more"),
     ("generate --prompt hi --device cuda", 1, "'cuda'", "device='cpu'"),
     ("generate --prompt hi --device gpu", 1, "'gpu'", "'cuda'"),
     ("generate --prompt hi --dtype int8", 1, "'int8'", "'bfloat16'"),
