@@ -1,4 +1,7 @@
-"""Checks of what programs are put together from: models, memories, tokenizers, stop ids. Errors show how the call should read."""
+"""Checks of what programs are put together from: models, memories, tokenizers, stop ids.
+
+Errors show how the call should read.
+"""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ class SpeculativeBatch:
         if sampling is not None:
             check_sampling(sampling)
         waiting = self._waiting.get(sequence, []) if isinstance(sequence, Sequence) else []
-        ids = read_token_ids([*waiting, *read_token_ids(token_ids, self.memory.spec.vocab_size)], self.memory.spec.vocab_size)
+        ids = [*waiting, *read_token_ids(token_ids, self.memory.spec.vocab_size)]
         self.memory.step({sequence: ids})  # raises for a handle that cannot take part; nothing is entered
         self._waiting[sequence] = ids
         self._n_left[sequence] = max_tokens

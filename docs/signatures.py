@@ -1,9 +1,10 @@
-"""Writes into the pages of reference/ what the site's build makes of docstrings, in short, for who reads them in the repository.
+"""Writes a short reference into docs/reference/*.md, for those who read the pages in the repository and not on the site.
 
-    python docs/signatures.py      brings docs/reference/*.md up to date; a test compares
+    python docs/signatures.py      brings the pages up to date; a test compares
 
-Behind each `::: NAME` a page gets the signatures of its members with the first sentence of each docstring, between two comments. On the
-site, where everything stands in full, docs/hooks.py leaves that part out. The page of the command line gets its tables of options.
+Behind each `::: NAME` a page gets the signatures of its members with the first sentence of each docstring, between two
+comments. On the site, where everything stands in full, docs/hooks.py leaves that part out. The page of the command line
+gets its tables of options.
 """
 
 from __future__ import annotations

@@ -93,7 +93,8 @@ MODELS: list[Row] = [
     ("plan_memory(model.config, 'Nobody')", "Nobody", "these are"),
     ("plan_memory(model.config, model)", "Jamba", "these are"),
     ("plan_memory(model.config, 'LlamaForCausalLM')", "JambaConfig", "contradicts itself"),
-    ("load_tokenizer('embedded')", "embedded", "tokenizer.json"),
+    ("load_tokenizer('nobody')", "nobody", "'embedded'"),
+    ("load_tokenizer(tokenizer)", "okenizer", "'embedded'"),
     ("load_tokenizer(folder)", "no tokenizer", "tokenizer.json"),
     ("HybridCache(memory, [])", "without rows", "memory.open()"),
     ("HybridCache(memory, 3)", "3", "sequence"),
@@ -344,6 +345,7 @@ COMMANDS: list[tuple[str, int, str, str]] = [
 """A command line, its exit status, and two words of what it prints."""
 
 MEANT = [
+    "assert load_tokenizer('embedded').encode('hi') == tokenizer.encode('hi')",
     "ChatSession(engine, messages=[{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'hi'}])",
     "assert ChatSession(engine, messages=[{'role': 'user', 'content': [{'type': 'text', 'text': 'hi'}]}]).messages[0].content == 'hi'",
     "assert engine.submit(np.array([1, 2]), max_tokens=0).n_prompt == 2; engine.run()",
