@@ -14,7 +14,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from chat.sampling import Sampler, Sampling
+from chat.arguments import check_parts, read_stop_ids
+from chat.requests import read_token_ids
+from chat.sampling import Sampler, Sampling, check_sampling
 from memory import BatchError, HybridMemory, Sequence
 from memory.interrupts import uninterrupted
 from models import LanguageModel
@@ -61,6 +63,9 @@ class BeamOptions:
         _check_counts(n_beams=self.n_beams, max_tokens=self.max_tokens)
         if self.early_stopping not in (True, False, "never"):
             raise BatchError(f"early_stopping={self.early_stopping!r}; choose True, False or 'never'")
+        if isinstance(self.length_penalty, bool) or not isinstance(self.length_penalty, int | float):
+            raise BatchError(f"length_penalty={self.length_penalty!r}; give a number, 0 for plain log probabilities")
+        object.__setattr__(self, "stop_ids", read_stop_ids(self.stop_ids))
 
     def score(self, log_probability: float, n_tokens: int) -> float:
         return float(log_probability / n_tokens**self.length_penalty)
@@ -71,6 +76,7 @@ def beam_search(
     length_penalty: float = 1.0, early_stopping: bool | Literal["never"] = False, stop_ids: tuple[int, ...] = (),
 ) -> list[Beam]:  # fmt: skip
     """The continuations of a prompt that beam search finds, best first; see `BeamOptions` and `beam_searches`."""
+    check_parts(model, memory, "beam_search(model, memory, prompt_ids, n_beams, max_tokens)")
     options = BeamOptions(n_beams, max_tokens, length_penalty, early_stopping, stop_ids)
     return beam_searches(model, memory, [prompt_ids], options)[0]
 
@@ -86,6 +92,11 @@ def beam_searches(model: LanguageModel, memory: HybridMemory, prompts: Seq[list[
     Raises:
         As `HybridMemory.run`. All sequences are closed however it ends.
     """
+    check_parts(model, memory, "beam_searches(model, memory, prompts, options)")
+    if not isinstance(options, BeamOptions):
+        raise BatchError(f"options={options!r}; give BeamOptions(n_beams, max_tokens)")
+    if not isinstance(prompts, Iterable) or not (prompts := list(prompts)):
+        raise BatchError(f"prompts={prompts!r}; give a list with the token ids of each prompt, at least one")
     searches: list[_Search] = []
     try:
         try:
@@ -228,7 +239,11 @@ def n_best(
     Raises:
         As `HybridMemory.run`; BatchError for numbers that are not positive. All sequences are closed however it ends.
     """
+    check_parts(model, memory, "n_best(model, memory, prompt_ids, n, max_tokens)")
     _check_counts(n=n, max_tokens=max_tokens)
+    check_sampling(sampling)
+    stop_ids = read_stop_ids(stop_ids)
+    prompt_ids = read_token_ids(prompt_ids, memory.spec.vocab_size)
     texts: list[list[int]] = [[] for _ in range(n)]
     totals = [0.0] * n
     seeds = [None if sampling.seed is None else sampling.seed + i for i in range(n)]

@@ -178,7 +178,7 @@ def _reuse_table(report: Report) -> Table:
 
 
 def _usage_table(usage: Usage) -> Table:
-    table = Table(title=f"Memory of {len(usage.by_sequence)} sequences, each block counted once")
+    table = Table(title=f"Memory of {usage.by_sequence.counted}, each block counted once")
     table.add_column("kind")
     table.add_column("bytes", justify="right")
     for kind, n_bytes in usage.by_kind.items():

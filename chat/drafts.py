@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chat.arguments import check_parts
 from chat.sampling import Sampler, Sampling
 from memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
 from memory.interrupts import uninterrupted
@@ -204,6 +205,7 @@ class DraftModel:
     """
 
     def __init__(self, model: LanguageModel, memory: HybridMemory, n_draft: int = 4, *, step_tokens: int = 512) -> None:
+        check_parts(model, memory, "DraftModel(model, memory)")
         check_counts(n_draft=n_draft, step_tokens=step_tokens)
         check_window(n_draft, memory)
         self.model = model

@@ -19,10 +19,11 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Any
 
+from chat.arguments import HOW_TO_LOAD, check_parts, check_tokenizer, read_stop_ids
 from chat.choosing import Choice, Choose, Plan, choose_tokens
 from chat.news import News
 from chat.prompts import Tokenizer, find_stop_ids
-from chat.requests import EngineStats, Generation, Job, OnToken, Request, read_stop, read_token_ids
+from chat.requests import EngineStats, Generation, Job, OnToken, Request, read_marks, read_stop, read_token_ids
 from chat.sampling import Sampling
 from chat.scheduling import Load, Scheduler, open_step, plan_step
 from chat.serving import Serving
@@ -36,6 +37,12 @@ from models import LanguageModel
 __all__ = ["Engine", "EngineStats", "Generation", "OnToken", "Sampling"]
 
 GREEDY = Sampling()
+
+
+def require_engine(engine: object, call: str) -> None:
+    """Raise SpecError unless this is an engine; `call` says how the caller is called."""
+    if not isinstance(engine, Engine):
+        raise SpecError(f"{engine!r} is no Engine; call {call}, with engine = Engine(model, memory, tokenizer), {HOW_TO_LOAD}")
 
 
 class Engine(NotCopied, Serving):
@@ -73,6 +80,8 @@ class Engine(NotCopied, Serving):
         choose: Choose = choose_tokens,
     ) -> None:
         super().__init__()
+        check_parts(model, memory, "Engine(model, memory, tokenizer)")
+        check_tokenizer(tokenizer)
         for name, value in (("step_tokens", step_tokens), ("max_running", max_running)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise SpecError(f"{name}={value!r}; it must be an integer of at least 1")
@@ -85,9 +94,10 @@ class Engine(NotCopied, Serving):
         self.max_running = max_running
         self.stats = EngineStats()
         self.lock = threading.RLock()
-        if stop_ids is None:
-            stop_ids = find_stop_ids(tokenizer, model) if tokenizer is not None else ()
-        self.stop_ids = tuple(stop_ids)
+        if stop_ids is not None:
+            self.stop_ids = read_stop_ids(stop_ids, memory.spec.vocab_size)
+        else:
+            self.stop_ids = find_stop_ids(tokenizer, model) if tokenizer is not None else ()
         self.tokenizer = tokenizer
         self._clock = clock
         self._choose = choose
@@ -140,7 +150,7 @@ class Engine(NotCopied, Serving):
             sampling=sampling,
             stop=read_stop(stop),
             deadline_s=deadline_s,
-            marks=tuple(marks),
+            marks=read_marks(marks),
             keeps_sequence=keeps_sequence,
             remembers_end=remembers_end,
             on_token=on_token,
@@ -163,6 +173,8 @@ class Engine(NotCopied, Serving):
 
     def cancel(self, generation: Generation) -> None:
         """End a generation as it is; nothing happens if it has ended. Its bytes are free at once, or after the step that is running."""
+        if not isinstance(generation, Generation):
+            raise BatchError(f"{generation!r} is no generation; give what engine.submit(...) returned")
         if not self._scheduler.cancel(generation):
             return
         self.wake()

@@ -7,11 +7,17 @@ rendered text shows a reply word for word, the tokens chosen for it stand for it
 
 from __future__ import annotations
 
+import reprlib
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 from uuid import uuid4
 
 from chat.prompts import Message, Tokenizer, render
+from memory import BatchError
+
+_WANTED = "give a list of messages such as {'role': 'user', 'content': 'Hello'}, or of Utterance('user', 'Hello')"
 
 Span = tuple[int, int]
 """Characters [start, end) of a rendered text."""
@@ -25,11 +31,43 @@ class Utterance:
         role: "system", "user" or "assistant", as far as the chat template knows them.
         content: its text.
         token_ids: of a reply: what the model chose, without the token that ended it. Empty: nobody chose, it was given as text.
+    Raises:
+        BatchError: a role or a content that is no string.
     """
 
     role: str
     content: str
     token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.role, str):
+            raise BatchError(f"role={self.role!r} of a message; give 'system', 'user' or 'assistant'")
+        if not isinstance(self.content, str):
+            raise BatchError(f"content={reprlib.repr(self.content)} of a message; give a string")
+
+
+def read_messages(messages: Any) -> tuple[Utterance, ...]:
+    """A history, each message an `Utterance` or as OpenAI's clients write it: {"role": "user", "content": "Hello"}.
+
+    Raises BatchError.
+    """
+    if isinstance(messages, str | Mapping) or not isinstance(messages, Iterable):
+        raise BatchError(f"messages={reprlib.repr(messages)}; {_WANTED}")
+    return tuple(message if isinstance(message, Utterance) else _read_message(message) for message in messages)
+
+
+def _read_message(message: Any) -> Utterance:
+    if not isinstance(message, Mapping) or message.keys() != {"role", "content"}:
+        raise BatchError(f"{message!r} is no message; {_WANTED}")
+    content = message["content"]
+    if isinstance(content, list) and all(map(_is_text, content)):
+        content = "".join(part["text"] for part in content)
+    return Utterance(message["role"], content)
+
+
+def _is_text(part: Any) -> bool:
+    """Whether a part of a content is {"type": "text", "text": ...}."""
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 @dataclass(frozen=True)

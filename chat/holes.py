@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from chat.sampling import Sampling
+from chat.sampling import Sampling, check_sampling
 from memory import BatchError
 
 _OPTIONS = ("max_tokens", "stop", "choices")
@@ -25,6 +25,10 @@ class Text:
     """Words that are given."""
 
     text: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str):
+            raise BatchError(f"Text({self.text!r}) has no words; give a string")
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class Hole:
             raise BatchError(f"max_tokens={self.max_tokens!r} of hole {self.name!r}; it must be an integer of at least 1")
         if len(set(self.choices)) < len(self.choices):
             raise BatchError(f"choices={list(self.choices)} of hole {self.name!r} repeat themselves; name each once")
+        if self.sampling is not None:
+            check_sampling(self.sampling)
 
 
 Part = Text | Hole
@@ -77,6 +83,8 @@ class Template:
     parts: tuple[Part, ...]
 
     def __init__(self, template: str | Iterable[Part]) -> None:
+        if not isinstance(template, Iterable):
+            raise BatchError(f"{template!r} is no template; give a string with {{holes}}, or a list of Text(...) and Hole(...)")
         parts = tuple(parse(template) if isinstance(template, str) else template)
         holes: dict[str, Hole] = {}
         for part in parts:

@@ -10,14 +10,16 @@ from transformers import AutoTokenizer
 
 from memory import FormatError
 from models import LanguageModel
+from models.loading import find_folder
 
 Tokenizer = Any
 """A tokenizer of transformers; its classes have no common type that mypy could use."""
 Message = dict[str, str]
 
 
-def load_tokenizer(folder: Path) -> Tokenizer:
-    """The tokenizer in a checkpoint's folder. Raises FormatError if it is missing or damaged."""
+def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
+    """The tokenizer of a checkpoint, which is named as `load_model` takes it. Raises FormatError if it is missing or damaged."""
+    folder = find_folder(path_or_hub_id)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for a damaged file

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from torch import Tensor
 
-from chat.sampling import Sampler, Sampling
+from chat.sampling import Sampler, Sampling, check_sampling
 from chat.streaming import TextStream
 from memory import BatchError, Sequence
+from memory.batch import why_no_ids
 from memory.prefix import Lookup
 
 EXPECTED_REPLY_TOKENS = 512
@@ -120,13 +122,8 @@ class Request:
     priority: int
 
     def __post_init__(self) -> None:
-        if not _is_integer(self.max_tokens) or self.max_tokens < 0:
-            raise BatchError(f"max_tokens={self.max_tokens!r}; give an integer of at least 0 (0 feeds the tokens and chooses none)")
-        if not isinstance(self.sampling, Sampling):
-            raise BatchError(f"sampling={self.sampling!r}; give a chat.sampling.Sampling")
-        for stop in self.stop:
-            if not isinstance(stop, str) or not stop:
-                raise BatchError(f"stop={self.stop!r}; give strings of at least one character")
+        check_max_tokens(self.max_tokens)
+        check_sampling(self.sampling)
         deadline_s = self.deadline_s
         if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0 and not math.isnan(deadline_s)):
             raise BatchError(f"deadline_s={deadline_s!r}; give seconds from now, above 0, or None")
@@ -142,13 +139,19 @@ class Request:
 def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:
     """A request's tokens as a list. Raises BatchError unless they are one or more integers with 0 <= id < vocab_size."""
     if isinstance(token_ids, Tensor | np.ndarray):
+        if token_ids.ndim > 1:
+            raise BatchError(f"token_ids have shape {tuple(token_ids.shape)}; give one axis, one request at a time")
         token_ids = token_ids.tolist()
-    if not isinstance(token_ids, Iterable) or isinstance(token_ids, str | bytes):
-        raise BatchError(f"token_ids={token_ids!r}; give a list of token ids: encode text with the model's tokenizer first")
+    if isinstance(token_ids, str | bytes | Mapping | Set):
+        raise BatchError(f"token_ids={reprlib.repr(token_ids)}: {why_no_ids(token_ids, vocab_size)}")
+    if not isinstance(token_ids, Iterable):
+        raise BatchError(f"token_ids={token_ids!r}; give a list of token ids")
     ids = list(token_ids)
     for token in ids:
+        if isinstance(token, list | tuple):
+            raise BatchError(f"token_ids hold {reprlib.repr(token)}; give one axis, one request at a time")
         if not _is_integer(token):
-            raise BatchError(f"token_ids hold {token!r}, which is no integer; encode text with the model's tokenizer first")
+            raise BatchError(f"token_ids hold {reprlib.repr(token)}: {why_no_ids(token, vocab_size)}")
         if not 0 <= token < vocab_size:
             raise BatchError(f"token {token} is outside the vocabulary: 0 <= id < {vocab_size}")
     if not ids:
@@ -156,13 +159,27 @@ def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:
     return [int(token) for token in ids]
 
 
+def check_max_tokens(max_tokens: object) -> None:
+    """Raise BatchError unless this may be the length of a reply."""
+    if not isinstance(max_tokens, int | np.integer) or isinstance(max_tokens, bool) or max_tokens < 0:
+        raise BatchError(f"max_tokens={max_tokens!r}; give an integer of at least 0 (0 feeds the tokens and chooses none)")
+
+
 def read_stop(stop: object) -> tuple[str, ...]:
-    """Stop strings, given as several or as one."""
-    if isinstance(stop, str):
-        return (stop,)
+    """Stop strings, given as several or as one. Raises BatchError."""
     if not isinstance(stop, Iterable):
         raise BatchError(f"stop={stop!r}; give a string or several")
-    return tuple(stop)
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(each, str) and each for each in stops):
+        raise BatchError(f"stop={stop!r}; give strings of at least one character")
+    return stops
+
+
+def read_marks(marks: object) -> tuple[Any, ...]:
+    """Positions in a prompt, which `Request` compares with its length. Raises BatchError."""
+    if not isinstance(marks, Iterable):
+        raise BatchError(f"marks={marks!r}; give a list of positions in token_ids")
+    return tuple(marks)
 
 
 def _is_integer(value: object) -> bool:

@@ -59,6 +59,13 @@ class Sampling:
         return self.is_greedy and self.repetition_penalty == 1
 
 
+def check_sampling(sampling: object) -> None:
+    """Raise BatchError unless this is a `Sampling`."""
+    if not isinstance(sampling, Sampling):
+        meant = f"**{sampling!r}" if isinstance(sampling, dict) else f"temperature={sampling if _is_number(sampling) else 0.7}"
+        raise BatchError(f"sampling={sampling!r}; give a chat.sampling.Sampling, such as Sampling({meant})")
+
+
 class Sampler:
     """Chooses the tokens of one sequence, one after the other.
 

@@ -7,15 +7,21 @@ history differs: because the user edited it, or because the template strips the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from chat.engine import GREEDY, Engine, Generation, Sampling
-from chat.history import Rendering, Utterance, common_tokens, decode, encode_history
+import numpy as np
+
+from chat.engine import GREEDY, Engine, Generation, Sampling, require_engine
+from chat.history import Rendering, Utterance, common_tokens, decode, encode_history, read_messages
+from chat.requests import check_max_tokens, read_stop
 from chat.resuming import Start, resume
+from chat.sampling import check_sampling
 from chat.saved_session import SavedSession, read_session, write_session
-from memory import BatchError, FormatError, Sequence, SequenceError, StepError
+from memory import BatchError, FormatError, Sequence, SequenceError, SpecError, StepError
+from memory.archive import read_path
 from memory.interrupts import Lease, uninterrupted, uninterrupted_call
 
 NEW = "new text"
@@ -69,10 +75,12 @@ class ChatSession:
     Args:
         engine: with a tokenizer.
         system: the first message, if the template knows such a role.
-        messages: a history to begin with, oldest first.
+        messages: a history to begin with, oldest first: each an `Utterance`, or {"role": "user", "content": "Hello"} as OpenAI's clients
+            write it.
         max_tokens, sampling, stop: of replies, as `Engine.submit` takes them, unless a call says otherwise.
     Raises:
-        FormatError: no tokenizer, no chat template, or one that refuses the messages.
+        SpecError: no engine. BatchError: arguments that make no chat. FormatError: no tokenizer, no chat template, or one that refuses the
+        messages.
     """
 
     def __init__(
@@ -80,20 +88,23 @@ class ChatSession:
         engine: Engine,
         *,
         system: str | None = None,
-        messages: Iterable[Utterance] = (),
+        messages: Iterable[Utterance | Mapping[str, Any]] = (),
         max_tokens: int = 256,
         sampling: Sampling = GREEDY,
         stop: str | Iterable[str] = (),
     ) -> None:
+        require_engine(engine, "ChatSession(engine)")
         if engine.tokenizer is None:
             raise FormatError("this engine has no tokenizer, so nothing can be said to it; make it with one")
+        check_max_tokens(max_tokens)
+        check_sampling(sampling)
         self.engine = engine
         self.max_tokens = max_tokens
         self.sampling = sampling
-        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        self.stop = read_stop(stop)
         self._tokenizer = engine.tokenizer
         first = [] if system is None else [Utterance("system", system)]
-        self._messages: tuple[Utterance, ...] = (*first, *messages)
+        self._messages: tuple[Utterance, ...] = (*first, *read_messages(messages))
         self._n_heard = 0  # messages that the memory has held once
         self._live: Sequence | None = None
         self._is_closed = False
@@ -110,8 +121,11 @@ class ChatSession:
 
     @property
     def sequence(self) -> Sequence | None:
-        """The live sequence, to be looked at: its tokens are what the memory holds of this session. None: nothing yet."""
-        return self._live
+        """The live sequence, to be looked at: its tokens are what the memory holds of this session. None: nothing yet, or no more.
+
+        Who closes it loses nothing but time: the next call computes the history again.
+        """
+        return None if self._live is None or self._live.closed else self._live
 
     def say(
         self, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
@@ -134,7 +148,7 @@ class ChatSession:
         Raises as `say`, and BatchError: it is none of the user's.
         """
         users = [i for i, message in enumerate(self._messages) if message.role == "user"]
-        if isinstance(index, bool) or index not in users:
+        if not isinstance(index, int | np.integer) or isinstance(index, bool) or index not in users:
             raise BatchError(f"message {index!r} is none of the user's; edit one of {', '.join(map(str, users)) or 'those to come'}")
         return self._answer(EDITED, index, [Utterance("user", _checked(text))], max_tokens, sampling, on_text)
 
@@ -212,12 +226,12 @@ class ChatSession:
 
         A session that was saved there before is replaced when the new one is complete, and not before. Checkpoints stay behind.
 
-        Raises OSError: from the file system. SpecError: a dry run.
+        Raises OSError: from the file system. SpecError: a dry run, or what can be no folder.
         """
         self._check_free()
         saved = SavedSession(self._messages, self._n_heard, self.max_tokens, self.sampling, self.stop)
         with self.engine.lock:
-            write_session(Path(folder), saved, self.engine.memory, self._live)
+            write_session(_folder(folder, SpecError), saved, self.engine.memory, self._live)
 
     @staticmethod
     def resume(engine: Engine, folder: str | Path) -> ChatSession:
@@ -226,8 +240,9 @@ class ChatSession:
 
         Raises FormatError: no session there, or a damaged or unsuitable one; nothing has changed. CapacityError.
         """
+        require_engine(engine, "ChatSession.resume(engine, folder)")
         with engine.lock:
-            saved, load = read_session(Path(folder), engine.memory)
+            saved, load = read_session(_folder(folder, FormatError), engine.memory)
             options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop}
             session = ChatSession(engine, messages=saved.messages, **options)  # type: ignore[arg-type]
             session._n_heard = saved.n_heard
@@ -255,7 +270,8 @@ class ChatSession:
         self.close()
 
     def __repr__(self) -> str:
-        state = "closed" if self._is_closed else "nothing computed yet" if self._live is None else repr(self._live)
+        live = self.sequence
+        state = "closed" if self._is_closed else "nothing computed yet" if live is None else repr(live)
         return f"<ChatSession of {len(self._messages)} messages: {state}>"
 
     # How
@@ -265,6 +281,11 @@ class ChatSession:
     ) -> Turn:  # fmt: skip
         """Reply to the first `n_kept` messages and to `new` ones."""
         self._check_free()
+        max_tokens, sampling = self.max_tokens if max_tokens is None else max_tokens, self.sampling if sampling is None else sampling
+        check_max_tokens(max_tokens)
+        check_sampling(sampling)
+        if on_text is not None and not callable(on_text):
+            raise BatchError(f"on_text={on_text!r}; give a function of a piece of text")
         messages = (*self._messages[:n_kept], *new)
         prompt = encode_history(self._tokenizer, messages)
         n_heard, was_held = min(self._n_heard, n_kept), self._live is not None
@@ -277,8 +298,8 @@ class ChatSession:
                     self._generation = generation = self.engine.submit(
                         prompt.token_ids[start.n_kept :],
                         sequence=start.sequence,
-                        max_tokens=self.max_tokens if max_tokens is None else max_tokens,
-                        sampling=self.sampling if sampling is None else sampling,
+                        max_tokens=max_tokens,
+                        sampling=sampling,
                         stop=self.stop,
                         marks=_choose_marks(prompt, messages, start.n_kept),
                         keeps_sequence=True,
@@ -328,11 +349,20 @@ class ChatSession:
         if self._answering.is_taken:
             raise StepError("this session is in the middle of a reply; wait until it is complete")
         self._stop()  # a Ctrl-C may have come in the way of it
+        if self._live is not None and self._live.closed:
+            self._live = None  # somebody has closed it, so what it held is computed again
 
     def _check_exchange(self, what: str) -> None:
         self._check_free()
         if [message.role for message in self._messages[-2:]] != ["user", "assistant"]:
             raise BatchError(f"there is nothing to {what}: the last two messages are no question and its reply; say something first")
+
+
+def _folder(folder: Any, error: type[SpecError | FormatError]) -> Path:
+    path = Path(read_path("folder", folder, "the folder of a saved session", error))
+    if path.is_file():
+        raise error(f"{path} is a file; give the folder of a saved session")
+    return path
 
 
 def _checked(text: str) -> str:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from chat.acceptance import Acceptance, accept_drawn, accept_likeliest
-from chat.drafts import Draft, Drafter, DraftRequest, Draws, check_window
-from chat.requests import EngineStats
-from chat.sampling import Sampling
+from chat.arguments import check_parts, read_stop_ids
+from chat.drafts import Draft, Drafter, DraftRequest, Draws, check_counts, check_window
+from chat.requests import EngineStats, check_max_tokens, read_token_ids
+from chat.sampling import Sampling, check_sampling
 from memory import CapacityError, HybridMemory, Sequence, SpecError
 from memory.chunks import run_in_chunks
 from memory.interrupts import uninterrupted_call
@@ -62,6 +63,12 @@ class SpeculativeBatch:
         self, model: LanguageModel, memory: HybridMemory, stop_ids: tuple[int, ...], drafter: Drafter, *,
         adapts: bool = True, remembers_end: bool = False, step_tokens: int = 512,
     ) -> None:  # fmt: skip
+        check_parts(model, memory, "SpeculativeBatch(model, memory, stop_ids, drafter)")
+        if isinstance(drafter, type) or not callable(getattr(drafter, "draft", None)):
+            raise SpecError(
+                f"drafter={drafter!r} drafts nothing; give PromptLookup() or DraftModel(small_model, its_memory) of chat.drafts"
+            )
+        check_counts(step_tokens=step_tokens)
         check_window(drafter.n_draft, memory)
         if drafter.vocab_size not in (None, memory.spec.vocab_size):
             raise SpecError(f"the drafter has a vocabulary of {drafter.vocab_size} tokens, the model one of {memory.spec.vocab_size}")
@@ -69,7 +76,7 @@ class SpeculativeBatch:
         self.memory = memory
         self.stats = EngineStats()
         self.acceptance = Acceptance()
-        self._stop_ids = stop_ids
+        self._stop_ids = read_stop_ids(stop_ids, memory.spec.vocab_size)
         self._drafter = drafter
         self._adapts = adapts
         self._remembers_end = remembers_end
@@ -91,8 +98,16 @@ class SpeculativeBatch:
 
         Args:
             sampling: how this sequence's tokens are chosen; None: each is the likeliest.
+        Raises:
+            SequenceError, BatchError: as `HybridMemory.step`, and for arguments that make no reply. Nothing has changed then.
         """
-        self._waiting[sequence] = [*self._waiting.get(sequence, ()), *token_ids]
+        check_max_tokens(max_tokens)
+        if sampling is not None:
+            check_sampling(sampling)
+        waiting = self._waiting.get(sequence, []) if isinstance(sequence, Sequence) else []
+        ids = [*waiting, *read_token_ids(token_ids, self.memory.spec.vocab_size)]
+        self.memory.step({sequence: ids})  # raises for a handle that cannot take part; nothing is entered
+        self._waiting[sequence] = ids
         self._n_left[sequence] = max_tokens
         # A new list: whatever a drafter knows of this sequence may have been edited since.
         self._texts[sequence] = [*sequence.tokens.tolist(), *self._waiting[sequence]]

@@ -18,10 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chat.engine import GREEDY, Engine, Generation, Sampling
+from chat.engine import GREEDY, Engine, Generation, Sampling, require_engine
 from chat.history import common_tokens, decode
 from chat.holes import Hole, Template, Text
 from chat.resuming import resume
+from chat.sampling import check_sampling
 from memory import BatchError, FormatError, Sequence
 
 __all__ = ["Filled", "Hole", "Template", "Text", "fill"]
@@ -73,6 +74,8 @@ def fill(
         BatchError: values that are no text or fill no hole, or a hole that nothing stands before. FormatError: an engine without a
         tokenizer. CapacityError: no room. Whatever the model raises. Nothing is left behind then.
     """
+    require_engine(engine, "fill(engine, templates, values)")
+    check_sampling(sampling)
     jobs = [_Job(template, dict(given), engine) for template, given in _pair(templates, values)]
     filler = _Filler(engine, jobs, sampling)
     try:
@@ -84,12 +87,21 @@ def fill(
 
 
 def _pair(templates: Template | Iterable[Template], values: Any) -> list[tuple[Template, Mapping[str, str]]]:
+    if isinstance(templates, str) or not isinstance(templates, Template | Iterable):
+        raise BatchError(f"{templates!r} is no Template; give Template({templates!r}), or several")
     wanted = templates if isinstance(templates, Template) else list(templates)
+    for template in wanted if isinstance(wanted, list) else ():
+        if not isinstance(template, Template):
+            raise BatchError(f"{template!r} is no Template; give Template({template!r})")
+    if not isinstance(values, Iterable | None):
+        raise BatchError(f"values={values!r}; give {{hole: words}}, or a list with one for each template")
     given: list[Mapping[str, str]]
     if values is None:
         given = [{}] * (1 if isinstance(wanted, Template) else len(wanted))
     else:
         given = [values] if isinstance(values, Mapping) else list(values)
+        if wrong := [row for row in given if not isinstance(row, Mapping)]:
+            raise BatchError(f"{wrong[0]!r} fills no template; give {{hole: words}}, or a list with one for each template")
     if isinstance(wanted, Template):
         wanted = [wanted] * len(given)
     if len(wanted) != len(given):

@@ -1,30 +1,28 @@
 """What the site's build adds to its pages: texts that stand elsewhere, once, and pictures of the source as it is.
 
-A page asks for one with a comment on a line of its own: `<!-- house -->`, `<!-- imports -->`, `<!-- modules PACKAGE -->` or
-`<!-- commands -->`. The home page is the README; pages of the changelog, of the notebooks and of benchmarks/results are those files.
+A page asks for one with a comment on a line of its own: `<!-- house -->`, `<!-- imports -->` or `<!-- modules PACKAGE -->`. The home page
+is the README; pages of the changelog, of the notebooks and of benchmarks/results are those files. What docs/signatures.py writes into the
+reference for who reads it in the repository is left out: on the site it stands in full.
 """
 
 from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable, Iterator
-from html import escape
+from collections.abc import Callable
 from pathlib import Path
 
-import typer
 from drawings import PACKAGES, describe_modules, draw_house, draw_imports, read_house
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
-
-from chat.cli import app
+from signatures import MADE
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 NOTEBOOKS = ROOT / "notebooks"
-_MARK = re.compile(r"^<!-- (house|imports|modules|commands)(?: (\w+))? -->$", re.MULTILINE)
+_MARK = re.compile(r"^<!-- (house|imports|modules)(?: (\w+))? -->$", re.MULTILINE)
 _TO_RESULTS = re.compile(r"\]\((?:\.\./)+benchmarks/results/([\w.]+)")
 """A link as it works in the repository; on the site these files stand in results/."""
 
@@ -51,7 +49,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     here = posixpath.dirname(page.file.src_uri)
     markdown = _TO_RESULTS.sub(lambda match: f"]({posixpath.relpath('results/' + match[1], here or '.')}", markdown)
     try:
-        return _MARK.sub(lambda match: _MAKERS[match[1]](match[2]), markdown)
+        return _MARK.sub(lambda match: _MAKERS[match[1]](match[2]), MADE.sub("", markdown))
     except ValueError as error:
         raise PluginError(f"{page.file.src_uri}: {error}") from error
 
@@ -66,25 +64,8 @@ def _list_modules(package: str) -> str:
     return "\n".join(lines)
 
 
-def _list_commands(_: str) -> str:
-    """Each command of `hybrid-memory` with its options, from their own help texts."""
-    group = typer.main.get_command(app)
-    lines: list[str] = []
-    for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
-        lines += [f"## hybrid-memory {name}", "", command.help, "", "| option | default | |", "|---|---|---|", *_options(command), ""]
-    return "\n".join(lines)
-
-
-def _options(command: object) -> Iterator[str]:
-    for option in command.params:  # type: ignore[attr-defined]
-        default = "" if option.default is None or option.default is False else f"`{option.default}`"
-        names = ", ".join(f"`{n}`" for n in (*option.opts, *option.secondary_opts))
-        yield f"| {names} | {'required' if option.required else default} | {escape(option.help or '')} |"
-
-
 _MAKERS: dict[str, Callable[[str], str]] = {
     "house": lambda _: draw_house(read_house(ROOT)),
     "imports": lambda _: draw_imports(read_house(ROOT)),
     "modules": _list_modules,
-    "commands": _list_commands,
 }

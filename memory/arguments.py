@@ -1,4 +1,4 @@
-"""Reading arguments that are given in several forms: counts, dtypes and devices. Raises SpecError, naming the option and its value."""
+"""Reads arguments that come in several forms: counts, dtypes and devices. Raises SpecError, naming the option and its value."""
 
 from __future__ import annotations
 

@@ -155,6 +155,13 @@ class BySequence(Mapping[int, SequenceUsage]):
     def __len__(self) -> int:
         return len(self.index)
 
+    @property
+    def counted(self) -> str:
+        """How many there are: "2 sequences and 1 checkpoint"."""
+        n_marks = int(self.is_mark.sum())
+        sequences = count(len(self) - n_marks, "sequence", "sequences")
+        return f"{sequences} and {count(n_marks, 'checkpoint', 'checkpoints')}" if n_marks else sequences
+
 
 @dataclass(frozen=True, repr=False)
 class Usage(_Held):
@@ -162,7 +169,9 @@ class Usage(_Held):
 
     Attributes:
         budget_bytes: what the memory may use at most; used_bytes + free_bytes.
-        held: bytes by place. A block that is several things to several sequences counts as the first in body, tail, head.
+        held: bytes by place. A block that is several things to several sequences counts as the first in body, tail, head. Rows of attention
+            stay in their pages when they leave the tail, so all of its pages count as body; policies and storages move them, and have
+            tails.
         shared: kind -> bytes of blocks that several refer to.
         block_bytes: of one block of each kind.
         padding_bytes: part of `used_bytes` that alignment adds.
@@ -181,7 +190,7 @@ class Usage(_Held):
     shared: dict[str, int]
     block_bytes: dict[str, int]
     layers: dict[str, tuple[int, ...]]
-    by_sequence: Mapping[int, SequenceUsage]
+    by_sequence: BySequence
     host_bytes: int
     disk_bytes: int
     on_host: Usage | None = None
@@ -202,7 +211,7 @@ class Usage(_Held):
         away = "".join(f", {format_bytes(n)} swapped out to {place}" for n, place in places if n)
         used, budget = format_bytes(self.used_bytes), format_bytes(self.budget_bytes)
         hosted = f"; in host memory {self.on_host.summary}" if self.on_host is not None else ""
-        return f"{used} of {budget} in {count(len(self.by_sequence), 'sequence', 'sequences')} ({kinds}){away}{hosted}"
+        return f"{used} of {budget} in {self.by_sequence.counted} ({kinds}){away}{hosted}"
 
     def __str__(self) -> str:
         return "\n\n".join([self.summary, *map(str, self.tables("text"))])

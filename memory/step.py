@@ -355,8 +355,8 @@ class Step(NotCopied):
             raise StepError(f"layer {layer} has {len(names)} {kind} memories {names}; name={name!r} picks none of them")
         if (kind, index) in self._served:
             raise StepError(
-                f"the {kind} memory {name or index} of layer {layer} was used twice in one step; a model runs once in each, so make another "
-                "step for the next tokens"
+                f"the {kind} memory {name or index} of layer {layer} was used twice in one step; a model runs once in each: make "
+                "another step for the next tokens"
             )
         return index
 

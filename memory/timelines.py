@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from enum import Enum, auto
 from typing import TypeVar
@@ -26,7 +27,7 @@ _MemoryT = TypeVar("_MemoryT", bound="Timelines")
 def require_memory(memory: object, call: str) -> None:
     """Raise SpecError unless this is a memory; `call` says how the caller is called."""
     if not isinstance(memory, Timelines):
-        raise SpecError(f"{memory!r} is no HybridMemory; call {call}")
+        raise SpecError(f"{reprlib.repr(memory)} is no HybridMemory; call {call}, with HybridMemory(model.memory_spec, budget)")
 
 
 class Whole(Enum):

@@ -20,7 +20,7 @@ from models.attention import Attention, load_projections
 from models.checkpoint import Checkpoint, check_numbers, require
 from models.layers import MLP, LayerNorm, Vocabulary
 from models.linear import Linear
-from models.loading import register
+from models.loading import on_step, register
 
 if TYPE_CHECKING:
     from transformers import BartConfig
@@ -67,9 +67,8 @@ class Bart:
             x_TM = layer(x_TM)
         return [layer.cross.keys_and_values(x_TM) for layer in self._decoder]
 
-    @torch.no_grad()
+    @on_step
     def __call__(self, step: Step) -> Tensor:
-        step.check_model(self.memory_spec)
         x_TM = self._decoder_input(self._vocabulary, step.token_ids, step.positions)
         for layer in self._decoder:
             x_TM = layer(x_TM, step)

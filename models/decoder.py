@@ -13,6 +13,7 @@ from memory import MemorySpec, Step
 from memory.specs import LayerSpec
 from models.checkpoint import Checkpoint
 from models.layers import Vocabulary
+from models.loading import on_step
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -119,9 +120,8 @@ class Decoder:
             device=checkpoint.device, model=f"{type(self).__name__} {checkpoint.folder.name}",
         )  # fmt: skip
 
-    @torch.no_grad()
+    @on_step
     def __call__(self, step: Step) -> Tensor:
-        step.check_model(self.memory_spec)
         x_TM = self._vocabulary.embed(step.token_ids).to(self._residual_dtype)
         for layer in self._layers:
             x_TM = layer(x_TM, step)

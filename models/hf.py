@@ -28,7 +28,7 @@ from models.hf_cache import HybridCache
 from models.hf_mixers import MIXERS, Mix, Module
 from models.hf_pass import CURRENT_PASS, Pass
 from models.hf_probe import check_mixer
-from models.loading import check_source, find_adapter, plan_memory
+from models.loading import check_is_of_transformers, check_source, find_adapter, plan_memory
 
 ATTACHABLE = (
     "BambaForCausalLM",
@@ -82,6 +82,7 @@ class Attached:
     """
 
     def __init__(self, hf_model: PreTrainedModel) -> None:
+        check_is_of_transformers(hf_model)
         name = type(hf_model).__name__
         architecture = next((base.__name__ for base in type(hf_model).__mro__ if base.__name__ in ATTACHABLE), None)
         if architecture is None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import Cache
 
 from memory import BatchError, HybridMemory, RollbackError, Sequence, SequenceError, SpecError, StepError
+from memory.timelines import require_memory
 from models.hf_pass import CURRENT_PASS, Pass, open_pass
 
 
@@ -201,6 +202,9 @@ class HybridCache(Cache):  # type: ignore[misc]
 
 
 def _check_rows(memory: HybridMemory, sequences: Iterable[Sequence]) -> list[Sequence]:
+    require_memory(memory, "HybridCache(memory, sequences)")
+    if not isinstance(sequences, Iterable):
+        raise BatchError(f"{sequences!r} are no rows; give a list with a sequence for each: HybridCache(memory, [memory.open()])")
     rows = list(sequences)
     if not rows:
         raise BatchError("a HybridCache without rows; give it a sequence for each row: HybridCache(memory, [memory.open()])")

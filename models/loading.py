@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -16,7 +18,8 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from memory import MemorySpec, SpecError, Step
+from memory import MemorySpec, SpecError, Step, StepError
+from memory.arguments import check_usable, read_device, read_dtype
 from memory.errors import FormatError, HybridMemoryError
 from models.checkpoint import Checkpoint, DryCheckpoint, LoadedCheckpoint, UnsupportedModelError
 
@@ -24,6 +27,7 @@ EMBEDDED = Path(__file__).parent / "embedded"
 """The small Jamba that ships with the library; see `training/train_embedded.py`."""
 
 _DOWNLOAD_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
+_WANTED = "give a checkpoint's folder, 'embedded', or a hub id such as 'owner/name'"
 _PROGRESS_FROM_TENSORS = 200
 """A progress bar for fewer tensors would only flash."""
 
@@ -52,6 +56,30 @@ def register(architecture: str) -> Callable[[C], C]:
         return model_class
 
     return add
+
+
+ForwardT = TypeVar("ForwardT", bound=Callable[..., Tensor])
+
+
+def on_step(forward: ForwardT) -> ForwardT:
+    """Decorator of a model's `__call__(self, step)`, which is called without gradients and with an open step of its own memory.
+
+    StepError says how to call it to whoever gives anything else.
+    """
+
+    @wraps(forward)
+    def call(model: LanguageModel, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) != 1 or kwargs or not isinstance(args[0], Step):
+            given = ", ".join([*map(reprlib.repr, args), *(f"{name}={reprlib.repr(value)}" for name, value in kwargs.items())])
+            raise StepError(
+                f"{model.memory_spec.model} was given {given or 'nothing'}, but it runs on a step of a memory; write "
+                "`with memory.step({sequence: token_ids}) as step: logits = model(step)`"
+            )
+        args[0].check_model(model.memory_spec)
+        with torch.no_grad():
+            return forward(model, args[0])
+
+    return call  # type: ignore[return-value]
 
 
 def load_model(
@@ -97,6 +125,7 @@ def from_transformers(hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "
         UnsupportedModelError: an architecture or option that is not implemented, quantised weights, weights on several
             devices, or adapters (PEFT) that are not merged.
     """
+    check_is_of_transformers(hf_model)
     names = [base.__name__ for base in type(hf_model).__mro__]
     if adapted := find_adapter(hf_model):
         raise UnsupportedModelError(
@@ -156,6 +185,14 @@ def find_adapter(hf_model: torch.nn.Module) -> str | None:
     return None
 
 
+def check_is_of_transformers(hf_model: object) -> None:
+    """Raise UnsupportedModelError for what is no model of torch at all."""
+    if not isinstance(hf_model, torch.nn.Module):
+        raise UnsupportedModelError(
+            f"{hf_model!r} is no model of transformers; give AutoModelForCausalLM.from_pretrained(...), or a path to load_model"
+        )
+
+
 def check_source(hf_model: PreTrainedModel) -> torch.device:
     """The one device of a transformers model whose weights are numbers as they stand. Raises UnsupportedModelError for any other."""
     _check_unquantised(hf_model.config)
@@ -190,6 +227,8 @@ def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | tor
 
 def dry_model(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
     """A model whose weights are on "meta": it cannot run, but has their shapes. Arguments and errors as `plan_memory`."""
+    if not isinstance(config, PreTrainedConfig):
+        raise SpecError(f"config={config!r} is no config of transformers; give AutoConfig.from_pretrained(folder)")
     if architecture not in ARCHITECTURES:
         raise _unsupported(architecture)
     return build(ARCHITECTURES[architecture], config, DryCheckpoint(architecture, _read_dtype(dtype, config)))
@@ -220,8 +259,8 @@ def weight_bytes(model: LanguageModel) -> int:
 
 def find_folder(path_or_hub_id: str | Path) -> Path:
     """The local folder of a checkpoint, downloading it if it is a hub id."""
-    if not isinstance(path_or_hub_id, str | Path):
-        raise FormatError(f"{path_or_hub_id!r} is no path and no hub id")
+    if not isinstance(path_or_hub_id, str | Path) or not str(path_or_hub_id):
+        raise FormatError(f"{path_or_hub_id!r} is no path and no hub id; {_WANTED}")
     if str(path_or_hub_id) == "embedded":
         return EMBEDDED
     folder = Path(path_or_hub_id).expanduser()
@@ -230,7 +269,7 @@ def find_folder(path_or_hub_id: str | Path) -> Path:
     if folder.exists():
         raise FormatError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
     if not _is_hub_id(str(path_or_hub_id)):
-        raise FormatError(f"there is no folder {folder}; give a checkpoint's folder, 'embedded', or a hub id such as 'owner/name'")
+        raise FormatError(f"there is no folder {folder}; {_WANTED}")
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
         return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))
@@ -307,19 +346,13 @@ def _odd_sizes(config: PreTrainedConfig) -> str:
 
 
 def _read_device(device: str | torch.device) -> torch.device:
-    try:
-        found = torch.device(device)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
-        raise SpecError(f"device={device!r} cannot be used here: {error}") from error
+    found = read_device("device", device)
+    check_usable("device", found)
     return found
 
 
 def _read_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
-    if dtype == "auto":
+    if isinstance(dtype, str) and dtype == "auto":
         # A model of several parts may say it only of the part that reads text.
         dtype = config.dtype or config.get_text_config().dtype or torch.float32
-    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if found not in (torch.float32, torch.bfloat16, torch.float16):
-        raise SpecError(f"dtype={dtype!r}; give 'auto', 'float32', 'bfloat16', 'float16' or one of these as torch.dtype")
-    return found
+    return read_dtype("dtype", dtype, "'auto', ")

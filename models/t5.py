@@ -21,7 +21,7 @@ from models.checkpoint import Checkpoint, check_numbers
 from models.decoder import Function
 from models.layers import MLP, GatedMLP, RMSNorm, Vocabulary
 from models.linear import Linear
-from models.loading import register
+from models.loading import on_step, register
 
 if TYPE_CHECKING:
     from transformers import T5Config
@@ -79,9 +79,8 @@ class T5:
         x_TM = self._encoder_norm(x_TM)
         return [layer.cross.keys_and_values(x_TM) for layer in self._decoder]
 
-    @torch.no_grad()
+    @on_step
     def __call__(self, step: Step) -> Tensor:
-        step.check_model(self.memory_spec)
         x_TM = self._vocabulary.embed(step.token_ids)
         for layer in self._decoder:
             x_TM = layer(x_TM, step, self._bias_HL)

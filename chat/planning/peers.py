@@ -177,7 +177,7 @@ def vllm(model: Model, budget_bytes: int, context_tokens: int, window_tokens: in
 
 _SGLANG_SOURCES = (
     "SGLang 0.5.23: srt/mem_cache/memory_pool.py (HybridReqToTokenPool, MambaPool.SpeculativeState), _calculate_mamba_ratio (3 state slots "
-    "a running request with the radix cache), --mamba-full-memory-ratio 0.9",
+    "a running request with the radix cache), --mamba-full-memory-ratio 0.9; sgl-project/sglang#29678 (--enable-unified-memory)",
 )
 SGLANG_SLOTS = 3
 SGLANG_RATIO = Fraction(9, 10)
@@ -205,8 +205,10 @@ def sglang(model: Model, budget_bytes: int, context_tokens: int, window_tokens: 
         parts = ((for_kv, kv_bytes), (for_slots, slot_bytes))
         counts.append(min(int(budget_bytes * share // (part + share * draft_bytes)) for share, part in parts))
         sessions.append(kv_bytes + slot_bytes + draft_bytes)
+    shared = " and ".join(dict.fromkeys(f"{budget_bytes // n:,}" for n in sessions))
     notes = (
-        "SGLang divides memory between attention and states when it starts",
+        "SGLang divides memory between attention and states when it starts; with --enable-unified-memory both share one buffer, as here: "
+        f"up to {shared} sessions",
         "SGLang takes back draft tokens of one step, a state each",
     )
     return PeerPlan("SGLang", _SGLANG_SOURCES, notes, sessions[0], counts[0], sessions[1], counts[1])

@@ -73,7 +73,7 @@ class Runs:
         return lighter(PALETTE[self.pools[i] % len(PALETTE)], _SHADES[self.owners[i] % len(_SHADES)])
 
     def label(self, i: int) -> str:
-        return "in a step" if self.owners[i] == _NOBODY else f"{self.owners[i]}{'+' if self.n_owners[i] > 1 else ''}"
+        return "in a step" if self.owners[i] == _NOBODY else f"{self.owners[i]}{', …' if self.n_owners[i] > 1 else ''}"
 
 
 _NONE: Int64s = np.zeros(0, np.int64)
@@ -168,7 +168,8 @@ def _explain(figure: Figure, runs: Runs, names: list[str]) -> None:
 
     handles: list[Artist] = [Patch(color=PALETTE[k % len(PALETTE)], label=literal(names[k])) for k in sorted(set(runs.pools.tolist()))]
     if (runs.n_owners > 1).any():
-        handles.append(Patch(facecolor=(0.5, 0.5, 0.5, 0.4), edgecolor=_SHARED, linewidth=0, hatch="/////", label="shared by several (3+)"))
+        label = "shared by several (3, …: by sequence 3 and others)"
+        handles.append(Patch(facecolor=(0.5, 0.5, 0.5, 0.4), edgecolor=_SHARED, linewidth=0, hatch="/////", label=label))
     handles.append(Patch(facecolor=FREE, edgecolor=INK, linewidth=0.5, label="free"))
     if 0 < len(runs) <= _MOST_NUMBERS:
         handles.append(Line2D([], [], linestyle="none", marker="$n$", color=INK, label="id of its sequence"))

@@ -92,7 +92,8 @@ def layer_map(memory: HybridMemory, sequence: Sequence) -> Figure:
     """The layers of a model in order: which tokens of a sequence each holds as body and tail, and in how many bytes.
 
     White lines in a tail are positions at which rows fold into the body; the dashed line is the horizon, the earliest position to which
-    a rollback reaches by itself. Where a tail is short beside the sequence, a second picture shows the newest tokens.
+    a rollback reaches by itself. A hollow diamond is a state that a rollback has left stale: its bytes are held, and the next step computes
+    it again. Where a tail is short beside the sequence, a second picture shows the newest tokens.
 
     Raises SpecError without matplotlib; SequenceError: a closed sequence, or one of another memory.
     """
@@ -147,8 +148,8 @@ def _draw(ax: Axes, y: int, row: LayerRow, length: int) -> None:
     for s in row.stretches:
         colour = PART_COLOURS[s.part]
         if s.part == "head":
-            if s.end >= 0:
-                ax.plot([s.end], [y], marker="D", color=colour, markeredgecolor="white", markersize=6, clip_on=False, zorder=5)
+            at, edge, fill = (s.end, "white", colour) if s.end >= 0 else (length, colour, "none")
+            ax.plot([at], [y], marker="D", color=colour, markeredgecolor=edge, markerfacecolor=fill, markersize=6, clip_on=False, zorder=5)
             continue
         hatch = _HATCH if s.is_folded else None
         ax.barh(
@@ -193,8 +194,10 @@ def _explain(figure: Figure, rows: list[LayerRow], horizon: int) -> None:
         handles.append(Patch(facecolor=PART_COLOURS["body"], hatch=_HATCH, edgecolor=(1, 1, 1, 0.55), linewidth=0, label=label))
     if any(s.part == "tail" for s in stretches):
         handles.append(Patch(color=PART_COLOURS["tail"], label="tail: the newest rows"))
-    if any(s.part == "head" for s in stretches):
-        handles.append(Line2D([], [], linestyle="none", marker="D", color=PART_COLOURS["head"], label="head: a state kept ready"))
+    for is_stale, label in ((False, "head: a state kept ready"), (True, "head: stale, computed again by the next step")):
+        if any(s.part == "head" and (s.end < 0) == is_stale for s in stretches):
+            colour, fill = PART_COLOURS["head"], "none" if is_stale else PART_COLOURS["head"]
+            handles.append(Line2D([], [], linestyle="none", marker="D", color=colour, markerfacecolor=fill, label=label))
     if any(isinstance(row.memory, AttentionSpec) and row.memory.window for row in rows):
         handles.append(Line2D([], [], color=INK, marker="|", label="what the newest token sees"))
         handles.append(Patch(color=FREE, label="no longer kept"))

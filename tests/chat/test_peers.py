@@ -155,6 +155,9 @@ def test_sglang_divides_memory_once() -> None:
     plan = sglang(model, budget, 32768, 0)
     for_kv = budget * 10 // 19
     assert plan.n_sessions == min(for_kv // (32768 * 24576), (budget - for_kv) // (3 * sum(model.state_bytes)))
+    # One buffer for both, from both ends (sgl-project/sglang#29678): what a session takes divides the budget, and nothing is left over.
+    assert f"--enable-unified-memory both share one buffer, as here: up to {budget // plan.session_bytes:,} sessions" in plan.notes[0]
+    assert budget // plan.session_bytes > plan.n_sessions
     drafting = sglang(model, budget, 32768, 4)
     assert drafting.n_window_sessions is not None and drafting.n_window_sessions < plan.n_sessions
 

@@ -451,3 +451,46 @@ def test_tokenizers_without_a_usable_template_are_refused(embedded: Any) -> None
     memory = HybridMemory(embedded.memory_spec, "16MiB")
     with pytest.raises(FormatError, match="no tokenizer"):
         ChatSession(Engine(embedded, memory, None))
+
+
+def test_a_session_whose_sequence_was_closed_computes_it_again(embedded: Any, tokenizer: Tokenizer) -> None:
+    """Its messages are what counts: whatever is called next, it goes on as if nothing had been computed yet."""
+    told = "My cat is called Milo."
+    calls: list[Callable[[ChatSession], object]] = [
+        lambda session: session.say("What is my cat called?").text,
+        lambda session: session.regenerate().text,
+        lambda session: session.edit(0, "My cat is called Luna.").text,
+        lambda session: session.undo(),
+        lambda session: session.branch().say("What is my cat called?").text,
+        lambda session: session.sleep(),
+        lambda session: session.wake(),
+        lambda session: (session.close(), session.messages),
+    ]
+    for call in calls:
+        engines = [make_engine(embedded, tokenizer, has_prefixes=False) for _ in range(2)]
+        whole, robbed = (ChatSession(engine) for engine in engines)
+        for session in (whole, robbed):
+            session.say(told)
+        assert robbed.sequence is not None
+        robbed.engine.memory.close(robbed.sequence)
+        assert robbed.sequence is None and "nothing computed yet" in repr(robbed)
+        assert call(robbed) == call(whole) and robbed.messages == whole.messages
+        for session in (whole, robbed):
+            session.close()
+        engines[1].memory.check()
+
+
+def test_a_session_whose_sequence_was_closed_is_saved_and_says_why_it_computes(embedded: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    engine = make_engine(embedded, tokenizer, has_prefixes=False)
+    session = ChatSession(engine, messages=[{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}])
+    session.say("My cat is called Milo.")
+    assert session.sequence is not None
+    engine.memory.close(session.sequence)
+    session.save(tmp_path / "chat")
+    resumed = ChatSession.resume(engine, tmp_path / "chat")
+    assert resumed.messages == session.messages and resumed.sequence is None
+    turn = session.say("What is my cat called?")
+    assert turn.n_reused == 0 and set(turn.computed) <= {NO_CHECKPOINT, NEW, LAST} and turn.computed[NO_CHECKPOINT] > 10
+    for each in (session, resumed):
+        each.close()
+    assert_all_given_back(engine)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -86,12 +87,40 @@ def check_architecture(page: str) -> None:
 
 
 def load_drawings() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("drawings", ROOT / "docs" / "drawings.py")
+    return load_script("drawings")
+
+
+@cache
+def load_script(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["drawings"] = module  # its dataclass looks itself up there
+    sys.modules[name] = module  # its dataclass looks itself up there
     spec.loader.exec_module(module)
     return module
+
+
+def test_the_reference_has_signatures_and_first_sentences_in_the_repository() -> None:
+    """`python docs/signatures.py` brings the pages up to date."""
+    signatures = load_script("signatures")
+    for page in sorted(signatures.PAGES.glob("*.md")):
+        text = page.read_text(encoding="utf-8")
+        assert text == signatures.make_page(text), f"{page.name} is old; run: python docs/signatures.py"
+        assert text.count("\n::: ") == text.count("<!-- signatures") or "    options: {" in text, page.name
+    memory_page = (signatures.PAGES / "memory.md").read_text(encoding="utf-8")
+    assert "    fork(sequence: Sequence) -> Sequence\n        A new sequence that continues" in memory_page
+    assert "horizons_after" not in memory_page.partition("```text")[2], "what the site hides is hidden here as well"
+    assert "| `--budget` | `1GiB` | bytes" in (signatures.PAGES / "command-line.md").read_text(encoding="utf-8")
+
+
+def test_signatures_follow_the_source(tmp_path: Path) -> None:
+    signatures = load_script("signatures")
+    page = "# x\n\n::: memory.errors\n"
+    made = signatures.make_page(page)
+    assert "class" not in made and "CapacityError(message: str, *, needed: int, free: int, unit: str = 'bytes')" in made
+    assert signatures.make_page(made) == made, "what was made before is replaced"
+    assert signatures.MADE.sub("", made) == page, "and the site leaves it out"
+    assert signatures.make_page(made.replace("The budget cannot hold", "Nothing can hold")) == made
 
 
 def test_a_house_that_breaks_its_contract_is_not_drawn(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def test_the_map_of_the_arena_shows_every_byte(name: str) -> None:
     assert_legible(figure)
     labels = [t.get_text() for t in figure.legends[0].get_texts()]
     assert labels[: len([k for k, n in usage.by_kind.items() if n])] == [k for k, n in usage.by_kind.items() if n]
-    assert ("shared by several (3+)" in labels) == (usage.shared_bytes > 0) and "free" in labels
+    assert ("shared by several (3, …: by sequence 3 and others)" in labels) == (usage.shared_bytes > 0) and "free" in labels
     assert figure.get_suptitle().startswith(f"{format_bytes(usage.used_bytes)} of 8 MiB in use")
 
 
@@ -82,7 +82,7 @@ def test_blocks_are_numbered_by_their_sequence() -> None:
     memory.close(a)
     assert {t.get_text() for ax in arena_map(memory).axes[1:] for t in ax.texts} == {str(b.id)}
     memory.fork(b)
-    assert {t.get_text() for ax in arena_map(memory).axes[1:] for t in ax.texts} == {f"{b.id}+"}
+    assert {t.get_text() for ax in arena_map(memory).axes[1:] for t in ax.texts} == {f"{b.id}, …"}
 
 
 def test_one_block_and_blocks_of_an_open_step_can_be_seen() -> None:
@@ -151,6 +151,22 @@ def test_the_map_of_layers_has_a_bar_for_each_part() -> None:
     assert figure.get_suptitle() == f"Sequence 0 of hybrid: 49 tokens, {format_bytes(total)} in all layers"
     assert "horizon: rollback reaches 40" in [t.get_text() for t in figure.legends[0].get_texts()]
     assert [line.get_xdata()[0] for line in ax.lines if line.get_label() == "horizon"] == [a.horizon] == [40]
+
+
+def test_a_state_that_is_stale_after_a_rollback_is_drawn_as_that() -> None:
+    """Its bytes are in the table, so its mark is in the picture, hollow and at the newest position; the next step fills it again."""
+    memory = make(HYBRID, fold="replay")
+    s = memory.open()
+    memory.run(None, {s: [1] * 51})
+    for to, is_stale in ((51, False), (49, True)):
+        memory.rollback(s, to=to)
+        figure = layer_map(memory, s)
+        drawn = [line for line in figure.axes[0].lines if line.get_marker() == "D"]
+        assert len(drawn) == 3 and all(line.get_xdata()[0] == to for line in drawn)
+        assert [line.get_markerfacecolor() == "none" for line in drawn] == [is_stale] * 3
+        labels = [t.get_text() for t in figure.legends[0].get_texts()]
+        assert ("head: a state kept ready" in labels) == (not is_stale)
+        assert ("head: stale, computed again by the next step" in labels) == is_stale
 
 
 def test_rows_fold_where_the_grid_says() -> None:

@@ -196,7 +196,7 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BatchError, match="empty"):
         cache.open([])
     for bad in ([1.5], [[1], [2]], ["a"], 3, np.zeros((2, 2), np.int64)):
-        with pytest.raises(BatchError, match="give a list or array of integer token ids|give one axis"):
+        with pytest.raises(BatchError, match=r"give a list or array of integer token ids|give one axis"):
             cache.find(bad)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="grid_tokens=-1"):
         PrefixCache(memory, grid_tokens=-1)

@@ -185,6 +185,7 @@ def test_usage_prints_as_tables() -> None:
     known = family(memory)
     usage = memory.usage()
     lines = cells(str(usage))
+    assert " in 4 sequences and 1 checkpoint (" in usage.summary, "checkpoints are no sequences that go on"
     assert lines[0] == [usage.summary] and usage.summary in repr(memory) and "\n" not in repr(memory)
     assert lines[2] == ["kind", "body", "tail", "head", "checkpoints", "total", "shared", "a block"]
     assert ["recurrence: tails, 3 layers", "–", *(format_bytes(n) for n in (usage.by_part["tail"],))] == lines[6][:3]
@@ -196,7 +197,8 @@ def test_usage_prints_as_tables() -> None:
     for _ in range(30):
         memory.open()
     assert str(memory.usage()).endswith("… and 15 more")
-    assert max(map(len, str(memory.usage()).splitlines())) <= 140
+    summary, *tables = str(memory.usage()).splitlines()
+    assert max(map(len, tables)) <= 140 and len(summary) <= 160
 
 
 def test_a_terminal_shows_the_same(capsys: pytest.CaptureFixture[str]) -> None:
