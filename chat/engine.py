@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sized
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -127,8 +127,13 @@ class Engine(Serving):
                 "error", and no other.
             priority: larger ones come in first and are preempted last.
         Raises:
-            BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use. Nothing has changed then.
+            BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use. CapacityError: a prompt that
+            the memory's whole budget could not hold; the error says what it needs. Nothing has changed then.
         """
+        n_base = 0 if sequence is None or sequence.closed else sequence.length
+        if isinstance(token_ids, Sized) and (sequence is None or self.memory.is_whole(sequence)):
+            # By their number alone, before they are looked at: in steps as short as those that it takes in need.
+            self.memory.require_possible(max(1, len(token_ids)), n_held=n_base, max_tokens=1)
         ids = read_token_ids(token_ids, self.memory.spec.vocab_size)
         request = Request(
             token_ids=ids,

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 from bisect import insort
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import lru_cache
 from heapq import heappop, heappush
 from itertools import accumulate
-from typing import Any
 
 from chat.choosing import Plan
 from chat.requests import EngineStats, FinishReason, Generation, Job
 from chat.sampling import Sampler
-from memory import BatchError, CapacityError, CrossAttentionSpec, HybridMemory, HybridMemoryError, Sequence, SequenceError, Step
+from memory import BatchError, CapacityError, HybridMemory, HybridMemoryError, Sequence, SequenceError, Step
 from memory.interrupts import uninterrupted
 from memory.prefix import PrefixCache
 
@@ -63,38 +63,14 @@ def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan) -> Step | 
 
 
 class Sizes:
-    """Bytes that sequences take by themselves, found out by a dry run on a memory of the same shape.
-
-    They are estimates: lengths are rounded up by as much as a quarter, and nothing is shared.
-    """
+    """Bytes that sequences take by themselves in a memory, remembered by length. They share nothing with each other."""
 
     def __init__(self, memory: HybridMemory) -> None:
-        without = tuple(tuple(m for m in layer if not isinstance(m, CrossAttentionSpec)) for layer in memory.spec.layers)
         self.budget_bytes = memory.budget_bytes
-        self._spec = replace(memory.spec, layers=without)
-        self._options: dict[str, Any] = {
-            "rollback_window": memory.rollback_window, "page_tokens": memory.page_tokens, "fold": memory.fold, "device": "meta",
-        }  # fmt: skip
-        self._bytes: dict[int, int] = {}
+        self._of = lru_cache(maxsize=4096)(memory.bytes_at)
 
     def of(self, n_tokens: int) -> int:
-        """Bytes of a sequence of this length; one more than the budget if it does not fit. Cost: the first time, a dry run."""
-        step = 1 << max(0, n_tokens.bit_length() - 3)
-        rounded = -(-n_tokens // step) * step
-        if rounded not in self._bytes:
-            self._bytes[rounded] = self._measure(rounded)
-        return self._bytes[rounded]
-
-    def _measure(self, n_tokens: int) -> int:
-        memory = HybridMemory(self._spec, self.budget_bytes, **self._options)
-        sequence = memory.open()
-        try:
-            for start in range(0, n_tokens, 512):
-                with memory.step({sequence: [0] * min(512, n_tokens - start)}):
-                    pass
-        except CapacityError:
-            return self.budget_bytes + 1
-        return memory.usage().used_bytes
+        return self._of(n_tokens)
 
 
 @dataclass(frozen=True)

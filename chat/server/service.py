@@ -22,7 +22,7 @@ from chat.server.metrics import Metrics
 from chat.server.options import ServerOptions
 from chat.server.replies import Ask, Piece, Replies
 from chat.server.schema import ChatRequest, CompletionRequest, Prompt, read_request
-from memory import FormatError, IntegrityError
+from memory import CapacityError, FormatError, IntegrityError
 
 T = TypeVar("T")
 
@@ -166,7 +166,10 @@ class Service:
         """Generate. The status is not known before the first token is there, or the error instead of it."""
         if not self.is_open:
             raise stopping()
-        replies = Replies(self.engine, asks, self.metrics, exchange.started)
+        try:
+            replies = Replies(self.engine, asks, self.metrics, exchange.started)
+        except CapacityError as error:  # not for now, but for good: to try again would not help
+            raise ApiError(400, f"{error}.", code="context_length_exceeded") from None
         self._live.add(replies)
         exchange.at_end += [replies.cancel, lambda: self._live.discard(replies)]
         try:
