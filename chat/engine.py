@@ -37,6 +37,22 @@ __all__ = ["Engine", "EngineStats", "Generation", "OnToken", "Sampling"]
 GREEDY = Sampling()
 
 
+def _check_parts(model: LanguageModel, memory: HybridMemory, prefixes: PrefixCache | None) -> None:
+    """Raise SpecError unless they belong together: else every request would end with an error of its own."""
+    spec, own = model.memory_spec, memory.spec
+    if not own.same_memories(spec):
+        raise SpecError(f"this memory was made for {own.model}, not for {spec.model}; make it with HybridMemory(model.memory_spec)")
+    if own.device.type != "meta" and (own.dtype, own.device.type) != (spec.dtype, spec.device.type):
+        raise SpecError(
+            f"this memory holds {own.dtype} on {own.device.type}, {spec.model} runs in {spec.dtype} on {spec.device.type}; make it with "
+            "HybridMemory(model.memory_spec), without device= and dtype=, or load the model so"
+        )
+    if not isinstance(prefixes, PrefixCache | None):
+        raise SpecError(f"prefixes={prefixes!r}; give PrefixCache(memory) of memory.prefix, or None for no cache")
+    if prefixes is not None and prefixes.memory is not memory:
+        raise SpecError("prefixes= is the cache of another memory; give PrefixCache(memory) with the memory that the engine has")
+
+
 class Engine(Serving):
     """Generates for any number of requests at once. Drive it with `step` or `run`, or let `serve` do so beside an event loop.
 
@@ -53,7 +69,7 @@ class Engine(Serving):
         clock: seconds; for tests.
         choose: the next tokens from a step's logits; for dry runs, which have none.
     Raises:
-        SpecError: numbers that cannot work.
+        SpecError: numbers that cannot work; a memory that was made for another model, or a prefix cache of another memory.
     """
 
     def __init__(
@@ -75,6 +91,7 @@ class Engine(Serving):
                 raise SpecError(f"{name}={value!r}; it must be an integer of at least 1")
         if step_tokens <= max_running:
             raise SpecError(f"step_tokens={step_tokens} leaves nothing to prompts beside max_running={max_running} replies; give more")
+        _check_parts(model, memory, prefixes)
         self.model = model
         self.memory = memory
         self.prefixes = prefixes
@@ -216,7 +233,10 @@ class Engine(Serving):
             return finished
 
     def run(self) -> None:
-        """Step until every generation has ended. Raises as `step`."""
+        """Step until every generation has ended. Raises as `step`.
+
+        A request that fails raises nothing here, for the others go on: its `finish_reason` is "error", and its `error` says why.
+        """
         while not self.is_idle:
             self.step()
 

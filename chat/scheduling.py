@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from bisect import insort
+from bisect import bisect_left, insort
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heappop, heappush
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from chat.choosing import Plan
 from chat.requests import EngineStats, FinishReason, Generation, Job
@@ -113,7 +112,7 @@ class Scheduler:
         self.is_full = False
         self._given: set[Sequence] = set()  # by callers, for jobs to go on with
         self._cancelled: list[Job] = []
-        self._deadlines: list[tuple[float, int, Job]] = []  # a heap
+        self._deadlines: list[tuple[float, int, Job]] = []  # ascending
         self._ended: list[Job] = []
         self._memory = memory
         self._prefixes = prefixes
@@ -128,7 +127,7 @@ class Scheduler:
         if job.request.sequence is not None:
             self._given.add(job.request.sequence)
         if job.deadline < float("inf"):
-            heappush(self._deadlines, (job.deadline, job.generation.id, job))
+            insort(self._deadlines, (job.deadline, job.generation.id, job))
         insort(self.waiting, job, key=lambda job: job.rank)
 
     @property
@@ -163,6 +162,9 @@ class Scheduler:
         """One that has ended is let go. The caller holds `lock`."""
         del self.jobs[job.generation]
         self._ended.remove(job)
+        at = bisect_left(self._deadlines, (job.deadline, job.generation.id))  # without the job
+        if at < len(self._deadlines) and self._deadlines[at][2] is job:
+            del self._deadlines[at]
         if job.request.sequence is not None:
             self._given.discard(job.request.sequence)
 
@@ -180,9 +182,7 @@ class Scheduler:
         """End who was cancelled, is too late, or has lost its sequence (who waits finds that out when it is let in)."""
         with self.lock:
             cancelled, self._cancelled = self._cancelled, []
-            late = []
-            while self._deadlines and self._deadlines[0][0] <= now:
-                late.append(heappop(self._deadlines)[2])
+            late = [job for _, _, job in takewhile(lambda entry: entry[0] <= now, self._deadlines)]
         for job in (*cancelled, *late):
             if job.outcome is None:
                 self.end(job, "cancelled" if job.is_cancelled else "deadline")

@@ -112,7 +112,7 @@ def _read_prompts(value: object) -> list[Prompt]:
 
 
 def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(type(v) is int for v in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 class StreamOptions(_Checked):

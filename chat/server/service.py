@@ -120,6 +120,9 @@ class Service:
     async def complete(self, request: Request) -> Response:
         asked = read_request(CompletionRequest, await request.body())
         self._check_model(asked.model)
+        for prompt in asked.prompt:
+            if not isinstance(prompt, str):  # too many are refused before anybody looks at them
+                self._reply_tokens(len(prompt), asked.max_tokens, param="prompt")
         encoded = await self._with_texts(lambda: [self._encode(prompt) for prompt in asked.prompt])
         asks = [self._ask(asked, token_ids, asked.max_tokens, param="prompt") for token_ids in encoded]
         echoes = [""] * len(asks)
@@ -157,8 +160,11 @@ class Service:
         return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
     def _ask(self, asked: ChatRequest | CompletionRequest, token_ids: list[int], wanted: int | None, *, param: str) -> Ask:
-        n_reply = check_length(len(token_ids), wanted, self.options.default_tokens, self.context_tokens, param=param)
+        n_reply = self._reply_tokens(len(token_ids), wanted, param=param)
         return Ask(token_ids, n_reply, asked.stop, tuple(asked.sampling(choice) for choice in range(asked.n)))
+
+    def _reply_tokens(self, n_prompt: int, wanted: int | None, *, param: str) -> int:
+        return check_length(n_prompt, wanted, self.options.default_tokens, self.context_tokens, param=param)
 
     async def _reply(
         self, exchange: Exchange, asked: ChatRequest | CompletionRequest, asks: list[Ask], style: ChatFormat | CompletionFormat

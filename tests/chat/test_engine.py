@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
+import weakref
 from typing import Literal
 
 import pytest
+import torch
 
 from chat.engine import Engine, Generation, Sampling
 from chat.prompts import Tokenizer, encode_prompt, find_stop_ids
 from chat.scheduling import Sizes
-from memory import CapacityError, HybridMemory, Sequence, StepError
+from memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
 from memory.prefix import PrefixCache
 from models import LanguageModel
 from tests.chat.engines import (
@@ -363,3 +366,31 @@ def test_callbacks_may_cancel_and_submit_but_not_step() -> None:
     run_checked(engine)
     assert (generation.finish_reason, len(generation.token_ids)) == ("cancelled", 3)
     assert more[0].finish_reason == "length" and len(errors) == 1
+
+
+# What belongs together
+
+
+def test_an_engine_is_made_of_what_belongs_together_or_not_at_all() -> None:
+    model, memory = Toy(), make_memory(Toy())
+    for prefixes, what in ((True, "prefixes=True; give PrefixCache"), (PrefixCache(make_memory(model)), "cache of another memory")):
+        with pytest.raises(SpecError, match=what):
+            Engine(model, memory, None, stop_ids=(), prefixes=prefixes)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="made for toy, not for toy; make it with"):
+        Engine(Toy(recurrent=False), memory, None, stop_ids=())  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"holds torch.bfloat16 on cpu, toy runs in torch.float32 on cpu; make it with"):
+        Engine(model, HybridMemory(model.memory_spec, dtype=torch.bfloat16), None, stop_ids=())  # type: ignore[arg-type]
+
+
+def test_a_generation_that_has_ended_is_forgotten_whenever_its_deadline_is() -> None:
+    """Whoever waits for a far deadline must not keep the prompts of a day."""
+    engine = make_engine(Toy())
+    generations = [engine.submit([i], max_tokens=2, deadline_s=3600 + i % 2) for i in range(8)]
+    jobs = weakref.WeakSet(engine._scheduler.jobs.values())
+    engine.cancel(generations[3])
+    run_checked(engine)
+    gc.collect()
+    assert not len(jobs)
+    late = engine.submit([1], max_tokens=10**6, deadline_s=1e-9)
+    run_checked(engine)
+    assert late.finish_reason == "deadline"

@@ -515,6 +515,10 @@ def test_a_memory_that_cannot_hold_it(embedded: LanguageModel, tokenizer: Tokeni
         assert 64 < limit < 4096
         answer = server.chat("cat " * limit)
         assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+        n_before = server.chat().status == 200 and server.prefixes.stats().n_checkpoints
+        answer = post(server, {"model": MODEL, "prompt": [10**9] * 100_000}, "/v1/completions")  # whether they are tokens, nobody asks
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded") and "100,000 tokens" in answer.error["message"]
+        assert server.prefixes.stats().n_checkpoints == n_before > 0
         n_tokens = limit * 3 // 4
         with server.engine.lock:
             held = server.memory.open()
