@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sized
+from collections.abc import Callable, Hashable, Iterable, Sized
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -108,7 +108,7 @@ class Engine(Serving):
         self._scheduler = Scheduler(memory, prefixes, self.stats, max_running)
         self._n_submitted = 0
         self._is_stepping = False
-        self._to_remember: list[Sequence] = []
+        self._to_remember: list[tuple[Sequence, Hashable]] = []
         self._news = News(self._scheduler)
         self._finished: list[Generation] = []
 
@@ -128,6 +128,7 @@ class Engine(Serving):
         remembers_end: bool = False,
         on_token: OnToken | None = None,
         priority: int = 0,
+        owner: Hashable = None,
     ) -> Generation:
         """Ask for a reply. It joins the others before the next step in which there is room.
 
@@ -143,6 +144,8 @@ class Engine(Serving):
             on_token: see `OnToken`. It is called by the thread that steps, after the step. If it raises, its generation ends with
                 "error", and no other.
             priority: larger ones come in first and are preempted last.
+            owner: of the prefixes that it goes on from and leaves behind: no other owner finds them. Whoever must not learn what others
+                have asked needs an owner of their own; see `PrefixCache`.
         Raises:
             BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use. CapacityError: a prompt that
             the memory's whole budget could not hold; the error says what it needs. Nothing has changed then.
@@ -164,6 +167,7 @@ class Engine(Serving):
             remembers_end=remembers_end,
             on_token=on_token,
             priority=priority,
+            owner=owner,
         )
         if request.stop and self.tokenizer is None:
             raise BatchError(f"stop={request.stop!r}, but this engine has no tokenizer to find text with; give it one, or stop_ids")
@@ -285,7 +289,7 @@ class Engine(Serving):
         job.served = self.stats.n_steps
         self.stats.n_fed += n_tokens
         if was_prefilling and (job.n_fed == job.generation.n_prompt or job.n_fed in job.cuts):
-            self._to_remember.append(job.live_sequence)
+            self._to_remember.append((job.live_sequence, job.request.owner))
 
     def _hear(self, job: Job, choice: Choice, now: float) -> None:
         if isinstance(choice, StepError):
@@ -297,7 +301,7 @@ class Engine(Serving):
         elif job.ending is None and job.n_fed == len(job.tokens):
             job.ending = "length"  # max_tokens=0: there was nothing to choose
         if job.ending is not None and job.n_fed == len(job.tokens):
-            self._to_remember.append(job.live_sequence)
+            self._to_remember.append((job.live_sequence, job.request.owner))
             self._scheduler.end(job, job.ending)
 
     # Between steps
@@ -307,9 +311,9 @@ class Engine(Serving):
         while True:
             self._scheduler.reap(self._clock())
             while self._to_remember:
-                sequence = self._to_remember.pop()
+                sequence, owner = self._to_remember.pop()
                 if self.prefixes is not None and not sequence.closed:
-                    self.prefixes.insert(sequence)
+                    self.prefixes.insert(sequence, owner)
             for job in self._scheduler.ended():
                 self._release(job)
             if not self._news.tell():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -118,6 +118,7 @@ class Request:
     remembers_end: bool
     on_token: OnToken | None
     priority: int
+    owner: Hashable
 
     def __post_init__(self) -> None:
         if not _is_integer(self.max_tokens) or self.max_tokens < 0:
@@ -137,6 +138,8 @@ class Request:
             raise BatchError(f"on_token={self.on_token!r}; give a function of (generation, text)")
         if not _is_integer(self.priority):
             raise BatchError(f"priority={self.priority!r}; give an integer, larger for more important")
+        if not isinstance(self.owner, Hashable):
+            raise BatchError(f"owner={self.owner!r}; give something hashable, such as a user's name, or None")
 
 
 def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:

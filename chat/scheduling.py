@@ -266,13 +266,13 @@ class Scheduler:
         elif self._prefixes is None:
             job.sequence = self._memory.open()
         else:
-            job.sequence, job.lookup = self._prefixes.open(job.tokens)
+            job.sequence, job.lookup = self._prefixes.open(job.tokens, request.owner)
             job.n_fed = job.n_reused = job.sequence.length
             if not job.generation.token_ids:  # else it starts again, and asks for more than the prompt
                 job.generation.lookup = job.lookup
         if self._prefixes is not None:
             marks = [job.n_base + mark for mark in request.marks]
-            job.cuts = [cut - job.n_base for cut in self._prefixes.cuts(known, job.n_base + job.n_fed, marks)]
+            job.cuts = [cut - job.n_base for cut in self._prefixes.cuts(known, job.n_base + job.n_fed, marks, request.owner)]
         job.sampler = job.sampler or Sampler(request.sampling, known)
 
     def preempt(self) -> None:

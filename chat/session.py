@@ -7,7 +7,7 @@ history differs: because the user edited it, or because the template strips the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +70,7 @@ class ChatSession:
         system: the first message, if the template knows such a role.
         messages: a history to begin with, oldest first.
         max_tokens, sampling, stop: of replies, as `Engine.submit` takes them, unless a call says otherwise.
+        owner: of what the prefix cache keeps of it: sessions of other owners find nothing of that. See `PrefixCache`.
     Raises:
         FormatError: no tokenizer, no chat template, or one that refuses the messages.
     """
@@ -83,6 +84,7 @@ class ChatSession:
         max_tokens: int = 256,
         sampling: Sampling = GREEDY,
         stop: str | Iterable[str] = (),
+        owner: Hashable = None,
     ) -> None:
         if engine.tokenizer is None:
             raise FormatError("this engine has no tokenizer, so nothing can be said to it; make it with one")
@@ -90,6 +92,7 @@ class ChatSession:
         self.max_tokens = max_tokens
         self.sampling = sampling
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        self.owner = owner
         self._tokenizer = engine.tokenizer
         first = [] if system is None else [Utterance("system", system)]
         self._messages: tuple[Utterance, ...] = (*first, *messages)
@@ -174,7 +177,7 @@ class ChatSession:
         Raises CapacityError: this one sleeps, and there is no room to wake it. Cost: no layer runs; no tensor is copied.
         """
         self._check_free()
-        options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop}
+        options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop, "owner": self.owner}
         other = ChatSession(self.engine, messages=self._messages, **options)  # type: ignore[arg-type]
         other._n_heard = self._n_heard
         with self.engine.lock:
@@ -215,15 +218,15 @@ class ChatSession:
             write_session(Path(folder), saved, self.engine.memory, self._live)
 
     @staticmethod
-    def resume(engine: Engine, folder: str | Path) -> ChatSession:
+    def resume(engine: Engine, folder: str | Path, *, owner: Hashable = None) -> ChatSession:
         """The session that was saved there, which goes on bit for bit. The engine's model, tokenizer and memory must be like those that
-        wrote it; weights are not compared.
+        wrote it; weights are not compared. The owner is not saved.
 
         Raises FormatError: no session there, or a damaged or unsuitable one; nothing has changed. CapacityError.
         """
         with engine.lock:
             saved, load = read_session(Path(folder), engine.memory)
-            options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop}
+            options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop, "owner": owner}
             session = ChatSession(engine, messages=saved.messages, **options)  # type: ignore[arg-type]
             session._n_heard = saved.n_heard
             session._live = load()
@@ -262,7 +265,7 @@ class ChatSession:
         n_heard, was_held = min(self._n_heard, n_kept), self._live is not None
         self._is_answering, self._on_text = True, on_text
         try:
-            start = resume(self.engine, self._live, prompt.token_ids)
+            start = resume(self.engine, self._live, prompt.token_ids, self.owner)
             self._live = start.sequence
             generation = self.engine.submit(
                 prompt.token_ids[start.n_kept :],
@@ -274,6 +277,7 @@ class ChatSession:
                 keeps_sequence=True,
                 remembers_end=True,
                 on_token=self._hear,
+                owner=self.owner,
             )
             self._wait(generation)
         finally:

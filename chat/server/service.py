@@ -114,7 +114,7 @@ class Service:
             token_ids = await self._with_texts(lambda: encode_chat(self._tokenizer, messages))
         except FormatError as error:
             raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
-        ask = self._ask(asked, token_ids, asked.wanted_tokens, param="messages")
+        ask = self._ask(asked, token_ids, asked.wanted_tokens, asked.owner(request.headers.get("authorization")), param="messages")
         return await self._reply(exchange_of(request.scope), asked, [ask], ChatFormat(self.model_id))
 
     async def complete(self, request: Request) -> Response:
@@ -124,7 +124,8 @@ class Service:
             if not isinstance(prompt, str):  # too many are refused before anybody looks at them
                 self._reply_tokens(len(prompt), asked.max_tokens, param="prompt")
         encoded = await self._with_texts(lambda: [self._encode(prompt) for prompt in asked.prompt])
-        asks = [self._ask(asked, token_ids, asked.max_tokens, param="prompt") for token_ids in encoded]
+        owner = asked.owner(request.headers.get("authorization"))
+        asks = [self._ask(asked, token_ids, asked.max_tokens, owner, param="prompt") for token_ids in encoded]
         echoes = [""] * len(asks)
         if asked.echo:
             echoes = await self._with_texts(lambda: [self._text_of(*pair) for pair in zip(asked.prompt, encoded, strict=True)])
@@ -159,9 +160,11 @@ class Service:
     def _text_of(self, prompt: Prompt, token_ids: list[int]) -> str:
         return prompt if isinstance(prompt, str) else str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
 
-    def _ask(self, asked: ChatRequest | CompletionRequest, token_ids: list[int], wanted: int | None, *, param: str) -> Ask:
+    def _ask(
+        self, asked: ChatRequest | CompletionRequest, token_ids: list[int], wanted: int | None, owner: bytes, *, param: str
+    ) -> Ask:  # fmt: skip
         n_reply = self._reply_tokens(len(token_ids), wanted, param=param)
-        return Ask(token_ids, n_reply, asked.stop, tuple(asked.sampling(choice) for choice in range(asked.n)))
+        return Ask(token_ids, n_reply, asked.stop, tuple(asked.sampling(choice) for choice in range(asked.n)), owner)
 
     def _reply_tokens(self, n_prompt: int, wanted: int | None, *, param: str) -> int:
         return check_length(n_prompt, wanted, self.options.default_tokens, self.context_tokens, param=param)
