@@ -17,7 +17,7 @@ from chat.choosing import Choice, Plan
 from chat.prompts import Message, Tokenizer, encode_turn
 from chat.requests import Generation
 from chat.workload import Event
-from memory import FormatError, HybridMemory, Sequence, Step
+from memory import FormatError, HybridMemory, MemorySpec, Sequence, Step
 from memory.timelines import Whole
 
 _MEAN_REPLY_TOKENS = 40
@@ -99,7 +99,10 @@ class Script:
 
 
 class NoModel:
-    """Stands where a model would be."""
+    """Stands where a model of this spec would be."""
+
+    def __init__(self, memory_spec: MemorySpec) -> None:
+        self.memory_spec = memory_spec
 
     def __call__(self, step: Step) -> Tensor:
         return torch.empty(0)

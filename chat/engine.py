@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sized
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -45,6 +45,22 @@ def require_engine(engine: object, call: str) -> None:
         raise SpecError(f"{engine!r} is no Engine; call {call}, with engine = Engine(model, memory, tokenizer), {HOW_TO_LOAD}")
 
 
+def _check_parts(model: LanguageModel, memory: HybridMemory, prefixes: PrefixCache | None) -> None:
+    """Raise SpecError unless they belong together: else every request would end with an error of its own."""
+    spec, own = model.memory_spec, memory.spec
+    if not own.same_memories(spec):
+        raise SpecError(f"this memory was made for {own.model}, not for {spec.model}; make it with HybridMemory(model.memory_spec)")
+    if own.device.type != "meta" and (own.dtype, own.device.type) != (spec.dtype, spec.device.type):
+        raise SpecError(
+            f"this memory holds {own.dtype} on {own.device.type}, {spec.model} runs in {spec.dtype} on {spec.device.type}; make it with "
+            "HybridMemory(model.memory_spec), without device= and dtype=, or load the model so"
+        )
+    if not isinstance(prefixes, PrefixCache | None):
+        raise SpecError(f"prefixes={prefixes!r}; give PrefixCache(memory) of memory.prefix, or None for no cache")
+    if prefixes is not None and prefixes.memory is not memory:
+        raise SpecError("prefixes= is the cache of another memory; give PrefixCache(memory) with the memory that the engine has")
+
+
 class Engine(NotCopied, Serving):
     """Generates for any number of requests at once. Drive it with `step` or `run`, or let `serve` do so beside an event loop.
 
@@ -61,7 +77,7 @@ class Engine(NotCopied, Serving):
         clock: seconds; for tests.
         choose: the next tokens from a step's logits; for dry runs, which have none.
     Raises:
-        SpecError: numbers that cannot work.
+        SpecError: numbers that cannot work; a memory that was made for another model, or a prefix cache of another memory.
     """
 
     instead = "make one in each process, with a memory of its own"
@@ -87,6 +103,7 @@ class Engine(NotCopied, Serving):
                 raise SpecError(f"{name}={value!r}; it must be an integer of at least 1")
         if step_tokens <= max_running:
             raise SpecError(f"step_tokens={step_tokens} leaves nothing to prompts beside max_running={max_running} replies; give more")
+        _check_parts(model, memory, prefixes)
         self.model = model
         self.memory = memory
         self.prefixes = prefixes
@@ -104,7 +121,7 @@ class Engine(NotCopied, Serving):
         self._scheduler = Scheduler(memory, prefixes, self.stats, max_running)
         self._n_submitted = 0
         self._stepping = Lease()
-        self._to_remember: list[Sequence] = []
+        self._to_remember: list[tuple[Sequence, Hashable]] = []
         self._news = News(self._scheduler)
         self._finished: list[Generation] = []
 
@@ -124,6 +141,7 @@ class Engine(NotCopied, Serving):
         remembers_end: bool = False,
         on_token: OnToken | None = None,
         priority: int = 0,
+        owner: Hashable = None,
     ) -> Generation:
         """Ask for a reply. It joins the others before the next step in which there is room.
 
@@ -139,9 +157,16 @@ class Engine(NotCopied, Serving):
             on_token: see `OnToken`. It is called by the thread that steps, after the step. If it raises, its generation ends with
                 "error", and no other.
             priority: larger ones come in first and are preempted last.
+            owner: of the prefixes that it goes on from and leaves behind: no other owner finds them. Whoever must not learn what others
+                have asked needs an owner of their own; see `PrefixCache`.
         Raises:
-            BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use. Nothing has changed then.
+            BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use. CapacityError: a prompt that
+            the memory's whole budget could not hold; the error says what it needs. Nothing has changed then.
         """
+        n_base = 0 if sequence is None or sequence.closed else sequence.length
+        if isinstance(token_ids, Sized) and (sequence is None or self.memory.is_whole(sequence)):
+            # By their number alone, before they are looked at: in steps as short as those that it takes in need.
+            self.memory.require_possible(max(1, len(token_ids)), n_held=n_base, max_tokens=1)
         ids = read_token_ids(token_ids, self.memory.spec.vocab_size)
         request = Request(
             token_ids=ids,
@@ -155,6 +180,7 @@ class Engine(NotCopied, Serving):
             remembers_end=remembers_end,
             on_token=on_token,
             priority=priority,
+            owner=owner,
         )
         if request.stop and self.tokenizer is None:
             raise BatchError(f"stop={request.stop!r}, but this engine has no tokenizer to find text with; give it one, or stop_ids")
@@ -225,7 +251,10 @@ class Engine(NotCopied, Serving):
                 return finished
 
     def run(self) -> None:
-        """Step until every generation has ended. Raises as `step`."""
+        """Step until every generation has ended. Raises as `step`.
+
+        A request that fails raises nothing here, for the others go on: its `finish_reason` is "error", and its `error` says why.
+        """
         while not self.is_idle:
             self.step()
 
@@ -274,7 +303,7 @@ class Engine(NotCopied, Serving):
         job.served = self.stats.n_steps
         self.stats.n_fed += n_tokens
         if was_prefilling and (job.n_fed == job.generation.n_prompt or job.n_fed in job.cuts):
-            self._to_remember.append(job.live_sequence)
+            self._to_remember.append((job.live_sequence, job.request.owner))
 
     def _hear(self, job: Job, choice: Choice, now: float) -> None:
         if isinstance(choice, StepError):
@@ -286,7 +315,7 @@ class Engine(NotCopied, Serving):
         elif job.ending is None and job.n_fed == len(job.tokens):
             job.ending = "length"  # max_tokens=0: there was nothing to choose
         if job.ending is not None and job.n_fed == len(job.tokens):
-            self._to_remember.append(job.live_sequence)
+            self._to_remember.append((job.live_sequence, job.request.owner))
             self._scheduler.end(job, job.ending)
 
     # Between steps
@@ -296,9 +325,9 @@ class Engine(NotCopied, Serving):
         while True:
             self._scheduler.reap(self._clock())
             while self._to_remember:
-                sequence = self._to_remember.pop()
+                sequence, owner = self._to_remember.pop()
                 if self.prefixes is not None and not sequence.closed:
-                    self.prefixes.insert(sequence)
+                    self.prefixes.insert(sequence, owner)
             for job in self._scheduler.ended():
                 self._release(job)
             if not self._news.tell():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -120,6 +120,7 @@ class Request:
     remembers_end: bool
     on_token: OnToken | None
     priority: int
+    owner: Hashable
 
     def __post_init__(self) -> None:
         check_max_tokens(self.max_tokens)
@@ -134,6 +135,8 @@ class Request:
             raise BatchError(f"on_token={self.on_token!r}; give a function of (generation, text)")
         if not _is_integer(self.priority):
             raise BatchError(f"priority={self.priority!r}; give an integer, larger for more important")
+        if not isinstance(self.owner, Hashable):
+            raise BatchError(f"owner={self.owner!r}; give something hashable, such as a user's name, or None")
 
 
 def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:

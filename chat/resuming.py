@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
@@ -26,13 +27,14 @@ class Start:
     n_known: int
 
 
-def resume(engine: Engine, sequence: Sequence | None, token_ids: Seq[int]) -> Start:
+def resume(engine: Engine, sequence: Sequence | None, token_ids: Seq[int], owner: Hashable = None) -> Start:
     """Go on from whatever keeps more of `token_ids`: the live sequence, rolled back, or a fork from the prefix cache.
 
     Args:
         sequence: live, and the caller's no longer: it is rolled back, or closed where the cache has more. None: only the cache is asked.
             One that was swapped out comes back; if its file was damaged, it is given up, and what the cache does not have is computed.
         token_ids: at least one.
+        owner: of the prefixes that it may go on from.
     Raises:
         CapacityError: no room to bring it back; it is as it was. SequenceError: a bad handle.
     Cost: no layer runs and no tensor is copied, but to swap in.
@@ -46,10 +48,10 @@ def resume(engine: Engine, sequence: Sequence | None, token_ids: Seq[int]) -> St
         if sequence is not None:
             n_own = memory.resume_point(sequence, min(n_known, len(wanted) - 1))
         if engine.prefixes is not None:
-            lookup = engine.prefixes.find(wanted)
+            lookup = engine.prefixes.find(wanted, owner)
             n_known = max(n_known, lookup.by_attention)
             if sequence is None or lookup.reused > n_own:
-                opened, lookup = engine.prefixes.open(wanted)
+                opened, lookup = engine.prefixes.open(wanted, owner)
                 if sequence is not None:
                     memory.close(sequence)
                 return Start(opened, lookup.reused, n_known)

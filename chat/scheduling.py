@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import threading
-from bisect import insort
-from dataclasses import dataclass, replace
-from heapq import heappop, heappush
-from itertools import accumulate
-from typing import Any
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, takewhile
 
 from chat.choosing import Plan
 from chat.requests import EngineStats, FinishReason, Generation, Job
 from chat.sampling import Sampler
-from memory import BatchError, CapacityError, CrossAttentionSpec, HybridMemory, HybridMemoryError, Sequence, SequenceError, Step
+from memory import BatchError, CapacityError, HybridMemory, HybridMemoryError, Sequence, SequenceError, Step
 from memory.interrupts import uninterrupted
 from memory.prefix import PrefixCache
 
@@ -63,38 +62,14 @@ def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan) -> Step | 
 
 
 class Sizes:
-    """Bytes that sequences take by themselves, found out by a dry run on a memory of the same shape.
-
-    They are estimates: lengths are rounded up by as much as a quarter, and nothing is shared.
-    """
+    """Bytes that sequences take by themselves in a memory, remembered by length. They share nothing with each other."""
 
     def __init__(self, memory: HybridMemory) -> None:
-        without = tuple(tuple(m for m in layer if not isinstance(m, CrossAttentionSpec)) for layer in memory.spec.layers)
         self.budget_bytes = memory.budget_bytes
-        self._spec = replace(memory.spec, layers=without)
-        self._options: dict[str, Any] = {
-            "rollback_window": memory.rollback_window, "page_tokens": memory.page_tokens, "fold": memory.fold, "device": "meta",
-        }  # fmt: skip
-        self._bytes: dict[int, int] = {}
+        self._of = lru_cache(maxsize=4096)(memory.bytes_at)
 
     def of(self, n_tokens: int) -> int:
-        """Bytes of a sequence of this length; one more than the budget if it does not fit. Cost: the first time, a dry run."""
-        step = 1 << max(0, n_tokens.bit_length() - 3)
-        rounded = -(-n_tokens // step) * step
-        if rounded not in self._bytes:
-            self._bytes[rounded] = self._measure(rounded)
-        return self._bytes[rounded]
-
-    def _measure(self, n_tokens: int) -> int:
-        memory = HybridMemory(self._spec, self.budget_bytes, **self._options)
-        sequence = memory.open()
-        try:
-            for start in range(0, n_tokens, 512):
-                with memory.step({sequence: [0] * min(512, n_tokens - start)}):
-                    pass
-        except CapacityError:
-            return self.budget_bytes + 1
-        return memory.usage().used_bytes
+        return self._of(n_tokens)
 
 
 @dataclass(frozen=True)
@@ -137,7 +112,7 @@ class Scheduler:
         self.is_full = False
         self._given: set[Sequence] = set()  # by callers, for jobs to go on with
         self._cancelled: list[Job] = []
-        self._deadlines: list[tuple[float, int, Job]] = []  # a heap
+        self._deadlines: list[tuple[float, int, Job]] = []  # ascending
         self._ended: list[Job] = []
         self._memory = memory
         self._prefixes = prefixes
@@ -152,7 +127,7 @@ class Scheduler:
         if job.request.sequence is not None:
             self._given.add(job.request.sequence)
         if job.deadline < float("inf"):
-            heappush(self._deadlines, (job.deadline, job.generation.id, job))
+            insort(self._deadlines, (job.deadline, job.generation.id, job))
         insort(self.waiting, job, key=lambda job: job.rank)
 
     @property
@@ -187,6 +162,9 @@ class Scheduler:
         """One that has ended is let go. The caller holds `lock`."""
         del self.jobs[job.generation]
         self._ended.remove(job)
+        at = bisect_left(self._deadlines, (job.deadline, job.generation.id))  # without the job
+        if at < len(self._deadlines) and self._deadlines[at][2] is job:
+            del self._deadlines[at]
         if job.request.sequence is not None:
             self._given.discard(job.request.sequence)
 
@@ -205,9 +183,7 @@ class Scheduler:
         with uninterrupted():
             with self.lock:
                 cancelled, self._cancelled = self._cancelled, []
-                late = []
-                while self._deadlines and self._deadlines[0][0] <= now:
-                    late.append(heappop(self._deadlines)[2])
+                late = [job for _, _, job in takewhile(lambda entry: entry[0] <= now, self._deadlines)]
             for job in (*cancelled, *late):
                 if job.outcome is None:
                     self.end(job, "cancelled" if job.is_cancelled else "deadline")
@@ -292,13 +268,13 @@ class Scheduler:
         elif self._prefixes is None:
             job.sequence = self._memory.open()
         else:
-            job.sequence, job.lookup = self._prefixes.open(job.tokens)
+            job.sequence, job.lookup = self._prefixes.open(job.tokens, request.owner)
             job.n_fed = job.n_reused = job.sequence.length
             if not job.generation.token_ids:  # else it starts again, and asks for more than the prompt
                 job.generation.lookup = job.lookup
         if self._prefixes is not None:
             marks = [job.n_base + mark for mark in request.marks]
-            job.cuts = [cut - job.n_base for cut in self._prefixes.cuts(known, job.n_base + job.n_fed, marks)]
+            job.cuts = [cut - job.n_base for cut in self._prefixes.cuts(known, job.n_base + job.n_fed, marks, request.owner)]
         job.sampler = job.sampler or Sampler(request.sampling, known)
 
     def preempt(self) -> None:

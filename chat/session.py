@@ -7,7 +7,7 @@ history differs: because the user edited it, or because the template strips the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,7 @@ class ChatSession:
         messages: a history to begin with, oldest first: each an `Utterance`, or {"role": "user", "content": "Hello"} as OpenAI's clients
             write it.
         max_tokens, sampling, stop: of replies, as `Engine.submit` takes them, unless a call says otherwise.
+        owner: of what the prefix cache keeps of it: sessions of other owners find nothing of that. See `PrefixCache`.
     Raises:
         SpecError: no engine. BatchError: arguments that make no chat. FormatError: no tokenizer, no chat template, or one that refuses the
         messages.
@@ -92,6 +93,7 @@ class ChatSession:
         max_tokens: int = 256,
         sampling: Sampling = GREEDY,
         stop: str | Iterable[str] = (),
+        owner: Hashable = None,
     ) -> None:
         require_engine(engine, "ChatSession(engine)")
         if engine.tokenizer is None:
@@ -102,6 +104,7 @@ class ChatSession:
         self.max_tokens = max_tokens
         self.sampling = sampling
         self.stop = read_stop(stop)
+        self.owner = owner
         self._tokenizer = engine.tokenizer
         first = [] if system is None else [Utterance("system", system)]
         self._messages: tuple[Utterance, ...] = (*first, *read_messages(messages))
@@ -191,7 +194,7 @@ class ChatSession:
         Raises CapacityError: this one sleeps, and there is no room to wake it. Cost: no layer runs; no tensor is copied.
         """
         self._check_free()
-        options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop}
+        options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop, "owner": self.owner}
         other = ChatSession(self.engine, messages=self._messages, **options)  # type: ignore[arg-type]
         other._n_heard = self._n_heard
         with self.engine.lock:
@@ -234,16 +237,16 @@ class ChatSession:
             write_session(_folder(folder, SpecError), saved, self.engine.memory, self._live)
 
     @staticmethod
-    def resume(engine: Engine, folder: str | Path) -> ChatSession:
+    def resume(engine: Engine, folder: str | Path, *, owner: Hashable = None) -> ChatSession:
         """The session that was saved there, which goes on bit for bit. The engine's model, tokenizer and memory must be like those that
-        wrote it; weights are not compared.
+        wrote it; weights are not compared. The owner is not saved.
 
         Raises FormatError: no session there, or a damaged or unsuitable one; nothing has changed. CapacityError.
         """
         require_engine(engine, "ChatSession.resume(engine, folder)")
         with engine.lock:
             saved, load = read_session(_folder(folder, FormatError), engine.memory)
-            options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop}
+            options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop, "owner": owner}
             session = ChatSession(engine, messages=saved.messages, **options)  # type: ignore[arg-type]
             session._n_heard = saved.n_heard
             try:
@@ -293,7 +296,7 @@ class ChatSession:
             try:
                 self._on_text = on_text
                 with self.engine.lock, uninterrupted():
-                    start = resume(self.engine, self._live, prompt.token_ids)
+                    start = resume(self.engine, self._live, prompt.token_ids, self.owner)
                     self._live = start.sequence
                     self._generation = generation = self.engine.submit(
                         prompt.token_ids[start.n_kept :],
@@ -305,6 +308,7 @@ class ChatSession:
                         keeps_sequence=True,
                         remembers_end=True,
                         on_token=self._hear,
+                        owner=self.owner,
                     )
                 while not generation.is_finished:
                     self.engine.step()

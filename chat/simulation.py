@@ -332,4 +332,4 @@ def _make_engine(
     options: dict[str, Any] = {"stop_ids": stop_ids, "prefixes": cache, "step_tokens": setup.step_tokens, "max_running": setup.max_running}
     if script is None:
         return Engine(setup.model, memory, setup.tokenizer, **options)  # type: ignore[arg-type]
-    return Engine(NoModel(), memory, None, choose=script.choose, **options)  # type: ignore[arg-type]
+    return Engine(NoModel(memory.spec), memory, None, choose=script.choose, **options)  # type: ignore[arg-type]

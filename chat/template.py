@@ -10,7 +10,7 @@ the tokens around it. Special tokens may be written in texts; those that the tok
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,6 +57,7 @@ def fill(
     values: Mapping[str, str] | Iterable[Mapping[str, str]] | None = None,
     *,
     sampling: Sampling = GREEDY,
+    owner: Hashable = None,
 ) -> list[Filled]:
     """Fill templates, all at once.
 
@@ -68,6 +69,7 @@ def fill(
         templates: one for all values, or as many as there are.
         values: hole -> words that are given, for each filled template. None: nothing is given.
         sampling: of holes that have none of their own. With a seed, all of them draw from the same.
+        owner: of the prefixes that they go on from and leave behind; see `PrefixCache`.
     Returns:
         In the order of `values`.
     Raises:
@@ -77,7 +79,7 @@ def fill(
     require_engine(engine, "fill(engine, templates, values)")
     check_sampling(sampling)
     jobs = [_Job(template, dict(given), engine) for template, given in _pair(templates, values)]
-    filler = _Filler(engine, jobs, sampling)
+    filler = _Filler(engine, jobs, sampling, owner)
     try:
         filler.share()
         filler.run()
@@ -178,6 +180,7 @@ class _Filler:
     engine: Engine
     jobs: list[_Job]
     sampling: Sampling
+    owner: Hashable
     running: list[Generation] = field(default_factory=list)
     open: set[Sequence] = field(default_factory=set)
 
@@ -208,10 +211,10 @@ class _Filler:
         if len(tokens) == n_held:
             return sequence
         if sequence is None:
-            start = resume(self.engine, None, tokens)
+            start = resume(self.engine, None, tokens, self.owner)
             sequence, n_held = start.sequence, start.n_kept
             self.open.add(sequence)
-        generation = self.engine.submit(tokens[n_held:], sequence=sequence, max_tokens=0, keeps_sequence=True)
+        generation = self.engine.submit(tokens[n_held:], sequence=sequence, max_tokens=0, keeps_sequence=True, owner=self.owner)
         self.running.append(generation)
         return sequence
 
@@ -255,7 +258,7 @@ class _Filler:
 
     def _resume(self, job: _Job) -> tuple[Sequence, list[int]]:
         """The job's sequence, and the tokens that it lacks."""
-        start = resume(self.engine, job.sequence, job.tokens)
+        start = resume(self.engine, job.sequence, job.tokens, self.owner)
         self.open.add(start.sequence)
         job.sequence = start.sequence
         return start.sequence, job.tokens[start.n_kept :]
@@ -264,7 +267,7 @@ class _Filler:
         sequence, rest = self._resume(job)
         sampling = self.sampling if hole.sampling is None else hole.sampling
         job.generation = self.engine.submit(
-            rest, sequence=sequence, max_tokens=hole.max_tokens, stop=hole.stop, sampling=sampling, keeps_sequence=True
+            rest, sequence=sequence, max_tokens=hole.max_tokens, stop=hole.stop, sampling=sampling, keeps_sequence=True, owner=self.owner
         )
         self.running.append(job.generation)
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from memory.arena import BlockPool, Store
 from memory.block_layout import BlockLayout
 from memory.errors import DropError, IntegrityError
-from memory.interface import Holding, Int64s, LiveRows, Packed, Record
+from memory.interface import Holding, Int64s, LiveRows, Packed, Record, Stretch
 from memory.kernels import FoldedRows, Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.page_grid import DropPlan, PageGrid
 from memory.shift import Dropped
@@ -98,6 +98,9 @@ class AttentionCache:
     @property
     def least_bytes(self) -> int:
         return self.pool.block_bytes
+
+    def bytes_for(self, stretch: Stretch) -> Int64s:
+        return self.grid.held_pages(stretch) * self.pool.block_bytes
 
     # Steps
 

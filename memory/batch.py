@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping, Set, Sized
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -63,27 +63,40 @@ class TokenLists:
 
 
 def read_requests(requests: Requests, vocab_size: int) -> tuple[list[Sequence], TokenLists]:
-    """Sequences and token ids of each request, in the caller's order.
+    """Sequences and token ids of each request, in the caller's order. Raises as `read_pairs` and `read_tokens`."""
+    sequences, values = read_pairs(requests)
+    return sequences, read_tokens(sequences, values, vocab_size)
 
-    Raises:
-        BatchError: naming the request and the value: no request, a duplicate, no tokens, or tokens that are not integers
-            with 0 <= id < vocab_size.
-    """
+
+def read_pairs(requests: Requests) -> tuple[list[Sequence], list[Tokens]]:
+    """Sequences and, unread, what each is to be fed. Raises BatchError: no requests, something that is none, or a sequence twice."""
     if not isinstance(requests, Iterable):
         raise BatchError(f"{requests!r} are no requests; give {{sequence: tokens}} or (sequence, tokens) pairs")
     if isinstance(requests, dict) and set(map(type, requests)) == {Sequence}:
-        sequences, values = list(requests), list(requests.values())
-    else:
-        sequences, values = _read_pairs(requests.items() if isinstance(requests, Mapping) else requests)
+        return list(requests), list(requests.values())
+    return _read_pairs(requests.items() if isinstance(requests, Mapping) else requests)
+
+
+def count_tokens(values: list[Tokens]) -> Int64s:
+    """(S,) how many each is, by its length alone: whether they are tokens is not looked at."""
+    counts = [x.numel() if isinstance(x, Tensor) else len(x) if isinstance(x, Sized) else 1 for x in values]
+    return np.maximum(np.array(counts, np.int64), 1)
+
+
+def read_tokens(sequences: list[Sequence], values: list[Any], vocab_size: int) -> TokenLists:
+    """Token ids of each request.
+
+    Raises BatchError, naming the request and the value: no tokens, or tokens that are not integers with 0 <= id < vocab_size.
+    """
     if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:  # a decode step: all tokens at once
-        return sequences, TokenLists(np.array(values, np.int64), np.ones(len(values), np.int64))
+        return TokenLists(np.array(values, np.int64), np.ones(len(values), np.int64))
     if set(map(type, values)) == {list} and all(values):  # as an engine has them: lists, most of one token
         flat = list(chain.from_iterable(values))
         if set(map(type, flat)) == {int} and 0 <= min(flat) <= max(flat) < vocab_size:
-            return sequences, TokenLists(np.array(flat, np.int64), np.fromiter(map(len, values), np.int64, len(values)))
+            return TokenLists(np.array(flat, np.int64), np.fromiter(map(len, values), np.int64, len(values)))
     if _are_late(values):
-        return sequences, TokenLists.on_their_way(values)
-    return sequences, TokenLists.of([_read_tokens(*pair, vocab_size) for pair in zip(sequences, values, strict=True)])
+        return TokenLists.on_their_way(values)
+    return TokenLists.of([_read_tokens(*pair, vocab_size) for pair in zip(sequences, values, strict=True)])
 
 
 def _are_late(values: list[Tokens]) -> TypeGuard[list[Tensor]]:

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from memory.batch import read_requests
-from memory.errors import BatchError, StepError
-from memory.interface import Requests, Sequence
+from memory.batch import count_tokens, read_pairs, read_tokens
+from memory.errors import BUDGET_UNIT, BatchError, CapacityError, StepError
+from memory.interface import Int64s, Requests, Sequence
 from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.specs import MemorySpec
 from memory.step import Outputs, Step
@@ -26,6 +27,8 @@ class Steppable(Protocol):
 
     spec: MemorySpec
 
+    def require_room(self, sequences: list[Sequence], counts: Int64s, max_tokens: int) -> None: ...
+    def lack_of_room(self, slots: Int64s, counts: Int64s, max_tokens: int) -> CapacityError: ...
     def step(self, requests: Requests, *, outputs: Outputs = "last") -> Step: ...
     def mark(self, sequences: list[Sequence], marks: dict[Sequence, Sequence], *, in_secret: bool) -> None: ...
     def rollback(self, sequence: Sequence, to: int | Sequence) -> None: ...
@@ -46,21 +49,27 @@ def run_in_chunks(
         raise StepError("model=None runs only on a memory with device='meta'; pass the model")
     if model is not None and not callable(model):
         raise StepError(f"{model!r} is no model; call memory.run(model, requests), with a model from load_model")
-    sequences, tokens = read_requests(requests, memory.spec.vocab_size)
+    sequences, values = read_pairs(requests)
+    memory.require_room(sequences, count_tokens(values), max_tokens)  # their number is enough: a million tokens take long to read
+    tokens = read_tokens(sequences, values, memory.spec.vocab_size)
     tokens.arrive(sequences, memory.spec.vocab_size)
-    memory.step(list(zip(sequences, tokens, strict=True)), outputs=outputs)  # refuses what no chunk could do; nothing is entered
+    memory.step([(sequence, 0) for sequence in sequences], outputs=outputs)  # refuses what no chunk could do; nothing is entered
     marks: dict[Sequence, Sequence] = {}
     rows: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}
     first, *later = split_requests(tokens.counts.tolist(), max_tokens)
     last = later[-1] if later else first
+    is_in_model = False
 
     def feed(chunk: Chunk, stack: ExitStack) -> None:
+        nonlocal is_in_model
         with memory.step([(sequences[i], tokens[i][start:end]) for i, start, end in chunk], outputs=outputs) as step:
+            is_in_model = True
             parts = None if model is None else step.split(model(step))
             if chunk is first:
                 memory.mark(sequences, marks, in_secret=not later)
             if chunk is last:
                 stack.enter_context(held)
+        is_in_model = False
         for (i, _, end), part in zip(chunk, parts or [None] * len(chunk), strict=True):
             if part is not None and (outputs == "all" or end == len(tokens[i])):
                 rows[sequences[i]].append(part)
@@ -77,6 +86,10 @@ def run_in_chunks(
                 return outcome
         finally:
             _return_to(memory, marks)
+    except CapacityError as error:
+        if error.unit == BUDGET_UNIT and not is_in_model:  # it speaks of a chunk
+            raise memory.lack_of_room(np.array([s.slot for s in sequences]), tokens.counts, max_tokens) from None
+        raise
     finally:
         _return_to(memory, marks)  # a Ctrl-C may have come in the way of the first
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from memory.arena import BlockPool, Store
 from memory.block_layout import BlockLayout
 from memory.errors import BatchError, IntegrityError, SequenceError, StepError
-from memory.interface import Holding, Int64s, LiveRows, Packed, Record
+from memory.interface import Holding, Int64s, LiveRows, Packed, Record, Stretch
 from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.shift import Dropped
 from memory.specs import CrossAttentionSpec
@@ -62,6 +62,11 @@ class CrossAttentionCache:
     @property
     def least_bytes(self) -> int:
         return self.pool.block_bytes
+
+    def bytes_for(self, stretch: Stretch) -> Int64s:
+        """The encoder's pages, which are there already."""
+        n_pages = np.array([len(self._tables.get(slot, NO_PAGES)) for slot in stretch.slots.tolist()], np.int64)
+        return np.stack([n_pages * self.pool.block_bytes] * 3)
 
     def write(self, slot: int, encoded: Encoded) -> None:
         """Remember an encoder's output for a new sequence. Raises BatchError or CapacityError with nothing changed."""

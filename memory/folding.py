@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from memory.interface import Int64s, Packed
+from memory.interface import Int64s, Packed, Stretch
 
 Fold = Literal["keep", "replay", "defer"]
 
@@ -80,6 +80,34 @@ class TailGrid:
     def body_at(self, peaks: Int64s) -> Int64s:
         """Where the body of a sequence belongs that has reached `peaks`."""
         return np.maximum(0, (peaks - self.rollback_window) // self.fold_tokens * self.fold_tokens)
+
+    def held_blocks(self, stretch: Stretch) -> tuple[Int64s, Int64s]:
+        """(3, N) states and (3, N) tails that sequences hold before, in and after a step.
+
+        Of a sequence that was taken back nothing is known but its tail: a head or a kept state may be there or not.
+        """
+        starts, ends, is_fresh = stretch.starts, stretch.ends, stretch.peaks == stretch.starts
+        old_body, new_body = self.body_at(stretch.peaks), self.body_at(np.maximum(stretch.peaks, ends))
+        (old_head, old_kept), (new_head, new_kept) = self._shortcuts(starts, old_body), self._shortcuts(ends, new_body)
+        moves = (new_body > old_body) & ~(old_kept & (new_body == old_body + self.fold_tokens))
+        leaves = self.keeps & (new_body + self.fold_tokens > starts) & (new_body + self.fold_tokens < ends)
+        before = is_fresh * _count(old_body > 0, old_head, old_kept)
+        fresh = is_fresh * _count(moves, self.has_heads & (ends > new_body) & ~old_head, leaves)
+        after = (is_fresh | (ends >= stretch.peaks)) * _count(new_body > 0, new_head, new_kept)
+        has_tail, grows = self.tail_rows > 0, ends - old_body > self.tail_rows
+        was_there = has_tail & (starts > 0)
+        tails = np.stack([was_there, has_tail * (1 + (was_there & grows)), np.full_like(starts, has_tail)]).astype(np.int64)
+        return np.stack([before, np.maximum(before + fresh, after), after]), tails
+
+    def _shortcuts(self, lengths: Int64s, body_at: Int64s) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Whether sequences that were fed to these lengths have a head, and a kept state. A head where one is kept becomes it."""
+        has_kept = self.keeps & (body_at + self.fold_tokens <= lengths)
+        return self.has_heads & (lengths > body_at) & ~(has_kept & (lengths % self.fold_tokens == 0)), has_kept
+
+
+def _count(*are_there: NDArray[np.bool_]) -> Int64s:
+    counts: Int64s = np.sum(are_there, axis=0)
+    return counts
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 from memory.arena import BlockPool, Store
 from memory.batch import requests_of
 from memory.block_layout import BlockLayout
-from memory.interface import Holding, Int64s, LayerMemory, LiveRows, Packed, Record
+from memory.interface import Holding, Int64s, LayerMemory, LiveRows, Packed, Record, Stretch
 from memory.kernels import Scoring
 from memory.shift import Dropped
 from memory.specs import AttentionSpec
@@ -78,6 +78,10 @@ class HostedAttention:
     @property
     def least_bytes(self) -> int:
         return self.near.least_bytes
+
+    def bytes_for(self, stretch: Stretch) -> Int64s:
+        """Of the budget: what is in host memory takes nothing of it."""
+        return np.where(self._are_far(stretch.slots), 0, self.near.bytes_for(stretch))
 
     # Where sequences are
 

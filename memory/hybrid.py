@@ -17,10 +17,10 @@ from torch import Tensor
 from memory.archive import check_layout, describe_layout, read_path, read_snapshot, write_snapshot
 from memory.arena import Store, read_budget
 from memory.arguments import check_usable, read_count, read_device, read_dtype
-from memory.batch import pack, read_requests
+from memory.batch import count_tokens, pack, read_pairs, read_tokens
 from memory.chunks import Model, run_in_chunks
 from memory.cross_attention import Encoded
-from memory.errors import BatchError, CapacityError, FormatError, SequenceError, SpecError
+from memory.errors import BUDGET_UNIT, BatchError, CapacityError, FormatError, SequenceError, SpecError
 from memory.folding import Fold, TailGrid
 from memory.host_bytes import HostAttention, host_store
 from memory.inspection import Usage, measure
@@ -34,6 +34,9 @@ from memory.tiers import Tiers
 from memory.timelines import Timelines, Whole
 from memory.together import Snapshot
 from memory.uploads import together
+
+_MANY_TOKENS = 4096
+"""In a step: reading them, and planning for them, takes longer than to ask whether they can fit."""
 
 
 class HybridMemory(Timelines):
@@ -279,10 +282,15 @@ class HybridMemory(Timelines):
                 plans a step while the device computes the one before.
             outputs: "last" gives one row a request, "all" one row a token; always in the order of `requests`.
         Raises:
-            BatchError, SequenceError: here, or for tokens that were on the device on leaving. CapacityError: on entering. Nothing has
-            changed then.
+            BatchError, SequenceError: here, or for tokens that were on the device on leaving. CapacityError: on entering, or here for
+            thousands of tokens that the budget could never hold. Nothing has changed then.
         """
-        sequences, tokens = read_requests(requests, self.spec.vocab_size)
+        sequences, values = read_pairs(requests)
+        if set(map(type, values)) != {int} and (counts := count_tokens(values)).sum() > _MANY_TOKENS:
+            need = self._need(self._ledger.check_all_usable(sequences), counts, int(counts.sum()))
+            if need.total_bytes > self.budget_bytes:
+                raise need.refusal(self.budget_bytes, self.free_bytes)
+        tokens = read_tokens(sequences, values, self.spec.vocab_size)
         self._ledger.check_all_usable(sequences)
         return Step(self, sequences, tokens, outputs)
 
@@ -294,7 +302,8 @@ class HybridMemory(Timelines):
         Returns:
             What one step would have returned: (n_requests, vocab) or (n_tokens, vocab), in the order of `requests`.
         Raises:
-            As `step`; whatever the model raises. Every sequence is then as it was before.
+            As `step`, and CapacityError before anything is computed: it names the bytes that the whole run needs. Whatever the model
+            raises. Every sequence is then as it was before.
         """
         held = uninterrupted_call()  # until this returns, once the last step commits
         return run_in_chunks(self, model, requests, max_tokens=max_tokens, outputs=outputs, held=held)
@@ -304,12 +313,20 @@ class HybridMemory(Timelines):
         slots = ledger.check_all_usable(step.sequences)
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
         with uninterrupted(), together(self._store.stages) as stage:
-            plans = self._with_room(lambda: self._kinds.begin(packed, self.free_bytes))
+            plans = self._with_room(lambda: self._begin(packed))
             opened = OpenStep(packed, plans, stage, step.block)
             self._open_steps[opened] = None
             ledger.occupy(slots)
             step.hold(opened, self._store.upload)
             ledger.reserve(packed)  # last: a step that is refused leaves no larger buffers behind
+
+    def _begin(self, packed: Packed) -> Plans:
+        try:
+            return self._kinds.begin(packed, self.free_bytes)
+        except CapacityError as error:
+            if error.unit == BUDGET_UNIT:  # those kinds that did not come to plan want room as well
+                raise self.lack_of_room(packed.slots, packed.counts, len(packed.token_ids), least_bytes=error.needed) from None
+            raise
 
     def commit_step(self, opened: OpenStep, kept: Int64s) -> None:
         def commit() -> None:

@@ -181,6 +181,22 @@ class Packed:
         return ends
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """Tokens that sequences are to be fed, each stretch in one step; int64 (N,) on the host.
+
+    Attributes:
+        slots: of the sequence; -1 for one that is yet to be opened.
+        starts, ends: its tokens [start, end).
+        peaks: the furthest position that it has reached before, at least its start.
+    """
+
+    slots: Int64s
+    starts: Int64s
+    ends: Int64s
+    peaks: Int64s
+
+
 Plans = dict[str, Any]
 """Kind of memory -> its plan for a step, known only to that kind."""
 
@@ -253,6 +269,11 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
     @property
     def least_bytes(self) -> int:
         """What one sequence needs to take a step of one token, at any length up to a page."""
+        ...
+
+    def bytes_for(self, stretch: Stretch) -> Int64s:
+        """(3, N) bytes that each sequence holds before, in and after the step: to the byte if nothing of it is shared and it has never
+        been taken back, else at least. Cost: O(N)."""
         ...
 
     def can_record(self, plan: PlanT) -> bool:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from memory.errors import DropError
-from memory.interface import Int64s
+from memory.interface import Int64s, Stretch
 from memory.shift import Dropped
 
 
@@ -28,6 +28,12 @@ class PageGrid:
     def pages(self, positions: Int64s) -> Int64s:
         """Pages that rows [0, position) take."""
         return -(-positions // self.page_tokens)
+
+    def held_pages(self, stretch: Stretch) -> Int64s:
+        """(3, N) pages that sequences hold before, in and after a step: old ones leave when it is over."""
+        before, after = (self.first_page(peaks) for peaks in (stretch.peaks, np.maximum(stretch.peaks, stretch.ends)))
+        wanted = self.pages(stretch.ends)
+        return np.stack([self.pages(stretch.starts) - before, wanted - before, wanted - after])
 
     @property
     def leaves(self) -> bool:

@@ -13,7 +13,7 @@ when it lacks room: first those that save the least recomputation a byte, and we
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -67,6 +67,10 @@ class _Node:
     parent: _Node | None
     mark: Sequence | None = None
     children: dict[int, _Node] = field(default_factory=dict)
+    owner: Hashable = None  # of the tree, at its root
+
+
+_NOTHING_SEEN = _Node(_NO_TOKENS, 0, None)
 
 
 @dataclass(frozen=True)
@@ -97,6 +101,10 @@ class PrefixStats:
 class PrefixCache(NotCopied):
     """Checkpoints of a memory by the tokens that led to them.
 
+    Whoever may ask for prompts and see how many of their tokens were reused, or how soon they are answered, can find out what was asked
+    before. So prefixes have owners, any hashable values: what was inserted under one is found under the same one and under no other, as if
+    each had a cache alone. They share the budget. Unless given, the owner is None, and all prompts are found by all.
+
     Args:
         grid_tokens: `cuts` asks for a checkpoint at each multiple of this, so that a prompt that parts from others where none has parted
             before recomputes no more than that; 0 for none.
@@ -113,7 +121,7 @@ class PrefixCache(NotCopied):
         self._memory: HybridMemory | None = memory
         self.grid_tokens = grid_tokens
         self._lot_bytes = memory.budget_bytes // _RECLAIMED_SHARE
-        self._root = _Node(_NO_TOKENS, 0, None)
+        self._roots: dict[Hashable, _Node] = {}  # by owner
         self._marked: dict[Sequence, _Node] = {}
         self._ranking = Ranking()
         self._clock = 0
@@ -132,11 +140,11 @@ class PrefixCache(NotCopied):
 
     # Looking up
 
-    def find(self, token_ids: Seq[int] | Int64s) -> Lookup:
+    def find(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> Lookup:
         """What `open` would reuse. Changes nothing. Cost: O(tokens matched); an int64 array saves its conversion."""
-        return self._find(_as_tokens(token_ids))[0]
+        return self._find(_as_tokens(token_ids), owner)[0]
 
-    def open(self, token_ids: Seq[int] | Int64s) -> tuple[Sequence, Lookup]:
+    def open(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> tuple[Sequence, Lookup]:
         """A new sequence that holds the longest reusable prefix of a prompt; feed it `token_ids[lookup.reused:]`, one token at least.
 
         Raises BatchError: no tokens. Cost: `find` and a fork; no tensor is copied.
@@ -144,7 +152,7 @@ class PrefixCache(NotCopied):
         tokens = _as_tokens(token_ids)
         if not len(tokens):
             raise BatchError("an empty prompt has no prefix; give at least one token")
-        lookup, node = self._find(tokens)
+        lookup, node = self._find(tokens, owner)
         self._n_lookups += 1
         self._n_tokens += lookup.n_tokens
         if node is None or node.mark is None:
@@ -158,8 +166,8 @@ class PrefixCache(NotCopied):
                 self.memory.rollback(sequence, to=lookup.reused)
             return sequence, lookup
 
-    def _find(self, tokens: Int64s) -> tuple[Lookup, _Node | None]:
-        n_matched, path, beyond = self._walk(tokens)
+    def _find(self, tokens: Int64s, owner: Hashable) -> tuple[Lookup, _Node | None]:
+        n_matched, path, beyond = self._walk(tokens, owner)
         limit = min(n_matched, len(tokens) - 1)
         best, reused = None, 0
         for node in path:
@@ -172,9 +180,9 @@ class PrefixCache(NotCopied):
         by_recurrent = reused if reused < limit else n_matched
         return Lookup(len(tokens), n_matched, by_recurrent, reused, _why(len(tokens), n_matched, reused)), best
 
-    def _walk(self, tokens: Int64s) -> tuple[int, list[_Node], _Node | None]:
+    def _walk(self, tokens: Int64s, owner: Hashable) -> tuple[int, list[_Node], _Node | None]:
         """How many tokens match, the nodes that end within them, and the node below that they end inside of, or next to."""
-        node, at = self._root, 0
+        node, at = self._roots.get(owner, _NOTHING_SEEN), 0
         path: list[_Node] = []
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
@@ -190,7 +198,7 @@ class PrefixCache(NotCopied):
 
     # Remembering
 
-    def cuts(self, token_ids: Seq[int] | Int64s, start: int, marks: Seq[int] = ()) -> list[int]:
+    def cuts(self, token_ids: Seq[int] | Int64s, start: int, marks: Seq[int] = (), owner: Hashable = None) -> list[int]:
         """Positions in (start, len(token_ids)), ascending, at which a prefill should pause and `insert` what it has.
 
         They are where this prompt parts from those seen before, where the caller wants one, and on the grid.
@@ -203,15 +211,15 @@ class PrefixCache(NotCopied):
         for mark in marks:
             if isinstance(mark, bool) or not isinstance(mark, int | np.integer) or not 0 <= mark <= len(tokens):
                 raise BatchError(f"mark {mark!r} is no position of a prompt of {len(tokens)} tokens; give 0 <= mark <= {len(tokens)}")
-        n_matched = self._walk(tokens)[0]
+        n_matched = self._walk(tokens, owner)[0]
         wanted = {int(mark) for mark in marks} | {n_matched}
         if self.grid_tokens:
             wanted |= set(range(0, len(tokens), self.grid_tokens))
         return sorted(position for position in wanted if start < position < len(tokens))
 
-    def insert(self, sequence: Sequence) -> None:
-        """Remember a sequence where it stands. Nothing happens at position 0, where a checkpoint stands already, and for a sequence from
-        whose middle tokens were dropped: it is not what its tokens would give.
+    def insert(self, sequence: Sequence, owner: Hashable = None) -> None:
+        """Remember a sequence where it stands, for this owner. Nothing happens at position 0, where a checkpoint stands already, and for a
+        sequence from whose middle tokens were dropped: it is not what its tokens would give.
 
         Raises SequenceError. Cost: O(tokens) and a checkpoint, which copies no tensor.
         """
@@ -219,7 +227,7 @@ class PrefixCache(NotCopied):
         if not len(tokens):
             return
         with uninterrupted():
-            node = self._node_at(tokens)
+            node = self._node_at(tokens, owner)
             if node.mark is None:
                 node.mark = self.memory.checkpoint(sequence)
                 self._marked[node.mark] = node
@@ -237,9 +245,9 @@ class PrefixCache(NotCopied):
             else:
                 below.extend(child.children.values())
 
-    def _node_at(self, tokens: Int64s) -> _Node:
+    def _node_at(self, tokens: Int64s, owner: Hashable) -> _Node:
         """The node that ends with these tokens, made if there is none."""
-        node, at = self._root, 0
+        node, at = self._roots.setdefault(owner, _Node(_NO_TOKENS, 0, None, owner=owner)), 0
         while at < len(tokens):
             rest = tokens[at:]
             child = node.children.get(int(rest[0]))
@@ -305,6 +313,8 @@ class PrefixCache(NotCopied):
                 return
             del parent.children[first]
             node = parent
+        if node is not None and node.parent is None and not node.children:
+            del self._roots[node.owner]
 
     def clear(self) -> None:
         """Close all checkpoints and forget all tokens."""

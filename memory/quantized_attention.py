@@ -20,7 +20,7 @@ from memory.arena import BlockPool, Store
 from memory.attention_cache import NO_PAGES, AttentionCache, AttentionPlan, Read
 from memory.block_layout import BlockLayout
 from memory.errors import IntegrityError, SpecError
-from memory.interface import Holding, Int64s, LiveRows, Packed, Record
+from memory.interface import Holding, Int64s, LiveRows, Packed, Record, Stretch
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
 from memory.page_grid import PageGrid
 from memory.quantization import Shaped, Storage
@@ -123,6 +123,10 @@ class QuantizedAttention(CannotDrop):
     @property
     def least_bytes(self) -> int:
         return self.exact.least_bytes
+
+    def bytes_for(self, stretch: Stretch) -> Int64s:
+        before, after = (self.grid.n_groups(peaks) for peaks in (stretch.peaks, np.maximum(stretch.peaks, stretch.ends)))
+        return self.exact.bytes_for(stretch) + np.stack([before, after, after]) * self.bodies.block_bytes
 
     # Steps
 

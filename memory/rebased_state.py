@@ -16,7 +16,7 @@ import torch
 from memory.arena import Store
 from memory.errors import DropError, IntegrityError
 from memory.folding import TailGrid
-from memory.interface import Holding, Int64s, LiveRows, Packed, Record
+from memory.interface import Holding, Int64s, LiveRows, Packed, Record, Stretch
 from memory.kernels import Kernels
 from memory.recurrent_state import RecurrentState
 from memory.shift import Dropped
@@ -60,6 +60,12 @@ class RebasedState(RecurrentState):
         offsets = self._column(packed.slots, "offset")
         positions = packed.positions + np.repeat(offsets, packed.counts)
         return replace(packed, starts=packed.starts + offsets, peaks=packed.peaks + offsets, positions=positions)
+
+    def bytes_for(self, stretch: Stretch) -> Int64s:
+        if self._bases:
+            offsets = self._column(stretch.slots, "offset")
+            stretch = Stretch(stretch.slots, *(x + offsets for x in (stretch.starts, stretch.ends, stretch.peaks)))
+        return super().bytes_for(stretch)
 
     def plan(self, packed: Packed) -> RecurrentPlan:
         return super().plan(self._to_states(packed))

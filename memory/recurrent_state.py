@@ -30,7 +30,7 @@ from memory.batch import ranges
 from memory.block_layout import BlockLayout
 from memory.errors import IntegrityError, StepError
 from memory.folding import NOTHING, Columns, Pass, StateAddresses, TailGrid, schedule
-from memory.interface import Holding, Int64s, LiveRows, Packed, Part, Record, Recurrence
+from memory.interface import Holding, Int64s, LiveRows, Packed, Part, Record, Recurrence, Stretch
 from memory.kernels import Kernels, Prepared, select_kernels
 from memory.specs import RecurrentSpec
 from memory.states import RecurrentPlan, Run, States
@@ -94,6 +94,10 @@ class RecurrentState:
         """A head, a tail, and two bodies while the body moves, or one and a kept state; without a window only two bodies."""
         n_states = 3 if self.grid.tail_rows and self.grid.has_heads else 2
         return n_states * self.state_layout.block_bytes + self.tail_layout.block_bytes
+
+    def bytes_for(self, stretch: Stretch) -> Int64s:
+        n_states, n_tails = self.grid.held_blocks(stretch)
+        return n_states * self.states.block_bytes + n_tails * self.tails.block_bytes
 
     # Steps
 

@@ -13,10 +13,11 @@ from memory.arena import Store
 from memory.errors import HOST_UNIT, BatchError, CapacityError, RollbackError, SequenceError, SpecError
 from memory.host_pages import HostPages
 from memory.inspection import Inventory, sequence_html
-from memory.interface import Int64s, OpenStep, Sequence
+from memory.interface import Int64s, OpenStep, Sequence, Stretch
 from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.ledger import Ledger
 from memory.lifetime import Lifetime
+from memory.room import Need, bytes_for, need_of
 from memory.shift import Dropped, drop_from_all
 from memory.together import AllKinds
 
@@ -323,8 +324,61 @@ class Timelines(Lifetime):
         if reclaim in self._reclaimers:
             self._reclaimers.remove(reclaim)
 
+    def needed_bytes(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> int:
+        """Bytes of a budget that one sequence needs to be fed so many tokens, in steps of `max_tokens` as `run` takes them.
+
+        Args:
+            n_held: tokens that it holds before. What they take is counted.
+        Returns:
+            To the byte; blocks of several sizes may leave gaps on top, which what `CapacityError` names allows for.
+        Cost: no token is needed and nothing is set aside; a million take some milliseconds.
+        """
+        return self._need_of_one(n_tokens, n_held, max_tokens).total_bytes
+
+    def require_possible(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> None:
+        """Raise CapacityError if this budget could never hold that. Arguments and cost as `needed_bytes`. From any thread."""
+        need = self._need_of_one(n_tokens, n_held, max_tokens)
+        if need.total_bytes > self.budget_bytes:
+            raise need.refusal(self.budget_bytes, self.free_bytes)
+
+    def bytes_at(self, n_tokens: int) -> int:
+        """Bytes that a sequence which shares none holds between steps when it has been fed so many tokens. Cost: O(1)."""
+        at = np.array([n_tokens])
+        return int(bytes_for(self._kinds, Stretch(np.array([-1]), at, at, at))[0, 0])
+
+    def require_room(self, sequences: list[Sequence], counts: Int64s, max_tokens: int) -> None:
+        """Refuse requests that cannot fit, before anything is done for them; what is optional goes if they can.
+
+        Args:
+            counts: (S,) tokens of each.
+        Raises:
+            CapacityError: naming the bytes that all of them need together; SequenceError.
+        """
+        slots = self._ledger.check_all_usable(sequences)
+
+        def attempt() -> None:
+            need, free_bytes = self._need(slots, counts, max_tokens), self.free_bytes
+            if need.total_bytes > self.budget_bytes or need.new_bytes > free_bytes:
+                raise need.refusal(self.budget_bytes, free_bytes)
+
+        self._with_room(attempt)
+
+    def lack_of_room(self, slots: Int64s, counts: Int64s, max_tokens: int, *, least_bytes: int = 0) -> CapacityError:
+        """That there is none for these requests, with the bytes that all of them need: `least_bytes` new ones, if that is known."""
+        return self._need(slots, counts, max_tokens).at_least(least_bytes).refusal(self.budget_bytes, self.free_bytes)
+
+    def _need(self, slots: Int64s, counts: Int64s, max_tokens: int) -> Need:
+        return need_of(self._kinds, slots, self._ledger.lengths[slots], self._ledger.peaks[slots], counts, max_tokens)
+
+    def _need_of_one(self, n_tokens: int, n_held: int, max_tokens: int) -> Need:
+        nobody, held = np.array([-1]), np.array([n_held])
+        return need_of(self._kinds, nobody, held, held, np.array([n_tokens]), max_tokens)
+
     def _with_room(self, attempt: Callable[[], _T]) -> _T:
-        """What `attempt` returns, which may be made several times: where it lacks room, what is optional goes."""
+        """What `attempt` returns, which may be made several times: where it lacks room, what is optional goes.
+
+        Nothing goes for what the whole budget could not hold.
+        """
         while True:
             try:
                 return attempt()
@@ -332,7 +386,11 @@ class Timelines(Lifetime):
                 if self.abort_abandoned():
                     continue
                 # In host memory only checkpoints that are there make room; others need not go in vain.
-                can_help = error.unit != HOST_UNIT or any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
+                can_help = (
+                    error.needed <= self.budget_bytes
+                    if error.unit != HOST_UNIT
+                    else any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
+                )
                 if not can_help or not any(reclaim(max(1, error.needed - error.free)) for reclaim in [*self._reclaimers]):
                     raise
 

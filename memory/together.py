@@ -120,9 +120,14 @@ class AllKinds(dict[str, LayerMemory[Any]]):
                 n_bytes += np.bincount(owners[pool.counts[holding.ids] == 1], minlength=len(slots)) * pool.block_bytes
         return n_bytes
 
-    def held_bytes(self, slot: int) -> int:
-        """What a slot refers to, shared with others or not."""
-        return sum(len(ids) * self._pools_by_name[name].block_bytes for name, ids in self.blocks_of(slot).items())
+    def held_bytes(self, *slots: int) -> int:
+        """What these slots refer to, shared with others or not; what they share with each other once."""
+        held: dict[str, list[Int64s]] = {}
+        for slot in slots:
+            for name, ids in self.blocks_of(slot).items():
+                held.setdefault(name, []).append(ids)
+        n_blocks = {name: len(ids[0]) if len(ids) == 1 else len(np.unique(np.concatenate(ids))) for name, ids in held.items()}
+        return sum(n * self._pools_by_name[name].block_bytes for name, n in n_blocks.items())
 
     @cached_property
     def _pools_by_name(self) -> dict[str, BlockPool]:

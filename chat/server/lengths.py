@@ -18,7 +18,10 @@ def find_context_tokens(engine: Engine, wanted: int | None) -> int:
     named = getattr(engine.model.config, "max_position_embeddings", None)
     limit = min(n for n in (wanted, named, _MOST_TOKENS) if n is not None)
     memory = engine.memory
-    dry = HybridMemory(memory.spec, memory.budget_bytes, rollback_window=memory.rollback_window, device="meta")
+    dry = HybridMemory(
+        memory.spec, memory.budget_bytes, device="meta",
+        rollback_window=memory.rollback_window, page_tokens=memory.page_tokens, fold=memory.fold,
+    )  # fmt: skip
     sequence, chunk = dry.open(), max(engine.step_tokens, limit // _DRY_STEPS)
     while sequence.length < limit:
         try:

@@ -14,12 +14,13 @@ from chat.server.metrics import Metrics
 
 @dataclass(frozen=True)
 class Ask:
-    """One prompt, and how each of its choices is to be generated."""
+    """One prompt, how each of its choices is to be generated, and who finds it among the cached prefixes."""
 
     token_ids: list[int]
     max_tokens: int
     stop: tuple[str, ...]
     samplings: tuple[Sampling, ...]
+    owner: bytes
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Replies:
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
         self.generations[index] = self._engine.submit(
-            ask.token_ids, max_tokens=ask.max_tokens, stop=ask.stop, sampling=ask.samplings[choice], on_token=hear
+            ask.token_ids, max_tokens=ask.max_tokens, stop=ask.stop, sampling=ask.samplings[choice], on_token=hear, owner=ask.owner
         )
 
     async def next(self) -> Piece | None:

@@ -1,11 +1,12 @@
 """What clients may ask for, in OpenAI's words.
 
-No parameter is ignored in silence: one that is not supported is refused by name, unless its value changes nothing. `user` and the like say
-who asks, and change nothing by their nature.
+No parameter is ignored in silence: one that is not supported is refused by name, unless its value changes nothing. `user` and
+`safety_identifier` say who asks: they are read, change nothing and are kept nowhere. `prompt_cache_key` separates cached prefixes.
 """
 
 from __future__ import annotations
 
+import hashlib
 import reprlib
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -132,7 +133,7 @@ def _read_prompts(value: object) -> list[Prompt]:
 
 
 def _are_ids(value: object) -> bool:
-    return isinstance(value, list) and len(value) > 0 and all(type(v) is int for v in value)
+    return isinstance(value, list) and set(map(type, value)) == {int}
 
 
 class StreamOptions(_Checked):
@@ -165,6 +166,7 @@ class _Request(_Checked):
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     user: str | None = None
+    prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
     def check_stream_options(self) -> _Request:
@@ -175,6 +177,10 @@ class _Request(_Checked):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    def owner(self, authorization: str | None) -> bytes:
+        """Who shares cached prefixes with this request: those with the same API key and `prompt_cache_key`, and nobody else."""
+        return hashlib.sha256(repr((authorization, self.prompt_cache_key)).encode()).digest()
 
     def sampling(self, choice: int) -> Sampling:
         """How the tokens of the n-th choice are drawn: each from a seed of its own, all known if the request's is."""
@@ -223,7 +229,6 @@ class ChatRequest(_Request):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     safety_identifier: str | None = None
-    prompt_cache_key: str | None = None
 
     @property
     def wanted_tokens(self) -> int | None:

@@ -22,7 +22,7 @@ from chat.server.options import ServerOptions
 from chat.server.replies import Ask, Piece, Replies
 from chat.server.schema import ChatRequest, CompletionRequest, Prompt, read_request
 from chat.server.texts import Texts
-from memory import FormatError, IntegrityError
+from memory import CapacityError, FormatError, IntegrityError
 
 
 class Service:
@@ -104,13 +104,15 @@ class Service:
     async def chat(self, request: Request) -> Response:
         body = await request.body()
         asked, token_ids = await self._texts.run(len(body), lambda texts: self._read_chat(texts, body), param="messages")
-        ask = self._ask(asked, token_ids, asked.wanted_tokens, param="messages")
+        owner = asked.owner(request.headers.get("authorization"))
+        ask = self._ask(asked, token_ids, asked.wanted_tokens, owner, param="messages")
         return await self._reply(exchange_of(request.scope), asked, [ask], ChatFormat(self.model_id))
 
     async def complete(self, request: Request) -> Response:
         body = await request.body()
         asked, encoded = await self._texts.run(len(body), lambda texts: self._read_completion(texts, body), param="prompt")
-        asks = [self._ask(asked, token_ids, asked.max_tokens, param="prompt") for token_ids in encoded]
+        owner = asked.owner(request.headers.get("authorization"))
+        asks = [self._ask(asked, token_ids, asked.max_tokens, owner, param="prompt") for token_ids in encoded]
         echoes = [""] * len(asks)
         if asked.echo:
             pairs = list(zip(asked.prompt, encoded, strict=True))
@@ -142,6 +144,9 @@ class Service:
         """A request and the tokens of its prompts. Raises ApiError."""
         asked = read_request(CompletionRequest, body)
         self._check_model(asked.model)
+        for prompt in asked.prompt:
+            if not isinstance(prompt, str):  # too many are refused before anybody looks at them
+                self._reply_tokens(len(prompt), asked.max_tokens, param="prompt")
         return asked, [self._encode(texts.for_another_prompt(), prompt) for prompt in asked.prompt]
 
     def _encode(self, texts: Tokenizer, prompt: Prompt) -> list[int]:
@@ -157,9 +162,14 @@ class Service:
     def _text_of(self, texts: Tokenizer, prompt: Prompt, token_ids: list[int]) -> str:
         return prompt if isinstance(prompt, str) else str(texts.decode(token_ids, skip_special_tokens=True))
 
-    def _ask(self, asked: ChatRequest | CompletionRequest, token_ids: list[int], wanted: int | None, *, param: str) -> Ask:
-        n_reply = check_length(len(token_ids), wanted, self.options.default_tokens, self.context_tokens, param=param)
-        return Ask(token_ids, n_reply, asked.stop, tuple(asked.sampling(choice) for choice in range(asked.n)))
+    def _ask(
+        self, asked: ChatRequest | CompletionRequest, token_ids: list[int], wanted: int | None, owner: bytes, *, param: str
+    ) -> Ask:  # fmt: skip
+        n_reply = self._reply_tokens(len(token_ids), wanted, param=param)
+        return Ask(token_ids, n_reply, asked.stop, tuple(asked.sampling(choice) for choice in range(asked.n)), owner)
+
+    def _reply_tokens(self, n_prompt: int, wanted: int | None, *, param: str) -> int:
+        return check_length(n_prompt, wanted, self.options.default_tokens, self.context_tokens, param=param)
 
     async def _reply(
         self, exchange: Exchange, asked: ChatRequest | CompletionRequest, asks: list[Ask], style: ChatFormat | CompletionFormat
@@ -168,7 +178,10 @@ class Service:
         if not self.is_open:
             raise stopping()
         exchange.take_place()
-        replies = Replies(self.engine, asks, self.metrics, exchange.started)
+        try:
+            replies = Replies(self.engine, asks, self.metrics, exchange.started)
+        except CapacityError as error:  # not for now, but for good: to try again would not help
+            raise ApiError(400, f"{error}.", code="context_length_exceeded") from None
         self._live.add(replies)
         exchange.at_end += [replies.cancel, lambda: self._live.discard(replies)]
         try:

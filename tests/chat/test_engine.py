@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import time
+import weakref
 from typing import Literal
 
 import pytest
+import torch
 
 from chat.engine import Engine, Generation, Sampling
 from chat.prompts import Tokenizer, encode_prompt, find_stop_ids
 from chat.scheduling import Sizes
-from memory import CapacityError, HybridMemory, Sequence, StepError
+from memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
+from memory.prefix import PrefixCache
 from models import LanguageModel
-from tests.chat.engines import Wanted, assert_as_alone, decode_alone, draw_prompt, make_engine, private_bytes, run_checked, submit_some
+from tests.chat.engines import (
+    Wanted,
+    assert_as_alone,
+    decode_alone,
+    draw_prompt,
+    make_engine,
+    make_memory,
+    private_bytes,
+    run_checked,
+    submit_some,
+)
 from tests.toy import VOCAB, Toy
 
 TEXTS = ["My cat is called Zoe.", "What is my dog called?", "I read a book today.", "My lucky number is 23. " * 12]
@@ -155,17 +170,39 @@ def test_budgets_of_two_small_pages_work() -> None:
     assert [g.finish_reason for g in generations] == ["length"] * 2
 
 
-def test_what_can_never_fit_ends_alone_with_its_error() -> None:
+def test_what_can_never_fit_is_refused_at_once_and_touches_nothing() -> None:
+    """A million tokens within 20 ms, by their number alone: no checkpoint goes, nobody else notices, and what is named is enough."""
     model = Toy(recurrent=False)
     engine = make_engine(model, private_bytes(model, 100))
-    prompts = [[1, 2, 3], [4] * 400, [5, 6]]
-    generations = [engine.submit(prompt, max_tokens=20) for prompt in prompts]
+    engine.prefixes = PrefixCache(engine.memory, grid_tokens=8)
+    known = engine.submit([7] * 40, max_tokens=2)
     run_checked(engine)
-    assert [g.finish_reason for g in generations] == ["length", "error", "length"]
-    assert isinstance(generations[1].error, CapacityError) and generations[1].sequence is None
-    for i in (0, 2):
-        assert generations[i].token_ids == decode_alone(model, prompts[i], 20)
-    assert engine.memory.usage().used_bytes == 0
+    n_before = engine.prefixes.stats().n_checkpoints
+    first = engine.submit([1, 2, 3], max_tokens=20)
+    for n_tokens in (400, 10**6):
+        prompt = [4] * n_tokens
+        started = time.perf_counter()
+        with pytest.raises(CapacityError, match=f"{n_tokens:,} tokens for 1 sequence need .* can never hold them") as caught:
+            engine.submit(prompt, max_tokens=20)
+        assert time.perf_counter() - started < 0.02
+    assert engine.load.total == 1 and engine.prefixes.stats().n_checkpoints == n_before > 0 and known.is_finished
+    run_checked(engine)
+    assert first.token_ids == decode_alone(model, [1, 2, 3], 20)
+    larger = make_engine(model, make_memory(model).needed_bytes(400, max_tokens=24))
+    larger.submit([4] * 400, max_tokens=1)
+    assert [g.finish_reason for g in run_checked(larger)] == ["length"] and caught.value.needed > 10**6
+
+
+def test_a_sequence_is_refused_what_it_cannot_hold_on_top() -> None:
+    model = Toy()
+    engine = make_engine(model, private_bytes(model, 100) + private_bytes(model, 1))
+    sequence = engine.memory.open()
+    engine.memory.run(model, {sequence: [1] * 80})
+    engine.submit([1] * 10, sequence=sequence, max_tokens=1, keeps_sequence=True)
+    run_checked(engine)
+    with pytest.raises(CapacityError, match="can never hold"):
+        engine.submit([1] * 90, sequence=sequence, max_tokens=1)
+    assert sequence.length == 90 and not sequence.closed
 
 
 def test_a_reply_that_outgrows_the_memory_keeps_what_it_said() -> None:
@@ -329,3 +366,31 @@ def test_callbacks_may_cancel_and_submit_but_not_step() -> None:
     run_checked(engine)
     assert (generation.finish_reason, len(generation.token_ids)) == ("cancelled", 3)
     assert more[0].finish_reason == "length" and len(errors) == 1
+
+
+# What belongs together
+
+
+def test_an_engine_is_made_of_what_belongs_together_or_not_at_all() -> None:
+    model, memory = Toy(), make_memory(Toy())
+    for prefixes, what in ((True, "prefixes=True; give PrefixCache"), (PrefixCache(make_memory(model)), "cache of another memory")):
+        with pytest.raises(SpecError, match=what):
+            Engine(model, memory, None, stop_ids=(), prefixes=prefixes)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="made for toy, not for toy; make it with"):
+        Engine(Toy(recurrent=False), memory, None, stop_ids=())  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"holds torch.bfloat16 on cpu, toy runs in torch.float32 on cpu; make it with"):
+        Engine(model, HybridMemory(model.memory_spec, dtype=torch.bfloat16), None, stop_ids=())  # type: ignore[arg-type]
+
+
+def test_a_generation_that_has_ended_is_forgotten_whenever_its_deadline_is() -> None:
+    """Whoever waits for a far deadline must not keep the prompts of a day."""
+    engine = make_engine(Toy())
+    generations = [engine.submit([i], max_tokens=2, deadline_s=3600 + i % 2) for i in range(8)]
+    jobs = weakref.WeakSet(engine._scheduler.jobs.values())
+    engine.cancel(generations[3])
+    run_checked(engine)
+    gc.collect()
+    assert not len(jobs)
+    late = engine.submit([1], max_tokens=10**6, deadline_s=1e-9)
+    run_checked(engine)
+    assert late.finish_reason == "deadline"

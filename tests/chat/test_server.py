@@ -129,6 +129,24 @@ def test_many_at_once_are_told_their_own(server: Running) -> None:
     assert [answer for _, answer in pairs] == [right for right, _ in pairs]
 
 
+def cached(server: Running, prompt: str, key: str | None = None, **options: Any) -> int:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    asked = {"model": MODEL, "prompt": prompt, "max_tokens": 1, **options}
+    answer = server.call("POST", "/v1/completions", asked, headers)
+    assert answer.status == 200
+    return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize("mine", [{"key": "mine"}, {"prompt_cache_key": "mine"}, {"key": "a", "prompt_cache_key": "mine"}])
+def test_guesses_of_what_others_have_asked_look_all_the_same(server: Running, mine: dict[str, Any]) -> None:
+    """A right guess finds as little as a wrong one; who asks again as the same finds it."""
+    secret = "My cat is called Zoe. My dog is called Rex."
+    assert cached(server, secret, **mine) == 0
+    for other in ({}, {"key": "other"}, {"prompt_cache_key": "other"}, {"key": "mine", "prompt_cache_key": "other"}):
+        assert cached(server, secret, **other) == 0
+    assert cached(server, secret, **mine, user="somebody") > 5
+
+
 def test_choices_are_drawn_from_seeds_of_their_own(client: openai.OpenAI) -> None:
     def draw(**options: Any) -> list[str]:
         reply = client.completions.create(model=MODEL, prompt="My", temperature=1.5, max_tokens=8, **options)
@@ -519,6 +537,10 @@ def test_a_memory_that_cannot_hold_it(embedded: LanguageModel, tokenizer: Tokeni
         assert 64 < limit < 4096
         answer = server.chat("cat " * limit)
         assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
+        n_before = server.chat().status == 200 and server.prefixes.stats().n_checkpoints
+        answer = post(server, {"model": MODEL, "prompt": [10**9] * 50_000}, "/v1/completions")  # whether they are tokens, nobody asks
+        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded") and "50,000 tokens" in answer.error["message"]
+        assert server.prefixes.stats().n_checkpoints == n_before > 0
         n_tokens = limit * 3 // 4
         with server.engine.lock:
             held = server.memory.open()

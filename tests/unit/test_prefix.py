@@ -161,7 +161,7 @@ def test_of_equal_checkpoints_the_one_not_used_goes_first(tmp_path: Path) -> Non
     assert cache.reclaim(1) and cache.reclaim(1)
     assert [cache.find(tokens).reused for tokens in prompts] == [40, 0, 0, 40]
     assert cache.reclaim(10**9) and not cache.reclaim(1)
-    assert not cache._root.children
+    assert not cache._roots
 
 
 def test_checkpoints_go_in_lots_of_one_part_in_64_of_the_budget(tmp_path: Path) -> None:
@@ -176,6 +176,28 @@ def test_checkpoints_go_in_lots_of_one_part_in_64_of_the_budget(tmp_path: Path) 
     assert cache.reclaim(1)
     assert 3 * one_bytes <= cache.memory.free_bytes - free_bytes < 6 * one_bytes
     assert 0 < cache.stats().n_checkpoints < 8
+
+
+def test_owners_find_what_is_theirs_as_if_each_had_a_cache_alone(tmp_path: Path) -> None:
+    subject, rng = make_subject("toy", tmp_path), random.Random(0)
+    shared, alone = PrefixCache(subject.memory(WINDOW), grid_tokens=16), {}
+    for _ in range(40):
+        owner = rng.choice(["alice", "bob", None])
+        cache = alone.setdefault(owner, PrefixCache(subject.memory(WINDOW), grid_tokens=16))
+        tokens = [rng.randrange(2) for _ in range(rng.randint(1, 40))]
+        assert shared.find(tokens, owner) == cache.find(tokens)
+        found = []
+        for one, as_owner in ((shared, owner), (cache, None)):
+            sequence, lookup = one.open(tokens, as_owner)
+            found.append((lookup, cuts := one.cuts(tokens, lookup.reused, (1,), as_owner)))
+            for end in [*cuts, len(tokens)]:
+                subject.feed(one.memory, sequence, [tokens[sequence.length : end]])
+                one.insert(sequence, as_owner)
+            one.memory.close(sequence)
+        assert found[0] == found[1]
+    shared.memory.check()
+    assert shared.stats().n_checkpoints == sum(cache.stats().n_checkpoints for cache in alone.values())
+    assert shared.reclaim(10**9) and not shared._roots and shared.memory.usage().used_bytes == 0, "owners of nothing are forgotten"
 
 
 def test_a_sequence_whose_middle_was_dropped_is_not_remembered(tmp_path: Path) -> None:
