@@ -22,6 +22,11 @@ _WANTED = "give a list of messages such as {'role': 'user', 'content': 'Hello'},
 Span = tuple[int, int]
 """Characters [start, end) of a rendered text."""
 
+_LEAST_MARK_TOKENS = 16
+"""A checkpoint nearer than this behind another one saves less than it costs: a step of the model ends at each."""
+_MOST_MARKS = 8
+"""Checkpoints that one call asks for at most, where the latest user messages begin: an edit goes back there."""
+
 
 @dataclass(frozen=True)
 class Utterance:
@@ -172,3 +177,21 @@ def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
 
 def _as_dict(message: Utterance) -> Message:
     return {"role": message.role, "content": message.content}
+
+
+def choose_marks(prompt: Rendering, messages: Iterable[Utterance], n_kept: int) -> list[int]:
+    """Positions, from `n_kept` on, where the latest user messages begin. Where replies begin, the engine leaves a checkpoint anyway."""
+    marks: list[int] = []
+    users = [span for span, message in zip(prompt.spans, messages, strict=True) if message.role == "user" and span is not None]
+    for start, _ in reversed(users[-_MOST_MARKS:]):
+        mark = prompt.position(start) - n_kept
+        if mark < _LEAST_MARK_TOKENS:
+            break
+        marks.append(mark)
+    return marks[::-1]
+
+
+def count_old(prompt: Rendering, n_heard: int) -> int:
+    """Tokens of the prompt that stand for messages that were there before."""
+    span = prompt.spans[n_heard - 1] if n_heard else None
+    return 0 if span is None else prompt.position(span[1])

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from chat.engine import GREEDY, Engine, Generation, Sampling, require_engine
-from chat.history import Rendering, Utterance, common_tokens, decode, encode_history, read_messages
+from chat.history import Rendering, Utterance, choose_marks, common_tokens, count_old, decode, encode_history, read_messages
 from chat.requests import check_max_tokens, read_stop
 from chat.resuming import Start, resume
 from chat.sampling import check_sampling
@@ -30,10 +30,6 @@ REWRITTEN = "history that the template renders otherwise now"
 NO_CHECKPOINT = "no checkpoint near enough"
 LAST = "last token, for its output"
 
-_LEAST_MARK_TOKENS = 16
-"""A checkpoint nearer than this behind another one saves less than it costs: a step of the model ends at each."""
-_MOST_MARKS = 8
-"""Checkpoints that one call asks for at most, where the latest user messages begin: an edit goes back there."""
 
 OnText = Callable[[str], None]
 
@@ -304,7 +300,7 @@ class ChatSession:
                         max_tokens=max_tokens,
                         sampling=sampling,
                         stop=self.stop,
-                        marks=_choose_marks(prompt, messages, start.n_kept),
+                        marks=choose_marks(prompt, messages, start.n_kept),
                         keeps_sequence=True,
                         remembers_end=True,
                         on_token=self._hear,
@@ -317,7 +313,7 @@ class ChatSession:
         if generation.error is not None:
             raise generation.error
         reply = self._read_reply(generation)
-        computed = _explain(why, prompt, start, _n_old(prompt, n_heard), was_held=was_held)
+        computed = _explain(why, prompt, start, count_old(prompt, n_heard), was_held=was_held)
         reason = str(generation.finish_reason)
         turn = Turn(reply.content, tuple(generation.token_ids), reason, len(prompt.token_ids), start.n_kept, computed)
         with uninterrupted_call() as _until_return:
@@ -373,24 +369,6 @@ def _checked(text: str) -> str:
     if not isinstance(text, str):
         raise BatchError(f"{text!r} is no text; say a string")
     return text
-
-
-def _choose_marks(prompt: Rendering, messages: Iterable[Utterance], n_kept: int) -> list[int]:
-    """Positions, from `n_kept` on, where the latest user messages begin. Where replies begin, the engine leaves a checkpoint anyway."""
-    marks: list[int] = []
-    users = [span for span, message in zip(prompt.spans, messages, strict=True) if message.role == "user" and span is not None]
-    for start, _ in reversed(users[-_MOST_MARKS:]):
-        mark = prompt.position(start) - n_kept
-        if mark < _LEAST_MARK_TOKENS:
-            break
-        marks.append(mark)
-    return marks[::-1]
-
-
-def _n_old(prompt: Rendering, n_heard: int) -> int:
-    """Tokens of the prompt that stand for messages that were there before."""
-    span = prompt.spans[n_heard - 1] if n_heard else None
-    return 0 if span is None else prompt.position(span[1])
 
 
 def _explain(why: str, prompt: Rendering, start: Start, n_old: int, *, was_held: bool) -> dict[str, int]:

@@ -13,9 +13,9 @@ when it lacks room: first those that save the least recomputation a byte, and we
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,6 +24,7 @@ from memory.hybrid import HybridMemory
 from memory.interface import Int64s, Sequence
 from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.lifetime import NotCopied
+from memory.radix_tree import NOTHING_SEEN, Node, first_marked, marked_above, split
 from memory.ranking import Ranking
 from memory.timelines import require_memory
 from memory.token_buffer import common_prefix
@@ -56,21 +57,6 @@ class Lookup:
     @property
     def recomputed(self) -> int:
         return self.n_tokens - self.reused
-
-
-@dataclass
-class _Node:
-    """Tokens from the parent's depth to this one's, and the checkpoint that stands at their end, if any."""
-
-    tokens: Int64s
-    depth: int
-    parent: _Node | None
-    mark: Sequence | None = None
-    children: dict[int, _Node] = field(default_factory=dict)
-    owner: Hashable = None  # of the tree, at its root
-
-
-_NOTHING_SEEN = _Node(_NO_TOKENS, 0, None)
 
 
 @dataclass(frozen=True)
@@ -121,8 +107,8 @@ class PrefixCache(NotCopied):
         self._memory: HybridMemory | None = memory
         self.grid_tokens = grid_tokens
         self._lot_bytes = memory.budget_bytes // _RECLAIMED_SHARE
-        self._roots: dict[Hashable, _Node] = {}  # by owner
-        self._marked: dict[Sequence, _Node] = {}
+        self._roots: dict[Hashable, Node] = {}  # by owner
+        self._marked: dict[Sequence, Node] = {}
         self._ranking = Ranking()
         self._clock = 0
         self._n_lookups = self._n_hits = self._n_tokens = self._n_reused = self._n_evicted = 0
@@ -166,7 +152,7 @@ class PrefixCache(NotCopied):
                 self.memory.rollback(sequence, to=lookup.reused)
             return sequence, lookup
 
-    def _find(self, tokens: Int64s, owner: Hashable) -> tuple[Lookup, _Node | None]:
+    def _find(self, tokens: Int64s, owner: Hashable) -> tuple[Lookup, Node | None]:
         n_matched, path, beyond = self._walk(tokens, owner)
         limit = min(n_matched, len(tokens) - 1)
         best, reused = None, 0
@@ -174,16 +160,16 @@ class PrefixCache(NotCopied):
             if node.mark is not None and node.depth <= limit:
                 best, reused = node, node.depth
         # What was kept a little further on, along the same tokens or past where they part, may be taken back.
-        for node in (*(node for node in path if node.depth > limit), *_first_marked(beyond)) if limit > reused else ():
+        for node in (*(node for node in path if node.depth > limit), *first_marked(beyond)) if limit > reused else ():
             if node.mark is not None and limit > reused and node.mark.horizon <= limit:
                 best, reused = node, limit
         by_recurrent = reused if reused < limit else n_matched
         return Lookup(len(tokens), n_matched, by_recurrent, reused, _why(len(tokens), n_matched, reused)), best
 
-    def _walk(self, tokens: Int64s, owner: Hashable) -> tuple[int, list[_Node], _Node | None]:
+    def _walk(self, tokens: Int64s, owner: Hashable) -> tuple[int, list[Node], Node | None]:
         """How many tokens match, the nodes that end within them, and the node below that they end inside of, or next to."""
-        node, at = self._roots.get(owner, _NOTHING_SEEN), 0
-        path: list[_Node] = []
+        node, at = self._roots.get(owner, NOTHING_SEEN), 0
+        path: list[Node] = []
         while at < len(tokens):
             child = node.children.get(int(tokens[at]))
             if child is None:
@@ -231,11 +217,11 @@ class PrefixCache(NotCopied):
             if node.mark is None:
                 node.mark = self.memory.checkpoint(sequence)
                 self._marked[node.mark] = node
-                self._ranking.add(node.mark, node.depth - _marked_above(node), self.memory.held_bytes(node.mark))
+                self._ranking.add(node.mark, node.depth - marked_above(node), self.memory.held_bytes(node.mark))
                 self._count_saved_below(node, node.depth)
             self._touch(node)
 
-    def _count_saved_below(self, node: _Node, start: int) -> None:
+    def _count_saved_below(self, node: Node, start: int) -> None:
         """The next checkpoints below a node save the tokens from `start` on."""
         below = list(node.children.values())
         while below:
@@ -245,31 +231,22 @@ class PrefixCache(NotCopied):
             else:
                 below.extend(child.children.values())
 
-    def _node_at(self, tokens: Int64s, owner: Hashable) -> _Node:
+    def _node_at(self, tokens: Int64s, owner: Hashable) -> Node:
         """The node that ends with these tokens, made if there is none."""
-        node, at = self._roots.setdefault(owner, _Node(_NO_TOKENS, 0, None, owner=owner)), 0
+        node, at = self._roots.setdefault(owner, Node(_NO_TOKENS, 0, None, owner=owner)), 0
         while at < len(tokens):
             rest = tokens[at:]
             child = node.children.get(int(rest[0]))
             if child is None:
-                node.children[int(rest[0])] = leaf = _Node(rest.copy(), len(tokens), node)
+                node.children[int(rest[0])] = leaf = Node(rest.copy(), len(tokens), node)
                 return leaf
             n_common = common_prefix(child.tokens, rest)
             if n_common < len(child.tokens):
-                child = self._split(child, n_common)
+                child = split(child, n_common)
             node, at = child, child.depth
         return node
 
-    def _split(self, node: _Node, n: int) -> _Node:
-        """A node of the first n tokens of `node`, between it and its parent."""
-        assert node.parent is not None, "the root has no tokens"
-        upper = _Node(node.tokens[:n].copy(), node.depth - len(node.tokens) + n, node.parent)
-        node.parent.children[int(upper.tokens[0])] = upper
-        node.tokens, node.parent = node.tokens[n:].copy(), upper  # a view would keep what the other part was
-        upper.children[int(node.tokens[0])] = node
-        return upper
-
-    def _touch(self, node: _Node) -> None:
+    def _touch(self, node: Node) -> None:
         self._clock += 1
         if node.mark is not None:
             self._ranking.use(node.mark, self._clock)
@@ -298,11 +275,11 @@ class PrefixCache(NotCopied):
         return len(self._marked) < n_before
 
     def _evict(self, mark: Sequence) -> None:
-        node: _Node | None = self._marked.pop(mark)
+        node: Node | None = self._marked.pop(mark)
         assert node is not None
         node.mark = None
         self._ranking.remove(mark)
-        self._count_saved_below(node, _marked_above(node))
+        self._count_saved_below(node, marked_above(node))
         self.memory.close(mark)
         while node is not None and node.parent is not None and node.mark is None and len(node.children) < 2:
             parent, first = node.parent, int(node.tokens[0])
@@ -332,7 +309,7 @@ class PrefixCache(NotCopied):
             self._memory.remove_reclaimer(self._reclaimer)
         self._memory = None
         self._marked.clear()
-        self._root = _Node(_NO_TOKENS, 0, None)
+        self._root = Node(_NO_TOKENS, 0, None)
 
     def __enter__(self) -> PrefixCache:
         if self._memory is None:
@@ -352,7 +329,7 @@ class PrefixCache(NotCopied):
         return f"<PrefixCache {where}>"
 
 
-def _reclaimer(cache: weakref.ref[PrefixCache], memory: weakref.ref[HybridMemory], marked: dict[Sequence, _Node]) -> Callable[[int], bool]:
+def _reclaimer(cache: weakref.ref[PrefixCache], memory: weakref.ref[HybridMemory], marked: dict[Sequence, Node]) -> Callable[[int], bool]:
     """What a memory asks for room, which keeps no cache alive: checkpoints of one that is gone, which nobody can find again, all go."""
 
     def reclaim(missing_bytes: int) -> bool:
@@ -380,23 +357,6 @@ def _as_tokens(token_ids: Seq[int] | Int64s) -> Int64s:
             f"token_ids={token_ids!r}; give a list or array of integer token ids: encode text with the model's tokenizer first"
         )
     return tokens.astype(np.int64, copy=False)
-
-
-def _marked_above(node: _Node) -> int:
-    """Where the nearest checkpoint above a node stands; 0 if there is none."""
-    above = node.parent
-    while above is not None and above.mark is None:
-        above = above.parent
-    return 0 if above is None else above.depth
-
-
-def _first_marked(node: _Node | None) -> Iterator[_Node]:
-    """The checkpoints nearest below, one on each way down from the shortest child on."""
-    while node is not None:
-        if node.mark is not None:
-            yield node
-            return
-        node = min(node.children.values(), key=lambda child: child.depth, default=None)
 
 
 def _why(n_tokens: int, n_matched: int, reused: int) -> str:
