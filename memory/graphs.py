@@ -70,6 +70,8 @@ class RecordedModel:
     experts does that counts on the host because there are fewer choices than experts, or in which a recurrence asks for positions there
     (`States.begins`).
 
+    For one thread at a time, whatever its memories: recordings share the place that they work in. Make one for each thread.
+
     Weights may change in place between steps, not be replaced. What the model does may follow from the step's tensors and its numbers of
     tokens, not from which sequences are in it: that is not looked at again.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Literal
 
@@ -192,6 +193,8 @@ def test_layers_and_steps_that_disagree(hybrid: HybridMemory) -> None:
         "shape": lambda step: step.attend(0, q[:1], kv, kv),
         "float64": lambda step: step.attend(0, q.double(), kv, kv),
         "meta": lambda step: step.attend(0, q, kv.to("meta"), kv),
+        "scale=0.0": lambda step: step.attend(0, q, kv, kv, scale=0.0),
+        "scale=nan": lambda step: step.attend(0, q, kv, kv, scale=math.nan),
         "layer 9": lambda step: step.attend(9, q, kv, kv),
         "0 attention memories": lambda step: step.attend(1, q, kv, kv),
         "picks none": lambda step: step.recur(1, rows, keep),
