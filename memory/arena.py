@@ -12,6 +12,7 @@ import itertools
 import math
 import mmap
 import re
+import weakref
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Seq
 from heapq import heapify, heappop, heappush
@@ -254,6 +255,10 @@ class BlockPool:
         return taken
 
 
+_mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
+"""Address -> what `reserve` has mapped there, as long as a tensor of it lives."""
+
+
 def reserve(n_bytes: int, device: torch.device) -> Tensor:
     """(n_bytes,) uint8, of any content. On the CPU, bytes that are never touched take no memory.
 
@@ -262,7 +267,9 @@ def reserve(n_bytes: int, device: torch.device) -> Tensor:
     if n_bytes and device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
         pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         pages.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(pages, dtype=torch.uint8)
+        mapped = torch.frombuffer(pages, dtype=torch.uint8)
+        _mappings[mapped.data_ptr()] = pages
+        return mapped
     return torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
 
@@ -297,6 +304,13 @@ class Store:
             raise SpecError(f"{device} cannot hold a budget of {capacity_bytes:,} {unit}; choose a smaller one") from error
         if self._poison:
             self._bytes.fill_(0xFF)
+
+    def give_back(self) -> None:
+        """Nobody uses the bytes any more: they go now, whatever still refers to them, such as the frames of a traceback."""
+        if self.device.type == "cuda":
+            self._bytes.untyped_storage().resize_(0)
+        elif (pages := _mappings.get(self._bytes.data_ptr())) is not None:
+            pages.madvise(mmap.MADV_DONTNEED)
 
     def flat(self, field: Field) -> Tensor:
         """All bytes as a flat tensor of the field's dtype, from the field's place in a block at address 0 on.

@@ -54,6 +54,7 @@ class Timelines(Books):
         with uninterrupted():
             for handle in self.sequences:
                 handle.closed = True
+            self._store.give_back()
             self._end("this memory is closed; make another one")
 
     # Copies that share
