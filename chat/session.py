@@ -175,14 +175,18 @@ class ChatSession:
         live, memory = self._live, self.engine.memory
         if live is None or live.is_swapped or not self._messages:
             return
-        try:
-            kept = encode_history(self._tokenizer, self._messages, awaits_reply=False).token_ids
-        except FormatError:  # some templates need a message of the user
-            return
         with self.engine.lock:
-            n_common = common_tokens(live.tokens.tolist(), kept)
-            if memory.can_rollback(live, n_common):
-                memory.rollback(live, to=n_common)
+            n_said = self._n_said(live)
+            if memory.can_rollback(live, n_said):
+                memory.rollback(live, to=n_said)
+
+    def _n_said(self, live: Sequence) -> int:
+        """How many leading tokens of the live sequence stand for the messages; all of them, if the template cannot say."""
+        try:
+            said = encode_history(self._tokenizer, self._messages, awaits_reply=False).token_ids if self._messages else []
+        except FormatError:  # some templates need a message of the user
+            return live.length
+        return common_tokens(live.tokens.tolist(), said)
 
     def branch(self) -> ChatSession:
         """Another session that has heard the same and goes its own way. It shares all memory until either goes on.
@@ -223,14 +227,27 @@ class ChatSession:
     def save(self, folder: str | Path) -> None:
         """Write the messages and all that is remembered of them to a folder of their own, which `resume` reads in any process.
 
-        A session that was saved there before is replaced when the new one is complete, and not before. Checkpoints stay behind.
+        A session that was saved there before is replaced when the new one is complete, and not before. Checkpoints stay behind, and so
+        does what was taken back: of tokens that no message has, nothing is written.
 
         Raises OSError: from the file system. SpecError: a dry run, or what can be no folder.
         """
         self._check_free()
         saved = SavedSession(self._messages, self._n_heard, self.max_tokens, self.sampling, self.stop)
+        memory, live = self.engine.memory, self._live
         with self.engine.lock:
-            write_session(_folder(folder, SpecError), saved, self.engine.memory, self._live)
+            place, n_said = _folder(folder, SpecError), 0 if live is None else self._n_said(live)
+            if live is None or n_said == live.length:
+                write_session(place, saved, memory, live)
+            elif live.is_swapped or not (n_kept := memory.resume_point(live, n_said)):
+                write_session(place, saved, memory, None)
+            else:
+                said = memory.fork(live)
+                try:
+                    memory.rollback(said, to=n_kept)
+                    write_session(place, saved, memory, said)
+                finally:
+                    memory.close(said)
 
     @staticmethod
     def resume(engine: Engine, folder: str | Path, *, owner: Hashable = None) -> ChatSession:

@@ -63,7 +63,7 @@ class HybridMemory(Timelines):
             "compute": the host's processor, to which the device sends queries, keys and values, and which waits for them in each attention
             layer, as the device then does for what it found; results differ by rounding. On the CPU both are the same.
         host_budget, swap_dir: for `swap_out`: bytes that may wait in host memory (None: any number), and the folder where those go that
-            find no room there (None: nowhere).
+            find no room there (None: nowhere); one of this process alone, for what killed processes left there is removed.
         poison: for tests: fill fresh and freed memory with NaN.
     Attributes:
         spec, rollback_window, page_tokens, fold: what it goes by, defaults filled in; to be read, not set. A memory made with these has
@@ -227,10 +227,11 @@ class HybridMemory(Timelines):
         """Write all that is remembered of a sequence or a checkpoint to a file, which `load` reads in any process.
 
         Args:
-            path: as fsspec reads it, so it may be a URL. A file there is replaced when the new one is complete, and not before.
+            path: as fsspec reads it, so it may be a URL. A file there is replaced when the new one is complete, and not before; on a local
+                disk only its owner can read it (mode 0600), whoever could read the old one.
         Raises:
             SequenceError: a bad handle. SpecError: a dry run, or a path that can be no file. OSError: from the file system.
-        Cost: its bytes, copied twice, hashed and written.
+        Cost: its bytes, copied, hashed and written.
         """
         self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         slot, place = sequence.slot, read_path("path", path, "the path of a file, such as 'alice.safetensors'")

@@ -266,6 +266,45 @@ def test_sleeping_gives_the_bytes_back_and_changes_nothing(talker: Any, tokenize
     assert ChatSession.resume(session.engine, tmp_path / "asleep").say(LINES[1]).token_ids == turns[0].token_ids
 
 
+@pytest.mark.parametrize("sleeps", [False, True], ids=["", "asleep"])
+def test_a_saved_session_holds_nothing_that_was_taken_back(talker: Any, tokenizer: Tokenizer, tmp_path: Path, sleeps: bool) -> None:
+    """Though the memory still does, where a rollback does not reach so far: what comes next decides what it goes on from."""
+    session = ChatSession(make_engine(talker, tokenizer, has_prefixes=False), max_tokens=40)
+    session.say(LINES[0])
+    session.say(LINES[1])
+    session.undo()
+    said = encode_history(tokenizer, session.messages, awaits_reply=False).token_ids
+    assert session.sequence is not None and session.sequence.length >= len(said)
+    if sleeps:
+        session.sleep()
+    session.save(tmp_path)
+    resumed = ChatSession.resume(session.engine, tmp_path)
+    held = [] if resumed.sequence is None else resumed.sequence.tokens.tolist()
+    assert held == said[: len(held)]
+    assert resumed.say(LINES[2]).token_ids == session.say(LINES[2]).token_ids
+    resumed.close(), session.close()
+    assert_all_given_back(session.engine)
+
+
+def test_a_saved_session_is_its_owners_alone_and_what_was_left_half_written_goes(talker: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    session = ChatSession(make_engine(talker, tokenizer), max_tokens=4)
+    session.say(LINES[0])
+    session.save(tmp_path)
+    left = [
+        tmp_path / f"{name}{suffix}"
+        for name in ("session.json", f"memory-{'a' * 32}.safetensors")
+        for suffix in (f".{'b' * 32}.part", *([] if name == "session.json" else [""]))
+    ]
+    other = tmp_path / "notes.txt"
+    for path in (*left, other):
+        path.touch()
+    session.save(tmp_path)
+    files = list(tmp_path.iterdir())
+    assert not any(path in files for path in left) and other in files and len(files) == 3
+    assert {path.stat().st_mode & 0o777 for path in files if path != other} == {0o600}
+    assert ChatSession.resume(session.engine, tmp_path).messages == session.messages
+
+
 def test_a_lost_swap_file_is_computed_again(embedded: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
     memory = HybridMemory(embedded.memory_spec, "16MiB", host_budget=1, swap_dir=tmp_path, poison=True)
     session = ChatSession(Engine(Counted(embedded), memory, tokenizer), max_tokens=20)
