@@ -1,7 +1,7 @@
 """What kernels are given, checked before they run: compiled code does not look where it reads and writes.
 
-One function for each kernel that a recurrence may call with rows and weights of its own, a microsecond or two each. Where blocks and pages
-lie is the memory's plan, and is not looked at.
+One function for each kernel that a recurrence may call with rows and weights of its own, a microsecond or two each.
+Where blocks and pages lie is the memory's plan, and is not looked at.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _Shapes = Iterable[tuple[int, ...]]
 def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, dtypes: _Dtypes) -> None:
     rows, weight = rows_TR.shape, weight_WE.shape
     if len(rows) != 2 or len(weight) != 2 or rows[1] < weight[1]:
-        raise StepError(f"causal_conv: rows {tuple(rows)} and taps {tuple(weight)}; give (tokens, channels or more) and (taps, channels)")
+        shapes = f"rows {tuple(rows)} and taps {tuple(weight)}"
+        raise StepError(f"causal_conv: {shapes}; give (tokens, channels or more) and (taps, channels)")
     n_taps, n_channels = weight
     bias = (n_channels,) if bias_E is None else bias_E.shape
     found, expected = (rows, window.shape, bias), ((_tokens(window), rows[1]), (n_taps - 1, n_channels), (n_channels,))
@@ -69,7 +70,8 @@ def matrix_scan(
 ) -> None:  # fmt: skip
     q, k, v, decay = q_TGN.shape, k_TGN.shape, v_THV.shape, log_decay.shape
     if len(q) != 3 or len(k) != 3 or len(v) != 3:
-        raise StepError(f"matrix_scan: queries {tuple(q)}, keys {tuple(k)} and values {tuple(v)}; give (tokens, heads, channels)")
+        shapes = f"queries {tuple(q)}, keys {tuple(k)} and values {tuple(v)}"
+        raise StepError(f"matrix_scan: {shapes}; give (tokens, heads, channels)")
     n_tokens, n_heads, n_columns = _tokens(state), v[1], q[2]
     head, column = (n_tokens, n_heads), (n_tokens, n_heads, n_columns)
     _require_sharing("matrix_scan", n_heads, q[1])
@@ -83,7 +85,13 @@ def matrix_scan(
     if found != expected:
         _refuse("matrix_scan", ("queries", "keys", "values", "log_decay", "state", "strength", "skip"), found, expected)
     _require_dtypes(
-        "matrix_scan", dtypes, q_TGN.dtype, k_TGN.dtype, v_THV.dtype, log_decay.dtype, None if strength_TH is None else strength_TH.dtype
+        "matrix_scan",
+        dtypes,
+        q_TGN.dtype,
+        k_TGN.dtype,
+        v_THV.dtype,
+        log_decay.dtype,
+        None if strength_TH is None else strength_TH.dtype,
     )
     if erase is not None:
         a, b = erase.a.shape, column if erase.b is None else erase.b.shape
@@ -118,9 +126,10 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, state
 def paged_attention(q_THD: Tensor, batch: PagedBatch, n_kv_heads: int, scoring: Scoring, dtypes: _Dtypes) -> None:
     q, n_tokens, n_requests = q_THD.shape, batch.cu_seqlens.item(-1), len(batch.cu_seqlens) - 1
     if len(q) != 3 or q[0] != n_tokens:
-        raise StepError(f"attention: queries have shape {tuple(q)}, not ({n_tokens}, heads, channels); give one for each token")
+        raise StepError(f"attention: queries have shape {tuple(q)}, not ({n_tokens}, heads, channels): one a token")
     if len(batch.kv_lengths) != n_requests or len(batch.cu_pages) != n_requests + 1:
-        raise StepError(f"attention: {n_requests} requests have lengths of {len(batch.kv_lengths)} and pages of {len(batch.cu_pages) - 1}")
+        found = f"lengths of {len(batch.kv_lengths)} and pages of {len(batch.cu_pages) - 1}"
+        raise StepError(f"attention: {n_requests} requests have {found}")
     _require_scoring(q[1], n_kv_heads, scoring)
     _require_dtypes("attention", dtypes, q_THD.dtype)
 
@@ -129,7 +138,8 @@ def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, d
     q, k, v = q_THD.shape, k_RGD.shape, v_RGD.shape
     if len(q) != 3 or len(k) != 3 or (k, k[2]) != (v, q[2]) or k[0] < q[0]:
         shapes = f"queries {tuple(q)}, keys {tuple(k)} and values {tuple(v)}"
-        raise StepError(f"attention: {shapes}; give (rows, heads, channels), as many values as keys and as many queries or fewer")
+        wanted = "(rows, heads, channels), as many values as keys and as many queries or fewer"
+        raise StepError(f"attention: {shapes}; give {wanted}")
     _require_scoring(q[1], k[1], scoring)
     _require_dtypes("attention", dtypes, q_THD.dtype, k_RGD.dtype, v_RGD.dtype)
 
@@ -176,6 +186,6 @@ def _refuse(what: str, names: Iterable[str], found: _Shapes, expected: _Shapes) 
     for name, own, wanted in zip(names, found, expected, strict=True):
         if own != wanted:
             raise StepError(
-                f"{what}: {name} has shape {tuple(own)}, not {tuple(wanted)}; there must be a row for each token, and a layer's weights "
-                "must fit its spec and its rows"
+                f"{what}: {name} has shape {tuple(own)}, not {tuple(wanted)}; there must be a row for each token, and a "
+                "layer's weights must fit its spec and its rows"
             )

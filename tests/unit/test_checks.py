@@ -1,4 +1,4 @@
-"""Inputs of kernels that a recurrence's author gets wrong are refused by name, before compiled code reads past their end."""
+"""What a recurrence gives to kernels is refused by name where it does not fit, before compiled code reads past its end."""
 
 from __future__ import annotations
 
@@ -98,8 +98,14 @@ GIVEN: dict[str, tuple[Call, str]] = {
     "attention, biases": (attend(bias=rows(2, 9)), "bias has shape"),
     "attention, no distance": (attend(bias=rows(4, 0)), "bias has shape"),
     "attention, lengths": (attend(n_lengths=1), "2 requests have lengths of 1"),
-    "at hand, fewer than queries": (lambda k: k.attend_rows(rows(3, 2, 8), *[rows(2, 2, 8)] * 2, Scoring(1.0)), "as many queries or fewer"),
-    "at hand, values": (lambda k: k.attend_rows(rows(1, 2, 8), rows(4, 2, 8), rows(3, 2, 8), Scoring(1.0)), "as many values as keys"),
+    "at hand, fewer than queries": (
+        lambda k: k.attend_rows(rows(3, 2, 8), *[rows(2, 2, 8)] * 2, Scoring(1.0)),
+        "as many queries or fewer",
+    ),
+    "at hand, values": (
+        lambda k: k.attend_rows(rows(1, 2, 8), rows(4, 2, 8), rows(3, 2, 8), Scoring(1.0)),
+        "as many values as keys",
+    ),
 }
 
 
@@ -113,7 +119,14 @@ def test_what_does_not_fit_is_refused(what: str, kernels: Kernels) -> None:
 
 def test_the_right_inputs_pass() -> None:
     """What the cases above change one thing of."""
-    good = [conv(), scan(), matrix(), matrix(a=(T, 1, 5), b=(T, 4, 5), strength=(T, 4), decay=(T, 4, 5)), wkv(), attend()]
+    good = [
+        conv(),
+        scan(),
+        matrix(),
+        matrix(a=(T, 1, 5), b=(T, 4, 5), strength=(T, 4), decay=(T, 4, 5)),
+        wkv(),
+        attend(),
+    ]
     for kernels in (cpu, reference):
         for call in good:
             call(kernels)

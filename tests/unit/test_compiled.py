@@ -1,4 +1,4 @@
-"""Compiled kernels on disk: found again, never stale, never trusted when they are not whole, and done without where nothing can be kept."""
+"""Compiled kernels on disk: found again, never stale, not run when they are not whole, and done without if need be."""
 
 from __future__ import annotations
 
@@ -161,10 +161,14 @@ print(round(softplus(torch.zeros(1, 1), torch.zeros(1)).item(), 4))
 
 
 def test_kernels_follow_functions_that_they_inline_from_other_files(tmp_path: Path) -> None:
-    """A package beside whose sources nothing can be written, without a home: two processes at once, and one when a file has changed."""
+    """Two processes at once, and one when a file has changed; nothing can be written beside the sources or at home."""
     shutil.copytree(ROOT / "memory", tmp_path / "memory", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "memory" / "kernels" / "cpu" / "__pycache__").touch()
-    environment = os.environ | {"HOME": "/dev/null", "HYBRID_MEMORY_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(tmp_path)}
+    environment = os.environ | {
+        "HOME": "/dev/null",
+        "HYBRID_MEMORY_CACHE": str(tmp_path / "cache"),
+        "PYTHONPATH": str(tmp_path),
+    }
 
     def start() -> subprocess.Popen[str]:
         return subprocess.Popen([sys.executable, "-c", SOFTPLUS], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)

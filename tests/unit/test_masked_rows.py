@@ -1,4 +1,4 @@
-"""Rows whose score is -inf take no weight, wherever they lie, and a query of which no row has another score gets NaN: 0 / 0."""
+"""Rows whose score is -inf take no weight, wherever they lie; a query none of whose rows has another gets NaN: 0 / 0."""
 
 from __future__ import annotations
 
@@ -36,7 +36,11 @@ BIASES = {
     "all of some heads": _hidden(0, N_DISTANCES, slice(1, 5, 2)),
     "all": _hidden(0, N_DISTANCES),
 }
-SINKS = {"no sinks": None, "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -3.0]), "some": torch.tensor([0.3, -INF, 2.0, -INF, -INF, 0.1])}
+SINKS = {
+    "no sinks": None,
+    "sinks": torch.tensor([0.3, -1.0, 2.0, 0.0, 1.0, -3.0]),
+    "some": torch.tensor([0.3, -INF, 2.0, -INF, -INF, 0.1]),
+}
 
 
 def assert_same(actual: Tensor, expected: Tensor) -> None:

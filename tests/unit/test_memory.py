@@ -201,7 +201,7 @@ def test_layers_and_steps_that_disagree(hybrid: HybridMemory) -> None:
         "rows have shape": lambda step: step.recur(1, rows[:, :4], keep, name="slow"),
         "rows are": lambda step: step.recur(1, rows.double(), keep, name="slow"),
         "end states": lambda step: step.recur(1, rows, lambda states, rows: (rows, states), name="slow"),
-        "end state 'mean'": lambda step: step.recur(1, rows, lambda states, rows: (rows, states.end(rows[:1, :2])), name="slow"),
+        "end state 'mean'": lambda step: step.recur(1, rows, lambda states, rows: (rows, states.end(rows[:1, :2], rows)), name="slow"),
         "twice": lambda step: [step.attend(0, q, kv, kv) for _ in range(2)],
     }
     for named, call in bad.items():

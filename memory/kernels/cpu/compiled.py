@@ -1,9 +1,10 @@
 """Kernels are compiled once for a machine and kept on disk: `compiled` stands for `numba.njit(cache=True)`.
 
-numba's own cache lies beside the source or in the user's home, and fails to import where it can write to neither; and it asks whether one
-file has changed, where kernels inline functions of others. This one lies where users' caches do. Each kernel and signature has one file,
-named by everything that its machine code follows from and checked against it: a file that is torn, damaged or of something else is
-compiled again. Where nothing can be written, kernels are compiled in memory.
+numba's own cache lies beside the source or in the user's home, and fails to import where it can write to neither; and
+it asks whether one file has changed, where kernels inline functions of others. This one lies where users' caches do.
+Each kernel and signature has one file, named by everything that its machine code follows from and checked against it:
+a file that is torn, damaged or of something else is compiled again. Where nothing can be written, kernels are compiled
+in memory.
 """
 
 from __future__ import annotations
@@ -43,14 +44,21 @@ def sources_digest(folder: Path) -> str:
     return digest.hexdigest()
 
 
-# When this is imported, since files may change while a process runs on: what it compiles later is of the files as they were.
-_BUILD = repr((sources_digest(Path(__file__).parent.parent), numba.__version__, llvmlite.__version__, sys.implementation.cache_tag))
+# When this is imported: files may change while a process runs on, and what it compiles later is of them as they were.
+_BUILD = repr(
+    (
+        sources_digest(Path(__file__).parent.parent),
+        numba.__version__,
+        llvmlite.__version__,
+        sys.implementation.cache_tag,
+    )
+)
 
 
 def cache_folder() -> Path | None:
-    """Where this version's kernels are kept: in HYBRID_MEMORY_CACHE if the environment has it, else where the system keeps users' caches.
+    """Where this version's kernels are kept; None where the user has no home directory.
 
-    None where the user has no home directory.
+    In HYBRID_MEMORY_CACHE if the environment has it, else where the system keeps users' caches.
     """
     name = "hybrid-memory"
     try:
@@ -120,7 +128,7 @@ class KernelCache(_Cache):
             _tell_once(error)
 
     def _key(self, sig: Any, codegen: Any) -> tuple[bytes, str]:
-        """Everything that the machine code follows from, the processor's name and features included; and the name of its file."""
+        """Everything that the machine code follows from, with the processor's name and features; and its file's name."""
         flags = str(config.OPT), config.BOUNDSCHECK  # type: ignore[attr-defined]
         key = repr((_BUILD, self._source, self._name, str(sig), codegen.magic_tuple(), flags)).encode()
         return key, f"{self._name}-{hashlib.sha256(key).hexdigest()[:24]}"
@@ -164,4 +172,5 @@ def _tell_once(error: Exception) -> None:
     global _has_told
     if not _has_told:
         _has_told = True
-        _LOG.warning(f"CPU kernels cannot be kept on disk, so each process compiles them again: {error}; name a folder in {_PLACE}")
+        why = f"CPU kernels cannot be kept on disk, so each process compiles them again: {error}"
+        _LOG.warning(f"{why}; name a folder in {_PLACE}")
