@@ -82,8 +82,9 @@ class _Waiting:
         self._restore = methodcaller("set_handler", signal.SIGINT, previous)
 
     def wait_for(self, block: uninterrupted_call) -> None:
-        came = [_End(block, _interrupt_again)] if self.has_come else []
-        self.ends = [*came, _End(block, self._restore)]
+        self.ends = [_End(block, self._restore)]
+        if self.has_come:  # asked last: it may come meanwhile
+            self.ends = [_End(block, _interrupt_again), _End(block, self._restore)]
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         self.has_come = True
