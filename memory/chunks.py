@@ -27,7 +27,7 @@ class Steppable(Protocol):
     spec: MemorySpec
 
     def step(self, requests: Requests, *, outputs: Outputs = "last") -> Step: ...
-    def mark(self, sequences: list[Sequence], marks: dict[Sequence, Sequence], *, in_secret: bool) -> None: ...
+    def checkpoint(self, sequence: Sequence) -> Sequence: ...
     def rollback(self, sequence: Sequence, to: int | Sequence) -> None: ...
     def close(self, sequence: Sequence) -> None: ...
 
@@ -35,10 +35,10 @@ class Steppable(Protocol):
 def run_in_chunks(
     memory: Steppable, model: Model | None, requests: Requests, *, max_tokens: int, outputs: Outputs, held: uninterrupted_call
 ) -> Tensor | None:
-    """See `HybridMemory.run`. A checkpoint of each sequence is held from the first commit on; it is what a failure returns to.
+    """See `HybridMemory.run`. Of several steps, a checkpoint of each sequence is held meanwhile; it is what a failure returns to.
 
     Args:
-        held: entered before the last commit; a Ctrl-C that comes later is raised by the caller, who has the result.
+        held: entered before the last commit. From then on a Ctrl-C waits, for as long as the caller keeps this.
     """
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
         raise BatchError(f"max_tokens={max_tokens!r}; a step needs at least 1 token")
@@ -55,8 +55,6 @@ def run_in_chunks(
     def feed(chunk: Chunk, stack: ExitStack) -> None:
         with memory.step([(sequences[i], tokens[i][start:end]) for i, start, end in chunk], outputs=outputs) as step:
             parts = None if model is None else step.split(model(step))
-            if chunk is first:
-                memory.mark(sequences, marks, in_secret=not later)
             if chunk is last:
                 stack.enter_context(held)
         for (i, _, end), part in zip(chunk, parts or [None] * len(chunk), strict=True):
@@ -65,12 +63,17 @@ def run_in_chunks(
 
     try:
         try:
+            if later:  # a step alone is all or nothing by itself
+                with uninterrupted():
+                    for sequence in sequences:
+                        marks[sequence] = memory.checkpoint(sequence)
             with ExitStack() as stack:
                 for chunk in (first, *later):
                     feed(chunk, stack)
                 outcome = None if model is None else torch.cat([part for sequence in sequences for part in rows[sequence]])
-                held.deliver()
-                for sequence in sequences:
+                if marks:
+                    held.deliver()
+                for sequence in [*marks]:
                     memory.close(marks.pop(sequence))
                 return outcome
         finally:

@@ -146,9 +146,14 @@ class HybridMemory(Timelines):
             return self._ledger.open()
         cross_attention = self._cross_attention
         with uninterrupted_call() as held:
-            return self._filled(
-                self._ledger.open(), lambda sequence: self._with_room(lambda: cross_attention.write(sequence.slot, encoder)), held
-            )
+            sequence = self._ledger.open()
+            try:
+                self._with_room(lambda: cross_attention.write(sequence.slot, encoder))
+                held.deliver()
+            except BaseException:
+                self._withdraw(sequence)
+                raise
+            return sequence
 
     def close(self, sequence: Sequence) -> None:
         """Forget a sequence or a checkpoint; bytes that nobody shares are free at once. Raises SequenceError."""
@@ -241,20 +246,20 @@ class HybridMemory(Timelines):
         """
         snapshot, about = read_snapshot(str(path))
         check_layout(str(path), about, self._layout)
-
-        def fill(sequence: Sequence) -> None:
-            self._with_room(lambda: self._kinds.restore(sequence.slot, snapshot, self._store))
-            self._ledger.restore(sequence.slot, about, self.spec.vocab_size)
-            self.check()
-
         with uninterrupted_call() as held:
+            sequence = self._ledger.open()
             try:
-                return self._filled(self._ledger.open(), fill, held)
-            except CapacityError:
-                raise
-            except Exception as error:
+                self._with_room(lambda: self._kinds.restore(sequence.slot, snapshot, self._store))
+                self._ledger.restore(sequence.slot, about, self.spec.vocab_size)
+                self.check()
+                held.deliver()
+            except BaseException as error:
+                self._withdraw(sequence)
+                if isinstance(error, CapacityError) or not isinstance(error, Exception):
+                    raise
                 # Its checksum is right, so it was written like this: by another program, or to do harm.
                 raise FormatError(f"{path} contradicts itself ({error}); save the sequence again") from error
+            return sequence
 
     def _snapshot(self, slot: int) -> Snapshot:
         snapshot = self._kinds.snapshot(slot, self._store)
@@ -286,7 +291,8 @@ class HybridMemory(Timelines):
         Returns:
             What one step would have returned: (n_requests, vocab) or (n_tokens, vocab), in the order of `requests`.
         Raises:
-            As `step`; whatever the model raises. Every sequence is then as it was before.
+            As `step`; whatever the model raises, or a Ctrl-C. Every sequence is then as it was before. A Ctrl-C that comes when the last
+            step commits is raised after this has returned.
         """
         held = uninterrupted_call()  # until this returns, once the last step commits
         return run_in_chunks(self, model, requests, max_tokens=max_tokens, outputs=outputs, held=held)
@@ -304,12 +310,12 @@ class HybridMemory(Timelines):
             step.hold(opened, self._store.upload)
 
     def commit_step(self, opened: OpenStep, kept: Int64s) -> None:
-        def commit() -> None:
-            self._kinds.commit(opened.plans, kept)
-            self._ledger.append(opened.packed, kept)
-
         with uninterrupted():
-            self._settle(opened, commit)
+            try:
+                self._kinds.commit(opened.plans, kept)
+                self._ledger.append(opened.packed, kept)
+            finally:
+                self._settle(opened)
 
     def can_record(self, plans: Plans) -> bool:
         """Whether a step with other plans whose uploads have the same shapes would ask the same of the device."""

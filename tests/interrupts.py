@@ -105,7 +105,6 @@ def try_places(
         except BaseException as error:
             code, offset = place
             raise AssertionError(f"interrupted at {code.co_filename}:{code.co_name}+{offset}") from error
-    print(f"{n_tried:,} places tried")
     return n_tried
 
 
