@@ -45,18 +45,18 @@ class Books(Lifetime):
         if self._why_ended:  # in a forked child: the step is the parent's
             return
         with uninterrupted():
-            self._settle(opened, lambda: self._kinds.abort(opened.plans))
+            try:
+                self._kinds.abort(opened.plans)
+            finally:
+                self._settle(opened)
 
-    def _settle(self, opened: OpenStep, settle: Callable[[], None]) -> None:
-        """Commit or abort what was set aside for a step, once. Let nothing interrupt it."""
+    def _settle(self, opened: OpenStep) -> None:
+        """What was set aside for a step has been committed or given back. Let nothing interrupt it."""
         del self._open_steps[opened]
         opened.is_settled = True
-        try:
-            settle()
-        finally:
-            self._ledger.vacate(opened.packed.slots)
-            if opened.stage is not None:
-                opened.stage.close()
+        self._ledger.vacate(opened.packed.slots)
+        if opened.stage is not None:
+            opened.stage.close()
 
     def abort_abandoned(self) -> bool:
         """Abort steps whose block has been left without their `__exit__`: an interrupt came before it; whether there was any."""

@@ -30,7 +30,7 @@ class Steppable(Protocol):
     def require_room(self, sequences: list[Sequence], counts: Int64s, max_tokens: int) -> None: ...
     def lack_of_room(self, slots: Int64s, counts: Int64s, max_tokens: int) -> CapacityError: ...
     def step(self, requests: Requests, *, outputs: Outputs = "last") -> Step: ...
-    def mark(self, sequences: list[Sequence], marks: dict[Sequence, Sequence], *, in_secret: bool) -> None: ...
+    def checkpoint(self, sequence: Sequence) -> Sequence: ...
     def rollback(self, sequence: Sequence, to: int | Sequence) -> None: ...
     def close(self, sequence: Sequence) -> None: ...
 
@@ -38,10 +38,10 @@ class Steppable(Protocol):
 def run_in_chunks(
     memory: Steppable, model: Model | None, requests: Requests, *, max_tokens: int, outputs: Outputs, held: uninterrupted_call
 ) -> Tensor | None:
-    """See `HybridMemory.run`. A checkpoint of each sequence is held from the first commit on; it is what a failure returns to.
+    """See `HybridMemory.run`. Of several steps, a checkpoint of each sequence is held meanwhile; it is what a failure returns to.
 
     Args:
-        held: entered before the last commit; a Ctrl-C that comes later is raised by the caller, who has the result.
+        held: entered before the last commit. From then on a Ctrl-C waits, for as long as the caller keeps this.
     """
     if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
         raise BatchError(f"max_tokens={max_tokens!r}; a step needs at least 1 token")
@@ -65,8 +65,6 @@ def run_in_chunks(
         with memory.step([(sequences[i], tokens[i][start:end]) for i, start, end in chunk], outputs=outputs) as step:
             is_in_model = True
             parts = None if model is None else step.split(model(step))
-            if chunk is first:
-                memory.mark(sequences, marks, in_secret=not later)
             if chunk is last:
                 stack.enter_context(held)
         is_in_model = False
@@ -76,12 +74,17 @@ def run_in_chunks(
 
     try:
         try:
+            if later:  # a step alone is all or nothing by itself
+                with uninterrupted():
+                    for sequence in sequences:
+                        marks[sequence] = memory.checkpoint(sequence)
             with ExitStack() as stack:
                 for chunk in (first, *later):
                     feed(chunk, stack)
                 outcome = None if model is None else torch.cat([part for sequence in sequences for part in rows[sequence]])
-                held.deliver()
-                for sequence in sequences:
+                if marks:
+                    held.deliver()
+                for sequence in [*marks]:
                     memory.close(marks.pop(sequence))
                 return outcome
         finally:

@@ -144,9 +144,14 @@ class HybridMemory(Timelines):
             return self._ledger.open()
         cross_attention = self._cross_attention
         with uninterrupted_call() as held:
-            return self._filled(
-                self._ledger.open(), lambda sequence: self._with_room(lambda: cross_attention.write(sequence.slot, encoder)), held
-            )
+            sequence = self._ledger.open()
+            try:
+                self._with_room(lambda: cross_attention.write(sequence.slot, encoder))
+                held.deliver()
+            except BaseException:
+                self._withdraw(sequence)
+                raise
+            return sequence
 
     def close(self, sequence: Sequence | Whole = Whole.MEMORY) -> None:
         """Forget a sequence or a checkpoint; bytes that nobody shares are free at once. Without an argument, close the whole memory.
@@ -250,20 +255,20 @@ class HybridMemory(Timelines):
         place = read_path("path", path, "the path of a saved sequence", FormatError)
         snapshot, about = read_snapshot(place)
         check_layout(place, about, self._layout)
-
-        def fill(sequence: Sequence) -> None:
-            self._with_room(lambda: self._kinds.restore(sequence.slot, snapshot, self._store))
-            self._ledger.restore(sequence.slot, about, self.spec.vocab_size)
-            self._check_slot(sequence.slot)
-
         with uninterrupted_call() as held:
+            sequence = self._ledger.open()
             try:
-                return self._filled(self._ledger.open(), fill, held)
-            except CapacityError:
-                raise
-            except Exception as error:
+                self._with_room(lambda: self._kinds.restore(sequence.slot, snapshot, self._store))
+                self._ledger.restore(sequence.slot, about, self.spec.vocab_size)
+                self._check_slot(sequence.slot)
+                held.deliver()
+            except BaseException as error:
+                self._withdraw(sequence)
+                if isinstance(error, CapacityError) or not isinstance(error, Exception):
+                    raise
                 # Its checksum is right, so it was written like this: by another program, or to do harm.
                 raise FormatError(f"{path} contradicts itself ({error}); save the sequence again") from error
+            return sequence
 
     def _snapshot(self, slot: int) -> Snapshot:
         length = int(self._ledger.lengths[slot])
@@ -304,7 +309,8 @@ class HybridMemory(Timelines):
             What one step would have returned: (n_requests, vocab) or (n_tokens, vocab), in the order of `requests`.
         Raises:
             As `step`, and CapacityError before anything is computed: it names the bytes that the whole run needs. Whatever the model
-            raises. Every sequence is then as it was before.
+            raises, or a Ctrl-C. Every sequence is then as it was before. A Ctrl-C that comes when the last step commits is raised after
+            this has returned.
         """
         held = uninterrupted_call()  # until this returns, once the last step commits
         return run_in_chunks(self, model, requests, max_tokens=max_tokens, outputs=outputs, held=held)
@@ -330,12 +336,12 @@ class HybridMemory(Timelines):
             raise
 
     def commit_step(self, opened: OpenStep, kept: Int64s) -> None:
-        def commit() -> None:
-            self._kinds.commit(opened.plans, kept)
-            self._ledger.append(opened.packed, kept)
-
         with uninterrupted():
-            self._settle(opened, commit)
+            try:
+                self._kinds.commit(opened.plans, kept)
+                self._ledger.append(opened.packed, kept)
+            finally:
+                self._settle(opened)
 
     def can_record(self, plans: Plans) -> bool:
         """Whether a step with other plans whose uploads have the same shapes would ask the same of the device."""

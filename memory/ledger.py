@@ -46,18 +46,14 @@ class Ledger:
         self._away: dict[int, tuple[int, int]] = {}  # slot -> its horizon and its bytes, of those swapped out
         self._found_usable: tuple[list[Sequence], Int64s] = [], _NO_TOKENS
 
-    def open(self, *, lineage: int | None = None, is_checkpoint: bool = False, has_id: bool = True) -> Sequence:
-        """An empty sequence in a free slot; `lineage` is shared by a sequence and everything forked from it.
-
-        Args:
-            has_id: False for one that nobody will ever see.
-        """
+    def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
+        """An empty sequence in a free slot; `lineage` is shared by a sequence and everything forked from it."""
         if not self._free_slots:
             self._grow()
         # The handle is written down last, so that an interrupt before leaves nothing behind.
-        slot, id = self._free_slots[-1], self._n_opened if has_id else -1
+        slot, id = self._free_slots[-1], self._n_opened
         handle = Sequence(self._owner, id, slot, id if lineage is None else lineage, is_checkpoint=is_checkpoint)
-        self._n_opened += has_id
+        self._n_opened += 1
         self._is_mark[slot] = is_checkpoint
         self.handles[slot] = handle
         del self._free_slots[-1]

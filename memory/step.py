@@ -89,7 +89,7 @@ class Step(NotCopied):
         self._accepted: dict[Sequence, int] = {}
         self._opened: OpenStep | None = None
         self._plans: Plans = {}
-        self._block: ref[Any] = ref(self)
+        self._block: ref[Any] | None = None
         self._served: set[tuple[str, int]] = set()
         self._begun: set[int] = set()  # recurrences that were run, and may have written over the states that they began with
         self._is_spent = False
@@ -138,7 +138,7 @@ class Step(NotCopied):
     @property
     def block(self) -> ref[Any]:
         """What lives as long as this step may be left in an orderly way."""
-        return ref(self) if self._block() is None else self._block
+        return ref(self) if self._block is None or self._block() is None else self._block
 
     def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None:
         """Told by the memory what was set aside; from now on this step must commit or abort."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import TypeVar
 
@@ -78,34 +78,20 @@ class Timelines(Books):
         with uninterrupted_call() as held:
             return self._copy(sequence, held, is_checkpoint=True)
 
-    def mark(self, sequences: list[Sequence], marks: dict[Sequence, Sequence], *, in_secret: bool) -> None:
-        """Take a checkpoint of each, for the dictionary. They may be in an open step: what they were before is whole until that commits.
-
-        Args:
-            in_secret: they will be gone before anybody could see them, and take no id.
-        Raises:
-            SequenceError: one is closed.
-        """
-        for sequence in sequences:
-            self._ledger.check_open(sequence)
-        with uninterrupted_call() as held:
-            for sequence in sequences:
-                marks[sequence] = self._copy(sequence, held, is_checkpoint=True, has_id=not in_secret)
-
-    def _copy(self, sequence: Sequence, held: uninterrupted_call, *, is_checkpoint: bool, has_id: bool = True) -> Sequence:
-        copy = self._ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint, has_id=has_id)
-        return self._filled(copy, lambda copy: self._share([sequence], [copy]), held)
-
-    def _filled(self, sequence: Sequence, fill: Callable[[Sequence], None], held: uninterrupted_call) -> Sequence:
-        """A new sequence as `fill` makes it; it is closed if that raises, or if a Ctrl-C has come."""
+    def _copy(self, sequence: Sequence, held: uninterrupted_call, *, is_checkpoint: bool) -> Sequence:
+        copy = self._ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint)
         try:
-            fill(sequence)
+            self._share([sequence], [copy])
             held.deliver()
         except BaseException:
-            self._kinds.release(sequence.slot)
-            self._ledger.close(sequence)
+            self._withdraw(copy)
             raise
-        return sequence
+        return copy
+
+    def _withdraw(self, sequence: Sequence) -> None:
+        """Close a new sequence that has not become what it should, or that a Ctrl-C has come for."""
+        self._kinds.release(sequence.slot)
+        self._ledger.close(sequence)
 
     def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
         """All at once: each key goes on as its value was. For beam search: `reorder({a: b, b: b, c: a})`.
@@ -123,8 +109,7 @@ class Timelines(Books):
 
     def _share(self, sources: list[Sequence], targets: list[Sequence]) -> None:
         """Let nothing interrupt it."""
-        source_slots, target_slots = (np.array([s.slot for s in group]) for group in (sources, targets))
-        self._kinds.share(source_slots, target_slots)
+        self._kinds.share(np.array([s.slot for s in sources]), np.array([s.slot for s in targets]))
         self._ledger.copy(sources, targets, self._kinds.horizon)
 
     # Going back

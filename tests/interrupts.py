@@ -1,7 +1,7 @@
 """A Ctrl-C at every bytecode: what runs is traced, and at the chosen place the signal is raised as Python would raise it.
 
-A place is a bytecode of the library that runs, the first time that it does. By default some of them are tried, and where a function of
-those begins and ends that hold interrupts back; `INTERRUPTS=all` tries each, and each time that it runs.
+A place is a bytecode of the library that runs, the first time that it does. By default some of them are tried, and where functions of
+chosen files begin and end: there it is that no `try` helps. `INTERRUPTS=all` tries each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import os
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +19,6 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 REGION = tuple(str(ROOT / package) + os.sep for package in ("memory", "chat"))
 TRIES_ALL = os.environ.get("INTERRUPTS") == "all"
-EDGES = tuple(str(ROOT / name) for name in ("memory/interrupts.py", "memory/step.py", "memory/chunks.py", "chat/speculative.py"))
-"""Files in which the first and the last place of every function are always tried: what a function does there, its `try` may not cover."""
 
 
 @dataclass
@@ -33,17 +30,16 @@ class Outcome:
     was_interrupted: bool
 
 
-Place = tuple[CodeType, int, int]
-"""A bytecode: of which code, where in it, and which time that it runs."""
+Place = tuple[CodeType, int]
+"""A bytecode: of which code, and where in it."""
 
 
 class _Tracer:
-    """Lists places, and raises SIGINT before the chosen one runs."""
+    """Lists places, and raises SIGINT before the chosen one runs for the first time."""
 
     def __init__(self, chosen: Place | None) -> None:
-        self.places: list[Place] = []
+        self.places: dict[Place, None] = {}
         self._chosen = chosen
-        self._times = Counter[tuple[CodeType, int]]()
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> Any:
         if event == "call":
@@ -51,11 +47,10 @@ class _Tracer:
                 return None
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         elif event == "opcode":
-            code, offset = frame.f_code, frame.f_lasti
-            times = self._times[code, offset] = self._times[code, offset] + 1
-            if times == 1 or TRIES_ALL:
-                self.places.append((code, offset, times))
-                if self.places[-1] == self._chosen:
+            place = frame.f_code, frame.f_lasti
+            if place not in self.places:
+                self.places[place] = None
+                if place == self._chosen:
                     signal.raise_signal(signal.SIGINT)
         return self
 
@@ -77,15 +72,18 @@ def interrupted(call: Callable[[], Any], chosen: Place | None) -> tuple[Outcome,
     finally:
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler, "the handler has not been put back"
         signal.signal(signal.SIGINT, previous)
-    return outcome, tracer.places
+    return outcome, list(tracer.places)
 
 
-def try_places(attempt: Callable[[], tuple[Callable[[], Any], Callable[[Outcome], None]]], n_default: int = 30) -> int:
+def try_places(
+    attempt: Callable[[], tuple[Callable[[], Any], Callable[[Outcome], None]]], n_default: int, edges: tuple[str, ...] = ()
+) -> int:
     """Interrupt a call at its places, one after the other.
 
     Args:
         attempt: makes all anew; what to call, and what must be true afterwards.
-        n_default: about so many places by default, beside those that are always tried.
+        n_default: about so many places by default, evenly spread.
+        edges: files; there the first and the last place of each function are tried as well.
     Returns:
         How many places were tried.
     """
@@ -93,7 +91,7 @@ def try_places(attempt: Callable[[], tuple[Callable[[], Any], Callable[[Outcome]
     outcome, places = interrupted(call, None)
     assert outcome.has_returned and not outcome.was_interrupted
     verify(outcome)
-    chosen = places if TRIES_ALL else list(dict.fromkeys([*places[:: len(places) // n_default + 1], *_edges(places)]))
+    chosen = places if TRIES_ALL else list(dict.fromkeys([*places[:: len(places) // n_default + 1], *_edges(places, edges)]))
     n_tried = 0
     for place in chosen:
         call, verify = attempt()
@@ -105,14 +103,15 @@ def try_places(attempt: Callable[[], tuple[Callable[[], Any], Callable[[Outcome]
             assert outcome.was_interrupted, "the interrupt was lost"
             verify(outcome)
         except BaseException as error:
-            code, offset, times = place
-            raise AssertionError(f"interrupted at {code.co_filename}:{code.co_name}+{offset}, time {times}") from error
+            code, offset = place
+            raise AssertionError(f"interrupted at {code.co_filename}:{code.co_name}+{offset}") from error
     return n_tried
 
 
-def _edges(places: list[Place]) -> list[Place]:
+def _edges(places: list[Place], files: tuple[str, ...]) -> list[Place]:
+    names = [str(ROOT / file) for file in files]
     found: dict[CodeType, list[Place]] = {}
     for place in places:
-        if place[0].co_filename in EDGES:
+        if place[0].co_filename in names:
             found.setdefault(place[0], []).append(place)
     return [place for of_code in found.values() for place in (of_code[0], of_code[-1])]

@@ -1,0 +1,229 @@
+"""A Ctrl-C anywhere in a batch, a search, an engine or a chat: no token is lost or fed twice, no sequence is left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from chat.beams import BeamOptions, beam_searches, n_best
+from chat.drafts import DraftModel, PromptLookup
+from chat.engine import Engine
+from chat.prompts import Tokenizer, load_tokenizer
+from chat.sampling import Sampling
+from chat.session import ChatSession
+from chat.speculative import SpeculativeBatch
+from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Sequence, StateTensor, Step
+from memory.prefix import PrefixCache
+from models import EMBEDDED
+from tests.interrupts import Outcome, try_places
+
+Attempt = tuple[Callable[[], Any], Callable[[Outcome], None]]
+STOP = 2
+
+
+class Counting:
+    """A model without layers, for memories without tensors: what it says follows from each token and its position."""
+
+    def __init__(self, vocab_size: int = 19, ends: tuple[int, ...] = ()) -> None:
+        recurrent = RecurrentSpec("average", (5,), (StateTensor("mean", (5,)),))
+        layers = ((AttentionSpec(2, 1, 4),), (recurrent,))
+        self.memory_spec = MemorySpec(layers, vocab_size, model="counting", device=torch.device("meta"))
+        self._ends = ends
+        self._vocab_size = vocab_size
+
+    def __call__(self, step: Step) -> Tensor:
+        chosen = 3 + (step.token_ids * 5 + step.positions % 3) % 7
+        chosen[(step.positions % 11) == 10] = STOP
+        logits = torch.arange(self._vocab_size).flip(0) * 0.01 + torch.nn.functional.one_hot(chosen, self._vocab_size)
+        return step.select(logits)
+
+
+def make_memory(model: Counting) -> HybridMemory:
+    return HybridMemory(model.memory_spec, "1MiB", rollback_window=4, page_tokens=4)
+
+
+def assert_nothing_left(memory: HybridMemory) -> None:
+    memory.check()
+    assert not memory._ledger.handles and memory.usage().used_bytes == 0
+
+
+# Speculative decoding
+
+PROMPTS = [[4, 5, 6, 7, 4, 5, 6], [9]]
+
+
+@pytest.mark.parametrize(
+    ("n_steps", "drafter", "step_tokens"), [(0, "lookup", 3), (0, "lookup", 512), (2, "lookup", 512), (2, "model", 512)]
+)
+def test_a_speculative_step_can_be_tried_again(n_steps: int, drafter: str, step_tokens: int) -> None:
+    """Its tokens are returned once, and fed once, whether the interrupted step had come to its commit or not."""
+    model = Counting()
+
+    def attempt() -> Attempt:
+        own = make_memory(model)
+        guesses = PromptLookup(1, 4) if drafter == "lookup" else DraftModel(model, own, 3)
+        batch = SpeculativeBatch(model, make_memory(model), (STOP,), guesses, step_tokens=step_tokens, remembers_end=True)
+        texts: dict[Sequence, list[int]] = {batch.memory.open(): [] for _ in PROMPTS}
+        for sequence, prompt in zip(texts, PROMPTS, strict=True):
+            batch.add(sequence, prompt, 7)
+
+        def tell(new: list[Any]) -> None:
+            for token in new:
+                texts[token.sequence].append(token.token_id)
+
+        for _ in range(n_steps):
+            tell(batch.step())
+
+        def verify(outcome: Outcome) -> None:
+            tell(outcome.result or [])
+            batch.memory.check()
+            while not batch.is_idle:
+                tell(batch.step())
+            expected.extend([] if expected else texts.values())
+            assert [*texts.values()] == expected
+            assert [s.tokens.tolist() for s in texts] == [[*p, *t] for p, t in zip(PROMPTS, expected, strict=True)]
+            for sequence in texts:
+                batch.memory.close(sequence)
+            assert_nothing_left(batch.memory)
+            for book in (batch._waiting, batch._n_left, batch._texts, batch._n_draft, batch._untold, getattr(guesses, "_indices", {})):
+                assert not book, "a finished sequence is still in the books"
+            if isinstance(guesses, DraftModel):
+                guesses.draft({})
+                assert_nothing_left(own)
+
+        return batch.step, verify
+
+    expected: list[list[int]] = []
+    assert try_places(attempt, 12, edges=("chat/speculative.py",)) > 10
+
+
+def test_logits_that_say_nothing_leave_the_step_as_it_was() -> None:
+    model = Counting()
+    batch = SpeculativeBatch(lambda step: model(step) * float("nan"), make_memory(model), (), PromptLookup(1, 4))  # type: ignore[arg-type]
+    sequence = batch.memory.open()
+    batch.add(sequence, [1, 2], 5, sampling=Sampling(temperature=1.0, seed=1))
+    for _ in range(2):
+        with pytest.raises(Exception, match="finite"):
+            batch.step()
+        assert sequence.length == 0
+
+
+# Beams
+
+
+@pytest.mark.parametrize("search", ["beams", "n best"])
+def test_an_interrupted_search_leaves_no_sequence(search: str) -> None:
+    model = Counting()
+
+    def attempt() -> Attempt:
+        memory = make_memory(model)
+
+        def call() -> Any:
+            if search == "beams":
+                return beam_searches(model, memory, PROMPTS, BeamOptions(3, 4, stop_ids=(STOP,)))  # type: ignore[arg-type]
+            return n_best(model, memory, PROMPTS[0], 3, 4, sampling=Sampling(temperature=1.0, seed=1))  # type: ignore[arg-type]
+
+        return call, lambda outcome: assert_nothing_left(memory)
+
+    assert try_places(attempt, 25, edges=("chat/beams.py",)) > 20
+
+
+# The engine
+
+
+def make_engine(model: Counting, tokenizer: Tokenizer | None = None) -> Engine:
+    memory = make_memory(model)
+    options: dict[str, Any] = {"step_tokens": 8, "max_running": 3, "clock": lambda: 0.0}
+    return Engine(model, memory, tokenizer, stop_ids=(STOP,), prefixes=PrefixCache(memory, grid_tokens=4), **options)  # type: ignore[arg-type]
+
+
+def assert_all_given_back(engine: Engine) -> None:
+    assert engine.is_idle and not engine._scheduler._ended and not engine._scheduler._given
+    assert engine.prefixes is not None
+    engine.prefixes.clear()
+    assert_nothing_left(engine.memory)
+
+
+@pytest.mark.parametrize("what", ["first step", "later step", "last step", "submit", "cancel"])
+def test_an_interrupted_engine_goes_on(what: str) -> None:
+    model = Counting()
+    expected: list[list[int]] = []
+
+    def attempt() -> Attempt:
+        engine = make_engine(model)
+        generations = [engine.submit(prompt, max_tokens=6) for prompt in PROMPTS]
+        for _ in range({"later step": 2, "last step": 5}.get(what, 0)):
+            engine.step()
+        third: list[Any] = []
+
+        def call() -> Any:
+            if what == "submit":
+                third.append(engine.submit([3, 4], max_tokens=3))
+            elif what == "cancel":
+                engine.cancel(generations[0])
+            else:
+                engine.step()
+
+        def verify(outcome: Outcome) -> None:
+            assert len(engine._scheduler.jobs) == sum(not g.is_finished for g in (*generations, *third))
+            engine.run()
+            said = [g.token_ids for g in generations]
+            expected.extend([] if expected else said)
+            if what != "cancel":
+                assert said == expected
+            assert {g.finish_reason for g in generations} <= {"stop", "length", "cancelled"}
+            assert_all_given_back(engine)
+
+        return call, verify
+
+    assert try_places(attempt, 15) > 10
+
+
+# Chats
+
+CALLS: dict[str, Callable[[ChatSession], Any]] = {
+    "say": lambda session: session.say("And you?"),
+    "edit": lambda session: session.edit(0, "Good bye"),
+    "undo": lambda session: session.undo(),
+    "branch": lambda session: session.branch(),
+    "sleep": lambda session: session.sleep(),
+    "close": lambda session: session.close(),
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(EMBEDDED)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_an_interrupted_chat_goes_on(name: str, tokenizer: Tokenizer) -> None:
+    model = Counting(932)
+    done: list[Any] = []
+
+    def attempt() -> Attempt:
+        engine = make_engine(model, tokenizer)
+        session = ChatSession(engine, max_tokens=4)
+        session.say("Hello")
+        before = session.messages
+
+        def verify(outcome: Outcome) -> None:
+            done[:] = done or [session.messages]
+            assert session.messages in ([done[0]] if outcome.has_returned else [before] if name in ("say", "edit") else [before, done[0]])
+            engine.memory.check()
+            if name == "branch" and outcome.has_returned:
+                outcome.result.say("Who?")
+                outcome.result.close()
+            if not (name == "close" and session._is_closed):
+                session.say("Once more")
+                session.close()
+            engine.run()
+            assert_all_given_back(engine)
+
+        return lambda: CALLS[name](session), verify
+
+    assert try_places(attempt, 10) > 5
