@@ -5,7 +5,6 @@ Errors show how the call should read.
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ HOW_TO_LOAD = "with a model from load_model(...) and memory = HybridMemory(model
 def check_parts(model: object, memory: object, call: str) -> None:
     """Raise SpecError unless these are a model and a memory, in this order; `call` says how they are handed over."""
     if isinstance(model, HybridMemory | str | Path) or not callable(model):
-        raise SpecError(f"{reprlib.repr(model)} is no model; call {call}, {HOW_TO_LOAD}")
+        raise SpecError(f"{model!r:.80} is no model; call {call}, {HOW_TO_LOAD}")
     require_memory(memory, call)
 
 

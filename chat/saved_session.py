@@ -20,7 +20,8 @@ from uuid import uuid4
 
 from chat.history import Utterance
 from chat.sampling import Sampling
-from memory import FormatError, HybridMemory, Sequence
+from memory import FormatError, HybridMemory, Sequence, SpecError
+from memory.archive import read_path
 from memory.files import remove_abandoned, written_whole
 
 _FORMAT, _VERSION = "hybrid-memory chat", 1
@@ -116,3 +117,11 @@ def _memory_file_of(folder: Path) -> str | None:
 
 def _digest(about: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+
+def read_folder(folder: Any, error: type[SpecError | FormatError]) -> Path:
+    """The folder of a saved session. Raises `error` for what can be none."""
+    path = Path(read_path("folder", folder, "the folder of a saved session", error))
+    if path.is_file():
+        raise error(f"{path} is a file; give the folder of a saved session")
+    return path

@@ -19,9 +19,8 @@ from chat.history import Rendering, Utterance, choose_marks, common_tokens, coun
 from chat.requests import check_max_tokens, read_stop
 from chat.resuming import Start, resume
 from chat.sampling import check_sampling
-from chat.saved_session import SavedSession, read_session, write_session
+from chat.saved_session import SavedSession, read_folder, read_session, write_session
 from memory import BatchError, FormatError, Sequence, SequenceError, SpecError, StepError
-from memory.archive import read_path
 from memory.interrupts import Lease, uninterrupted, uninterrupted_call
 
 NEW = "new text"
@@ -236,8 +235,8 @@ class ChatSession:
         saved = SavedSession(self._messages, self._n_heard, self.max_tokens, self.sampling, self.stop)
         memory, live = self.engine.memory, self._live
         with self.engine.lock:
-            place, n_said = _folder(folder, SpecError), 0 if live is None else self._n_said(live)
-            if live is None or n_said == live.length:
+            place = read_folder(folder, SpecError)
+            if live is None or (n_said := self._n_said(live)) == live.length:
                 write_session(place, saved, memory, live)
             elif live.is_swapped or not (n_kept := memory.resume_point(live, n_said)):
                 write_session(place, saved, memory, None)
@@ -258,7 +257,7 @@ class ChatSession:
         """
         require_engine(engine, "ChatSession.resume(engine, folder)")
         with engine.lock:
-            saved, load = read_session(_folder(folder, FormatError), engine.memory)
+            saved, load = read_session(read_folder(folder, FormatError), engine.memory)
             options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop, "owner": owner}
             session = ChatSession(engine, messages=saved.messages, **options)  # type: ignore[arg-type]
             session._n_heard = saved.n_heard
@@ -373,13 +372,6 @@ class ChatSession:
         self._check_free()
         if [message.role for message in self._messages[-2:]] != ["user", "assistant"]:
             raise BatchError(f"there is nothing to {what}: the last two messages are no question and its reply; say something first")
-
-
-def _folder(folder: Any, error: type[SpecError | FormatError]) -> Path:
-    path = Path(read_path("folder", folder, "the folder of a saved session", error))
-    if path.is_file():
-        raise error(f"{path} is a file; give the folder of a saved session")
-    return path
 
 
 def _checked(text: str) -> str:

@@ -11,7 +11,7 @@ from memory.arena import Store
 from memory.errors import HOST_UNIT, CapacityError
 from memory.host_pages import HostPages
 from memory.inspection import Inventory, sequence_html
-from memory.interface import Int64s, OpenStep, Sequence, Stretch
+from memory.interface import Int64s, OpenStep, Packed, Plans, Sequence, Stretch
 from memory.interrupts import uninterrupted
 from memory.ledger import Ledger
 from memory.lifetime import Lifetime
@@ -39,7 +39,7 @@ class Books(Lifetime):
         self._reclaimers: list[Callable[[int], bool]] = []
         self._open_steps: dict[OpenStep, None] = {}
 
-    # Steps that nobody has left
+    # Steps
 
     def abort_step(self, opened: OpenStep) -> None:
         if self._why_ended:  # in a forked child: the step is the parent's
@@ -64,6 +64,14 @@ class Books(Lifetime):
         for opened in abandoned:
             self.abort_step(opened)
         return bool(abandoned)
+
+    def can_record(self, plans: Plans) -> bool:
+        """Whether a step with other plans whose uploads have the same shapes would ask the same of the device."""
+        return all(self._kinds[name].can_record(plan) for name, plan in plans.items())
+
+    def horizons_after(self, packed: Packed) -> Int64s:
+        """(S,) the horizon of each request's sequence once all its tokens are kept."""
+        return self._kinds.horizons_after(packed)
 
     # Room
 

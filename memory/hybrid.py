@@ -343,10 +343,6 @@ class HybridMemory(Timelines):
             finally:
                 self._settle(opened)
 
-    def can_record(self, plans: Plans) -> bool:
-        """Whether a step with other plans whose uploads have the same shapes would ask the same of the device."""
-        return all(self._kinds[name].can_record(plan) for name, plan in plans.items())
-
     def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor | None, scoring: Scoring) -> Tensor:
         name, cache, number = self._attention[index]
         return cache.attend(plans[name], number, q, k, v, scoring)
@@ -358,10 +354,6 @@ class HybridMemory(Timelines):
     def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         assert self._recurrent is not None, "the step has found this memory in the spec"
         return self._recurrent.recur(plans["recurrence"], index, rows, recurrence)
-
-    def horizons_after(self, packed: Packed) -> Int64s:
-        """(S,) the horizon of each request's sequence once all its tokens are kept."""
-        return self._kinds.horizons_after(packed)
 
     # Looking inside
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import reprlib
 from collections.abc import Mapping
 from enum import Enum, auto
 from typing import TypeVar
@@ -22,7 +21,7 @@ _MemoryT = TypeVar("_MemoryT", bound="Timelines")
 def require_memory(memory: object, call: str) -> None:
     """Raise SpecError unless this is a memory; `call` says how the caller is called."""
     if not isinstance(memory, Timelines):
-        raise SpecError(f"{reprlib.repr(memory)} is no HybridMemory; call {call}, with HybridMemory(model.memory_spec, budget)")
+        raise SpecError(f"{memory!r:.80} is no HybridMemory; call {call}, with HybridMemory(model.memory_spec, budget)")
 
 
 class Whole(Enum):
