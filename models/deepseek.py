@@ -32,8 +32,11 @@ class _DeepSeek(Decoder, ABC):
                 f"num_key_value_heads={config.num_key_value_heads}, num_attention_heads={config.num_attention_heads}; "
                 "latent attention is implemented with as many of both"
             )
-        # transformers makes angles for the first, and turns the second.
-        _require_if_named(config, head_dim=config.qk_rope_head_dim)
+        if getattr(config, "head_dim", config.qk_rope_head_dim) != config.qk_rope_head_dim:
+            raise UnsupportedModelError(
+                f"head_dim={config.head_dim}, qk_rope_head_dim={config.qk_rope_head_dim}; transformers makes angles for the "
+                "first and turns the second, and implemented are equal ones"
+            )
         n_model = config.hidden_size
         head = None if config.tie_word_embeddings else "lm_head.weight"
         vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, head)
