@@ -83,9 +83,9 @@ def test_a_speculative_step_can_be_tried_again(n_steps: int, drafter: str, step_
             batch.memory.check()
             while not batch.is_idle:
                 tell(batch.step())
-            expected.extend([] if expected else texts.values())
-            assert [*texts.values()] == expected
-            assert [s.tokens.tolist() for s in texts] == [[*p, *t] for p, t in zip(PROMPTS, expected, strict=True)]
+            found = [*texts.values()], [s.tokens.tolist() for s in texts]  # what was returned, and what was fed
+            expected[:] = expected or found
+            assert [*found] == expected
             for sequence in texts:
                 batch.memory.close(sequence)
             assert_nothing_left(batch.memory)
@@ -97,7 +97,7 @@ def test_a_speculative_step_can_be_tried_again(n_steps: int, drafter: str, step_
 
         return batch.step, verify
 
-    expected: list[list[int]] = []
+    expected: list[list[list[int]]] = []
     assert try_places(attempt, 12, edges=("chat/speculative.py",)) > 10
 
 
@@ -129,7 +129,7 @@ def test_an_interrupted_search_leaves_no_sequence(search: str) -> None:
 
         return call, lambda outcome: assert_nothing_left(memory)
 
-    assert try_places(attempt, 25, edges=("chat/beams.py",)) > 20
+    assert try_places(attempt, 12, edges=("chat/beams.py",)) > 15
 
 
 # The engine
