@@ -69,7 +69,7 @@ def on_step(forward: ForwardT) -> ForwardT:
 
     @wraps(forward)
     def call(model: LanguageModel, *args: Any, **kwargs: Any) -> Tensor:
-        if len(args) != 1 or kwargs or not isinstance(args[0], Step):
+        if len(args) != 1 or kwargs or not callable(getattr(args[0], "check_model", None)):  # a step, or what stands for one
             given = ", ".join([*map(reprlib.repr, args), *(f"{name}={reprlib.repr(value)}" for name, value in kwargs.items())])
             raise StepError(
                 f"{model.memory_spec.model} was given {given or 'nothing'}, but it runs on a step of a memory; write "
