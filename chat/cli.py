@@ -141,6 +141,7 @@ def serve(
     rollback_window: Annotated[int, typer.Option(min=0, help="tokens by which a cached prefix may be longer than what is reused")] = 32,
     host_budget: Annotated[str | None, typer.Option(help="bytes in host memory for requests that make room; unless given, any")] = None,
     swap_dir: Annotated[Path | None, typer.Option(help="folder for those that find no room there", show_default=False)] = None,
+    parse_special: Annotated[bool, typer.Option(help="let messages hold special tokens, so that clients can write turns")] = False,
     max_body: Annotated[str, typer.Option(help="bytes of a request's body")] = "1MiB",
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="tokens of a prompt and its reply; unless given, what the model and the budget allow")
@@ -159,6 +160,7 @@ def serve(
         from memory import HybridMemory
 
         limits: dict[str, Any] = {"max_tokens": max_tokens, "default_tokens": default_tokens, "max_requests": max_requests}
+        limits["parse_special"] = parse_special
         options = ServerOptions(api_key=api_key, max_body_bytes=_read_bytes("--max-body", max_body), grace_seconds=grace, **limits)
         with bind(host, port, has_key=api_key is not None) as listener:
             language_model, tokenizer = _load(model, device, dtype)

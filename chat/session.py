@@ -8,6 +8,7 @@ history differs: because the user edited it, or because the template strips the 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +71,7 @@ class ChatSession:
         system: the first message, if the template knows such a role.
         messages: a history to begin with, oldest first.
         max_tokens, sampling, stop: of replies, as `Engine.submit` takes them, unless a call says otherwise.
+        parse_special: special tokens may be written in messages. Otherwise they are text there, and nobody can forge a turn.
         owner: of what the prefix cache keeps of it: sessions of other owners find nothing of that. See `PrefixCache`.
     Raises:
         FormatError: no tokenizer, no chat template, or one that refuses the messages.
@@ -85,6 +87,7 @@ class ChatSession:
         sampling: Sampling = GREEDY,
         stop: str | Iterable[str] = (),
         owner: Hashable = None,
+        parse_special: bool = False,
     ) -> None:
         if engine.tokenizer is None:
             raise FormatError("this engine has no tokenizer, so nothing can be said to it; make it with one")
@@ -93,6 +96,7 @@ class ChatSession:
         self.sampling = sampling
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
         self.owner = owner
+        self.parse_special = parse_special
         self._tokenizer = engine.tokenizer
         first = [] if system is None else [Utterance("system", system)]
         self._messages: tuple[Utterance, ...] = (*first, *messages)
@@ -100,7 +104,7 @@ class ChatSession:
         self._live: Sequence | None = None
         self._is_closed = self._is_answering = False
         self._on_text: OnText | None = None  # of the reply that is coming
-        encode_history(self._tokenizer, [*self._messages, Utterance("user", "?")])  # refuses now what could never be said
+        self._encode([*self._messages, Utterance("user", "?")])  # refuses now what could never be said
 
     # Talking
 
@@ -163,7 +167,7 @@ class ChatSession:
         if live is None or live.is_swapped or not self._messages:
             return
         try:
-            kept = encode_history(self._tokenizer, self._messages, awaits_reply=False).token_ids
+            kept = self._encode(self._messages, awaits_reply=False).token_ids
         except FormatError:  # some templates need a message of the user
             return
         with self.engine.lock:
@@ -177,8 +181,9 @@ class ChatSession:
         Raises CapacityError: this one sleeps, and there is no room to wake it. Cost: no layer runs; no tensor is copied.
         """
         self._check_free()
-        options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop, "owner": self.owner}
-        other = ChatSession(self.engine, messages=self._messages, **options)  # type: ignore[arg-type]
+        options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop}
+        also = {"owner": self.owner, "parse_special": self.parse_special}
+        other = ChatSession(self.engine, messages=self._messages, **options, **also)  # type: ignore[arg-type]
         other._n_heard = self._n_heard
         with self.engine.lock:
             if self._live is not None:
@@ -218,16 +223,17 @@ class ChatSession:
             write_session(Path(folder), saved, self.engine.memory, self._live)
 
     @staticmethod
-    def resume(engine: Engine, folder: str | Path, *, owner: Hashable = None) -> ChatSession:
+    def resume(engine: Engine, folder: str | Path, *, owner: Hashable = None, parse_special: bool = False) -> ChatSession:
         """The session that was saved there, which goes on bit for bit. The engine's model, tokenizer and memory must be like those that
-        wrote it; weights are not compared. The owner is not saved.
+        wrote it; weights are not compared. The owner, and whether special tokens may be written, are not saved.
 
         Raises FormatError: no session there, or a damaged or unsuitable one; nothing has changed. CapacityError.
         """
         with engine.lock:
             saved, load = read_session(Path(folder), engine.memory)
-            options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop, "owner": owner}
-            session = ChatSession(engine, messages=saved.messages, **options)  # type: ignore[arg-type]
+            options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop}
+            also = {"owner": owner, "parse_special": parse_special}
+            session = ChatSession(engine, messages=saved.messages, **options, **also)  # type: ignore[arg-type]
             session._n_heard = saved.n_heard
             session._live = load()
         return session
@@ -261,7 +267,7 @@ class ChatSession:
         """Reply to the first `n_kept` messages and to `new` ones."""
         self._check_free()
         messages = (*self._messages[:n_kept], *new)
-        prompt = encode_history(self._tokenizer, messages)
+        prompt = self._encode(messages)
         n_heard, was_held = min(self._n_heard, n_kept), self._live is not None
         self._is_answering, self._on_text = True, on_text
         try:
@@ -290,6 +296,9 @@ class ChatSession:
         computed = _explain(why, prompt, start, _n_old(prompt, n_heard), was_held=was_held)
         reason = str(generation.finish_reason)
         return Turn(reply.content, tuple(generation.token_ids), reason, len(prompt.token_ids), start.n_kept, computed)
+
+    def _encode(self, messages: Seq[Utterance], *, awaits_reply: bool = True) -> Rendering:
+        return encode_history(self._tokenizer, messages, awaits_reply=awaits_reply, parse_special=self.parse_special)
 
     def _wait(self, generation: Generation) -> None:
         try:

@@ -16,6 +16,8 @@ class ServerOptions:
 
     Attributes:
         api_key: what clients must send as `Authorization: Bearer KEY`; None: nothing.
+        parse_special: special tokens may be written in messages, so that clients can write turns. In prompts of /v1/completions they
+            always may.
         max_body_bytes: of a request's body.
         max_tokens: of a prompt and its reply together; None: what the model's config and the memory's budget allow.
         default_tokens: of a chat's reply, where the request names no number.
@@ -28,6 +30,7 @@ class ServerOptions:
     """
 
     api_key: str | None = None
+    parse_special: bool = False
     max_body_bytes: int = 1 << 20
     max_tokens: int | None = None
     default_tokens: int = 1024

@@ -111,7 +111,7 @@ class Service:
         self._check_model(asked.model)
         messages = [message.as_template_knows() for message in asked.messages]
         try:
-            token_ids = await self._with_texts(lambda: encode_chat(self._tokenizer, messages))
+            token_ids = await self._with_texts(lambda: encode_chat(self._tokenizer, messages, parse_special=self.options.parse_special))
         except FormatError as error:
             raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
         ask = self._ask(asked, token_ids, asked.wanted_tokens, asked.owner(request.headers.get("authorization")), param="messages")

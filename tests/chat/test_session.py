@@ -63,9 +63,9 @@ class Witness:
         self.marks: list[list[int]] = [[]]
         insert = PrefixCache.insert
 
-        def note(cache: PrefixCache, sequence: Any) -> None:
+        def note(cache: PrefixCache, sequence: Any, owner: Any = None) -> None:
             self.marks.append(sequence.tokens.tolist())
-            insert(cache, sequence)
+            insert(cache, sequence, owner)
 
         monkeypatch.setattr(PrefixCache, "insert", note)
 
