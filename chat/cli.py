@@ -151,6 +151,7 @@ def serve(
     rollback_window: Annotated[int, typer.Option(min=0, help="tokens by which a cached prefix may be longer than what is reused")] = 32,
     host_budget: Annotated[str | None, typer.Option(help="bytes in host memory for requests that make room; unless given, any")] = None,
     swap_dir: Annotated[Path | None, typer.Option(help="folder for those that find no room there", show_default=False)] = None,
+    parse_special: Annotated[bool, typer.Option(help="let messages hold special tokens, so that clients can write turns")] = False,
     max_body: Annotated[str, typer.Option(help="bytes of a request's body")] = "1MiB",
     max_tokens: Annotated[
         int | None, typer.Option(min=2, help="tokens of a prompt and its reply; unless given, what the model and the budget allow")
@@ -181,6 +182,7 @@ def serve(
             max_connections=max_connections,
             max_peer_connections=max_peer_connections,
             grace_seconds=grace,
+            parse_special=parse_special,
         )
         with bind(host, port, has_key=api_key is not None) as listener:
             language_model, tokenizer = _load(model, device, dtype)

@@ -163,7 +163,10 @@ class Engine(NotCopied, Serving):
             BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use. CapacityError: a prompt that
             the memory's whole budget could not hold; the error says what it needs. Nothing has changed then.
         """
-        n_base = 0 if sequence is None or sequence.closed else sequence.length
+        n_base = 0
+        if sequence is not None:
+            with self._scheduler.lock:
+                n_base = self._scheduler.check_sequence(sequence)
         if isinstance(token_ids, Sized) and (sequence is None or self.memory.is_whole(sequence)):
             # By their number alone, before they are looked at: in steps as short as those that it takes in need.
             self.memory.require_possible(max(1, len(token_ids)), n_held=n_base, max_tokens=1)

@@ -8,19 +8,18 @@ rendered text shows a reply word for word, the tokens chosen for it stand for it
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
-from chat.prompts import Message, Tokenizer, render
+from chat.prompts import Message, Span, apart, locate, render
+from chat.special_tokens import Tokenizer, special_tokens_of
 from memory import BatchError
 
 _WANTED = "give a list of messages such as {'role': 'user', 'content': 'Hello'}, or of Utterance('user', 'Hello')"
 
-Span = tuple[int, int]
-"""Characters [start, end) of a rendered text."""
+Encode = Callable[[str], list[int]]
 
 _LEAST_MARK_TOKENS = 16
 """A checkpoint nearer than this behind another one saves less than it costs: a step of the model ends at each."""
@@ -77,13 +76,16 @@ def _is_text(part: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Characters from `start` on that were tokenised by themselves, or a reply's own tokens; `first` is the number of the first token."""
+    """Characters from `start` on that were tokenised by themselves, or a reply's own tokens; `first` is the number of the first token.
+
+    `encode` has found them; None of a reply's.
+    """
 
     start: int
     text: str
     first: int
     token_ids: list[int]
-    is_reply: bool
+    encode: Encode | None
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,6 @@ class Rendering:
     token_ids: list[int]
     spans: tuple[Span | None, ...]
     segments: tuple[_Segment, ...]
-    tokenizer: Tokenizer
 
     def position(self, character: int) -> int:
         """How many tokens stand before this character, whatever follows it: what two texts that agree so far have in common at least."""
@@ -107,36 +108,51 @@ class Rendering:
             if n == len(segment.text):
                 return segment.first + len(segment.token_ids)
             if n < len(segment.text):
-                if segment.is_reply or n <= 0:
+                if segment.encode is None or n <= 0:
                     return segment.first
-                return segment.first + common_tokens(_encode(self.tokenizer, segment.text[:n]), segment.token_ids)
+                return segment.first + common_tokens(segment.encode(segment.text[:n]), segment.token_ids)
         return len(self.token_ids)
 
 
-def encode_history(tokenizer: Tokenizer, messages: Seq[Utterance], *, awaits_reply: bool = True) -> Rendering:
+def encode_history(
+    tokenizer: Tokenizer, messages: Seq[Utterance], *, awaits_reply: bool = True, parse_special: bool = False
+) -> Rendering:  # fmt: skip
     """Token ids of a whole history, with the opening of a reply behind it unless told otherwise.
 
-    Raises FormatError: no template, or it refuses the messages. Cost: the template twice, the tokenizer once.
+    Args:
+        parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people say.
+    Raises FormatError: no template, or it refuses the messages, or so changes one that holds a special token that nobody can tell.
+    Cost: the template twice, the tokenizer once.
     """
-    text = render(tokenizer, [_as_dict(m) for m in messages], awaits_reply=awaits_reply)
-    spans = _locate(tokenizer, text, messages, awaits_reply)
+    dicts = [_as_dict(m) for m in messages]
+    text = render(tokenizer, dicts, awaits_reply=awaits_reply)
+    spans = locate(tokenizer, text, dicts, awaits_reply=awaits_reply)[0]
+    spoken = {} if parse_special else apart(tokenizer, text, dicts, awaits_reply=awaits_reply)
     segments: list[_Segment] = []
     at = n_tokens = 0
 
-    def add(end: int, token_ids: list[int] | None = None) -> None:
+    def encode_template(words: str) -> list[int]:
+        return list(tokenizer.encode(words, add_special_tokens=False))
+
+    def add(end: int, encode: Encode | None = encode_template, token_ids: Seq[int] = ()) -> None:
         nonlocal at, n_tokens
         if end > at:
             words = text[at:end]
-            ids = _encode(tokenizer, words) if token_ids is None else token_ids
-            segments.append(_Segment(at, words, n_tokens, ids, token_ids is not None))
+            ids = list(token_ids) if encode is None else encode(words)
+            segments.append(_Segment(at, words, n_tokens, ids, encode))
             at, n_tokens = end, n_tokens + len(ids)
 
     for message, span in zip(messages, spans, strict=True):
-        if message.token_ids and span is not None and text[slice(*span)] == message.content == decode(tokenizer, message.token_ids):
+        if span is None:
+            continue
+        if message.token_ids and text[slice(*span)] == message.content == decode(tokenizer, message.token_ids):
             add(span[0])
-            add(span[1], list(message.token_ids))
+            add(span[1], None, message.token_ids)
+        elif span in spoken:
+            add(span[0])
+            add(span[1], special_tokens_of(tokenizer, message.role).encode_text)
     add(len(text))
-    return Rendering([i for segment in segments for i in segment.token_ids], tuple(spans), tuple(segments), tokenizer)
+    return Rendering([i for segment in segments for i in segment.token_ids], tuple(spans), tuple(segments))
 
 
 def decode(tokenizer: Tokenizer, token_ids: Seq[int]) -> str:
@@ -147,32 +163,6 @@ def decode(tokenizer: Tokenizer, token_ids: Seq[int]) -> str:
 def common_tokens(a: Seq[int], b: Seq[int]) -> int:
     """How many leading tokens are the same."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-
-
-def _locate(tokenizer: Tokenizer, text: str, messages: Seq[Utterance], awaits_reply: bool) -> list[Span | None]:
-    """Where each content stands. To search for it would find an "a" in "<|assistant|>": instead, the template renders marks that stand
-    nowhere else, and what it puts around them leads the way through the real text."""
-    marks = [uuid4().hex for _ in messages]
-    dressed = [{**_as_dict(m), "content": mark} for m, mark in zip(messages, marks, strict=True)]
-    marked = render(tokenizer, dressed, awaits_reply=awaits_reply)
-    shown = [i for i, mark in enumerate(marks) if mark in marked]  # some templates show the last messages only
-    spans: list[Span | None] = [None] * len(messages)
-    at = 0
-    for i, following in zip(shown, [*shown[1:], None], strict=True):
-        before, _, marked = marked.partition(marks[i])
-        after = marked if following is None else marked.partition(marks[following])[0]
-        if not text.startswith(before, at):  # the template decides by what is said: whatever follows is tokenised as it stands
-            break
-        start, content = at + len(before), messages[i].content
-        at = start + len(content) if text.startswith(content + after, start) else text.find(after, start)  # word for word, or changed
-        if at < 0:
-            break
-        spans[i] = start, at
-    return spans
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def _as_dict(message: Utterance) -> Message:

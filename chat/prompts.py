@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import Any
+from uuid import uuid4
 
 from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
+from chat.special_tokens import Tokenizer as Tokenizer
+from chat.special_tokens import special_tokens_of
 from memory import FormatError
 from models import LanguageModel
 from models.loading import find_folder
 
-Tokenizer = Any
-"""A tokenizer of transformers; its classes have no common type that mypy could use."""
 Message = dict[str, str]
+Span = tuple[int, int]
+"""Characters [start, end) of a rendered text."""
 
 
 def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
@@ -38,7 +41,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, is_chat: bool | None) -> l
     """Token ids of a user's first message, or of plain text.
 
     Args:
-        is_chat: None uses the chat template if the tokenizer has one.
+        is_chat: None uses the chat template if the tokenizer has one. Plain text is the whole prompt: special tokens may be written in it.
     Raises:
         FormatError: a chat was asked for and there is no template.
     """
@@ -53,21 +56,102 @@ def encode_turn(tokenizer: Tokenizer, history: list[Message], text: str) -> list
     """Token ids of what a new user message adds to a chat that a memory already holds.
 
     The memory has seen everything up to and with the end token of the last reply; whatever the template puts behind it
-    belongs to the new part.
+    belongs to the new part. Special tokens that stand in the message are text.
 
     Raises:
         FormatError: the template rewrites earlier turns, so that no new part follows from the old one.
     """
-    rendered = render(tokenizer, [*history, {"role": "user", "content": text}])
+    messages = [*history, {"role": "user", "content": text}]
+    rendered = render(tokenizer, messages)
     seen = render(tokenizer, history[:-1]) + history[-1]["content"] + tokenizer.eos_token if history else ""
     if not rendered.startswith(seen):
         raise FormatError("this chat template rewrites earlier turns; its new turns cannot be fed to what is remembered")
-    return list(tokenizer.encode(rendered[len(seen) :], add_special_tokens=False))
+    spans = []
+    if special_tokens_of(tokenizer).are_in(text):
+        spans = [(start - len(seen), end - len(seen)) for start, end in apart(tokenizer, rendered, messages) if start >= len(seen)]
+    return _encode_around(tokenizer, rendered[len(seen) :], [(*span, "user") for span in spans])
 
 
-def encode_chat(tokenizer: Tokenizer, messages: list[Message]) -> list[int]:
-    """Token ids of a whole chat, up to where the reply begins. Raises FormatError: no chat template, or it refuses the messages."""
-    return list(tokenizer.encode(render(tokenizer, messages), add_special_tokens=False))
+def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special: bool = False) -> list[int]:
+    """Token ids of a whole chat, up to where the reply begins.
+
+    Args:
+        parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people say.
+    Raises:
+        FormatError: no chat template, or it refuses the messages, or so changes one that holds a special token that nobody can tell.
+    """
+    text = render(tokenizer, messages)
+    spans = {} if parse_special else apart(tokenizer, text, messages)
+    return _encode_around(tokenizer, text, [(*span, messages[i]["role"]) for span, i in spans.items()])
+
+
+def _encode_around(tokenizer: Tokenizer, text: str, spans: Seq[tuple[int, int, str]]) -> list[int]:
+    """Token ids of a text in which somebody of a role wrote these characters [start, end), ascending, and a template the others."""
+    ids, at = list[int](), 0
+    for start, end, role in spans:
+        ids += tokenizer.encode(text[at:start], add_special_tokens=False) if start > at else []
+        ids += special_tokens_of(tokenizer, role).encode_text(text[start:end])
+        at = end
+    return ids + (list(tokenizer.encode(text[at:], add_special_tokens=False)) if at < len(text) or not ids else [])
+
+
+def apart(tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_reply: bool = True) -> dict[Span, int]:
+    """Contents that must be encoded by themselves, for special tokens are written in them: where they stand -> number of the message.
+
+    Most often none are, and the text is encoded as a whole.
+
+    Raises FormatError: the template changes such a content, so that what it says cannot be told from what the template does.
+    """
+    contents = [message["content"] for message in messages]
+    found = [i for i, m in enumerate(messages) if special_tokens_of(tokenizer, m["role"]).are_in(m["content"])]
+    special = special_tokens_of(tokenizer)
+    if not found and special.are_in("".join(contents)):  # several together, if they stand one behind the other
+        found = [i for i, content in enumerate(contents) if content]
+    if not found:
+        return {}
+    spans, marked, shown = locate(tokenizer, text, messages, awaits_reply=awaits_reply)
+    kept = {span: i for i in found if (span := spans[i]) is not None and text[slice(*span)] in _stripped(contents[i])}
+    rest, at = "", 0
+    for start, end in kept:
+        rest, at = f"{rest}{text[at:start]}\n", end
+    n_own = special.count(marked) + sum(special.count(content) for i, content in enumerate(contents) if i not in found)
+    if not shown & set(found) <= set(kept.values()) or special.count(rest + text[at:]) > n_own:
+        raise FormatError(
+            "this chat template changes a message in which a special token is written, so nobody can tell its own from that; leave it out"
+        )
+    return kept
+
+
+def locate(tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_reply: bool) -> tuple[list[Span | None], str, set[int]]:
+    """Where each content stands, None where the template left it out or nobody can tell; the text with marks in their places, and of
+    which messages it has any.
+
+    To search for a content would find an "a" in "<|assistant|>": instead, the template renders marks that stand nowhere else, and what it
+    puts around them leads the way through the real text.
+    """
+    marks = [uuid4().hex for _ in messages]
+    dressed = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
+    whole = marked = render(tokenizer, dressed, awaits_reply=awaits_reply)
+    shown = [i for i, mark in enumerate(marks) if mark in marked]  # some templates show the last messages only
+    spans: list[Span | None] = [None] * len(messages)
+    at = 0
+    for i, following in zip(shown, [*shown[1:], None], strict=False):
+        before, _, marked = marked.partition(marks[i])
+        after = marked if following is None else marked.partition(marks[following])[0]
+        if not text.startswith(before, at):  # the template decides by what is said: whatever follows is tokenised as it stands
+            break
+        start = at + len(before)
+        ends = (start + len(words) for words in _stripped(messages[i]["content"]) if text.startswith(words + after, start))
+        at = next(ends, text.find(after, start))  # word for word, or changed
+        if at < 0:
+            break
+        spans[i] = start, at
+    return spans, whole, set(shown)
+
+
+def _stripped(content: str) -> tuple[str, ...]:
+    """As templates write a content."""
+    return content, content.strip(), content.lstrip(), content.rstrip()
 
 
 def render(tokenizer: Tokenizer, messages: list[Message], *, awaits_reply: bool = True) -> str:

@@ -8,7 +8,7 @@ history differs: because the user edited it, or because the template strips the 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +17,15 @@ import numpy as np
 from chat.engine import GREEDY, Engine, Generation, Sampling, require_engine
 from chat.history import Rendering, Utterance, choose_marks, common_tokens, count_old, decode, encode_history, read_messages
 from chat.requests import check_max_tokens, read_stop
-from chat.resuming import Start, resume
+from chat.resuming import resume
 from chat.sampling import check_sampling
 from chat.saved_session import SavedSession, read_folder, read_session, write_session
+from chat.turn import EDITED, NEW, explain
+from chat.turn import Turn as Turn
 from memory import BatchError, FormatError, Sequence, SequenceError, SpecError, StepError
 from memory.interrupts import Lease, uninterrupted, uninterrupted_call
 
-NEW = "new text"
-EDITED = "edited text"
-REWRITTEN = "history that the template renders otherwise now"
-NO_CHECKPOINT = "no checkpoint near enough"
-LAST = "last token, for its output"
-
-
 OnText = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A reply, and what it took. Counts are tokens.
-
-    Attributes:
-        text: the reply.
-        token_ids: as they were chosen, the one that ended the reply included.
-        finish_reason: "stop" or "length"; "cancelled" if somebody ended it from outside.
-        n_prompt: of the whole history, with the opening of the reply.
-        n_reused: leading ones of these that the memory held already.
-        computed: why -> those that the model had to compute; `n_prompt - n_reused` in all.
-    """
-
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str
-    n_prompt: int
-    n_reused: int
-    computed: dict[str, int]
-
-    @property
-    def n_computed(self) -> int:
-        return self.n_prompt - self.n_reused
 
 
 class ChatSession:
@@ -73,6 +43,7 @@ class ChatSession:
         messages: a history to begin with, oldest first: each an `Utterance`, or {"role": "user", "content": "Hello"} as OpenAI's clients
             write it.
         max_tokens, sampling, stop: of replies, as `Engine.submit` takes them, unless a call says otherwise.
+        parse_special: special tokens may be written in messages. Otherwise they are text there, and nobody can forge a turn.
         owner: of what the prefix cache keeps of it: sessions of other owners find nothing of that. See `PrefixCache`.
     Raises:
         SpecError: no engine. BatchError: arguments that make no chat. FormatError: no tokenizer, no chat template, or one that refuses the
@@ -89,6 +60,7 @@ class ChatSession:
         sampling: Sampling = GREEDY,
         stop: str | Iterable[str] = (),
         owner: Hashable = None,
+        parse_special: bool = False,
     ) -> None:
         require_engine(engine, "ChatSession(engine)")
         if engine.tokenizer is None:
@@ -100,6 +72,7 @@ class ChatSession:
         self.sampling = sampling
         self.stop = read_stop(stop)
         self.owner = owner
+        self.parse_special = parse_special
         self._tokenizer = engine.tokenizer
         first = [] if system is None else [Utterance("system", system)]
         self._messages: tuple[Utterance, ...] = (*first, *read_messages(messages))
@@ -109,7 +82,7 @@ class ChatSession:
         self._answering = Lease()
         self._generation: Generation | None = None  # of the latest reply
         self._on_text: OnText | None = None  # of the reply that is coming
-        encode_history(self._tokenizer, [*self._messages, Utterance("user", "?")])  # refuses now what could never be said
+        self._encode([*self._messages, Utterance("user", "?")])  # refuses now what could never be said
 
     # Talking
 
@@ -182,7 +155,7 @@ class ChatSession:
     def _n_said(self, live: Sequence) -> int:
         """How many leading tokens of the live sequence stand for the messages; all of them, if the template cannot say."""
         try:
-            said = encode_history(self._tokenizer, self._messages, awaits_reply=False).token_ids if self._messages else []
+            said = self._encode(self._messages, awaits_reply=False).token_ids if self._messages else []
         except FormatError:  # some templates need a message of the user
             return live.length
         return common_tokens(live.tokens.tolist(), said)
@@ -193,8 +166,9 @@ class ChatSession:
         Raises CapacityError: this one sleeps, and there is no room to wake it. Cost: no layer runs; no tensor is copied.
         """
         self._check_free()
-        options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop, "owner": self.owner}
-        other = ChatSession(self.engine, messages=self._messages, **options)  # type: ignore[arg-type]
+        options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop}
+        also = {"owner": self.owner, "parse_special": self.parse_special}
+        other = ChatSession(self.engine, messages=self._messages, **options, **also)  # type: ignore[arg-type]
         other._n_heard = self._n_heard
         with self.engine.lock:
             if self._live is not None:
@@ -249,17 +223,18 @@ class ChatSession:
                     memory.close(said)
 
     @staticmethod
-    def resume(engine: Engine, folder: str | Path, *, owner: Hashable = None) -> ChatSession:
+    def resume(engine: Engine, folder: str | Path, *, owner: Hashable = None, parse_special: bool = False) -> ChatSession:
         """The session that was saved there, which goes on bit for bit. The engine's model, tokenizer and memory must be like those that
-        wrote it; weights are not compared. The owner is not saved.
+        wrote it; weights are not compared. The owner, and whether special tokens may be written, are not saved.
 
         Raises FormatError: no session there, or a damaged or unsuitable one; nothing has changed. CapacityError.
         """
         require_engine(engine, "ChatSession.resume(engine, folder)")
         with engine.lock:
             saved, load = read_session(read_folder(folder, FormatError), engine.memory)
-            options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop, "owner": owner}
-            session = ChatSession(engine, messages=saved.messages, **options)  # type: ignore[arg-type]
+            options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop}
+            also = {"owner": owner, "parse_special": parse_special}
+            session = ChatSession(engine, messages=saved.messages, **options, **also)  # type: ignore[arg-type]
             session._n_heard = saved.n_heard
             try:
                 session._live = load()
@@ -302,7 +277,7 @@ class ChatSession:
         if on_text is not None and not callable(on_text):
             raise BatchError(f"on_text={on_text!r}; give a function of a piece of text")
         messages = (*self._messages[:n_kept], *new)
-        prompt = encode_history(self._tokenizer, messages)
+        prompt = self._encode(messages)
         n_heard, was_held = min(self._n_heard, n_kept), self._live is not None
         with self._answering.take():
             try:
@@ -329,13 +304,16 @@ class ChatSession:
         if generation.error is not None:
             raise generation.error
         reply = self._read_reply(generation)
-        computed = _explain(why, prompt, start, count_old(prompt, n_heard), was_held=was_held)
+        computed = explain(why, prompt, start, count_old(prompt, n_heard), was_held=was_held)
         reason = str(generation.finish_reason)
         turn = Turn(reply.content, tuple(generation.token_ids), reason, len(prompt.token_ids), start.n_kept, computed)
         with uninterrupted_call() as _until_return:
             self._messages = (*messages, reply)
             self._n_heard = len(self._messages)
             return turn
+
+    def _encode(self, messages: Seq[Utterance], *, awaits_reply: bool = True) -> Rendering:
+        return encode_history(self._tokenizer, messages, awaits_reply=awaits_reply, parse_special=self.parse_special)
 
     def _stop(self) -> None:
         """End the reply that is coming, if one is: it was told enough."""
@@ -378,17 +356,3 @@ def _checked(text: str) -> str:
     if not isinstance(text, str):
         raise BatchError(f"{text!r} is no text; say a string")
     return text
-
-
-def _explain(why: str, prompt: Rendering, start: Start, n_old: int, *, was_held: bool) -> dict[str, int]:
-    """Why each token had to be computed, in the order in which they stand in the prompt."""
-    n = len(prompt.token_ids)
-    n_known = min(start.n_known, n - 1)
-    at, found = start.n_kept, dict[str, int]()
-    for reason, end in ((NO_CHECKPOINT, n_known), (REWRITTEN if was_held else NO_CHECKPOINT, n_old), (why, n)):
-        if reason == why and start.n_known >= n:
-            reason = LAST
-        if end > at:
-            found[reason] = found.get(reason, 0) + end - at
-            at = end
-    return found

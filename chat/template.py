@@ -5,7 +5,8 @@
     filled[0].values["answer"]
 
 Each text and each value is tokenised by itself, so a token never reaches across a seam, and what a hole is given makes no difference to
-the tokens around it. Special tokens may be written in texts; those that the tokenizer puts in front of any text stand there once.
+the tokens around it. Special tokens may be written in texts and choices; in given values they are text, unless they are asked for. Those
+that the tokenizer puts in front of any text stand there once.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from chat.history import common_tokens, decode
 from chat.holes import Hole, Template, Text
 from chat.resuming import resume
 from chat.sampling import check_sampling
+from chat.special_tokens import special_tokens_of
 from memory import BatchError, FormatError, Sequence
 
 __all__ = ["Filled", "Hole", "Template", "Text", "fill"]
@@ -58,6 +60,7 @@ def fill(
     *,
     sampling: Sampling = GREEDY,
     owner: Hashable = None,
+    parse_special: bool = False,
 ) -> list[Filled]:
     """Fill templates, all at once.
 
@@ -69,6 +72,7 @@ def fill(
         templates: one for all values, or as many as there are.
         values: hole -> words that are given, for each filled template. None: nothing is given.
         sampling: of holes that have none of their own. With a seed, all of them draw from the same.
+        parse_special: special tokens may be written in values, as in the template's texts. Otherwise they are text there.
         owner: of the prefixes that they go on from and leave behind; see `PrefixCache`.
     Returns:
         In the order of `values`.
@@ -78,7 +82,7 @@ def fill(
     """
     require_engine(engine, "fill(engine, templates, values)")
     check_sampling(sampling)
-    jobs = [_Job(template, dict(given), engine) for template, given in _pair(templates, values)]
+    jobs = [_Job(template, dict(given), engine, parse_special=parse_special) for template, given in _pair(templates, values)]
     filler = _Filler(engine, jobs, sampling, owner)
     try:
         filler.share()
@@ -114,7 +118,7 @@ def _pair(templates: Template | Iterable[Template], values: Any) -> list[tuple[T
 class _Job:
     """A template that is being filled: up to which part, and what stands there so far."""
 
-    def __init__(self, template: Template, given: dict[str, str], engine: Engine) -> None:
+    def __init__(self, template: Template, given: dict[str, str], engine: Engine, *, parse_special: bool) -> None:
         if engine.tokenizer is None:
             raise FormatError("this engine has no tokenizer, so no template can be read; make it with one")
         if unknown := sorted(given.keys() - set(template.names)):
@@ -123,6 +127,7 @@ class _Job:
             if not isinstance(words, str):
                 raise BatchError(f"{words!r} for hole {name!r} is no text; give a string")
         self.tokenizer = engine.tokenizer
+        self.encode_words = self.encode if parse_special else special_tokens_of(engine.tokenizer).encode_text
         self.words = given
         self.reasons = dict.fromkeys(given, GIVEN)
         self.scores: dict[str, dict[str, float]] = {}
@@ -153,7 +158,7 @@ class _Job:
             self._at = len(self._template.parts)
             return
         for part in rest[:n_known]:
-            self.tokens += self.encode(part.text if isinstance(part, Text) else self.words[part.name])
+            self.tokens += self.encode(part.text) if isinstance(part, Text) else self.encode_words(self.words[part.name])
         self._at += n_known
 
     def put(self, words: str, token_ids: Seq[int], reason: str) -> None:
@@ -340,5 +345,5 @@ def _tokens_of(job: _Job, text: str, ids: Seq[int]) -> list[int]:
     for n in range(len(ids), -1, -1):
         words = decode(job.tokenizer, ids[:n])
         if text.startswith(words):
-            return [*ids[:n], *(job.encode(text[len(words) :]) if len(words) < len(text) else [])]
+            return [*ids[:n], *(job.encode_words(text[len(words) :]) if len(words) < len(text) else [])]
     raise AssertionError("no tokens have no text")

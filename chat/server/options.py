@@ -23,6 +23,8 @@ class ServerOptions:
         allowed_hosts: names that a request's Host may have beside those of loopback, without port. None given: any with a key.
         allowed_origins: of web pages that may ask, such as "https://example.com", and read the answer; "*": all. None given: any may
             ask with a key, and none may read.
+        parse_special: special tokens may be written in messages, so that clients can write turns. In prompts of /v1/completions they
+            always may.
         max_body_bytes: of a request's body.
         max_tokens: of a prompt and its reply together; None: what the model's config and the memory's budget allow.
         default_tokens: of a chat's reply, where the request names no number.
@@ -41,6 +43,7 @@ class ServerOptions:
     api_key: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
+    parse_special: bool = False
     max_body_bytes: int = 1 << 20
     max_tokens: int | None = None
     default_tokens: int = 1024

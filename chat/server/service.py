@@ -136,7 +136,8 @@ class Service:
         asked = read_request(ChatRequest, body)
         self._check_model(asked.model)
         try:
-            return asked, encode_chat(texts, [message.as_template_knows() for message in asked.messages])
+            messages = [message.as_template_knows() for message in asked.messages]
+            return asked, encode_chat(texts, messages, parse_special=self.options.parse_special)
         except FormatError as error:
             raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
 

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-from chat.prompts import Tokenizer
+from chat.prompts import Message, Tokenizer
 from chat.server.errors import RETRY, ApiError
 
 T = TypeVar("T")
@@ -118,24 +118,33 @@ class _Lane:
 
 
 class _Bounded:
-    """A tokenizer that refuses, before it begins, the text with which a prompt has more bytes than its tokens can have."""
+    """A tokenizer that refuses, before it begins, the text with which a prompt has more bytes than its tokens can have.
+
+    Attributes:
+        unbounded: that tokenizer.
+    """
 
     def __init__(self, tokenizer: Tokenizer, texts: Texts, param: str | None) -> None:
-        self._tokenizer = tokenizer
+        self.unbounded = tokenizer
         self._texts = texts
         self._param = param
         self._n_bytes = 0
 
     def for_another_prompt(self) -> _Bounded:
-        return _Bounded(self._tokenizer, self._texts, self._param)
+        return _Bounded(self.unbounded, self._texts, self._param)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._tokenizer, name)
+        return getattr(self.unbounded, name)
 
     def encode(self, text: str, **options: Any) -> list[int]:
         self._n_bytes += len(text.encode(errors="surrogatepass"))
         self._texts.check_bytes(self._n_bytes, self._param)
-        return list(self._tokenizer.encode(text, **options))
+        return list(self.unbounded.encode(text, **options))
+
+    def apply_chat_template(self, messages: list[Message], **options: Any) -> str:
+        text = str(self.unbounded.apply_chat_template(messages, **options))
+        self._texts.check_bytes(len(text.encode(errors="surrogatepass")), self._param)
+        return text
 
 
 def find_longest_token(tokenizer: Tokenizer) -> int:

@@ -15,7 +15,8 @@ import pytest
 from chat.engine import Engine, Sampling
 from chat.history import Utterance, common_tokens, decode, encode_history
 from chat.prompts import Tokenizer, load_tokenizer, render
-from chat.session import EDITED, LAST, NEW, NO_CHECKPOINT, REWRITTEN, ChatSession, Turn
+from chat.session import ChatSession, Turn
+from chat.turn import EDITED, LAST, NEW, NO_CHECKPOINT, REWRITTEN
 from memory import BatchError, CapacityError, FormatError, HybridMemory, SequenceError, StepError
 from memory.prefix import PrefixCache
 from models import EMBEDDED
@@ -63,9 +64,9 @@ class Witness:
         self.marks: list[list[int]] = [[]]
         insert = PrefixCache.insert
 
-        def note(cache: PrefixCache, sequence: Any) -> None:
+        def note(cache: PrefixCache, sequence: Any, owner: Any = None) -> None:
             self.marks.append(sequence.tokens.tolist())
-            insert(cache, sequence)
+            insert(cache, sequence, owner)
 
         monkeypatch.setattr(PrefixCache, "insert", note)
 

@@ -1,0 +1,107 @@
+"""Special tokens that somebody has only written: text that reads like the end of a turn is text, and no end of a turn.
+
+A tokenizer finds the names of special tokens wherever they stand, in a user's message as in the chat template around it. Whoever writes
+them could forge a turn. So what people write is encoded by itself where it holds such a name, as the characters that it is made of.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from memory import FormatError
+
+Tokenizer = Any
+"""A tokenizer of transformers; its classes have no common type that mypy could use."""
+
+
+@dataclass(frozen=True)
+class SpecialTokens:
+    """The special tokens of a tokenizer, and a way around them.
+
+    Attributes:
+        names: name -> id: of what the tokenizer calls special, and of what else the chat template writes. A reply's own tokens, such as
+            those around thoughts, are no more than the latter: in replies only the former count.
+    """
+
+    tokenizer: Tokenizer
+    names: dict[str, int]
+
+    def are_in(self, text: str) -> bool:
+        """Whether a name may be found in a text: in whatever case and form, for some tokenizers look for them in a text that they have
+        changed."""
+        return self.pattern is not None and self.pattern.search(_folded(text)) is not None
+
+    def count(self, text: str) -> int:
+        return 0 if self.pattern is None else len(self.pattern.findall(_folded(text)))
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str] | None:
+        names = sorted(map(_folded, self.names), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names))) if names else None
+
+    def encode_text(self, text: str) -> list[int]:
+        """Token ids of text that people wrote: none is that of a special token, but for the one that stands for what is unknown.
+
+        Raises FormatError: the tokenizer knows no other way to write it.
+        """
+        if not self.are_in(text):
+            return list(self.tokenizer.encode(text, add_special_tokens=False))
+        found = self._encode(text)
+        if self._special.isdisjoint(found):
+            return found
+        # The vocabulary itself has the name as a word: it is cut behind each first letter.
+        firsts = {name[0] for name in self.names}
+        pieces = [piece for piece in re.split("(?<=[" + re.escape("".join(sorted(firsts))) + "])", text) if piece]
+        found = [i for piece in pieces for i in self._encode(piece)]
+        if not self._special.isdisjoint(found):
+            raise FormatError(f"this tokenizer has no way to write {text[:100]!r} without its special tokens; leave them out")
+        return found
+
+    def _encode(self, text: str) -> list[int]:
+        if self._blind is not None:
+            return list(self._blind.encode(text, add_special_tokens=False).ids)
+        return list(self.tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True))
+
+    @cached_property
+    def _special(self) -> set[int]:
+        return set(self.names.values()) - {self.tokenizer.unk_token_id}
+
+    @cached_property
+    def _blind(self) -> tokenizers.Tokenizer | None:
+        """The same tokenizer, which finds none of the names. A copy: to switch one off and on again would be seen by other threads."""
+        if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
+            return None
+        blind = tokenizers.Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
+        blind.no_truncation()
+        blind.no_padding()
+        blind.add_special_tokens([tokenizers.AddedToken(name, special=True, normalized=False) for name in self.names])
+        blind.encode_special_tokens = True
+        return blind
+
+
+_known: WeakKeyDictionary[Any, tuple[str, SpecialTokens, SpecialTokens]] = WeakKeyDictionary()
+
+
+def special_tokens_of(tokenizer: Tokenizer, role: str = "user") -> SpecialTokens:
+    """What must not be taken for special in a text of this role. Found out once for each tokenizer and chat template."""
+    tokenizer = getattr(tokenizer, "unbounded", tokenizer)  # a server's refuse long texts; what is known does not differ
+    template = tokenizer.chat_template if isinstance(getattr(tokenizer, "chat_template", None), str) else ""
+    known = _known.get(tokenizer)
+    if known is None or known[0] != template:
+        added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        special = {token.content: i for i, token in added.items() if token.special}
+        written = {token.content: i for i, token in added.items() if token.content in template}
+        known = _known[tokenizer] = template, SpecialTokens(tokenizer, special | written), SpecialTokens(tokenizer, special)
+    return known[2] if role == "assistant" else known[1]
+
+
+def _folded(text: str) -> str:
+    return unicodedata.normalize("NFKC", text).casefold()
