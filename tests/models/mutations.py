@@ -121,14 +121,13 @@ def single_changes(subject: str) -> Iterator[Changes]:
         for value in values_for(path, at(raw, path)):
             yield {path: value}
     for path in [path for path in fields_of(raw) if path[-1] == "rope_parameters"]:
-        inner = [at(raw, path)]
-        for kind, parameters in [((), p) for p in inner] if "rope_theta" in inner[0] else [((k,), p) for k, p in inner[0].items()]:
-            for name, values in _ROPE.items():
-                if name not in parameters:
-                    yield from ({(*path, *kind, name): value} for value in values)
+        parameters = at(raw, path)
+        for place in [path] if "rope_theta" in parameters else [(*path, kind) for kind in parameters]:
+            absent = _ROPE.keys() - at(raw, place).keys()
+            yield from ({(*place, name): value} for name in sorted(absent) for value in _ROPE[name])
             for scaling in _SCALINGS:
-                yield {(*path, *kind, name): value for name, value in scaling.items()}
-                yield {(*path, *kind, name): value for name, value in (scaling | {"partial_rotary_factor": 0.5}).items()}
+                for more in ({}, {"partial_rotary_factor": 0.5}):
+                    yield {(*place, name): value for name, value in (scaling | more).items()}
 
 
 def foreign_changes(subject: str, n_at_once: int = 5) -> Iterator[Changes]:
