@@ -16,6 +16,7 @@ from chat.server.admission import Admission, Headers, preflight_headers
 from chat.server.errors import RETRY, ApiError, as_api_error, clip, stopping
 from chat.server.metrics import Metrics
 from chat.server.options import ServerOptions
+from chat.server.texts import LONG_BYTES
 
 PATHS_WITH_BODIES = ("/v1/chat/completions", "/v1/completions")
 _PATHS = ("/health", "/metrics", "/v1/models", *PATHS_WITH_BODIES)
@@ -100,6 +101,7 @@ class Guard:
         self._service = service
         self._places = Places(service.options.max_requests)
         self._admission = Admission(service.options)
+        self._turnstile = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -107,7 +109,7 @@ class Guard:
             return
         exchange = Exchange(scope["path"], self._places)
         headers = dict(scope["headers"])
-        incoming = _Incoming(receive)
+        incoming = _Incoming(receive, self._turnstile)
         try:
             await self._answer(exchange, headers, scope, incoming, self._watch(exchange, headers, incoming, send))
         except ClientGoneError:
@@ -255,12 +257,16 @@ class Guard:
 class _Incoming:
     """A body as it comes in.
 
+    Args:
+        turnstile: lets through one piece of a large body, of whatever client, between two looks at everybody else's.
     Attributes:
         has_ended: nothing of it is on its way any more.
     """
 
-    def __init__(self, receive: Receive) -> None:
+    def __init__(self, receive: Receive, turnstile: asyncio.Lock) -> None:
         self.receive = receive
+        self._turnstile = turnstile
+        self._n_bytes = 0
         self.has_ended = False
 
     async def read(self, options: ServerOptions) -> bytes | None:
@@ -297,11 +303,16 @@ class _Incoming:
             n_skipped += len(await self._next())
 
     async def _next(self) -> bytes:
+        if self._n_bytes > LONG_BYTES:
+            async with self._turnstile:
+                await asyncio.sleep(0)
         message = await self.receive()
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         self.has_ended = not message.get("more_body", False)
-        return bytes(message.get("body", b""))
+        piece = bytes(message.get("body", b""))
+        self._n_bytes += len(piece)
+        return piece
 
 
 async def _until_gone(receive: Receive) -> None:

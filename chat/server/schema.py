@@ -22,6 +22,7 @@ MOST_STOP_CHARACTERS = 256
 MOST_VALUES = 32_768
 """Objects, arrays and keys of one body: Python makes something of each while everybody waits."""
 MOST_MESSAGES = 4096
+_NO_SIGNS = bytes(set(range(256)) - set(b'"{[:'))
 _COLDEST = 1e-4
 """Temperatures below are 0: divided by them, logits would leave the range of float32."""
 
@@ -53,7 +54,9 @@ def _count_values(body: bytes) -> int:
 
 
 def _without_strings(body: bytes) -> bytes:
-    return b"".join(body.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')[::2])
+    """What `_count_values` counts, and nothing else, of what stands outside of strings."""
+    signs = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_SIGNS)
+    return b"".join(signs.split(b'"')[::2])
 
 
 def _explain(detail: ErrorDetails) -> ApiError:

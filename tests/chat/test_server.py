@@ -598,4 +598,5 @@ def test_metrics(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
         assert [server.metric(f'generations{{state="{state}"}}') for state in ("running", "waiting", "swapped")] == [0, 0, 0]
         usage = server.memory.usage()
         assert {kind: server.metric(f'used_bytes{{kind="{kind}"}}') for kind in usage.by_kind} == usage.by_kind
+        assert "process_resident_memory_bytes" in server.call("GET", "/metrics").body.decode()
         assert server.metric("free_bytes") + usage.used_bytes == server.metric("budget_bytes") == usage.budget_bytes

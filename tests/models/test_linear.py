@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import ACT2FN
 
 from memory import HybridMemory
@@ -38,6 +40,25 @@ def test_one_or_two_rows_are_rows_of_a_product_of_four(activation: str | None) -
     for n_rows in (1, 2):
         few = linear(x[:n_rows])
         assert few.shape == (n_rows, 640) and few.is_contiguous() and torch.equal(few, four[:n_rows])
+
+
+def test_onednn_meets_few_numbers_of_rows() -> None:
+    """It keeps code for each, half a MiB; a server's steps have any number of rows. A quarter is added at most."""
+    given: list[int] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            if "_linear_pointwise" in str(func):
+                given.append(len(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    weight, x = torch.randn(24, 16), torch.randn(512, 16)
+    linear, whole = Linear(weight), F.linear(x, weight)
+    with torch.inference_mode(), Watch():
+        for n_rows in range(1, 513):
+            assert_kernel_close(linear(x[:n_rows]), whole[:n_rows])
+            assert n_rows <= given[-1] <= 1.25 * n_rows
+    assert set(given) >= {*range(1, 9), 16, 32, 64, 128, 256, 512} and len(set(given)) == 8 + 4 * 6
 
 
 @pytest.mark.parametrize("activation", [*sorted(module._FUSED), "gelu_pytorch_tanh"])
