@@ -1,7 +1,8 @@
 """Continuous batching: many requests, one memory, one step of the model after the other.
 
 Each step feeds one token of every reply that is being decoded, and with what is left of `step_tokens` it goes on with prompts. Who
-finishes leaves, who waits joins, nobody waits for somebody else's prompt. When the memory is full, the request that came in last is
+finishes leaves, who waits joins, nobody waits for somebody else's prompt, but for one that begins alike: with a prefix cache it is
+computed once for all who come together. When the memory is full, the request that came in last is
 swapped out and comes back before anybody new: what it had computed is kept, and what it says is what it would have said.
 
 What a sequence holds when its generation has ended, for who keeps it (`keeps_sequence`):
@@ -359,7 +360,7 @@ class Engine(NotCopied, Serving):
                 generation.finish_reason = reason
                 self._scheduler.forget(job)
             if job.sequence is not None:
-                self._scheduler.is_full = False
+                self._scheduler.make_room()
             self._finished.append(generation)
             self.stats.finished[reason] += 1
 

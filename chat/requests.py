@@ -199,6 +199,7 @@ class Job:
         n_reused: how many of them came from the prefix cache.
         lookup: what the cache said of them, until the first step with this sequence is counted.
         cuts: indices into `tokens`, ascending, where a chunk of the prompt ends because the prefix cache wants to remember it.
+        leader: while it waits, whose prompt begins like its own and is being fed, and up to where.
         ending: why the reply is complete; what is left to be fed is its end.
         outcome: why it ends now, and the error if it is one; set first, the rest follows between steps.
         is_deaf: its on_token has raised and is not called again.
@@ -217,6 +218,7 @@ class Job:
     n_reused: int = 0
     lookup: Lookup | None = None
     cuts: list[int] = field(default_factory=list)
+    leader: tuple[Job, int] | None = None
     sampler: Sampler | None = None
     ending: FinishReason | None = None
     outcome: tuple[FinishReason, Exception | None] | None = None

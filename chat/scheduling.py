@@ -17,6 +17,10 @@ from memory.prefix import PrefixCache
 
 LEAST_CHUNK_TOKENS = 16
 """Prompts share a step in chunks no smaller than this, or than what they still want: below, each costs more than its tokens."""
+_MOST_ASKED = 64
+"""Of those who wait, the next: whether they should be let in is asked at every step."""
+_REGAINED_SHARE = 32
+"""Of the budget, what each request that ends gives back of the trust that was lost when somebody had to leave."""
 
 
 def plan_step(jobs: list[Job], step_tokens: int) -> Plan:
@@ -38,6 +42,17 @@ def plan_step(jobs: list[Job], step_tokens: int) -> Plan:
         left -= n_tokens
         plan.append((job, n_tokens))
     return plan
+
+
+def _n_common(a: list[int], b: list[int]) -> int:
+    """How many leading tokens are the same: slices are compared faster than tokens."""
+    at, size = 0, 1024
+    while size:
+        if a[at : at + size] == b[at : at + size] and at < min(len(a), len(b)):
+            at += size
+        else:
+            size //= 2
+    return min(at, len(a), len(b))
 
 
 def _n_wanted(job: Job) -> int:
@@ -62,14 +77,17 @@ def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan) -> Step | 
 
 
 class Sizes:
-    """Bytes that sequences take by themselves in a memory, remembered by length. They share nothing with each other."""
+    """Bytes that sequences of some length take in a memory, looked up once: by themselves, and what of these forks share for good."""
 
     def __init__(self, memory: HybridMemory) -> None:
         self.budget_bytes = memory.budget_bytes
-        self._of = lru_cache(maxsize=4096)(memory.bytes_at)
+        self._of, self._shared = (lru_cache(maxsize=4096)(f) for f in (memory.bytes_at, memory.shared_bytes_at))
 
     def of(self, n_tokens: int) -> int:
         return self._of(n_tokens)
+
+    def shared(self, n_tokens: int) -> int:
+        return self._shared(n_tokens)
 
 
 @dataclass(frozen=True)
@@ -100,7 +118,7 @@ class Scheduler:
         waiting: not in yet, who is next first.
         running: take part in the steps.
         parked: had to leave, who comes back next first. They are swapped out, or stay in place if there is nowhere to swap to.
-        is_full: somebody had to leave and nobody has ended since.
+        most_bytes: that those who run may be expected to take: the budget, less after somebody had to leave, more again as others end.
     """
 
     def __init__(self, memory: HybridMemory, prefixes: PrefixCache | None, stats: EngineStats, max_running: int) -> None:
@@ -109,7 +127,7 @@ class Scheduler:
         self.waiting: list[Job] = []
         self.running: list[Job] = []
         self.parked: list[Job] = []
-        self.is_full = False
+        self.most_bytes = memory.budget_bytes
         self._given: set[Sequence] = set()  # by callers, for jobs to go on with
         self._cancelled: list[Job] = []
         self._deadlines: list[tuple[float, int, Job]] = []  # ascending
@@ -206,23 +224,16 @@ class Scheduler:
                     self.waiting.remove(job)
 
     def admit(self) -> None:
-        """Let in who fits: first those who had to leave, then new ones."""
-        taken_bytes: int | None = None
+        """Let in who fits: first those who had to leave, then new ones; but not who would only compute what another one is computing."""
         while len(self.running) < self._max_running:
-            with self.lock:
-                job = next(iter(self.parked or self.waiting), None)
-            if job is None:
-                return
-            if taken_bytes is None:
-                taken_bytes = sum(map(self._own_bytes, self.running))
-            if not self._has_room(job, taken_bytes):
+            job = self._next()
+            if job is None or not self._has_room(job):
                 return
             try:
                 self._start(job)
-                taken_bytes += self._own_bytes(job)
             except CapacityError as error:
-                self.is_full = True
                 if self.running:
+                    self._expect_less()
                     return
                 if self.restart():
                     continue
@@ -230,18 +241,65 @@ class Scheduler:
             except (HybridMemoryError, OSError) as error:  # a handle that was spoilt from outside, a swap file that is gone
                 self.end(job, "error", error)
 
-    def _own_bytes(self, job: Job) -> int:
-        """What is expected of a running request. What it has from the prefix cache it shares with others: it counts with who brought it."""
-        return self._sizes.of(job.expected_tokens) - (self._sizes.of(job.n_reused) if job.n_reused else 0)
+    def _next(self) -> Job | None:
+        with self.lock:
+            waiting = [*self.parked[:1]] or self.waiting[:_MOST_ASKED]
+        return next((job for job in waiting if not self._follows(job)), None)
 
-    def _has_room(self, job: Job, taken_bytes: int) -> bool:
+    def _follows(self, job: Job) -> bool:
+        """Whether a new request should wait for one that runs: it will find in the prefix cache what that one is about to compute.
+
+        Whom it follows runs, and does so until it has fed that or runs no more, so nobody waits in vain.
+        """
+        if self._prefixes is None or job.sequence is not None or job.admitted or job.request.sequence is not None:
+            return False
+        if job.leader is None or job.leader[0] not in self.running:
+            job.leader = self._find_leader(job)
+        if job.leader is None:
+            return False
+        leader, n_common = job.leader
+        return leader.n_fed < n_common
+
+    def _find_leader(self, job: Job) -> tuple[Job, int] | None:
+        """The one that runs and is about to feed most of what this request begins with, up to a checkpoint that it will leave there."""
+        assert self._prefixes is not None
+        n_common, leader = 0, None
+        for other in self.running:
+            if other.n_base == 0 and other.is_prefilling and other.request.owner == job.request.owner:
+                n = min(_n_common(job.tokens, other.tokens), len(job.tokens) - 1, other.generation.n_prompt)
+                if n > max(n_common, other.n_fed):
+                    n_common, leader = n, other
+        if leader is None or n_common - self._prefixes.find(job.tokens, job.request.owner).reused < LEAST_CHUNK_TOKENS:
+            return None
+        near = [cut for cut in leader.cuts if n_common - LEAST_CHUNK_TOKENS < cut <= n_common and cut > leader.n_fed]
+        if near:
+            return leader, near[-1]
+        insort(leader.cuts, n_common)
+        return leader, n_common
+
+    def _taken_bytes(self) -> int:
+        """What is expected of those who run. What they have from the prefix cache they share: it counts once for all that begin alike."""
+        prefixes: dict[object, int] = {}
+        taken = 0
+        for job in self.running:
+            shared = self._sizes.shared(job.n_reused)
+            taken += self._sizes.of(job.expected_tokens) - shared
+            if shared:
+                begin = job.request.owner, *job.tokens[:LEAST_CHUNK_TOKENS]
+                prefixes[begin] = max(prefixes.get(begin, 0), shared)
+        return taken + sum(prefixes.values())
+
+    def _has_room(self, job: Job) -> bool:
         """Whether it is worth trying to let this one in, beside what those who run are expected to take."""
-        if not self.running:
-            return True
-        needed = self._sizes.of(job.expected_tokens)
-        if self.is_full:  # the others grow as well: without some room to spare it would soon have to leave again
-            return self._memory.free_bytes >= 2 * needed
-        return taken_bytes + needed <= self._sizes.budget_bytes
+        return not self.running or self._taken_bytes() + self._sizes.of(job.expected_tokens) <= self.most_bytes
+
+    def _expect_less(self) -> None:
+        """Those who run are all that there is room for, it turned out: others grew, or keep what nobody expected."""
+        self.most_bytes = min(self.most_bytes, self._taken_bytes())
+
+    def make_room(self) -> None:
+        """Somebody has ended: a little more is tried again."""
+        self.most_bytes = min(self._sizes.budget_bytes, self.most_bytes + self._sizes.budget_bytes // _REGAINED_SHARE)
 
     def _start(self, job: Job) -> None:
         """Bring a job's sequence in and let it run. Raises as the memory does, with the job where it was."""
@@ -256,7 +314,7 @@ class Scheduler:
                 job.admitted = self._n_admitted
             with self.lock:
                 (self.parked if job in self.parked else self.waiting).remove(job)
-            job.served = self._stats.n_steps
+            job.served, job.leader = self._stats.n_steps, None
             self.running.append(job)
 
     def _prepare(self, job: Job) -> None:
@@ -281,11 +339,11 @@ class Scheduler:
         """Make the least important one leave, the last to come of those. What was computed for it is kept."""
         job = min(self.running, key=lambda job: (job.request.priority, -job.admitted))
         self._stats.n_preempted += 1
-        self.is_full = True
         with uninterrupted():
             if job.is_untouched:  # there is nothing to keep
                 self._close(job)
                 self.running.remove(job)
+                self._expect_less()
                 with self.lock:
                     insort(self.waiting, job, key=lambda job: job.rank)
                 return
@@ -294,6 +352,7 @@ class Scheduler:
             except (CapacityError, OSError):
                 pass  # nowhere to swap to: it waits in place, and the others go on with what there is
             self.running.remove(job)
+            self._expect_less()
             insort(self.parked, job, key=lambda job: job.rank)
 
     def restart(self) -> bool:

@@ -122,8 +122,15 @@ class Books(Lifetime):
 
     def bytes_at(self, n_tokens: int) -> int:
         """Bytes that a sequence which shares none holds between steps when it has been fed so many tokens. Cost: O(1)."""
+        return int(self._bytes_at(n_tokens)[0])
+
+    def shared_bytes_at(self, n_tokens: int) -> int:
+        """Bytes that forks of such a sequence share however far each goes on: full pages, and no state. Cost: O(1)."""
+        return int(self._bytes_at(n_tokens)[3])
+
+    def _bytes_at(self, n_tokens: int) -> Int64s:
         at = np.array([n_tokens])
-        return int(bytes_for(self._kinds, Stretch(np.array([-1]), at, at, at))[0, 0])
+        return bytes_for(self._kinds, Stretch(np.array([-1]), at, at, at))[:, 0]
 
     def require_room(self, sequences: list[Sequence], counts: Int64s, max_tokens: int) -> None:
         """Refuse requests that cannot fit, before anything is done for them; what is optional goes if they can.

@@ -66,7 +66,7 @@ class CrossAttentionCache:
     def bytes_for(self, stretch: Stretch) -> Int64s:
         """The encoder's pages, which are there already."""
         n_pages = np.array([len(self._tables.get(slot, NO_PAGES)) for slot in stretch.slots.tolist()], np.int64)
-        return np.stack([n_pages * self.pool.block_bytes] * 3)
+        return np.stack([n_pages * self.pool.block_bytes] * 4)
 
     def write(self, slot: int, encoded: Encoded) -> None:
         """Remember an encoder's output for a new sequence. Raises BatchError or CapacityError with nothing changed."""

@@ -82,7 +82,7 @@ class TailGrid:
         return np.maximum(0, (peaks - self.rollback_window) // self.fold_tokens * self.fold_tokens)
 
     def held_blocks(self, stretch: Stretch) -> tuple[Int64s, Int64s]:
-        """(3, N) states and (3, N) tails that sequences hold before, in and after a step.
+        """(4, N) states and (4, N) tails that sequences hold before, in and after a step, and that forks share for good: none.
 
         Of a sequence that was taken back nothing is known but its tail: a head or a kept state may be there or not.
         """
@@ -94,10 +94,11 @@ class TailGrid:
         before = is_fresh * _count(old_body > 0, old_head, old_kept)
         fresh = is_fresh * _count(moves, self.has_heads & (ends > new_body) & ~old_head, leaves)
         after = (is_fresh | (ends >= stretch.peaks)) * _count(new_body > 0, new_head, new_kept)
+        none = np.zeros_like(starts)
         has_tail, grows = self.tail_rows > 0, ends - old_body > self.tail_rows
         was_there = has_tail & (starts > 0)
-        tails = np.stack([was_there, has_tail * (1 + (was_there & grows)), np.full_like(starts, has_tail)]).astype(np.int64)
-        return np.stack([before, np.maximum(before + fresh, after), after]), tails
+        tails = np.stack([was_there, has_tail * (1 + (was_there & grows)), none + has_tail, none]).astype(np.int64)
+        return np.stack([before, np.maximum(before + fresh, after), after, none]), tails
 
     def _shortcuts(self, lengths: Int64s, body_at: Int64s) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Whether sequences that were fed to these lengths have a head, and a kept state. A head where one is kept becomes it."""

@@ -272,8 +272,8 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         ...
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """(3, N) bytes that each sequence holds before, in and after the step: to the byte if nothing of it is shared and it has never
-        been taken back, else at least. Cost: O(N)."""
+        """(4, N) bytes that each sequence holds before, in and after the step: to the byte if nothing of it is shared and it has never
+        been taken back, else at least. And what of those before forks share for good, however far they go on. Cost: O(N)."""
         ...
 
     def can_record(self, plan: PlanT) -> bool:

@@ -30,10 +30,10 @@ class PageGrid:
         return -(-positions // self.page_tokens)
 
     def held_pages(self, stretch: Stretch) -> Int64s:
-        """(3, N) pages that sequences hold before, in and after a step: old ones leave when it is over."""
+        """(4, N) pages that sequences hold before, in and after a step: old ones leave when it is over. And full ones that never leave."""
         before, after = (self.first_page(peaks) for peaks in (stretch.peaks, np.maximum(stretch.peaks, stretch.ends)))
-        wanted = self.pages(stretch.ends)
-        return np.stack([self.pages(stretch.starts) - before, wanted - before, wanted - after])
+        wanted, stays = self.pages(stretch.ends), stretch.starts // self.page_tokens * (not self.leaves)
+        return np.stack([self.pages(stretch.starts) - before, wanted - before, wanted - after, stays])
 
     @property
     def leaves(self) -> bool:

@@ -126,7 +126,7 @@ class QuantizedAttention(CannotDrop):
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
         before, after = (self.grid.n_groups(peaks) for peaks in (stretch.peaks, np.maximum(stretch.peaks, stretch.ends)))
-        return self.exact.bytes_for(stretch) + np.stack([before, after, after]) * self.bodies.block_bytes
+        return self.exact.bytes_for(stretch) + np.stack([before, after, after, before]) * self.bodies.block_bytes
 
     # Steps
 

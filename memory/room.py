@@ -73,7 +73,7 @@ def need_of(kinds: AllKinds, slots: Int64s, lengths: Int64s, peaks: Int64s, coun
     request, step = ends.searchsorted(cuts, side="right"), (cuts - first) // max_tokens
     starts = lengths[request] + cuts - begins[request]
     piece_ends = lengths[request] + np.append(cuts[1:], n_tokens) - begins[request]
-    before, inside, after = bytes_for(kinds, Stretch(slots[request], starts, piece_ends, np.maximum(peaks[request], starts)))
+    before, inside, after, _ = bytes_for(kinds, Stretch(slots[request], starts, piece_ends, np.maximum(peaks[request], starts)))
     # What is done holds all its tokens, and what goes on holds what its last step has left.
     is_done = ends <= first
     done = lengths[is_done] + counts[is_done]
@@ -98,8 +98,8 @@ def _spare_bytes(kinds: AllKinds, n_requests: int, total_bytes: int) -> int:
 
 
 def bytes_for(kinds: AllKinds, stretch: Stretch) -> Int64s:
-    """(3, N) of all kinds; see `LayerMemory.bytes_for`."""
-    n_bytes = np.zeros((3, len(stretch.slots)), np.int64)
+    """(4, N) of all kinds; see `LayerMemory.bytes_for`."""
+    n_bytes = np.zeros((4, len(stretch.slots)), np.int64)
     for kind in kinds.values():
         n_bytes += kind.bytes_for(stretch)
     return n_bytes
