@@ -89,14 +89,14 @@ class Linear:
 
 
 def _round_up(n_rows: int) -> int:
-    """The next number of rows that oneDNN is given: every one up to 8, then 4 between a power of two and the next.
+    """The next number of rows that oneDNN is given: every one up to 8, 4 between a power of two and the next up to 64, then each 16th.
 
     oneDNN writes code for each number of rows and shape of weights, which takes as long as several small products, and keeps that
     code: 0.3 to 0.6 MiB each, for the last 1024. A server's steps have any number of rows.
     """
     if n_rows <= 8:
         return n_rows
-    step = 1 << ((n_rows - 1).bit_length() - 3)
+    step = min(16, 1 << ((n_rows - 1).bit_length() - 3))
     return -(-n_rows // step) * step
 
 
