@@ -31,12 +31,12 @@ def require(config: object, **wanted: object) -> None:
 
 
 def check_numbers(config: object, *names: str, above: float = -math.inf) -> None:
-    """Refuse a config unless these options are finite numbers `above` a limit: FormatError."""
+    """Refuse a config unless these options are finite numbers `above` a limit."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
             limit = "" if above == -math.inf else f" above {above}"
-            raise FormatError(f"{name}={value!r}; {type(config).__name__} needs a number{limit}")
+            raise UnsupportedModelError(f"{name}={value!r}; {type(config).__name__} is implemented with a number{limit}")
 
 
 class Checkpoint:

@@ -13,5 +13,5 @@ from tests.models.families.recurrent_gemma import recurrent_gemma_config
 
 @pytest.mark.parametrize("cap", [0.0, -1.0])
 def test_a_cap_that_is_none_is_refused(tmp_path: Path, cap: float) -> None:
-    with pytest.raises(UnsupportedModelError, match=str(cap)):
+    with pytest.raises(UnsupportedModelError, match=f"logits_soft_cap={cap}"):
         load_model(write_checkpoint(tmp_path, recurrent_gemma_config(logits_soft_cap=cap)))
