@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable, Sized
+from collections.abc import Callable, Hashable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -30,6 +30,7 @@ from chat.scheduling import Load, Scheduler, open_step, plan_step
 from chat.serving import Serving
 from chat.streaming import TextStream
 from memory import BatchError, CapacityError, HybridMemory, Sequence, SequenceError, SpecError, Step, StepError
+from memory.batch import count_tokens
 from memory.interrupts import Lease, uninterrupted, uninterrupted_call
 from memory.lifetime import NotCopied
 from memory.prefix import PrefixCache
@@ -164,16 +165,9 @@ class Engine(NotCopied, Serving):
             BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use. CapacityError: a prompt that
             the memory's whole budget could not hold; the error says what it needs. Nothing has changed then.
         """
-        n_base = 0
-        if sequence is not None:
-            with self._scheduler.lock:
-                n_base = self._scheduler.check_sequence(sequence)
-        if isinstance(token_ids, Sized) and (sequence is None or self.memory.is_whole(sequence)):
-            # By their number alone, before they are looked at: in steps as short as those that it takes in need.
-            self.memory.require_possible(max(1, len(token_ids)), n_held=n_base, max_tokens=1)
-        ids = read_token_ids(token_ids, self.memory.spec.vocab_size)
+        self._require_possible(token_ids, sequence)
         request = Request(
-            token_ids=ids,
+            token_ids=(ids := read_token_ids(token_ids, self.memory.spec.vocab_size)),
             sequence=sequence,
             max_tokens=max_tokens,
             sampling=sampling,
@@ -186,20 +180,31 @@ class Engine(NotCopied, Serving):
             priority=priority,
             owner=owner,
         )
-        if request.stop and self.tokenizer is None:
-            raise BatchError(f"stop={request.stop!r}, but this engine has no tokenizer to find text with; give it one, or stop_ids")
-        if sequence is None and self.memory.spec.of_kind("cross-attention"):
-            raise BatchError(f"{self.memory.spec.model} decodes what its encoder said; give sequence=memory.open(encoder=...)")
+        self._check(request)
         now = self._clock()
-        deadline = float("inf") if deadline_s is None else now + deadline_s
         with uninterrupted_call() as _until_return, self._scheduler.lock:
             n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
             generation = Generation(self._n_submitted, len(ids), now)
-            stream = TextStream(self.tokenizer, request.stop)
+            stream, deadline = TextStream(self.tokenizer, request.stop), now + (float("inf") if deadline_s is None else deadline_s)
             self._scheduler.add(Job(request, generation, stream, deadline, sequence, list(ids), n_base=n_base))
             self._n_submitted += 1
             self.wake()
             return generation
+
+    def _require_possible(self, token_ids: object, sequence: Sequence | None) -> None:
+        """Refuse tokens by their number alone, before they are looked at: in steps as short as those that they take in need."""
+        n_base = 0
+        if sequence is not None:
+            with self._scheduler.lock:
+                n_base = self._scheduler.check_sequence(sequence)
+        if sequence is None or self.memory.is_whole(sequence):
+            self.memory.require_possible(int(count_tokens([token_ids])[0]), n_held=n_base, max_tokens=1)
+
+    def _check(self, request: Request) -> None:
+        if request.stop and self.tokenizer is None:
+            raise BatchError(f"stop={request.stop!r}, but this engine has no tokenizer to find text with; give it one, or stop_ids")
+        if request.sequence is None and self.memory.spec.of_kind("cross-attention"):
+            raise BatchError(f"{self.memory.spec.model} decodes what its encoder said; give sequence=memory.open(encoder=...)")
 
     def cancel(self, generation: Generation) -> None:
         """End a generation as it is; nothing happens if it has ended. Its bytes are free at once, or after the step that is running."""

@@ -77,9 +77,12 @@ def read_pairs(requests: Requests) -> tuple[list[Sequence], list[Tokens]]:
     return _read_pairs(requests.items() if isinstance(requests, Mapping) else requests)
 
 
-def count_tokens(values: list[Tokens]) -> Int64s:
+def count_tokens(values: list[Any]) -> Int64s:
     """(S,) how many each is, by its length alone: whether they are tokens is not looked at."""
-    counts = [x.numel() if isinstance(x, Tensor) else len(x) if isinstance(x, Sized) else 1 for x in values]
+    counts = [
+        x.numel() if isinstance(x, Tensor) else x.size if isinstance(x, np.ndarray) else len(x) if isinstance(x, Sized) else 1
+        for x in values
+    ]
     return np.maximum(np.array(counts, np.int64), 1)
 
 

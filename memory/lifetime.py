@@ -37,6 +37,9 @@ class _Ended:
     def __getattr__(self, name: str) -> NoReturn:
         raise SequenceError(self._why)
 
+    def __iter__(self) -> NoReturn:
+        raise SequenceError(self._why)
+
 
 class Lifetime(NotCopied):
     """A memory as long as it serves. Its parts are its private attributes."""

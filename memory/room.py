@@ -93,7 +93,7 @@ def need_of(kinds: AllKinds, slots: Int64s, lengths: Int64s, peaks: Int64s, coun
 def _spare_bytes(kinds: AllKinds, n_requests: int, total_bytes: int) -> int:
     """Gaps are of the blocks' own sizes and taken again by the next that fits: more sequences leave more, but never a large part."""
     sizes = [pool.block_bytes for pool, _ in kinds.pools]
-    gaps_bytes = max(sum(sizes) + max(sizes), min(n_requests * sum(sizes), total_bytes // 4))
+    gaps_bytes = max(sum(sizes) + max(sizes, default=0), min(n_requests * sum(sizes), total_bytes // 4))
     return aligned_bytes(gaps_bytes) if len(set(sizes)) > 1 else 0
 
 

@@ -31,6 +31,7 @@ from memory.recurrent_state import NO_ROWS, RecurrentState
 from memory.shift import CannotDrop
 from memory.specs import AttentionSpec, RecurrentSpec, StateTensor
 from memory.states import RecurrentPlan
+from memory.uploads import is_apart
 
 
 @dataclass(frozen=True)
@@ -290,7 +291,8 @@ def _kept_by(policy: EvictionPolicy, rows: Candidates) -> tuple[Tensor, Tensor]:
             f"{type(policy).__name__}.keep must give int64 indices {(n_heads, n_kept)} and scores {(n_heads, n_rows)}, and gave "
             f"{tuple(chosen_GB.shape)} of {chosen_GB.dtype} and {tuple(scores_GR.shape)}"
         )
-    if type(policy).keep is not EvictionPolicy.keep and not ((chosen_GB >= 0) & (chosen_GB < n_rows)).all():
+    is_own = type(policy).keep is not EvictionPolicy.keep and not is_apart(chosen_GB.device)
+    if is_own and not ((chosen_GB >= 0) & (chosen_GB < n_rows)).all():
         raise SpecError(f"{type(policy).__name__}.keep gave indices of rows that are not there; give 0 to {n_rows - 1}")
     return chosen_GB, scores_GR
 

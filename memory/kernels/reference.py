@@ -59,15 +59,18 @@ def row_reader(
     """How many rows a request sees, and what reads them: those that have folded, then those in pages, by a `gather_rows`."""
     n_folded = 0 if folded is None else int(folded.lengths[request])
 
+    def read_pages(begin: int, end: int) -> tuple[Tensor, Tensor]:
+        own = batch, request, n_kv_heads, head_dim, begin, end
+        k_RGD = gather(keys, *own)
+        return k_RGD, k_RGD if values is keys else gather(values, *own)
+
     def read(begin: int, end: int) -> tuple[Tensor, Tensor]:
         if folded is None or begin >= n_folded:
-            own = batch, request, n_kv_heads, head_dim, begin - n_folded, end - n_folded
-            k_RGD = gather(keys, *own)
-            return k_RGD, k_RGD if values is keys else gather(values, *own)
+            return read_pages(begin - n_folded, end - n_folded)
         old = gather_folded(folded, request, begin, min(end, n_folded))
         if end <= n_folded:
             return old
-        k_RGD, v_RGD = (torch.cat([x.to(new.dtype), new]) for x, new in zip(old, read(n_folded, end), strict=True))
+        k_RGD, v_RGD = (torch.cat([x.to(new.dtype), new]) for x, new in zip(old, read_pages(0, end - n_folded), strict=True))
         return k_RGD, v_RGD
 
     return n_folded + int(batch.kv_lengths[request]), read

@@ -304,7 +304,7 @@ def test_no_position_is_no_answer(to: Any) -> None:
 
 
 def test_messages_stay_short() -> None:
-    memory = make()
+    memory = make(budget="1GiB")
     sequence = memory.open()
     tokens = [0.5] * 200_000
     for requests in ({sequence: tokens}, {sequence: [tokens, [1]]}, [tokens], "x" * 100_000):
