@@ -40,6 +40,9 @@ class _Ended:
     def __iter__(self) -> NoReturn:
         raise SequenceError(self._why)
 
+    def __delitem__(self, key: object) -> NoReturn:
+        raise SequenceError(self._why)
+
 
 class Lifetime(NotCopied):
     """A memory as long as it serves. Its parts are its private attributes."""

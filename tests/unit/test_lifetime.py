@@ -370,7 +370,7 @@ FORKED = """
             uses = [
                 memory.open, memory.usage, lambda: memory.run(toy, {bob: [1]}), lambda: memory.swap_in(alice), lambda: bob.length,
                 lambda: memory.close(bob), lambda: memory.fork(bob), lambda: cache.open([1, 2]), lambda: cache.insert(bob), memory.check,
-                lambda: memory.commit_step(step._packed, step._plans, None),
+                lambda: memory.commit_step(step._opened, None),
             ]
             failed = [fails(use) for use in uses]
             repr(memory), repr(bob)
