@@ -62,12 +62,6 @@ class TokenLists:
         return self.flat[self.ends[i] - self.counts[i] : self.ends[i]]
 
 
-def read_requests(requests: Requests, vocab_size: int) -> tuple[list[Sequence], TokenLists]:
-    """Sequences and token ids of each request, in the caller's order. Raises as `read_pairs` and `read_tokens`."""
-    sequences, values = read_pairs(requests)
-    return sequences, read_tokens(sequences, values, vocab_size)
-
-
 def read_pairs(requests: Requests) -> tuple[list[Sequence], list[Tokens]]:
     """Sequences and, unread, what each is to be fed. Raises BatchError: no requests, something that is none, or a sequence twice."""
     if not isinstance(requests, Iterable):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memory import AttentionSpec, BatchError, HybridMemory, MemorySpec, Sequence
-from memory.batch import TokenLists, output_rows, pack, ranges, read_requests
+from memory.batch import TokenLists, output_rows, pack, ranges, read_pairs, read_tokens
 
 VOCAB = 10
 
@@ -20,6 +20,12 @@ VOCAB = 10
 def sequences() -> list[Sequence]:
     memory = HybridMemory(MemorySpec(((AttentionSpec(1, 1, 4),),), VOCAB), "1MiB", device="meta")
     return [memory.open() for _ in range(3)]
+
+
+def read_requests(requests: Any, vocab_size: int) -> tuple[list[Sequence], TokenLists]:
+    """Both halves of reading, one after the other as a step does."""
+    sequences, values = read_pairs(requests)
+    return sequences, read_tokens(sequences, values, vocab_size)
 
 
 # Packing
