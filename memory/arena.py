@@ -157,6 +157,9 @@ class Arena:
 
 def _runs(block_bytes: int, *addresses: Int64s) -> Iterator[tuple[int, int, list[int]]]:
     """(first, end, addresses) of blocks [first, end) that lie one behind the other everywhere: what was allocated together mostly does."""
+    if len(addresses[0]) == 1:
+        yield 0, 1, [int(of[0]) for of in addresses]
+        return
     breaks = [(of[1:] - of[:-1] != block_bytes).nonzero()[0] + 1 for of in addresses]
     bounds = sorted({0, *np.concatenate(breaks).tolist(), len(addresses[0])})
     for first, end in itertools.pairwise(bounds):
@@ -214,13 +217,18 @@ class BlockPool:
 
     def release(self, ids: Int64s) -> None:
         """One reference less to each block; blocks without any are freed."""
-        if not len(ids):
+        if len(ids) > _FEW:
+            np.subtract.at(self.counts, ids, 1)
+            freed: list[int] = np.unique(ids[self.counts[ids] == 0]).tolist()
+        else:
+            freed = []
+            for block in ids.tolist():
+                self.counts[block] -= 1
+                if not self.counts[block]:
+                    freed.append(block)
+        if not freed:
             return
-        np.subtract.at(self.counts, ids, 1)
-        freed = np.unique(ids[self.counts[ids] == 0])
-        if not len(freed):
-            return
-        self._free_ids.extend(freed.tolist())
+        self._free_ids.extend(freed)
         self.n_used -= len(freed)
         for first, end, (start,) in _runs(self.block_bytes, np.sort(self.addresses[freed])):
             self._arena.free(start, (end - first) * self.block_bytes)

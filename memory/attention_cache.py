@@ -74,6 +74,7 @@ class AttentionCache:
         name = name or ("pages" if grid.window is None else f"pages over {grid.window}")
         self.pool = store.make_pool(name, self.layout, from_top=False)
         self._specs = specs
+        self._kv_shapes = {s.kv_shape for s in specs}
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
         self._store = store
         self._dtype = dtype
@@ -156,13 +157,14 @@ class AttentionCache:
         page_T, slot_T = np.divmod(positions, self.page_tokens)
         page_T += cu_pages[:-1] if packed.is_decode else np.repeat(cu_pages[:-1], packed.counts)
         page_T = pages[page_T]
-        rows = {s.kv_shape: self.place(self._row_offsets(s, page_T, slot_T)) for s in self._specs}
+        rows = {shape: self.place(self._row_offsets(shape, page_T, slot_T)) for shape in self._kv_shapes}
         batch = PagedBatch(packed.cu_seqlens, lengths, pages=self.place(pages, room=True), cu_pages=cu_pages, page_tokens=self.page_tokens)
         return batch, tuple(rows[s.kv_shape] for s in self._specs)
 
-    def _row_offsets(self, spec: AttentionSpec, page_T: Int64s, slot_T: Int64s) -> Int64s:
+    def _row_offsets(self, kv_shape: tuple[int, int], page_T: Int64s, slot_T: Int64s) -> Int64s:
         """(T * G,) where the rows of each head lie that have these places in pages at these offsets."""
-        first_T, (n_heads, head_dim) = page_T + slot_T * spec.head_dim, spec.kv_shape
+        n_heads, head_dim = kv_shape
+        first_T = page_T + slot_T * head_dim
         return (first_T[:, None] + np.arange(n_heads) * (self.page_tokens * head_dim)).ravel()
 
     def place(self, array: Int64s, *, room: bool = False) -> Prepared:
@@ -288,8 +290,8 @@ class AttentionCache:
         for spec, (keys, values) in zip(self._specs, self._keys_values, strict=True):
             assert spec.rotation is not None, "`plan_drop` has looked"
             is_held_RG = np.repeat(is_held, spec.n_kv_heads)
-            source = self.place(np.where(is_held_RG, self._row_offsets(spec, sources, slot_R), -1))
-            target = self.place(self._row_offsets(spec, targets, new_slot_R))
+            source = self.place(np.where(is_held_RG, self._row_offsets(spec.kv_shape, sources, slot_R), -1))
+            target = self.place(self._row_offsets(spec.kv_shape, targets, new_slot_R))
             for flat in (keys, values)[: spec.n_parts]:
                 rows_RGD = self.kernels.read_rows(flat, source, (spec.head_dim,), 0.0).view(len(new_R), *spec.kv_shape)
                 if flat is keys:

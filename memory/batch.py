@@ -210,7 +210,7 @@ def requests_of(packed: Packed, chosen: Int64s) -> tuple[Packed, Int64s]:
 def ranges(starts: Int64s, ends: Int64s) -> Int64s:
     """The integers of all intervals [starts[i], ends[i]), one interval after the other."""
     counts = ends - starts
-    if (counts == 1).all():
+    if not np.count_nonzero(counts != 1):
         return np.array(starts)
     total = int(counts.sum())
     before = counts.cumsum() - counts

@@ -255,8 +255,8 @@ class RecurrentState:
         del self._open_plans[id(plan)]
         self._free(plan.fresh, ~stays)
         # What the requests that stay refer to no longer; a state may have changed its role.
-        changes = stays & (before.table[3:] != after.table[3:]).any(0)
-        if np.count_nonzero(changes):
+        differs = before.table[3:] != after.table[3:]
+        if np.count_nonzero(differs) and np.count_nonzero(changes := stays & differs.any(0)):
             old, new = before.table[3:, changes], after.table[3:, changes]
             is_gone = (old[:3, None] != new[None, :3]).all(1) & (old[:3] >= 0)
             self.states.release(old[:3][is_gone])
