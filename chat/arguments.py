@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from memory import BatchError, HybridMemory, SpecError
+from memory.arguments import is_integer
 from memory.batch import why_no_ids
 from memory.timelines import require_memory
 
@@ -41,7 +42,7 @@ def read_stop_ids(stop_ids: Any, vocab_size: int | None = None) -> tuple[int, ..
         raise BatchError(f"stop_ids={stop_ids!r}; give token ids, such as [tokenizer.eos_token_id]")
     ids = tuple(stop_ids)
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int | np.integer):
+        if not is_integer(token):
             raise BatchError(f"stop_ids hold {token!r}; give token ids, such as [tokenizer.eos_token_id]")
         if vocab_size is not None and not 0 <= token < vocab_size:
             raise BatchError(f"stop_ids hold {token}: {why_no_ids(int(token), vocab_size)}")

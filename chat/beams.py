@@ -18,6 +18,7 @@ from chat.arguments import check_parts, read_stop_ids
 from chat.requests import read_token_ids
 from chat.sampling import Sampler, Sampling, check_sampling
 from memory import BatchError, HybridMemory, Sequence
+from memory.arguments import read_count
 from memory.interrupts import uninterrupted
 from models import LanguageModel
 
@@ -282,5 +283,4 @@ def n_best(
 
 def _check_counts(**counts: int) -> None:
     for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise BatchError(f"{name}={value!r}; it must be an integer of at least 1")
+        read_count(name, value, 1, error=BatchError)

@@ -17,6 +17,7 @@ from torch import Tensor
 from chat.arguments import check_parts
 from chat.sampling import Sampler, Sampling
 from memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
+from memory.arguments import read_count
 from memory.interrupts import uninterrupted
 from models import LanguageModel
 
@@ -107,8 +108,7 @@ class Drafter(Protocol):
 def check_counts(**counts: int) -> None:
     """Raise SpecError unless all are positive integers."""
     for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise SpecError(f"{name}={value!r}; it must be an integer of at least 1")
+        read_count(name, value, 1)
 
 
 # From the text

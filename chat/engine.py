@@ -30,6 +30,7 @@ from chat.scheduling import Load, Scheduler, open_step, plan_step
 from chat.serving import Serving
 from chat.streaming import TextStream
 from memory import BatchError, CapacityError, HybridMemory, Sequence, SequenceError, SpecError, Step, StepError
+from memory.arguments import read_count
 from memory.batch import count_tokens
 from memory.interrupts import Lease, uninterrupted, uninterrupted_call
 from memory.lifetime import NotCopied
@@ -101,8 +102,7 @@ class Engine(NotCopied, Serving):
         check_parts(model, memory, "Engine(model, memory, tokenizer)")
         check_tokenizer(tokenizer)
         for name, value in (("step_tokens", step_tokens), ("max_running", max_running)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise SpecError(f"{name}={value!r}; it must be an integer of at least 1")
+            read_count(name, value, 1)
         if step_tokens <= max_running:
             raise SpecError(f"step_tokens={step_tokens} leaves nothing to prompts beside max_running={max_running} replies; give more")
         _check_parts(model, memory, prefixes)

@@ -16,6 +16,7 @@ from typing import Any
 
 from chat.sampling import Sampling, check_sampling
 from memory import BatchError
+from memory.arguments import is_integer
 
 _OPTIONS = ("max_tokens", "stop", "choices")
 
@@ -61,7 +62,7 @@ class Hole:
             object.__setattr__(self, option, words)
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise BatchError(f"{self.name!r} names no hole; give letters, digits and underscores, a letter first")
-        if not isinstance(self.max_tokens, int) or isinstance(self.max_tokens, bool) or self.max_tokens < 1:
+        if not is_integer(self.max_tokens, 1):
             raise BatchError(f"max_tokens={self.max_tokens!r} of hole {self.name!r}; it must be an integer of at least 1")
         if len(set(self.choices)) < len(self.choices):
             raise BatchError(f"choices={list(self.choices)} of hole {self.name!r} repeat themselves; name each once")

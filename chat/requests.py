@@ -15,6 +15,7 @@ from torch import Tensor
 from chat.sampling import Sampler, Sampling, check_sampling
 from chat.streaming import TextStream
 from memory import BatchError, Sequence
+from memory.arguments import is_integer
 from memory.batch import why_no_ids
 from memory.prefix import Lookup
 
@@ -129,11 +130,11 @@ class Request:
         if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0 and not math.isnan(deadline_s)):
             raise BatchError(f"deadline_s={deadline_s!r}; give seconds from now, above 0, or None")
         for mark in self.marks:
-            if not _is_integer(mark) or not 0 < mark <= len(self.token_ids):
+            if not is_integer(mark) or not 0 < mark <= len(self.token_ids):
                 raise BatchError(f"marks={self.marks!r}; give positions 1 ... {len(self.token_ids)} in token_ids")
         if self.on_token is not None and not callable(self.on_token):
             raise BatchError(f"on_token={self.on_token!r}; give a function of (generation, text)")
-        if not _is_integer(self.priority):
+        if not is_integer(self.priority):
             raise BatchError(f"priority={self.priority!r}; give an integer, larger for more important")
         if not isinstance(self.owner, Hashable):
             raise BatchError(f"owner={self.owner!r}; give something hashable, such as a user's name, or None")
@@ -153,7 +154,7 @@ def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:
     for token in ids:
         if isinstance(token, list | tuple):
             raise BatchError(f"token_ids hold {reprlib.repr(token)}; give one axis, one request at a time")
-        if not _is_integer(token):
+        if not is_integer(token):
             raise BatchError(f"token_ids hold {reprlib.repr(token)}: {why_no_ids(token, vocab_size)}")
         if not 0 <= token < vocab_size:
             raise BatchError(f"token {token} is outside the vocabulary: 0 <= id < {vocab_size}")
@@ -164,7 +165,7 @@ def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:
 
 def check_max_tokens(max_tokens: object) -> None:
     """Raise BatchError unless this may be the length of a reply."""
-    if not isinstance(max_tokens, int | np.integer) or isinstance(max_tokens, bool) or max_tokens < 0:
+    if not is_integer(max_tokens, 0):
         raise BatchError(f"max_tokens={max_tokens!r}; give an integer of at least 0 (0 feeds the tokens and chooses none)")
 
 
@@ -183,10 +184,6 @@ def read_marks(marks: object) -> tuple[Any, ...]:
     if not isinstance(marks, Iterable):
         raise BatchError(f"marks={marks!r}; give a list of positions in token_ids")
     return tuple(marks)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 @dataclass(eq=False)

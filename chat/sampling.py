@@ -18,6 +18,7 @@ from transformers import (
 )
 
 from memory import BatchError, StepError
+from memory.arguments import is_integer
 
 
 @dataclass(frozen=True)
@@ -42,11 +43,11 @@ class Sampling:
 
     def __post_init__(self) -> None:
         _check("temperature", self.temperature, _is_number(self.temperature) and self.temperature >= 0, "0 for greedy, or more")
-        _check("top_k", self.top_k, self.top_k is None or (_is_integer(self.top_k) and self.top_k >= 1), "an integer >= 1, or None for all")
+        _check("top_k", self.top_k, self.top_k is None or (is_integer(self.top_k) and self.top_k >= 1), "an integer >= 1, or None for all")
         _check("top_p", self.top_p, self.top_p is None or (_is_number(self.top_p) and 0 < self.top_p <= 1), "0 < p <= 1, or None for all")
         penalty = self.repetition_penalty
         _check("repetition_penalty", penalty, _is_number(penalty) and penalty > 0, "a number above 0; 1 changes nothing")
-        _check("seed", self.seed, self.seed is None or _is_integer(self.seed), "an integer, or None for a new one each time")
+        _check("seed", self.seed, self.seed is None or is_integer(self.seed), "an integer, or None for a new one each time")
 
     @property
     def is_greedy(self) -> bool:
@@ -145,10 +146,6 @@ def _softmax(scores_1V: Tensor) -> Tensor:
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _check(option: str, value: object, is_fine: bool, wanted: str) -> None:

@@ -12,8 +12,6 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from chat.engine import GREEDY, Engine, Generation, Sampling, require_engine
 from chat.history import Rendering, Utterance, choose_marks, common_tokens, count_old, decode, encode_history, read_messages
 from chat.requests import check_max_tokens, read_stop
@@ -23,6 +21,7 @@ from chat.saved_session import SavedSession, read_folder, read_session, write_se
 from chat.turn import EDITED, NEW, explain
 from chat.turn import Turn as Turn
 from memory import BatchError, FormatError, Sequence, SequenceError, SpecError, StepError
+from memory.arguments import is_integer
 from memory.interrupts import Lease, uninterrupted, uninterrupted_call
 
 OnText = Callable[[str], None]
@@ -119,7 +118,7 @@ class ChatSession:
         Raises as `say`, and BatchError: it is none of the user's.
         """
         users = [i for i, message in enumerate(self._messages) if message.role == "user"]
-        if not isinstance(index, int | np.integer) or isinstance(index, bool) or index not in users:
+        if not is_integer(index) or index not in users:
             raise BatchError(f"message {index!r} is none of the user's; edit one of {', '.join(map(str, users)) or 'those to come'}")
         return self._answer(EDITED, index, [Utterance("user", _checked(text))], max_tokens, sampling, on_text)
 

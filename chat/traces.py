@@ -18,6 +18,7 @@ from typing import Any
 
 from chat.workload import ACTIONS, Event, Family, Workload
 from memory import FormatError
+from memory.arguments import is_integer
 
 
 def write_trace(path: Path, workload: Workload) -> None:
@@ -80,11 +81,11 @@ def _is_name(value: object) -> bool:
 
 
 def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+    return is_integer(value, 1)
 
 
 def _is_index(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return is_integer(value, 0)
 
 
 def _is_time(value: object) -> bool:

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from memory import uploads
 from memory.block_layout import ALIGNMENT_BYTES, BlockLayout, Field
+from memory.blocks.arrays import Int64s
 from memory.errors import BUDGET_UNIT, CapacityError, IntegrityError, SpecError
-from memory.interface import Int64s
 
 _MOST_BYTES = 1 << 62
 """So that addresses stay within int64."""

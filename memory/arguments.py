@@ -1,23 +1,29 @@
-"""Reads arguments that come in several forms: counts, dtypes and devices. Raises SpecError, naming the option and its value."""
+"""Reads arguments that come in several forms: counts, dtypes and devices. Errors name the option and its value."""
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 
-from memory.errors import SpecError
+from memory.errors import HybridMemoryError, SpecError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Of rows and states, by name."""
 
 
-def read_count(option: str, value: Any, least: int, unit: str = "") -> int:
-    """An integer, Python's or numpy's, of at least `least`."""
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise SpecError(f"{option}={value!r}; it must be an integer of at least {least}{unit and ' ' + unit}")
+def is_integer(value: Any, least: int | None = None) -> TypeGuard[int]:
+    """Whether this is an integer, Python's or numpy's, and no truth value; and at least `least`."""
+    is_one = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return is_one and (least is None or bool(value >= least))
+
+
+def read_count(option: str, value: Any, least: int, unit: str = "", *, error: type[HybridMemoryError] = SpecError) -> int:
+    """Read an integer of at least `least`. Raises `error`."""
+    if not is_integer(value, least):
+        raise error(f"{option}={value!r}; it must be an integer of at least {least}{unit and ' ' + unit}")
     return operator.index(value)
 
 

@@ -20,14 +20,13 @@ from torch import Tensor
 
 from memory.arena import BlockPool, Store
 from memory.block_layout import BlockLayout
+from memory.blocks.arrays import EMPTY, Int64s, ceil_div, starts_of
 from memory.errors import DropError, IntegrityError
-from memory.interface import Holding, Int64s, LiveRows, Packed, Record, Stretch
+from memory.interface import Holding, LiveRows, Packed, Record, Stretch
 from memory.kernels import FoldedRows, Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.page_grid import DropPlan, PageGrid
 from memory.shift import Dropped
 from memory.specs import AttentionSpec
-
-NO_PAGES: Int64s = np.zeros(0, np.int64)
 
 Read = tuple[PagedBatch, FoldedRows | None]
 """Rows in pages, and those that have folded before them."""
@@ -107,7 +106,7 @@ class AttentionCache:
 
     def plan(self, packed: Packed) -> AttentionPlan:
         slots = packed.slots.tolist()
-        tables = [self._pages.get(slot, NO_PAGES) for slot in slots]
+        tables = [self._pages.get(slot, EMPTY) for slot in slots]
         held, wanted, lengths, positions = self.grid.pages(packed.starts), self.grid.pages(packed.ends), packed.ends, packed.positions
         n_new = wanted - held
         if self._first_page:  # from here on, everything counts from the first page that is held
@@ -120,7 +119,7 @@ class AttentionCache:
             is_shared = self.pool.counts[last_pages] > 1
             shared, last_pages = inside_page[is_shared], last_pages[is_shared]
         else:
-            shared = last_pages = NO_PAGES
+            shared = last_pages = EMPTY
         fresh, taken = self.pool.allocate(len(shared) + int(n_new.sum())), len(shared)
         copies = list(zip(shared.tolist(), last_pages.tolist(), fresh[:taken].tolist(), strict=True))
         changed: dict[int, Int64s] = {}
@@ -152,8 +151,7 @@ class AttentionCache:
 
         Lengths and positions count from the first page that a table holds.
         """
-        cu_pages = np.zeros(len(n_pages) + 1, np.int64)
-        n_pages.cumsum(out=cu_pages[1:])
+        cu_pages = starts_of(n_pages)
         page_T, slot_T = np.divmod(positions, self.page_tokens)
         page_T += cu_pages[:-1] if packed.is_decode else np.repeat(cu_pages[:-1], packed.counts)
         page_T = pages[page_T]
@@ -224,7 +222,7 @@ class AttentionCache:
         n_kept_pages = self.grid.pages(packed.starts + kept)
         for i, table in plan.tables.items():
             slot = int(packed.slots[i])
-            before = self._pages.get(slot, NO_PAGES)
+            before = self._pages.get(slot, EMPTY)
             pages = table[: n_kept_pages[i] - self._first_page.get(slot, 0)] if kept[i] else before
             if len(table) > max(len(before), len(pages)):
                 dropped.append(table[max(len(before), len(pages)) :])
@@ -264,7 +262,7 @@ class AttentionCache:
         first_page, oldest_after = self.grid.after_drop(dropped, oldest)
         n_kept = max(0, dropped.start // self.page_tokens - first_page)
         n_after = dropped.length - dropped.n_tokens
-        fresh = self.pool.allocate(-(-n_after // self.page_tokens) - first_page - n_kept)
+        fresh = self.pool.allocate(ceil_div(n_after, self.page_tokens) - first_page - n_kept)
         try:
             if not self._store.is_dry:
                 positions = np.arange((first_page + n_kept) * self.page_tokens, n_after)
@@ -313,7 +311,7 @@ class AttentionCache:
     # Sequences
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        held = [(self._pages.get(slot, NO_PAGES), self._first_page.get(slot, 0), self._oldest.get(slot, 0)) for slot in sources.tolist()]
+        held = [(self._pages.get(slot, EMPTY), self._first_page.get(slot, 0), self._oldest.get(slot, 0)) for slot in sources.tolist()]
         for table, _, _ in held:
             self.pool.retain(table)
         for slot, (table, first, oldest) in zip(targets.tolist(), held, strict=True):
@@ -325,8 +323,8 @@ class AttentionCache:
                 self._oldest[slot] = oldest
 
     def truncate(self, slot: int, to: int) -> None:
-        pages = self._pages.get(slot, NO_PAGES)
-        n_kept = -(-to // self.page_tokens) - self._first_page.get(slot, 0)
+        pages = self._pages.get(slot, EMPTY)
+        n_kept = ceil_div(to, self.page_tokens) - self._first_page.get(slot, 0)
         if n_kept < len(pages):
             self.pool.release(pages[n_kept:])
             self._pages[slot] = pages[:n_kept]
@@ -337,7 +335,7 @@ class AttentionCache:
     def release(self, slot: int) -> None:
         self._first_page.pop(slot, None)
         self._oldest.pop(slot, None)
-        self.pool.release(self._pages.pop(slot, NO_PAGES))
+        self.pool.release(self._pages.pop(slot, EMPTY))
 
     def horizon(self, slot: int) -> int:
         """0 for dense attention, which forgets from any position on."""
@@ -353,15 +351,15 @@ class AttentionCache:
         return max(self._first_page.get(slot, 0) * self.page_tokens, self._oldest.get(slot, 0))
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
-        return {self.pool.name: self._pages.get(slot, NO_PAGES)}
+        return {self.pool.name: self._pages.get(slot, EMPTY)}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        n_pages, first_page = len(self._pages.get(slot, NO_PAGES)), self._first_page.get(slot, 0)
+        n_pages, first_page = len(self._pages.get(slot, EMPTY)), self._first_page.get(slot, 0)
         positions = (first_page * self.page_tokens + np.arange(n_pages * self.page_tokens)).reshape(n_pages, self.page_tokens)
         return {self.pool.name: (positions >= self._oldest_row(slot)) & (positions < length)}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
-        tables = [self._pages.get(slot, NO_PAGES) for slot in slots.tolist()]
+        tables = [self._pages.get(slot, EMPTY) for slot in slots.tolist()]
         return [Holding.of_tables(self.pool.name, "body", tables, np.array([*map(self._oldest_row, slots.tolist())], np.int64))]
 
     @property
@@ -379,12 +377,12 @@ class AttentionCache:
                 column[slot] = value
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:
-        n_pages, first = len(self._pages.get(slot, NO_PAGES)), self._first_page.get(slot, 0)
+        n_pages, first = len(self._pages.get(slot, EMPTY)), self._first_page.get(slot, 0)
         if first != (expected := int(self.grid.first_page(np.array(peak)))):
             raise IntegrityError(f"slot {slot} holds pages from {first} on, its furthest position {peak} makes it {expected}")
         if not 0 <= self._oldest.get(slot, 0) <= self.grid.oldest_wanted(np.array(peak)):
             raise IntegrityError(f"slot {slot} has rows from {self._oldest[slot]} on, its furthest position {peak} wants more")
-        if n_pages + first != -(-length // self.page_tokens):
+        if n_pages + first != ceil_div(length, self.page_tokens):
             raise IntegrityError(f"slot {slot} holds {length} tokens in {n_pages} pages of {self.page_tokens} from page {first} on")
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
@@ -392,4 +390,4 @@ class AttentionCache:
             raise IntegrityError(f"pages are held for slots that are not open: {sorted(strangers)}")
         for slot, length in lengths.items():
             self.check_slot(slot, length, peaks[slot])
-        self.pool.check(np.concatenate([NO_PAGES, *self._pages.values(), *(p.fresh for p in self._open_plans.values())]))
+        self.pool.check(np.concatenate([EMPTY, *self._pages.values(), *(p.fresh for p in self._open_plans.values())]))

@@ -13,8 +13,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from memory.arguments import is_integer
+from memory.blocks.arrays import Int64s, ranges, starts_of
 from memory.errors import BatchError
-from memory.interface import Int64s, Packed, Requests, Sequence, Tokens
+from memory.interface import Packed, Requests, Sequence, Tokens
 from memory.uploads import Download, is_apart
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
@@ -159,7 +161,7 @@ def why_no_ids(tokens: object, vocab_size: int) -> str:
     for part in parts if isinstance(parts, list | tuple) else [parts]:
         if isinstance(part, str | bytes):
             return "that is text; encode it with the model's tokenizer first"
-        if isinstance(part, int) and not isinstance(part, bool) and not 0 <= part < vocab_size:
+        if is_integer(part) and not 0 <= part < vocab_size:
             return f"{part} is outside the vocabulary: 0 <= id < {vocab_size}"
     return "not integers; give integer token ids"
 
@@ -179,12 +181,10 @@ def pack(tokens: TokenLists, slots: Int64s, starts: Int64s, peaks: Int64s) -> Pa
     place[order] = np.arange(n)
     starts, counts, from_ends = starts[order], tokens.counts[order], tokens.ends[order]
     ends = starts + counts
-    cu_seqlens = np.zeros(len(counts) + 1, np.int64)
-    counts.cumsum(out=cu_seqlens[1:])
     return Packed(
         slots=slots[order],
         starts=starts,
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=starts_of(counts),
         peaks=np.maximum(peaks[order], ends),
         token_ids=tokens.flat[ranges(from_ends - counts, from_ends)],
         positions=ranges(starts, ends),
@@ -194,28 +194,16 @@ def pack(tokens: TokenLists, slots: Int64s, starts: Int64s, peaks: Int64s) -> Pa
 
 def requests_of(packed: Packed, chosen: Int64s) -> tuple[Packed, Int64s]:
     """A step of these requests (s,) alone, ascending, and the packed index (t,) of their tokens."""
-    tokens, cu_seqlens = ranges(packed.cu_seqlens[:-1][chosen], packed.cu_seqlens[1:][chosen]), np.zeros(len(chosen) + 1, np.int64)
-    packed.counts[chosen].cumsum(out=cu_seqlens[1:])
+    tokens = ranges(packed.cu_seqlens[:-1][chosen], packed.cu_seqlens[1:][chosen])
     return Packed(
         slots=packed.slots[chosen],
         starts=packed.starts[chosen],
-        cu_seqlens=cu_seqlens,
+        cu_seqlens=starts_of(packed.counts[chosen]),
         peaks=packed.peaks[chosen],
         token_ids=packed.token_ids[tokens],
         positions=packed.positions[tokens],
         place=np.arange(len(chosen)),
     ), tokens
-
-
-def ranges(starts: Int64s, ends: Int64s) -> Int64s:
-    """The integers of all intervals [starts[i], ends[i]), one interval after the other."""
-    counts = ends - starts
-    if not np.count_nonzero(counts != 1):
-        return np.array(starts)
-    total = int(counts.sum())
-    before = counts.cumsum() - counts
-    shifts: Int64s = np.repeat(starts - before, counts)
-    return shifts + np.arange(total)
 
 
 def output_rows(packed: Packed, outputs: str) -> Int64s:

@@ -12,12 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from memory.blocks.arrays import ceil_div
+
 ALIGNMENT_BYTES = 64
 """Every block and every field in it starts at a multiple of this: a cache line, and a whole number of any element."""
 
 
 def aligned_bytes(n_bytes: int) -> int:
-    return -(-n_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    return ceil_div(n_bytes, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)

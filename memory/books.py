@@ -8,10 +8,11 @@ from typing import TypeVar
 import numpy as np
 
 from memory.arena import Store
+from memory.blocks.arrays import Int64s
 from memory.errors import HOST_UNIT, CapacityError
 from memory.host_pages import HostPages
 from memory.inspection import Inventory, sequence_html
-from memory.interface import Int64s, OpenStep, Packed, Plans, Sequence, Stretch
+from memory.interface import OpenStep, Packed, Plans, Sequence, Stretch
 from memory.interrupts import uninterrupted
 from memory.ledger import Ledger
 from memory.lifetime import Lifetime

@@ -10,9 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memory.arguments import is_integer
 from memory.batch import count_tokens, read_pairs, read_tokens
+from memory.blocks.arrays import Int64s
 from memory.errors import BUDGET_UNIT, BatchError, CapacityError, StepError
-from memory.interface import Int64s, Requests, Sequence
+from memory.interface import Requests, Sequence
 from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.specs import MemorySpec
 from memory.step import Outputs, Step
@@ -43,7 +45,7 @@ def run_in_chunks(
     Args:
         held: entered before the last commit. From then on a Ctrl-C waits, for as long as the caller keeps this.
     """
-    if not isinstance(max_tokens, int) or isinstance(max_tokens, bool) or max_tokens < 1:
+    if not is_integer(max_tokens, 1):
         raise BatchError(f"max_tokens={max_tokens!r}; a step needs at least 1 token")
     if model is None and memory.spec.device.type != "meta":
         raise StepError("model=None runs only on a memory with device='meta'; pass the model")

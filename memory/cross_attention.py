@@ -15,16 +15,15 @@ from torch import Tensor
 
 from memory.arena import BlockPool, Store
 from memory.block_layout import BlockLayout
+from memory.blocks.arrays import EMPTY, Int64s, ceil_div, starts_of
 from memory.errors import BatchError, IntegrityError, SequenceError, StepError
-from memory.interface import Holding, Int64s, LiveRows, Packed, Record, Stretch
+from memory.interface import Holding, LiveRows, Packed, Record, Stretch
 from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.shift import Dropped
 from memory.specs import CrossAttentionSpec
 
 Encoded = Seq[tuple[Tensor, Tensor]]
 """For each cross-attention of a model, in layer order: keys and values of all encoder rows, (R, n_kv_heads, head_dim) each."""
-
-NO_PAGES: Int64s = np.zeros(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -65,13 +64,13 @@ class CrossAttentionCache:
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
         """The encoder's pages, which are there already."""
-        n_pages = np.array([len(self._tables.get(slot, NO_PAGES)) for slot in stretch.slots.tolist()], np.int64)
+        n_pages = np.array([len(self._tables.get(slot, EMPTY)) for slot in stretch.slots.tolist()], np.int64)
         return np.stack([n_pages * self.pool.block_bytes] * 4)
 
     def write(self, slot: int, encoded: Encoded) -> None:
         """Remember an encoder's output for a new sequence. Raises BatchError or CapacityError with nothing changed."""
         n_rows = self._check(encoded)
-        pages = self.pool.allocate(-(-n_rows // self.page_tokens))
+        pages = self.pool.allocate(ceil_div(n_rows, self.page_tokens))
         self._tables[slot], self._n_rows[slot] = pages, n_rows
         try:
             if not self._store.is_dry:
@@ -128,8 +127,7 @@ class CrossAttentionCache:
         repeats = packed.counts.tolist()
         tables = [self._tables[slot] for slot, n in zip(slots, repeats, strict=True) for _ in range(n)]
         n_rows = np.repeat(np.array([self._n_rows[slot] for slot in slots], np.int64), packed.counts)
-        cu_pages = np.zeros(len(tables) + 1, np.int64)
-        np.cumsum([len(table) for table in tables], out=cu_pages[1:])
+        cu_pages = starts_of(np.array([len(table) for table in tables], np.int64))
         pages = self._place(self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize)
         return CrossPlan(len(tables), PagedBatch(np.arange(len(tables) + 1), n_rows, pages, cu_pages, self.page_tokens))
 
@@ -172,7 +170,7 @@ class CrossAttentionCache:
     def share(self, sources: Int64s, targets: Int64s) -> None:
         held = [(self._tables.get(slot), self._n_rows.get(slot, 0)) for slot in sources.tolist()]
         for table, _ in held:
-            self.pool.retain(NO_PAGES if table is None else table)
+            self.pool.retain(EMPTY if table is None else table)
         for slot, (table, n_rows) in zip(targets.tolist(), held, strict=True):
             self.release(slot)
             if table is not None:
@@ -186,7 +184,7 @@ class CrossAttentionCache:
 
     def release(self, slot: int) -> None:
         self._n_rows.pop(slot, None)
-        self.pool.release(self._tables.pop(slot, NO_PAGES))
+        self.pool.release(self._tables.pop(slot, EMPTY))
 
     def horizon(self, slot: int) -> int:
         return 0
@@ -195,14 +193,14 @@ class CrossAttentionCache:
         return np.zeros_like(packed.starts)
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
-        return {self.pool.name: self._tables.get(slot, NO_PAGES)}
+        return {self.pool.name: self._tables.get(slot, EMPTY)}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        rows = np.arange(len(self._tables.get(slot, NO_PAGES)) * self.page_tokens)
+        rows = np.arange(len(self._tables.get(slot, EMPTY)) * self.page_tokens)
         return {self.pool.name: (rows < self._n_rows.get(slot, 0)).reshape(-1, self.page_tokens)}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
-        tables = [self._tables.get(slot, NO_PAGES) for slot in slots.tolist()]
+        tables = [self._tables.get(slot, EMPTY) for slot in slots.tolist()]
         n_rows = np.array([self._n_rows.get(slot, 0) for slot in slots.tolist()], np.int64)
         return [Holding.of_tables(self.pool.name, "body", tables, np.zeros_like(n_rows), n_rows)]
 
@@ -218,8 +216,8 @@ class CrossAttentionCache:
         self._tables[slot], self._n_rows[slot] = blocks[self.pool.name], n_rows
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:
-        n_pages, n_rows = len(self._tables.get(slot, NO_PAGES)), self._n_rows.get(slot, 0)
-        if n_pages != -(-n_rows // self.page_tokens):
+        n_pages, n_rows = len(self._tables.get(slot, EMPTY)), self._n_rows.get(slot, 0)
+        if n_pages != ceil_div(n_rows, self.page_tokens):
             raise IntegrityError(f"slot {slot} holds {n_rows} encoder rows in {n_pages} pages of {self.page_tokens}")
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
@@ -227,4 +225,4 @@ class CrossAttentionCache:
             raise IntegrityError(f"encoder pages are held for slots that are not open: {sorted(strangers)}")
         for slot, length in lengths.items():
             self.check_slot(slot, length, peaks[slot])
-        self.pool.check(np.concatenate([NO_PAGES, *self._tables.values()]))
+        self.pool.check(np.concatenate([EMPTY, *self._tables.values()]))

@@ -19,9 +19,10 @@ import torch
 from torch import Tensor
 
 from memory.arena import Store
+from memory.blocks.arrays import Int64s
 from memory.errors import SpecError
 from memory.folding import NOTHING, Columns, TailGrid
-from memory.interface import Int64s, Packed, Recurrence
+from memory.interface import Packed, Recurrence
 from memory.kernels import Kernels, Prepared, Tail
 from memory.rebased_state import RebasedState
 from memory.specs import RecurrentSpec

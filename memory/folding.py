@@ -15,7 +15,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from memory.interface import Int64s, Packed, Stretch
+from memory.blocks.arrays import Int64s
+from memory.interface import Packed, Stretch
 
 Fold = Literal["keep", "replay", "defer"]
 

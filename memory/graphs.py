@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from memory.arguments import is_integer
 from memory.errors import SpecError
 from memory.step import Step
 from memory.uploads import forbidden
@@ -84,7 +85,7 @@ class RecordedModel:
     """
 
     def __init__(self, model: Callable[[Step], Tensor], *, most: int = 64, record: Callable[[Run], Recording] | None = None) -> None:
-        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+        if not is_integer(most, 1):
             raise SpecError(f"most={most!r} recordings; give an integer of at least 1, or use the model as it is")
         self.model = model
         self.most = most

@@ -17,9 +17,8 @@ from torch import Tensor
 
 from memory.arena import Store
 from memory.attention_cache import Read
-from memory.batch import ranges
+from memory.blocks.arrays import Int64s, ceil_div, ranges, starts_of
 from memory.eviction import Quest
-from memory.interface import Int64s
 from memory.kernels import FoldedRows, PageChoice, PagedBatch, Scoring
 from memory.page_selection import part_of
 from memory.quantization import Shaped, Storage
@@ -82,8 +81,8 @@ class GroupSelection(QuantizedAttention):
         n_last = np.maximum(0, n - np.maximum(0, packed.positions[tokens] + 1 - self.policy.recent) // group)
         blocks = plan.blocks[ranges(begins, begins + n)] // self._dtype.itemsize
         cu_chosen = np.arange(len(tokens) + 1) * self._n_read
-        n_first = -(-self.policy.sinks // group)
-        choice = PageChoice(self._store.upload(blocks), np.concatenate([[0], n.cumsum()]), n_first, n_last, cu_chosen)
+        n_first = ceil_div(self.policy.sinks, group)
+        choice = PageChoice(self._store.upload(blocks), starts_of(n), n_first, n_last, cu_chosen)
         rest_blocks = plan.blocks[ranges(plan.cu_blocks[:-1][others], plan.cu_blocks[1:][others])]
         if len(tokens):
             self._store.upload(rest_blocks)  # for kernels that want them on the device: they find them there
@@ -93,7 +92,7 @@ class GroupSelection(QuantizedAttention):
             chosen_lengths=np.full(len(tokens), self._n_read * group),
             rest=part_of(plan.exact, others, self.exact.place) if len(others) else None,
             rest_tokens=self._store.upload(rest_tokens), rest_blocks=rest_blocks,
-            rest_cu_blocks=np.concatenate([[0], n_groups[others].cumsum()]), rest_lengths=plan.lengths[others],
+            rest_cu_blocks=starts_of(n_groups[others]), rest_lengths=plan.lengths[others],
         )  # fmt: skip
 
     def _exact_of(self, plan: QuantizedPlan, request: Int64s, tokens: Int64s) -> PagedBatch:
@@ -102,7 +101,7 @@ class GroupSelection(QuantizedAttention):
         lengths = batch.kv_lengths[request] - (batch.cu_seqlens[1:][request] - 1 - tokens)
         begins, n_pages = batch.cu_pages[:-1][request], self.grid.pages(lengths)
         pages = self.exact.place(plan.exact.pages[ranges(begins, begins + n_pages)])
-        return PagedBatch(np.arange(len(tokens) + 1), lengths, pages, np.concatenate([[0], n_pages.cumsum()]), batch.page_tokens)
+        return PagedBatch(np.arange(len(tokens) + 1), lengths, pages, starts_of(n_pages), batch.page_tokens)
 
     def begin(self, plan: QuantizedPlan) -> None:
         assert isinstance(plan, GroupPlan)

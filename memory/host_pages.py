@@ -7,10 +7,11 @@ memory can be used as ever, unlike one that is swapped out.
 from __future__ import annotations
 
 from memory.arena import Store
+from memory.blocks.arrays import Int64s
 from memory.errors import IntegrityError
 from memory.hosted_attention import HostedAttention
 from memory.inspection import Inventory
-from memory.interface import Int64s, Sequence
+from memory.interface import Sequence
 from memory.together import AllKinds, Snapshot
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from memory.arena import BlockPool, Store
 from memory.batch import requests_of
 from memory.block_layout import BlockLayout
-from memory.interface import Holding, Int64s, LayerMemory, LiveRows, Packed, Record, Stretch
+from memory.blocks.arrays import Int64s
+from memory.interface import Holding, LayerMemory, LiveRows, Packed, Record, Stretch
 from memory.kernels import Scoring
 from memory.shift import Dropped
 from memory.specs import AttentionSpec

@@ -18,13 +18,14 @@ from memory.archive import check_layout, describe_layout, read_path, read_snapsh
 from memory.arena import Store, read_budget
 from memory.arguments import check_usable, read_count, read_device, read_dtype
 from memory.batch import count_tokens, pack, read_pairs, read_tokens
+from memory.blocks.arrays import Int64s
 from memory.chunks import Model, run_in_chunks
 from memory.cross_attention import Encoded
 from memory.errors import BUDGET_UNIT, BatchError, CapacityError, FormatError, SequenceError, SpecError
 from memory.folding import Fold, TailGrid
 from memory.host_bytes import HostAttention, host_store
 from memory.inspection import Usage, measure
-from memory.interface import Int64s, OpenStep, Packed, Plans, Recurrence, Requests, Sequence
+from memory.interface import OpenStep, Packed, Plans, Recurrence, Requests, Sequence
 from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.kernels import OF_STATES, Scoring, chosen_kernels
 from memory.kinds import default_fold, index_of, make_kinds, with_host_pages

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from memory.arena import Arena, BlockPool
 from memory.block_layout import BlockLayout
-from memory.interface import Holding, Int64s, Sequence
+from memory.blocks.arrays import EMPTY, Int64s
+from memory.interface import Holding, Sequence
 from memory.specs import LayerSpec
 from memory.tables import Table, as_html, as_rich, count, format_bytes
 
@@ -24,7 +25,6 @@ Booleans = NDArray[np.bool_]
 _PARTS = ("body", "tail", "head", "checkpoints", "steps")
 _MOST_ROWS = {"text": 20, "html": 50}
 _MOST_MARKS = 8
-_NO_BLOCKS: Int64s = np.zeros(0, np.int64)
 
 
 class Place(NamedTuple):
@@ -357,7 +357,7 @@ def _blocks(title: str, inventory: Inventory, usage: SequenceUsage, parts: list[
         n_layers = len({layer for layer, _ in group.members})
         for pool, _ in group.pools:
             sizes = [usage.held.get(Place(group.name, pool.name, part), 0) for part in parts]
-            ids = np.concatenate([_NO_BLOCKS, *(h.ids for h in group.holdings if h.pool == pool.name)])
+            ids = np.concatenate([EMPTY, *(h.ids for h in group.holdings if h.pool == pool.name)])
             shared = int((pool.counts[ids] > 1).sum()) * pool.block_bytes
             rows.append((_name(group.name, pool.name, n_layers), *map(_cell, (*sizes, sum(sizes), shared))))
     return Table((title, *parts, "total", "shared"), rows)

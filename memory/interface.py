@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from memory.blocks.arrays import Int64s
 from memory.errors import SequenceError
 from memory.lifetime import NotCopied
 from memory.shift import DropsTokens
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from memory.block_layout import BlockLayout
     from memory.states import States
     from memory.uploads import Stage
-
-Int64s = NDArray[np.int64]
 
 
 class SequenceOwner(Protocol):

@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from memory.blocks.arrays import EMPTY, Int64s
 from memory.errors import IntegrityError, SequenceError
-from memory.interface import Int64s, Packed, Sequence, SequenceOwner
+from memory.interface import Packed, Sequence, SequenceOwner
 from memory.interrupts import uninterrupted
 from memory.shift import Dropped
 from memory.token_buffer import Checkpoint, TokenBuffer, common_prefix, is_roomy
-
-_NO_TOKENS: Int64s = np.zeros(0, np.int64)
 
 
 class Ledger:
@@ -44,7 +43,7 @@ class Ledger:
         self._seams: dict[int, tuple[tuple[int, int], ...]] = {}  # slot -> (the first position that a drop has changed, which drop)
         self._n_drops = 0
         self._away: dict[int, tuple[int, int]] = {}  # slot -> its horizon and its bytes, of those swapped out
-        self._found_usable: tuple[list[Sequence], Int64s] = [], _NO_TOKENS
+        self._found_usable: tuple[list[Sequence], Int64s] = [], EMPTY
 
     def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
         """An empty sequence in a free slot; `lineage` is shared by a sequence and everything forked from it."""
@@ -72,7 +71,7 @@ class Ledger:
 
     def close(self, sequence: Sequence) -> None:
         sequence.closed = True
-        self._found_usable = [], _NO_TOKENS
+        self._found_usable = [], EMPTY
         del self.handles[sequence.slot]
         self._leave_buffer(sequence)
         self.lengths[sequence.slot] = self.peaks[sequence.slot] = 0
@@ -82,7 +81,7 @@ class Ledger:
 
     def tokens(self, slot: int) -> Int64s:
         """(length,): a view, valid until the sequence changes."""
-        return self._buffers[slot].ids[: self.lengths[slot]] if slot in self._buffers else _NO_TOKENS
+        return self._buffers[slot].ids[: self.lengths[slot]] if slot in self._buffers else EMPTY
 
     def reserve(self, packed: Packed) -> None:
         """Make room for a step's tokens, until `vacate`, so that `append` has nothing left that could fail."""
@@ -165,7 +164,7 @@ class Ledger:
     def occupy(self, slots: Int64s) -> None:
         """A step is open on these, until `vacate`."""
         self.is_busy[slots] = True
-        self._found_usable = [], _NO_TOKENS
+        self._found_usable = [], EMPTY
 
     def vacate(self, slots: Int64s) -> None:
         self.is_busy[slots] = False
@@ -219,7 +218,7 @@ class Ledger:
         """What the slot remembers has been swapped out, with this horizon, until `bring_back`."""
         self._away[slot] = horizon, n_bytes
         self.is_away[slot] = True
-        self._found_usable = [], _NO_TOKENS
+        self._found_usable = [], EMPTY
 
     def bring_back(self, slot: int) -> None:
         self._away.pop(slot, None)

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memory.blocks.arrays import Int64s, ceil_div
 from memory.errors import DropError
-from memory.interface import Int64s, Stretch
+from memory.interface import Stretch
 from memory.shift import Dropped
 
 
@@ -27,7 +28,7 @@ class PageGrid:
 
     def pages(self, positions: Int64s) -> Int64s:
         """Pages that rows [0, position) take."""
-        return -(-positions // self.page_tokens)
+        return ceil_div(positions, self.page_tokens)
 
     def held_pages(self, stretch: Stretch) -> Int64s:
         """(4, N) pages that sequences hold before, in and after a step: old ones leave when it is over. And full ones that never leave."""

@@ -22,10 +22,9 @@ from torch import Tensor
 
 from memory.arena import Store
 from memory.attention_cache import AttentionCache, AttentionPlan, Read
-from memory.batch import ranges
+from memory.blocks.arrays import Int64s, ceil_div, ranges, starts_of
 from memory.errors import StepError
 from memory.eviction import Quest
-from memory.interface import Int64s
 from memory.kernels import FoldedRows, PageChoice, PagedBatch, Prepared, Scoring
 from memory.page_grid import DropPlan, PageGrid
 from memory.shift import Dropped
@@ -55,7 +54,7 @@ def part_of(plan: AttentionPlan, requests: Int64s, place: Callable[[Int64s], Pre
     """The part of a step's batch that these requests are."""
     batch = plan.batch
     pages = place(plan.pages[ranges(batch.cu_pages[:-1][requests], batch.cu_pages[1:][requests])])
-    cu_seqlens, cu_pages = (np.concatenate([[0], np.diff(x)[requests].cumsum()]) for x in (batch.cu_seqlens, batch.cu_pages))
+    cu_seqlens, cu_pages = (starts_of(np.diff(x)[requests]) for x in (batch.cu_seqlens, batch.cu_pages))
     return PagedBatch(cu_seqlens, batch.kv_lengths[requests], pages, cu_pages, batch.page_tokens)
 
 
@@ -92,9 +91,9 @@ class PageSelection(AttentionCache):
         n_pages = self.grid.pages(n_rows)
         n_last = n_pages - np.maximum(0, n_rows - self.policy.recent) // self.page_tokens
         n_chosen = np.minimum(n_pages, self._n_read)
-        cu_pages, cu_chosen = (np.concatenate([[0], n.cumsum()]) for n in (n_pages, n_chosen))
+        cu_pages, cu_chosen = (starts_of(n) for n in (n_pages, n_chosen))
         pages = self.place(plan.pages[ranges(begins, begins + n_pages)])
-        choice = PageChoice(pages, cu_pages, -(-self.policy.sinks // self.page_tokens), n_last, cu_chosen)
+        choice = PageChoice(pages, cu_pages, ceil_div(self.policy.sinks, self.page_tokens), n_last, cu_chosen)
         lengths = n_rows - (n_pages - n_chosen) * self.page_tokens
         return choice, PagedBatch(np.arange(len(n_rows) + 1), lengths, choice.pages, cu_chosen, self.page_tokens)
 

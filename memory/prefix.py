@@ -19,9 +19,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from memory.arguments import is_integer
+from memory.blocks.arrays import EMPTY, Int64s
 from memory.errors import BatchError, SequenceError, SpecError
 from memory.hybrid import HybridMemory
-from memory.interface import Int64s, Sequence
+from memory.interface import Sequence
 from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.lifetime import NotCopied
 from memory.radix_tree import NOTHING_SEEN, Node, first_marked, marked_above, split
@@ -29,7 +31,6 @@ from memory.ranking import Ranking
 from memory.timelines import require_memory
 from memory.token_buffer import common_prefix
 
-_NO_TOKENS: Int64s = np.zeros(0, np.int64)
 _CLOSED = "this prefix cache is closed; make another one"
 _RECLAIMED_SHARE = 64
 """Checkpoints go in lots of one part in so many of the budget: to find those of least worth costs a look at all of them, and a full
@@ -99,7 +100,7 @@ class PrefixCache(NotCopied):
     """
 
     def __init__(self, memory: HybridMemory, *, grid_tokens: int = 512) -> None:
-        if not isinstance(grid_tokens, int) or isinstance(grid_tokens, bool) or grid_tokens < 0:
+        if not is_integer(grid_tokens, 0):
             raise SpecError(f"grid_tokens={grid_tokens!r}; give a number of tokens, or 0 for no grid")
         require_memory(memory, "PrefixCache(memory)")
         if memory.spec.of_kind("cross-attention"):
@@ -195,7 +196,7 @@ class PrefixCache(NotCopied):
         if not isinstance(marks, Iterable):
             raise BatchError(f"marks={marks!r}; give a list of positions in the prompt")
         for mark in marks:
-            if isinstance(mark, bool) or not isinstance(mark, int | np.integer) or not 0 <= mark <= len(tokens):
+            if not is_integer(mark, 0) or mark > len(tokens):
                 raise BatchError(f"mark {mark!r} is no position of a prompt of {len(tokens)} tokens; give 0 <= mark <= {len(tokens)}")
         n_matched = self._walk(tokens, owner)[0]
         wanted = {int(mark) for mark in marks} | {n_matched}
@@ -209,7 +210,7 @@ class PrefixCache(NotCopied):
 
         Raises SequenceError. Cost: O(tokens) and a checkpoint, which copies no tensor.
         """
-        tokens = self.memory.tokens_of(sequence) if self.memory.is_whole(sequence) else _NO_TOKENS
+        tokens = self.memory.tokens_of(sequence) if self.memory.is_whole(sequence) else EMPTY
         if not len(tokens):
             return
         with uninterrupted():
@@ -233,7 +234,7 @@ class PrefixCache(NotCopied):
 
     def _node_at(self, tokens: Int64s, owner: Hashable) -> Node:
         """The node that ends with these tokens, made if there is none."""
-        node, at = self._roots.setdefault(owner, Node(_NO_TOKENS, 0, None, owner=owner)), 0
+        node, at = self._roots.setdefault(owner, Node(EMPTY, 0, None, owner=owner)), 0
         while at < len(tokens):
             rest = tokens[at:]
             child = node.children.get(int(rest[0]))
@@ -309,7 +310,7 @@ class PrefixCache(NotCopied):
             self._memory.remove_reclaimer(self._reclaimer)
         self._memory = None
         self._marked.clear()
-        self._root = Node(_NO_TOKENS, 0, None)
+        self._root = Node(EMPTY, 0, None)
 
     def __enter__(self) -> PrefixCache:
         if self._memory is None:

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from memory.arena import BlockPool, Store
-from memory.attention_cache import NO_PAGES, AttentionCache, AttentionPlan, Read
+from memory.attention_cache import AttentionCache, AttentionPlan, Read
 from memory.block_layout import BlockLayout
+from memory.blocks.arrays import EMPTY, Int64s, starts_of
 from memory.errors import IntegrityError, SpecError
-from memory.interface import Holding, Int64s, LiveRows, Packed, Record, Stretch
+from memory.interface import Holding, LiveRows, Packed, Record, Stretch
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
 from memory.page_grid import PageGrid
 from memory.quantization import Shaped, Storage
@@ -131,13 +132,12 @@ class QuantizedAttention(CannotDrop):
     # Steps
 
     def plan(self, packed: Packed) -> QuantizedPlan:
-        exact, fresh = self.exact.plan(packed), NO_PAGES
+        exact, fresh = self.exact.plan(packed), EMPTY
         try:
-            tables = [self._bodies.get(slot, NO_PAGES) for slot in packed.slots.tolist()]
+            tables = [self._bodies.get(slot, EMPTY) for slot in packed.slots.tolist()]
             n_blocks = np.array([len(table) for table in tables], np.int64)
             n_new = self.grid.n_groups(packed.peaks) - n_blocks
-            cu_blocks = np.zeros(len(tables) + 1, np.int64)
-            n_blocks.cumsum(out=cu_blocks[1:])
+            cu_blocks = starts_of(n_blocks)
             blocks = self.bodies.addresses[np.concatenate(tables)]
             fresh = self.bodies.allocate(int(n_new.sum()))
             self._store.upload(blocks)  # for kernels that want them on the device: they find them there
@@ -210,7 +210,7 @@ class QuantizedAttention(CannotDrop):
         for i in plan.n_new.nonzero()[0].tolist():
             slot, fresh = int(plan.packed.slots[i]), plan.fresh[ends[i] - plan.n_new[i] : ends[i]]
             if kept[i]:
-                self._bodies[slot] = np.concatenate([self._bodies.get(slot, NO_PAGES), fresh])
+                self._bodies[slot] = np.concatenate([self._bodies.get(slot, EMPTY), fresh])
             else:
                 self.bodies.release(fresh)
 
@@ -227,12 +227,12 @@ class QuantizedAttention(CannotDrop):
     # Sequences
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        tables = [self._bodies.get(slot, NO_PAGES) for slot in sources.tolist()]
+        tables = [self._bodies.get(slot, EMPTY) for slot in sources.tolist()]
         for table in tables:
             self.bodies.retain(table)
         self.exact.share(sources, targets)
         for slot, table in zip(targets.tolist(), tables, strict=True):
-            self.bodies.release(self._bodies.pop(slot, NO_PAGES))
+            self.bodies.release(self._bodies.pop(slot, EMPTY))
             self._bodies[slot] = table
 
     def truncate(self, slot: int, to: int) -> None:
@@ -243,23 +243,23 @@ class QuantizedAttention(CannotDrop):
 
     def release(self, slot: int) -> None:
         self.exact.release(slot)
-        self.bodies.release(self._bodies.pop(slot, NO_PAGES))
+        self.bodies.release(self._bodies.pop(slot, EMPTY))
 
     def horizon(self, slot: int) -> int:
-        return len(self._bodies.get(slot, NO_PAGES)) * self.storage.group
+        return len(self._bodies.get(slot, EMPTY)) * self.storage.group
 
     def horizon_after(self, packed: Packed) -> Int64s:
         return self.grid.n_groups(packed.peaks) * self.storage.group
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
-        return self.exact.blocks_of(slot) | {self.bodies.name: self._bodies.get(slot, NO_PAGES)}
+        return self.exact.blocks_of(slot) | {self.bodies.name: self._bodies.get(slot, EMPTY)}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
         """Groups fold whole, and nothing that has folded can be taken back."""
-        return self.exact.live_rows(slot, length) | {self.bodies.name: np.ones((len(self._bodies.get(slot, NO_PAGES)), 1), np.bool_)}
+        return self.exact.live_rows(slot, length) | {self.bodies.name: np.ones((len(self._bodies.get(slot, EMPTY)), 1), np.bool_)}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
-        tables = [self._bodies.get(slot, NO_PAGES) for slot in slots.tolist()]
+        tables = [self._bodies.get(slot, EMPTY) for slot in slots.tolist()]
         bodies = Holding.of_tables(self.bodies.name, "body", tables, np.zeros_like(slots))
         tails = (replace(h, part="tail", fold_tokens=self.storage.group) for h in self.exact.holdings(slots))
         return [*tails, replace(bodies, ends=bodies.counts * self.storage.group)]
@@ -278,7 +278,7 @@ class QuantizedAttention(CannotDrop):
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:
         self.exact.check_slot(slot, length, peak)
-        n_blocks, expected = len(self._bodies.get(slot, NO_PAGES)), int(self.grid.n_groups(np.array(peak)))
+        n_blocks, expected = len(self._bodies.get(slot, EMPTY)), int(self.grid.n_groups(np.array(peak)))
         if n_blocks != expected:
             raise IntegrityError(f"slot {slot} holds {n_blocks} quantised pages, its furthest position {peak} makes it {expected}")
 
@@ -288,4 +288,4 @@ class QuantizedAttention(CannotDrop):
             raise IntegrityError(f"quantised pages are held for slots that are not open: {sorted(strangers)}")
         for slot, length in lengths.items():
             self.check_slot(slot, length, peaks[slot])
-        self.bodies.check(np.concatenate([NO_PAGES, *self._bodies.values(), *(plan.fresh for plan in self._open_plans.values())]))
+        self.bodies.check(np.concatenate([EMPTY, *self._bodies.values(), *(plan.fresh for plan in self._open_plans.values())]))

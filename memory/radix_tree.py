@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
-import numpy as np
-
-from memory.interface import Int64s, Sequence
-
-_NO_TOKENS: Int64s = np.zeros(0, np.int64)
+from memory.blocks.arrays import EMPTY, Int64s
+from memory.interface import Sequence
 
 
 @dataclass
@@ -24,7 +21,7 @@ class Node:
     owner: Hashable = None  # of the tree, at its root
 
 
-NOTHING_SEEN = Node(_NO_TOKENS, 0, None)
+NOTHING_SEEN = Node(EMPTY, 0, None)
 
 
 def split(node: Node, n: int) -> Node:

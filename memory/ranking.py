@@ -7,7 +7,8 @@ from heapq import heappop, heappush
 
 import numpy as np
 
-from memory.interface import Int64s, Sequence
+from memory.blocks.arrays import Int64s
+from memory.interface import Sequence
 
 _ASKED_AT_ONCE = 256
 """Checkpoints whose private bytes are asked together: one costs little less."""

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 
 from memory.arena import Store
+from memory.blocks.arrays import Int64s
 from memory.errors import DropError, IntegrityError
 from memory.folding import TailGrid
-from memory.interface import Holding, Int64s, LiveRows, Packed, Record, Stretch
+from memory.interface import Holding, LiveRows, Packed, Record, Stretch
 from memory.kernels import Kernels
 from memory.recurrent_state import RecurrentState
 from memory.shift import Dropped

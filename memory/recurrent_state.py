@@ -26,16 +26,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memory.arena import BlockPool, Store
-from memory.batch import ranges
 from memory.block_layout import BlockLayout
+from memory.blocks.arrays import EMPTY, Int64s, ranges, starts_of
 from memory.errors import IntegrityError, StepError
 from memory.folding import NOTHING, Columns, Pass, StateAddresses, TailGrid, schedule
-from memory.interface import Holding, Int64s, LiveRows, Packed, Part, Record, Recurrence, Stretch
+from memory.interface import Holding, LiveRows, Packed, Part, Record, Recurrence, Stretch
 from memory.kernels import Kernels, Prepared, select_kernels
 from memory.specs import RecurrentSpec
 from memory.states import RecurrentPlan, Run, States
-
-NO_ROWS: Int64s = np.zeros(0, np.int64)
 
 
 class RecurrentState:
@@ -150,8 +148,7 @@ class RecurrentState:
     def _run(self, one_pass: Pass, packed: Packed, tails: Int64s) -> Run:
         """A pass with its rows and states found for the kernels."""
         counts = one_pass.end - one_pass.begin
-        cu_rows = np.zeros(len(counts) + 1, np.int64)
-        counts.cumsum(out=cu_rows[1:])
+        cu_rows = starts_of(counts)
         tail_rows = new_rows = None
         if one_pass.is_replay:
             tail_rows = self._ring(np.repeat(tails[one_pass.requests], counts), ranges(one_pass.begin, one_pass.end))
@@ -164,7 +161,7 @@ class RecurrentState:
     def _writes(self, packed: Packed, after: Columns) -> tuple[Tensor, dict[int, Prepared]]:
         """The new rows behind the new body go into the tail."""
         if not self.grid.tail_rows or not self._row_sizes:
-            return self._store.upload(NO_ROWS), {}
+            return self._store.upload(EMPTY), {}
         if packed.is_decode:
             return self._store.upload(np.arange(len(packed.starts))), self._ring(after.tail, packed.starts)
         begin, ends = np.maximum(packed.starts, after.body_at), packed.ends

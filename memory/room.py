@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from memory.block_layout import aligned_bytes
+from memory.blocks.arrays import Int64s, ceil_div
 from memory.errors import CapacityError
-from memory.interface import Int64s, Stretch
+from memory.interface import Stretch
 from memory.tables import count
 from memory.together import AllKinds
 
@@ -68,7 +69,7 @@ def need_of(kinds: AllKinds, slots: Int64s, lengths: Int64s, peaks: Int64s, coun
     slots, lengths, peaks, counts = slots[order], lengths[order], peaks[order], counts[order]
     ends, held = counts.cumsum(), np.unique(slots[slots >= 0])
     begins, n_tokens = ends - counts, int(ends[-1])
-    first = max(0, -(-n_tokens // max_tokens) - _MOST_STEPS) * max_tokens
+    first = max(0, ceil_div(n_tokens, max_tokens) - _MOST_STEPS) * max_tokens
     cuts = np.unique(np.concatenate([begins[begins >= first], np.arange(first, n_tokens, max_tokens)]))
     request, step = ends.searchsorted(cuts, side="right"), (cuts - first) // max_tokens
     starts = lengths[request] + cuts - begins[request]

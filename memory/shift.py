@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from memory.arguments import is_integer
 from memory.errors import BUDGET_UNIT, CapacityError, DropError, SpecError
 
 Turns = tuple[Tensor, Tensor]
@@ -38,7 +39,7 @@ class Rotation:
             raise SpecError(f"Rotation.layout is {self.layout!r}; choose 'half' or 'interleaved'")
         if not isinstance(self.frequencies, tuple) or not all(isinstance(f, float) and math.isfinite(f) for f in self.frequencies):
             raise SpecError(f"Rotation.frequencies are {self.frequencies!r}; give a tuple of finite floats, one for each pair of elements")
-        if isinstance(self.start, bool) or not isinstance(self.start, int) or self.start < 0:
+        if not is_integer(self.start, 0):
             raise SpecError(f"Rotation.start is {self.start!r}; it must be an integer of at least 0 elements")
 
     @property
@@ -91,7 +92,7 @@ class Dropped:
     @staticmethod
     def of(slot: int, start: int, end: int, length: int, peak: int, *, approximate: bool) -> Dropped:
         """Raises DropError unless 0 <= start <= end <= length."""
-        if any(isinstance(x, bool) or not isinstance(x, int | np.integer) for x in (start, end)) or not 0 <= start <= end <= length:
+        if not (is_integer(start) and is_integer(end)) or not 0 <= start <= end <= length:
             raise DropError(
                 f"start={start!r}, end={end!r} is no range of the {length} tokens remembered; give 0 <= start <= end <= {length}",
                 start=start, end=end,

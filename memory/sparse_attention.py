@@ -19,15 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory.arena import Store
-from memory.batch import ranges
 from memory.block_layout import Field
+from memory.blocks.arrays import EMPTY, Int64s, ranges, starts_of
 from memory.errors import SpecError, StepError
 from memory.eviction import Candidates, EvictionPolicy
 from memory.folding import Columns, TailGrid
-from memory.interface import Int64s, LiveRows, Packed
+from memory.interface import LiveRows, Packed
 from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, select_kernels
 from memory.quantization import Parts, Storage
-from memory.recurrent_state import NO_ROWS, RecurrentState
+from memory.recurrent_state import RecurrentState
 from memory.shift import CannotDrop
 from memory.specs import AttentionSpec, RecurrentSpec, StateTensor
 from memory.states import RecurrentPlan
@@ -129,11 +129,11 @@ class SparseAttention(CannotDrop, RecurrentState):
             old_rows[i] = self._ring(np.full(len(old), before.tail[i]), old)
             if packed.starts[i] < after.body_at[i]:
                 n_rows = np.minimum(before.body_at[i : i + 1], self.policy.budget_tokens) + len(old) + packed.counts[i]
-                beside[i] = PagedBatch(_cumulated(packed.counts[i : i + 1]), n_rows, NO_ROWS, _cumulated(n_rows), page_tokens=1)
+                beside[i] = PagedBatch(starts_of(packed.counts[i : i + 1]), n_rows, EMPTY, starts_of(n_rows), page_tokens=1)
         return Reads(
-            PagedBatch(_cumulated(counts), lengths.sum(1), NO_ROWS, _cumulated(lengths.sum(1)), page_tokens=1), tokens,
+            PagedBatch(starts_of(counts), lengths.sum(1), EMPTY, starts_of(lengths.sum(1)), page_tokens=1), tokens,
             {sizes: upload(blocks + rows * np.where(is_tail, *sizes)) for sizes in set(self._sizes)}, upload(is_tail.astype(np.int64)),
-            bodies, _cumulated((n_kept > 0).astype(np.int64)), n_kept, beside, old_rows,
+            bodies, starts_of((n_kept > 0).astype(np.int64)), n_kept, beside, old_rows,
         )  # fmt: skip
 
     def begin(self, plan: RecurrentPlan) -> None:
@@ -321,9 +321,3 @@ def _kept_elements(spec: AttentionSpec) -> int:
 def _values_at(spec: AttentionSpec) -> int:
     """Elements from a row's keys to its values."""
     return (spec.n_parts - 1) * spec.n_kv_heads * spec.head_dim
-
-
-def _cumulated(counts: Int64s) -> Int64s:
-    ends = np.zeros(len(counts) + 1, np.int64)
-    counts.cumsum(out=ends[1:])
-    return ends

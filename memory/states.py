@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from memory.blocks.arrays import Int64s
 from memory.errors import StepError
 from memory.folding import Columns
-from memory.interface import Int64s, Packed
+from memory.interface import Packed
 from memory.kernels import Kernels, Prepared, StateSlots, Tail
 from memory.specs import RecurrentSpec
 from memory.uploads import is_recording

@@ -14,9 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memory.arguments import is_integer
 from memory.batch import TokenLists, output_rows
+from memory.blocks.arrays import Int64s
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
-from memory.interface import Int64s, OpenStep, Packed, Plans, Recurrence, Sequence
+from memory.interface import OpenStep, Packed, Plans, Recurrence, Sequence
 from memory.kernels import Scoring
 from memory.lifetime import NotCopied
 from memory.specs import MemorySpec
@@ -314,7 +316,7 @@ class Step(NotCopied):
                 raise SequenceError(f"{sequence!r} is not in this step; accept only what was fed")
             i = packed.place[self.sequences.index(sequence)]
             n_fed, start = int(packed.counts[i]), int(packed.starts[i])
-            if isinstance(n_tokens, bool) or not isinstance(n_tokens, int | np.integer) or not 0 <= n_tokens <= n_fed:
+            if not is_integer(n_tokens, 0) or n_tokens > n_fed:
                 raise BatchError(f"accepting {n_tokens!r} of {n_fed} tokens of {sequence!r}; give an integer from 0 to {n_fed}")
             n_tokens = int(n_tokens)
             if 0 < n_tokens < n_fed and start + n_tokens < horizons[i]:

@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from memory.arguments import is_integer
 from memory.books import Books
 from memory.errors import BatchError, RollbackError, SequenceError, SpecError
 from memory.interface import Sequence
@@ -154,7 +155,7 @@ class Timelines(Books):
         length, horizon = int(self._ledger.lengths[sequence.slot]), self._horizon(sequence)
         if to is not None:
             why = f"to={to!r} and n_tokens={n_tokens!r} say where to return to; give one of them"
-        elif isinstance(n_tokens, bool) or not isinstance(n_tokens, int | np.integer) or not 0 <= n_tokens <= length:
+        elif not is_integer(n_tokens, 0) or n_tokens > length:
             why = f"n_tokens={n_tokens!r} cannot be taken back of {sequence!r}; give 0 <= n_tokens <= {length}"
         else:
             return length - int(n_tokens)
@@ -192,7 +193,7 @@ class Timelines(Books):
     def _nearest(self, sequence: Sequence, to: object) -> tuple[int, Sequence | None]:
         """The nearest reachable position <= to, and whose blocks hold it: the sequence's own, a checkpoint's, nobody's (0)."""
         length, horizon = int(self._ledger.lengths[sequence.slot]), self._horizon(sequence)
-        if isinstance(to, bool) or not isinstance(to, int | np.integer) or to < 0:
+        if not is_integer(to, 0):
             raise RollbackError(f"to={to!r} is no position; give 0 <= to <= {length} or a checkpoint", to=to, horizon=horizon, resume_at=0)
         if to >= horizon:
             return min(int(to), length), sequence

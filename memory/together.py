@@ -12,9 +12,10 @@ from torch import Tensor
 
 from memory.arena import BlockPool, Store
 from memory.block_layout import BlockLayout
+from memory.blocks.arrays import EMPTY, Int64s
 from memory.errors import BUDGET_UNIT, CapacityError
 from memory.inspection import Group
-from memory.interface import Int64s, LayerMemory, Packed, Plans, Record
+from memory.interface import LayerMemory, Packed, Plans, Record
 from memory.specs import LayerSpec
 
 
@@ -195,7 +196,7 @@ class AllKinds(dict[str, LayerMemory[Any]]):
         self._adopt(slot, records, fresh)
 
     def _adopt(self, slot: int, records: dict[str, Record], fresh: dict[str, Int64s]) -> None:
-        none = np.zeros(0, np.int64)
+        none = EMPTY
         try:
             for name, kind in self.items():
                 own = [pool.name for pool, _ in kind.pools]

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from memory.interface import Int64s, Sequence
+from memory.blocks.arrays import Int64s
+from memory.interface import Sequence
 
 _LEAST_TOKENS = 1024
 """Buffers of no more tokens than these are never too large."""

@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from memory.blocks.arrays import Int64s, ceil_div
 from memory.errors import StepError
-from memory.interface import Int64s
 
 T = TypeVar("T")
 
@@ -32,7 +32,7 @@ _WHOLE = 2
 def room_for(n: int) -> int:
     """At least n, and the same for numbers that are not far from each other: at most an eighth more, or 16."""
     step = max(16, (1 << n.bit_length()) // 16)
-    return -(-n // step) * step
+    return ceil_div(n, step) * step
 
 
 class Stage:
@@ -80,7 +80,7 @@ class Stage:
         self._host[self._used : self._used + array.size] = array.ravel()
         placed = self._on_device[self._used : end]
         self._sizes.append((size,) if size > array.size else array.shape)
-        self._used = -(-end // _WHOLE) * _WHOLE
+        self._used = ceil_div(end, _WHOLE) * _WHOLE
         self._n_elements += size + size % _WHOLE
         return placed if size > array.size else placed.view(array.shape)
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memory.blocks.arrays import ceil_div
 from models.checkpoint import Checkpoint
 
 _TYPICAL_ROWS = 64
@@ -97,7 +98,7 @@ def _round_up(n_rows: int) -> int:
     if n_rows <= 8:
         return n_rows
     step = min(16, 1 << ((n_rows - 1).bit_length() - 3))
-    return -(-n_rows // step) * step
+    return ceil_div(n_rows, step) * step
 
 
 def can_pack(weight: Tensor) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor
+from memory.blocks.arrays import ceil_div
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ VLLM_BLOCK_TOKENS = 16
 
 def vllm_block_tokens(token_bytes: int, state_bytes: int) -> int:
     """Tokens of an attention block: at least 16, and so many that a page holds one layer's state. Bytes are those of one layer."""
-    return max(VLLM_BLOCK_TOKENS, _up(-(-state_bytes // token_bytes), VLLM_BLOCK_TOKENS))
+    return max(VLLM_BLOCK_TOKENS, _up(ceil_div(state_bytes, token_bytes), VLLM_BLOCK_TOKENS))
 
 
 def vllm_group_layers(*counts: int) -> int:
@@ -164,9 +165,9 @@ def vllm(model: Model, budget_bytes: int, context_tokens: int, window_tokens: in
         token_bytes = model.token_elements[0] * model.itemsize
         block_tokens = vllm_block_tokens(token_bytes, state_bytes)
         block_bytes = group * block_tokens * token_bytes
-        n_blocks = -(-n_attention // group) * -(-context_tokens // block_tokens)
+        n_blocks = ceil_div(n_attention, group) * ceil_div(context_tokens, block_tokens)
         notes.append(f"vLLM's blocks hold {block_tokens:,} tokens of {group} layers, and one state of as many")
-    n_groups = -(-n_states // group)
+    n_groups = ceil_div(n_states, group)
     if n_groups:
         notes.append("vLLM takes back draft tokens of one step, for a block each")
     sessions = [(n_blocks + n_groups * (1 + n)) * block_bytes for n in (0, window_tokens)]
@@ -222,4 +223,4 @@ def _plan(
 
 
 def _up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+    return ceil_div(n, multiple) * multiple

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 
 from memory import SpecError
+from memory.arguments import read_count
 
 MOST_CHOICES = 16
 """Replies that one request may ask for: its prompts times `n`."""
@@ -78,8 +79,7 @@ class ServerOptions:
             value = getattr(self, name)
             if value is None and name == "max_tokens":
                 continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < n:
-                raise SpecError(f"{name}={value!r}; it must be an integer of at least {n}")
+            read_count(name, value, n)
         for name in ("head_seconds", "body_seconds", "stall_seconds", "grace_seconds"):
             if not getattr(self, name) >= 0:
                 raise SpecError(f"{name}={getattr(self, name)!r}; give seconds, 0 or more")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
 
+from memory.blocks.arrays import ceil_div
 from memory.errors import SpecError
 from memory.eviction.policy import Budget
 
@@ -38,7 +39,7 @@ class Quest(Budget):
 
     def budget_pages(self, page_tokens: int, remedy: str = "the memory smaller page_tokens") -> int:
         """Pages that a query reads at most. Raises SpecError, with another `remedy`, if those that it always reads are more."""
-        n_sinks, n_recent = -(-self.sinks // page_tokens), -(-(self.recent - 1) // page_tokens) + 1
+        n_sinks, n_recent = ceil_div(self.sinks, page_tokens), ceil_div(self.recent - 1, page_tokens) + 1
         if self.budget_tokens // page_tokens < n_sinks + n_recent:
             raise SpecError(
                 f"{self.label} always reads up to {n_sinks + n_recent} pages of {page_tokens} tokens, for {self.sinks} sinks and "

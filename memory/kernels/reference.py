@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memory.blocks.arrays import ceil_div
 from memory.kernels import checks
 from memory.kernels.blocked import Rows, attend, scored
 from memory.kernels.signature import Erase, FoldedRows, PageChoice, PagedBatch, Prepared, Scoring, StateSlots, Tail
@@ -79,7 +80,7 @@ def row_reader(
 def gather_folded(folded: FoldedRows, request: int, begin: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
     """Keys and values [begin, end) of a request that a storage keeps, in order: (rows, G, D) float32 each."""
     begin, end = slice(begin, end).indices(int(folded.lengths[request]))[:2]
-    first, last = begin // folded.block_rows, -(-end // folded.block_rows)
+    first, last = begin // folded.block_rows, ceil_div(end, folded.block_rows)
     blocks = torch.as_tensor(folded.blocks)[..., folded.cu_blocks[request] : folded.cu_blocks[request + 1]][..., first:last]
     parts = []
     for flat, (n_heads, n_rows, size) in zip(map(torch.as_tensor, folded.flats), folded.shapes, strict=True):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from memory.interface import Int64s
+from memory.blocks.arrays import Int64s
 from memory.quantization import Storage
 
 Prepared = Any

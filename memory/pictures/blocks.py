@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memory.blocks.arrays import EMPTY, Int64s, ceil_div
 from memory.inspection import Inventory
-from memory.interface import Int64s
 from memory.pictures.canvas import FREE, INK, PALETTE, Colour, entitle, ink_on, legend, lighter, literal, new_figure, plain
 from memory.tables import count, format_bytes
 from memory.timelines import require_memory
@@ -54,7 +54,7 @@ class Runs:
             np.minimum.at(owners[holding.pool], holding.ids, np.repeat(ids_S, holding.counts))
         columns = [np.zeros((5, 0), np.int64)]
         for i, pool in enumerate(pools):
-            used = np.flatnonzero(pool.counts) if pool.block_bytes else _NONE
+            used = np.flatnonzero(pool.counts) if pool.block_bytes else EMPTY
             starts = pool.addresses[used]
             columns.append(np.stack([starts, starts + pool.block_bytes, np.full_like(used, i), owners[pool.name][used], pool.counts[used]]))
         table = np.concatenate(columns, axis=1)
@@ -62,7 +62,7 @@ class Runs:
         joins = (table[0, 1:] == table[1, :-1]) & (table[2:, 1:] == table[2:, :-1]).all(0)
         first, last = (np.flatnonzero(np.pad(~joins, pad, constant_values=True)) for pad in ((1, 0), (0, 1)))
         if not table.shape[1]:
-            first = last = _NONE
+            first = last = EMPTY
         return Runs(table[0, first], table[1, last], *table[2:, first])
 
     def __len__(self) -> int:
@@ -76,9 +76,6 @@ class Runs:
         return "in a step" if self.owners[i] == _NOBODY else f"{self.owners[i]}{', …' if self.n_owners[i] > 1 else ''}"
 
 
-_NONE: Int64s = np.zeros(0, np.int64)
-
-
 def arena_map(memory: HybridMemory) -> Figure:
     """Every block of the budget: its colour is its kind, its shade and number its sequence, hatched where several share it.
 
@@ -90,7 +87,7 @@ def arena_map(memory: HybridMemory) -> Figure:
     arena, runs = inventory.arena, Runs.of(inventory)
     regions = _regions(runs, arena.capacity_bytes)
     row_bytes = _row_bytes(sum(end - start for start, end in regions), runs)
-    n_rows = [-(-(end - start) // row_bytes) for start, end in regions]
+    n_rows = [ceil_div(end - start, row_bytes) for start, end in regions]
     used, budget = format_bytes(arena.used_bytes), format_bytes(arena.capacity_bytes)
     title = f"{used} of {budget} in use, {count(len(inventory.sequences), 'sequence or checkpoint', 'sequences and checkpoints')}"
     figure = new_figure(_WIDTH_INCHES, 1.7 + _ROW_INCHES * sum(n_rows) + 0.55 * len(regions), title)
@@ -125,7 +122,7 @@ def _draw(ax: Axes, runs: Runs, region: tuple[int, int], row_bytes: int) -> None
     from matplotlib.collections import PolyCollection
 
     start, end = region
-    n_rows = max(1, -(-(end - start) // row_bytes))
+    n_rows = max(1, ceil_div(end - start, row_bytes))
     plain(ax)
     ax.set(xlim=(0, row_bytes), ylim=(n_rows, 0), yticks=[])
     ax.set_xticks([0, row_bytes / 2, row_bytes], [format_bytes(x) for x in (0, row_bytes / 2, row_bytes)])
@@ -153,7 +150,7 @@ def _draw(ax: Axes, runs: Runs, region: tuple[int, int], row_bytes: int) -> None
 
 def _rows(start: int, end: int, row_bytes: int) -> list[tuple[int, int, int]]:
     """(left, right, row) of a range that goes on in the next row."""
-    rows = range(start // row_bytes, -(-end // row_bytes))
+    rows = range(start // row_bytes, ceil_div(end, row_bytes))
     return [(max(start - y * row_bytes, 0), min(end - y * row_bytes, row_bytes), y) for y in rows]
 
 

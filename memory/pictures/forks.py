@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from memory.blocks.arrays import Int64s
 from memory.inspection import Inventory
-from memory.interface import Int64s, Sequence
+from memory.interface import Sequence
 from memory.pictures.canvas import INK, PALETTE, legend, need_matplotlib, new_figure, plain
 from memory.tables import count, format_bytes
 from memory.timelines import require_memory

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, Step, uploads
+from memory.blocks.arrays import Int64s
 from memory.eviction import Quest
-from memory.interface import Int64s
 from memory.recurrences import FAMILIES
 from memory.uploads import Stage
 from tests.kernels_cuda.recorder import never_waiting

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from memory import uploads
-from memory.interface import Int64s
+from memory.blocks.arrays import Int64s
 from memory.uploads import Stage, Stages, remember, together, upload
 from tests.subjects import make_subject
 

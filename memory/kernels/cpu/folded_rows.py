@@ -10,7 +10,7 @@ import numpy as np
 from numba import njit, prange
 from torch import Tensor
 
-from memory.interface import Int64s
+from memory.blocks.arrays import Int64s
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.rows import as_array
 from memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_

@@ -7,7 +7,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from memory.interface import Int64s
+from memory.blocks.arrays import Int64s
 from memory.kernels import checks, reference
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.rows import as_array, as_tensors, copy_

@@ -10,9 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.blocks.arrays import ceil_div
 from memory.kernels import checks
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import absent, ceil_div, device_ints, launch, next_power_of_2, with_contiguous_rows
+from memory.kernels.cuda.launch import absent, device_ints, launch, next_power_of_2, with_contiguous_rows
 from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, silu
 from memory.kernels.cuda.prompts import conv_by_library
 from memory.kernels.signature import Prepared, StateSlots

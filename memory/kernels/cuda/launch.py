@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.interface import Int64s
+from memory.blocks.arrays import Int64s
 from memory.uploads import upload
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
@@ -60,10 +60,6 @@ def head_parts(head_dim: int) -> dict[str, int]:
 def device_ints(array: Int64s | Tensor, device: torch.device) -> Tensor:
     """A plan's host array (or a tensor that is there already) on the device, int64; uploaded once however often it is asked for."""
     return array if isinstance(array, Tensor) else upload(array, device)
-
-
-def ceil_div(n: int, d: int) -> int:
-    return -(-n // d)
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:

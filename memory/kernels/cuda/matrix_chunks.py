@@ -22,8 +22,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.blocks.arrays import ceil_div
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import ceil_div, launch, next_power_of_2
+from memory.kernels.cuda.launch import launch, next_power_of_2
 from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, summable
 from memory.kernels.cuda.matrix_inputs import Inputs
 from memory.kernels.cuda.matrix_tails import fold_tail

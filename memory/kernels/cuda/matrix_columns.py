@@ -23,8 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.blocks.arrays import ceil_div
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import absent, ceil_div, launch, next_power_of_2
+from memory.kernels.cuda.launch import absent, launch, next_power_of_2
 from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, summable
 from memory.kernels.cuda.matrix_chunks import SPARE, load_matrix, place_of, precision, split_at, store_matrix
 from memory.kernels.cuda.matrix_inputs import Inputs

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.blocks.arrays import ceil_div
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import absent, ceil_div, launch, next_power_of_2
+from memory.kernels.cuda.launch import absent, launch, next_power_of_2
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.matrix_inputs import Inputs, rows_a_program
 from memory.kernels.cuda.rings import keep_row, no_rings, ring_row, rings_of

@@ -7,8 +7,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.blocks.arrays import ceil_div
 from memory.kernels import checks
-from memory.kernels.cuda.launch import absent, ceil_div, launch, next_power_of_2, with_contiguous_rows
+from memory.kernels.cuda.launch import absent, launch, next_power_of_2, with_contiguous_rows
 from memory.kernels.signature import Prepared
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from memory.interface import Int64s
+from memory.blocks.arrays import Int64s, ceil_div
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import next_power_of_2
 from memory.kernels.signature import FoldedRows, PagedBatch
@@ -63,7 +63,7 @@ class Shape(NamedTuple):
         """Accumulators of a tile (rows x head_dim float32) must fit into the registers of eight warps."""
         most = 128 if head_dim <= 128 and itemsize < 4 else 64 if head_dim <= 256 or itemsize < 4 else 16
         heads, split = min(n_heads // n_kv_heads, most), _choose_split(device, n_heads, n_kv_heads, head_dim, itemsize)
-        return Shape(n_kv_heads, heads, -(-n_heads // n_kv_heads // heads), most, split)
+        return Shape(n_kv_heads, heads, ceil_div(n_heads // n_kv_heads, heads), most, split)
 
 
 class Launch(NamedTuple):
@@ -105,7 +105,7 @@ def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows
     n_tasks = n_partial = 0
     for size in np.unique(sizes).tolist():
         requests = (sizes == size).nonzero()[0]
-        n_tiles = -(-counts[requests] // size)
+        n_tiles = ceil_div(counts[requests], size)
         r, first = np.repeat(requests, n_tiles), _places(n_tiles) * size
         n_queries = np.minimum(size, counts[r] - first)
         newest = n_rows[r] - counts[r] + first
@@ -145,7 +145,7 @@ def _with_room(tiles: Tiles, n_queries: int) -> Tiles:
 def _splits(n_rows: Int64s, may_split: Int64s, shape: Shape) -> tuple[Int64s, Int64s]:
     """Programs that share the rows of each tile, and rows for each but the last."""
     most = max(1, shape.split.programs // (shape.n_kv_heads * shape.parts))
-    wanted = np.where(may_split, np.clip(-(-n_rows // shape.split.rows), 1, most), 1)
+    wanted = np.where(may_split, np.clip(ceil_div(n_rows, shape.split.rows), 1, most), 1)
     length = -(-n_rows // wanted // WHOLE_TILES) * WHOLE_TILES
     return -(-n_rows // length), length
 

@@ -1,0 +1,40 @@
+"""Integer arrays of plans and tables, and the few operations on them that many places need."""
+
+from __future__ import annotations
+
+from typing import TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+Int64s: TypeAlias = NDArray[np.int64]
+Bools: TypeAlias = NDArray[np.bool_]
+
+EMPTY: Int64s = np.zeros(0, np.int64)
+"""No integers: one array for all who have none."""
+
+
+_NumberT = TypeVar("_NumberT", int, Int64s)
+
+
+def ceil_div(n: _NumberT, divisor: int) -> _NumberT:
+    """n / divisor, rounded up: of one integer, or of each of an array."""
+    return -(-n // divisor)
+
+
+def starts_of(counts: Int64s) -> Int64s:
+    """(n + 1,) where each of n parts of these lengths starts when they lie one after the other, and where the last one ends."""
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, out=starts[1:])
+    return starts
+
+
+def ranges(starts: Int64s, ends: Int64s) -> Int64s:
+    """The integers of all intervals [starts[i], ends[i]), one interval after the other."""
+    counts = ends - starts
+    if not np.count_nonzero(counts != 1):
+        return np.array(starts)
+    total = int(counts.sum())
+    before = counts.cumsum() - counts
+    shifts: Int64s = np.repeat(starts - before, counts)
+    return shifts + np.arange(total)
