@@ -14,7 +14,7 @@ import numpy as np
 from memory import BatchError, HybridMemory, SpecError
 from memory.arguments import is_integer
 from memory.batch import why_no_ids
-from memory.timelines import require_memory
+from memory.hybrid import require_memory
 
 HOW_TO_LOAD = "with a model from load_model(...) and memory = HybridMemory(model.memory_spec, budget)"
 

@@ -1,11 +1,10 @@
-"""What a simulation needs beside an engine: a memory that counts, an engine that can run without a model, and token ids for texts."""
+"""What a simulation needs beside an engine: a model that computes nothing, replies made up beforehand, and token ids for texts."""
 
 from __future__ import annotations
 
 import math
 import random
 import zlib
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,58 +16,11 @@ from chat.choosing import Choice, Plan
 from chat.prompts import Message, Tokenizer, encode_turn
 from chat.requests import Generation
 from chat.workload import Event
-from memory import FormatError, HybridMemory, MemorySpec, Sequence, Step
-from memory.timelines import Whole
+from memory import FormatError, MemorySpec, Step
 
 _MEAN_REPLY_TOKENS = 40
 """Of replies that nobody has said anything about, in a dry run."""
 _POOL_TOKENS = 1 << 16
-
-
-class CountingMemory(HybridMemory):
-    """A memory that counts who leaves it and who comes back.
-
-    Attributes:
-        n_to_host, n_to_disk, n_back: sequences that were swapped out so that files grew or did not, and those swapped in.
-        n_away: sequences that are swapped out now.
-    """
-
-    def __init__(self, *arguments: Any, swap_dir: str | Path | None = None, **options: Any) -> None:
-        super().__init__(*arguments, swap_dir=swap_dir, **options)
-        self.n_to_host = self.n_to_disk = self.n_back = self.n_away = 0
-        self._has_files = swap_dir is not None
-
-    def swap_out(self, sequence: Sequence) -> None:
-        before = self._tiers.used_bytes[1] if self._has_files else 0
-        super().swap_out(sequence)
-        self.n_away += 1
-        if self._has_files and self._tiers.used_bytes[1] > before:
-            self.n_to_disk += 1
-        else:
-            self.n_to_host += 1
-
-    def swap_in(self, sequence: Sequence) -> None:
-        super().swap_in(sequence)
-        self.n_back += 1
-        self.n_away -= 1
-
-    def close(self, sequence: Sequence | Whole = Whole.MEMORY) -> None:
-        was_away = isinstance(sequence, Sequence) and sequence.is_swapped
-        super().close(sequence)
-        self.n_away -= was_away
-
-    @property
-    def used_bytes(self) -> int:
-        """Bytes of the budget in use."""
-        return self._store.arena.used_bytes
-
-    def bytes_by_kind(self) -> dict[str, int]:
-        """As `usage().by_kind`, without looking at every sequence."""
-        return {pool.name: pool.used_bytes for pool, _ in self._kinds.pools}
-
-    def bytes_away(self) -> tuple[int, int]:
-        """In host memory and in files."""
-        return self._tiers.used_bytes
 
 
 class Script:

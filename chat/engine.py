@@ -197,8 +197,8 @@ class Engine(NotCopied, Serving):
         if sequence is not None:
             with self._scheduler.lock:
                 n_base = self._scheduler.check_sequence(sequence)
-        if sequence is None or self.memory.is_whole(sequence):
-            self.memory.require_possible(int(count_tokens([token_ids])[0]), n_held=n_base, max_tokens=1)
+        if sequence is None or sequence.is_whole:
+            self.memory.counters.require_possible(int(count_tokens([token_ids])[0]), n_held=n_base, max_tokens=1)
 
     def _check(self, request: Request) -> None:
         if request.stop and self.tokenizer is None:

@@ -81,7 +81,7 @@ class Sizes:
 
     def __init__(self, memory: HybridMemory) -> None:
         self.budget_bytes = memory.budget_bytes
-        self._of, self._shared = (lru_cache(maxsize=4096)(f) for f in (memory.bytes_at, memory.shared_bytes_at))
+        self._of, self._shared = (lru_cache(maxsize=4096)(f) for f in (memory.counters.bytes_at, memory.counters.shared_bytes_at))
 
     def of(self, n_tokens: int) -> int:
         return self._of(n_tokens)
@@ -162,7 +162,7 @@ class Scheduler:
         """The length of a sequence that a generation can go on with. The caller holds `lock`. Raises SequenceError."""
         if sequence in self._given:
             raise SequenceError(f"{sequence!r} is in use by another generation; wait for its end, or fork it")
-        self._memory.is_whole(sequence)  # raises for a bad handle, and for none that is swapped out
+        self._memory.private_bytes(sequence)  # raises for a bad handle, and for none that is swapped out
         if sequence.is_checkpoint:
             raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
         return sequence.length

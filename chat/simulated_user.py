@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from chat.dry import CountingMemory, Script, Words
+from chat.dry import Script, Words
 from chat.engine import Engine
 from chat.prompts import Message
 from chat.requests import Generation
 from chat.simulation_report import Tally
 from chat.workload import Event
-from memory import CapacityError, Sequence
+from memory import CapacityError, HybridMemory, Sequence
 
 
 @dataclass
@@ -76,9 +76,7 @@ class Room:
         here: users whose live sequence nobody uses at the moment, those first that have been silent for longest.
     """
 
-    def __init__(
-        self, engine: Engine, memory: CountingMemory, words: Words, tally: Tally, *, max_tokens: int, script: Script | None
-    ) -> None:
+    def __init__(self, engine: Engine, memory: HybridMemory, words: Words, tally: Tally, *, max_tokens: int, script: Script | None) -> None:
         self.engine = engine
         self.memory = memory
         self.words = words

@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from chat.dry import CountingMemory, NoModel, Script, Words
+from chat.dry import NoModel, Script, Words
 from chat.engine import Engine
 from chat.prompts import Tokenizer, find_stop_ids
 from chat.requests import Generation
 from chat.simulated_user import Room, SimulatedUser
 from chat.simulation_report import STEP_SECONDS, Answer, Report, Sample, Tally
 from chat.workload import Event, Family, Workload
-from memory import MemorySpec, SpecError
+from memory import HybridMemory, MemorySpec, SpecError
 from memory.prefix import PrefixCache
 from models import LanguageModel
 
@@ -134,7 +134,8 @@ class Simulation:
         if self.cache is not None:
             self.cache.clear()
         self.memory.check()
-        counts = {"host": self.memory.n_to_host, "disk": self.memory.n_to_disk, "back": self.memory.n_back}
+        swaps = self.memory.counters.swaps
+        counts = {"host": swaps.n_to_host, "disk": swaps.n_to_disk, "back": swaps.n_back}
         return Report(
             self.tally, self.n_families, "virtual" if self.setup.speed is None else "wall", start_bytes, self.memory.usage().used_bytes,
             self._peak_bytes, n_evicted, counts, seconds, self.seconds, self._n_given_up, self.setup.is_checked,
@@ -283,18 +284,19 @@ class Simulation:
     # Samples
 
     def _sample(self) -> None:
-        memory, stats, load = self.memory, self.engine.stats, self.engine.load
-        self._peak_bytes = max(self._peak_bytes, used_bytes := memory.used_bytes)
+        counters, stats, load = self.memory.counters, self.engine.stats, self.engine.load
+        self._peak_bytes = max(self._peak_bytes, used_bytes := counters.used_bytes)
         if not self.tally.samples.is_due(stats.n_steps):
             return
-        host_bytes, disk_bytes = memory.bytes_away()
-        by_kind = memory.bytes_by_kind()
+        host_bytes, disk_bytes = counters.swapped_bytes
+        by_kind = counters.bytes_by_pool()
         assert sum(by_kind.values()) == used_bytes, "every byte in use is of some kind"
         n_silent = self.n_users - len(self._speaking) - self.n_paused
         reused, recomputed = self.tally.reused.total(), self.tally.recomputed.total()
         self.tally.samples.add(
             Sample(
-                stats.n_steps, self.seconds, load.running, load.waiting + load.preempted, n_silent, self.n_paused, memory.n_away, by_kind,
+                stats.n_steps, self.seconds, load.running, load.waiting + load.preempted, n_silent, self.n_paused, len(counters.swaps),
+                by_kind,
                 host_bytes, disk_bytes, stats.n_generated, reused, recomputed,
             )
         )  # fmt: skip
@@ -308,11 +310,11 @@ def simulate(setup: Setup, workload: Workload, on_step: Callable[[Simulation], N
     return Simulation(setup, workload).run(on_step)
 
 
-def _make_memory(setup: Setup) -> CountingMemory:
+def _make_memory(setup: Setup) -> HybridMemory:
     host_budget = 1 if setup.swap_dir is not None and setup.host_budget is None else setup.host_budget
     if setup.is_dry and setup.swap_dir is not None:
         raise SpecError(f"swap_dir={setup.swap_dir}: a dry run has no bytes to write; leave it out, and read what host memory would hold")
-    return CountingMemory(
+    return HybridMemory(
         setup.spec, setup.budget, rollback_window=setup.rollback_window, device="meta" if setup.is_dry else None, poison=setup.poison,
         host_budget=host_budget, swap_dir=setup.swap_dir,
     )  # fmt: skip
@@ -327,7 +329,7 @@ def _find_stop_ids(setup: Setup) -> tuple[int, ...]:
 
 
 def _make_engine(
-    setup: Setup, memory: CountingMemory, cache: PrefixCache | None, stop_ids: tuple[int, ...], script: Script | None
+    setup: Setup, memory: HybridMemory, cache: PrefixCache | None, stop_ids: tuple[int, ...], script: Script | None
 ) -> Engine:  # fmt: skip
     options: dict[str, Any] = {"stop_ids": stop_ids, "prefixes": cache, "step_tokens": setup.step_tokens, "max_running": setup.max_running}
     if script is None:

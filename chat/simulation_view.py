@@ -61,8 +61,8 @@ class _Dashboard:
 
 def _bars(simulation: Simulation) -> list[Text]:
     """One line: the budget, by kind; one more: what the colours are, and what is outside of it."""
-    by_kind = simulation.memory.bytes_by_kind()
-    budget_bytes = simulation.memory.used_bytes + simulation.memory.free_bytes
+    by_kind = simulation.memory.counters.bytes_by_pool()
+    budget_bytes = simulation.memory.budget_bytes
     bar, legend, n_drawn = Text(), Text(), 0
     for (kind, n_bytes), style in zip(by_kind.items(), _STYLES * len(by_kind), strict=False):
         n_columns = round(_BAR_COLUMNS * n_bytes / budget_bytes)
@@ -72,7 +72,7 @@ def _bars(simulation: Simulation) -> list[Text]:
         n_drawn += n_columns
     bar.append("░" * max(0, _BAR_COLUMNS - n_drawn), style="dim")
     bar.append(f" of {format_bytes(budget_bytes)}")
-    host_bytes, disk_bytes = simulation.memory.bytes_away()
+    host_bytes, disk_bytes = simulation.memory.counters.swapped_bytes
     legend.append(f"swapped out: {format_bytes(host_bytes)} in host memory, {format_bytes(disk_bytes)} in files", style="dim")
     return [bar, legend]
 

@@ -26,8 +26,8 @@ from torch import Tensor
 from memory.errors import FormatError, SpecError
 from memory.files import written_whole
 from memory.folding import TailGrid
+from memory.layer_memories import Snapshot
 from memory.specs import MemorySpec, RecurrentSpec
-from memory.together import Snapshot
 
 _FORMAT, _VERSION = "hybrid-memory sequence", 2
 _BLOCKS = "blocks/"

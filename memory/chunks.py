@@ -12,12 +12,12 @@ from torch import Tensor
 
 from memory.arguments import is_integer
 from memory.batch import count_tokens, read_pairs, read_tokens
-from memory.blocks.arrays import Int64s
 from memory.errors import BUDGET_UNIT, BatchError, CapacityError, StepError
 from memory.interface import Requests, Sequence
 from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.specs import MemorySpec
 from memory.step import Outputs, Step
+from memory.views.counters import Counters
 
 Model = Callable[[Step], Tensor]
 Chunk = list[tuple[int, int, int]]
@@ -28,9 +28,8 @@ class Steppable(Protocol):
     """What running needs of a memory."""
 
     spec: MemorySpec
+    counters: Counters
 
-    def require_room(self, sequences: list[Sequence], counts: Int64s, max_tokens: int) -> None: ...
-    def lack_of_room(self, slots: Int64s, counts: Int64s, max_tokens: int) -> CapacityError: ...
     def step(self, requests: Requests, *, outputs: Outputs = "last") -> Step: ...
     def checkpoint(self, sequence: Sequence) -> Sequence: ...
     def rollback(self, sequence: Sequence, to: int | Sequence) -> None: ...
@@ -52,7 +51,7 @@ def run_in_chunks(
     if model is not None and not callable(model):
         raise StepError(f"{model!r} is no model; call memory.run(model, requests), with a model from load_model")
     sequences, values = read_pairs(requests)
-    memory.require_room(sequences, count_tokens(values), max_tokens)  # their number is enough: a million tokens take long to read
+    memory.counters.require_room(sequences, count_tokens(values), max_tokens)  # their number is enough: a million tokens take long to read
     tokens = read_tokens(sequences, values, memory.spec.vocab_size)
     tokens.arrive(sequences, memory.spec.vocab_size)
     memory.step([(sequence, 0) for sequence in sequences], outputs=outputs)  # refuses what no chunk could do; nothing is entered
@@ -93,7 +92,7 @@ def run_in_chunks(
             _return_to(memory, marks)
     except CapacityError as error:
         if error.unit == BUDGET_UNIT and not is_in_model:  # it speaks of a chunk
-            raise memory.lack_of_room(np.array([s.slot for s in sequences]), tokens.counts, max_tokens) from None
+            raise memory.counters.lack_of_room(np.array([s.slot for s in sequences]), tokens.counts, max_tokens) from None
         raise
     finally:
         _return_to(memory, marks)  # a Ctrl-C may have come in the way of the first

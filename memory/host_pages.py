@@ -12,7 +12,7 @@ from memory.errors import IntegrityError
 from memory.hosted_attention import HostedAttention
 from memory.inspection import Inventory
 from memory.interface import Sequence
-from memory.together import AllKinds, Snapshot
+from memory.layer_memories import LayerMemories, Snapshot
 
 
 class HostPages:
@@ -24,7 +24,9 @@ class HostPages:
         hosted: both as one, as the memory has them.
     """
 
-    def __init__(self, store: Store, host_store: Store, near: AllKinds, far: AllKinds, hosted: dict[str, HostedAttention]) -> None:
+    def __init__(
+        self, store: Store, host_store: Store, near: LayerMemories, far: LayerMemories, hosted: dict[str, HostedAttention]
+    ) -> None:  # fmt: skip
         self._store, self._host_store = store, host_store
         self._near, self._far = near, far
         self._hosted = list(hosted.values())
@@ -48,7 +50,7 @@ class HostPages:
         return self._far.snapshot(slot, length, self._host_store)
 
     def inventory(self, sequences: list[Sequence], lengths: Int64s, slots: Int64s) -> Inventory:
-        return Inventory(self._host_store.arena, sequences, lengths, slots * 0, self._far.groups(slots))
+        return Inventory.of(self._host_store.arena, sequences, lengths, slots * 0, self._far, slots)
 
     def check(self, slots: list[int]) -> None:
         """Raise IntegrityError unless kinds agree on who is there, and no byte is lost. Pages are checked with the other kinds."""

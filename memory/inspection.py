@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from memory.arena import Arena, BlockPool
 from memory.block_layout import BlockLayout
 from memory.blocks.arrays import EMPTY, Int64s
-from memory.interface import Holding, Sequence
+from memory.interface import Holding, LayerMemory, Sequence
 from memory.specs import LayerSpec
 from memory.tables import Table, as_html, as_rich, count, format_bytes
 
@@ -59,6 +59,14 @@ class Group:
     shares: dict[str, list[int]]
 
 
+class Layers(Protocol):
+    """What is looked at of the layer memories of a model: `memory.layer_memories.LayerMemories`."""
+
+    members: dict[str, list[tuple[int, LayerSpec]]]
+
+    def items(self) -> ItemsView[str, LayerMemory[Any]]: ...
+
+
 @dataclass(frozen=True)
 class Inventory:
     """Which blocks there are and who refers to them. It is a view, valid until the memory changes.
@@ -72,6 +80,12 @@ class Inventory:
     lengths: Int64s
     away_bytes: Int64s
     groups: list[Group]
+
+    @staticmethod
+    def of(arena: Arena, sequences: list[Sequence], lengths: Int64s, away_bytes: Int64s, layers: Layers, slots: Int64s) -> Inventory:
+        """Of sequences in slots (S,), layer memory by layer memory."""
+        groups = [Group(name, layers.members[name], m.pools, m.holdings(slots), m.shares) for name, m in layers.items()]
+        return Inventory(arena, sequences, lengths, away_bytes, groups)
 
 
 class _Held:

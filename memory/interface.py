@@ -52,6 +52,10 @@ class SequenceOwner(Protocol):
         """The earliest position that a rollback of an open sequence reaches."""
         ...
 
+    def is_whole(self, sequence: Sequence) -> bool:
+        """Whether an open sequence remembers what feeding its tokens would give."""
+        ...
+
     def is_away(self, sequence: Sequence) -> bool:
         """Whether an open sequence is swapped out."""
         ...
@@ -104,6 +108,11 @@ class Sequence(NotCopied):
     def horizon(self) -> int:
         """The earliest position that `rollback` reaches without a checkpoint (position 0 is always reachable)."""
         return self._open_owner().horizon_of(self)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it remembers what feeding its tokens would give: none was dropped from its middle."""
+        return self._open_owner().is_whole(self)
 
     @property
     def is_swapped(self) -> bool:

@@ -19,6 +19,7 @@ from memory.folding import Fold, TailGrid
 from memory.group_selection import GroupSelection
 from memory.host_pages import HostPages
 from memory.hosted_attention import Attention, HostedAttention
+from memory.layer_memories import LayerMemories
 from memory.page_grid import PageGrid
 from memory.page_selection import PageSelection
 from memory.quantization import Storage
@@ -26,7 +27,6 @@ from memory.quantized_attention import QuantizedAttention
 from memory.rebased_state import RebasedState
 from memory.sparse_attention import SparseAttention
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
-from memory.together import AllKinds
 
 
 @dataclass
@@ -38,7 +38,7 @@ class Kinds:
         attention: for each attention of the spec the name of its cache, the cache, and its number there.
     """
 
-    by_name: AllKinds = field(default_factory=AllKinds)
+    by_name: LayerMemories = field(default_factory=LayerMemories)
     attention: list[tuple[str, Attention, int]] = field(default_factory=list)
     cross_attention: CrossAttentionCache | None = None
     recurrent: RebasedState | None = None
@@ -125,7 +125,7 @@ def with_host_pages(kinds: Kinds, spec: MemorySpec, page_tokens: int, grid: Tail
         raise SpecError(f"{spec.model} has no attention whose pages could be in host memory; leave host_pages out")
     if (needed := host_kinds.by_name.least_bytes) > (given := host_store.arena.capacity_bytes):
         raise SpecError(f"host_pages={given:,} bytes are too few for one sequence of {spec.model}; give {needed:,} or more")
-    hosted, near = dict[str, HostedAttention](), AllKinds()
+    hosted, near = dict[str, HostedAttention](), LayerMemories()
     for (name, cache, _), (_, twin, _) in zip(kinds.attention, host_kinds.attention, strict=True):
         specs = [member for _, member in host_kinds.by_name.members[name] if isinstance(member, AttentionSpec)]
         hosted[name], near[name] = HostedAttention(cache, twin, store, host_store, specs, spec.dtype), cache
@@ -150,14 +150,3 @@ def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fo
 
 def _bytes(parts: Iterable[tuple[tuple[int, ...], torch.dtype | None]], dtype: torch.dtype) -> int:
     return sum(math.prod(shape) * (own or dtype).itemsize for shape, own in parts)
-
-
-def index_of(spec: MemorySpec) -> dict[tuple[int, str, str | None], int]:
-    """(layer, kind, name) -> index within the kind; name None where the layer has only one of that kind."""
-    index: dict[tuple[int, str, str | None], int] = {}
-    for kind in ("attention", "cross-attention", "recurrence"):
-        for i, (layer, memory) in enumerate(spec.of_kind(kind)):
-            index[layer, kind, memory.name] = i
-            if sum(spec.kind_of(m) == kind for m in spec.layers[layer]) == 1:
-                index[layer, kind, None] = i
-    return index

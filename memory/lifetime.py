@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from memory.errors import SequenceError
 
@@ -12,6 +12,14 @@ _ELSEWHERE = (
     "this memory was made in another process, of which this one is a fork; make a memory in each process, in processes started by 'spawn', "
     "and hand sequences over by save and load"
 )
+
+
+def refuse_to_copy(self: Any, protocol: object) -> NoReturn:
+    """`__reduce_ex__` of what means something in one place only: `copy`, `pickle` and so `multiprocessing` raise SequenceError.
+
+    Its `_instead` says what to do.
+    """
+    raise SequenceError(f"a {type(self).__name__} cannot be copied, pickled or sent to another process; {self._instead}")
 
 
 class NotCopied:
@@ -44,25 +52,25 @@ class _Ended:
         raise SequenceError(self._why)
 
 
-class Lifetime(NotCopied):
-    """A memory as long as it serves. Its parts are its private attributes."""
+class Lifetime:
+    """Base of what serves until it is ended: then every use of its parts raises SequenceError.
 
-    instead = "write sequences with memory.save(sequence, path) and read them with load in a memory made there, or fork a sequence"
+    Attributes:
+        parts: names of the attributes that go.
+        why_ended: None as long as it serves.
+    """
+
+    parts: tuple[str, ...] = ()
 
     def __init__(self) -> None:
-        self._why_ended: str | None = None
+        self.why_ended: str | None = None
         _alive.add(self)
 
-    @property
-    def is_open(self) -> bool:
-        """Whether it serves: it has not been closed, and is of this process."""
-        return self._why_ended is None
-
-    def _end(self, why: str, *, keeps: bool = False) -> None:
-        """From now on every use raises SequenceError. What the memory held is freed, unless it `keeps` it, untouched."""
-        parts = {name: part for name, part in vars(self).items() if name.startswith("_") and part is not None}
+    def end(self, why: str, *, keeps: bool = False) -> None:
+        """Serve no longer. What the parts held is freed, unless this `keeps` it, untouched."""
+        parts = {name: getattr(self, name) for name in self.parts}
         vars(self).update(dict.fromkeys(parts, _Ended(why, parts if keeps else None)))
-        self._why_ended = why
+        self.why_ended = why
 
 
 _alive: weakref.WeakSet[Lifetime] = weakref.WeakSet()
@@ -71,7 +79,7 @@ _alive: weakref.WeakSet[Lifetime] = weakref.WeakSet()
 def _end_all() -> None:
     """In a child made by `fork`: threads of kernels do not exist there, a CUDA device cannot be used, and files are the parent's."""
     for memory in list(_alive):
-        memory._end(_ELSEWHERE, keeps=True)
+        memory.end(_ELSEWHERE, keeps=True)
 
 
 if hasattr(os, "register_at_fork"):

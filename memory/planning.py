@@ -69,38 +69,27 @@ def plan_sequence(
     n_tokens, step_tokens = read_count("n_tokens", n_tokens, 1), read_count("step_tokens", step_tokens, 1)
     encoder_tokens = read_count("encoder_tokens", encoder_tokens, 0)
 
-    def feed(ends: Iterable[int]) -> Iterator[tuple[_DryMemory, int, int]]:
+    def feed(ends: Iterable[int]) -> Iterator[tuple[HybridMemory, int, int]]:
         """A sequence in a memory of its own, fed up to each of `ends`: the memory, the length, and the most bytes used in the last step."""
-        memory = _DryMemory(spec, _ROOM_BYTES, device="meta", page_tokens=page_tokens, **options)
+        memory = HybridMemory(spec, _ROOM_BYTES, device="meta", page_tokens=page_tokens, **options)
         sequence = memory.open(encoder=_encoded(spec, encoder_tokens))
         for end in ends:
             with memory.step({sequence: np.zeros(end - sequence.length, np.int64)}):
-                in_step_bytes = memory.used_bytes
+                in_step_bytes = memory.counters.used_bytes
             yield memory, end, in_step_bytes
 
     n_single = min(n_tokens, _lengths_that_differ(spec, page_tokens))
     most_bytes = most_at = 0
     for memory, length, _ in feed(range(max(1, n_tokens - n_single), n_tokens + 1)):
-        if memory.used_bytes > most_bytes:
-            most_bytes, most_at, usage = memory.used_bytes, length, memory.usage()
+        if memory.counters.used_bytes > most_bytes:
+            most_bytes, most_at, usage = memory.counters.used_bytes, length, memory.usage()
     n_stepped = 2 * max(memory.rollback_window, n_single) + 2 * step_tokens
     first = max(0, n_tokens - n_stepped) // step_tokens * step_tokens  # `HybridMemory.run` cuts prompts there
     ends = [*([first] if first else []), *range(first + step_tokens, n_tokens, step_tokens), n_tokens]
     peak_bytes = max(in_step_bytes for _, length, in_step_bytes in feed(ends) if length > first)
     step_bytes = max(0, peak_bytes - most_bytes)
-    return SequencePlan(n_tokens, page_tokens, most_bytes, most_at, usage.by_kind, usage.block_bytes, step_bytes, memory.least_bytes)
-
-
-class _DryMemory(HybridMemory):
-    """A memory that says what else its books know."""
-
-    @property
-    def used_bytes(self) -> int:
-        return self._store.arena.used_bytes
-
-    @property
-    def least_bytes(self) -> int:
-        return self._kinds.least_bytes
+    least_bytes = memory.counters.least_bytes
+    return SequencePlan(n_tokens, page_tokens, most_bytes, most_at, usage.by_kind, usage.block_bytes, step_bytes, least_bytes)
 
 
 def _lengths_that_differ(spec: MemorySpec, page_tokens: int) -> int:

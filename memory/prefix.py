@@ -22,13 +22,12 @@ import numpy as np
 from memory.arguments import is_integer
 from memory.blocks.arrays import EMPTY, Int64s
 from memory.errors import BatchError, SequenceError, SpecError
-from memory.hybrid import HybridMemory
+from memory.hybrid import HybridMemory, require_memory
 from memory.interface import Sequence
 from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.lifetime import NotCopied
 from memory.radix_tree import NOTHING_SEEN, Node, first_marked, marked_above, split
 from memory.ranking import Ranking
-from memory.timelines import require_memory
 from memory.token_buffer import common_prefix
 
 _CLOSED = "this prefix cache is closed; make another one"
@@ -210,7 +209,8 @@ class PrefixCache(NotCopied):
 
         Raises SequenceError. Cost: O(tokens) and a checkpoint, which copies no tensor.
         """
-        tokens = self.memory.tokens_of(sequence) if self.memory.is_whole(sequence) else EMPTY
+        held_bytes = self.memory.counters.held_bytes(sequence)
+        tokens = sequence.tokens if sequence.is_whole else EMPTY
         if not len(tokens):
             return
         with uninterrupted():
@@ -218,7 +218,7 @@ class PrefixCache(NotCopied):
             if node.mark is None:
                 node.mark = self.memory.checkpoint(sequence)
                 self._marked[node.mark] = node
-                self._ranking.add(node.mark, node.depth - marked_above(node), self.memory.held_bytes(node.mark))
+                self._ranking.add(node.mark, node.depth - marked_above(node), held_bytes)
                 self._count_saved_below(node, node.depth)
             self._touch(node)
 
@@ -263,7 +263,7 @@ class PrefixCache(NotCopied):
         free_bytes, n_before = self.memory.free_bytes, len(self._marked)
         lot_bytes = max(missing_bytes, self._lot_bytes)
         chosen, n_promised = list[Sequence](), 0
-        for mark, n_bytes in self._ranking.ascending(self._clock, self.memory.private_bytes_of):
+        for mark, n_bytes in self._ranking.ascending(self._clock, self.memory.counters.private_bytes):
             if n_promised >= (lot_bytes if n_bytes else missing_bytes):
                 break
             chosen.append(mark)
@@ -321,7 +321,7 @@ class PrefixCache(NotCopied):
         self.close()
 
     def stats(self) -> PrefixStats:
-        private_bytes = int(self.memory.private_bytes_of([*self._marked]).sum())
+        private_bytes = int(self.memory.counters.private_bytes([*self._marked]).sum())
         counts = (self._n_lookups, self._n_hits, self._n_tokens, self._n_reused, len(self._marked), self._n_evicted)
         return PrefixStats(*counts, private_bytes)
 

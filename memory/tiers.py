@@ -14,14 +14,17 @@ from uuid import uuid4
 from memory.archive import read_snapshot, write_snapshot
 from memory.errors import CapacityError
 from memory.files import share_folder
-from memory.together import Snapshot
+from memory.layer_memories import Snapshot
 
 _PREFIX = "swapped-"
 _NAMES = rf"{_PREFIX}[0-9a-f]{{32}}\.safetensors"
 
 
 class Tiers:
-    """What was swapped out, by slot.
+    """What was swapped out, by slot. Its length is how many sequences are.
+
+    Attributes:
+        n_to_host, n_to_disk: sequences that were swapped out so far so that files did not grow, or did. n_back: swapped in.
 
     Args:
         host_bytes: that may wait in host memory; None for any number.
@@ -36,7 +39,11 @@ class Tiers:
         self._files: dict[int, tuple[Path, int]] = {}
         self._waiting_bytes = self._file_bytes = 0
         self._has_joined = False
+        self.n_to_host = self.n_to_disk = self.n_back = 0
         weakref.finalize(self, _unlink_all, self._files, os.getpid())  # without the memory nobody could come back from them
+
+    def __len__(self) -> int:
+        return len(self._waiting) + len(self._files)
 
     @property
     def used_bytes(self) -> tuple[int, int]:
@@ -45,7 +52,7 @@ class Tiers:
 
     def put(self, slot: int, snapshot: Snapshot) -> None:
         """Raises CapacityError: no room in either, nothing has changed. Whatever writing a file raises, with nothing lost."""
-        free_bytes = self._free_host_bytes()
+        free_bytes, file_bytes = self._free_host_bytes(), self._file_bytes
         while snapshot.n_bytes > free_bytes and self._waiting and self.folder is not None:
             oldest = next(iter(self._waiting))
             self._to_file(oldest, self._waiting[oldest])
@@ -62,6 +69,8 @@ class Tiers:
                 "memory a larger host_budget, or a swap_dir",
                 needed=snapshot.n_bytes, free=int(free_bytes),
             )  # fmt: skip
+        self.n_to_disk += self._file_bytes > file_bytes
+        self.n_to_host += self._file_bytes <= file_bytes
 
     def get(self, slot: int) -> Snapshot:
         """What was put there; it stays. Raises FormatError if its file was damaged or taken away."""

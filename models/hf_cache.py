@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import Cache
 
 from memory import BatchError, HybridMemory, RollbackError, Sequence, SequenceError, SpecError, StepError
-from memory.timelines import require_memory
+from memory.hybrid import require_memory
 from models.hf_pass import CURRENT_PASS, Pass, open_pass
 
 

@@ -48,7 +48,7 @@ def make_memory(model: Counting) -> HybridMemory:
 
 def assert_nothing_left(memory: HybridMemory) -> None:
     memory.check()
-    assert not memory._ledger.handles and memory.usage().used_bytes == 0
+    assert not memory._coordinator.ledger.handles and memory.usage().used_bytes == 0
 
 
 # Speculative decoding

@@ -178,16 +178,16 @@ def forget(memory: HybridMemory, name: str) -> None:
     cleared: list[tuple[Store, NDArray[np.int64], Field, float]] = []
     part = slice(None)
     if name in ("keys", "values"):
-        for cache in (kind for kind in memory._kinds.values() if isinstance(kind, AttentionCache)):
+        for cache in (kind for kind in memory._coordinator.layers.values() if isinstance(kind, AttentionCache)):
             blocks = cache.pool.addresses[cache.pool.counts > 0]
             cleared += [(cache._store, blocks, field, 0.0) for field in cache.layout.fields[name == "values" :: 2]]
     elif name in ("latents", "rotary keys"):
-        for cache in (kind for kind in memory._kinds.values() if isinstance(kind, AttentionCache)):
+        for cache in (kind for kind in memory._coordinator.layers.values() if isinstance(kind, AttentionCache)):
             (n_latent,) = {s.value_dim for s in cache._specs}
             part = slice(n_latent) if name == "latents" else slice(n_latent, None)
             cleared += [(cache._store, cache.pool.addresses[cache.pool.counts > 0], field, 0.0) for field in cache.layout.fields]
     else:
-        recurrent = memory._recurrent
+        recurrent = memory._coordinator.layers.get("recurrence")
         blocks = recurrent.states.addresses[recurrent.states.counts > 0]
         states = [s for m in recurrent._specs for s in m.states]
         for state, field in zip(states, recurrent.state_layout.fields, strict=True):

@@ -214,7 +214,7 @@ SEQUENCES: list[Row] = [
     ("memory.swap_out(away)", "swapped out", "swap_in"),
     ("memory.swap_in(alice)", "not swapped out", "as it is"),
     ("memory.to_host(alice)", "no place", "host_pages="),
-    ("memory.held_bytes(3)", "3", "memory.open()"),
+    ("memory.counters.held_bytes(3)", "3", "memory.open()"),
     ("memory.private_bytes(closed)", "closed", "another one"),
     ("closed.length", "closed", "another one"),
     ("PrefixCache(model)", "Toy", "HybridMemory"),
