@@ -12,10 +12,9 @@ from torch import Tensor
 from memory.arena import Store
 from memory.batch import TokenLists, pack
 from memory.blocks.arrays import Int64s
-from memory.cross_attention import Encoded
 from memory.errors import BUDGET_UNIT, BatchError, CapacityError, FormatError, SequenceError, SpecError
 from memory.inspection import Inventory, sequence_html
-from memory.interface import OpenStep, Packed, Plans, Sequence
+from memory.interface import Encoded, OpenStep, Packed, Plans, Sequence
 from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.layer_memories import LayerMemories, PagesOnHost, Places, Snapshot, SwappedOut
 from memory.ledger import Ledger

@@ -6,7 +6,6 @@ as those of `attention_cache`, but as many as the encoder's rows need.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +16,10 @@ from memory.arena import BlockPool, Store
 from memory.block_layout import BlockLayout
 from memory.blocks.arrays import EMPTY, Int64s, ceil_div, starts_of
 from memory.errors import BatchError, IntegrityError, SequenceError, StepError
-from memory.interface import Holding, LiveRows, Packed, Record, Stretch
+from memory.interface import Encoded, Holding, LiveRows, Packed, Record, Stretch
 from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
 from memory.shift import Dropped
 from memory.specs import CrossAttentionSpec
-
-Encoded = Seq[tuple[Tensor, Tensor]]
-"""For each cross-attention of a model, in layer order: keys and values of all encoder rows, (R, n_kv_heads, head_dim) each."""
 
 
 @dataclass(frozen=True)

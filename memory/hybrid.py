@@ -15,12 +15,11 @@ from memory.arguments import read_count
 from memory.batch import read_pairs, read_tokens
 from memory.build import build, check_choices, kernels_of, resolved_spec, tail_grid
 from memory.chunks import Model, run_in_chunks
-from memory.cross_attention import Encoded
 from memory.errors import FormatError, SequenceError, SpecError
 from memory.folding import Fold
 from memory.host_bytes import HostAttention
 from memory.inspection import Usage, measure
-from memory.interface import Requests, Sequence
+from memory.interface import Encoded, Requests, Sequence
 from memory.interrupts import uninterrupted_call
 from memory.kinds import default_fold
 from memory.lifetime import refuse_to_copy

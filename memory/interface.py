@@ -146,6 +146,8 @@ class Sequence(NotCopied):
             return escape(repr(self))
 
 
+Encoded = Seq[tuple[Tensor, Tensor]]
+"""For each cross-attention of a model, in layer order: keys and values of all encoder rows, (R, n_kv_heads, head_dim) each."""
 Tokens = int | Seq[int] | Int64s | Tensor
 Requests = Mapping[Sequence, Tokens] | Iterable[tuple[Sequence, Tokens]]
 

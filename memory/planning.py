@@ -11,10 +11,10 @@ import torch
 
 from memory.arguments import read_count
 from memory.block_layout import ALIGNMENT_BYTES
-from memory.cross_attention import Encoded
 from memory.errors import SpecError
 from memory.eviction import EvictionPolicy
 from memory.hybrid import HybridMemory
+from memory.interface import Encoded
 from memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec
 
 _ROOM_BYTES = 1 << 61

@@ -39,7 +39,7 @@ class Rotation:
             raise SpecError(f"Rotation.layout is {self.layout!r}; choose 'half' or 'interleaved'")
         if not isinstance(self.frequencies, tuple) or not all(isinstance(f, float) and math.isfinite(f) for f in self.frequencies):
             raise SpecError(f"Rotation.frequencies are {self.frequencies!r}; give a tuple of finite floats, one for each pair of elements")
-        if not is_integer(self.start, 0):
+        if type(self.start) is not int or self.start < 0:
             raise SpecError(f"Rotation.start is {self.start!r}; it must be an integer of at least 0 elements")
 
     @property

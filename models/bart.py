@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, Step
-from memory.cross_attention import Encoded
+from memory.interface import Encoded
 from memory.specs import LayerSpec
 from models.attention import Attention, load_projections
 from models.checkpoint import Checkpoint, check_numbers, require

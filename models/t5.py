@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory import UNROTATED, AttentionSpec, CrossAttentionSpec, MemorySpec, Step
-from memory.cross_attention import Encoded
+from memory.interface import Encoded
 from memory.specs import LayerSpec
 from models.bart import CrossAttention, read_token_ids
 from models.checkpoint import Checkpoint, check_numbers
