@@ -24,7 +24,7 @@ from memory.errors import SpecError
 from memory.folding import NOTHING, Columns, TailGrid
 from memory.interface import Packed, Recurrence
 from memory.kernels import Kernels, Prepared, Tail
-from memory.rebased_state import RebasedState
+from memory.recurrent_state import RecurrentState
 from memory.specs import RecurrentSpec
 from memory.states import RecurrentPlan, Run, States
 
@@ -45,7 +45,7 @@ class DeferredPlan(RecurrentPlan):
     folds: Prepared
 
 
-class DeferredState(RebasedState):
+class DeferredState(RecurrentState):
     """`memory.interface.LayerMemory` of all recurrences of all layers; see `RecurrentState`.
 
     Raises:

@@ -116,19 +116,25 @@ def _count(*are_there: NDArray[np.bool_]) -> Int64s:
 class Columns:
     """One value for each sequence, by slot or by request: positions of states, and ids of blocks.
 
+    Positions count the tokens that a state has seen. After `drop` these are more than the sequence has, for a state still contains the
+    dropped tokens: position p of the sequence is p + offset of its states.
+
+        the sequence   0 ............... start ........ length
+        its states     0 ......... end ............ length + offset
+
     `kept` is the state at a later body position, at most one. It and the head are shortcuts, the body and the tail are enough.
 
     Attributes:
-        table: (7, n): body_at, head_at, kept_at, then the ids of body, head, kept and tail.
+        table: (9, n): body_at, head_at, kept_at, offset, floor, then the ids of body, head, kept and tail. The floor is the earliest
+            position of the sequence that has a state: before it, position + offset is that of a dropped token. It is at least 1 once
+            tokens were dropped, for at position 0 nothing is remembered at all.
     """
 
     table: Int64s
 
     @staticmethod
     def empty(n: int) -> Columns:
-        table = np.full((7, n), NOTHING)
-        table[0] = 0
-        return Columns(table)
+        return Columns(np.repeat(EMPTY_COLUMN[:, None], n, axis=1))
 
     def __len__(self) -> int:
         return len(self.table[0])
@@ -149,29 +155,45 @@ class Columns:
         return row
 
     @property
-    def body(self) -> Int64s:
+    def offset(self) -> Int64s:
         row: Int64s = self.table[3]
         return row
 
     @property
-    def head(self) -> Int64s:
+    def floor(self) -> Int64s:
         row: Int64s = self.table[4]
         return row
 
     @property
-    def kept(self) -> Int64s:
+    def body(self) -> Int64s:
         row: Int64s = self.table[5]
         return row
 
     @property
-    def tail(self) -> Int64s:
+    def head(self) -> Int64s:
         row: Int64s = self.table[6]
+        return row
+
+    @property
+    def kept(self) -> Int64s:
+        row: Int64s = self.table[7]
+        return row
+
+    @property
+    def tail(self) -> Int64s:
+        row: Int64s = self.table[8]
         return row
 
     @property
     def states(self) -> Int64s:
         """(3, n): ids of body, head and kept."""
-        rows: Int64s = self.table[3:6]
+        rows: Int64s = self.table[5:8]
+        return rows
+
+    @property
+    def ids(self) -> Int64s:
+        """(4, n): ids of body, head, kept and tail."""
+        rows: Int64s = self.table[5:]
         return rows
 
     def take(self, slots: Int64s) -> Columns:
@@ -179,6 +201,10 @@ class Columns:
 
     def put(self, slots: Int64s, values: Columns) -> None:
         self.table[:, slots] = values.table
+
+
+EMPTY_COLUMN: Int64s = np.array([0, NOTHING, NOTHING, 0, 0, NOTHING, NOTHING, NOTHING, NOTHING])
+"""The column of a slot that holds nothing."""
 
 
 @dataclass(frozen=True)

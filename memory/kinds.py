@@ -23,7 +23,7 @@ from memory.page_grid import PageGrid
 from memory.page_selection import PageSelection
 from memory.quantization import Storage
 from memory.quantized_attention import QuantizedAttention
-from memory.rebased_state import RebasedState
+from memory.recurrent_state import RecurrentState
 from memory.sparse_attention import SparseAttention
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
 from memory.together import AllKinds
@@ -41,7 +41,7 @@ class Kinds:
     by_name: AllKinds = field(default_factory=AllKinds)
     attention: list[tuple[str, Attention, int]] = field(default_factory=list)
     cross_attention: CrossAttentionCache | None = None
-    recurrent: RebasedState | None = None
+    recurrent: RecurrentState | None = None
 
 
 _Group = tuple[int | None, Budget | None, Storage | None]
@@ -109,7 +109,7 @@ def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store)
     if cross := [m for m in flat if isinstance(m, CrossAttentionSpec)]:
         kinds.by_name["cross-attention"] = kinds.cross_attention = CrossAttentionCache(cross, spec.dtype, page_tokens, store)
     if recurrent := [m for m in flat if isinstance(m, RecurrentSpec)]:
-        states = DeferredState if grid.defers else RebasedState
+        states = DeferredState if grid.defers else RecurrentState
         kinds.by_name["recurrence"] = kinds.recurrent = states(recurrent, spec.dtype, grid, store)
     for kind in ("attention", "cross-attention", "recurrence"):
         for i, member in enumerate(spec.of_kind(kind)):

@@ -24,7 +24,7 @@ from memory.blocks.arrays import EMPTY, Int64s, ranges, starts_of
 from memory.errors import SpecError, StepError
 from memory.eviction import Candidates, EvictionPolicy
 from memory.folding import Columns, TailGrid
-from memory.interface import LiveRows, Packed
+from memory.interface import LiveRows, Packed, Record
 from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, select_kernels
 from memory.quantization import Parts, Storage
 from memory.recurrent_state import RecurrentState
@@ -68,7 +68,7 @@ class SparsePlan(RecurrentPlan):
     reads: Reads | None
 
 
-class SparseAttention(CannotDrop, RecurrentState):
+class SparseAttention(CannotDrop, RecurrentState):  # type: ignore[misc]
     """Kept rows and tails of all attention layers of one policy: `memory.interface.LayerMemory`.
 
     Args:
@@ -187,6 +187,12 @@ class SparseAttention(CannotDrop, RecurrentState):
         live = super().live_rows(slot, length)
         kept = np.arange(self.policy.budget_tokens) < self._slots.body_at[slot]
         return live | {self.states.name: live[self.states.name] & kept}
+
+    def record(self, slot: int) -> Record:
+        return {name: value for name, value in super().record(slot).items() if name != "base"}  # no token of it is ever dropped
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
+        super().adopt(slot, record | {"base": [0, 0]}, blocks)
 
     def kept_positions(self, slot: int, index: int) -> Tensor:
         """Positions of the rows that attention `index` has kept of a sequence, (R, G) int64, ascending; the tail's come on top."""
