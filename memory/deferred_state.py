@@ -22,11 +22,11 @@ from memory.arena import Store
 from memory.blocks.arrays import Int64s
 from memory.errors import SpecError
 from memory.folding import NOTHING, Columns, TailGrid
-from memory.interface import Packed, Recurrence
+from memory.interface import Packed
 from memory.kernels import Kernels, Prepared, Tail
 from memory.recurrent_state import RecurrentState
 from memory.specs import RecurrentSpec
-from memory.states import RecurrentPlan, Run, States
+from memory.state.access import Recurrence, RecurrentPlan, Run, States
 
 
 @dataclass(frozen=True)

@@ -63,20 +63,18 @@ class TailGrid:
         return TailGrid(rollback_window, fold_tokens, n_held + max(1, n_held // 32), keeps=False, has_heads=False)
 
     @staticmethod
-    def of(rollback_window: int, *, keeps: bool) -> TailGrid:
-        """Replay: a grid of an eighth of the window, so a ring of 1.2 windows. Keep: a ring of two windows."""
-        if rollback_window == 0:
-            return TailGrid(0, 1, 0, False)
-        fold_tokens = rollback_window if keeps else max(4, rollback_window // 8)
-        n_held = rollback_window + fold_tokens - 1
-        return TailGrid(rollback_window, fold_tokens, n_held + max(1, n_held // 32), keeps)
+    def of(fold: Fold, rollback_window: int) -> TailGrid:
+        """Return what recurrences of a memory with this `fold` and window follow.
 
-    @staticmethod
-    def deferring(rollback_window: int) -> TailGrid:
-        """A grid of half the window: what a step reads of the tail, and writes of bodies, both stay small. No window, no tail."""
+        Keep: a grid of the window, so a ring of two windows. Replay: of an eighth of the window, so a ring of 1.2 windows. Defer: of half
+        the window, so that what a step reads of the tail, and writes of bodies, both stay small. No window: no tail, nothing to defer.
+        """
         if rollback_window == 0:
-            return TailGrid.of(0, keeps=False)
-        return replace(TailGrid.headless(rollback_window, max(4, rollback_window // 2)), defers=True)
+            return TailGrid(0, 1, 0, keeps=False)
+        if fold == "defer":
+            return replace(TailGrid.headless(rollback_window, max(4, rollback_window // 2)), defers=True)
+        fold_tokens = rollback_window if fold == "keep" else max(4, rollback_window // 8)
+        return replace(TailGrid.headless(rollback_window, fold_tokens), keeps=fold == "keep", has_heads=True)
 
     def body_at(self, peaks: Int64s) -> Int64s:
         """Where the body of a sequence belongs that has reached `peaks`."""

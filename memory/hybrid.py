@@ -25,11 +25,12 @@ from memory.errors import BUDGET_UNIT, BatchError, CapacityError, FormatError, S
 from memory.folding import Fold, TailGrid
 from memory.host_bytes import HostAttention, host_store
 from memory.inspection import Usage, measure
-from memory.interface import OpenStep, Packed, Plans, Recurrence, Requests, Sequence
+from memory.interface import OpenStep, Packed, Plans, Requests, Sequence
 from memory.interrupts import uninterrupted, uninterrupted_call
 from memory.kernels import OF_STATES, Scoring, chosen_kernels
 from memory.kinds import default_fold, index_of, make_kinds, with_host_pages
 from memory.specs import MemorySpec, RecurrentSpec
+from memory.state.access import Recurrence
 from memory.step import Outputs, Step
 from memory.tiers import Tiers
 from memory.timelines import Timelines, Whole
@@ -107,8 +108,7 @@ class HybridMemory(Timelines):
         # Of the spec's device: a dry run keeps the books of the real thing.
         self.fold: Fold = fold or default_fold(self.spec, spec.device.type, rollback_window)
         self.index = index_of(self.spec)
-        defers = self.fold == "defer"
-        grid = TailGrid.deferring(rollback_window) if defers else TailGrid.of(rollback_window, keeps=self.fold == "keep")
+        grid = TailGrid.of(self.fold, rollback_window)
         budget_bytes = read_budget(budget)
         host_bytes = None if host_budget is None else read_budget(host_budget, "host_budget")
         store = Store(budget_bytes, self.spec.device, poison=poison)

@@ -144,7 +144,7 @@ def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fo
     states = [state for m in recurrent for state in m.states if state.ring]  # windows of convolutions are read from rows, as many as ever
     state_bytes = sum(_bytes([(state.shape, state.dtype)], spec.dtype) for state in states)
     token_bytes = sum(_bytes(state.ring or (), spec.dtype) for state in states)
-    mean_tokens = rollback_window + TailGrid.deferring(rollback_window).fold_tokens / 2
+    mean_tokens = rollback_window + TailGrid.of("defer", rollback_window).fold_tokens / 2
     return "defer" if token_bytes * mean_tokens <= state_bytes else "replay"
 
 

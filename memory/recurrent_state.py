@@ -31,11 +31,11 @@ from memory.block_layout import BlockLayout
 from memory.blocks.arrays import EMPTY, Int64s, ranges, starts_of
 from memory.errors import DropError, IntegrityError, StepError
 from memory.folding import EMPTY_COLUMN, NOTHING, Columns, Pass, StateAddresses, TailGrid, schedule
-from memory.interface import Holding, LiveRows, Packed, Part, Record, Recurrence, Stretch
+from memory.interface import Holding, LiveRows, Packed, Part, Record, Stretch
 from memory.kernels import Kernels, Prepared, select_kernels
 from memory.shift import Dropped
 from memory.specs import RecurrentSpec
-from memory.states import RecurrentPlan, Run, States
+from memory.state.access import Recurrence, RecurrentPlan, Run, States
 
 
 class RecurrentState:

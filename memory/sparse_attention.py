@@ -30,7 +30,7 @@ from memory.quantization import Parts, Storage
 from memory.recurrent_state import RecurrentState
 from memory.shift import CannotDrop
 from memory.specs import AttentionSpec, RecurrentSpec, StateTensor
-from memory.states import RecurrentPlan
+from memory.state.access import RecurrentPlan
 from memory.uploads import is_apart
 
 

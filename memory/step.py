@@ -18,11 +18,11 @@ from memory.arguments import is_integer
 from memory.batch import TokenLists, output_rows
 from memory.blocks.arrays import Int64s
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
-from memory.interface import OpenStep, Packed, Plans, Recurrence, Sequence
+from memory.interface import OpenStep, Packed, Plans, Sequence
 from memory.kernels import Scoring
 from memory.lifetime import NotCopied
 from memory.specs import MemorySpec
-from memory.states import States
+from memory.state.access import Recurrence, States
 
 Outputs = Literal["last", "all"]
 
