@@ -22,7 +22,7 @@ from memory.blocks.arrays import Int64s
 from memory.chunks import Model, run_in_chunks
 from memory.cross_attention import Encoded
 from memory.errors import BUDGET_UNIT, BatchError, CapacityError, FormatError, SequenceError, SpecError
-from memory.folding import Fold, TailGrid
+from memory.folding import Fold, TailRules
 from memory.host_bytes import HostAttention, host_store
 from memory.inspection import Usage, measure
 from memory.interface import OpenStep, Packed, Plans, Requests, Sequence
@@ -108,17 +108,17 @@ class HybridMemory(Timelines):
         # Of the spec's device: a dry run keeps the books of the real thing.
         self.fold: Fold = fold or default_fold(self.spec, spec.device.type, rollback_window)
         self.index = index_of(self.spec)
-        grid = TailGrid.of(self.fold, rollback_window)
+        rules = TailRules.of(self.fold, rollback_window)
         budget_bytes = read_budget(budget)
         host_bytes = None if host_budget is None else read_budget(host_budget, "host_budget")
         store = Store(budget_bytes, self.spec.device, poison=poison)
         self._tiers = Tiers(host_bytes, None if swap_dir is None else Path(read_path("swap_dir", swap_dir, "a folder")))
-        self._layout = describe_layout(self.spec, page_tokens, grid)
-        kinds = make_kinds(self.spec, page_tokens, grid, store)
+        self._layout = describe_layout(self.spec, page_tokens, rules)
+        kinds = make_kinds(self.spec, page_tokens, rules, store)
         host = None
         if host_pages is not None:
             pinned = host_store(read_budget(host_pages, "host_pages"), self.spec.device, host_attention, poison=poison)
-            host = with_host_pages(kinds, self.spec, page_tokens, grid, store, pinned)
+            host = with_host_pages(kinds, self.spec, page_tokens, rules, store, pinned)
         super().__init__(kinds.by_name, store, has_states=kinds.recurrent is not None, host_pages=host)
         self._attention, self._cross_attention, self._recurrent = kinds.attention, kinds.cross_attention, kinds.recurrent
         if (needed := self._kinds.least_bytes) > budget_bytes:
