@@ -13,10 +13,10 @@ from memory.errors import (
     StepError,
 )
 from memory.hybrid import HybridMemory
-from memory.interface import Recurrence, Sequence
+from memory.interface import Sequence
 from memory.shift import UNROTATED, Rotation
 from memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec, RecurrentSpec, StateTensor
-from memory.states import States
+from memory.state.access import Recurrence, States
 from memory.step import Step
 
 __all__ = [

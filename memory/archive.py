@@ -25,7 +25,7 @@ from torch import Tensor
 
 from memory.errors import FormatError, SpecError
 from memory.files import written_whole
-from memory.folding import TailGrid
+from memory.folding import TailRules
 from memory.layer_memories import Snapshot
 from memory.specs import MemorySpec, RecurrentSpec
 
@@ -121,14 +121,14 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
     return Snapshot(records, blocks), about
 
 
-def describe_layout(spec: MemorySpec, page_tokens: int, grid: TailGrid) -> dict[str, int | str]:
+def describe_layout(spec: MemorySpec, page_tokens: int, rules: TailRules) -> dict[str, int | str]:
     """What two memories must have in common for the bytes of one to mean the same to the other."""
     layers = re.sub(r" at 0x[0-9a-f]+", "", repr(spec.layers))  # of a policy without a repr of its own
-    if grid.defers:  # then tails hold what tokens did, of which a state's repr says nothing
+    if rules.defers:  # then tails hold what tokens did, of which a state's repr says nothing
         layers += repr([m.tail_parts(deferred=True) for _, m in spec.of_kind("recurrence") if isinstance(m, RecurrentSpec)])
     return {
-        "vocab_size": spec.vocab_size, "dtype": str(spec.dtype), "page_tokens": page_tokens, "rollback_window": grid.rollback_window,
-        "fold": grid.fold, "layers": hashlib.sha256(layers.encode()).hexdigest(),
+        "vocab_size": spec.vocab_size, "dtype": str(spec.dtype), "page_tokens": page_tokens, "rollback_window": rules.rollback_window,
+        "fold": rules.mode.value, "layers": hashlib.sha256(layers.encode()).hexdigest(),
     }  # fmt: skip
 
 

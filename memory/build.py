@@ -13,7 +13,7 @@ from memory.arena import Store, read_budget
 from memory.arguments import check_usable, read_device, read_dtype
 from memory.coordinator import Coordinator
 from memory.errors import SpecError
-from memory.folding import Fold, TailGrid
+from memory.folding import Fold, TailRules
 from memory.host_bytes import HostAttention, host_store
 from memory.kernels import OF_STATES, chosen_kernels
 from memory.kinds import Kinds, make_kinds, with_host_pages
@@ -50,17 +50,12 @@ def kernels_of(spec: MemorySpec, fold: Fold, rollback_window: int) -> dict[str, 
     return chosen_kernels(spec.device, spec.dtype) | {name: of_states[name] for name in OF_STATES}
 
 
-def tail_grid(rollback_window: int, fold: Fold) -> TailGrid:
-    """Where the states of recurrent layers fold."""
-    return TailGrid.deferring(rollback_window) if fold == "defer" else TailGrid.of(rollback_window, keeps=fold == "keep")
-
-
 def build(
     spec: MemorySpec,
     budget: float | str,
     *,
     page_tokens: int,
-    grid: TailGrid,
+    rules: TailRules,
     host_pages: float | str | None,
     host_attention: HostAttention,
     host_budget: float | str | None,
@@ -74,13 +69,13 @@ def build(
         None if swap_dir is None else Path(read_path("swap_dir", swap_dir, "a folder")),
     )
     store = Store(budget_bytes, spec.device, poison=poison)
-    kinds = make_kinds(spec, page_tokens, grid, store)
+    kinds = make_kinds(spec, page_tokens, rules, store)
     if (needed := kinds.by_name.least_bytes) > budget_bytes:
         raise SpecError(f"a budget of {budget_bytes:,} bytes is too small for one sequence of {spec.model}; give it {needed:,} or more")
     pages_on_host = None
     if host_pages is not None:
         pinned = host_store(read_budget(host_pages, "host_pages"), spec.device, host_attention, poison=poison)
-        pages_on_host = with_host_pages(kinds, spec, page_tokens, grid, store, pinned)
+        pages_on_host = with_host_pages(kinds, spec, page_tokens, rules, store, pinned)
     return Coordinator(spec, kinds.by_name, _places(spec, kinds), store, swapped, pages_on_host)
 
 

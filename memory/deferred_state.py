@@ -21,12 +21,12 @@ from torch import Tensor
 from memory.arena import Store
 from memory.blocks.arrays import Int64s
 from memory.errors import SpecError
-from memory.folding import NOTHING, Columns, TailGrid
-from memory.interface import Packed, Recurrence
+from memory.folding import NOTHING, Columns, TailRules
+from memory.interface import Packed
 from memory.kernels import Kernels, Prepared, Tail
-from memory.rebased_state import RebasedState
+from memory.recurrent_state import RecurrentState
 from memory.specs import RecurrentSpec
-from memory.states import RecurrentPlan, Run, States
+from memory.state.access import Recurrence, RecurrentPlan, Run, States
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class DeferredPlan(RecurrentPlan):
     folds: Prepared
 
 
-class DeferredState(RebasedState):
+class DeferredState(RecurrentState):
     """`memory.interface.LayerMemory` of all recurrences of all layers; see `RecurrentState`.
 
     Raises:
@@ -53,11 +53,11 @@ class DeferredState(RebasedState):
     """
 
     def __init__(
-        self, specs: list[RecurrentSpec], dtype: torch.dtype, grid: TailGrid, store: Store, *, kernels: Kernels | None = None
+        self, specs: list[RecurrentSpec], dtype: torch.dtype, rules: TailRules, store: Store, *, kernels: Kernels | None = None
     ) -> None:
         if unable := sorted({spec.family for spec in specs if not spec.can_defer}):
             raise SpecError(f"fold='defer' is not for {', '.join(unable)}: a state of theirs is needed at each token; choose 'replay'")
-        super().__init__(specs, dtype, grid, store, kernels=kernels)
+        super().__init__(specs, dtype, rules, store, kernels=kernels)
         self._ring_sizes = {field.dtype.itemsize for field in self.tail_layout.fields}
         self._ring_flats: list[list[tuple[Prepared, ...]]] = []
         if not store.is_dry:
@@ -93,4 +93,4 @@ class DeferredState(RebasedState):
 
     def _tail(self, plan: DeferredPlan, flats: tuple[Prepared, ...]) -> Tail:
         sources, targets = (tuple(blocks[flat.itemsize] for flat in flats) for blocks in (plan.sources, plan.targets))
-        return Tail(flats, sources, targets, self.grid.tail_rows, plan.firsts, plan.counts, plan.folds)
+        return Tail(flats, sources, targets, self.rules.tail_rows, plan.firsts, plan.counts, plan.folds)

@@ -9,7 +9,8 @@ the body, a new body is made on the way: among the old rows or, in a long prompt
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from enum import Enum
 from typing import Literal
 
 import numpy as np
@@ -19,68 +20,115 @@ from memory.blocks.arrays import Int64s
 from memory.interface import Packed, Stretch
 
 Fold = Literal["keep", "replay", "defer"]
+"""The `FoldMode` of recurrences, as `HybridMemory(fold=...)` is given it."""
 
 NOTHING = -1
 """No block; as the address of a start state: the state at position 0."""
 
 
-@dataclass(frozen=True)
-class TailGrid:
-    """How far rollback reaches, how often the body moves, and how many rows that takes.
+class FoldMode(Enum):
+    """How a new body is made, and what a step begins with.
 
-    Body positions lie on a grid: the last multiple of `fold_tokens` <= (furthest position reached) - `rollback_window`. They
-    depend on nothing else, so reruns agree on them and prefixes can be shared.
-
-    A new body is either run from the old one over the rows between ("replay"), or it is a head that was kept when it passed
-    that position ("keep"). With a grid as wide as the window one kept state is enough. Or there are no heads at all, and each step
-    reads the body behind the tail ("defer").
-
-    Attributes:
-        rollback_window: tokens that can always be taken back, counted from the furthest position reached.
-        fold_tokens: distance of two body positions.
-        tail_rows: rows of a sequence's ring. The first rollback_window + fold_tokens - 1 are what a tail can hold; the rest
-            lets a short step write in place.
-        keeps: whether heads are kept.
-        has_heads: whether there is a state at the newest position. Attention reads its body and its tail as they are.
-        defers: whether recurrences do so, too.
+    KEEP and REPLAY hold a head: a state at the newest position, with which a step begins. A new body is a head that was kept when it
+    passed that position, or is run again from the old body over the rows between. DEFER holds none: each step reads the body behind the
+    tail, and leaves a new body on its way. NONE is for attention, which reads its body and its tail as they are.
     """
 
-    rollback_window: int
+    KEEP = "keep"
+    REPLAY = "replay"
+    DEFER = "defer"
+    NONE = "none"
+
+
+@dataclass(frozen=True)
+class FoldPoints:
+    """The positions at which tokens may leave the tail, or a page its sequence: the multiples of `fold_tokens`.
+
+    Where a sequence has folded depends on the furthest position that it has reached and on nothing else, so reruns agree on it and
+    prefixes can be shared.
+
+    Attributes:
+        window_tokens: newest tokens that never fold, counted from the furthest position reached.
+        fold_tokens: distance of two fold points.
+    """
+
+    window_tokens: int
     fold_tokens: int
+
+    def count(self, peaks: Int64s) -> Int64s:
+        """Return (N,) how many fold points sequences have passed that have reached `peaks`."""
+        return np.maximum(0, peaks - self.window_tokens) // self.fold_tokens
+
+    def last(self, peaks: Int64s) -> Int64s:
+        """Return (N,) the last of these fold points: the greatest one <= peak - window_tokens, or 0."""
+        return self.count(peaks) * self.fold_tokens
+
+
+@dataclass(frozen=True)
+class TailRules:
+    """Where the body of a sequence belongs, how a new one is made, and how many rows a tail has.
+
+    Attributes:
+        points: where bodies may stand; the window is that of rollback.
+        mode: with KEEP, points as far apart as the window is long make one kept state enough.
+        tail_rows: rows of a sequence's ring. The first rollback_window + fold_tokens - 1 are what a tail can hold; the rest
+            lets a short step write in place.
+    """
+
+    points: FoldPoints
+    mode: FoldMode
     tail_rows: int
-    keeps: bool
-    has_heads: bool = True
-    defers: bool = False
+
+    @staticmethod
+    def of(fold: Fold, rollback_window: int) -> TailRules:
+        """Return what recurrences of a memory with this `fold` and window follow.
+
+        Keep: points a window apart, so a ring of two windows. Replay: an eighth of the window, so a ring of 1.2 windows. Defer: half
+        the window, so that what a step reads of the tail, and writes of bodies, both stay small. No window: no tail, nothing to defer.
+        """
+        if rollback_window == 0:
+            return TailRules(FoldPoints(0, 1), FoldMode.REPLAY, tail_rows=0)
+        fold_tokens = {"keep": rollback_window, "replay": max(4, rollback_window // 8), "defer": max(4, rollback_window // 2)}[fold]
+        return TailRules._with_ring(FoldMode(fold), rollback_window, fold_tokens)
+
+    @staticmethod
+    def of_attention(rollback_window: int, fold_tokens: int) -> TailRules:
+        """Return what attention follows whose rows fold `fold_tokens` at a time."""
+        return TailRules._with_ring(FoldMode.NONE, rollback_window, fold_tokens)
+
+    @staticmethod
+    def _with_ring(mode: FoldMode, rollback_window: int, fold_tokens: int) -> TailRules:
+        n_held = rollback_window + fold_tokens - 1
+        return TailRules(FoldPoints(rollback_window, fold_tokens), mode, n_held + max(1, n_held // 32))
 
     @property
-    def fold(self) -> Fold:
-        """As `HybridMemory(fold=...)` calls it."""
-        return "defer" if self.defers else "keep" if self.keeps else "replay"
+    def rollback_window(self) -> int:
+        """Tokens that can always be taken back, counted from the furthest position reached."""
+        return self.points.window_tokens
 
-    @staticmethod
-    def headless(rollback_window: int, fold_tokens: int) -> TailGrid:
-        n_held = rollback_window + fold_tokens - 1
-        return TailGrid(rollback_window, fold_tokens, n_held + max(1, n_held // 32), keeps=False, has_heads=False)
+    @property
+    def fold_tokens(self) -> int:
+        """Distance of two body positions."""
+        return self.points.fold_tokens
 
-    @staticmethod
-    def of(rollback_window: int, *, keeps: bool) -> TailGrid:
-        """Replay: a grid of an eighth of the window, so a ring of 1.2 windows. Keep: a ring of two windows."""
-        if rollback_window == 0:
-            return TailGrid(0, 1, 0, False)
-        fold_tokens = rollback_window if keeps else max(4, rollback_window // 8)
-        n_held = rollback_window + fold_tokens - 1
-        return TailGrid(rollback_window, fold_tokens, n_held + max(1, n_held // 32), keeps)
+    @property
+    def keeps(self) -> bool:
+        """Whether heads are kept where the body will move next."""
+        return self.mode is FoldMode.KEEP
 
-    @staticmethod
-    def deferring(rollback_window: int) -> TailGrid:
-        """A grid of half the window: what a step reads of the tail, and writes of bodies, both stay small. No window, no tail."""
-        if rollback_window == 0:
-            return TailGrid.of(0, keeps=False)
-        return replace(TailGrid.headless(rollback_window, max(4, rollback_window // 2)), defers=True)
+    @property
+    def has_heads(self) -> bool:
+        """Whether there is a state at the newest position."""
+        return self.mode is FoldMode.KEEP or self.mode is FoldMode.REPLAY
+
+    @property
+    def defers(self) -> bool:
+        """Whether recurrences read the body behind the tail."""
+        return self.mode is FoldMode.DEFER
 
     def body_at(self, peaks: Int64s) -> Int64s:
-        """Where the body of a sequence belongs that has reached `peaks`."""
-        return np.maximum(0, (peaks - self.rollback_window) // self.fold_tokens * self.fold_tokens)
+        """Return (N,) where the body of a sequence belongs that has reached `peaks`."""
+        return self.points.last(peaks)
 
     def held_blocks(self, stretch: Stretch) -> tuple[Int64s, Int64s]:
         """(4, N) states and (4, N) tails that sequences hold before, in and after a step, and that forks share for good: none.
@@ -116,19 +164,25 @@ def _count(*are_there: NDArray[np.bool_]) -> Int64s:
 class Columns:
     """One value for each sequence, by slot or by request: positions of states, and ids of blocks.
 
+    Positions count the tokens that a state has seen. After `drop` these are more than the sequence has, for a state still contains the
+    dropped tokens: position p of the sequence is p + offset of its states.
+
+        the sequence   0 ............... start ........ length
+        its states     0 ......... end ............ length + offset
+
     `kept` is the state at a later body position, at most one. It and the head are shortcuts, the body and the tail are enough.
 
     Attributes:
-        table: (7, n): body_at, head_at, kept_at, then the ids of body, head, kept and tail.
+        table: (9, n): body_at, head_at, kept_at, offset, floor, then the ids of body, head, kept and tail. The floor is the earliest
+            position of the sequence that has a state: before it, position + offset is that of a dropped token. It is at least 1 once
+            tokens were dropped, for at position 0 nothing is remembered at all.
     """
 
     table: Int64s
 
     @staticmethod
     def empty(n: int) -> Columns:
-        table = np.full((7, n), NOTHING)
-        table[0] = 0
-        return Columns(table)
+        return Columns(np.repeat(EMPTY_COLUMN[:, None], n, axis=1))
 
     def __len__(self) -> int:
         return len(self.table[0])
@@ -149,29 +203,45 @@ class Columns:
         return row
 
     @property
-    def body(self) -> Int64s:
+    def offset(self) -> Int64s:
         row: Int64s = self.table[3]
         return row
 
     @property
-    def head(self) -> Int64s:
+    def floor(self) -> Int64s:
         row: Int64s = self.table[4]
         return row
 
     @property
-    def kept(self) -> Int64s:
+    def body(self) -> Int64s:
         row: Int64s = self.table[5]
         return row
 
     @property
-    def tail(self) -> Int64s:
+    def head(self) -> Int64s:
         row: Int64s = self.table[6]
+        return row
+
+    @property
+    def kept(self) -> Int64s:
+        row: Int64s = self.table[7]
+        return row
+
+    @property
+    def tail(self) -> Int64s:
+        row: Int64s = self.table[8]
         return row
 
     @property
     def states(self) -> Int64s:
         """(3, n): ids of body, head and kept."""
-        rows: Int64s = self.table[3:6]
+        rows: Int64s = self.table[5:8]
+        return rows
+
+    @property
+    def ids(self) -> Int64s:
+        """(4, n): ids of body, head, kept and tail."""
+        rows: Int64s = self.table[5:]
         return rows
 
     def take(self, slots: Int64s) -> Columns:
@@ -179,6 +249,10 @@ class Columns:
 
     def put(self, slots: Int64s, values: Columns) -> None:
         self.table[:, slots] = values.table
+
+
+EMPTY_COLUMN: Int64s = np.array([0, NOTHING, NOTHING, 0, 0, NOTHING, NOTHING, NOTHING, NOTHING])
+"""The column of a slot that holds nothing."""
 
 
 @dataclass(frozen=True)

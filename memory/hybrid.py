@@ -13,10 +13,10 @@ from torch import Tensor
 from memory.archive import check_layout, describe_layout, read_path, read_snapshot, write_snapshot
 from memory.arguments import read_count
 from memory.batch import read_pairs, read_tokens
-from memory.build import build, check_choices, kernels_of, resolved_spec, tail_grid
+from memory.build import build, check_choices, kernels_of, resolved_spec
 from memory.chunks import Model, run_in_chunks
 from memory.errors import FormatError, SequenceError, SpecError
-from memory.folding import Fold
+from memory.folding import Fold, TailRules
 from memory.host_bytes import HostAttention
 from memory.inspection import Usage, measure
 from memory.interface import Encoded, Requests, Sequence
@@ -94,10 +94,10 @@ class HybridMemory:
         self.page_tokens = page_tokens
         # Of the spec's device: a dry run keeps the books of the real thing.
         self.fold: Fold = fold or default_fold(self.spec, spec.device.type, rollback_window)
-        grid = tail_grid(rollback_window, self.fold)
-        self._format = describe_layout(self.spec, page_tokens, grid)
+        rules = TailRules.of(self.fold, rollback_window)
+        self._format = describe_layout(self.spec, page_tokens, rules)
         self._coordinator = build(
-            self.spec, budget, page_tokens=page_tokens, grid=grid, host_pages=host_pages, host_attention=host_attention,
+            self.spec, budget, page_tokens=page_tokens, rules=rules, host_pages=host_pages, host_attention=host_attention,
             host_budget=host_budget, swap_dir=swap_dir, poison=poison,
         )  # fmt: skip
         self.counters = Counters(self._coordinator)

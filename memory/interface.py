@@ -33,7 +33,6 @@ from memory.shift import DropsTokens
 if TYPE_CHECKING:
     from memory.arena import BlockPool
     from memory.block_layout import BlockLayout
-    from memory.states import States
     from memory.uploads import Stage
 
 
@@ -367,15 +366,4 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         """Raise IntegrityError if the books of the given slots (and of no others) do not balance."""
-        ...
-
-
-class Recurrence(Protocol):
-    """A fold over rows, owned by a layer of a model: state, y = f(state, row)."""
-
-    def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
-        """Run rows (T, *row_shape), packed by states.cu_rows, from the start states.
-
-        Returns outputs (T, ...) and `states` with its end states written (`states.end` or, for kernels, in place).
-        """
         ...

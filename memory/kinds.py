@@ -15,7 +15,7 @@ from memory.cross_attention import CrossAttentionCache
 from memory.deferred_state import DeferredState
 from memory.errors import SpecError
 from memory.eviction import Budget, EvictionPolicy, Quest
-from memory.folding import Fold, TailGrid
+from memory.folding import Fold, TailRules
 from memory.group_selection import GroupSelection
 from memory.host_pages import HostPages
 from memory.hosted_attention import Attention, HostedAttention
@@ -24,7 +24,7 @@ from memory.page_grid import PageGrid
 from memory.page_selection import PageSelection
 from memory.quantization import Storage
 from memory.quantized_attention import QuantizedAttention
-from memory.rebased_state import RebasedState
+from memory.recurrent_state import RecurrentState
 from memory.sparse_attention import SparseAttention
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
 
@@ -41,7 +41,7 @@ class Kinds:
     by_name: LayerMemories = field(default_factory=LayerMemories)
     attention: list[tuple[str, Attention, int]] = field(default_factory=list)
     cross_attention: CrossAttentionCache | None = None
-    recurrent: RebasedState | None = None
+    recurrent: RecurrentState | None = None
 
 
 _Group = tuple[int | None, Budget | None, Storage | None]
@@ -77,7 +77,7 @@ def _is_hashable(x: object) -> bool:
     return True
 
 
-def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store) -> Kinds:
+def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store) -> Kinds:
     """One cache for the attention layers of each window, policy and storage; one for cross-attention, one for recurrences."""
     kinds, flat = Kinds(), [memory for specs in spec.layers for memory in specs]
     groups: dict[_Group, list[AttentionSpec]] = {}
@@ -91,36 +91,36 @@ def make_kinds(spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store)
         cache: Attention
         if isinstance(policy, EvictionPolicy):
             name = f"attention {len(caches)}, {policy.label}" + (f" of {storage.label}" if storage else "")
-            cache = SparseAttention(group, policy, storage, spec.dtype, grid.rollback_window, store, name)
+            cache = SparseAttention(group, policy, storage, spec.dtype, rules.rollback_window, store, name)
         elif isinstance(policy, Quest) and storage is not None:
             name = f"attention {len(caches)}, {policy.label} of {storage.label}"
-            cache = GroupSelection(group, policy, storage, spec.dtype, page_tokens, grid.rollback_window, store, name)
+            cache = GroupSelection(group, policy, storage, spec.dtype, page_tokens, rules.rollback_window, store, name)
         elif isinstance(policy, Quest):
             name = f"attention {len(caches)}, {policy.label}"
-            cache = PageSelection(group, policy, spec.dtype, PageGrid(page_tokens, None, grid.rollback_window), store, name)
+            cache = PageSelection(group, policy, spec.dtype, PageGrid(page_tokens, None, rules.rollback_window), store, name)
         elif storage is not None:
             name = f"attention {len(caches)}, {storage.label}"
-            cache = QuantizedAttention(group, storage, spec.dtype, page_tokens, grid.rollback_window, store, name)
+            cache = QuantizedAttention(group, storage, spec.dtype, page_tokens, rules.rollback_window, store, name)
         else:
             name = "attention" if window is None else f"attention over {window}"
-            cache = AttentionCache(group, spec.dtype, PageGrid(page_tokens, window, grid.rollback_window), store)
+            cache = AttentionCache(group, spec.dtype, PageGrid(page_tokens, window, rules.rollback_window), store)
         caches[window, policy, storage], kinds.by_name[name] = (name, cache), cache
     kinds.attention = [(*caches[key], number) for key, number in places]
     if cross := [m for m in flat if isinstance(m, CrossAttentionSpec)]:
         kinds.by_name["cross-attention"] = kinds.cross_attention = CrossAttentionCache(cross, spec.dtype, page_tokens, store)
     if recurrent := [m for m in flat if isinstance(m, RecurrentSpec)]:
-        states = DeferredState if grid.defers else RebasedState
-        kinds.by_name["recurrence"] = kinds.recurrent = states(recurrent, spec.dtype, grid, store)
+        states = DeferredState if rules.defers else RecurrentState
+        kinds.by_name["recurrence"] = kinds.recurrent = states(recurrent, spec.dtype, rules, store)
     for kind in ("attention", "cross-attention", "recurrence"):
         for i, member in enumerate(spec.of_kind(kind)):
             kinds.by_name.members.setdefault(kinds.attention[i][0] if kind == "attention" else kind, []).append(member)
     return kinds
 
 
-def with_host_pages(kinds: Kinds, spec: MemorySpec, page_tokens: int, grid: TailGrid, store: Store, host_store: Store) -> HostPages:
+def with_host_pages(kinds: Kinds, spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store, host_store: Store) -> HostPages:
     """Give each attention cache of `kinds` a twin in the host's store. Raises SpecError: no attention, or no room there for a sequence."""
     attention = replace(spec, layers=tuple(tuple(m for m in layer if isinstance(m, AttentionSpec)) for layer in spec.layers))
-    host_kinds = make_kinds(attention, page_tokens, grid, host_store)
+    host_kinds = make_kinds(attention, page_tokens, rules, host_store)
     if not host_kinds.attention:
         raise SpecError(f"{spec.model} has no attention whose pages could be in host memory; leave host_pages out")
     if (needed := host_kinds.by_name.least_bytes) > (given := host_store.arena.capacity_bytes):
@@ -144,7 +144,7 @@ def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fo
     states = [state for m in recurrent for state in m.states if state.ring]  # windows of convolutions are read from rows, as many as ever
     state_bytes = sum(_bytes([(state.shape, state.dtype)], spec.dtype) for state in states)
     token_bytes = sum(_bytes(state.ring or (), spec.dtype) for state in states)
-    mean_tokens = rollback_window + TailGrid.deferring(rollback_window).fold_tokens / 2
+    mean_tokens = rollback_window + TailRules.of("defer", rollback_window).fold_tokens / 2
     return "defer" if token_bytes * mean_tokens <= state_bytes else "replay"
 
 

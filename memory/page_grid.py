@@ -8,6 +8,7 @@ import numpy as np
 
 from memory.blocks.arrays import Int64s, ceil_div
 from memory.errors import DropError
+from memory.folding import FoldPoints
 from memory.interface import Stretch
 from memory.shift import Dropped
 
@@ -45,7 +46,7 @@ class PageGrid:
         """The oldest page that a sequence keeps that has reached `peaks`. It depends on nothing else, as a body's position does."""
         if self.window is None:
             return np.zeros_like(peaks)
-        return self.oldest_wanted(peaks) // self.page_tokens
+        return FoldPoints(self.rollback_window + self.window - 1, self.page_tokens).count(peaks)
 
     def oldest_wanted(self, peaks: Int64s) -> Int64s:
         """The oldest row that a token sees to which a sequence may be taken back that has reached `peaks`."""

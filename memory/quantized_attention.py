@@ -21,6 +21,7 @@ from memory.attention_cache import AttentionCache, AttentionPlan, Read
 from memory.block_layout import BlockLayout
 from memory.blocks.arrays import EMPTY, Int64s, starts_of
 from memory.errors import IntegrityError, SpecError
+from memory.folding import FoldPoints
 from memory.interface import Holding, LiveRows, Packed, Record, Stretch
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
 from memory.page_grid import PageGrid
@@ -41,7 +42,7 @@ class FoldGrid(PageGrid):
 
     def n_groups(self, peaks: Int64s) -> Int64s:
         """How many have folded of a sequence that has reached `peaks`."""
-        return np.maximum(0, peaks - self.rollback_window) // self.group
+        return FoldPoints(self.rollback_window, self.group).count(peaks)
 
     def first_page(self, peaks: Int64s) -> Int64s:
         return self.n_groups(peaks) * (self.group // self.page_tokens)

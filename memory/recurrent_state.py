@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -28,12 +29,13 @@ from torch import Tensor
 from memory.arena import BlockPool, Store
 from memory.block_layout import BlockLayout
 from memory.blocks.arrays import EMPTY, Int64s, ranges, starts_of
-from memory.errors import IntegrityError, StepError
-from memory.folding import NOTHING, Columns, Pass, StateAddresses, TailGrid, schedule
-from memory.interface import Holding, LiveRows, Packed, Part, Record, Recurrence, Stretch
+from memory.errors import DropError, IntegrityError, StepError
+from memory.folding import EMPTY_COLUMN, NOTHING, Columns, Pass, StateAddresses, TailRules, schedule
+from memory.interface import Holding, LiveRows, Packed, Part, Record, Stretch
 from memory.kernels import Kernels, Prepared, select_kernels
+from memory.shift import Dropped
 from memory.specs import RecurrentSpec
-from memory.states import RecurrentPlan, Run, States
+from memory.state.access import Recurrence, RecurrentPlan, Run, States
 
 
 class RecurrentState:
@@ -49,17 +51,17 @@ class RecurrentState:
         self,
         specs: list[RecurrentSpec],
         dtype: torch.dtype,
-        grid: TailGrid,
+        rules: TailRules,
         store: Store,
         *,
         label: str = "",
         kernels: Kernels | None = None,
         row_axes: Sequence[int | None] | None = None,
     ) -> None:
-        self.grid = grid
+        self.rules = rules
         self.state_layout = BlockLayout.of([(t.shape, t.dtype or dtype) for s in specs for t in s.states], row_axes)
-        parts = [s.tail_parts(deferred=grid.defers) for s in specs]
-        rings = [((grid.tail_rows, *shape), of or dtype) for part in parts for shape, of in part]
+        parts = [s.tail_parts(deferred=rules.defers) for s in specs]
+        rings = [((rules.tail_rows, *shape), of or dtype) for part in parts for shape, of in part]
         self.tail_layout = BlockLayout.of(rings, [0] * len(rings))
         self.states = store.make_pool("states" + label, self.state_layout, from_top=True)
         self.tails = tails = store.make_pool("tails" + label, self.tail_layout, from_top=True)
@@ -72,7 +74,7 @@ class RecurrentState:
         self._open_plans: dict[int, RecurrentPlan] = {}
         self._state_sizes = {field.dtype.itemsize for field in self.state_layout.fields}
         self._row_elements = [math.prod(s.row_shape) for s in specs]
-        self._has_rows = [s.has_rows(deferred=grid.defers) for s in specs]
+        self._has_rows = [s.has_rows(deferred=rules.defers) for s in specs]
         self._row_sizes = {size for size, has_rows in zip(self._row_elements, self._has_rows, strict=True) if has_rows}
         self._part_counts = [len(part) for part in parts]
         self._state_flats: list[list[Prepared]] = []
@@ -90,11 +92,16 @@ class RecurrentState:
     @property
     def least_bytes(self) -> int:
         """A head, a tail, and two bodies while the body moves, or one and a kept state; without a window only two bodies."""
-        n_states = 3 if self.grid.tail_rows and self.grid.has_heads else 2
+        n_states = 3 if self.rules.tail_rows and self.rules.has_heads else 2
         return n_states * self.state_layout.block_bytes + self.tail_layout.block_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        n_states, n_tails = self.grid.held_blocks(stretch)
+        slots = stretch.slots
+        self._grow_to(int(slots.max(initial=-1)) + 1)
+        offsets = np.where(slots < 0, 0, self._slots.offset.take(slots))
+        if np.count_nonzero(offsets):
+            stretch = Stretch(slots, *(x + offsets for x in (stretch.starts, stretch.ends, stretch.peaks)))
+        n_states, n_tails = self.rules.held_blocks(stretch)
         return n_states * self.states.block_bytes + n_tails * self.tails.block_bytes
 
     # Steps
@@ -102,10 +109,12 @@ class RecurrentState:
     def plan(self, packed: Packed) -> RecurrentPlan:
         self._grow_to(int(packed.slots.max()) + 1)
         before = self._slots.take(packed.slots)
-        starts, ends, body_at = packed.starts, packed.ends, self.grid.body_at(packed.peaks)
+        if np.count_nonzero(before.offset):
+            packed = _as_states_count(packed, before.offset)
+        starts, ends, body_at = packed.starts, packed.ends, self.rules.body_at(packed.peaks)
         after, fresh = Columns(before.table.copy()), np.full((4, len(ends)), NOTHING)
         after.body_at[:] = body_at
-        has_head = (ends > body_at) & self.grid.has_heads
+        has_head = (ends > body_at) & self.rules.has_heads
         after.head_at[:] = np.where(has_head, ends, NOTHING)
         moves = body_at > before.body_at
         if np.count_nonzero(moves):  # a kept state that the body reaches becomes the body; one that it has passed is of no use
@@ -114,18 +123,18 @@ class RecurrentState:
             after.kept_at[is_passed] = after.kept[is_passed] = NOTHING
             moves &= ~is_kept
         leaves = np.zeros(len(ends), np.bool_)
-        if self.grid.keeps and not packed.is_decode:
+        if self.rules.keeps and not packed.is_decode:
             # Inside of a longer step the body position after the next body is passed, and no head stands there.
-            kept_at = body_at + self.grid.fold_tokens
+            kept_at = body_at + self.rules.fold_tokens
             leaves = (kept_at > starts) & (kept_at < ends)
             after.kept_at[leaves] = kept_at[leaves]
         own_head = (before.head >= 0) & (self.states.counts[before.head] == 1)
-        fits = (ends - before.body_at <= self.grid.tail_rows) & (before.tail >= 0)
-        own_tail = fits & (self.tails.counts[before.tail] == 1) if self.grid.tail_rows else np.ones(len(ends), np.bool_)
+        fits = (ends - before.body_at <= self.rules.tail_rows) & (before.tail >= 0)
+        own_tail = fits & (self.tails.counts[before.tail] == 1) if self.rules.tail_rows else np.ones(len(ends), np.bool_)
         try:
             for pool, row, mask in zip(self._pools, range(4), (moves, has_head & ~own_head, leaves, ~own_tail), strict=True):
                 if np.count_nonzero(mask):
-                    fresh[row, mask] = after.table[3 + row, mask] = pool.allocate(int(np.count_nonzero(mask)))
+                    fresh[row, mask] = after.ids[row, mask] = pool.allocate(int(np.count_nonzero(mask)))
             plan = self._plan_runs(packed, before, after, fresh)
         except BaseException:
             self._free(fresh, np.ones(len(moves), np.bool_))
@@ -160,7 +169,7 @@ class RecurrentState:
 
     def _writes(self, packed: Packed, after: Columns) -> tuple[Tensor, dict[int, Prepared]]:
         """The new rows behind the new body go into the tail."""
-        if not self.grid.tail_rows or not self._row_sizes:
+        if not self.rules.tail_rows or not self._row_sizes:
             return self._store.upload(EMPTY), {}
         if packed.is_decode:
             return self._store.upload(np.arange(len(packed.starts))), self._ring(after.tail, packed.starts)
@@ -173,7 +182,7 @@ class RecurrentState:
     def _ring(self, tails: Int64s, positions: Int64s) -> dict[int, Prepared]:
         """Elements a row -> element offset of each position's row in its tail block."""
         block = self.tails.addresses[tails] // self._dtype.itemsize
-        slot = positions % self.grid.tail_rows
+        slot = positions % self.rules.tail_rows
         return {size: self._place(block + slot * size) for size in self._row_sizes}
 
     def _place(self, array: Int64s) -> Prepared:
@@ -252,9 +261,9 @@ class RecurrentState:
         del self._open_plans[id(plan)]
         self._free(plan.fresh, ~stays)
         # What the requests that stay refer to no longer; a state may have changed its role.
-        differs = before.table[3:] != after.table[3:]
+        differs = before.ids != after.ids
         if np.count_nonzero(differs) and np.count_nonzero(changes := stays & differs.any(0)):
-            old, new = before.table[3:, changes], after.table[3:, changes]
+            old, new = before.ids[:, changes], after.ids[:, changes]
             is_gone = (old[:3, None] != new[None, :3]).all(1) & (old[:3] >= 0)
             self.states.release(old[:3][is_gone])
             self.tails.release(old[3][(old[3] != new[3]) & (old[3] >= 0)])
@@ -263,8 +272,8 @@ class RecurrentState:
             beyond = stays & (after.kept_at > packed.starts + kept)
             self.states.release(after.kept[beyond])
             after.kept_at[beyond] = after.kept[beyond] = NOTHING
-        if self.grid.keeps:  # where the head stands on a later body position it stays there, and the next step makes another
-            leaves = is_whole & (after.head_at > after.body_at) & (after.head_at % self.grid.fold_tokens == 0)
+        if self.rules.keeps:  # where the head stands on a later body position it stays there, and the next step makes another
+            leaves = is_whole & (after.head_at > after.body_at) & (after.head_at % self.rules.fold_tokens == 0)
             if np.count_nonzero(leaves):
                 after.kept_at[leaves], after.kept[leaves] = after.head_at[leaves], after.head[leaves]
                 after.head_at[leaves] = after.head[leaves] = NOTHING
@@ -274,6 +283,27 @@ class RecurrentState:
     def abort(self, plan: RecurrentPlan) -> None:
         del self._open_plans[id(plan)]
         self._free(plan.fresh, np.ones(len(plan.packed.slots), np.bool_))
+
+    # Dropping tokens: nothing moves, the states stay ahead of the sequence
+
+    def plan_drop(self, dropped: Dropped) -> Dropped:
+        if not dropped.approximate:
+            families = ", ".join(sorted({spec.family for spec in self._specs}))
+            raise DropError(
+                f"tokens [{dropped.start}, {dropped.end}) cannot be taken out of recurrent states ({families}), which hold all in one; "
+                f"roll back to {dropped.start} and feed the rest again, or give approximate=True: then these layers go on remembering them",
+                start=dropped.start, end=dropped.end,
+            )  # fmt: skip
+        return dropped
+
+    def drop(self, plan: Dropped) -> None:
+        self._grow_to(plan.slot + 1)
+        slots, slot = self._slots, plan.slot
+        slots.floor[slot] = max(1, plan.start, slots.floor[slot] - plan.n_tokens)
+        slots.offset[slot] += plan.n_tokens
+
+    def abandon_drop(self, plan: Dropped) -> None:
+        """Do nothing: nothing has been set aside."""
 
     # Sequences
 
@@ -290,6 +320,7 @@ class RecurrentState:
     def truncate(self, slot: int, to: int) -> None:
         self._grow_to(slot + 1)
         slots = self._slots
+        to += int(slots.offset[slot])
         if slots.head_at[slot] > to:
             slots.head_at[slot] = NOTHING
         if slots.kept_at[slot] > to:
@@ -301,43 +332,55 @@ class RecurrentState:
 
     def release(self, slot: int) -> None:
         if slot < len(self._slots):
-            held = self._slots.table[:, slot]
-            if (held[3:] >= 0).any():  # nothing is held by who comes to share
-                self.states.release(held[3:6][held[3:6] >= 0])
-                self.tails.release(held[6:][held[6:] >= 0])
-            held[:], held[0] = NOTHING, 0
+            ids = self._slots.ids[:, slot]
+            if (ids >= 0).any():  # nothing is held by who comes to share
+                self.states.release(ids[:3][ids[:3] >= 0])
+                self.tails.release(ids[3:][ids[3:] >= 0])
+            self._slots.table[:, slot] = EMPTY_COLUMN
 
     def horizon(self, slot: int) -> int:
-        return int(self._slots.body_at[slot]) if slot < len(self._slots) else 0
+        if slot >= len(self._slots):
+            return 0
+        slots = self._slots
+        return max(int(slots.body_at[slot] - slots.offset[slot]), int(slots.floor[slot]))
 
     def horizon_after(self, packed: Packed) -> Int64s:
-        return self.grid.body_at(packed.peaks)
+        self._grow_to(int(packed.slots.max()) + 1)
+        offsets, floors = self._slots.offset.take(packed.slots), self._slots.floor.take(packed.slots)
+        if not np.count_nonzero(floors):
+            return self.rules.body_at(packed.peaks)
+        horizons: Int64s = np.maximum(self.rules.body_at(packed.peaks + offsets) - offsets, floors)
+        return horizons
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         self._grow_to(slot + 1)
-        states, tail = self._slots.table[3:6, slot], self._slots.table[6:, slot]
+        ids = self._slots.ids[:, slot]
+        states, tail = ids[:3], ids[3:]
         return {self.states.name: states[states >= 0], self.tails.name: tail[tail >= 0]}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
         """A state is one row, which a stale head lacks; of a ring the slots of tokens [body_at, length)."""
         self._grow_to(slot + 1)
-        body_at, head_at, _, *states, tail = self._slots.table[:, slot].tolist()
+        body_at, head_at, _, offset, _, *states, tail = self._slots.table[:, slot].tolist()
         is_fresh = [[stands] for stands, block in zip((True, head_at >= 0, True), states, strict=True) if block >= 0]
-        ring = np.zeros((int(tail >= 0), self.grid.tail_rows), np.bool_)
-        ring[:, np.arange(body_at, length) % max(1, self.grid.tail_rows)] = True
+        ring = np.zeros((int(tail >= 0), self.rules.tail_rows), np.bool_)
+        ring[:, np.arange(body_at, length + offset) % max(1, self.rules.tail_rows)] = True
         return {self.states.name: np.array(is_fresh, np.bool_).reshape(-1, 1), self.tails.name: ring}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
         self._grow_to(int(slots.max(initial=-1)) + 1)
-        held, start, fold = self._slots.take(slots), np.zeros_like(slots), self.grid.fold_tokens
+        held, start, fold = self._slots.take(slots), np.zeros_like(slots), self.rules.fold_tokens
 
         def of(pool: BlockPool, part: Part, ids: Int64s, starts: Int64s, ends: Int64s | None = None) -> Holding:
             return Holding(pool.name, part, (ids >= 0).astype(np.int64), ids[ids >= 0], starts, ends, fold if part == "tail" else None)
 
-        states = [of(self.states, "body", held.body, start, held.body_at)]
-        if self.grid.has_heads:
-            states += [of(self.states, "head", held.head, start, held.head_at), of(self.states, "head", held.kept, start, held.kept_at)]
-        return [*states, of(self.tails, "tail", held.tail, held.body_at)]
+        body_at, head_at, kept_at = (
+            np.where(at < 0, at, np.maximum(at - held.offset, 0)) for at in (held.body_at, held.head_at, held.kept_at)
+        )
+        states = [of(self.states, "body", held.body, start, body_at)]
+        if self.rules.has_heads:
+            states += [of(self.states, "head", held.head, start, head_at), of(self.states, "head", held.kept, start, kept_at)]
+        return [*states, of(self.tails, "tail", held.tail, body_at)]
 
     @property
     def shares(self) -> dict[str, list[int]]:
@@ -347,13 +390,13 @@ class RecurrentState:
     def record(self, slot: int) -> Record:
         self._grow_to(slot + 1)
         column = self._slots.table[:, slot]
-        return {"positions": column[:3].tolist(), "holds": (column[3:] >= 0).astype(int).tolist()}
+        return {"positions": column[:3].tolist(), "holds": (column[5:] >= 0).astype(int).tolist(), "base": column[3:5].tolist()}
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
         self._grow_to(slot + 1)
         holds, ids = np.array(record["holds"], np.bool_), np.concatenate([blocks[self.states.name], blocks[self.tails.name]])
-        column = np.full(7, NOTHING)
-        column[:3], column[3:][holds] = record["positions"], ids
+        column = EMPTY_COLUMN.copy()
+        column[:3], column[3:5], column[5:][holds] = record["positions"], record["base"], ids
         self._slots.table[:, slot] = column
 
     def _grow_to(self, n_slots: int) -> None:
@@ -365,8 +408,8 @@ class RecurrentState:
         for slot, length in lengths.items():
             self.check_slot(slot, length, peaks[slot])
         strangers = np.setdiff1d(np.arange(len(self._slots)), np.fromiter(lengths, np.int64, len(lengths)))
-        if (self._slots.table[3:, strangers] >= 0).any():
-            raise IntegrityError("states or tails are held for slots that are not open")
+        if (self._slots.table[:, strangers] != EMPTY_COLUMN[:, None])[3:].any():
+            raise IntegrityError("states or tails are held for slots that are not open, or their positions are ahead by tokens dropped")
         plans = self._open_plans.values()
         for pool, columns in (
             (self.states, [*self._slots.states, *(ids for plan in plans for ids in plan.fresh[:3])]),
@@ -377,15 +420,24 @@ class RecurrentState:
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:
         self._grow_to(slot + 1)
-        body_at, head_at, kept_at, body, head, kept, tail = self._slots.table[:, slot].tolist()
-        expected = int(self.grid.body_at(np.array(peak)))
+        body_at, head_at, kept_at, offset, floor, body, head, kept, tail = self._slots.table[:, slot].tolist()
+        if (offset or floor) and not 1 <= floor <= length:
+            raise IntegrityError(f"slot {slot} has length {length}, and states from {floor} on")
+        length, peak = length + offset, peak + offset
+        expected = int(self.rules.body_at(np.array(peak)))
         if body_at != expected:
             raise IntegrityError(f"slot {slot} has its body at {body_at}, its furthest position {peak} puts it at {expected}")
         if not body_at <= length <= peak or (body >= 0) != (body_at > 0):
             raise IntegrityError(f"slot {slot} has length {length}, furthest {peak}, body {body} at {body_at}")
-        if length > body_at and (tail < 0 or length - body_at > self.grid.tail_rows):
+        if length > body_at and (tail < 0 or length - body_at > self.rules.tail_rows):
             raise IntegrityError(f"slot {slot} cannot hold rows [{body_at}, {length}) in tail {tail}")
         if head_at > length or (head_at >= 0 and head < 0):
             raise IntegrityError(f"slot {slot} has length {length} and head {head} at {head_at}")
-        if (kept_at >= 0) != (kept >= 0) or (kept >= 0 and not (body_at < kept_at <= length and kept_at % self.grid.fold_tokens == 0)):
+        if (kept_at >= 0) != (kept >= 0) or (kept >= 0 and not (body_at < kept_at <= length and kept_at % self.rules.fold_tokens == 0)):
             raise IntegrityError(f"slot {slot} has length {length}, its body at {body_at}, and state {kept} kept for {kept_at}")
+
+
+def _as_states_count(packed: Packed, offsets: Int64s) -> Packed:
+    """The step with positions as the states count them: ahead of those of the sequences by (S,) offsets."""
+    positions = packed.positions + np.repeat(offsets, packed.counts)
+    return replace(packed, starts=packed.starts + offsets, peaks=packed.peaks + offsets, positions=positions)

@@ -23,14 +23,14 @@ from memory.block_layout import Field
 from memory.blocks.arrays import EMPTY, Int64s, ranges, starts_of
 from memory.errors import SpecError, StepError
 from memory.eviction import Candidates, EvictionPolicy
-from memory.folding import Columns, TailGrid
-from memory.interface import LiveRows, Packed
+from memory.folding import Columns, TailRules
+from memory.interface import LiveRows, Packed, Record
 from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, select_kernels
 from memory.quantization import Parts, Storage
 from memory.recurrent_state import RecurrentState
 from memory.shift import CannotDrop
 from memory.specs import AttentionSpec, RecurrentSpec, StateTensor
-from memory.states import RecurrentPlan
+from memory.state.access import RecurrentPlan
 from memory.uploads import is_apart
 
 
@@ -68,7 +68,7 @@ class SparsePlan(RecurrentPlan):
     reads: Reads | None
 
 
-class SparseAttention(CannotDrop, RecurrentState):
+class SparseAttention(CannotDrop, RecurrentState):  # type: ignore[misc]
     """Kept rows and tails of all attention layers of one policy: `memory.interface.LayerMemory`.
 
     Args:
@@ -82,14 +82,14 @@ class SparseAttention(CannotDrop, RecurrentState):
         for spec in specs:
             if storage is not None:
                 storage.check(spec.head_dim)
-        grid = TailGrid.headless(rollback_window, policy.every)
+        rules = TailRules.of_attention(rollback_window, policy.every)
         rows = [_rows_of(s, policy, storage) for s in specs]
         self._sizes = [(math.prod(row.row_shape), _kept_elements(s)) for row, s in zip(rows, specs, strict=True)]
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
         kernels = select_kernels(store.device, dtype)
         # What a storage keeps of rows lies head by head.
         row_axes = [0 if storage is None or s.name in _BESIDE else 1 for row in rows for s in row.states]
-        super().__init__(rows, dtype, grid, store, label=f" of {name}", kernels=kernels, row_axes=row_axes)
+        super().__init__(rows, dtype, rules, store, label=f" of {name}", kernels=kernels, row_axes=row_axes)
         self.policy, self.storage = policy, storage
         self._attention = specs
         # Each row holds its keys and then its values: found from one offset, in a flat of the whole arena and in one that starts later.
@@ -118,7 +118,7 @@ class SparseAttention(CannotDrop, RecurrentState):
         blocks = np.repeat(addresses.ravel() // self._dtype.itemsize, lengths.ravel())
         is_tail = np.repeat(np.tile([False, True, True], len(in_place)), lengths.ravel())
         rows = ranges(begins.ravel(), (begins + lengths).ravel())
-        rows[is_tail] %= self.grid.tail_rows
+        rows[is_tail] %= self.rules.tail_rows
         upload, tokens = self._store.upload, None
         if len(in_place) < len(packed.starts):
             tokens = upload(ranges(packed.cu_seqlens[:-1][in_place], packed.cu_seqlens[1:][in_place]))
@@ -187,6 +187,12 @@ class SparseAttention(CannotDrop, RecurrentState):
         live = super().live_rows(slot, length)
         kept = np.arange(self.policy.budget_tokens) < self._slots.body_at[slot]
         return live | {self.states.name: live[self.states.name] & kept}
+
+    def record(self, slot: int) -> Record:
+        return {name: value for name, value in super().record(slot).items() if name != "base"}  # no token of it is ever dropped
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
+        super().adopt(slot, record | {"base": [0, 0]}, blocks)
 
     def kept_positions(self, slot: int, index: int) -> Tensor:
         """Positions of the rows that attention `index` has kept of a sequence, (R, G) int64, ascending; the tail's come on top."""

@@ -18,12 +18,12 @@ from memory.arguments import is_integer
 from memory.batch import TokenLists, output_rows
 from memory.blocks.arrays import Int64s
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
-from memory.interface import OpenStep, Recurrence, Sequence
+from memory.interface import OpenStep, Sequence
 from memory.kernels import Scoring
 from memory.layer_memories import LayerMemories, Place, Places
 from memory.lifetime import NotCopied
 from memory.specs import MemorySpec
-from memory.states import States
+from memory.state.access import Recurrence, States
 
 Outputs = Literal["last", "all"]
 

@@ -12,11 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from memory.interface import Recurrence
 from memory.kernels import Weights
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, StateTensor
-from memory.states import States
+from memory.state.access import Recurrence, States
 
 
 def window_tensors(n_channels: int, n_taps: int) -> tuple[StateTensor, ...]:

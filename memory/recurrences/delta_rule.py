@@ -18,12 +18,11 @@ import torch
 from torch import Generator, Tensor
 
 from memory.errors import SpecError
-from memory.interface import Recurrence
 from memory.kernels import Erase, Weights
 from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, matrix_tensor
-from memory.states import States
+from memory.state.access import Recurrence, States
 
 
 @dataclass(frozen=True)

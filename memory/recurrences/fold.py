@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memory.errors import StepError
-from memory.states import States
+from memory.state.access import States
 from memory.uploads import upload
 
 Formula = Callable[[tuple[Tensor, ...], Tensor], tuple[tuple[Tensor, ...], Tensor]]

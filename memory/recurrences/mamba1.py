@@ -19,12 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from memory.interface import Recurrence
 from memory.kernels import Weights, rms_norm
 from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, StateTensor
-from memory.states import States
+from memory.state.access import Recurrence, States
 
 
 def mamba1_spec(n_channels: int, d_state: int, d_conv: int, name: str = "recurrence") -> RecurrentSpec:

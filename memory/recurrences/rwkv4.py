@@ -12,12 +12,11 @@ from functools import cached_property, lru_cache
 import torch
 from torch import Generator, Tensor
 
-from memory.interface import Recurrence
 from memory.kernels import Weights
 from memory.recurrences.convolution import CausalConv
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, StateTensor
-from memory.states import States
+from memory.state.access import Recurrence, States
 
 _LOWEST = -1e38
 """The exponent of an empty sum: as small as float32 can bear a sum with."""

@@ -14,11 +14,10 @@ from dataclasses import dataclass
 
 from torch import Generator, Tensor
 
-from memory.interface import Recurrence
 from memory.kernels import Erase
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, matrix_tensor
-from memory.states import States
+from memory.state.access import Recurrence, States
 
 
 def rwkv7_spec(n_heads: int, head_dim: int, name: str = "recurrence") -> RecurrentSpec:

@@ -16,7 +16,7 @@ from memory.kernels.cuda import tiles
 from memory.quantization import Quantized
 from memory.recurrences import FAMILIES, Fold
 from memory.specs import LayerSpec
-from memory.states import States
+from memory.state.access import States
 from tests.kernels_cuda.recorder import Recorder
 from tests.subjects import make_subject
 from tests.tolerances import assert_split_close

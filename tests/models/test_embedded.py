@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, JambaForCausalLM
 from chat.dialogues import Turn, make_dialogue, messages
 from chat.prompts import Tokenizer
 from memory import HybridMemory, RecurrentSpec, Step
-from memory.states import States
+from memory.state.access import States
 from models import EMBEDDED, LanguageModel, load_model
 from tests.tolerances import assert_logits_close
 

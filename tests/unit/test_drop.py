@@ -32,7 +32,6 @@ from memory import (
 )
 from memory.eviction import Recent
 from memory.quantization import Quantized
-from memory.rebased_state import _LEVEL
 from memory.recurrences import Fold
 from tests.tolerances import assert_kernel_close
 from tests.toy import attention_at, average
@@ -259,11 +258,8 @@ class Walk:
             return
         # Through a mark, or to the very start: no dropped token is remembered that this sequence did not drop itself.
         marks = [m for s, m in self.twins.items() if s.is_checkpoint and m.tokens[:to] == twin.tokens[:to]]
-        offset = (
-            0
-            if self.memory._coordinator.layers["recurrence"] is None
-            else self.memory._coordinator.layers["recurrence"]._bases.get(sequence.slot, _LEVEL).offset
-        )
+        states = self.memory._coordinator.layers.get("recurrence")
+        offset = 0 if states is None else int(states._slots.offset[sequence.slot])
         assert offset in (0, *(len(m.own) - len(m.tokens) for m in marks))
         mark = next((m for m in marks if len(m.own) - len(m.tokens) == offset), Twin(twin.tokens, twin.tokens))
         twin.tokens, twin.own = mark.tokens, mark.own
@@ -510,26 +506,21 @@ def test_books_that_do_not_balance_are_found() -> None:
         return memory, sequence.slot
 
     memory, slot = dropped()
-    bases = memory._coordinator.layers["recurrence"]._bases
-    bases[slot] = replace(bases[slot], floor=44)
+    memory._coordinator.layers["recurrence"]._slots.floor[slot] = 44
     with pytest.raises(IntegrityError, match="states from 44"):
         memory.check()
     memory, slot = dropped()
-    bases = memory._coordinator.layers["recurrence"]._bases
-    bases[slot] = replace(bases[slot], offset=3)
+    memory._coordinator.layers["recurrence"]._slots.offset[slot] = 3
     with pytest.raises(IntegrityError):
         memory.check()
     memory, slot = dropped()
     attention_at(memory, 0).memory._oldest[slot] = 35  # type: ignore[union-attr]
     with pytest.raises(IntegrityError, match="rows from 35"):
         memory.check()
-    for column in ("_bases", "_oldest", "_seams"):
+    for column in ("offset", "floor", "_oldest", "_seams"):
         memory, slot = dropped()
-        holder = {
-            "_bases": memory._coordinator.layers["recurrence"],
-            "_oldest": attention_at(memory, 0).memory,
-            "_seams": memory._coordinator.ledger,
-        }[column]
+        layers, ledger = memory._coordinator.layers, memory._coordinator.ledger
+        holder = {"_oldest": attention_at(memory, 0).memory, "_seams": ledger}.get(column, layers["recurrence"]._slots)
         getattr(holder, column)[slot + 1] = getattr(holder, column)[slot]
         with pytest.raises(IntegrityError):
             memory.check()

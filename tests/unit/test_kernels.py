@@ -25,7 +25,7 @@ from memory.kernels import Kernels, PagedBatch, Scoring, StateSlots, blocked, ch
 from memory.kernels.cpu import attention
 from memory.kernels.cpu.vector_math import exp2_f32, exp_f32, softplus_f32
 from memory.recurrences import Fold
-from memory.states import Run
+from memory.state.access import Run
 from tests.tolerances import assert_kernel_close
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -75,6 +76,17 @@ class States:
         """Say that a kernel has written the end states in place."""
         self.is_written = True
         return self
+
+
+class Recurrence(Protocol):
+    """A fold over rows, owned by a layer of a model: state, y = f(state, row)."""
+
+    def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
+        """Run rows (T, *row_shape), packed by states.cu_rows, from the start states.
+
+        Returns outputs (T, ...) and `states` with its end states written (`states.end` or, for kernels, in place).
+        """
+        ...
 
 
 @dataclass(frozen=True)
