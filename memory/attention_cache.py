@@ -18,14 +18,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.arena import BlockPool, Store
-from memory.block_layout import BlockLayout
 from memory.blocks.arrays import EMPTY, Int64s, ceil_div, starts_of
+from memory.blocks.holdings import Holding, LiveRows, Record
+from memory.blocks.layout import BlockLayout
+from memory.blocks.pool import BlockPool
+from memory.blocks.store import Store
 from memory.errors import DropError, IntegrityError
-from memory.interface import Holding, LiveRows, Packed, Record, Stretch
+from memory.interface import Dropped, Packed, Stretch
 from memory.kernels import FoldedRows, Kernels, PagedBatch, Prepared, Scoring, select_kernels
-from memory.page_grid import DropPlan, PageGrid
-from memory.shift import Dropped
+from memory.sequences.paging import DropPlan, PageGrid
 from memory.specs import AttentionSpec
 
 Read = tuple[PagedBatch, FoldedRows | None]

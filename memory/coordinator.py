@@ -9,21 +9,20 @@ from weakref import ReferenceType, ref
 import numpy as np
 from torch import Tensor
 
-from memory.arena import Store
-from memory.batch import TokenLists, pack
 from memory.blocks.arrays import Int64s
+from memory.blocks.staging import together
+from memory.blocks.store import Store
 from memory.errors import BUDGET_UNIT, BatchError, CapacityError, FormatError, SequenceError, SpecError
-from memory.inspection import Inventory, sequence_html
-from memory.interface import Encoded, OpenStep, Packed, Plans, Sequence
-from memory.interrupts import uninterrupted, uninterrupted_call
+from memory.interface import Dropped, Encoded, OpenStep, Packed, Plans, Sequence
 from memory.layer_memories import LayerMemories, PagesOnHost, Places, Snapshot, SwappedOut
-from memory.ledger import Ledger
-from memory.lifetime import Lifetime
-from memory.reach import nearest_position, out_of_reach, position_before
-from memory.room import Room
-from memory.shift import Dropped
+from memory.sequences.batch import TokenLists, pack
+from memory.sequences.interrupts import uninterrupted, uninterrupted_call
+from memory.sequences.ledger import Ledger
+from memory.sequences.lifetime import Lifetime
+from memory.sequences.reach import nearest_position, out_of_reach, position_before
+from memory.sequences.room import Room
 from memory.specs import MemorySpec
-from memory.uploads import together
+from memory.views.usage import Inventory, sequence_html
 
 
 class EnteredStep(Protocol):

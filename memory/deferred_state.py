@@ -18,13 +18,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.arena import Store
 from memory.blocks.arrays import Int64s
+from memory.blocks.store import Store
 from memory.errors import SpecError
-from memory.folding import NOTHING, Columns, TailRules
 from memory.interface import Packed
 from memory.kernels import Kernels, Prepared, Tail
 from memory.recurrent_state import RecurrentState
+from memory.sequences.folding import NOTHING, Columns, TailRules
 from memory.specs import RecurrentSpec
 from memory.state.access import Recurrence, RecurrentPlan, Run, States
 

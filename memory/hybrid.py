@@ -10,22 +10,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from memory.archive import check_layout, describe_layout, read_path, read_snapshot, write_snapshot
-from memory.arguments import read_count
-from memory.batch import read_pairs, read_tokens
-from memory.build import build, check_choices, kernels_of, resolved_spec
-from memory.chunks import Model, run_in_chunks
+from memory.blocks.arguments import read_count
+from memory.blocks.pinned import HostAttention
+from memory.build import build, check_choices, default_fold, kernels_of, resolved_spec
+from memory.chunked_prefill import Model, run_in_chunks
 from memory.errors import FormatError, SequenceError, SpecError
-from memory.folding import Fold, TailRules
-from memory.host_bytes import HostAttention
-from memory.inspection import Usage, measure
-from memory.interface import Encoded, Requests, Sequence
-from memory.interrupts import uninterrupted_call
-from memory.kinds import default_fold
-from memory.lifetime import refuse_to_copy
+from memory.interface import Encoded, Requests, Sequence, refuse_to_copy
+from memory.sequences.batch import read_pairs, read_tokens
+from memory.sequences.folding import Fold, TailRules
+from memory.sequences.interrupts import uninterrupted_call
 from memory.specs import MemorySpec
 from memory.step import Outputs, Step
+from memory.storage.files import check_layout, describe_layout, read_path, read_snapshot, write_snapshot
 from memory.views.counters import Counters
+from memory.views.usage import Usage, measure
 
 
 class Whole(Enum):

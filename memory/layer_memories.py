@@ -10,12 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from memory.arena import BlockPool, Store
-from memory.block_layout import BlockLayout
 from memory.blocks.arrays import EMPTY, Int64s
+from memory.blocks.holdings import Record
+from memory.blocks.layout import BlockLayout
+from memory.blocks.pool import BlockPool
+from memory.blocks.store import Store
 from memory.errors import BUDGET_UNIT, CapacityError
-from memory.interface import LayerMemory, Packed, Plans, Record, Sequence, Stretch
-from memory.shift import Dropped, drop_from_all
+from memory.interface import Dropped, LayerMemory, Packed, Plans, Sequence, Stretch
+from memory.sequences.drop import drop_from_all
 from memory.specs import LayerSpec
 
 
@@ -57,7 +59,7 @@ class Snapshot:
 
 
 class SwappedOut(Protocol):
-    """Keeps what was swapped out, by slot: `memory.tiers.Tiers`."""
+    """Keeps what was swapped out, by slot: `memory.storage.swap.Tiers`."""
 
     n_back: int
 
@@ -69,7 +71,7 @@ class SwappedOut(Protocol):
 
 
 class PagesOnHost(Protocol):
-    """Keeps pages of chosen sequences in host memory: `memory.host_pages.HostPages`."""
+    """Keeps pages of chosen sequences in host memory: `memory.attention.host_pages.HostPages`."""
 
     def has(self, slot: int) -> bool: ...
     def move(self, slot: int, *, to_host: bool) -> None: ...

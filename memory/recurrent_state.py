@@ -11,7 +11,7 @@ A step runs each recurrence from the head (or, if a rollback made it stale, from
 rows. When the sequence has gone far enough the body moves up: a kept state becomes the body, or the rows it passes are run
 from the old body into a new block, so an abort loses nothing. Blocks are reference-counted and never written while shared.
 
-`memory.folding` says when the body moves and what must run; here are the blocks and the bytes.
+`memory.sequences.folding` says when the body moves and what must run; here are the blocks and the bytes.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memory.arena import BlockPool, Store
-from memory.block_layout import BlockLayout
 from memory.blocks.arrays import EMPTY, Int64s, ranges, starts_of
+from memory.blocks.holdings import Holding, LiveRows, Part, Record
+from memory.blocks.layout import BlockLayout
+from memory.blocks.pool import BlockPool
+from memory.blocks.store import Store
 from memory.errors import DropError, IntegrityError, StepError
-from memory.folding import EMPTY_COLUMN, NOTHING, Columns, Pass, StateAddresses, TailRules, schedule
-from memory.interface import Holding, LiveRows, Packed, Part, Record, Stretch
+from memory.interface import Dropped, Packed, Stretch
 from memory.kernels import Kernels, Prepared, select_kernels
-from memory.shift import Dropped
+from memory.sequences.folding import EMPTY_COLUMN, NOTHING, Columns, Pass, StateAddresses, TailRules, schedule
 from memory.specs import RecurrentSpec
 from memory.state.access import Recurrence, RecurrentPlan, Run, States
 

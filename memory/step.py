@@ -14,14 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.arguments import is_integer
-from memory.batch import TokenLists, output_rows
+from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import Int64s
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
-from memory.interface import OpenStep, Sequence
+from memory.interface import NotCopied, OpenStep, Sequence
 from memory.kernels import Scoring
 from memory.layer_memories import LayerMemories, Place, Places
-from memory.lifetime import NotCopied
+from memory.sequences.batch import TokenLists, output_rows
 from memory.specs import MemorySpec
 from memory.state.access import Recurrence, States
 
@@ -259,7 +258,7 @@ class Step(NotCopied):
         self._entered()
         return hidden[self._output_rows.to(hidden.device)]
 
-    # For recordings (`memory.graphs`)
+    # For recordings (`memory.cuda_graphs`)
 
     @property
     def layout(self) -> Hashable | None:

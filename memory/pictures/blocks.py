@@ -10,9 +10,9 @@ import numpy as np
 
 from memory.blocks.arrays import EMPTY, Int64s, ceil_div
 from memory.hybrid import require_memory
-from memory.inspection import Inventory
 from memory.pictures.canvas import FREE, INK, PALETTE, Colour, entitle, ink_on, legend, lighter, literal, new_figure, plain
-from memory.tables import count, format_bytes
+from memory.views.text_tables import count, format_bytes
+from memory.views.usage import Inventory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,10 +13,10 @@ import numpy as np
 
 from memory.blocks.arrays import Int64s
 from memory.hybrid import require_memory
-from memory.inspection import Inventory
 from memory.interface import Sequence
 from memory.pictures.canvas import INK, PALETTE, legend, need_matplotlib, new_figure, plain
-from memory.tables import count, format_bytes
+from memory.views.text_tables import count, format_bytes
+from memory.views.usage import Inventory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from memory.blocks.holdings import Holding, Part
 from memory.hybrid import require_memory
-from memory.interface import Holding, Part, Sequence
+from memory.interface import Sequence
 from memory.pictures.canvas import FREE, INK, legend, literal, need_matplotlib, new_figure, plain
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
-from memory.tables import PART_COLOURS, format_bytes
+from memory.views.text_tables import PART_COLOURS, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -8,12 +8,12 @@ from typing import Protocol
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s
+from memory.blocks.staging import is_recording
 from memory.errors import StepError
-from memory.folding import Columns
 from memory.interface import Packed
 from memory.kernels import Kernels, Prepared, StateSlots, Tail
+from memory.sequences.folding import Columns
 from memory.specs import RecurrentSpec
-from memory.uploads import is_recording
 
 
 class States:

@@ -7,13 +7,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from memory.arena import Store
 from memory.blocks.arrays import Int64s
+from memory.blocks.store import Store
 from memory.errors import CapacityError
-from memory.inspection import Inventory
 from memory.interface import Sequence, Stretch
-from memory.ledger import Ledger
-from memory.room import Holders, Need, Room, need_of
+from memory.sequences.ledger import Ledger
+from memory.sequences.room import Holders, Need, Room, need_of
+from memory.views.usage import Inventory
 
 
 class CountedLayers(Holders, Protocol):
@@ -27,7 +27,7 @@ class CountedLayers(Holders, Protocol):
 
 
 class CountedSwaps(Protocol):
-    """What is counted of swaps: `memory.tiers.Tiers`."""
+    """What is counted of swaps: `memory.storage.swap.Tiers`."""
 
     n_to_host: int
     n_to_disk: int

@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, RecurrentSpec, Sequence
-from memory.arena import Field, Store
 from memory.attention_cache import AttentionCache
+from memory.blocks.arena import Field
+from memory.blocks.store import Store
 from models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 from tests.subjects import feed_together

@@ -31,15 +31,15 @@ from memory import (
     Sequence,
     SequenceError,
     SpecError,
-    files,
 )
-from memory.archive import _digest
-from memory.arena import Arena
+from memory.blocks.arena import Arena
 from memory.eviction import H2O
-from memory.folding import Fold
+from memory.interface import Dropped
 from memory.layer_memories import LayerMemories
 from memory.recurrences import FAMILIES
-from memory.shift import Dropped
+from memory.sequences.folding import Fold
+from memory.storage import local_files as files
+from memory.storage.files import _digest
 from tests.toy import VOCAB, FamilyToy, Toy
 
 TOY = Toy()

@@ -14,24 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import (
-    UNROTATED,
-    CapacityError,
-    HybridMemory,
-    IntegrityError,
-    RollbackError,
-    Sequence,
-    SequenceError,
-    SpecError,
-    hosted_attention,
-)
-from memory import host_bytes as library
-from memory.batch import TokenLists, pack
+from memory import UNROTATED, CapacityError, HybridMemory, IntegrityError, RollbackError, Sequence, SequenceError, SpecError
+from memory.attention import offload as hosted_attention
+from memory.attention.offload import HostedAttention
+from memory.blocks import pinned as library
+from memory.blocks.pinned import host_store
 from memory.errors import BUDGET_UNIT, HOST_UNIT
-from memory.host_bytes import host_store
-from memory.hosted_attention import HostedAttention
 from memory.kernels import Scoring
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
+from memory.sequences.batch import TokenLists, pack
 from memory.specs import AttentionSpec
 from tests.subjects import Subject, make_subject
 from tests.toy import Toy

@@ -12,9 +12,9 @@ import torch
 
 from memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Sequence, StateTensor
 from memory.eviction import H2O
-from memory.interrupts import Lease, uninterrupted_call
 from memory.quantization import Quantized
-from memory.shift import UNROTATED
+from memory.rotary import UNROTATED
+from memory.sequences.interrupts import Lease, uninterrupted_call
 from tests.interrupts import Outcome, try_places
 from tests.toy import VOCAB, Toy
 
@@ -129,7 +129,7 @@ def try_operation(name: str, spec: MemorySpec = DRY, n_places: int = 12) -> int:
 
         return lambda: OPERATIONS[name](scene), verify
 
-    return try_places(attempt, n_places, edges=("memory/step.py", "memory/chunks.py"))
+    return try_places(attempt, n_places, edges=("memory/step.py", "memory/chunked_prefill.py"))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)

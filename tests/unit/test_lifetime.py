@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chat.engine import Engine
+from chat.engine.engine import Engine
 from memory import BatchError, CapacityError, HybridMemory, RollbackError, Sequence, SequenceError, StepError
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
 from tests.toy import Toy
 
 ROOT = Path(__file__).parent.parent.parent

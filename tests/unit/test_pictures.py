@@ -15,7 +15,7 @@ from memory.pictures import arena_map, fork_tree, layer_map
 from memory.pictures.canvas import need_matplotlib
 from memory.pictures.forks import grow, share_out
 from memory.pictures.layers import layer_rows
-from memory.tables import format_bytes
+from memory.views.text_tables import format_bytes
 from tests.unit.test_views import DENSE, HOSTILE, HYBRID, SPECS, Hostile, family, make, open_in
 
 matplotlib = pytest.importorskip("matplotlib")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memory import AttentionSpec, BatchError, CapacityError, CrossAttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
 from tests.subjects import Subject, make_subject
 from tests.toy import VOCAB
 

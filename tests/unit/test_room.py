@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from memory import CapacityError, HybridMemory, MemorySpec, Sequence
-from memory.chunks import split_requests
-from memory.prefix import PrefixCache
+from memory.chunked_prefill import split_requests
+from memory.prefix.cache import PrefixCache
 from tests.toy import Toy
 from tests.unit.test_planning import HYBRID, ROOM, SPECS, WINDOWS
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from memory import CapacityError, HybridMemory, IntegrityError, MemorySpec, RecurrentSpec, Sequence, StateTensor
-from memory import ledger as ledger_module
-from memory.token_buffer import common_prefix
+from memory.sequences import ledger as ledger_module
+from memory.sequences.token_buffer import common_prefix
 from tests.counting import Calls
 
 WINDOW = 4

@@ -12,7 +12,7 @@ import torch
 
 from memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
 from memory.attention_cache import AttentionCache
-from memory.ledger import Ledger
+from memory.sequences.ledger import Ledger
 from tests.toy import Toy
 
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Sequence, StateTensor
-from memory import tables as tables_module
 from memory.errors import HybridMemoryError, SequenceError
 from memory.eviction import H2O, Quest, Recent
 from memory.quantization import Quantized
-from memory.tables import Table, format_bytes
+from memory.views import text_tables as tables_module
+from memory.views.text_tables import Table, format_bytes
 from tests.toy import Toy
 
 META = torch.device("meta")
@@ -310,7 +310,7 @@ def test_ten_thousand_sequences_are_a_short_page(monkeypatch: pytest.MonkeyPatch
         n_written += 1
         return plain(n_bytes)
 
-    for module in ("memory.tables", "memory.inspection"):
+    for module in ("memory.views.text_tables", "memory.views.usage"):
         monkeypatch.setattr(f"{module}.format_bytes", write)
     html = memory._repr_html_()
     assert asked == [10_000] * len(memory._coordinator.layers) and n_written < 600

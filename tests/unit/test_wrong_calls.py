@@ -14,9 +14,9 @@ import torch
 import memory.eviction as eviction
 import memory.quantization as quantization
 from memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor
+from memory.capacity import plan_sequence
 from memory.pictures import arena_map, fork_tree, layer_map
-from memory.planning import plan_sequence
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
 from tests.toy import VOCAB, Toy
 from tests.wrong_calls import Row, assert_refused
 
