@@ -12,11 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.arrays import EMPTY, Int64s, ceil_div, starts_of
+from memory.blocks.arrays import Int64s, ceil_div, starts_of
 from memory.blocks.holdings import Holding, LiveRows, Record
 from memory.blocks.layout import BlockLayout
 from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
+from memory.blocks.table import BlockTable
 from memory.errors import BatchError, IntegrityError, SequenceError, StepError
 from memory.interface import Dropped, Encoded, Packed, Stretch
 from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
@@ -48,8 +49,8 @@ class CrossAttentionCache:
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
         self._kernels: Kernels = select_kernels(store.device, dtype)
         self._flats = [] if store.is_dry else [self._kernels.prepare(store.flat(field)) for field in self.layout.fields]
-        self._tables: dict[int, Int64s] = {}
-        self._n_rows: dict[int, int] = {}
+        self._table = BlockTable(self.pool, "encoder pages", "n_rows")
+        self._n_rows = self._table.numbers["n_rows"]
 
     @property
     def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
@@ -61,14 +62,13 @@ class CrossAttentionCache:
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
         """The encoder's pages, which are there already."""
-        n_pages = np.array([len(self._tables.get(slot, EMPTY)) for slot in stretch.slots.tolist()], np.int64)
-        return np.stack([n_pages * self.pool.block_bytes] * 4)
+        return np.stack([self._table.counts(stretch.slots) * self.pool.block_bytes] * 4)
 
     def write(self, slot: int, encoded: Encoded) -> None:
         """Remember an encoder's output for a new sequence. Raises BatchError or CapacityError with nothing changed."""
         n_rows = self._check(encoded)
         pages = self.pool.allocate(ceil_div(n_rows, self.page_tokens))
-        self._tables[slot], self._n_rows[slot] = pages, n_rows
+        self._table.set(slot, pages, n_rows=n_rows)
         try:
             if not self._store.is_dry:
                 self._write(pages, n_rows, encoded)
@@ -119,10 +119,10 @@ class CrossAttentionCache:
     def plan(self, packed: Packed) -> CrossPlan:
         slots = packed.slots.tolist()
         for slot in slots:
-            if slot not in self._tables:
+            if slot not in self._table.ids:
                 raise SequenceError("a sequence of this model needs what its encoder said; open it with memory.open(encoder=...)")
         repeats = packed.counts.tolist()
-        tables = [self._tables[slot] for slot, n in zip(slots, repeats, strict=True) for _ in range(n)]
+        tables = [self._table[slot] for slot, n in zip(slots, repeats, strict=True) for _ in range(n)]
         n_rows = np.repeat(np.array([self._n_rows[slot] for slot in slots], np.int64), packed.counts)
         cu_pages = starts_of(np.array([len(table) for table in tables], np.int64))
         pages = self._place(self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize)
@@ -165,13 +165,7 @@ class CrossAttentionCache:
         """As `plan_drop`."""
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        held = [(self._tables.get(slot), self._n_rows.get(slot, 0)) for slot in sources.tolist()]
-        for table, _ in held:
-            self.pool.retain(EMPTY if table is None else table)
-        for slot, (table, n_rows) in zip(targets.tolist(), held, strict=True):
-            self.release(slot)
-            if table is not None:
-                self._tables[slot], self._n_rows[slot] = table, n_rows
+        self._table.share(sources, targets)
 
     def truncate(self, slot: int, to: int) -> None:
         """What the encoder said stays, whatever the decoder forgets."""
@@ -180,8 +174,7 @@ class CrossAttentionCache:
         """As `truncate`."""
 
     def release(self, slot: int) -> None:
-        self._n_rows.pop(slot, None)
-        self.pool.release(self._tables.pop(slot, EMPTY))
+        self._table.release(slot)
 
     def horizon(self, slot: int) -> int:
         return 0
@@ -190,36 +183,32 @@ class CrossAttentionCache:
         return np.zeros_like(packed.starts)
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
-        return {self.pool.name: self._tables.get(slot, EMPTY)}
+        return {self.pool.name: self._table[slot]}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        rows = np.arange(len(self._tables.get(slot, EMPTY)) * self.page_tokens)
+        rows = np.arange(len(self._table[slot]) * self.page_tokens)
         return {self.pool.name: (rows < self._n_rows.get(slot, 0)).reshape(-1, self.page_tokens)}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
-        tables = [self._tables.get(slot, EMPTY) for slot in slots.tolist()]
         n_rows = np.array([self._n_rows.get(slot, 0) for slot in slots.tolist()], np.int64)
-        return [Holding.of_tables(self.pool.name, "body", tables, np.zeros_like(n_rows), n_rows)]
+        return [self._table.holding("body", slots, np.zeros_like(n_rows), n_rows)]
 
     @property
     def shares(self) -> dict[str, list[int]]:
         return {self.pool.name: self.layout.split([2] * len(self._specs))}
 
     def record(self, slot: int) -> Record:
-        return {"n_rows": [self._n_rows.get(slot, 0)]}
+        return self._table.record(slot)
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
-        n_rows = int(record["n_rows"][0])
-        self._tables[slot], self._n_rows[slot] = blocks[self.pool.name], n_rows
+        self._table.adopt(slot, record, blocks[self.pool.name])
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:
-        n_pages, n_rows = len(self._tables.get(slot, EMPTY)), self._n_rows.get(slot, 0)
+        n_pages, n_rows = len(self._table[slot]), self._n_rows.get(slot, 0)
         if n_pages != ceil_div(n_rows, self.page_tokens):
             raise IntegrityError(f"slot {slot} holds {n_rows} encoder rows in {n_pages} pages of {self.page_tokens}")
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
-        if strangers := self._tables.keys() - lengths.keys():
-            raise IntegrityError(f"encoder pages are held for slots that are not open: {sorted(strangers)}")
         for slot, length in lengths.items():
             self.check_slot(slot, length, peaks[slot])
-        self.pool.check(np.concatenate([EMPTY, *self._tables.values()]))
+        self._table.check(lengths)

@@ -22,6 +22,7 @@ from memory.blocks.holdings import Holding, LiveRows, Record
 from memory.blocks.layout import BlockLayout
 from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
+from memory.blocks.table import BlockTable
 from memory.errors import IntegrityError, SpecError
 from memory.interface import Packed, Stretch
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
@@ -109,7 +110,7 @@ class QuantizedAttention(CannotDrop):
         self._part_sizes = {field.dtype.itemsize for field in self.layout.fields}
         self._shapes = [tuple(shape for shape, _ in own) for own in shapes]
         self._flats: list[tuple[Prepared, ...]] = [() if store.is_dry else tuple(map(store.flat, own)) for own in fields]
-        self._bodies: dict[int, Int64s] = {}
+        self._table = BlockTable(self.bodies, "quantised pages")
         self._open_plans: dict[int, QuantizedPlan] = {}
 
     def _bound_fields(self, spec: AttentionSpec) -> tuple[Shaped, ...]:
@@ -137,7 +138,7 @@ class QuantizedAttention(CannotDrop):
     def plan(self, packed: Packed) -> QuantizedPlan:
         exact, fresh = self.exact.plan(packed), EMPTY
         try:
-            tables = [self._bodies.get(slot, EMPTY) for slot in packed.slots.tolist()]
+            tables = [self._table[slot] for slot in packed.slots.tolist()]
             n_blocks = np.array([len(table) for table in tables], np.int64)
             n_new = self.grid.n_groups(packed.peaks) - n_blocks
             cu_blocks = starts_of(n_blocks)
@@ -213,7 +214,7 @@ class QuantizedAttention(CannotDrop):
         for i in plan.n_new.nonzero()[0].tolist():
             slot, fresh = int(plan.packed.slots[i]), plan.fresh[ends[i] - plan.n_new[i] : ends[i]]
             if kept[i]:
-                self._bodies[slot] = np.concatenate([self._bodies.get(slot, EMPTY), fresh])
+                self._table.append(slot, fresh)
             else:
                 self.bodies.release(fresh)
 
@@ -230,13 +231,8 @@ class QuantizedAttention(CannotDrop):
     # Sequences
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        tables = [self._bodies.get(slot, EMPTY) for slot in sources.tolist()]
-        for table in tables:
-            self.bodies.retain(table)
         self.exact.share(sources, targets)
-        for slot, table in zip(targets.tolist(), tables, strict=True):
-            self.bodies.release(self._bodies.pop(slot, EMPTY))
-            self._bodies[slot] = table
+        self._table.share(sources, targets)
 
     def truncate(self, slot: int, to: int) -> None:
         self.exact.truncate(slot, to)
@@ -246,24 +242,23 @@ class QuantizedAttention(CannotDrop):
 
     def release(self, slot: int) -> None:
         self.exact.release(slot)
-        self.bodies.release(self._bodies.pop(slot, EMPTY))
+        self._table.release(slot)
 
     def horizon(self, slot: int) -> int:
-        return len(self._bodies.get(slot, EMPTY)) * self.storage.group
+        return len(self._table[slot]) * self.storage.group
 
     def horizon_after(self, packed: Packed) -> Int64s:
         return self.grid.n_groups(packed.peaks) * self.storage.group
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
-        return self.exact.blocks_of(slot) | {self.bodies.name: self._bodies.get(slot, EMPTY)}
+        return self.exact.blocks_of(slot) | {self.bodies.name: self._table[slot]}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
         """Groups fold whole, and nothing that has folded can be taken back."""
-        return self.exact.live_rows(slot, length) | {self.bodies.name: np.ones((len(self._bodies.get(slot, EMPTY)), 1), np.bool_)}
+        return self.exact.live_rows(slot, length) | {self.bodies.name: np.ones((len(self._table[slot]), 1), np.bool_)}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
-        tables = [self._bodies.get(slot, EMPTY) for slot in slots.tolist()]
-        bodies = Holding.of_tables(self.bodies.name, "body", tables, np.zeros_like(slots))
+        bodies = self._table.holding("body", slots, np.zeros_like(slots))
         tails = (replace(h, part="tail", fold_tokens=self.storage.group) for h in self.exact.holdings(slots))
         return [*tails, replace(bodies, ends=bodies.counts * self.storage.group)]
 
@@ -277,18 +272,16 @@ class QuantizedAttention(CannotDrop):
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
         self.exact.adopt(slot, record, blocks)
-        self._bodies[slot] = blocks[self.bodies.name]
+        self._table.adopt(slot, {}, blocks[self.bodies.name])
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:
         self.exact.check_slot(slot, length, peak)
-        n_blocks, expected = len(self._bodies.get(slot, EMPTY)), int(self.grid.n_groups(np.array(peak)))
+        n_blocks, expected = len(self._table[slot]), int(self.grid.n_groups(np.array(peak)))
         if n_blocks != expected:
             raise IntegrityError(f"slot {slot} holds {n_blocks} quantised pages, its furthest position {peak} makes it {expected}")
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         self.exact.check(lengths, peaks)
-        if strangers := self._bodies.keys() - lengths.keys():
-            raise IntegrityError(f"quantised pages are held for slots that are not open: {sorted(strangers)}")
         for slot, length in lengths.items():
             self.check_slot(slot, length, peaks[slot])
-        self.bodies.check(np.concatenate([EMPTY, *self._bodies.values(), *(plan.fresh for plan in self._open_plans.values())]))
+        self._table.check(lengths, (plan.fresh for plan in self._open_plans.values()))
