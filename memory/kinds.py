@@ -6,13 +6,13 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from memory.arena import Store
 from memory.attention_cache import AttentionCache
 from memory.cross_attention import CrossAttentionCache
-from memory.deferred_state import DeferredState
 from memory.errors import SpecError
 from memory.eviction import Budget, EvictionPolicy, Quest
 from memory.folding import Fold, TailRules
@@ -24,8 +24,10 @@ from memory.page_selection import PageSelection
 from memory.quantization import Storage
 from memory.quantized_attention import QuantizedAttention
 from memory.recurrent_state import RecurrentState
-from memory.sparse_attention import SparseAttention
+from memory.sparse_attention import EvictingAttention
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
+from memory.state.readers import HeadReader, TailReader
+from memory.state.tails import TailMember, TailTable
 from memory.together import AllKinds
 
 
@@ -41,7 +43,7 @@ class Kinds:
     by_name: AllKinds = field(default_factory=AllKinds)
     attention: list[tuple[str, Attention, int]] = field(default_factory=list)
     cross_attention: CrossAttentionCache | None = None
-    recurrent: RecurrentState | None = None
+    recurrent: RecurrentState[Any] | None = None
 
 
 _Group = tuple[int | None, Budget | None, Storage | None]
@@ -91,7 +93,7 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
         cache: Attention
         if isinstance(policy, EvictionPolicy):
             name = f"attention {len(caches)}, {policy.label}" + (f" of {storage.label}" if storage else "")
-            cache = SparseAttention(group, policy, storage, spec.dtype, rules.rollback_window, store, name)
+            cache = EvictingAttention(group, policy, storage, spec.dtype, rules.rollback_window, store, name)
         elif isinstance(policy, Quest) and storage is not None:
             name = f"attention {len(caches)}, {policy.label} of {storage.label}"
             cache = GroupSelection(group, policy, storage, spec.dtype, page_tokens, rules.rollback_window, store, name)
@@ -109,8 +111,9 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
     if cross := [m for m in flat if isinstance(m, CrossAttentionSpec)]:
         kinds.by_name["cross-attention"] = kinds.cross_attention = CrossAttentionCache(cross, spec.dtype, page_tokens, store)
     if recurrent := [m for m in flat if isinstance(m, RecurrentSpec)]:
-        states = DeferredState if rules.defers else RecurrentState
-        kinds.by_name["recurrence"] = kinds.recurrent = states(recurrent, spec.dtype, rules, store)
+        table = TailTable([TailMember.of(m, deferred=rules.defers) for m in recurrent], spec.dtype, rules, store)
+        reader = TailReader(recurrent, table) if rules.defers else HeadReader(recurrent, table)
+        kinds.by_name["recurrence"] = kinds.recurrent = RecurrentState[Any](table, reader)
     for kind in ("attention", "cross-attention", "recurrence"):
         for i, member in enumerate(spec.of_kind(kind)):
             kinds.by_name.members.setdefault(kinds.attention[i][0] if kind == "attention" else kind, []).append(member)

@@ -257,7 +257,7 @@ class Walk:
             return
         # Through a mark, or to the very start: no dropped token is remembered that this sequence did not drop itself.
         marks = [m for s, m in self.twins.items() if s.is_checkpoint and m.tokens[:to] == twin.tokens[:to]]
-        offset = 0 if self.memory._recurrent is None else int(self.memory._recurrent._slots.offset[sequence.slot])
+        offset = 0 if self.memory._recurrent is None else int(self.memory._recurrent.table.slots.offset[sequence.slot])
         assert offset in (0, *(len(m.own) - len(m.tokens) for m in marks))
         mark = next((m for m in marks if len(m.own) - len(m.tokens) == offset), Twin(twin.tokens, twin.tokens))
         twin.tokens, twin.own = mark.tokens, mark.own
@@ -505,12 +505,12 @@ def test_books_that_do_not_balance_are_found() -> None:
 
     memory, slot = dropped()
     assert memory._recurrent is not None
-    memory._recurrent._slots.floor[slot] = 44
+    memory._recurrent.table.slots.floor[slot] = 44
     with pytest.raises(IntegrityError, match="states from 44"):
         memory.check()
     memory, slot = dropped()
     assert memory._recurrent is not None
-    memory._recurrent._slots.offset[slot] = 3
+    memory._recurrent.table.slots.offset[slot] = 3
     with pytest.raises(IntegrityError):
         memory.check()
     memory, slot = dropped()
@@ -520,7 +520,7 @@ def test_books_that_do_not_balance_are_found() -> None:
     for column in ("offset", "floor", "_oldest", "_seams"):
         memory, slot = dropped()
         assert memory._recurrent is not None
-        holder = {"_oldest": memory._attention[0][1], "_seams": memory._ledger}.get(column, memory._recurrent._slots)
+        holder = {"_oldest": memory._attention[0][1], "_seams": memory._ledger}.get(column, memory._recurrent.table.slots)
         getattr(holder, column)[slot + 1] = getattr(holder, column)[slot]
         with pytest.raises(IntegrityError):
             memory.check()
