@@ -148,8 +148,8 @@ class TailTable:
         own_tail = fits & (self.tails.counts[before.tail] == 1) if self.rules.tail_rows else np.ones(len(ends), np.bool_)
         try:
             for pool, row, mask in zip(self._pools, range(4), (moves, has_head & ~own_head, leaves, ~own_tail), strict=True):
-                if np.count_nonzero(mask):
-                    fresh[row, mask] = after.ids[row, mask] = pool.allocate(int(np.count_nonzero(mask)))
+                if n_blocks := int(np.count_nonzero(mask)):
+                    fresh[row, mask] = after.ids[row, mask] = pool.allocate(n_blocks)
         except BaseException:
             self._free(fresh, np.ones(len(moves), np.bool_))
             raise
@@ -197,8 +197,11 @@ class TailTable:
             if np.count_nonzero(leaves):
                 after.kept_at[leaves], after.kept[leaves] = after.head_at[leaves], after.head[leaves]
                 after.head_at[leaves] = after.head[leaves] = NOTHING
-        staying = stays.nonzero()[0]
-        self.slots.put(packed.slots[staying], after.take(staying))
+        if np.count_nonzero(stays) < len(kept):
+            staying = stays.nonzero()[0]
+            self.slots.put(packed.slots[staying], after.take(staying))
+        else:
+            self.slots.put(packed.slots, after)
 
     def abort(self, step: TailStep) -> None:
         """Give back all that was set aside for a step, and leave every slot as it was."""
@@ -253,10 +256,10 @@ class TailTable:
 
     def horizon_after(self, packed: Packed) -> Int64s:
         """Return (S,) what `horizon` will be once the step's tokens are kept."""
+        if not np.count_nonzero(self.slots.floor):  # no token has been dropped from any
+            return self.rules.body_at(packed.peaks)
         self._grow_to(int(packed.slots.max()) + 1)
         offsets, floors = self.slots.offset.take(packed.slots), self.slots.floor.take(packed.slots)
-        if not np.count_nonzero(floors):
-            return self.rules.body_at(packed.peaks)
         horizons: Int64s = np.maximum(self.rules.body_at(packed.peaks + offsets) - offsets, floors)
         return horizons
 
