@@ -12,7 +12,7 @@ from benchmarks.books import make_memory
 from benchmarks.harness import Report
 from benchmarks.workloads import Ours, both_models, draw
 from memory import HybridMemory, Sequence
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
 
 _PEERS = (
     "Peers, measured elsewhere on two cores, not in this run: a lookup and an insert in SGLang's radix tree with states take 16 and 247 µs "

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from benchmarks.harness import Report, interleave
 from benchmarks.workloads import Ours, draw
-from chat.dialogues import make_dialogue, messages
+from chat.simulation.dialogues import make_dialogue, messages
 from memory import AttentionSpec, HybridMemory, MemorySpec, Step
 from memory.eviction import H2O, TOVA, Budget, EvictionPolicy, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
 from memory.quantization import Float8, Quantized, Storage

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from benchmarks.harness import Report, interleave
 from benchmarks.workloads import CONFIGS, VOCAB, make_peer
-from chat.conversation import MAX_REPLY_TOKENS, Conversation, Player
-from chat.dialogues import Turn, make_dialogue
-from chat.drafts import Draft, Drafter, DraftRequest, PromptLookup
-from chat.engine import Engine
+from chat.decoding.drafts import Draft, Drafter, DraftRequest, PromptLookup
+from chat.decoding.speculative import SpeculativeBatch
+from chat.engine.engine import Engine
 from chat.prompts import Message, Tokenizer, encode_turn, find_stop_ids, load_tokenizer
-from chat.speculative import SpeculativeBatch
+from chat.session.conversation import MAX_REPLY_TOKENS, Conversation, Player
+from chat.simulation.dialogues import Turn, make_dialogue
 from memory import HybridMemory, Sequence, Step
 from models import EMBEDDED, LanguageModel, load_model
 

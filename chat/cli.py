@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from chat.inspect_command import inspect
-from chat.plan_command import plan
-from chat.simulate_command import simulate
+from chat.commands.inspect import inspect
+from chat.commands.plan import plan
+from chat.commands.simulate import simulate
 
 if TYPE_CHECKING:
-    from chat.display import Reply
-    from chat.engine import Engine
+    from chat.console import Reply
+    from chat.engine.engine import Engine
     from chat.prompts import Tokenizer
     from memory import HybridMemory
     from models import LanguageModel
@@ -53,8 +53,8 @@ def generate(
 ) -> None:
     """Reply to several prompts at once, greedily, in one batch."""
     with _one_line_errors():
-        from chat.display import make_console, show_replies
-        from chat.engine import Engine
+        from chat.console import make_console, show_replies
+        from chat.engine.engine import Engine
         from chat.prompts import encode_prompt
         from memory import HybridMemory
 
@@ -80,7 +80,7 @@ def chat(
 ) -> None:
     """Talk to a model. /edit, /undo, /regenerate and /branch take back what was said without computing the rest again; see /help."""
     with _one_line_errors():
-        from chat.terminal import Settings, run_terminal
+        from chat.commands.terminal import Settings, run_terminal
 
         language_model, tokenizer = _load(model, device, dtype)
         run_terminal(language_model, tokenizer, Settings(budget, system, max_tokens, temperature, seed, resume))
@@ -117,8 +117,8 @@ def demo(
     Every answer is compared with what is right; exits with 1 if one is wrong or if history was computed twice.
     """
     with _one_line_errors():
-        from chat.demo import run_demo
-        from chat.display import live_stage, make_console, print_report
+        from chat.commands.demo import run_demo
+        from chat.console import live_stage, make_console, print_report
 
         console = make_console()
         language_model, tokenizer = _load(model, device, dtype)
@@ -195,8 +195,8 @@ def serve(
 
 def _warm_engine(model: LanguageModel, memory: HybridMemory, tokenizer: Tokenizer, has_prefixes: bool, **sizes: Any) -> Engine:
     """An engine that has taken a step: kernels are compiled, and nobody's first request waits for that."""
-    from chat.engine import Engine
-    from memory.prefix import PrefixCache
+    from chat.engine.engine import Engine
+    from memory.prefix.cache import PrefixCache
 
     prefixes = PrefixCache(memory) if has_prefixes else None
     engine = Engine(model, memory, tokenizer, prefixes=prefixes, **sizes)
@@ -217,7 +217,7 @@ def _name_of(model: str) -> str:
 
 def _read_bytes(option: str, text: str) -> int:
     from memory import SpecError
-    from memory.arena import read_budget
+    from memory.blocks.arena import read_budget
 
     try:
         return read_budget(text)
@@ -228,7 +228,7 @@ def _read_bytes(option: str, text: str) -> int:
 def _load(model: str, device: str, dtype: str) -> tuple[LanguageModel, Tokenizer]:
     from chat.prompts import load_tokenizer
     from models import load_model
-    from models.loading import find_folder
+    from models.loading.load import find_folder
 
     folder = find_folder(model)
     return load_model(folder, device=device, dtype=dtype), load_tokenizer(folder)
@@ -236,7 +236,7 @@ def _load(model: str, device: str, dtype: str) -> tuple[LanguageModel, Tokenizer
 
 def _stream_replies(engine: Engine, prompts: list[list[int]], max_tokens: int) -> Iterator[list[Reply]]:
     """Replies in the order of `prompts`, after every step."""
-    from chat.display import Reply
+    from chat.console import Reply
 
     generations = [engine.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
     while not engine.is_idle:
@@ -254,7 +254,7 @@ def _one_line_errors() -> Iterator[None]:
     try:
         yield
     except HybridMemoryError as error:
-        from chat.display import harmless
+        from chat.console import harmless
 
         typer.echo(f"error: {' '.join(harmless(str(error)).split())}", err=True)
         raise typer.Exit(1) from None

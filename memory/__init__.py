@@ -14,7 +14,7 @@ from memory.errors import (
 )
 from memory.hybrid import HybridMemory
 from memory.interface import Sequence
-from memory.shift import UNROTATED, Rotation
+from memory.rotary import UNROTATED, Rotation
 from memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec, RecurrentSpec, StateTensor
 from memory.state.access import Recurrence, States
 from memory.step import Step

@@ -18,14 +18,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.arena import BlockPool, Store
-from memory.block_layout import BlockLayout
 from memory.blocks.arrays import EMPTY, Int64s, ceil_div, starts_of
+from memory.blocks.holdings import Holding, LiveRows, Record
+from memory.blocks.layout import BlockLayout
+from memory.blocks.pool import BlockPool
+from memory.blocks.store import Store
+from memory.blocks.table import BlockTable
 from memory.errors import DropError, IntegrityError
-from memory.interface import Holding, LiveRows, Packed, Record, Stretch
+from memory.interface import Dropped, Packed, Stretch
 from memory.kernels import FoldedRows, Kernels, PagedBatch, Prepared, Scoring, select_kernels
-from memory.page_grid import DropPlan, PageGrid
-from memory.shift import Dropped
+from memory.sequences.paging import DropPlan, PageGrid
 from memory.specs import AttentionSpec
 
 Read = tuple[PagedBatch, FoldedRows | None]
@@ -82,9 +84,9 @@ class AttentionCache:
         self._flats = [] if store.is_dry else [[self.kernels.prepare(store.flat(next(remaining))) for _ in own] for own in fields]
         # Where values are a part of the keys, both are read from the same flat.
         self._keys_values = [(own[0], own[s.n_parts - 1]) for s, own in zip(specs, self._flats, strict=False)]
-        self._pages: dict[int, Int64s] = {}
-        self._first_page: dict[int, int] = {}  # of those slots that have given up any
-        self._oldest: dict[int, int] = {}  # the oldest row, of slots whose first page may begin before it
+        # The first page, of slots that have given up any, and the oldest row, of those whose first page may begin before it.
+        self._table = BlockTable(self.pool, "pages", "first_page", "oldest")
+        self._pages, self._first_page, self._oldest = self._table.ids, *self._table.numbers.values()
         self._open_plans: dict[int, AttentionPlan] = {}
 
     def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
@@ -297,13 +299,9 @@ class AttentionCache:
                 self.kernels.write_rows_(flat, target, rows_RGD.flatten(0, 1))
 
     def drop(self, plan: DropPlan) -> None:
-        table = self._pages[plan.slot]
-        self._pages[plan.slot] = np.concatenate([table[: plan.n_kept], plan.fresh])
-        self.pool.release(table[plan.n_kept :])
-        for column, value in ((self._first_page, plan.first_page), (self._oldest, plan.oldest)):
-            column.pop(plan.slot, None)
-            if value:
-                column[plan.slot] = value
+        self._table.truncate(plan.slot, plan.n_kept)
+        ids = np.concatenate([self._table[plan.slot], plan.fresh])
+        self._table.set(plan.slot, ids, first_page=plan.first_page, oldest=plan.oldest)
 
     def abandon_drop(self, plan: DropPlan) -> None:
         self.pool.release(plan.fresh)
@@ -311,31 +309,16 @@ class AttentionCache:
     # Sequences
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        held = [(self._pages.get(slot, EMPTY), self._first_page.get(slot, 0), self._oldest.get(slot, 0)) for slot in sources.tolist()]
-        for table, _, _ in held:
-            self.pool.retain(table)
-        for slot, (table, first, oldest) in zip(targets.tolist(), held, strict=True):
-            self.release(slot)
-            self._pages[slot] = table
-            if first:
-                self._first_page[slot] = first
-            if oldest:
-                self._oldest[slot] = oldest
+        self._table.share(sources, targets)
 
     def truncate(self, slot: int, to: int) -> None:
-        pages = self._pages.get(slot, EMPTY)
-        n_kept = ceil_div(to, self.page_tokens) - self._first_page.get(slot, 0)
-        if n_kept < len(pages):
-            self.pool.release(pages[n_kept:])
-            self._pages[slot] = pages[:n_kept]
+        self._table.truncate(slot, ceil_div(to, self.page_tokens) - self._first_page.get(slot, 0))
 
     def reset(self, slot: int) -> None:
         self.release(slot)
 
     def release(self, slot: int) -> None:
-        self._first_page.pop(slot, None)
-        self._oldest.pop(slot, None)
-        self.pool.release(self._pages.pop(slot, EMPTY))
+        self._table.release(slot)
 
     def horizon(self, slot: int) -> int:
         """0 for dense attention, which forgets from any position on."""
@@ -351,33 +334,28 @@ class AttentionCache:
         return max(self._first_page.get(slot, 0) * self.page_tokens, self._oldest.get(slot, 0))
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
-        return {self.pool.name: self._pages.get(slot, EMPTY)}
+        return {self.pool.name: self._table[slot]}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        n_pages, first_page = len(self._pages.get(slot, EMPTY)), self._first_page.get(slot, 0)
+        n_pages, first_page = len(self._table[slot]), self._first_page.get(slot, 0)
         positions = (first_page * self.page_tokens + np.arange(n_pages * self.page_tokens)).reshape(n_pages, self.page_tokens)
         return {self.pool.name: (positions >= self._oldest_row(slot)) & (positions < length)}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
-        tables = [self._pages.get(slot, EMPTY) for slot in slots.tolist()]
-        return [Holding.of_tables(self.pool.name, "body", tables, np.array([*map(self._oldest_row, slots.tolist())], np.int64))]
+        return [self._table.holding("body", slots, np.array([*map(self._oldest_row, slots.tolist())], np.int64))]
 
     @property
     def shares(self) -> dict[str, list[int]]:
         return {self.pool.name: self.layout.split([len(self._page_fields(s)) for s in self._specs])}
 
     def record(self, slot: int) -> Record:
-        return {"first_page": [self._first_page.get(slot, 0)], "oldest": [self._oldest.get(slot, 0)]}
+        return self._table.record(slot)
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
-        first_page, oldest = int(record["first_page"][0]), int(record["oldest"][0])
-        self._pages[slot] = blocks[self.pool.name]
-        for column, value in ((self._first_page, first_page), (self._oldest, oldest)):
-            if value:
-                column[slot] = value
+        self._table.adopt(slot, record, blocks[self.pool.name])
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:
-        n_pages, first = len(self._pages.get(slot, EMPTY)), self._first_page.get(slot, 0)
+        n_pages, first = len(self._table[slot]), self._first_page.get(slot, 0)
         if first != (expected := int(self.grid.first_page(np.array(peak)))):
             raise IntegrityError(f"slot {slot} holds pages from {first} on, its furthest position {peak} makes it {expected}")
         if not 0 <= self._oldest.get(slot, 0) <= self.grid.oldest_wanted(np.array(peak)):
@@ -386,8 +364,6 @@ class AttentionCache:
             raise IntegrityError(f"slot {slot} holds {length} tokens in {n_pages} pages of {self.page_tokens} from page {first} on")
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
-        if strangers := (self._pages.keys() | self._first_page.keys() | self._oldest.keys()) - lengths.keys():
-            raise IntegrityError(f"pages are held for slots that are not open: {sorted(strangers)}")
         for slot, length in lengths.items():
             self.check_slot(slot, length, peaks[slot])
-        self.pool.check(np.concatenate([EMPTY, *self._pages.values(), *(p.fresh for p in self._open_plans.values())]))
+        self._table.check(lengths, (plan.fresh for plan in self._open_plans.values()))

@@ -1,47 +1,38 @@
-"""HybridMemory: attention caches and recurrent states behind one interface, always in step.
-
-The only place that knows that several kinds of memory exist. It owns what must be one: the length of each sequence, the
-budget, and the order plan -> begin -> commit or abort in which all kinds move together.
-"""
+"""HybridMemory: attention caches and recurrent states behind one interface, always in step."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from enum import Enum, auto
 from html import escape
 from pathlib import Path
-from typing import get_args
 
 import torch
 from torch import Tensor
 
-from memory.archive import check_layout, describe_layout, read_path, read_snapshot, write_snapshot
-from memory.arena import Store, read_budget
-from memory.arguments import check_usable, read_count, read_device, read_dtype
-from memory.batch import count_tokens, pack, read_pairs, read_tokens
-from memory.blocks.arrays import Int64s
-from memory.chunks import Model, run_in_chunks
-from memory.cross_attention import Encoded
-from memory.errors import BUDGET_UNIT, BatchError, CapacityError, FormatError, SequenceError, SpecError
-from memory.folding import Fold, TailRules
-from memory.host_bytes import HostAttention, host_store
-from memory.inspection import Usage, measure
-from memory.interface import OpenStep, Packed, Plans, Requests, Sequence
-from memory.interrupts import uninterrupted, uninterrupted_call
-from memory.kernels import OF_STATES, Scoring, chosen_kernels
-from memory.kinds import default_fold, index_of, make_kinds, with_host_pages
-from memory.specs import MemorySpec, RecurrentSpec
-from memory.state.access import Recurrence
+from memory.blocks.arguments import read_count
+from memory.blocks.pinned import HostAttention
+from memory.build import build, check_choices, default_fold, kernels_of, resolved_spec
+from memory.chunked_prefill import Model, run_in_chunks
+from memory.errors import FormatError, SequenceError, SpecError
+from memory.interface import Encoded, Requests, Sequence, refuse_to_copy
+from memory.sequences.batch import read_pairs, read_tokens
+from memory.sequences.folding import Fold, TailRules
+from memory.sequences.interrupts import uninterrupted_call
+from memory.specs import MemorySpec
 from memory.step import Outputs, Step
-from memory.tiers import Tiers
-from memory.timelines import Timelines, Whole
-from memory.together import Snapshot
-from memory.uploads import together
-
-_MANY_TOKENS = 4096
-"""In a step: reading them, and planning for them, takes longer than to ask whether they can fit."""
+from memory.storage.files import check_layout, describe_layout, read_path, read_snapshot, write_snapshot
+from memory.views.counters import Counters
+from memory.views.usage import Usage, measure
 
 
-class HybridMemory(Timelines):
+class Whole(Enum):
+    """What `close` closes if it is given no sequence. (None is what a variable holds whose sequence was never opened.)"""
+
+    MEMORY = auto()
+
+
+class HybridMemory:
     """The memory of a model for any number of sequences.
 
     Args:
@@ -70,6 +61,8 @@ class HybridMemory(Timelines):
     Attributes:
         spec, rollback_window, page_tokens, fold: what it goes by, defaults filled in; to be read, not set. A memory made with these has
             blocks of the same sizes.
+        budget_bytes: what it may use at most; see `budget`.
+        counters: what it counts, for planners, schedulers and pictures.
     Raises:
         SpecError: an option that cannot work, or a budget too small for one sequence.
     """
@@ -91,40 +84,47 @@ class HybridMemory(Timelines):
         swap_dir: str | Path | None = None,
         poison: bool = False,
     ) -> None:
-        if not isinstance(spec, MemorySpec):
-            raise SpecError(f"{spec!r} is no MemorySpec; pass model.memory_spec")
         rollback_window = read_count("rollback_window", rollback_window, 0, "tokens")
         page_tokens = read_count("page_tokens", page_tokens, 1, "tokens")
-        if fold not in (None, *get_args(Fold)):
-            raise SpecError(f"fold={fold!r}; choose 'keep', 'replay', 'defer', or None for what suits the device")
-        if host_attention not in get_args(HostAttention) or (host_attention == "compute" and host_pages is None):
-            raise SpecError(f"host_attention={host_attention!r}; choose 'stream' or 'compute', and say how many bytes with host_pages=")
-        place = spec.device if device is None else read_device("device", device)
-        check_usable("device", place)
-        of_rows = spec.dtype if dtype is None else read_dtype("dtype", dtype)
-        self.spec = replace(spec.with_state_dtype(state_dtype), device=place, dtype=of_rows)
+        check_choices(fold, host_attention, host_pages)
+        self.spec = resolved_spec(spec, device, dtype, state_dtype)
         self.rollback_window = rollback_window
         self.page_tokens = page_tokens
         # Of the spec's device: a dry run keeps the books of the real thing.
         self.fold: Fold = fold or default_fold(self.spec, spec.device.type, rollback_window)
-        self.index = index_of(self.spec)
         rules = TailRules.of(self.fold, rollback_window)
-        budget_bytes = read_budget(budget)
-        host_bytes = None if host_budget is None else read_budget(host_budget, "host_budget")
-        store = Store(budget_bytes, self.spec.device, poison=poison)
-        self._tiers = Tiers(host_bytes, None if swap_dir is None else Path(read_path("swap_dir", swap_dir, "a folder")))
-        self._layout = describe_layout(self.spec, page_tokens, rules)
-        kinds = make_kinds(self.spec, page_tokens, rules, store)
-        host = None
-        if host_pages is not None:
-            pinned = host_store(read_budget(host_pages, "host_pages"), self.spec.device, host_attention, poison=poison)
-            host = with_host_pages(kinds, self.spec, page_tokens, rules, store, pinned)
-        super().__init__(kinds.by_name, store, has_states=kinds.recurrent is not None, host_pages=host)
-        self._attention, self._cross_attention, self._recurrent = kinds.attention, kinds.cross_attention, kinds.recurrent
-        if (needed := self._kinds.least_bytes) > budget_bytes:
-            raise SpecError(f"a budget of {budget_bytes:,} bytes is too small for one sequence of {spec.model}; give it {needed:,} or more")
+        self._format = describe_layout(self.spec, page_tokens, rules)
+        self._coordinator = build(
+            self.spec, budget, page_tokens=page_tokens, rules=rules, host_pages=host_pages, host_attention=host_attention,
+            host_budget=host_budget, swap_dir=swap_dir, poison=poison,
+        )  # fmt: skip
+        self.counters = Counters(self._coordinator)
+        self.budget_bytes = self.counters.budget_bytes
+
+    _instead = "write sequences with memory.save(sequence, path) and read them with load in a memory made there, or fork a sequence"
+    __reduce_ex__ = refuse_to_copy
+
+    # The whole
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it serves: it has not been closed, and is of this process."""
+        return self._coordinator.why_ended is None
+
+    def __enter__(self) -> HybridMemory:
+        if (why := self._coordinator.why_ended) is not None:
+            raise SequenceError(why)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._coordinator.close()
 
     # Sequences
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All open sequences and checkpoints (`.is_checkpoint`), in the order in which they were opened."""
+        return list(self._coordinator.ledger.handles.values())
 
     def open(self, *, encoder: Encoded | None = None) -> Sequence:
         """A new, empty sequence. It holds no bytes until tokens are fed. Cost: O(1).
@@ -135,24 +135,7 @@ class HybridMemory(Timelines):
         Raises:
             BatchError: `encoder` is missing, not wanted, or does not fit the model. CapacityError: no room for it.
         """
-        if (encoder is None) != (self._cross_attention is None):
-            raise BatchError(
-                f"{self.spec.model} has no encoder; open its sequences without encoder="
-                if self._cross_attention is None
-                else f"{self.spec.model} decodes what its encoder said; give open(encoder=model.encode(...)[i])"
-            )
-        if self._cross_attention is None or encoder is None:
-            return self._ledger.open()
-        cross_attention = self._cross_attention
-        with uninterrupted_call() as held:
-            sequence = self._ledger.open()
-            try:
-                self._with_room(lambda: cross_attention.write(sequence.slot, encoder))
-                held.deliver()
-            except BaseException:
-                self._withdraw(sequence)
-                raise
-            return sequence
+        return self._coordinator.open(encoder)
 
     def close(self, sequence: Sequence | Whole = Whole.MEMORY) -> None:
         """Forget a sequence or a checkpoint; bytes that nobody shares are free at once. Without an argument, close the whole memory.
@@ -163,13 +146,84 @@ class HybridMemory(Timelines):
         Raises SequenceError: a bad handle, or one in an open step; then nothing has changed.
         """
         if sequence is Whole.MEMORY:
-            self._close_all()
-            return
-        self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
-        with uninterrupted():
-            self._kinds.release(sequence.slot)
-            self._ledger.close(sequence)
-            self._tiers.drop(sequence.slot)  # last: a file system may refuse
+            self._coordinator.close()
+        else:
+            self._coordinator.close_one(sequence)
+
+    # Copies that share
+
+    def fork(self, sequence: Sequence) -> Sequence:
+        """A new sequence that continues from where this one (or this checkpoint) stands.
+
+        Copies no tensor: blocks are shared until one side writes, and then only the last page, the tail and the head are
+        copied. Raises SequenceError.
+        """
+        with uninterrupted_call() as held:
+            return self._coordinator.copy(sequence, held, is_checkpoint=False)
+
+    def checkpoint(self, sequence: Sequence) -> Sequence:
+        """A mark at the sequence's position: `rollback(sequence, to=mark)` returns to it at any distance, until it is closed.
+
+        A mark pins its blocks and nothing else; see `fork`. Raises SequenceError.
+        """
+        with uninterrupted_call() as held:
+            return self._coordinator.copy(sequence, held, is_checkpoint=True)
+
+    def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
+        """All at once: each key goes on as its value was. For beam search: `reorder({a: b, b: b, c: a})`.
+
+        Copies no tensor. Raises SequenceError or BatchError with nothing changed.
+        """
+        self._coordinator.reorder(moves)
+
+    # Going back
+
+    def rollback(self, sequence: Sequence, to: int | Sequence | None = None, *, n_tokens: int | None = None) -> None:
+        """Return to an earlier position: later outputs are those of a sequence that never saw the dropped tokens.
+
+        Copies no tensor and runs no layer. Any position from `sequence.horizon` on can be reached, position 0, and whatever
+        a checkpoint of the same family holds.
+
+        Args:
+            to: tokens to keep, 0 <= to <= length; or a checkpoint of the family: of this sequence, of one it was forked from
+                or of a fork. The sequence then goes on as the checkpoint was, whatever it has seen since.
+            n_tokens: instead of `to`: how many of the newest tokens to take back.
+        Raises:
+            RollbackError: out of reach, or no position; carries .to, .horizon and .resume_at, the nearest reachable position below.
+            SequenceError: a bad handle.
+        """
+        self._coordinator.rollback(sequence, to, n_tokens)
+
+    def can_rollback(self, sequence: Sequence, to: int | Sequence) -> bool:
+        """Whether `rollback(sequence, to)` would succeed now. Raises as `resume_point`."""
+        return self._coordinator.can_rollback(sequence, to)
+
+    def resume_point(self, sequence: Sequence, to: int) -> int:
+        """The nearest position <= `to` that `rollback` reaches now (the length, if `to` lies beyond it).
+
+        Raises SequenceError: a bad `sequence`. RollbackError: `to` is no position, such as -1.
+        """
+        return self._coordinator.resume_point(sequence, to)
+
+    def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool = False) -> None:
+        """Forget tokens [start, end) of a live sequence and keep those behind them, which move down by end - start: a context shift.
+
+        Attention keeps the rows of the other tokens; keys are turned to their new positions. What the model computed while it saw the
+        dropped tokens stays: keys and values of later tokens, in layers above the first, still carry a trace of them, as in llama.cpp.
+        Only a range that ends with the sequence leaves none: that is a rollback, where a rollback reaches.
+        Rollback, forks and checkpoints work on as ever. Forks and checkpoints of before are untouched.
+
+        Args:
+            approximate: recurrent layers cannot forget from the middle: their states hold all tokens in one. False: a model that has any is
+                refused. True: they stay as they are, so they go on remembering the dropped tokens while attention does not, and a rollback
+                by position reaches no further back than `start`. Without recurrent layers both are the same.
+        Raises:
+            DropError: no such range; recurrent layers, unless approximate; attention with a policy, or whose spec does not say how keys
+                carry positions; a window that would reach back to rows that have left it.
+            CapacityError: no room to copy the rows behind `end` before the old ones are freed. SequenceError: a bad handle.
+        Cost: those rows are read, turned and written, in every attention layer. No layer of the model runs.
+        """
+        self._coordinator.drop(sequence, start, end, approximate=approximate)
 
     # Into host memory and back
 
@@ -185,19 +239,11 @@ class HybridMemory(Timelines):
             CapacityError: no room there (`.unit` says of which memory). SequenceError: a bad handle. SpecError: no `host_pages`.
         Cost: the bytes of its keys and values, copied once.
         """
-        self._move(sequence, to_host=True)
+        self._coordinator.move(sequence, to_host=True)
 
     def to_device(self, sequence: Sequence) -> None:
         """Move them back, bit for bit as they are. Raises as `to_host`; CapacityError: no room in the budget."""
-        self._move(sequence, to_host=False)
-
-    def _move(self, sequence: Sequence, *, to_host: bool) -> None:
-        self._ledger.check_usable(sequence, to_advance=False)
-        if self._host_pages is None:
-            raise SpecError('this memory has no place for pages in host memory; make it with host_pages="8GiB", say')
-        move, slot = self._host_pages.move, sequence.slot
-        with uninterrupted():
-            self._with_room(lambda: move(slot, to_host=to_host))
+        self._coordinator.move(sequence, to_host=False)
 
     # Out of the budget and back
 
@@ -211,23 +257,11 @@ class HybridMemory(Timelines):
             CapacityError: no room there. SequenceError: a bad handle.
         Cost: its bytes, copied once.
         """
-        self._ledger.check_usable(sequence, to_advance=False)
-        with uninterrupted():
-            snapshot = self._snapshot(sequence.slot)
-            self._tiers.put(sequence.slot, snapshot)
-            self._ledger.send_away(sequence.slot, self._kinds.horizon(sequence.slot), snapshot.n_bytes)
-            self._kinds.release(sequence.slot)
+        self._coordinator.swap_out(sequence)
 
     def swap_in(self, sequence: Sequence) -> None:
         """Bring a sequence back, bit for bit as it was. Raises CapacityError, or FormatError if its file was damaged: it waits on then."""
-        self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
-        if not self._ledger.is_away[sequence.slot]:
-            raise SequenceError(f"{sequence!r} is not swapped out; it can be used as it is")
-        with uninterrupted():
-            snapshot = self._tiers.get(sequence.slot)
-            self._with_room(lambda: self._kinds.restore(sequence.slot, snapshot, self._store))
-            self._tiers.drop(sequence.slot)
-            self._ledger.bring_back(sequence.slot)
+        self._coordinator.swap_in(sequence)
 
     def save(self, sequence: Sequence, path: str | Path) -> None:
         """Write all that is remembered of a sequence or a checkpoint to a file, which `load` reads in any process.
@@ -239,10 +273,9 @@ class HybridMemory(Timelines):
             SequenceError: a bad handle. SpecError: a dry run, or a path that can be no file. OSError: from the file system.
         Cost: its bytes, copied, hashed and written.
         """
-        self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
-        slot, place = sequence.slot, read_path("path", path, "the path of a file, such as 'alice.safetensors'")
-        snapshot = self._tiers.get(slot) if self._ledger.is_away[slot] else self._snapshot(slot)
-        write_snapshot(place, snapshot, {"layout": self._layout, "model": self.spec.model, **self._ledger.record(slot)})
+        snapshot, record = self._coordinator.export(sequence)
+        place = read_path("path", path, "the path of a file, such as 'alice.safetensors'")
+        write_snapshot(place, snapshot, {"layout": self._format, "model": self.spec.model, **record})
 
     def load(self, path: str | Path) -> Sequence:
         """A new sequence that goes on, bit for bit, where the saved one stood.
@@ -255,28 +288,9 @@ class HybridMemory(Timelines):
         """
         place = read_path("path", path, "the path of a saved sequence", FormatError)
         snapshot, about = read_snapshot(place)
-        check_layout(place, about, self._layout)
+        check_layout(place, about, self._format)
         with uninterrupted_call() as held:
-            sequence = self._ledger.open()
-            try:
-                self._with_room(lambda: self._kinds.restore(sequence.slot, snapshot, self._store))
-                self._ledger.restore(sequence.slot, about, self.spec.vocab_size)
-                self._check_slot(sequence.slot)
-                held.deliver()
-            except BaseException as error:
-                self._withdraw(sequence)
-                if isinstance(error, CapacityError) or not isinstance(error, Exception):
-                    raise
-                # Its checksum is right, so it was written like this: by another program, or to do harm.
-                raise FormatError(f"{path} contradicts itself ({error}); save the sequence again") from error
-            return sequence
-
-    def _snapshot(self, slot: int) -> Snapshot:
-        length = int(self._ledger.lengths[slot])
-        snapshot = self._kinds.snapshot(slot, length, self._store)
-        if self._host_pages is None:
-            return snapshot
-        return replace(snapshot, blocks=snapshot.blocks | self._host_pages.snapshot(slot, length).blocks)
+            return self._coordinator.adopt(snapshot, about, str(path), held)
 
     # Steps
 
@@ -293,13 +307,10 @@ class HybridMemory(Timelines):
             thousands of tokens that the budget could never hold. Nothing has changed then.
         """
         sequences, values = read_pairs(requests)
-        if set(map(type, values)) != {int} and (counts := count_tokens(values)).sum() > _MANY_TOKENS:
-            need = self._need(self._ledger.check_all_usable(sequences), counts, int(counts.sum()))
-            if need.total_bytes > self.budget_bytes:
-                raise need.refusal(self.budget_bytes, self.free_bytes)
+        self._coordinator.room.refuse_hopeless(sequences, values)
         tokens = read_tokens(sequences, values, self.spec.vocab_size)
-        self._ledger.check_all_usable(sequences)
-        return Step(self, sequences, tokens, outputs)
+        self._coordinator.ledger.check_all_usable(sequences)
+        return Step(self._coordinator, sequences, tokens, outputs)
 
     def run(self, model: Model | None, requests: Requests, *, max_tokens: int = 512, outputs: Outputs = "last") -> Tensor | None:
         """Feed requests of any size in steps of at most `max_tokens` tokens: all of them, or none.
@@ -316,85 +327,71 @@ class HybridMemory(Timelines):
         held = uninterrupted_call()  # until this returns, once the last step commits
         return run_in_chunks(self, model, requests, max_tokens=max_tokens, outputs=outputs, held=held)
 
-    def begin_step(self, step: Step) -> None:
-        ledger = self._ledger
-        slots = ledger.check_all_usable(step.sequences)
-        packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
-        with uninterrupted(), together(self._store.stages) as stage:
-            plans = self._with_room(lambda: self._begin(packed))
-            opened = OpenStep(packed, plans, stage, step.block)
-            self._open_steps[opened] = None
-            ledger.occupy(slots)
-            step.hold(opened, self._store.upload)
-            ledger.reserve(packed)  # last: a step that is refused leaves no larger buffers behind
+    # Room
 
-    def _begin(self, packed: Packed) -> Plans:
-        try:
-            return self._kinds.begin(packed, self.free_bytes)
-        except CapacityError as error:
-            if error.unit == BUDGET_UNIT:  # those kinds that did not come to plan want room as well
-                raise self.lack_of_room(packed.slots, packed.counts, len(packed.token_ids), least_bytes=error.needed) from None
-            raise
+    @property
+    def budget(self) -> int:
+        """Bytes that the memory may use at most: what it was made with, in whole multiples of 64."""
+        return self.counters.budget_bytes
 
-    def commit_step(self, opened: OpenStep, kept: Int64s) -> None:
-        with uninterrupted():
-            try:
-                self._kinds.commit(opened.plans, kept)
-                self._ledger.append(opened.packed, kept)
-            finally:
-                self._settle(opened)
+    @property
+    def free_bytes(self) -> int:
+        """Bytes of the budget that nothing holds."""
+        return self.counters.free_bytes
 
-    def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor | None, scoring: Scoring) -> Tensor:
-        name, cache, number = self._attention[index]
-        return cache.attend(plans[name], number, q, k, v, scoring)
+    def add_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
+        """Let `reclaim(missing_bytes)` free what is only optional, such as cached prefixes, before any call is refused for want of room.
 
-    def cross_attend(self, plans: Plans, index: int, q: Tensor, scoring: Scoring) -> Tensor:
-        assert self._cross_attention is not None, "the step has found this memory in the spec"
-        return self._cross_attention.cross_attend(plans["cross-attention"], index, q, scoring)
+        It says whether it has freed anything; it may close sequences and checkpoints that are in no step, and nothing else. The memory
+        holds it until `remove_reclaimer`; one that holds the memory as well keeps both alive until the garbage collector finds them.
+        """
+        self._coordinator.room.reclaimers.append(reclaim)
 
-    def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
-        assert self._recurrent is not None, "the step has found this memory in the spec"
-        return self._recurrent.recur(plans["recurrence"], index, rows, recurrence)
+    def remove_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
+        """Ask it no longer. Nothing happens if `add_reclaimer` was never given it."""
+        if reclaim in self._coordinator.room.reclaimers:
+            self._coordinator.room.reclaimers.remove(reclaim)
+
+    def needed_bytes(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> int:
+        """Bytes of a budget that one sequence needs to be fed so many tokens, in steps of `max_tokens` as `run` takes them.
+
+        Args:
+            n_held: tokens that it holds before. What they take is counted.
+        Returns:
+            To the byte; blocks of several sizes may leave gaps on top, which what `CapacityError` names allows for.
+        Cost: no token is needed and nothing is set aside; a million take some milliseconds.
+        """
+        return self.counters.needed_bytes(n_tokens, n_held=n_held, max_tokens=max_tokens)
+
+    def private_bytes(self, sequence: Sequence) -> int:
+        """What closing a sequence or a checkpoint would give back to the budget: what it shares with nobody. Raises SequenceError."""
+        return int(self.counters.private_bytes([sequence])[0])
 
     # Looking inside
 
-    def held_bytes(self, sequence: Sequence) -> int:
-        """Bytes of the budget that a sequence or a checkpoint refers to, shared with others or not. Raises SequenceError."""
-        self._ledger.check_usable(sequence, to_advance=False, may_be_away=True)
-        return self._kinds.held_bytes(sequence.slot)
-
     def usage(self) -> Usage:
         """Bytes by kind, by layers, by part and by sequence, counted in the arena. Print it. Cost: O(blocks in use)."""
-        self.abort_abandoned()
-        return measure(self.inventory(), self._tiers.used_bytes, self.host_inventory())
+        self._coordinator.abort_abandoned()
+        return measure(self.counters.inventory(), self.counters.swapped_bytes, self.counters.host_inventory())
 
     def kernels(self) -> dict[str, str]:
         """Which kernels compute what here: function -> set, as `memory.kernels.chosen_kernels` says of this memory's device and dtypes."""
-        recurrent = [memory for _, memory in self.spec.of_kind("recurrence") if isinstance(memory, RecurrentSpec)]
-        states = (state.dtype or self.spec.dtype for memory in recurrent for state in memory.states)
-        device, dtype = self.spec.device, self.spec.dtype
-        of_states = chosen_kernels(device, dtype, *states, behind_tails=self.fold == "defer" and self.rollback_window > 0)
-        return chosen_kernels(device, dtype) | {name: of_states[name] for name in OF_STATES}
-
-    def _check_slot(self, slot: int) -> None:
-        """Compare what the books say of one slot. Raises IntegrityError."""
-        self._ledger.check_slot(slot)
-        self._kinds.check_slot(slot, int(self._ledger.lengths[slot]), int(self._ledger.peaks[slot]))
+        return kernels_of(self.spec, self.fold, self.rollback_window)
 
     def check(self) -> None:
         """Compare every book with every other: slots, positions, references, bytes. Raises IntegrityError."""
-        self.abort_abandoned()
-        self._ledger.check()
-        slots = [slot for slot in self._ledger.handles if not self._ledger.is_away[slot]]
-        lengths, peaks = ({slot: int(column[slot]) for slot in slots} for column in (self._ledger.lengths, self._ledger.peaks))
-        self._kinds.check(lengths, peaks, self._store)
-        if self._host_pages is not None:
-            self._host_pages.check(slots)
+        self._coordinator.check()
 
     def __repr__(self) -> str:
-        return f"<HybridMemory for {self.spec.model} on {self.spec.device}: {self._why_ended or self.usage().summary}>"
+        return f"<HybridMemory for {self.spec.model} on {self.spec.device}: {self._coordinator.why_ended or self.usage().summary}>"
 
     def _repr_html_(self) -> str:
-        if self._why_ended:
+        if self._coordinator.why_ended:
             return escape(repr(self))
         return self.usage().html(f"HybridMemory for {self.spec.model} on {self.spec.device}")
+
+
+def require_memory(memory: object, call: str) -> None:
+    """Raise SpecError unless this is a memory; `call` says how the caller is called."""
+    if not isinstance(memory, HybridMemory):
+        raise SpecError(f"{memory!r:.80} is no HybridMemory; call {call}, with HybridMemory(model.memory_spec, budget)")

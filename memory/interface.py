@@ -18,22 +18,84 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
 from weakref import ReferenceType
 
-import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
+from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import Int64s
-from memory.errors import SequenceError
-from memory.lifetime import NotCopied
-from memory.shift import DropsTokens
+from memory.blocks.holdings import Holding, LiveRows, Record
+from memory.errors import DropError, SequenceError
 
 if TYPE_CHECKING:
-    from memory.arena import BlockPool
-    from memory.block_layout import BlockLayout
-    from memory.uploads import Stage
+    from memory.blocks.layout import BlockLayout
+    from memory.blocks.pool import BlockPool
+    from memory.blocks.staging import Stage
+
+
+@dataclass(frozen=True)
+class Dropped:
+    """Tokens [start, end) of a slot are to go; `length` and `peak` are its sequence's before that."""
+
+    slot: int
+    start: int
+    end: int
+    length: int
+    peak: int
+    approximate: bool
+
+    @staticmethod
+    def of(slot: int, start: int, end: int, length: int, peak: int, *, approximate: bool) -> Dropped:
+        """Raises DropError unless 0 <= start <= end <= length."""
+        if not (is_integer(start) and is_integer(end)) or not 0 <= start <= end <= length:
+            raise DropError(
+                f"start={start!r}, end={end!r} is no range of the {length} tokens remembered; give 0 <= start <= end <= {length}",
+                start=start, end=end,
+            )  # fmt: skip
+        return Dropped(slot, int(start), int(end), length, peak, approximate)
+
+    @property
+    def n_tokens(self) -> int:
+        return self.end - self.start
+
+
+class DropsTokens(Protocol):
+    """What a kind of memory does when tokens go: part of `memory.interface.LayerMemory`."""
+
+    def plan_drop(self, dropped: Dropped) -> Any:
+        """Copy what moves into fresh blocks, as it will be. Raises DropError or CapacityError with everything as before."""
+        ...
+
+    def drop(self, plan: Any) -> None:
+        """Forget the tokens: what was copied takes the place of what it was copied from."""
+        ...
+
+    def abandon_drop(self, plan: Any) -> None:
+        """Leave everything as it was."""
+        ...
+
+
+def refuse_to_copy(self: Any, protocol: object) -> NoReturn:
+    """`__reduce_ex__` of what means something in one place only: `copy`, `pickle` and so `multiprocessing` raise SequenceError.
+
+    Its `_instead` says what to do.
+    """
+    raise SequenceError(f"a {type(self).__name__} cannot be copied, pickled or sent to another process; {self._instead}")
+
+
+class NotCopied:
+    """Mixin of objects that mean something in one place only: they refuse `copy`, `deepcopy`, `pickle` and so `multiprocessing`.
+
+    Attributes:
+        instead: what to do.
+    """
+
+    __slots__ = ()
+    instead = ""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise SequenceError(f"a {type(self).__name__} cannot be copied, pickled or sent to another process; {self.instead}")
 
 
 class SequenceOwner(Protocol):
@@ -49,6 +111,10 @@ class SequenceOwner(Protocol):
 
     def horizon_of(self, sequence: Sequence) -> int:
         """The earliest position that a rollback of an open sequence reaches."""
+        ...
+
+    def is_whole(self, sequence: Sequence) -> bool:
+        """Whether an open sequence remembers what feeding its tokens would give."""
         ...
 
     def is_away(self, sequence: Sequence) -> bool:
@@ -105,6 +171,11 @@ class Sequence(NotCopied):
         return self._open_owner().horizon_of(self)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether it remembers what feeding its tokens would give: none was dropped from its middle."""
+        return self._open_owner().is_whole(self)
+
+    @property
     def is_swapped(self) -> bool:
         """Whether it is swapped out: then `HybridMemory.swap_in` must bring it back before it is used."""
         return not self.closed and self._open_owner().is_away(self)
@@ -136,6 +207,8 @@ class Sequence(NotCopied):
             return escape(repr(self))
 
 
+Encoded = Seq[tuple[Tensor, Tensor]]
+"""For each cross-attention of a model, in layer order: keys and values of all encoder rows, (R, n_kv_heads, head_dim) each."""
 Tokens = int | Seq[int] | Int64s | Tensor
 Requests = Mapping[Sequence, Tokens] | Iterable[tuple[Sequence, Tokens]]
 
@@ -212,42 +285,6 @@ class OpenStep:
     stage: Stage | None
     block: ReferenceType[Any]
     is_settled: bool = False
-
-
-Record = dict[str, list[int]]
-"""What a kind of memory knows of a slot beside the bytes of its blocks, as JSON can say it."""
-
-LiveRows = dict[str, NDArray[np.bool_]]
-"""Pool -> which rows of a slot's blocks mean anything to it, (blocks, rows a block); of a block that is one whole, one row."""
-
-Part = Literal["body", "tail", "head"]
-"""What a block is to a sequence: what is older, the newest rows verbatim, or a state that is only a shortcut."""
-
-
-@dataclass(frozen=True)
-class Holding:
-    """The blocks of one pool that S slots hold in one role, for whoever looks inside.
-
-    Attributes:
-        counts: (S,) blocks of each slot.
-        ids: (counts.sum(),) slot after slot.
-        starts, ends: (S,) the tokens [start, end) that each slot's blocks stand for; ends None: up to its newest. Of cross-attention the
-            encoder's tokens. Negative: none, the state is stale.
-        fold_tokens: distance of the positions at which rows fold into a body; None: they do not.
-    """
-
-    pool: str
-    part: Part
-    counts: Int64s
-    ids: Int64s
-    starts: Int64s
-    ends: Int64s | None = None
-    fold_tokens: int | None = None
-
-    @staticmethod
-    def of_tables(pool: str, part: Part, tables: list[Int64s], starts: Int64s, ends: Int64s | None = None) -> Holding:
-        """Of any number of blocks a slot."""
-        return Holding(pool, part, np.array([len(t) for t in tables], np.int64), np.concatenate([starts[:0], *tables]), starts, ends)
 
 
 PlanT = TypeVar("PlanT")

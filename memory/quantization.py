@@ -12,7 +12,6 @@ from dataclasses import KW_ONLY, dataclass
 import torch
 from torch import Tensor
 
-from memory.arguments import read_count
 from memory.errors import SpecError
 
 Shaped = tuple[tuple[int, ...], torch.dtype]
@@ -35,7 +34,8 @@ class Storage(ABC):
     group: int = 64
 
     def __post_init__(self) -> None:
-        read_count(f"{type(self).__name__}.group", self.group, 1, "token")
+        if type(self.group) is not int or self.group < 1:
+            raise SpecError(f"{type(self).__name__}.group={self.group!r}; it must be an integer of at least 1 token")
 
     @property
     @abstractmethod

@@ -1,6 +1,7 @@
 """The memory of recurrent layers: a body state, a tail of what each token gave the layer, and a head state that is only a cache.
 
-`memory.state.tails` holds the blocks, `memory.state.readers` says how a recurrence runs over them; `memory.folding` when bodies move.
+`memory.state.tails` holds the blocks, and `memory.state.readers` says how a recurrence runs over them. `memory.sequences.folding` says
+when bodies move.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from typing import Generic
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s
+from memory.blocks.holdings import Record
 from memory.errors import DropError, StepError
-from memory.interface import Packed, Record
-from memory.shift import Dropped
+from memory.interface import Dropped, Packed
 from memory.state.access import Recurrence, RowWrites
 from memory.state.readers import Reader, ReadsT
 from memory.state.tail_memory import TailMemory

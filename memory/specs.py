@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from memory.arguments import read_count, read_device, read_dtype
+from memory.blocks.arguments import read_count, read_device, read_dtype
 from memory.errors import SpecError, StepError
-from memory.shift import Rotation
+from memory.rotary import Rotation
 
 if TYPE_CHECKING:
     from memory.eviction import Budget

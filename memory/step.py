@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.arguments import is_integer
-from memory.batch import TokenLists, output_rows
+from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import Int64s
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
-from memory.interface import OpenStep, Packed, Plans, Sequence
+from memory.interface import NotCopied, OpenStep, Sequence
 from memory.kernels import Scoring
-from memory.lifetime import NotCopied
+from memory.layer_memories import LayerMemories, Place, Places
+from memory.sequences.batch import TokenLists, output_rows
 from memory.specs import MemorySpec
 from memory.state.access import Recurrence, States
 
@@ -31,19 +31,15 @@ _FEW_TOKENS = 16
 
 
 class StepOwner(Protocol):
-    """What a step asks of the memory that made it."""
+    """What a step asks of what coordinates its memory: `memory.coordinator.Coordinator`."""
 
     spec: MemorySpec
-    index: dict[tuple[int, str, str | None], int]
+    layers: LayerMemories
+    places: Places
 
-    def begin_step(self, step: Step) -> None: ...
-    def commit_step(self, opened: OpenStep, kept: Int64s) -> None: ...
-    def abort_step(self, opened: OpenStep) -> None: ...
-    def attend(self, plans: Plans, index: int, q: Tensor, k: Tensor, v: Tensor | None, scoring: Scoring) -> Tensor: ...
-    def cross_attend(self, plans: Plans, index: int, q: Tensor, scoring: Scoring) -> Tensor: ...
-    def recur(self, plans: Plans, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor: ...
-    def horizons_after(self, packed: Packed) -> Int64s: ...
-    def can_record(self, plans: Plans) -> bool: ...
+    def begin(self, step: Step) -> None: ...
+    def commit(self, opened: OpenStep, kept: Int64s) -> None: ...
+    def abort(self, opened: OpenStep) -> None: ...
 
 
 class _Leave:
@@ -90,10 +86,9 @@ class Step(NotCopied):
         self._owner_or_none = ref(owner)  # a step that is over, kept in some variable, must not keep the memory
         self._accepted: dict[Sequence, int] = {}
         self._opened: OpenStep | None = None
-        self._plans: Plans = {}
         self._block: ref[Any] | None = None
-        self._served: set[tuple[str, int]] = set()
-        self._begun: set[int] = set()  # recurrences that were run, and may have written over the states that they began with
+        self._served: set[Place] = set()
+        self._begun: set[Place] = set()  # recurrences that were run, and may have written over the states that they began with
         self._is_spent = False
 
     instead = "make a step where the memory is"
@@ -109,7 +104,7 @@ class Step(NotCopied):
             raise StepError("this step has been entered before; make a new one with memory.step(...)")
         self._is_spent = True
         try:
-            self._owner.begin_step(self)
+            self._owner.begin(self)
             if self.tokens.late is not None:
                 last = self._owner.spec.vocab_size - 1  # on leaving they are looked at; a model must not go astray before
                 self.token_ids[self._late_rows] = self.tokens.late.on_device.clamp(0, last).to(self.token_ids.device)
@@ -133,7 +128,7 @@ class Step(NotCopied):
             kept = packed.counts.copy()
             for sequence, n_tokens in self._accepted.items():
                 kept[packed.place[self.sequences.index(sequence)]] = n_tokens
-            self._owner.commit_step(opened, kept)
+            self._owner.commit(opened, kept)
         finally:
             self._abort()
 
@@ -144,7 +139,7 @@ class Step(NotCopied):
 
     def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None:
         """Told by the memory what was set aside; from now on this step must commit or abort."""
-        self._opened, self._plans, packed = opened, opened.plans, opened.packed
+        self._opened, packed = opened, opened.packed
         # Copies: what a model does to them must not reach the books.
         self.token_ids, self.positions = upload(packed.token_ids.copy()), upload(packed.positions.copy())
         self.cu_seqlens = packed.cu_seqlens.copy()
@@ -155,9 +150,11 @@ class Step(NotCopied):
     def _abort(self) -> None:
         """Leave every sequence as it was, unless that is settled already."""
         self.notes.clear()
+        self._served.clear()
+        self._begun.clear()
         if self._opened is not None and not self._opened.is_settled:
             with suppress(SequenceError):  # its memory is gone, or of another process
-                self._owner.abort_step(self._opened)
+                self._owner.abort(self._opened)
 
     # For models
 
@@ -193,7 +190,7 @@ class Step(NotCopied):
         Raises:
             StepError: a shape, dtype or device that the spec does not have; or a second call for the same memory.
         """
-        index = self._claim(layer, name, "attention")
+        place, plan = self._claim(layer, name, "attention")
         _check_tensors(q=q, k=k, **({} if v is None else {"v": v}))
         with _without_gradients():
             _check_scale(scale)
@@ -207,19 +204,20 @@ class Step(NotCopied):
             if bias is not None and (bias.dim() != 2 or len(bias) != q.shape[1] or not bias.shape[1]):
                 raise StepError(f"bias has shape {tuple(bias.shape)}; give ({q.shape[1]} query heads, distances)")
             scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks_H=sinks, bias_HL=bias)
-            y = self._owner.attend(self._plans, index, q.detach(), k.detach(), None if v is None else v.detach(), scoring)
-        self._served.add(("attention", index))
+            v = None if v is None else v.detach()
+            y: Tensor = place.memory.attend(plan, place.number, q.detach(), k.detach(), v, scoring)
+        self._served.add(place)
         return y
 
     def cross_attend(self, layer: int, q: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
         """Attend to everything that the encoder said of each request: q (T, n_query_heads, head_dim) -> as q. Arguments as `attend`."""
-        index = self._claim(layer, name, "cross-attention")
+        place, plan = self._claim(layer, name, "cross-attention")
         _check_tensors(q=q)
         with _without_gradients():
             _check_scale(scale)
             scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale)
-            y = self._owner.cross_attend(self._plans, index, q.detach(), scoring)
-        self._served.add(("cross-attention", index))
+            y: Tensor = place.memory.cross_attend(plan, place.number, q.detach(), scoring)
+        self._served.add(place)
         return y
 
     def recur(self, layer: int, rows: Tensor, recurrence: Recurrence, *, name: str | None = None) -> Tensor:
@@ -235,23 +233,24 @@ class Step(NotCopied):
         Raises:
             StepError: as `attend`, or the recurrence did not write its end states; or it has raised in this step before.
         """
-        index = self._claim(layer, name, "recurrence")
+        place, plan = self._claim(layer, name, "recurrence")
         _check_tensors(rows=rows)
         if not callable(recurrence):
             raise StepError(f"recurrence={recurrence!r} cannot be called; give a function of (states, rows)")
-        if index in self._begun:
+        if place in self._begun:
             raise StepError(
-                f"the recurrence {name or index} of layer {layer} has begun in this step before, and may have written over the states "
-                "that it would begin with; leave the step by this error, which leaves every sequence as it was, and feed the tokens again"
+                f"the recurrence {name or place.position} of layer {layer} has begun in this step before, and may have written over the "
+                "states that it would begin with; leave the step by this error, which leaves every sequence as it was, and feed the tokens "
+                "again"
             )
 
         def begin(states: States, rows: Tensor) -> tuple[Tensor, States]:
-            self._begun.add(index)
+            self._begun.add(place)
             return recurrence(states, rows)
 
         with _without_gradients():
-            y = self._owner.recur(self._plans, index, rows.detach(), begin)
-        self._served.add(("recurrence", index))
+            y: Tensor = place.memory.recur(plan, place.number, rows.detach(), begin)
+        self._served.add(place)
         return y
 
     def select(self, hidden: Tensor) -> Tensor:
@@ -259,7 +258,7 @@ class Step(NotCopied):
         self._entered()
         return hidden[self._output_rows.to(hidden.device)]
 
-    # For recordings (`memory.graphs`)
+    # For recordings (`memory.cuda_graphs`)
 
     @property
     def layout(self) -> Hashable | None:
@@ -267,14 +266,14 @@ class Step(NotCopied):
         opened = self._entered()
         counts, place = opened.packed.counts, None if opened.stage is None else opened.stage.layout
         is_of_few = counts[0] <= _FEW_TOKENS and (counts == counts[0]).all()
-        if place is None or self._served or not is_of_few or not self._owner.can_record(opened.plans):
+        if place is None or self._served or not is_of_few or not self._owner.layers.can_record(opened.plans):
             return None
         return place, int(counts[0]), self.outputs
 
     def serve_all(self) -> None:
         """Say that every memory has been used, by a recording of a step with the same layout."""
         self._entered()
-        self._served = {(kind, index) for (_, kind, _), index in self._owner.index.items()}
+        self._served = set(self._owner.places.values())
 
     @contextmanager
     def while_recorded(self) -> Iterator[Step]:
@@ -310,7 +309,7 @@ class Step(NotCopied):
         packed = self._entered().packed
         if not isinstance(accepted, Mapping):
             raise BatchError(f"{accepted!r} accepts nothing; give {{sequence: number of tokens to keep}}")
-        horizons = self._owner.horizons_after(packed)
+        horizons = self._owner.layers.horizons_after(packed)
         for sequence, n_tokens in accepted.items():
             if sequence not in self.sequences:
                 raise SequenceError(f"{sequence!r} is not in this step; accept only what was fed")
@@ -343,31 +342,31 @@ class Step(NotCopied):
             raise StepError("this step is not open; use it inside `with memory.step(...) as step:`")
         return self._opened
 
-    def _claim(self, layer: int, name: str | None, kind: str) -> int:
-        """Index, within its kind, of the memory that a call means; each serves once a step. One that fails has not served."""
-        self._entered()
-        spec = self._owner.spec
+    def _claim(self, layer: int, name: str | None, kind: str) -> tuple[Place, Any]:
+        """The layer memory that a call means, and its plan; each serves once a step. One that fails has not served."""
+        opened, owner = self._entered(), self._owner
+        spec = owner.spec
         if spec.device.type == "meta":
             raise StepError("a dry run has no tensors; leave the model out of the step")
-        index = self._owner.index.get((layer, kind, name)) if isinstance(layer, int) else None
-        if index is None:
+        place = owner.places.get((layer, kind, name)) if isinstance(layer, int) else None
+        if place is None:
             if not isinstance(layer, int) or not 0 <= layer < len(spec.layers):
                 raise StepError(f"layer {layer!r} does not exist; {spec.model} has layers 0 ... {len(spec.layers) - 1}")
             names = [s.name for s in spec.layers[layer] if spec.kind_of(s) == kind]
             raise StepError(f"layer {layer} has {len(names)} {kind} memories {names}; name={name!r} picks none of them")
-        if (kind, index) in self._served:
+        if place in self._served:
             raise StepError(
-                f"the {kind} memory {name or index} of layer {layer} was used twice in one step; a model runs once in each: make "
+                f"the {kind} memory {name or place.position} of layer {layer} was used twice in one step; a model runs once in each: make "
                 "another step for the next tokens"
             )
-        return index
+        return place, opened.plans[place.group]
 
     def _check_served(self) -> None:
         """A layer that was left out would have missed these tokens for good."""
         if self._owner.spec.device.type == "meta":
             return
-        for (layer, kind, name), index in self._owner.index.items():
-            if (kind, index) not in self._served:
+        for (layer, kind, name), place in self._owner.places.items():
+            if place not in self._served:
                 raise StepError(
                     f"the step ended before the {kind} memory {name!r} of layer {layer} was used; run the whole model inside the step. "
                     "Every sequence is as it was"

@@ -20,10 +20,10 @@ from models import (
     t5,
     zamba2,
 )
-from models.checkpoint import Checkpoint, UnsupportedModelError
-from models.hf import ATTACHABLE, Attached, attach
-from models.hf_cache import HybridCache
-from models.loading import ARCHITECTURES, EMBEDDED, LanguageModel, from_transformers, load_model, plan_memory, weight_bytes
+from models.hf.attach import ATTACHABLE, Attached, attach
+from models.hf.cache import HybridCache
+from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from models.loading.load import ARCHITECTURES, EMBEDDED, LanguageModel, from_transformers, load_model, plan_memory, weight_bytes
 
 __all__ = [
     "ARCHITECTURES",

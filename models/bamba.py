@@ -6,12 +6,14 @@ from typing import TYPE_CHECKING
 
 from memory import AttentionSpec
 from memory.recurrences import SSDShape
-from models.attention import Attention, Rotary, head_dim_of, load_projections
-from models.checkpoint import Checkpoint
-from models.decoder import Block, Decoder, Mixer
-from models.layers import GatedMLP, RMSNorm, Vocabulary
-from models.loading import register
-from models.mamba_mixers import Mamba2Mixer, Mamba2Options, read_dt_limits
+from models.layers.attention import Attention, Rotary, head_dim_of, load_projections
+from models.layers.decoder import Block, Decoder, Mixer
+from models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options, read_dt_limits
+from models.layers.mlp import GatedMLP
+from models.layers.norms import RMSNorm
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import BambaConfig, PreTrainedConfig

@@ -14,13 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, Step
-from memory.cross_attention import Encoded
+from memory.interface import Encoded
 from memory.specs import LayerSpec
-from models.attention import Attention, load_projections
-from models.checkpoint import Checkpoint, check_numbers, require
-from models.layers import MLP, LayerNorm, Vocabulary
-from models.linear import Linear
-from models.loading import on_step, register
+from models.layers.attention import Attention, load_projections
+from models.layers.linear import Linear
+from models.layers.mlp import MLP
+from models.layers.norms import LayerNorm
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint, check_numbers, require
+from models.loading.load import on_step, register
 
 if TYPE_CHECKING:
     from transformers import BartConfig

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from models.checkpoint import Checkpoint, UnsupportedModelError, require
-from models.decoder import Block, Decoder, Function
-from models.experts import MixtureOfExperts, Route, check_groups, load_experts, sigmoid_then_choose, softmax_then_choose
-from models.latent_attention import load_latent_attention, load_latent_rotary
-from models.layers import GatedMLP, RMSNorm, Vocabulary
-from models.loading import register
+from models.layers.decoder import Block, Decoder, Function
+from models.layers.experts import MixtureOfExperts, Route, check_groups, load_experts, sigmoid_then_choose, softmax_then_choose
+from models.layers.latent_attention import load_latent_attention, load_latent_rotary
+from models.layers.mlp import GatedMLP
+from models.layers.norms import RMSNorm
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint, UnsupportedModelError, require
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig

@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from memory.recurrences import SSDShape
-from models.attention import Rotary, head_dim_of
 from models.bamba import load_attention, mamba2_options
-from models.checkpoint import Checkpoint, check_numbers
-from models.decoder import Block, Decoder, Parallel
-from models.layers import GatedMLP, RMSNorm, Vocabulary
-from models.loading import register
-from models.mamba_mixers import Mamba2Mixer, Mamba2Options
+from models.layers.attention import Rotary, head_dim_of
+from models.layers.decoder import Block, Decoder, Parallel
+from models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options
+from models.layers.mlp import GatedMLP
+from models.layers.norms import RMSNorm
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint, check_numbers
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import FalconH1Config

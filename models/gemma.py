@@ -9,12 +9,14 @@ import torch
 from torch import Tensor
 
 from memory import AttentionSpec
-from models.attention import Attention, Rotary, load_projections
-from models.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
-from models.decoder import Block, Decoder, Function, Normed
-from models.layers import GatedMLP, RMSNorm, Vocabulary, load_offset_norm
+from models.layers.attention import Attention, Rotary, load_projections
+from models.layers.decoder import Block, Decoder, Function, Normed
+from models.layers.mlp import GatedMLP
+from models.layers.norms import RMSNorm, load_offset_norm
+from models.layers.vocabulary import Vocabulary
 from models.llama import window_of
-from models.loading import register
+from models.loading.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import Gemma2Config, Gemma3TextConfig, PreTrainedConfig

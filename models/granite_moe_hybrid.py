@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from models.attention import Rotary, head_dim_of
 from models.bamba import load_mixer
-from models.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
-from models.decoder import Block, Decoder, Function
-from models.experts import MixtureOfExperts, choose_then_softmax
-from models.layers import GatedMLP, RMSNorm, Vocabulary
-from models.loading import register
+from models.layers.attention import Rotary, head_dim_of
+from models.layers.decoder import Block, Decoder, Function
+from models.layers.experts import MixtureOfExperts, choose_then_softmax
+from models.layers.mlp import GatedMLP
+from models.layers.norms import RMSNorm
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import GraniteMoeHybridConfig

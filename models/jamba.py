@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from memory import AttentionSpec
-from models.attention import Attention, head_dim_of, load_projections
-from models.checkpoint import Checkpoint
-from models.decoder import Block, Decoder, Mixer
-from models.experts import MixtureOfExperts, softmax_then_choose
-from models.layers import GatedMLP, RMSNorm, Vocabulary
-from models.loading import register
-from models.mamba_mixers import MambaMixer, MambaShape
+from models.layers.attention import Attention, head_dim_of, load_projections
+from models.layers.decoder import Block, Decoder, Mixer
+from models.layers.experts import MixtureOfExperts, softmax_then_choose
+from models.layers.mamba_mixers import MambaMixer, MambaShape
+from models.layers.mlp import GatedMLP
+from models.layers.norms import RMSNorm
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import JambaConfig

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from memory import AttentionSpec
-from models.attention import Attention, Rotary, head_dim_of, load_projections
-from models.checkpoint import Checkpoint, UnsupportedModelError
-from models.decoder import Block, Decoder, Mixer
-from models.experts import MixtureOfExperts, load_experts, sigmoid_then_choose
-from models.layers import GatedMLP, RMSNorm, Vocabulary
-from models.loading import register
-from models.short_conv_mixer import ShortConvMixer
+from models.layers.attention import Attention, Rotary, head_dim_of, load_projections
+from models.layers.decoder import Block, Decoder, Mixer
+from models.layers.experts import MixtureOfExperts, load_experts, sigmoid_then_choose
+from models.layers.mlp import GatedMLP
+from models.layers.norms import RMSNorm
+from models.layers.short_conv_mixer import ShortConvMixer
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import Lfm2Config, Lfm2MoeConfig

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from memory import AttentionSpec
-from models.attention import Attention, Rotary, head_dim_of, load_projections
-from models.checkpoint import Checkpoint, UnsupportedModelError
-from models.decoder import Block, Decoder
-from models.layers import GatedMLP, RMSNorm, Vocabulary
-from models.loading import register
+from models.layers.attention import Attention, Rotary, head_dim_of, load_projections
+from models.layers.decoder import Block, Decoder
+from models.layers.mlp import GatedMLP
+from models.layers.norms import RMSNorm
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from memory.recurrences import SSDShape
-from models.checkpoint import Checkpoint
-from models.decoder import Block, Decoder, Mixer
-from models.layers import RMSNorm, Vocabulary
-from models.loading import register
-from models.mamba_mixers import Mamba2Mixer, Mamba2Options, MambaMixer, MambaShape, read_dt_limits
+from models.layers.decoder import Block, Decoder, Mixer
+from models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options, MambaMixer, MambaShape, read_dt_limits
+from models.layers.norms import RMSNorm
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import Mamba2Config, MambaConfig

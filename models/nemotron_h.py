@@ -10,14 +10,16 @@ import torch
 
 from memory import AttentionSpec
 from memory.recurrences import SSDShape
-from models.attention import Attention, load_projections
-from models.checkpoint import Checkpoint, UnsupportedModelError, require
-from models.decoder import Block, Decoder, Function
-from models.experts import MixtureOfExperts, check_groups, sigmoid_then_choose
-from models.layers import MLP, RMSNorm, Vocabulary
-from models.linear import Linear
-from models.loading import register
-from models.mamba_mixers import Mamba2Mixer, Mamba2Options
+from models.layers.attention import Attention, load_projections
+from models.layers.decoder import Block, Decoder, Function
+from models.layers.experts import MixtureOfExperts, check_groups, sigmoid_then_choose
+from models.layers.linear import Linear
+from models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options
+from models.layers.mlp import MLP
+from models.layers.norms import RMSNorm
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint, UnsupportedModelError, require
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import NemotronHConfig

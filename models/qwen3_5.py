@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from memory.recurrences import DeltaRuleShape
-from models.checkpoint import Checkpoint
-from models.delta_mixer import DeltaInputs
-from models.layers import GatedMLP
-from models.loading import register
+from models.layers.delta_mixer import DeltaInputs
+from models.layers.mlp import GatedMLP
+from models.loading.checkpoint import Checkpoint
+from models.loading.load import register
 from models.qwen3_next import Qwen3Next, load_mixture
 
 if TYPE_CHECKING:

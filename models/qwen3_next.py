@@ -11,14 +11,16 @@ from torch import Tensor
 
 from memory import AttentionSpec
 from memory.recurrences import DeltaRuleShape
-from models.attention import Attention, Rotary, head_dim_of
-from models.checkpoint import Checkpoint, UnsupportedModelError
-from models.decoder import Block, Decoder, Mixer
-from models.delta_mixer import DeltaInputs, DeltaMixer
-from models.experts import MixtureOfExperts, SharedExpert, load_experts, softmax_then_choose
-from models.layers import GatedMLP, RMSNorm, Vocabulary, load_offset_norm
-from models.linear import Linear
-from models.loading import register
+from models.layers.attention import Attention, Rotary, head_dim_of
+from models.layers.decoder import Block, Decoder, Mixer
+from models.layers.delta_mixer import DeltaInputs, DeltaMixer
+from models.layers.experts import MixtureOfExperts, SharedExpert, load_experts, softmax_then_choose
+from models.layers.linear import Linear
+from models.layers.mlp import GatedMLP
+from models.layers.norms import RMSNorm, load_offset_norm
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import Qwen3NextConfig

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from memory import AttentionSpec, FormatError, Step
 from memory.recurrences import RGLRU, rg_lru_spec
-from models.attention import Attention, Rotary, load_projections
-from models.checkpoint import Checkpoint, check_numbers
-from models.decoder import Block, Decoder, Mixer
-from models.layers import GatedMLP, RMSNorm, Vocabulary, load_offset_norm
-from models.linear import Linear
-from models.loading import register
-from models.mamba_mixers import load_conv
+from models.layers.attention import Attention, Rotary, load_projections
+from models.layers.decoder import Block, Decoder, Mixer
+from models.layers.linear import Linear
+from models.layers.mamba_mixers import load_conv
+from models.layers.mlp import GatedMLP
+from models.layers.norms import RMSNorm, load_offset_norm
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint, check_numbers
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import RecurrentGemmaConfig

@@ -9,12 +9,13 @@ from torch import Tensor
 
 from memory import Step
 from memory.recurrences import RWKV4, rwkv4_spec
-from models.checkpoint import Checkpoint
-from models.decoder import Decoder
-from models.layers import LayerNorm, Vocabulary
-from models.linear import Linear
-from models.loading import register
-from models.rwkv_layers import ChannelMix, RWKVLayer, TokenMix, take_mixture
+from models.layers.decoder import Decoder
+from models.layers.linear import Linear
+from models.layers.norms import LayerNorm
+from models.layers.rwkv import ChannelMix, RWKVLayer, TokenMix, take_mixture
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import RwkvConfig

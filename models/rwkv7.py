@@ -12,12 +12,13 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from memory import FormatError, Step
 from memory.recurrences import RWKV7, rwkv7_spec
-from models.checkpoint import Checkpoint, UnsupportedModelError
-from models.decoder import Decoder
-from models.layers import LayerNorm, Vocabulary
-from models.linear import Linear
-from models.loading import register
-from models.rwkv_layers import ChannelMix, RWKVLayer, TokenMix, take_mixture
+from models.layers.decoder import Decoder
+from models.layers.linear import Linear
+from models.layers.norms import LayerNorm
+from models.layers.rwkv import ChannelMix, RWKVLayer, TokenMix, take_mixture
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+from models.loading.load import register
 
 _LOG_DECAY = -math.exp(-0.5)
 """The logarithm of the fastest decay."""

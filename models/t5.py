@@ -14,14 +14,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory import UNROTATED, AttentionSpec, CrossAttentionSpec, MemorySpec, Step
-from memory.cross_attention import Encoded
+from memory.interface import Encoded
 from memory.specs import LayerSpec
 from models.bart import CrossAttention, read_token_ids
-from models.checkpoint import Checkpoint, check_numbers
-from models.decoder import Function
-from models.layers import MLP, GatedMLP, RMSNorm, Vocabulary
-from models.linear import Linear
-from models.loading import on_step, register
+from models.layers.decoder import Function
+from models.layers.linear import Linear
+from models.layers.mlp import MLP, GatedMLP
+from models.layers.norms import RMSNorm
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint, check_numbers
+from models.loading.load import on_step, register
 
 if TYPE_CHECKING:
     from transformers import T5Config

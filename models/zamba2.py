@@ -19,13 +19,14 @@ from torch import Tensor
 from memory import AttentionSpec, Step
 from memory.recurrences import SSDShape
 from memory.specs import LayerSpec
-from models.attention import Attention, Rotary, load_projections
-from models.checkpoint import Checkpoint, UnsupportedModelError, require
-from models.decoder import Block, Decoder, Function, Layer, Mixer
-from models.layers import RMSNorm, Vocabulary
-from models.linear import Linear, activation_by
-from models.loading import register
-from models.mamba_mixers import Mamba2Mixer, Mamba2Options
+from models.layers.attention import Attention, Rotary, load_projections
+from models.layers.decoder import Block, Decoder, Function, Layer, Mixer
+from models.layers.linear import Linear, activation_by
+from models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options
+from models.layers.norms import RMSNorm
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint, UnsupportedModelError, require
+from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import Zamba2Config

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor, Step
+from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor, Step
 from memory.recurrences import Family, Fold
 
 N_MODEL = 12
@@ -131,3 +131,8 @@ class Toy:
             parts[1] = step.recur(2, torch.tanh(project(x, self._delta)).reshape(n_tokens, 2, 4), Fold(delta)).to(x.dtype)
         x = x + torch.tanh(project(torch.cat(parts, -1), self._out2))
         return project(step.select(x), self._head)
+
+
+def attention_at(memory: HybridMemory, position: int) -> Any:
+    """The place of a model's attention of this number: `.memory` and, in it, `.number`."""
+    return next(p for (_, kind, _), p in memory._coordinator.places.items() if kind == "attention" and p.position == position)

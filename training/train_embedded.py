@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import JambaConfig, JambaForCausalLM, PreTrainedTokenizerFast
 from transformers.models.jamba import modeling_jamba
 
-from chat.dialogues import Turn, make_dialogue, messages
+from chat.simulation.dialogues import Turn, make_dialogue, messages
 from training.scan import selective_scan
 
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>"]

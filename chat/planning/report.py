@@ -8,8 +8,8 @@ from typing import Any
 
 from chat.planning.peers import Model, PeerPlan, plan_peers
 from memory import MemorySpec, SpecError
+from memory.capacity import SequencePlan, plan_sequence
 from memory.eviction import H2O, TOVA, Budget, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
-from memory.planning import SequencePlan, plan_sequence
 from memory.quantization import Float8, Quantized, Storage
 
 POLICIES: tuple[type[Budget], ...] = (Recent, KNorm, H2O, Scissorhands, TOVA, SnapKV, PyramidKV, ExpectedAttention, Quest)

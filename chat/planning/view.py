@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from chat.display import harmless
+from chat.console import harmless
 from chat.planning.report import Choice, Report
-from memory.tables import format_bytes
+from memory.views.text_tables import format_bytes
 
 
 def print_plan(console: Console, report: Report) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 
-from chat.engine import Engine
+from chat.engine.engine import Engine
 from chat.prompts import Tokenizer
 from chat.server.errors import ApiError, answer_api_error, answer_http_error
 from chat.server.guard import Guard

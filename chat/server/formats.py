@@ -12,7 +12,7 @@ from uuid import uuid4
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from chat.engine import Generation
+from chat.engine.engine import Generation
 
 DONE = "data: [DONE]\n\n"
 

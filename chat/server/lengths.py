@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from chat.engine import Engine
+from chat.engine.engine import Engine
 from chat.server.errors import ApiError
 from memory import CapacityError, HybridMemory
 

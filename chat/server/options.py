@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from memory import SpecError
-from memory.arguments import read_count
+from memory.blocks.arguments import read_count
 
 MOST_CHOICES = 16
 """Replies that one request may ask for: its prompts times `n`."""

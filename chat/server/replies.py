@@ -6,8 +6,8 @@ import asyncio
 import time
 from dataclasses import dataclass
 
-from chat.engine import Engine, Generation
-from chat.sampling import Sampling
+from chat.decoding.sampling import Sampling
+from chat.engine.engine import Engine, Generation
 from chat.server.errors import stopping
 from chat.server.metrics import Metrics
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from chat.sampling import Sampling
+from chat.decoding.sampling import Sampling
 from chat.server.errors import ApiError, clip
 from chat.server.options import MOST_CHOICES
 

@@ -11,7 +11,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from chat.engine import Engine
+from chat.engine.engine import Engine
 from chat.prompts import Tokenizer, encode_chat
 from chat.server.errors import ApiError, StoppingError, as_api_error, log, stopping
 from chat.server.formats import DONE, ChatFormat, CompletionFormat, EventStream, as_event

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
-from memory.arguments import read_count
+from memory.blocks.arguments import read_count
+from memory.blocks.staging import is_apart
 from memory.errors import SpecError
 from memory.kernels import Scoring, reference
-from memory.uploads import is_apart
 
 
 @dataclass(frozen=True)

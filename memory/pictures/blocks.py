@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from memory.blocks.arrays import EMPTY, Int64s, ceil_div
-from memory.inspection import Inventory
+from memory.hybrid import require_memory
 from memory.pictures.canvas import FREE, INK, PALETTE, Colour, entitle, ink_on, legend, lighter, literal, new_figure, plain
-from memory.tables import count, format_bytes
-from memory.timelines import require_memory
+from memory.views.text_tables import count, format_bytes
+from memory.views.usage import Inventory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,7 +83,7 @@ def arena_map(memory: HybridMemory) -> Figure:
     between them. Cost: O(blocks). Raises SpecError without matplotlib.
     """
     require_memory(memory, "arena_map(memory)")
-    inventory = memory.inventory()
+    inventory = memory.counters.inventory()
     arena, runs = inventory.arena, Runs.of(inventory)
     regions = _regions(runs, arena.capacity_bytes)
     row_bytes = _row_bytes(sum(end - start for start, end in regions), runs)

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from memory.blocks.arrays import Int64s
-from memory.inspection import Inventory
+from memory.hybrid import require_memory
 from memory.interface import Sequence
 from memory.pictures.canvas import INK, PALETTE, legend, need_matplotlib, new_figure, plain
-from memory.tables import count, format_bytes
-from memory.timelines import require_memory
+from memory.views.text_tables import count, format_bytes
+from memory.views.usage import Inventory
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,7 +101,7 @@ def fork_tree(memory: HybridMemory) -> Figure:
     need_matplotlib()
     from matplotlib.ticker import MaxNLocator
 
-    sequences = memory.inventory().sequences
+    sequences = memory.counters.inventory().sequences
     families: dict[int, list[Sequence]] = {}
     for s in sequences:
         families.setdefault(s.lineage, []).append(s)
@@ -110,7 +110,7 @@ def fork_tree(memory: HybridMemory) -> Figure:
     for family in sorted(families.values(), key=len, reverse=True):
         if shown := family[:n_left]:
             roots.append(grow(shown, {s.id: s.tokens for s in shown}))
-            for inventory in (memory.inventory(*shown), memory.host_inventory(*shown)):
+            for inventory in (memory.counters.inventory(*shown), memory.counters.host_inventory(*shown)):
                 if inventory is not None:
                     share_out(roots[-1], inventory)
             n_left -= len(shown)
@@ -158,7 +158,7 @@ def _label(node: Node, memory: HybridMemory) -> str:
         return f"{format_bytes(node.n_bytes) if node.n_bytes else 'nothing'} shared among {n_here}"
     name = f"{'checkpoint' if s.is_checkpoint else 'sequence'} {s.id}, {node.end:,} tokens: "
     if s.is_swapped:
-        return f"{name}{format_bytes(int(memory.inventory(s).away_bytes[0]))} swapped out"
+        return f"{name}{format_bytes(int(memory.counters.inventory(s).away_bytes[0]))} swapped out"
     return f"{name}{format_bytes(node.n_bytes)} of its own"
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from memory.interface import Holding, Part, Sequence
+from memory.blocks.holdings import Holding, Part
+from memory.hybrid import require_memory
+from memory.interface import Sequence
 from memory.pictures.canvas import FREE, INK, legend, literal, need_matplotlib, new_figure, plain
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
-from memory.tables import PART_COLOURS, format_bytes
-from memory.timelines import require_memory
+from memory.views.text_tables import PART_COLOURS, format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -66,8 +67,8 @@ class LayerRow:
 
 def layer_rows(memory: HybridMemory, sequence: Sequence) -> list[LayerRow]:
     """The memories of all layers in order, and what they hold of one sequence; their bytes sum to those that it refers to."""
-    groups, length = {group.name: group for group in memory.inventory(sequence).groups}, sequence.length
-    if (there := memory.host_inventory(sequence)) is not None and there.sequences:  # and then not here
+    groups, length = {group.name: group for group in memory.counters.inventory(sequence).groups}, sequence.length
+    if (there := memory.counters.host_inventory(sequence)) is not None and there.sequences:  # and then not here
         groups |= {group.name: group for group in there.groups}
     rows: dict[tuple[int, str], LayerRow] = {}
     for group in groups.values():
@@ -104,7 +105,7 @@ def layer_map(memory: HybridMemory, sequence: Sequence) -> Figure:
     rows = layer_rows(memory, sequence)
     length, horizon = sequence.length, sequence.horizon
     name = f"{'Checkpoint' if sequence.is_checkpoint else 'Sequence'} {sequence.id}"
-    held = f"swapped out, {format_bytes(int(memory.inventory(sequence).away_bytes[0]))} wait elsewhere"
+    held = f"swapped out, {format_bytes(int(memory.counters.inventory(sequence).away_bytes[0]))} wait elsewhere"
     if not sequence.is_swapped:
         held = f"{format_bytes(sum(row.bytes_of('all') for row in rows))} in all layers"
         held += ", keys and values in host memory" * sequence.is_on_host

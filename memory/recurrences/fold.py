@@ -8,9 +8,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memory.blocks.staging import upload
 from memory.errors import StepError
 from memory.state.access import States
-from memory.uploads import upload
 
 Formula = Callable[[tuple[Tensor, ...], Tensor], tuple[tuple[Tensor, ...], Tensor]]
 

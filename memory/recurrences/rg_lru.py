@@ -16,11 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
+from memory.blocks.staging import upload
 from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, StateTensor
 from memory.state.access import Recurrence, States
-from memory.uploads import upload
 
 _SHARPNESS = 8.0
 """The constant c of the paper."""

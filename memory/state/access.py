@@ -9,13 +9,13 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from torch import Tensor
 
-from memory.block_layout import BlockLayout
 from memory.blocks.arrays import EMPTY, Int64s, ranges
+from memory.blocks.layout import BlockLayout
+from memory.blocks.staging import is_recording
 from memory.errors import StepError
 from memory.kernels import Kernels, Prepared, StateSlots, Tail, select_kernels
 from memory.specs import RecurrentSpec
 from memory.state.tails import TailStep, TailTable
-from memory.uploads import is_recording
 
 
 class States:

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from memory.blocks.arrays import Int64s, ranges, starts_of
 from memory.errors import SpecError, StepError
-from memory.folding import NOTHING, Pass, StateAddresses, schedule
 from memory.interface import Packed
 from memory.kernels import Kernels, Prepared, Tail
+from memory.sequences.folding import NOTHING, Pass, StateAddresses, schedule
 from memory.specs import RecurrentSpec
 from memory.state.access import BlockAccess, Recurrence, Run, States
 from memory.state.tails import TailStep, TailTable

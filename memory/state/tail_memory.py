@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from memory.arena import BlockPool
-from memory.block_layout import BlockLayout
 from memory.blocks.arrays import Int64s
-from memory.interface import Holding, LiveRows, Packed, Record, Stretch
+from memory.blocks.holdings import Holding, LiveRows, Record
+from memory.blocks.layout import BlockLayout
+from memory.blocks.pool import BlockPool
+from memory.interface import Packed, Stretch
 from memory.state.tails import TailTable
 
 

@@ -10,7 +10,7 @@ For each sequence, all members of a table together hold
 When the sequence has gone far enough the body moves up, into another block: a kept state becomes the body, or a new one is made while
 the old one stays until commit, so an abort loses nothing. Blocks are reference-counted and never written while shared.
 
-`memory.folding` says when the body moves; how bodies and tails are read is for those who hold a table.
+`memory.sequences.folding` says when the body moves; how bodies and tails are read is for those who hold a table.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from memory.arena import BlockPool, Store
-from memory.block_layout import BlockLayout
 from memory.blocks.arrays import Bools, Int64s
+from memory.blocks.holdings import Holding, LiveRows, Part, Record
+from memory.blocks.layout import BlockLayout
+from memory.blocks.pool import BlockPool
+from memory.blocks.store import Store
 from memory.errors import IntegrityError
-from memory.folding import EMPTY_COLUMN, NOTHING, Columns, TailRules
-from memory.interface import Holding, LiveRows, Packed, Part, Record, Stretch
-from memory.shift import Dropped
+from memory.interface import Dropped, Packed, Stretch
+from memory.sequences.folding import EMPTY_COLUMN, NOTHING, Columns, TailRules
 from memory.specs import RecurrentSpec, StateTensor
 
 
@@ -62,7 +63,7 @@ class TailStep:
     """The blocks that are set aside for a step, and the columns of its requests before and after it.
 
     Attributes:
-        packed: the step, its positions counted as the states count them (`memory.folding.Columns`).
+        packed: the step, its positions counted as the states count them (`memory.sequences.folding.Columns`).
         before, after: of each request (S,), now and once all tokens are kept.
         fresh: ids of the blocks allocated for the step, NOTHING elsewhere: (4, S) for body, head, kept and tail.
     """

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chat.engine import Engine, Generation, Sampling
-from chat.sampling import Sampler
+from chat.decoding.sampling import Sampler
+from chat.engine.engine import Engine, Generation, Sampling
 from memory import HybridMemory, Step
 
 GREEDY = Sampling()

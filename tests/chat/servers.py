@@ -13,12 +13,12 @@ from typing import Any
 
 from torch import Tensor
 
-from chat.engine import Engine
+from chat.engine.engine import Engine
 from chat.prompts import Tokenizer
 from chat.server import ServerOptions, Service, bind, make_app
 from chat.server.listening import Server, url_of
 from memory import HybridMemory, Step
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
 
 MODEL = "embedded"
 PATIENCE_SECONDS = 30.0

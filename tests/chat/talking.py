@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from chat.engine import Engine
+from chat.engine.engine import Engine
 from memory import HybridMemory, Step
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
 from models import load_model
 from tests.models.checkpoints import write_checkpoint
 from tests.models.families.jamba import jamba_config

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from chat.beams import Beam, BeamOptions, beam_search, beam_searches, n_best
-from chat.engine import Engine
-from chat.sampling import Sampling
+from chat.decoding.beams import Beam, BeamOptions, beam_search, beam_searches, n_best
+from chat.decoding.sampling import Sampling
+from chat.engine.engine import Engine
 from memory import BatchError, CapacityError, HybridMemory, Step
 from models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint

@@ -10,11 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from chat.cli import app
-from chat.conversation import Conversation, Player
-from chat.demo import run_demo
-from chat.dialogues import make_dialogue
-from chat.engine import Engine
+from chat.commands.demo import run_demo
+from chat.engine.engine import Engine
 from chat.prompts import Tokenizer, encode_prompt, encode_turn, load_tokenizer
+from chat.session.conversation import Conversation, Player
+from chat.simulation.dialogues import make_dialogue
 from memory import FormatError, HybridMemory, SpecError
 from models import EMBEDDED, LanguageModel
 
@@ -120,7 +120,7 @@ def test_the_memory_holds_what_the_chat_template_renders(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, max_reply_tokens: int
 ) -> None:
     """Even where replies are cut short."""
-    monkeypatch.setattr("chat.conversation.MAX_REPLY_TOKENS", max_reply_tokens)
+    monkeypatch.setattr("chat.session.conversation.MAX_REPLY_TOKENS", max_reply_tokens)
     memory = HybridMemory(embedded.memory_spec, "64MiB", poison=True)
     users = [Conversation(f"user {i}", memory.open()) for i in range(3)]
     scripts = [(user, make_dialogue(random.Random(i), 2 + 3 * i)) for i, user in enumerate(users)]
@@ -150,7 +150,7 @@ def test_the_demo_recomputes_nothing(embedded: LanguageModel, tokenizer: Tokeniz
 
 
 def test_a_wrong_answer_fails_the_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("chat.dialogues.UNKNOWN", "I would never say that.")
+    monkeypatch.setattr("chat.simulation.dialogues.UNKNOWN", "I would never say that.")
     result = CliRunner().invoke(app, ["demo", "--users", "2", "--turns", "3"])
     assert result.exit_code == 1
     assert "✗" in result.stdout and "answers are wrong" in result.stdout and "Traceback" not in result.output

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from chat.engine import Engine, Generation, Sampling
+from chat.engine.engine import Engine, Generation, Sampling
 from chat.prompts import Tokenizer
 from memory import BatchError, HybridMemory, SequenceError, SpecError, StepError
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
 from models import LanguageModel
 from tests.chat.engines import (
     Scripted,

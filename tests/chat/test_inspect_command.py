@@ -14,14 +14,14 @@ from safetensors.torch import load_file, save, save_file
 from typer.testing import CliRunner
 
 from chat.cli import app
-from chat.engine import Engine
+from chat.engine.engine import Engine
 from chat.prompts import Tokenizer
-from chat.saved_session import _digest as session_digest
-from chat.session import ChatSession
+from chat.session.saved import _digest as session_digest
+from chat.session.session import ChatSession
 from memory import HybridMemory
-from memory.archive import _digest
+from memory.storage.files import _digest
 from models import EMBEDDED, load_model
-from models.loading import weight_bytes
+from models.loading.load import weight_bytes
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 

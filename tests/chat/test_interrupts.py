@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from chat.beams import BeamOptions, beam_searches, n_best
-from chat.drafts import DraftModel, PromptLookup
-from chat.engine import Engine
+from chat.decoding.beams import BeamOptions, beam_searches, n_best
+from chat.decoding.drafts import DraftModel, PromptLookup
+from chat.decoding.sampling import Sampling
+from chat.decoding.speculative import SpeculativeBatch
+from chat.engine.engine import Engine
 from chat.prompts import Tokenizer, load_tokenizer
-from chat.sampling import Sampling
-from chat.session import ChatSession
-from chat.speculative import SpeculativeBatch
+from chat.session.session import ChatSession
 from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Sequence, StateTensor, Step
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
 from models import EMBEDDED
 from tests.interrupts import Outcome, try_places
 
@@ -48,7 +48,7 @@ def make_memory(model: Counting) -> HybridMemory:
 
 def assert_nothing_left(memory: HybridMemory) -> None:
     memory.check()
-    assert not memory._ledger.handles and memory.usage().used_bytes == 0
+    assert not memory._coordinator.ledger.handles and memory.usage().used_bytes == 0
 
 
 # Speculative decoding
@@ -98,7 +98,7 @@ def test_a_speculative_step_can_be_tried_again(n_steps: int, drafter: str, step_
         return batch.step, verify
 
     expected: list[list[list[int]]] = []
-    assert try_places(attempt, 12, edges=("chat/speculative.py",)) > 10
+    assert try_places(attempt, 12, edges=("chat/decoding/speculative.py",)) > 10
 
 
 def test_logits_that_say_nothing_leave_the_step_as_it_was() -> None:
@@ -129,7 +129,7 @@ def test_an_interrupted_search_leaves_no_sequence(search: str) -> None:
 
         return call, lambda outcome: assert_nothing_left(memory)
 
-    assert try_places(attempt, 12, edges=("chat/beams.py",)) > 15
+    assert try_places(attempt, 12, edges=("chat/decoding/beams.py",)) > 15
 
 
 # The engine

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from chat.engine import Engine
+from chat.engine.engine import Engine
 from chat.server.lengths import find_context_tokens
 from memory import CapacityError, HybridMemory
 from tests.chat.engines import run_checked

@@ -15,7 +15,7 @@ from chat.planning.quantities import read_share, read_tokens
 from memory import HybridMemory, MemorySpec, SpecError
 from memory.eviction import H2O
 from memory.quantization import Quantized
-from models.loading import dry_model, read_config, weight_bytes
+from models.loading.load import dry_model, read_config, weight_bytes
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 GIB = 1 << 30

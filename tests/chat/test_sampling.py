@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from chat.sampling import Sampler, Sampling
+from chat.decoding.sampling import Sampler, Sampling
 from memory import BatchError, StepError
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0, -0.5])

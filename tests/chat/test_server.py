@@ -12,10 +12,10 @@ from typing import Any
 import openai
 import pytest
 
-from chat.dialogues import make_dialogue, messages
-from chat.engine import Engine
+from chat.engine.engine import Engine
 from chat.prompts import Tokenizer
 from chat.server import ServerOptions, make_app
+from chat.simulation.dialogues import make_dialogue, messages
 from memory import HybridMemory
 from models import LanguageModel
 from tests.chat.servers import MODEL, Gated, Running, running, wait_until

@@ -20,10 +20,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chat.dialogues import make_dialogue, messages
-from chat.engine import Engine
+from chat.engine.engine import Engine
 from chat.prompts import Tokenizer, encode_chat
 from chat.server import ServerOptions
+from chat.simulation.dialogues import make_dialogue, messages
 from memory import HybridMemory
 from models import LanguageModel
 from tests.chat.servers import MODEL, Running, running

@@ -11,7 +11,7 @@ from contextlib import aclosing, suppress
 
 import pytest
 
-from chat.engine import Engine, Generation, Sampling
+from chat.engine.engine import Engine, Generation, Sampling
 from chat.prompts import Tokenizer, encode_prompt, find_stop_ids
 from memory import BatchError, HybridMemory, StepError
 from models import LanguageModel

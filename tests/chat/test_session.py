@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from chat.engine import Engine, Sampling
-from chat.history import Utterance, common_tokens, decode, encode_history
+from chat.engine.engine import Engine, Sampling
 from chat.prompts import Tokenizer, load_tokenizer, render
-from chat.session import ChatSession, Turn
-from chat.turn import EDITED, LAST, NEW, NO_CHECKPOINT, REWRITTEN
+from chat.session.history import Utterance, common_tokens, decode, encode_history
+from chat.session.session import ChatSession, Turn
+from chat.session.turn import EDITED, LAST, NEW, NO_CHECKPOINT, REWRITTEN
 from memory import BatchError, CapacityError, FormatError, HybridMemory, SequenceError, StepError
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
 from models import EMBEDDED
 from tests.chat.talking import TALKERS, Counted, assert_all_given_back, decode_fresh, load_talker, make_engine
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from chat.engine import Engine, Generation
-from memory.prefix import PrefixCache
+from chat.engine.engine import Engine, Generation
+from memory.prefix.cache import PrefixCache
 from tests.chat.engines import decode_alone, draw_prompt, make_memory, run_checked
 from tests.toy import VOCAB, Toy
 
@@ -74,7 +74,7 @@ def test_who_waits_goes_on_when_its_leader_is_gone(end: str) -> None:
 def test_a_budget_too_small_for_its_users_lets_fewer_in() -> None:
     """Sequences share pages and no states, so many that begin alike do not take less than a few that do not."""
     model, rng = Toy(), random.Random(1)
-    engine = make_sharing(model, 5 * make_memory(model).bytes_at(260))
+    engine = make_sharing(model, 5 * make_memory(model).counters.bytes_at(260))
     n_left = dict.fromkeys(range(30), 3)
     said = {user: [*SYSTEM, user % VOCAB, user // VOCAB] for user in n_left}
     asked: dict[Generation, int] = {}

@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 from chat.cli import app
 from chat.prompts import Tokenizer
-from chat.simulation import Setup, Simulation, simulate
-from chat.simulation_alone import compare_alone, serve_alone
-from chat.simulation_plots import timeline, write_plots
-from chat.simulation_report import Answer, Report, Sample, Samples
-from chat.workload import Event, Habits, Workload, make_workload
+from chat.simulation.alone import compare_alone, serve_alone
+from chat.simulation.plots import timeline, write_plots
+from chat.simulation.report import Answer, Report, Sample, Samples
+from chat.simulation.simulation import Setup, Simulation, simulate
+from chat.simulation.workload import Event, Habits, Workload, make_workload
 from memory import FormatError, HybridMemory, SpecError
 from models import LanguageModel, load_model
 from tests.counting import Calls
@@ -345,7 +345,7 @@ def test_a_wrong_simulation_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_the_live_view_draws_every_state(setup: Setup) -> None:
     from rich.console import Console
 
-    from chat.simulation_view import _Dashboard
+    from chat.simulation.view import _Dashboard
 
     dashboard, console, seen = _Dashboard(), Console(width=150, record=True, file=io.StringIO()), []
 

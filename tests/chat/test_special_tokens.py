@@ -9,12 +9,12 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from chat.engine import Engine
-from chat.history import Utterance, encode_history
+from chat.engine.engine import Engine
 from chat.prompts import encode_chat, encode_prompt, encode_turn, load_tokenizer
-from chat.session import ChatSession
+from chat.session.history import Utterance, encode_history
+from chat.session.session import ChatSession
+from chat.session.template import Template, fill
 from chat.special_tokens import special_tokens_of
-from chat.template import Template, fill
 from memory import FormatError, HybridMemory
 from models import EMBEDDED, LanguageModel
 

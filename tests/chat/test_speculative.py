@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from chat.acceptance import accept_drawn
-from chat.dialogues import make_dialogue
-from chat.drafts import Draft, DraftModel, DraftRequest, Draws, PromptLookup
-from chat.engine import Engine
+from chat.decoding.acceptance import accept_drawn
+from chat.decoding.drafts import Draft, DraftModel, DraftRequest, Draws, PromptLookup
+from chat.decoding.sampling import Sampling
+from chat.decoding.speculative import SpeculativeBatch
+from chat.engine.engine import Engine
 from chat.prompts import Message, Tokenizer, encode_turn, find_stop_ids
-from chat.sampling import Sampling
-from chat.speculative import SpeculativeBatch
+from chat.simulation.dialogues import make_dialogue
 from memory import HybridMemory, Sequence, SpecError, Step
 from memory.recurrences import FAMILIES
 from models import LanguageModel, load_model
@@ -400,7 +400,9 @@ def test_sampled_texts_keep_the_distribution(drafter: str, monkeypatch: pytest.M
 
     off, rate = worst(1_000)
     assert off < 0.1 and 0.05 < rate < 0.95
-    monkeypatch.setattr("chat.speculative.accept_drawn", lambda draft, rows, draws: [*draft.token_ids, draws.draw(rows[-1].softmax(-1))])
+    monkeypatch.setattr(
+        "chat.decoding.speculative.accept_drawn", lambda draft, rows, draws: [*draft.token_ids, draws.draw(rows[-1].softmax(-1))]
+    )
     assert worst(200)[0] > 0.2
 
 

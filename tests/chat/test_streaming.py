@@ -6,8 +6,8 @@ import random
 
 import pytest
 
+from chat.engine.streaming import TextStream
 from chat.prompts import Tokenizer
-from chat.streaming import TextStream
 
 TEXTS = [
     "Okay, noted. Your cat is called Zoe.",

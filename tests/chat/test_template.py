@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from chat.engine import Engine, Sampling
-from chat.history import decode
+from chat.engine.engine import Engine, Sampling
 from chat.prompts import Tokenizer
-from chat.template import Filled, Hole, Template, Text, fill
+from chat.session.history import decode
+from chat.session.template import Filled, Hole, Template, Text, fill
 from memory import BatchError, CapacityError, HybridMemory
 from tests.chat.talking import TALKERS, Counted, assert_all_given_back, decode_fresh, load_talker, make_engine
 

@@ -13,10 +13,10 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from chat.cli import app
-from chat.engine import Sampling
+from chat.commands.terminal import Terminal
+from chat.engine.engine import Sampling
 from chat.prompts import Tokenizer
-from chat.session import ChatSession
-from chat.terminal import Terminal
+from chat.session.session import ChatSession
 from models import LanguageModel
 from tests.chat.talking import assert_all_given_back, make_engine
 

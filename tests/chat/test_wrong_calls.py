@@ -10,20 +10,18 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-import chat.beams
-import chat.drafts
-import chat.speculative
 import models
 from chat.cli import app
-from chat.engine import Engine, Sampling
-from chat.history import Utterance
+from chat.decoding import beams, drafts, speculative
+from chat.engine.engine import Engine, Sampling
 from chat.prompts import Tokenizer, load_tokenizer
-from chat.session import ChatSession
-from chat.template import Hole, Template, Text, fill
+from chat.session.history import Utterance
+from chat.session.session import ChatSession
+from chat.session.template import Hole, Template, Text, fill
 from memory import HybridMemory
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
 from models import EMBEDDED, LanguageModel
-from models.hf_cache import HybridCache
+from models.hf.cache import HybridCache
 from tests.wrong_calls import Row, assert_refused
 
 pytestmark = pytest.mark.usefixtures("single_thread")
@@ -49,7 +47,7 @@ def names(tmp_path_factory: pytest.TempPathFactory, embedded: LanguageModel, tok
         "foreign": foreign, "mark": memory.checkpoint(alice), "HybridMemory": HybridMemory, "Engine": Engine, "Sampling": Sampling,
         "ChatSession": ChatSession, "Utterance": Utterance, "Template": Template, "Hole": Hole, "Text": Text, "fill": fill,
         "PrefixCache": PrefixCache, "EMBEDDED": EMBEDDED, "HybridCache": HybridCache, "load_tokenizer": load_tokenizer,
-        "text": Template("<|bos|>My {pet:max_tokens=2}"), **vars(models), **vars(chat.beams), **vars(chat.speculative), **vars(chat.drafts),
+        "text": Template("<|bos|>My {pet:max_tokens=2}"), **vars(models), **vars(beams), **vars(speculative), **vars(drafts),
     }  # fmt: skip
 
 

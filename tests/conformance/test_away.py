@@ -104,7 +104,7 @@ def test_a_saved_sequence_goes_on_in_another_memory(subject: Subject, tmp_path: 
 
 def left_by_others(subject: Subject, memory: HybridMemory, seed: int) -> Sequence:
     """A sequence in blocks that others have left, which has taken tokens back: its own are the same for every `seed`, all else differs."""
-    memory._store._bytes.fill_(seed)
+    memory._coordinator.store._bytes.fill_(seed)
     for stranger, n_tokens in [(memory.open(), n) for n in (PROMPT, 9)]:
         subject.feed(memory, stranger, [subject.tokens(n_tokens, seed=seed), [1]])
         memory.close(stranger)

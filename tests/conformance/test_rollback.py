@@ -361,7 +361,7 @@ def test_positions_that_are_none(subject: Subject) -> None:
 
 def test_a_rollback_touches_no_byte(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """It copies no tensor and runs no layer: with every way to a byte cut off, it still works."""
-    from memory.arena import Store
+    from memory.blocks.store import Store
 
     memory = subject.memory(WINDOW)
     sequence = memory.open()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from memory import CapacityError, HybridMemory, Sequence, SequenceError, StepError
-from memory.planning import plan_sequence
+from memory.capacity import plan_sequence
 from tests.subjects import Subject
 
 WINDOW = 8

@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from memory import HybridMemory
-from memory.graphs import RecordedModel
+from memory.cuda_graphs import RecordedModel
 from memory.kernels import chosen_kernels
 from tests.subjects import Subject
 

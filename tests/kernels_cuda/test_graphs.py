@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor, Step, StepError
+from memory.cuda_graphs import RecordedModel
 from memory.eviction import Quest
-from memory.graphs import RecordedModel
 from memory.kernels.cuda import tiles
 from memory.quantization import Quantized
 from memory.recurrences import FAMILIES, Fold

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, Step, uploads
+from memory import AttentionSpec, HybridMemory, MemorySpec, Step
+from memory.blocks import staging as uploads
 from memory.blocks.arrays import Int64s
+from memory.blocks.staging import Stage
 from memory.eviction import Quest
 from memory.recurrences import FAMILIES
-from memory.uploads import Stage
 from tests.kernels_cuda.recorder import never_waiting
 from tests.subjects import POLICIES, STORAGES, Subject
 from tests.toy import VOCAB, FamilyToy, Toy

@@ -11,6 +11,7 @@ from torch import Tensor
 from memory import UNROTATED, AttentionSpec, DropError, HybridMemory, RecurrentSpec, Sequence
 from models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
+from tests.toy import attention_at
 
 UNTURNED = ("jamba", "nemotron")
 """Models whose attention learns of positions from nowhere but the recurrent layers around it."""
@@ -18,7 +19,8 @@ UNTURNED = ("jamba", "nemotron")
 
 def keys(memory: HybridMemory, sequence: Sequence, attention: int) -> Tensor:
     """Of an attention without a window, (n, G, D)."""
-    _, cache, number = memory._attention[attention]
+    place = attention_at(memory, attention)
+    cache, number = place.memory, place.number
     spec, (table,) = cache._specs[number], cache.blocks_of(sequence.slot).values()
     starts = torch.as_tensor(cache.pool.addresses[table] // cache._dtype.itemsize)  # type: ignore[union-attr]
     flat, shape = cache._keys_values[number][0], (spec.n_kv_heads, cache.page_tokens, spec.head_dim)  # type: ignore[union-attr]

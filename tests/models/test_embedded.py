@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer, JambaForCausalLM
 
-from chat.dialogues import Turn, make_dialogue, messages
 from chat.prompts import Tokenizer
+from chat.simulation.dialogues import Turn, make_dialogue, messages
 from memory import HybridMemory, RecurrentSpec, Step
 from memory.state.access import States
 from models import EMBEDDED, LanguageModel, load_model

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache
 
 from memory import BatchError, CapacityError, HybridMemory, RollbackError, SequenceError, SpecError, StepError
 from models import ATTACHABLE, HybridCache, UnsupportedModelError, attach
-from models.hf_mixers import MIXERS
+from models.hf.mixers import MIXERS
 from tests.models.hf_models import HYBRIDS, attached, generate, hf_model, ids, logits, padded
 from tests.tolerances import TOLERANCE, assert_logits_close
 

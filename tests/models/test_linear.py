@@ -12,9 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.activations import ACT2FN
 
 from memory import HybridMemory
-from models import linear as module
 from models import load_model, weight_bytes
-from models.linear import Linear, can_pack
+from models.layers import linear as module
+from models.layers.linear import Linear, can_pack
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.tolerances import assert_kernel_close
 

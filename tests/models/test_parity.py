@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, RecurrentSpec, Sequence
-from memory.arena import Field, Store
 from memory.attention_cache import AttentionCache
+from memory.blocks.arena import Field
+from memory.blocks.store import Store
 from models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 from tests.subjects import feed_together
@@ -178,16 +179,16 @@ def forget(memory: HybridMemory, name: str) -> None:
     cleared: list[tuple[Store, NDArray[np.int64], Field, float]] = []
     part = slice(None)
     if name in ("keys", "values"):
-        for cache in (kind for kind in memory._kinds.values() if isinstance(kind, AttentionCache)):
+        for cache in (kind for kind in memory._coordinator.layers.values() if isinstance(kind, AttentionCache)):
             blocks = cache.pool.addresses[cache.pool.counts > 0]
             cleared += [(cache._store, blocks, field, 0.0) for field in cache.layout.fields[name == "values" :: 2]]
     elif name in ("latents", "rotary keys"):
-        for cache in (kind for kind in memory._kinds.values() if isinstance(kind, AttentionCache)):
+        for cache in (kind for kind in memory._coordinator.layers.values() if isinstance(kind, AttentionCache)):
             (n_latent,) = {s.value_dim for s in cache._specs}
             part = slice(n_latent) if name == "latents" else slice(n_latent, None)
             cleared += [(cache._store, cache.pool.addresses[cache.pool.counts > 0], field, 0.0) for field in cache.layout.fields]
     else:
-        table = memory._recurrent.table
+        table = memory._coordinator.layers["recurrence"].table
         blocks = table.states.addresses[table.states.counts > 0]
         states = [s for m in table.members for s in m.states]
         for state, field in zip(states, table.state_layout.fields, strict=True):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from memory import BatchError, CapacityError, HybridMemory, RollbackError, Sequence, SequenceError
-from memory.arena import Store
+from memory.blocks.store import Store
 from tests.tolerances import TOLERANCE
 from tests.toy import VOCAB, Toy
 

@@ -31,15 +31,15 @@ from memory import (
     Sequence,
     SequenceError,
     SpecError,
-    files,
 )
-from memory.archive import _digest
-from memory.arena import Arena
+from memory.blocks.arena import Arena
 from memory.eviction import H2O
-from memory.folding import Fold
+from memory.interface import Dropped
+from memory.layer_memories import LayerMemories
 from memory.recurrences import FAMILIES
-from memory.shift import Dropped
-from memory.together import AllKinds
+from memory.sequences.folding import Fold
+from memory.storage import local_files as files
+from memory.storage.files import _digest
 from tests.toy import VOCAB, FamilyToy, Toy
 
 TOY = Toy()
@@ -108,7 +108,7 @@ def test_encoder_rows_of_others_stay_behind(tmp_path: Path) -> None:
     written = []
     for seed in (0xA5, 0x3C):
         memory = HybridMemory(spec, "1MiB", page_tokens=4)
-        memory._store._bytes.fill_(seed)
+        memory._coordinator.store._bytes.fill_(seed)
         rows = [(torch.full((n, g, d), 0.5), torch.full((n, g, d), 0.25)) for n in (9,) for g, d in ((1, 5), (2, 3))]
         memory.save(memory.open(encoder=rows), tmp_path / "saved")
         written.append((tmp_path / "saved").read_bytes())
@@ -289,8 +289,8 @@ def test_loading_asks_about_the_loaded_sequence_alone(saved: Path, monkeypatch: 
     memory, asked = make(), list[int]()
     for _ in range(5):
         opened(memory, 3)
-    check_slot = AllKinds.check_slot
-    monkeypatch.setattr(AllKinds, "check_slot", lambda kinds, slot, *at: (asked.append(slot), check_slot(kinds, slot, *at)))
+    check_slot = LayerMemories.check_slot
+    monkeypatch.setattr(LayerMemories, "check_slot", lambda kinds, slot, *at: (asked.append(slot), check_slot(kinds, slot, *at)))
     monkeypatch.setattr(Arena, "check", lambda *_: pytest.fail("the whole arena was audited"))
     assert asked == [] and [memory.load(saved).slot] == asked
 
@@ -337,13 +337,15 @@ def test_where_tokens_were_dropped_stays_known(tmp_path: Path) -> None:
     memory = make()
     sequence = opened(memory)
     memory.save(sequence, tmp_path / "whole")
-    memory._ledger.drop(Dropped.of(sequence.slot, 3, 9, 30, 30, approximate=False), 4)  # the book alone: toys' keys cannot be turned
-    assert memory._ledger.record(sequence.slot)["seams"] == [4]
+    memory._coordinator.ledger.drop(
+        Dropped.of(sequence.slot, 3, 9, 30, 30, approximate=False), 4
+    )  # the book alone: toys' keys cannot be turned
+    assert memory._coordinator.ledger.record(sequence.slot)["seams"] == [4]
     other = make()
     loaded = other.load(tmp_path / "whole")
-    assert other.is_whole(loaded) and not memory.is_whole(sequence)
-    other._ledger.restore(loaded.slot, memory._ledger.record(sequence.slot), VOCAB)
-    assert not other.is_whole(loaded)
+    assert loaded.is_whole and not sequence.is_whole
+    other._coordinator.ledger.restore(loaded.slot, memory._coordinator.ledger.record(sequence.slot), VOCAB)
+    assert not loaded.is_whole
 
 
 def _save_forever(folder: str, ready: Any) -> None:
@@ -523,7 +525,7 @@ def test_a_damaged_swap_file_is_named_and_nothing_else_is_lost(tmp_path: Path) -
 def test_what_is_optional_goes_before_anything_is_refused() -> None:
     memory = make(budget=3 * make_bytes())
     optional = [memory.checkpoint(opened(memory)) for _ in range(3)]
-    for live in list(memory._ledger.handles.values()):
+    for live in list(memory._coordinator.ledger.handles.values()):
         if not live.is_checkpoint:
             memory.close(live)
     asked: list[int] = []

@@ -11,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memory import CapacityError, IntegrityError, SpecError
-from memory.arena import Arena, BlockPool, Store, read_budget
-from memory.block_layout import ALIGNMENT_BYTES, BlockLayout, Field
+from memory.blocks.arena import Arena, read_budget
+from memory.blocks.layout import ALIGNMENT_BYTES, BlockLayout, Field
+from memory.blocks.pool import BlockPool
+from memory.blocks.store import Store
 from tests.counting import Calls
 
 UNIT = ALIGNMENT_BYTES

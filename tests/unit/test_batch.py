@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from memory import AttentionSpec, BatchError, HybridMemory, MemorySpec, Sequence
-from memory.batch import TokenLists, output_rows, pack, read_pairs, read_tokens
 from memory.blocks.arrays import ranges
+from memory.sequences.batch import TokenLists, output_rows, pack, read_pairs, read_tokens
 
 VOCAB = 10
 

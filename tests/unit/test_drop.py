@@ -34,7 +34,7 @@ from memory.eviction import Recent
 from memory.quantization import Quantized
 from memory.recurrences import Fold
 from tests.tolerances import assert_kernel_close
-from tests.toy import average
+from tests.toy import attention_at, average
 
 Layout = Literal["half", "interleaved"]
 FREQUENCIES = (1.0, 0.4, 0.03)
@@ -155,7 +155,8 @@ def test_keys_far_out_are_those_of_their_new_positions(layout: Layout) -> None:
 
 def stored_keys(memory: HybridMemory, sequence: Sequence, n: int) -> Tensor:
     """Of layer 0, (n, G, D)."""
-    _, cache, number = memory._attention[0]
+    place = attention_at(memory, 0)
+    cache, number = place.memory, place.number
     spec, pages = cache._specs[number], cache.blocks_of(sequence.slot)
     (table,) = pages.values()
     starts = torch.as_tensor(cache.pool.addresses[table] // cache._dtype.itemsize)  # type: ignore[union-attr]
@@ -205,7 +206,7 @@ class Walk:
 
     def compare(self, sequence: Sequence) -> None:
         self.model.assert_is(self.memory, sequence, self.twins[sequence].tokens, own=self.twins[sequence].own)
-        ledger = self.memory._ledger
+        ledger = self.memory._coordinator.ledger
         assert self.model.recurrence or sequence.horizon <= max(0, ledger.peaks[sequence.slot] - self.rollback_window)
 
     def feed(self, sequence: Sequence, twin: Twin) -> bool:
@@ -257,7 +258,8 @@ class Walk:
             return
         # Through a mark, or to the very start: no dropped token is remembered that this sequence did not drop itself.
         marks = [m for s, m in self.twins.items() if s.is_checkpoint and m.tokens[:to] == twin.tokens[:to]]
-        offset = 0 if self.memory._recurrent is None else int(self.memory._recurrent.table.slots.offset[sequence.slot])
+        states = self.memory._coordinator.layers.get("recurrence")
+        offset = 0 if states is None else int(states.table.slots.offset[sequence.slot])
         assert offset in (0, *(len(m.own) - len(m.tokens) for m in marks))
         mark = next((m for m in marks if len(m.own) - len(m.tokens) == offset), Twin(twin.tokens, twin.tokens))
         twin.tokens, twin.own = mark.tokens, mark.own
@@ -293,7 +295,7 @@ def test_others_keep_what_they_have_bit_for_bit() -> None:
     b, mark = memory.fork(a), memory.checkpoint(a)
     before = stored_keys(memory, b, 40)
     memory.drop(a, 10, 20)
-    pages = [memory._attention[0][1].blocks_of(s.slot)["pages"].tolist() for s in (a, b, mark)]
+    pages = [attention_at(memory, 0).memory.blocks_of(s.slot)["pages"].tolist() for s in (a, b, mark)]
     assert pages[1] == pages[2] and pages[0][:2] == pages[1][:2] and not set(pages[0][2:]) & set(pages[1])
     assert torch.equal(stored_keys(memory, b, 40), before)
     assert torch.equal(stored_keys(memory, a, 10), before[:10])
@@ -504,23 +506,21 @@ def test_books_that_do_not_balance_are_found() -> None:
         return memory, sequence.slot
 
     memory, slot = dropped()
-    assert memory._recurrent is not None
-    memory._recurrent.table.slots.floor[slot] = 44
+    memory._coordinator.layers["recurrence"].table.slots.floor[slot] = 44
     with pytest.raises(IntegrityError, match="states from 44"):
         memory.check()
     memory, slot = dropped()
-    assert memory._recurrent is not None
-    memory._recurrent.table.slots.offset[slot] = 3
+    memory._coordinator.layers["recurrence"].table.slots.offset[slot] = 3
     with pytest.raises(IntegrityError):
         memory.check()
     memory, slot = dropped()
-    memory._attention[0][1]._oldest[slot] = 35  # type: ignore[union-attr]
+    attention_at(memory, 0).memory._oldest[slot] = 35  # type: ignore[union-attr]
     with pytest.raises(IntegrityError, match="rows from 35"):
         memory.check()
     for column in ("offset", "floor", "_oldest", "_seams"):
         memory, slot = dropped()
-        assert memory._recurrent is not None
-        holder = {"_oldest": memory._attention[0][1], "_seams": memory._ledger}.get(column, memory._recurrent.table.slots)
+        layers, ledger = memory._coordinator.layers, memory._coordinator.ledger
+        holder = {"_oldest": attention_at(memory, 0).memory, "_seams": ledger}.get(column, layers["recurrence"].table.slots)
         getattr(holder, column)[slot + 1] = getattr(holder, column)[slot]
         with pytest.raises(IntegrityError):
             memory.check()

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from memory import HybridMemory, SpecError
-from memory.graphs import RecordedModel
-from memory.uploads import room_for
+from memory.blocks.staging import room_for
+from memory.cuda_graphs import RecordedModel
 from tests.toy import Toy
 
 

@@ -14,24 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import (
-    UNROTATED,
-    CapacityError,
-    HybridMemory,
-    IntegrityError,
-    RollbackError,
-    Sequence,
-    SequenceError,
-    SpecError,
-    hosted_attention,
-)
-from memory import host_bytes as library
-from memory.batch import TokenLists, pack
+from memory import UNROTATED, CapacityError, HybridMemory, IntegrityError, RollbackError, Sequence, SequenceError, SpecError
+from memory.attention import offload as hosted_attention
+from memory.attention.offload import HostedAttention
+from memory.blocks import pinned as library
+from memory.blocks.pinned import host_store
 from memory.errors import BUDGET_UNIT, HOST_UNIT
-from memory.host_bytes import host_store
-from memory.hosted_attention import HostedAttention
 from memory.kernels import Scoring
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
+from memory.sequences.batch import TokenLists, pack
 from memory.specs import AttentionSpec
 from tests.subjects import Subject, make_subject
 from tests.toy import Toy
@@ -122,8 +113,8 @@ class Pair:
         usage = self.moving.usage()
         assert usage.on_host is not None and usage.on_host.by_sequence.keys() == {s.id for s in self.hosted}
         on_host = usage.on_host.by_sequence[sequence.id].total_bytes if sequence in self.hosted else 0
-        assert usage.by_sequence[sequence.id].total_bytes == self.moving.held_bytes(sequence)
-        return on_host + self.moving.held_bytes(sequence)
+        assert usage.by_sequence[sequence.id].total_bytes == self.moving.counters.held_bytes(sequence)
+        return on_host + self.moving.counters.held_bytes(sequence)
 
     def swap(self) -> None:
         for side, memory in zip(self.pick(live=False), (self.moving, self.staying), strict=True):
@@ -153,7 +144,7 @@ class Pair:
         assert {p[0] for p in self.pairs if p[0].is_on_host} == self.hosted
         for moving, staying in self.pairs:
             assert moving.tokens.tolist() == staying.tokens.tolist() and moving.horizon == staying.horizon
-            assert self.held_bytes(moving) == self.staying.held_bytes(staying)
+            assert self.held_bytes(moving) == self.staying.counters.held_bytes(staying)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -196,7 +187,7 @@ def test_pages_are_where_they_are_said_to_be() -> None:
     expected = memory.run(model, {memory.fork(sequence): [3, 5]})
     memory.to_host(sequence)
     memory.close(other)
-    pages = memory._kinds["attention"]
+    pages = memory._coordinator.layers["attention"]
     assert isinstance(pages, HostedAttention)
     near, far = (torch.as_tensor(kind._flats[0][0]) for kind in (pages.near, pages.far))  # type: ignore[attr-defined]
     free = torch.isnan(near)
@@ -228,7 +219,7 @@ def test_whoever_looks_sees_them() -> None:
         assert text.count("in host memory") == 3, "in the summary and in two tables"
     assert "in host memory 2.25 KiB of 64 KiB in 2 sequences (pages 2.25 KiB)" in repr(memory)
     root = grow([sequence, fork], {s.id: s.tokens for s in (sequence, fork)})
-    inventory = memory.host_inventory(sequence, fork)
+    inventory = memory.counters.host_inventory(sequence, fork)
     assert inventory is not None
     share_out(root, inventory)
     assert root.n_bytes == 4 * 384 and sum(node.n_bytes for node in root.below) == 2 * 384
@@ -346,7 +337,7 @@ def test_what_cannot_be_is_refused() -> None:
     sequence = memory.open()
     with pytest.raises(SpecError, match="host_pages"):
         memory.to_host(sequence)
-    assert not sequence.is_on_host and memory.usage().on_host is None and memory.host_inventory() is None
+    assert not sequence.is_on_host and memory.usage().on_host is None and memory.counters.host_inventory() is None
     _, memory = hosted()
     with pytest.raises(SequenceError):
         memory.to_host(sequence)
@@ -364,7 +355,7 @@ def test_check_notices_what_is_in_two_places() -> None:
     sequence = memory.open()
     memory.run(model, {sequence: list(range(9))})
     memory.to_host(sequence)
-    kinds = [kind for kind in memory._kinds.values() if isinstance(kind, HostedAttention)]
+    kinds = [kind for kind in memory._coordinator.layers.values() if isinstance(kind, HostedAttention)]
     assert len(kinds) == 2
     for chosen in (kinds, kinds[:1]):
         for kind in chosen:

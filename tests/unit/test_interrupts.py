@@ -12,9 +12,9 @@ import torch
 
 from memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Sequence, StateTensor
 from memory.eviction import H2O
-from memory.interrupts import Lease, uninterrupted_call
 from memory.quantization import Quantized
-from memory.shift import UNROTATED
+from memory.rotary import UNROTATED
+from memory.sequences.interrupts import Lease, uninterrupted_call
 from tests.interrupts import Outcome, try_places
 from tests.toy import VOCAB, Toy
 
@@ -28,7 +28,7 @@ OPTIONS: dict[str, Any] = {"rollback_window": 4, "page_tokens": 4}
 
 def books(memory: HybridMemory) -> list[tuple[Any, ...]]:
     """What can be seen of all sequences."""
-    handles = sorted(memory._ledger.handles.values(), key=lambda handle: handle.id)
+    handles = sorted(memory._coordinator.ledger.handles.values(), key=lambda handle: handle.id)
     return [(h.id, h.is_checkpoint, h.tokens.tolist(), h.horizon, h.is_swapped, h.is_on_host) for h in handles]
 
 
@@ -56,16 +56,16 @@ class Scene:
         """Everything can still be used, and given back."""
         memory = self.memory
         memory.check()
-        for handle in list(memory._ledger.handles.values()):
+        for handle in list(memory._coordinator.ledger.handles.values()):
             if handle.is_swapped:
                 memory.swap_in(handle)
             if not handle.is_checkpoint:
                 feed(memory, handle, 1)
         memory.check()
-        for handle in list(memory._ledger.handles.values()):
+        for handle in list(memory._coordinator.ledger.handles.values()):
             memory.close(handle)
         memory.check()
-        assert memory.usage().used_bytes == 0 and memory._tiers.used_bytes == (0, 0)
+        assert memory.usage().used_bytes == 0 and memory._coordinator.swapped.used_bytes == (0, 0)
 
 
 def step_and_accept(scene: Scene) -> None:
@@ -129,7 +129,7 @@ def try_operation(name: str, spec: MemorySpec = DRY, n_places: int = 12) -> int:
 
         return lambda: OPERATIONS[name](scene), verify
 
-    return try_places(attempt, n_places, edges=("memory/step.py", "memory/chunks.py"))
+    return try_places(attempt, n_places, edges=("memory/step.py", "memory/chunked_prefill.py"))
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
@@ -155,7 +155,7 @@ def test_a_file_is_loaded_or_not(tmp_path: Path) -> None:
         memory = HybridMemory(model.memory_spec, "1MiB", **OPTIONS)
 
         def verify(outcome: Outcome) -> None:
-            assert len(memory._ledger.handles) == outcome.has_returned
+            assert len(memory._coordinator.ledger.handles) == outcome.has_returned
             if outcome.has_returned:
                 assert outcome.result.tokens.tolist() == saved.tokens.tolist()
                 memory.close(outcome.result)
@@ -174,7 +174,7 @@ def test_what_an_encoder_said_is_kept_or_not() -> None:
         memory = HybridMemory(spec, "1MiB", **OPTIONS)
 
         def verify(outcome: Outcome) -> None:
-            assert len(memory._ledger.handles) == outcome.has_returned
+            assert len(memory._coordinator.ledger.handles) == outcome.has_returned
             if outcome.has_returned:
                 memory.close(outcome.result)
             memory.check()
@@ -191,11 +191,11 @@ def test_two_steps_at_a_time_and_one_that_nobody_leaves() -> None:
     memory, step = scene.memory, scene.memory.step({scene.a: [1]})
     with memory.step({scene.b: [1]}):
         step.__enter__()
-        assert not memory.abort_abandoned()
+        assert not memory._coordinator.abort_abandoned()
         with pytest.raises(Exception, match="in an open step"):
             memory.close(scene.a)
         del step
-        assert memory.abort_abandoned()
+        assert memory._coordinator.abort_abandoned()
         memory.close(scene.a)
         with pytest.raises(Exception, match="in an open step"):
             memory.close(scene.b)

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from chat.engine import Engine
+from chat.engine.engine import Engine
 from memory import BatchError, CapacityError, HybridMemory, RollbackError, Sequence, SequenceError, StepError
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
 from tests.toy import Toy
 
 ROOT = Path(__file__).parent.parent.parent
@@ -47,7 +47,7 @@ def uncollected() -> Iterator[None]:
 
 def is_freed(held: list[HybridMemory]) -> bool:
     """Whether the only reference to a memory frees it and its arena when it is dropped."""
-    memory, arena = weakref.ref(held[0]), StorageWeakRef(held[0]._store._bytes.untyped_storage())
+    memory, arena = weakref.ref(held[0]), StorageWeakRef(held[0]._coordinator.store._bytes.untyped_storage())
     held.clear()
     return memory() is None and arena.expired()
 
@@ -129,7 +129,7 @@ def test_used_bytes_of_a_dropped_memory_go_back_to_the_system(uncollected: None)
     for drop in drops:
         held = [make(budget="32MiB")]
         before = resident_bytes()
-        held[0]._store._bytes.fill_(1)
+        held[0]._coordinator.store._bytes.fill_(1)
         assert resident_bytes() - before > 25 << 20
         drop(held)
         assert resident_bytes() - before < 20 << 20
@@ -174,9 +174,9 @@ def test_checkpoints_of_a_dropped_cache_make_room(uncollected: None) -> None:
     assert (n_open := len(memory.sequences)) == 6
     del cache
     assert len(memory.sequences) == n_open, "nothing happens behind anyone's back"
-    live = [opened(memory, 16) for _ in range(int(64 * 1024 / memory.held_bytes(opened(memory, 16))) - 2)]
+    live = [opened(memory, 16) for _ in range(int(64 * 1024 / memory.counters.held_bytes(opened(memory, 16))) - 2)]
     assert all(not s.is_checkpoint for s in memory.sequences) and live
-    assert not memory._reclaimers
+    assert not memory._coordinator.room.reclaimers
     memory.check()
 
 
@@ -188,7 +188,7 @@ def test_a_closed_memory_refuses_everything() -> None:
     sequence = opened(memory)
     cache = PrefixCache(memory)
     cache.insert(sequence)
-    arena = StorageWeakRef(memory._store._bytes.untyped_storage())
+    arena = StorageWeakRef(memory._coordinator.store._bytes.untyped_storage())
     memory.close()
     assert arena.expired() and sequence.closed
     uses: list[Callable[[], object]] = [
@@ -197,7 +197,7 @@ def test_a_closed_memory_refuses_everything() -> None:
         lambda: memory.reorder({sequence: sequence}), lambda: memory.close(sequence), lambda: memory.swap_out(sequence),
         lambda: memory.swap_in(sequence), lambda: memory.save(sequence, "x"), lambda: memory.drop(sequence, 0, 1),
         lambda: memory.to_host(sequence), lambda: memory.sequences, lambda: memory.budget, lambda: memory.free_bytes,
-        lambda: memory.inventory(), lambda: memory.private_bytes(sequence), lambda: memory.add_reclaimer(lambda n: False),
+        lambda: memory.counters.inventory(), lambda: memory.private_bytes(sequence), lambda: memory.add_reclaimer(lambda n: False),
         memory.__enter__, lambda: cache.insert(sequence), cache.memory.open,
     ]  # fmt: skip
     for use in uses:
@@ -240,7 +240,7 @@ def test_a_cache_lets_go_of_its_memory() -> None:
     with PrefixCache(memory) as cache:
         cache.insert(sequence)
         assert len(memory.sequences) == 2
-    assert memory.sequences == [sequence] and not memory._reclaimers
+    assert memory.sequences == [sequence] and not memory._coordinator.room.reclaimers
     for use in (lambda: cache.open([1]), lambda: cache.insert(sequence), cache.stats, lambda: cache.memory, cache.__enter__):
         with pytest.raises(SequenceError, match="prefix cache is closed"):
             use()
@@ -370,7 +370,7 @@ FORKED = """
             uses = [
                 memory.open, memory.usage, lambda: memory.run(toy, {bob: [1]}), lambda: memory.swap_in(alice), lambda: bob.length,
                 lambda: memory.close(bob), lambda: memory.fork(bob), lambda: cache.open([1, 2]), lambda: cache.insert(bob), memory.check,
-                lambda: memory.commit_step(step._opened, None),
+                lambda: memory._coordinator.commit(step._opened, None),
             ]
             failed = [fails(use) for use in uses]
             repr(memory), repr(bob)

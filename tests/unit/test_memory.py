@@ -435,14 +435,14 @@ def test_positions_and_packing(hybrid: HybridMemory, toy: Toy) -> None:
 def test_check_finds_a_lost_and_a_doubled_reference(hybrid: HybridMemory, toy: Toy) -> None:
     a = hybrid.open()
     feed(hybrid, toy, a, [1] * 40)
-    pool = hybrid._kinds["attention"].pool
+    pool = hybrid._coordinator.layers["attention"].pool
     for change in (1, -1):
         pool.counts[0] += change
         with pytest.raises(IntegrityError):
             hybrid.check()
         pool.counts[0] -= change
     hybrid.check()
-    hybrid._ledger.lengths[a.slot] += 16
+    hybrid._coordinator.ledger.lengths[a.slot] += 16
     with pytest.raises(IntegrityError):
         hybrid.check()
 

@@ -15,7 +15,7 @@ from memory.pictures import arena_map, fork_tree, layer_map
 from memory.pictures.canvas import need_matplotlib
 from memory.pictures.forks import grow, share_out
 from memory.pictures.layers import layer_rows
-from memory.tables import format_bytes
+from memory.views.text_tables import format_bytes
 from tests.unit.test_views import DENSE, HOSTILE, HYBRID, SPECS, Hostile, family, make, open_in
 
 matplotlib = pytest.importorskip("matplotlib")
@@ -99,7 +99,7 @@ def test_ten_thousand_blocks_are_rows_without_numbers() -> None:
     memory = HybridMemory(HYBRID, "64MiB", rollback_window=8, page_tokens=4)
     for i in range(700):
         memory.run(None, {memory.open(): [1] * (1 + i % 60)})
-    assert sum(pool.n_used for pool, _ in memory._kinds.pools) > 10_000
+    assert sum(pool.n_used for pool, _ in memory._coordinator.layers.pools) > 10_000
     usage, figure = memory.usage(), arena_map(memory)
     assert sum(w for ax in figure.axes[1:] for w in boxes(ax, "used")) == usage.used_bytes
     assert not [t for ax in figure.axes for t in ax.texts]
@@ -222,7 +222,7 @@ def test_the_tree_of_forks_shares_all_bytes_out() -> None:
     own = {s.id: format_bytes(usage.by_sequence[s.id].private_bytes) for s in known.values() if not s.closed}
     shown = [known[name] for name in ("a", "mark", "fork")]
     root = grow(shown, {s.id: s.tokens for s in shown})
-    share_out(root, memory.inventory(*shown))
+    share_out(root, memory.counters.inventory(*shown))
     assert (root.start, root.end, [(n.start, n.end) for n in root.below]) == (0, 40, [(40, 40), (40, 49), (40, 61)])
     assert labels == [
         f"{format_bytes(root.n_bytes)} shared among 3",
@@ -248,7 +248,7 @@ def test_a_fork_of_a_closed_sequence_is_found_by_what_it_shares() -> None:
     late = memory.fork(forks[0])
     root = grow([*forks, late], {s.id: s.tokens for s in (*forks, late)})
     assert [sorted(s.id for s in node.sequences) for node in root.below] == [[1, 2, 5], [3, 4]]
-    share_out(root, memory.inventory(*forks, late))
+    share_out(root, memory.counters.inventory(*forks, late))
 
     def total(node: object) -> int:
         return node.n_bytes + sum(map(total, node.below))  # type: ignore[attr-defined]

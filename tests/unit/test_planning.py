@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from memory import AttentionSpec, CapacityError, CrossAttentionSpec, HybridMemory, MemorySpec, SpecError
+from memory.capacity import plan_sequence
 from memory.eviction import H2O, PyramidKV, Quest, Recent, SnapKV
-from memory.planning import plan_sequence
 from memory.quantization import Float8, Quantized
 from memory.recurrences import DeltaRuleShape, SSDShape, mamba1_spec, rwkv7_spec
 from memory.specs import LayerSpec

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from memory import AttentionSpec, BatchError, CapacityError, CrossAttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
 from tests.subjects import Subject, make_subject
 from tests.toy import VOCAB
 
@@ -206,7 +206,7 @@ def test_a_sequence_whose_middle_was_dropped_is_not_remembered(tmp_path: Path) -
     cache, sequence = PrefixCache(memory), memory.open()
     cache.insert(sequence)
     subject.feed(memory, sequence, [subject.tokens(20)])
-    memory._ledger._seams[sequence.slot] = ((4, 1),)
+    memory._coordinator.ledger._seams[sequence.slot] = ((4, 1),)
     cache.insert(sequence)
     assert cache.stats().n_checkpoints == 0
 

@@ -178,7 +178,7 @@ def test_attention_is_what_brute_force_makes_of_the_same_rows(
         assert_kernel_close(outputs[-1], oracle.step(n))
         at += n
         if policy is not None:
-            kept = next(iter(memory._kinds.values())).kept_positions(sequence.slot, 0)  # type: ignore[attr-defined]
+            kept = next(iter(memory._coordinator.layers.values())).kept_positions(sequence.slot, 0)  # type: ignore[attr-defined]
             assert [row.tolist() for row in kept.T] == [row.nonzero().flatten().tolist() for row in oracle.kept]
     exact = replace(model.memory_spec, layers=((replace(model.memory_spec.layers[0][0], storage=None),),))  # type: ignore[type-var]
     memory = HybridMemory(exact, "4MiB", rollback_window=WINDOW)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from memory import HybridMemory, Sequence
-from memory.prefix import PrefixCache
-from memory.ranking import Ranking
+from memory.prefix.cache import PrefixCache
+from memory.prefix.victims import Ranking
 from tests.toy import VOCAB, Toy
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from memory import CapacityError, HybridMemory, MemorySpec, Sequence
-from memory.chunks import split_requests
-from memory.prefix import PrefixCache
+from memory.chunked_prefill import split_requests
+from memory.prefix.cache import PrefixCache
 from tests.toy import Toy
 from tests.unit.test_planning import HYBRID, ROOM, SPECS, WINDOWS
 
@@ -34,7 +34,7 @@ def test_what_a_prompt_needs_is_what_its_steps_use_at_most(name: str) -> None:
         for start in range(0, n_tokens, size):
             with memory.step({sequence: np.ones(min(size, n_tokens - start), np.int64)}):
                 used = max(used, ROOM - memory.free_bytes)
-            assert ROOM - memory.free_bytes == memory.bytes_at(sequence.length)
+            assert ROOM - memory.free_bytes == memory.counters.bytes_at(sequence.length)
             used = max(used, ROOM - memory.free_bytes)
         assert memory.needed_bytes(n_tokens, max_tokens=size) == used
 
@@ -53,7 +53,7 @@ def test_what_is_refused_does_not_fit_and_what_the_refusal_names_does(name: str)
             return memory
 
         roomy = make(SPECS[name], **options)
-        least = roomy._kinds.least_bytes
+        least = roomy._coordinator.layers.least_bytes
         try:
             feed(least)
             continue
@@ -63,8 +63,10 @@ def test_what_is_refused_does_not_fit_and_what_the_refusal_names_does(name: str)
             assert "can never hold" in str(error) and error.needed > least
             named = error.needed
         feed(named).check()
-        counted = roomy._need(np.full(len(counts), -1), np.array(counts), size).total_bytes
-        assert least <= counted <= named and (named == counted) == (len({pool.block_bytes for pool, _ in roomy._kinds.pools}) == 1)
+        counted = roomy._coordinator.room.need(np.full(len(counts), -1), np.array(counts), size).total_bytes
+        assert least <= counted <= named and (named == counted) == (
+            len({pool.block_bytes for pool, _ in roomy._coordinator.layers.pools}) == 1
+        )
         if counted - 64 >= least:
             with pytest.raises(CapacityError, match="can never hold"):
                 feed(counted - 64)
@@ -89,7 +91,7 @@ def test_what_others_hold_is_not_now_and_not_never() -> None:
     for feed in (lambda: run(memory, {asked: 16 * 20}, 64), lambda: memory.step({asked: [1] * (16 * 20)}).__enter__()):
         with pytest.raises(CapacityError, match=r"320 tokens for 1 sequence do not fit now: they need .* bytes more") as caught:
             feed()
-        assert caught.value.needed == memory.bytes_at(320) > caught.value.free == memory.free_bytes
+        assert caught.value.needed == memory.counters.bytes_at(320) > caught.value.free == memory.free_bytes
     memory.close(held)
     run(memory, {asked: 16 * 20}, 64)
 
@@ -102,7 +104,7 @@ def test_nothing_is_refused_that_would_have_fitted_whatever_came_before(seed: in
     for _ in range(4):
         name, fold = rng.choice(names), rng.choice(FOLDS)
         roomy = make(SPECS[name], fold=fold)
-        memory = make(SPECS[name], roomy.needed_bytes(rng.randint(200, 900)) + roomy._kinds.least_bytes, fold=fold)
+        memory = make(SPECS[name], roomy.needed_bytes(rng.randint(200, 900)) + roomy._coordinator.layers.least_bytes, fold=fold)
         sequences = [memory.open()]
         for _ in range(20):
             sequence, move = rng.choice(sequences), rng.random()

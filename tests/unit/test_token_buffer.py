@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from memory import CapacityError, HybridMemory, IntegrityError, MemorySpec, RecurrentSpec, Sequence, StateTensor
-from memory import ledger as ledger_module
-from memory.token_buffer import common_prefix
+from memory.sequences import ledger as ledger_module
+from memory.sequences.token_buffer import common_prefix
 from tests.counting import Calls
 
 WINDOW = 4
@@ -32,7 +32,7 @@ def feed(memory: HybridMemory, sequence: Sequence, tokens: list[int]) -> None:
 
 def buffers_of(memory: HybridMemory) -> int:
     """Bytes of all token ids that a memory holds."""
-    return sum(buffer.ids.nbytes for buffer in set(memory._ledger._buffers.values()))
+    return sum(buffer.ids.nbytes for buffer in set(memory._coordinator.ledger._buffers.values()))
 
 
 def test_checkpoints_hold_token_ids_once() -> None:
@@ -60,12 +60,12 @@ def test_a_fork_that_goes_on_copies_only_what_others_would_lose() -> None:
     feed(memory, alice, list(range(100)))
     bob = memory.fork(alice)
     feed(memory, alice, [100])  # in place: nobody holds more
-    before = memory._ledger._buffers[alice.slot].ids
+    before = memory._coordinator.ledger._buffers[alice.slot].ids
     feed(memory, bob, [200])
-    assert memory._ledger._buffers[alice.slot].ids is before and memory._ledger._buffers[bob.slot].ids is not before
+    assert memory._coordinator.ledger._buffers[alice.slot].ids is before and memory._coordinator.ledger._buffers[bob.slot].ids is not before
     memory.rollback(alice, to=100)
     feed(memory, alice, [101])
-    assert memory._ledger._buffers[alice.slot].ids is before, "what it alone held it may overwrite"
+    assert memory._coordinator.ledger._buffers[alice.slot].ids is before, "what it alone held it may overwrite"
     mark = memory.checkpoint(alice)
     memory.rollback(alice, to=99)
     feed(memory, alice, [9])
@@ -126,7 +126,7 @@ def test_a_step_that_does_not_count_leaves_no_buffer_behind(refuse: str) -> None
     else:
         with memory.step({sequence: [1] * n_tokens}) as step:
             step.accept({sequence: 0})
-    assert buffers_of(memory) == before and not memory._ledger._reserved
+    assert buffers_of(memory) == before and not memory._coordinator.ledger._reserved
     memory.check()
 
 
@@ -240,14 +240,14 @@ def test_the_nearest_position_is_that_of_a_search_through_all() -> None:
         memory.check()
         for sequence in live:
             for to in range(sequence.length + 1):
-                found = memory._nearest(sequence, to)[0]
+                found = memory._coordinator.nearest(sequence, to)[0]
                 assert found == nearest_of_all(memory, sequence, to, marks), (seed, to)
 
 
 def nearest_of_all(memory: HybridMemory, sequence: Sequence, to: int, marks: list[Sequence]) -> int:
     if to >= sequence.horizon:
         return to
-    best, seams = 0, memory._ledger._seams
+    best, seams = 0, memory._coordinator.ledger._seams
     for mark in marks:
         if mark.is_swapped or mark.lineage != sequence.lineage:
             continue
@@ -276,7 +276,7 @@ def test_check_finds_tokens_that_two_would_write() -> None:
     feed(memory, alice, [1, 2, 3])
     bob = memory.fork(alice)
     memory.check()
-    ledger = memory._ledger
+    ledger = memory._coordinator.ledger
     ledger._writable[bob.slot] = ledger._writable[alice.slot]
     with pytest.raises(IntegrityError, match="may write"):
         memory.check()

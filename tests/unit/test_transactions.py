@@ -12,7 +12,7 @@ import torch
 
 from memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
 from memory.attention_cache import AttentionCache
-from memory.ledger import Ledger
+from memory.sequences.ledger import Ledger
 from tests.toy import Toy
 
 
@@ -115,7 +115,7 @@ def test_weights_that_want_gradients_do_not_reach_the_store(memory: HybridMemory
     toy._qkv0.requires_grad_()
     a = memory.open()
     feed(memory, toy, a, [1, 2, 3])
-    assert memory._kinds["attention"]._store._bytes.grad_fn is None
+    assert memory._coordinator.layers["attention"]._store._bytes.grad_fn is None
 
 
 def test_a_memory_made_in_inference_mode_works_outside(toy: Toy) -> None:
@@ -165,14 +165,14 @@ def test_check_notices(memory: HybridMemory, toy: Toy) -> None:
 
     a = memory.open()
     feed(memory, toy, a, [1] * 20)
-    memory._store.arena.free_bytes += 64
+    memory._coordinator.store.arena.free_bytes += 64
     with pytest.raises(IntegrityError, match="free bytes"):
         memory.check()
-    memory._store.arena.free_bytes -= 64
-    memory._kinds["attention"].pool._free_ids.append(0)
+    memory._coordinator.store.arena.free_bytes -= 64
+    memory._coordinator.layers["attention"].pool._free_ids.append(0)
     with pytest.raises(IntegrityError, match="in use at once"):
         memory.check()
-    memory._kinds["attention"].pool._free_ids.pop()
-    del memory._kinds["attention"]._pages[a.slot]
+    memory._coordinator.layers["attention"].pool._free_ids.pop()
+    del memory._coordinator.layers["attention"]._pages[a.slot]
     with pytest.raises(IntegrityError):
         memory.check()

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import uploads
+from memory.blocks import staging as uploads
 from memory.blocks.arrays import Int64s
-from memory.uploads import Stage, Stages, remember, together, upload
+from memory.blocks.staging import Stage, Stages, remember, together, upload
 from tests.subjects import make_subject
 
 HOST = torch.device("cpu")

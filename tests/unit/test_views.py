@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Sequence, StateTensor
-from memory import tables as tables_module
 from memory.errors import HybridMemoryError, SequenceError
 from memory.eviction import H2O, Quest, Recent
 from memory.quantization import Quantized
-from memory.tables import Table, format_bytes
+from memory.views import text_tables as tables_module
+from memory.views.text_tables import Table, format_bytes
 from tests.toy import Toy
 
 META = torch.device("meta")
@@ -71,8 +71,8 @@ def family(memory: HybridMemory) -> dict[str, Sequence]:
 
 def books(memory: HybridMemory) -> Any:
     """Everything that looking must not change."""
-    pools = [(pool.counts.tolist(), pool.addresses.tolist(), pool.n_used) for pool, _ in memory._kinds.pools]
-    ledger, arena = memory._ledger, memory._store.arena
+    pools = [(pool.counts.tolist(), pool.addresses.tolist(), pool.n_used) for pool, _ in memory._coordinator.layers.pools]
+    ledger, arena = memory._coordinator.ledger, memory._coordinator.store.arena
     return pools, arena._ends.copy(), ledger.lengths.tolist(), ledger.peaks.tolist(), dict(ledger.handles)
 
 
@@ -81,15 +81,15 @@ def books(memory: HybridMemory) -> Any:
 
 def assert_adds_up(memory: HybridMemory, sequences: list[Sequence]) -> None:
     before = books(memory)
-    usage, arena = memory.usage(), memory._store.arena
-    pools = {pool.name: pool for pool, _ in memory._kinds.pools}
+    usage, arena = memory.usage(), memory._coordinator.store.arena
+    pools = {pool.name: pool for pool, _ in memory._coordinator.layers.pools}
     assert sum(usage.held.values()) == usage.used_bytes == arena.used_bytes == arena.capacity_bytes - usage.free_bytes
     assert usage.by_kind == {name: pool.used_bytes for name, pool in pools.items()}
     assert sum(usage.by_group.values()) == sum(usage.by_part.values()) == usage.used_bytes
     assert usage.shared_bytes + usage.private_bytes == usage.used_bytes
-    assert list(usage.by_sequence) == [s.id for s in memory._ledger.handles.values()]
+    assert list(usage.by_sequence) == [s.id for s in memory._coordinator.ledger.handles.values()]
     for s in sequences:
-        own, blocks = usage.by_sequence[s.id], memory._kinds.blocks_of(s.slot)
+        own, blocks = usage.by_sequence[s.id], memory._coordinator.layers.blocks_of(s.slot)
         assert own.by_kind == {name: len(ids) * pools[name].block_bytes for name, ids in blocks.items()}
         assert own.private_bytes == memory.private_bytes(s)
         assert (own.n_tokens, own.is_checkpoint) == (s.length, s.is_checkpoint) and s.is_swapped >= (own.swapped_bytes > 0)
@@ -147,7 +147,7 @@ def test_parts_of_a_sequence() -> None:
     assert usage.layers == {"attention": (1, 5), "attention over 9": (2,), "recurrence": (0, 2, 4)}
     with memory.step({s: [1] * 9}):
         inside = memory.usage()
-        assert inside.by_part["steps"] > 0 and sum(inside.held.values()) == memory._store.arena.used_bytes
+        assert inside.by_part["steps"] > 0 and sum(inside.held.values()) == memory._coordinator.store.arena.used_bytes
         assert "41 tokens" in s._repr_html_()
 
 
@@ -169,7 +169,7 @@ def test_what_dropped_tokens_leave_in_states_is_shown_where_the_sequence_stands(
     s = memory.open()
     memory.run(None, {s: [1] * 60})
     memory.drop(s, 3, 13, approximate=True)
-    body, *_, tail = memory.inventory(s).groups[0].holdings
+    body, *_, tail = memory.counters.inventory(s).groups[0].holdings
     assert body.ends is not None and body.ends.tolist() == tail.starts.tolist() == [48 - 10] and s.length == 50
 
 
@@ -301,7 +301,7 @@ def test_ten_thousand_sequences_are_a_short_page(monkeypatch: pytest.MonkeyPatch
     sequences += [memory.fork(s) for s in sequences]
     asked: list[int] = []
     n_written = 0
-    for kind in memory._kinds.values():
+    for kind in memory._coordinator.layers.values():
         monkeypatch.setattr(kind, "holdings", lambda slots, plain=kind.holdings: asked.append(len(slots)) or plain(slots))
         monkeypatch.setattr(kind, "blocks_of", None)
 
@@ -310,16 +310,16 @@ def test_ten_thousand_sequences_are_a_short_page(monkeypatch: pytest.MonkeyPatch
         n_written += 1
         return plain(n_bytes)
 
-    for module in ("memory.tables", "memory.inspection"):
+    for module in ("memory.views.text_tables", "memory.views.usage"):
         monkeypatch.setattr(f"{module}.format_bytes", write)
     html = memory._repr_html_()
-    assert asked == [10_000] * len(memory._kinds) and n_written < 600
+    assert asked == [10_000] * len(memory._coordinator.layers) and n_written < 600
     page = Page(html)
     assert len(html) < 500_000 / 4 and len([row for row in page.rows if row[0].startswith("sequence ")]) == 50
     assert "… and 9,950 more" in page.text and "10,000 sequences" in page.text
     assert len(str(memory.usage()).splitlines()) < 40
     asked.clear()
-    assert len(sequences[7]._repr_html_()) < 10_000 and asked == [1] * len(memory._kinds)
+    assert len(sequences[7]._repr_html_()) < 10_000 and asked == [1] * len(memory._coordinator.layers)
 
 
 def test_a_handle_shows_itself() -> None:
@@ -351,6 +351,6 @@ def test_an_inventory_is_of_open_sequences_of_this_memory() -> None:
     known = family(memory)
     for wrong in (known["closed"], make(HYBRID).open(), "a"):
         with pytest.raises(SequenceError):
-            memory.inventory(wrong)  # type: ignore[arg-type]
-    assert memory.inventory(known["away"]).away_bytes.tolist() == [memory.usage().host_bytes]
-    assert np.array_equal(memory.inventory(known["a"], known["mark"]).lengths, [49, 40])
+            memory.counters.inventory(wrong)  # type: ignore[arg-type]
+    assert memory.counters.inventory(known["away"]).away_bytes.tolist() == [memory.usage().host_bytes]
+    assert np.array_equal(memory.counters.inventory(known["a"], known["mark"]).lengths, [49, 40])

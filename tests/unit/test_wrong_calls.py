@@ -14,9 +14,9 @@ import torch
 import memory.eviction as eviction
 import memory.quantization as quantization
 from memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor
+from memory.capacity import plan_sequence
 from memory.pictures import arena_map, fork_tree, layer_map
-from memory.planning import plan_sequence
-from memory.prefix import PrefixCache
+from memory.prefix.cache import PrefixCache
 from tests.toy import VOCAB, Toy
 from tests.wrong_calls import Row, assert_refused
 
@@ -214,7 +214,7 @@ SEQUENCES: list[Row] = [
     ("memory.swap_out(away)", "swapped out", "swap_in"),
     ("memory.swap_in(alice)", "not swapped out", "as it is"),
     ("memory.to_host(alice)", "no place", "host_pages="),
-    ("memory.held_bytes(3)", "3", "memory.open()"),
+    ("memory.counters.held_bytes(3)", "3", "memory.open()"),
     ("memory.private_bytes(closed)", "closed", "another one"),
     ("closed.length", "closed", "another one"),
     ("PrefixCache(model)", "Toy", "HybridMemory"),

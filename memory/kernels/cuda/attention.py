@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.blocks.staging import remember
 from memory.kernels import checks
 from memory.kernels.cuda import folded_rows
 from memory.kernels.cuda.choices import powers_of_2, tunable
@@ -24,7 +25,6 @@ from memory.kernels.cuda.launch import aligned_elements, device_ints, head_parts
 from memory.kernels.cuda.softmax import LOG2_E, add, hide, load_bias, load_rows, score, store_rows
 from memory.kernels.cuda.tiles import MERGE, TASK, Shape, Tiles, tile
 from memory.kernels.signature import FoldedRows, PagedBatch, Scoring
-from memory.uploads import remember
 
 
 def plan_attention(

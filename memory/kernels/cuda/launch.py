@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s
-from memory.uploads import upload
+from memory.blocks.staging import upload
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether Triton runs kernels in its interpreter, on tensors of the CPU (TRITON_INTERPRET=1 when triton is imported)."""

@@ -10,12 +10,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from memory.blocks.staging import remember
 from memory.kernels import checks
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import aligned_elements, device_ints, dot, head_parts, launch, next_power_of_2
 from memory.kernels.cuda.softmax import load_rows
 from memory.kernels.signature import PageChoice
-from memory.uploads import remember
 
 
 class ScorePages(NamedTuple):

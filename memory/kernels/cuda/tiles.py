@@ -12,10 +12,10 @@ import numpy as np
 import torch
 
 from memory.blocks.arrays import Int64s, ceil_div
+from memory.blocks.staging import room_for
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import next_power_of_2
 from memory.kernels.signature import FoldedRows, PagedBatch
-from memory.uploads import room_for
 
 FEW_QUERIES = 16
 """Requests of up to so many split their rows: more fill the device by themselves."""
@@ -134,7 +134,7 @@ def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows
 
 
 def _with_room(tiles: Tiles, n_queries: int) -> Tiles:
-    """So that the next step, in which every request sees a row more, mostly has tiles of the same shapes (`memory.graphs`)."""
+    """So that the next step, in which every request sees a row more, mostly has tiles of the same shapes (`memory.cuda_graphs`)."""
     size, _, n_tasks = tiles.launches[0]
     n_room, n_split = room_for(n_tasks), len(tiles.merges)
     tasks = np.concatenate([tiles.tasks, np.zeros((n_room - n_tasks, TASK), np.int64)])

@@ -1,0 +1,67 @@
+"""`hybrid-memory inspect`: its options, and what it shows. Libraries are imported when it runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from chat.commands.inspection import Finding
+
+
+def inspect(
+    file: Annotated[Path, typer.Argument(help="a saved sequence, the folder of a saved chat, a model's folder or its config.json")],
+    is_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
+    """What a file holds and whether it is whole: saved sequences and chats, models and their configs. Nothing is loaded or changed."""
+    from chat.commands.inspection import inspect_path
+    from chat.console import make_console
+
+    finding = inspect_path(file)
+    if is_json:
+        typer.echo(json.dumps(finding.to_json(), indent=1))
+    else:
+        _show(make_console(), finding)
+
+
+def _show(console: Console, finding: Finding) -> None:
+    """Every string may be another's, so none is read as markup, and none reaches the terminal with control characters in it."""
+    from rich.table import Table
+    from rich.text import Text
+
+    from chat.console import harmless
+    from memory.views.text_tables import format_bytes
+
+    def text(value: object) -> Text:
+        return Text(harmless(value if isinstance(value, str) else json.dumps(value)))
+
+    checked = {True: "its checksum is right", None: "it has no checksum"}[finding.is_verified]
+    console.print(Text(f"{harmless(finding.path)}: a {finding.kind}; {checked}", style="bold"))
+    facts = Table(box=None, show_header=False)
+    for name, value in finding.facts.items():
+        facts.add_row(text(name), text(value))
+    console.print(facts)
+    if finding.by_kind:
+        table = Table(title="Bytes")
+        table.add_column("kind")
+        table.add_column("bytes", justify="right")
+        for kind, n_bytes in finding.by_kind.items():
+            table.add_row(text(kind), f"{n_bytes:,}")
+        table.add_section()
+        table.add_row("total", f"{sum(finding.by_kind.values()):,}")
+        console.print(table)
+    if finding.largest:
+        table = Table(title="Largest tensors")
+        for heading in ("name", "dtype", "shape"):
+            table.add_column(heading)
+        table.add_column("bytes", justify="right")
+        for tensor in finding.largest:
+            table.add_row(text(tensor.name), text(tensor.dtype), "×".join(map(str, tensor.shape)), format_bytes(tensor.n_bytes))
+        console.print(table)
+    for part in finding.parts:
+        _show(console, part)

@@ -1,0 +1,183 @@
+"""What a file is: a saved sequence, a saved chat, a model's checkpoint or its config; what it holds, and whether it is whole."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chat.session.saved import SESSION_FILE, read_about
+from memory import AttentionSpec, CrossAttentionSpec, FormatError, MemorySpec, RecurrentSpec
+from memory.storage.files import read_snapshot
+from models.loading.checkpoint import DryCheckpoint, UnreadCheckpoint, UnsupportedModelError
+from models.loading.load import build, read_config
+
+MOST_TENSORS = 8
+_ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BOOL": 8, "U8": 8, "I8": 8, "F4": 4}
+"""Of dtypes as safetensors names them; those of 8 and 16 bits say so in their names."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in a file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    n_bytes: int
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a file holds.
+
+    Attributes:
+        kind: "saved sequence", "saved chat", "model" or "config".
+        is_verified: whether a checksum over all of it was compared; None where there is none.
+        facts: what there is to say, in the order to say it.
+        by_kind: bytes of each kind.
+        largest: tensors, the largest first, `MOST_TENSORS` at most.
+        parts: files that belong to it.
+    """
+
+    kind: str
+    path: str
+    is_verified: bool | None
+    facts: dict[str, Any]
+    by_kind: dict[str, int] = field(default_factory=dict)
+    largest: tuple[Stored, ...] = ()
+    parts: tuple[Finding, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON can say it."""
+        return asdict(self)
+
+
+def inspect_path(path: Path) -> Finding:
+    """Look at a file or folder. Raises FormatError: nothing there, nothing known, or damaged."""
+    path = path.expanduser()
+    if path.is_dir():
+        if (path / SESSION_FILE).exists():
+            return _inspect_chat(path)
+        if (path / "config.json").exists():
+            return _inspect_model(path)
+        raise FormatError(f"{path} holds neither {SESSION_FILE} nor config.json; give a saved sequence, a saved chat, or a model's folder")
+    if not path.exists():
+        raise FormatError(f"there is no {path}; give a saved sequence, a saved chat, or a model's folder")
+    if path.name == SESSION_FILE:
+        return _inspect_chat(path.parent)
+    if path.suffix == ".json":
+        return _inspect_model(path)
+    return _inspect_sequence(path)
+
+
+def _inspect_sequence(path: Path) -> Finding:
+    snapshot, about = read_snapshot(str(path))  # compares the checksum
+    try:
+        tokens, layout, records = about["tokens"], dict(about.get("layout") or {}), dict(snapshot.records)
+        facts = {
+            "format": "hybrid-memory sequence, version 1", "model": str(about.get("model")), "tokens": int(tokens.size),
+            "furthest position": int(about["peak"]), "dropped before": [int(x) for x in about["seams"]],
+            **{str(name).replace("_", " "): value for name, value in layout.items()}, "positions": records,
+        }  # fmt: skip
+        by_kind = {"tokens": int(tokens.nbytes)} | {str(name): int(blocks.nbytes) for name, blocks in snapshot.blocks.items()}
+        tensors = [Stored(str(n), str(b.dtype).removeprefix("torch."), tuple(b.shape), int(b.nbytes)) for n, b in snapshot.blocks.items()]
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise FormatError(f"{path} contradicts itself ({error!r}); save the sequence again") from error
+    return Finding("saved sequence", str(path), True, facts, by_kind, _largest(tensors))
+
+
+def _inspect_chat(folder: Path) -> Finding:
+    about = read_about(folder / SESSION_FILE)  # compares the checksum
+    try:
+        messages, name = list(about["messages"]), about["memory"]
+        roles = Counter(str(message["role"]) for message in messages)
+        facts = {
+            "format": f"{about['format']}, version {about['version']}", "model": str(about["model"]), "messages": len(messages),
+            **{f"by {role}": n for role, n in roles.items()}, "heard": int(about["n_heard"]),
+            "tokens chosen by the model": sum(len(message["token_ids"]) for message in messages),
+            "tokens a reply": int(about["max_tokens"]), "sampling": dict(about["sampling"]), "stop": list(about["stop"]),
+        }  # fmt: skip
+        if name is not None and (not isinstance(name, str) or Path(name).name != name):
+            raise ValueError(f"memory {name!r}")
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise FormatError(f"{folder / SESSION_FILE} contradicts itself ({error!r}); save the session again") from error
+    by_kind = {SESSION_FILE: (folder / SESSION_FILE).stat().st_size}
+    parts = () if name is None else (_inspect_sequence(folder / name),)
+    return Finding("saved chat", str(folder), True, facts, by_kind | {p.path: sum(p.by_kind.values()) for p in parts}, parts=parts)
+
+
+def _inspect_model(path: Path) -> Finding:
+    """A folder, or a config alone."""
+    config_path = path / "config.json" if path.is_dir() else path
+    raw = _read_object(config_path)
+    if "architectures" not in raw and "model_type" not in raw:
+        raise FormatError(f"{config_path} describes no model: it names no architecture; give a model's config.json")
+    names = raw.get("architectures")
+    facts: dict[str, Any] = {"architecture": str(names[0]) if isinstance(names, list) and names else f"unnamed ({raw.get('model_type')})"}
+    has_weights = path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")))
+    checkpoint = UnreadCheckpoint(path, torch.float32) if has_weights else None
+    try:
+        facts |= _describe_model(path, raw, checkpoint)
+    except (UnsupportedModelError, FormatError) as error:
+        facts["loads"] = f"no: {error}"
+    stored = [] if checkpoint is None else [
+        Stored(name, dtype, shape, math.prod(shape) * _item_bits(dtype) // 8) for name, (dtype, shape) in checkpoint.stored.items()
+    ]  # fmt: skip
+    by_kind: Counter[str] = Counter()
+    for tensor in stored:
+        by_kind[tensor.dtype] += tensor.n_bytes
+    return Finding("model" if has_weights else "config", str(path), None, facts, dict(by_kind), _largest(stored))
+
+
+def _describe_model(path: Path, raw: dict[str, Any], checkpoint: UnreadCheckpoint | None) -> dict[str, Any]:
+    """What a model of this config is. With weights, names and shapes of all tensors are compared with what it asks for."""
+    config, model_class = read_config(path)
+    spec = build(model_class, config, checkpoint or DryCheckpoint(config.architectures[0], torch.float32)).memory_spec
+    if raw.get("quantization_config"):
+        raise UnsupportedModelError("its weights are quantised; give a checkpoint that stores them in 16 or 32 bits")
+    dtype = config.dtype or config.get_text_config().dtype
+    facts = {"dtype": str(dtype).removeprefix("torch."), "vocabulary": spec.vocab_size, "layers": len(spec.layers), **_layers_by_kind(spec)}
+    if checkpoint is None:
+        return facts | {"loads": "its config does; there are no weights beside it"}
+    left = checkpoint.leftovers("lm_head.weight")
+    return facts | {"tensors": len(checkpoint), **({"tensors that nobody asks for": left[:MOST_TENSORS]} if left else {}), "loads": "yes"}
+
+
+def _layers_by_kind(spec: MemorySpec) -> dict[str, str]:
+    """How often each kind of memory occurs, and what its token or state is."""
+    found: Counter[tuple[str, str]] = Counter()
+    for memory in (m for layer in spec.layers for m in layer):
+        if isinstance(memory, RecurrentSpec):
+            states = ", ".join(f"{s.name} {'×'.join(map(str, s.shape))}" for s in memory.states)
+            found[memory.family, f"rows of {'×'.join(map(str, memory.row_shape))}; {states}"] += 1
+            continue
+        heads = f"{memory.n_query_heads} query and {memory.n_kv_heads} key heads of {memory.head_dim}"
+        kind = "cross-attention" if isinstance(memory, CrossAttentionSpec) else "attention"
+        if isinstance(memory, AttentionSpec) and memory.window is not None:
+            kind += f" over {memory.window}"
+        found[kind, heads] += 1
+    return {kind: f"{n} × {what}" for (kind, what), n in found.items()}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is no JSON: {error}; give a model's config.json") from error
+    if not isinstance(raw, dict):
+        raise FormatError(f"{path} holds no JSON object; give a model's config.json")
+    return raw
+
+
+def _item_bits(dtype: str) -> int:
+    return _ITEM_BITS.get(dtype, 8 if "8" in dtype else 16)
+
+
+def _largest(tensors: list[Stored]) -> tuple[Stored, ...]:
+    return tuple(sorted(tensors, key=lambda tensor: -tensor.n_bytes)[:MOST_TENSORS])

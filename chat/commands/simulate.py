@@ -1,0 +1,186 @@
+"""`hybrid-memory simulate`: its options, and what it does with them. Libraries are imported when it runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from chat.simulation.report import Report
+    from chat.simulation.simulation import Setup
+    from chat.simulation.workload import Workload
+
+_RUNNING, _DRY_RUNNING = 64, 512
+_STEP_TOKENS, _DRY_STEP_TOKENS = 256, 4096
+"""A dry run's engine does in a step what a large machine would."""
+
+Option = typer.Option
+
+
+def simulate(
+    users: Annotated[int, Option(min=1, help="how many come, one after the other")] = 200,
+    turns: Annotated[int, Option(min=1, help="of each user; a last question comes on top")] = 6,
+    seed: Annotated[int, Option(help="another seed, other users")] = 0,
+    rate: Annotated[float, Option(help="users that arrive in a second on average (Poisson)")] = 10.0,
+    think: Annotated[float, Option(help="seconds between a user's actions on average")] = 2.0,
+    pause: Annotated[float, Option(help="seconds of a pause on average; who pauses is swapped out")] = 10.0,
+    edits: Annotated[float, Option(help="share of turns in which an earlier message is changed")] = 0.12,
+    regenerations: Annotated[float, Option(help="share of turns in which the last reply is asked for again")] = 0.08,
+    branches: Annotated[float, Option(help="share of turns in which a user branches, once at most")] = 0.08,
+    pauses: Annotated[float, Option(help="share of turns after which a user pauses")] = 0.12,
+    openings: Annotated[int, Option(min=0, help="different beginnings that users share")] = 4,
+    system: Annotated[str | None, Option(help="one system prompt for all, if the chat template knows that role")] = None,
+    message_tokens: Annotated[int | None, Option(min=1, help="mean length of made-up messages, instead of dialogues")] = None,
+    reply_tokens: Annotated[int | None, Option(min=1, help="mean length of the replies to them")] = None,
+    trace: Annotated[Path | None, Option(help="replay the events of this JSONL file instead")] = None,
+    save_trace: Annotated[Path | None, Option(help="write the events to this JSONL file")] = None,
+    model: Annotated[str, Option(help='a checkpoint\'s folder, a hub id, or "embedded"')] = "embedded",
+    device: Annotated[str, Option(help="where the model and its memory live, such as cpu or cuda")] = "cpu",
+    dtype: Annotated[str, Option(help="auto (the checkpoint's own), float32, bfloat16 or float16")] = "auto",
+    budget: Annotated[str, Option(help="bytes that the memory may use at most; a small one makes users swap")] = "1GiB",
+    host_budget: Annotated[str | None, Option(help="bytes that may be swapped out to host memory; more goes to --swap-dir")] = None,
+    swap_dir: Annotated[Path | None, Option(help="folder for what is swapped out; without --host-budget for all of it")] = None,
+    rollback_window: Annotated[int, Option(min=0, help="tokens that can be taken back without a checkpoint")] = 32,
+    grid_tokens: Annotated[int, Option(min=0, help="new prompts leave a checkpoint at each multiple of this; 0 for none")] = 512,
+    prefixes: Annotated[bool, Option(help="whether prompts go on from what was computed before")] = True,
+    max_running: Annotated[int | None, Option(min=1, help="replies in one step; unless given 64, in a dry run 512")] = None,
+    step_tokens: Annotated[int | None, Option(min=2, help="tokens in one step; unless given 256, in a dry run 4096")] = None,
+    max_tokens: Annotated[int, Option(min=1, help="of a reply")] = 32,
+    speed: Annotated[str, Option(help='times the wall clock; or "max", by a virtual clock and as fast as it goes')] = "max",
+    is_dry: Annotated[bool, Option("--dry", help="no model: all bookkeeping on device=meta, with made-up replies")] = False,
+    alone: Annotated[str, Option(help='"wrong", "all" or "none": answers to compare with a model that serves nobody else')] = "wrong",
+    json_file: Annotated[Path | None, Option("--json", help="write the whole report to this file")] = None,
+    plots: Annotated[Path | None, Option(help="write plots (PNG) to this folder; needs matplotlib")] = None,
+    is_quiet: Annotated[bool, Option("--quiet", help="no live view")] = False,
+) -> None:
+    """Many users chat, edit, regenerate, branch, pause and leave; answers are checked, latency, tokens and bytes reported.
+
+    Exits with 1 if an answer is wrong that is right when its user is served alone, if one names what only others told, if a reply
+    fails, or if bytes stay in use.
+    """
+    running = max_running or (_DRY_RUNNING if is_dry else _RUNNING)
+    tokens = step_tokens or max(_DRY_STEP_TOKENS if is_dry else _STEP_TOKENS, 4 * running)
+    habits = (users, turns, rate, think, pause, edits, regenerations, branches, pauses, openings, system, message_tokens, reply_tokens)
+    workload, about = _find_workload(habits, seed, trace, save_trace)
+    numbers: dict[str, Any] = {
+        "budget": budget, "host_budget": host_budget, "swap_dir": swap_dir, "rollback_window": rollback_window,
+        "grid_tokens": grid_tokens if prefixes else None, "step_tokens": tokens, "max_running": running, "max_tokens": max_tokens,
+        "speed": None if is_dry else _read_speed(speed), "is_checked": model == "embedded", "seed": seed,
+    }  # fmt: skip
+    _check_outputs(alone, plots)
+    report = _play(_make_setup(model, device, dtype, numbers, is_dry=is_dry), workload, about, alone=alone, is_quiet=is_quiet)
+    _write(report, json_file, plots)
+    if not report.is_ok:
+        raise typer.Exit(1)
+
+
+def _find_workload(habits: tuple[Any, ...], seed: int, trace: Path | None, save_trace: Path | None) -> tuple[Workload, dict[str, object]]:
+    """The workload, and what the report says of it."""
+    from chat.simulation.traces import read_trace, write_trace
+    from chat.simulation.workload import Habits, make_workload
+
+    if trace is not None:
+        workload: Workload = read_trace(trace)
+        about: dict[str, object] = {"trace": trace.name}
+    else:
+        made = make_workload(Habits(*habits), seed)
+        workload, about = made, {"seed": seed, **vars(made.habits)}
+    if save_trace is not None:
+        with _writing(save_trace):
+            write_trace(save_trace, workload)
+    return workload, about
+
+
+def _check_outputs(alone: str, plots: Path | None) -> None:
+    """Refuse now what would be refused after the simulation."""
+    from memory import SpecError
+    from memory.pictures.canvas import need_matplotlib
+
+    if alone not in ("wrong", "all", "none"):
+        raise SpecError(f'--alone {alone}; choose "wrong", "all" or "none"')
+    if plots is not None:
+        need_matplotlib()
+
+
+def _read_speed(speed: str) -> float | None:
+    from memory import SpecError
+
+    if speed == "max":
+        return None
+    try:
+        number = float(speed)
+    except ValueError:
+        number = 0.0
+    if not (math.isfinite(number) and number > 0):
+        raise SpecError(f'--speed {speed}; give a number above 0, or "max"')
+    return number
+
+
+def _make_setup(model: str, device: str, dtype: str, numbers: dict[str, Any], *, is_dry: bool) -> Setup:
+    """What the users talk to. A dry run reads the config, and the tokenizer if there is one, but no weights."""
+    import torch
+
+    from chat.prompts import load_tokenizer
+    from chat.simulation.simulation import Setup
+    from memory import FormatError, SpecError
+    from models import load_model, plan_memory
+    from models.loading.load import find_folder, read_config
+
+    folder = find_folder(model)
+    if not is_dry:
+        language_model = load_model(folder, device=device, dtype=dtype)
+        return Setup(language_model.memory_spec, language_model, load_tokenizer(folder), **numbers)
+    config, _ = read_config(folder)
+    try:
+        kept = torch.device(device)  # whose books the dry run keeps
+    except RuntimeError as error:
+        raise SpecError(f"--device {device} is no device ({error}); give cpu, cuda ...") from error
+    spec = replace(plan_memory(config, config.architectures[0], dtype=dtype), device=kept)
+    try:
+        tokenizer = load_tokenizer(folder)
+    except FormatError:
+        tokenizer = None
+    return Setup(spec, None, tokenizer, **numbers)
+
+
+def _play(setup: Setup, workload: Workload, about: dict[str, object], *, alone: str, is_quiet: bool) -> Report:
+    from chat.console import make_console
+    from chat.simulation.alone import compare_alone
+    from chat.simulation.simulation import simulate as play
+    from chat.simulation.view import live_dashboard, print_summary
+
+    console = make_console()
+    with live_dashboard(console, is_shown=not is_quiet) as on_step:
+        report = play(setup, workload, on_step)
+    report.workload = about
+    compare_alone(setup, workload, report, which=alone)
+    print_summary(console, report)
+    return report
+
+
+def _write(report: Report, json_file: Path | None, plots: Path | None) -> None:
+    from chat.simulation.plots import write_plots
+
+    if json_file is not None:
+        with _writing(json_file):
+            json_file.write_text(json.dumps(report.to_json(), indent=1) + "\n")
+    if plots is not None:
+        with _writing(plots):
+            write_plots(report, plots)
+
+
+@contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    from memory import SpecError
+
+    try:
+        yield
+    except OSError as error:
+        raise SpecError(f"{path} cannot be written ({error}); give another path") from error

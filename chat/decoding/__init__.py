@@ -1,0 +1,1 @@
+"""Choosing tokens: sampling, speculative drafts, beam search."""

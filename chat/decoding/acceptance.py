@@ -1,0 +1,77 @@
+"""Which tokens of a draft are kept: those that the model would have chosen itself, or would have drawn as often."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from chat.decoding.drafts import Draft, Draws
+
+
+@dataclass
+class Acceptance:
+    """What drafts have been worth so far.
+
+    Attributes:
+        n_drafted: tokens of drafts that the model was fed.
+        n_accepted: those of them that it agreed with.
+        n_turns: times that a sequence got new tokens; n_generated: how many in all.
+    """
+
+    n_drafted: int = 0
+    n_accepted: int = 0
+    n_turns: int = 0
+    n_generated: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Share of drafted tokens that were accepted."""
+        return self.n_accepted / self.n_drafted if self.n_drafted else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens that a sequence gets from a step; 1 without drafts."""
+        return self.n_generated / self.n_turns if self.n_turns else 0.0
+
+    def __str__(self) -> str:
+        accepted = f"{self.n_accepted:,} of {self.n_drafted:,} drafted tokens accepted"
+        return f"{accepted} ({self.rate:.0%}), {self.tokens_per_step:.2f} tokens a step"
+
+
+def accept_likeliest(draft: Draft, rows_KV: Tensor) -> list[int]:
+    """The leading tokens of a draft that are the likeliest, and the likeliest behind them."""
+    best: list[int] = rows_KV.argmax(-1).tolist()
+    n_accepted = next((i for i, (a, b) in enumerate(zip(draft.token_ids, best, strict=False)) if a != b), len(draft.token_ids))
+    return best[: n_accepted + 1]
+
+
+def accept_drawn(draft: Draft, rows_KV: Tensor, draws: Draws) -> list[int]:
+    """Leading tokens of a draft, and one more, distributed as if the sampler had chosen each of them (Leviathan et al. 2023).
+
+    A drafted token x, drawn from q, is accepted with probability min(1, p(x) / q(x)); else a token is drawn from max(0, p - q), normed,
+    and the rest of the draft is dropped. A drafter that had no other choice has q(x) = 1: x is accepted with p(x), or p without x remains.
+
+    Args:
+        draws: is told of the tokens, one after the other.
+    """
+    token_ids: list[int] = []
+    certain: list[Tensor | None] = [None] * len(draft.token_ids)
+    for row_V, token_id, chances_V in zip(rows_KV, draft.token_ids, draft.chances or certain, strict=False):
+        p_V = draws.probabilities(row_V)
+        q = 1.0 if chances_V is None else float(chances_V[token_id])
+        if draws.random.random() * q >= float(p_V[token_id]):
+            return [*token_ids, draws.draw(_remainder(p_V, token_id, chances_V))]
+        token_ids.append(token_id)
+        draws.sampler.add(token_id)
+    return [*token_ids, draws.draw(draws.probabilities(rows_KV[-1]))]
+
+
+def _remainder(p_V: Tensor, token_id: int, chances_V: Tensor | None) -> Tensor:
+    """What a token is drawn from where the drafted one was not accepted, not normed."""
+    if chances_V is None:
+        rest_V = p_V.clone()
+        rest_V[token_id] = 0
+    else:
+        rest_V = (p_V - chances_V.to(p_V.device)).clamp(min=0)
+    return rest_V if bool(rest_V.any()) else p_V  # p and q differ by rounding only: both are right

@@ -1,0 +1,286 @@
+"""Several continuations of one prompt: beam search and n-best sampling, by forks of its sequence and by reordering them.
+
+A beam is a fork: it shares all blocks with the others and copies what it writes, attention and recurrent states alike. Where beams
+change places, `memory.reorder` moves all of them at once and copies no tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from chat.decoding.sampling import Sampler, Sampling, check_sampling
+from chat.engine.arguments import check_parts, read_stop_ids
+from chat.engine.requests import read_token_ids
+from memory import BatchError, HybridMemory, Sequence
+from memory.blocks.arguments import read_count
+from memory.sequences.interrupts import uninterrupted
+from models import LanguageModel
+
+
+@dataclass(frozen=True)
+class Beam:
+    """A continuation of a prompt.
+
+    Attributes:
+        token_ids: what was generated, with the stop token if one ended it.
+        log_probability: natural, of all its tokens together.
+        score: what beams are sorted by: log_probability / n_tokens ** length_penalty.
+    """
+
+    token_ids: list[int]
+    log_probability: float
+    score: float
+
+
+@dataclass(frozen=True)
+class BeamOptions:
+    """How beams are searched for; the meaning of each is that in transformers' `generate`.
+
+    Attributes:
+        n_beams: that go on at once, and that are returned.
+        max_tokens: that a beam may have; one that is as long is complete.
+        length_penalty: above 0 it favours long beams, below 0 short ones; 0 compares plain log probabilities.
+        early_stopping: True ends a search as soon as it has `n_beams` complete beams. False ends it once the best of those that go on
+            would, at its present length, score no better than the worst complete one: a guess where a longer one may still score better.
+            "never" asks for the best score that it could still reach, at full length where the penalty favours length.
+        stop_ids: tokens that complete a beam.
+    Raises:
+        BatchError: a number that is not a positive integer.
+    """
+
+    n_beams: int
+    max_tokens: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    stop_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        _check_counts(n_beams=self.n_beams, max_tokens=self.max_tokens)
+        if self.early_stopping not in (True, False, "never"):
+            raise BatchError(f"early_stopping={self.early_stopping!r}; choose True, False or 'never'")
+        if isinstance(self.length_penalty, bool) or not isinstance(self.length_penalty, int | float):
+            raise BatchError(f"length_penalty={self.length_penalty!r}; give a number, 0 for plain log probabilities")
+        object.__setattr__(self, "stop_ids", read_stop_ids(self.stop_ids))
+
+    def score(self, log_probability: float, n_tokens: int) -> float:
+        return float(log_probability / n_tokens**self.length_penalty)
+
+
+def beam_search(
+    model: LanguageModel, memory: HybridMemory, prompt_ids: list[int], n_beams: int, max_tokens: int, *,
+    length_penalty: float = 1.0, early_stopping: bool | Literal["never"] = False, stop_ids: tuple[int, ...] = (),
+) -> list[Beam]:  # fmt: skip
+    """The continuations of a prompt that beam search finds, best first; see `BeamOptions` and `beam_searches`."""
+    check_parts(model, memory, "beam_search(model, memory, prompt_ids, n_beams, max_tokens)")
+    options = BeamOptions(n_beams, max_tokens, length_penalty, early_stopping, stop_ids)
+    return beam_searches(model, memory, [prompt_ids], options)[0]
+
+
+def beam_searches(model: LanguageModel, memory: HybridMemory, prompts: Seq[list[int]], options: BeamOptions) -> list[list[Beam]]:
+    """Beam search for several prompts of any lengths, all beams of all of them in one batch.
+
+    At each step the (1 + stop ids) x n_beams, at least 2 x n_beams, likeliest continuations of the beams that go on are looked at. Those
+    that are complete count if they are among the first n_beams; the first n_beams others go on.
+
+    Returns:
+        For each prompt, in their order, up to `n_beams` complete beams, best first. Each search is what it would be alone.
+    Raises:
+        As `HybridMemory.run`. All sequences are closed however it ends.
+    """
+    check_parts(model, memory, "beam_searches(model, memory, prompts, options)")
+    if not isinstance(options, BeamOptions):
+        raise BatchError(f"options={options!r}; give BeamOptions(n_beams, max_tokens)")
+    if not isinstance(prompts, Iterable) or not (prompts := list(prompts)):
+        raise BatchError(f"prompts={prompts!r}; give a list with the token ids of each prompt, at least one")
+    searches: list[_Search] = []
+    try:
+        try:
+            _search(model, memory, prompts, options, searches)
+        finally:
+            _close_all(memory, (beam for search in searches for beam in search.beams))
+    finally:  # a Ctrl-C may have come in the way of the first
+        _close_all(memory, (beam for search in searches for beam in search.beams))
+    return [search.complete for search in searches]
+
+
+def _search(
+    model: LanguageModel, memory: HybridMemory, prompts: Seq[list[int]], options: BeamOptions, searches: list[_Search]
+) -> None:  # fmt: skip
+    with uninterrupted():
+        for _ in prompts:
+            searches.append(_Search(memory, options))
+    rows = memory.run(model, {search.beams[0]: prompt for search, prompt in zip(searches, prompts, strict=True)})
+    assert rows is not None  # only a dry run has no logits
+    for search, row_V in zip(searches, rows, strict=True):
+        search.advance(row_V[None])
+    while running := [search for search in searches if search.beams]:
+        with memory.step([pair for search in running for pair in zip(search.beams, search.last_ids, strict=True)]) as step:
+            rows = model(step)
+        for search, rows_BV in zip(running, torch.split(rows, [len(search.beams) for search in running]), strict=True):
+            search.advance(rows_BV)
+
+
+def _close_all(memory: HybridMemory, sequences: Iterable[Sequence]) -> None:
+    with uninterrupted():
+        for sequence in sequences:
+            if not sequence.closed:
+                memory.close(sequence)
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """Beam `parent` and one more token; their log probability together."""
+
+    parent: int
+    token_id: int
+    log_probability: float
+
+
+class _Search:
+    """Beam search from one prompt.
+
+    Attributes:
+        beams: sequences of those that go on, none once the search is over; last_ids: the token that each of them must be fed next.
+        complete: the best complete beams so far, best first.
+    """
+
+    def __init__(self, memory: HybridMemory, options: BeamOptions) -> None:
+        self.beams = [memory.open()]
+        self.last_ids: list[int] = []
+        self.complete: list[Beam] = []
+        self._memory = memory
+        self._options = options
+        self._texts: list[list[int]] = [[]]
+        self._log_probabilities = torch.zeros(1)
+        self._n_tokens = 0
+
+    def advance(self, logits_BV: Tensor) -> None:
+        """Choose the next beams; logits_BV: of the last token of each present one."""
+        options = self._options
+        self._n_tokens += 1
+        candidates = self._candidates(logits_BV)
+        is_full = len(self.complete) == options.n_beams
+        if not (is_full and options.early_stopping is True):
+            found = [self._completed(c) for c in candidates[: options.n_beams] if self._is_complete(c)]
+            self.complete = sorted([*self.complete, *found], key=lambda beam: -beam.score)[: options.n_beams]
+        going_on = [c for c in candidates if not self._is_complete(c)][: options.n_beams]
+        with uninterrupted():
+            self._go_on(going_on if going_on and self._may_improve(going_on[0].log_probability) else [])
+
+    def _candidates(self, logits_BV: Tensor) -> list[_Candidate]:
+        """The likeliest continuations of all beams, likeliest first."""
+        log_BV = logits_BV.float().log_softmax(-1) + self._log_probabilities.to(logits_BV.device)[:, None]
+        n_wanted = max(2, 1 + len(self._options.stop_ids)) * self._options.n_beams
+        values, places = log_BV.flatten().topk(min(n_wanted, log_BV.numel()))
+        vocab_size = log_BV.shape[1]
+        return [_Candidate(i // vocab_size, i % vocab_size, value) for i, value in zip(places.tolist(), values.tolist(), strict=True)]
+
+    def _is_complete(self, candidate: _Candidate) -> bool:
+        return candidate.token_id in self._options.stop_ids or self._n_tokens == self._options.max_tokens
+
+    def _completed(self, c: _Candidate) -> Beam:
+        return Beam([*self._texts[c.parent], c.token_id], c.log_probability, self._options.score(c.log_probability, self._n_tokens))
+
+    def _may_improve(self, best_log_probability: float) -> bool:
+        """Whether a beam that goes on may still come out among the best, as `BeamOptions.early_stopping` guesses."""
+        options = self._options
+        if len(self.complete) < options.n_beams:
+            return True
+        if options.early_stopping is True:
+            return False
+        reaches_end = options.early_stopping == "never" and options.length_penalty > 0
+        return options.score(best_log_probability, options.max_tokens if reaches_end else self._n_tokens) > self.complete[-1].score
+
+    def _go_on(self, chosen: list[_Candidate]) -> None:
+        """The chosen become the beams; there are none if nothing was chosen.
+
+        The first child of each beam stays where it is; others take over beams without a child, or forks.
+        """
+        parents = {c.parent for c in chosen}
+        spare = [beam for i, beam in enumerate(self.beams) if i not in parents]
+        own = {parent: self.beams[parent] for parent in parents}
+        moves: dict[Sequence, Sequence] = {}
+        placed: list[Sequence] = []
+        for c in chosen:
+            source = self.beams[c.parent]
+            if c.parent in own:
+                placed.append(own.pop(c.parent))
+            elif spare:
+                placed.append(spare.pop())
+                moves[placed[-1]] = source
+            else:
+                self.beams.append(self._memory.fork(source))
+                placed.append(self.beams[-1])
+        self._memory.reorder(moves)
+        self._texts = [[*self._texts[c.parent], c.token_id] for c in chosen]
+        self._log_probabilities = torch.tensor([c.log_probability for c in chosen])
+        self.last_ids = [c.token_id for c in chosen]
+        self.beams = [*placed, *spare]
+        while len(self.beams) > len(placed):
+            self._memory.close(self.beams.pop())
+
+
+def n_best(
+    model: LanguageModel, memory: HybridMemory, prompt_ids: list[int], n: int, max_tokens: int, *,
+    sampling: Sampling, stop_ids: tuple[int, ...] = (),
+) -> list[Beam]:  # fmt: skip
+    """Sample n continuations of a prompt that is read once, and sort them by their mean log probability, best first.
+
+    Args:
+        sampling: how tokens are drawn; a seed counts up from one continuation to the next.
+        stop_ids: tokens that complete a continuation.
+    Returns:
+        n beams. Log probabilities are the model's own, whatever the sampling does to them; `score` is the mean a token.
+    Raises:
+        As `HybridMemory.run`; BatchError for numbers that are not positive. All sequences are closed however it ends.
+    """
+    check_parts(model, memory, "n_best(model, memory, prompt_ids, n, max_tokens)")
+    _check_counts(n=n, max_tokens=max_tokens)
+    check_sampling(sampling)
+    stop_ids = read_stop_ids(stop_ids)
+    prompt_ids = read_token_ids(prompt_ids, memory.spec.vocab_size)
+    texts: list[list[int]] = [[] for _ in range(n)]
+    totals = [0.0] * n
+    seeds = [None if sampling.seed is None else sampling.seed + i for i in range(n)]
+    samplers = [Sampler(replace(sampling, seed=seed), prompt_ids) for seed in seeds]
+    sequences: list[Sequence] = []
+
+    def sample() -> None:
+        with uninterrupted():
+            sequences.append(memory.open())
+        prompt_rows = memory.run(model, {sequences[0]: prompt_ids})
+        assert prompt_rows is not None  # only a dry run has no logits
+        with uninterrupted():
+            for _ in range(n - 1):
+                sequences.append(memory.fork(sequences[0]))
+        rows, running = prompt_rows.expand(n, -1), list(range(n))
+        for n_tokens in range(1, max_tokens + 1):
+            for i, row_V, log_V in zip(running, rows, rows.float().log_softmax(-1), strict=True):
+                texts[i].append(samplers[i].choose(row_V))
+                totals[i] += float(log_V[texts[i][-1]])
+            running = [i for i in running if texts[i][-1] not in stop_ids]
+            if not running or n_tokens == max_tokens:
+                break
+            with memory.step({sequences[i]: texts[i][-1] for i in running}) as step:
+                rows = model(step)
+
+    try:
+        try:
+            sample()
+        finally:
+            _close_all(memory, sequences)
+    finally:
+        _close_all(memory, sequences)  # a Ctrl-C may have come in the way of the first
+    beams = [Beam(text, total, total / len(text)) for text, total in zip(texts, totals, strict=True)]
+    return sorted(beams, key=lambda beam: -beam.score)
+
+
+def _check_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        read_count(name, value, 1, error=BatchError)

@@ -1,0 +1,284 @@
+"""Drafts for speculative decoding: guesses at the next tokens of a text, from the text itself or from a smaller model.
+
+A drafter may guess anything: what it says changes how fast a text is decoded, never which text (`chat.decoding.speculative`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from chat.decoding.sampling import Sampler, Sampling
+from chat.engine.arguments import check_parts
+from memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
+from memory.blocks.arguments import read_count
+from memory.sequences.interrupts import uninterrupted
+from models import LanguageModel
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How the tokens of one text are drawn, with random numbers apart from those of `Sampler.draw`.
+
+    A drafted token, the question whether it is accepted and the token in its place must not hang on the same number.
+    """
+
+    sampler: Sampler
+    random: np.random.Generator
+
+    @staticmethod
+    def of(sampling: Sampling, text: list[int]) -> Draws:
+        return Draws(Sampler(sampling, text), np.random.default_rng(None if sampling.seed is None else sampling.seed % 2**64))
+
+    def ahead(self) -> Draws:
+        """The same, to be told of tokens that may not come: this one does not hear of them."""
+        return Draws(copy(self.sampler), self.random)
+
+    def probabilities(self, logits_V: Tensor) -> Tensor:
+        """(V,) how likely each token is to be next. Raises StepError for logits that say nothing."""
+        p_V = self.sampler.probabilities(logits_V)
+        if not bool(torch.isfinite(p_V.sum())):
+            raise StepError("the model's logits are not finite; give it a wider dtype, such as float32 or bfloat16")
+        return p_V
+
+    def draw(self, weights_V: Tensor) -> int:
+        """A token, with probabilities in proportion to `weights_V` >= 0, of which not all are 0."""
+        cumulative_V = weights_V.double().cumsum(-1)
+        point = cumulative_V.new_tensor([self.random.random()]) * cumulative_V[-1]
+        # Rounded up to the total, the point would lie behind the last token that is possible.
+        return min(int(torch.searchsorted(cumulative_V, point, right=True)), int(weights_V.nonzero()[-1]))
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """What a drafter is asked for.
+
+    Attributes:
+        text: the prompt and everything generated; it grows at its end while the list is the same.
+        most_tokens: how many tokens the draft may have, at least 1.
+        draws: how tokens are drawn; None: each is the likeliest.
+    """
+
+    text: list[int]
+    most_tokens: int
+    draws: Draws | None = None
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Tokens that may come next.
+
+    Attributes:
+        chances: for each token, the probabilities (V,) that it was drawn from; None where nothing was drawn: there was no other choice.
+    """
+
+    token_ids: list[int]
+    chances: list[Tensor] | None = None
+
+
+class Drafter(Protocol):
+    """Guesses for any number of sequences at once.
+
+    Attributes:
+        n_draft: the most tokens that a draft may have.
+        vocab_size: of the ids it may name; None if it only repeats ids of the text.
+    """
+
+    n_draft: int
+    vocab_size: int | None
+
+    def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
+        """Drafts of at least one token; sequences that it has no guess for are left out.
+
+        Those that are not asked about have no reply under way; nobody is, when the last one has ended.
+        """
+        ...
+
+    def forget(self, sequence: Sequence) -> None:
+        """Give back whatever is kept for a sequence; one that is not known is fine."""
+        ...
+
+
+def check_counts(**counts: int) -> None:
+    """Raise SpecError unless all are positive integers."""
+    for name, value in counts.items():
+        read_count(name, value, 1)
+
+
+# From the text
+
+
+@dataclass
+class _Index:
+    """Where the n-grams of a text stand: n-gram -> the position behind its latest occurrence, leaving out the end of the text."""
+
+    text: list[int]
+    behind: dict[tuple[int, ...], int] = field(default_factory=dict)
+    n_indexed: int = 0
+
+    def continuation(self, n_gram: int, n_tokens: int) -> list[int]:
+        """What followed the last n-gram when it stood in the text before; empty if it never did."""
+        text, n = self.text, len(self.text)
+        for end in range(max(self.n_indexed, n_gram), n):
+            self.behind[tuple(text[end - n_gram : end])] = end
+        self.n_indexed = max(self.n_indexed, n)
+        start = self.behind.get(tuple(text[-n_gram:]))
+        if start is None:
+            return []
+        found = text[start : start + n_tokens]
+        while len(found) < n_tokens:  # the end of the text is reached: it goes on as it has since `start`
+            found.append(found[start - n])
+        return found
+
+
+class PromptLookup:
+    """Prompt lookup (Saxena 2023): where the last `n_gram` tokens stood before, what followed then may follow again.
+
+    It needs no model and holds no state of one. It pays where answers repeat their prompt or themselves: summaries, edits, code, loops.
+
+    Args:
+        n_gram: tokens that must agree; with fewer there are more drafts and worse ones.
+        n_draft: tokens of a draft.
+    Raises:
+        SpecError: a number that is not positive.
+    Cost: one dictionary entry a token of text, made once; a look-up a draft.
+    """
+
+    vocab_size = None
+
+    def __init__(self, n_gram: int = 3, n_draft: int = 8) -> None:
+        check_counts(n_gram=n_gram, n_draft=n_draft)
+        self.n_gram = n_gram
+        self.n_draft = n_draft
+        self._indices: dict[Sequence, _Index] = {}
+
+    def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
+        drafts, before = {}, self._indices
+        self._indices = {}  # whose text is not asked about any more is done
+        for sequence, request in requests.items():
+            index = before.get(sequence)
+            if index is None or index.text is not request.text:
+                index = _Index(request.text)
+            self._indices[sequence] = index
+            if found := index.continuation(self.n_gram, min(request.most_tokens, self.n_draft)):
+                drafts[sequence] = Draft(found)
+        return drafts
+
+    def forget(self, sequence: Sequence) -> None:
+        self._indices.pop(sequence, None)
+
+
+# From a smaller model
+
+
+@dataclass
+class _Follower:
+    """A sequence of the draft model's memory that follows a text.
+
+    Attributes:
+        n_settled: so many leading tokens of it were fed from the text; what stands behind them were guesses.
+    """
+
+    sequence: Sequence
+    text: list[int]
+    n_settled: int = 0
+
+
+class DraftModel:
+    """A smaller model with the same vocabulary, on a memory of its own, decodes ahead: one small step for each token of a draft.
+
+    Its sequences follow the texts by themselves: what was guessed wrong, or has been edited since, is rolled back within the memory's
+    window, and fed again from the nearest reachable position where it lies beyond.
+
+    Args:
+        memory: made from `model.memory_spec`; nobody else may advance the sequences that are opened here.
+        n_draft: tokens of a draft, at most the memory's `rollback_window`.
+        step_tokens: a longer text is read in steps of so many tokens.
+    Raises:
+        SpecError: a number that cannot work.
+    """
+
+    def __init__(self, model: LanguageModel, memory: HybridMemory, n_draft: int = 4, *, step_tokens: int = 512) -> None:
+        check_parts(model, memory, "DraftModel(model, memory)")
+        check_counts(n_draft=n_draft, step_tokens=step_tokens)
+        check_window(n_draft, memory)
+        self.model = model
+        self.memory = memory
+        self.n_draft = n_draft
+        self.vocab_size: int | None = memory.spec.vocab_size
+        self._step_tokens = step_tokens
+        self._followers: dict[Sequence, _Follower] = {}
+
+    def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
+        """As `Drafter.draft`. Where this memory has no room left, drafts are shorter or missing; that is no error."""
+        for sequence in [s for s in self._followers if s.closed]:
+            self.forget(sequence)
+        drafts = {s: Draft([], None if r.draws is None else []) for s, r in requests.items()}
+        draws = {s: None if r.draws is None else r.draws.ahead() for s, r in requests.items()}
+        try:
+            feeds = {s: self._catch_up(s, request.text) for s, request in requests.items()}
+            while feeds:
+                rows = self.memory.run(
+                    self.model, {self._followers[s].sequence: tokens for s, tokens in feeds.items()}, max_tokens=self._step_tokens
+                )
+                assert rows is not None  # only a dry run has no logits
+                for sequence, row in zip(feeds, rows, strict=True):
+                    self._guess(draws[sequence], drafts[sequence], row)
+                feeds = {
+                    s: drafts[s].token_ids[-1:] for s in feeds if len(drafts[s].token_ids) < min(requests[s].most_tokens, self.n_draft)
+                }
+        except CapacityError:
+            pass
+        return {s: draft for s, draft in drafts.items() if draft.token_ids}
+
+    @staticmethod
+    def _guess(draws: Draws | None, draft: Draft, logits_V: Tensor) -> None:
+        if draws is None or draft.chances is None:
+            draft.token_ids.append(int(logits_V.argmax()))
+            return
+        chances_V = draws.probabilities(logits_V)
+        draft.chances.append(chances_V)
+        draft.token_ids.append(draws.draw(chances_V))
+        draws.sampler.add(draft.token_ids[-1])
+
+    def _catch_up(self, sequence: Sequence, text: list[int]) -> list[int]:
+        """Take back what this memory holds beside the text; the tokens of it that it must still be fed, at least one."""
+        follower = self._followers.get(sequence)
+        if follower is None:
+            with uninterrupted():
+                follower = self._followers[sequence] = _Follower(self.memory.open(), text)
+        elif follower.text is not text:
+            follower.text, follower.n_settled = text, 0
+        own = follower.sequence
+        start = min(follower.n_settled, own.length)
+        held = own.tokens[start:].tolist()
+        n_same = next((i for i, (a, b) in enumerate(zip(held, text[start:], strict=False)) if a != b), min(len(held), len(text) - start))
+        reached = self.memory.resume_point(own, min(start + n_same, len(text) - 1))
+        if reached < own.length:
+            self.memory.rollback(own, to=reached)
+        follower.n_settled = len(text)
+        return text[reached:]
+
+    def forget(self, sequence: Sequence) -> None:
+        with uninterrupted():
+            if follower := self._followers.pop(sequence, None):
+                self.memory.close(follower.sequence)
+
+
+def check_window(n_draft: int, memory: HybridMemory) -> None:
+    """Raise SpecError unless drafts of so many tokens can always be taken back.
+
+    A step of 1 + n_draft tokens may keep only its first: the horizon, at most rollback_window tokens before the furthest position that
+    was ever fed, then lies at or before that token.
+    """
+    if n_draft > memory.rollback_window:
+        raise SpecError(
+            f"drafts of {n_draft} tokens cannot be taken back by a memory with rollback_window={memory.rollback_window}; "
+            f"choose n_draft of at most that, or give the memory a window of {n_draft} tokens"
+        )

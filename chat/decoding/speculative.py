@@ -1,0 +1,260 @@
+"""Speculative decoding: drafts are fed with the last token in one step, and `step.accept` keeps those that the model agrees with.
+
+A step of a few tokens takes little longer than a step of one, because it reads the weights once. A hybrid model usually pays for the
+rest with a copy of its recurrent states for each token of a draft. Here rejected tokens only shorten the tail, so a draft of any length
+that fits the rollback window needs no state but those that plain decoding has.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from chat.decoding.acceptance import Acceptance, accept_drawn, accept_likeliest
+from chat.decoding.drafts import Draft, Drafter, DraftRequest, Draws, check_counts, check_window
+from chat.decoding.sampling import Sampling, check_sampling
+from chat.engine.arguments import check_parts, read_stop_ids
+from chat.engine.requests import EngineStats, check_max_tokens, read_token_ids
+from memory import CapacityError, HybridMemory, Sequence, SpecError
+from memory.chunked_prefill import run_in_chunks
+from memory.sequences.interrupts import uninterrupted_call
+from models import LanguageModel
+
+_NO_DRAFT = Draft([])
+
+
+@dataclass(frozen=True)
+class NewToken:
+    """One token that the model chose for a sequence; `is_last` if it ends the reply."""
+
+    sequence: Sequence
+    token_id: int
+    is_last: bool
+
+
+class SpeculativeBatch:
+    """Decodes any number of sequences together, several tokens a sequence in a step; new ones may join before any step.
+
+    Sequences have drafts of their own lengths, or none, in the same step. The caller owns the sequences, and the memory has room for them:
+    nobody is made to wait here, as the engine does it.
+
+    What it generates: unless sampled, each token is the likeliest after those before it, as without drafts. The texts are equal unless
+    - two logits are closer than a step of several tokens and steps of one round apart: in float32 up to 1e-4 of the logits' spread;
+    - the memory is lossy (sparse or quantised attention): rows leave the exact tail by the furthest position fed, and drafts feed further.
+    Sampled, every token has the distribution that it has without drafts (Leviathan et al. 2023), but not the same random numbers.
+
+    A step with a prompt in it has no drafts: it wants the logits of last tokens only.
+
+    Args:
+        stop_ids: tokens that end a reply; the first is the one written where a reply is cut short.
+        drafter: who guesses; see `chat.decoding.drafts`. It must not be shared with another batch.
+        adapts: shorten drafts where they fail: to twice what was accepted of the sequence's last one, plus one.
+        remembers_end: also feed the token that ends a reply, so that the memory holds the whole turn and a next one can follow.
+        step_tokens: a step with more tokens than these is run in chunks.
+    Raises:
+        SpecError: drafts longer than the memory's rollback window; a drafter of another vocabulary.
+    """
+
+    def __init__(
+        self, model: LanguageModel, memory: HybridMemory, stop_ids: tuple[int, ...], drafter: Drafter, *,
+        adapts: bool = True, remembers_end: bool = False, step_tokens: int = 512,
+    ) -> None:  # fmt: skip
+        check_parts(model, memory, "SpeculativeBatch(model, memory, stop_ids, drafter)")
+        if isinstance(drafter, type) or not callable(getattr(drafter, "draft", None)):
+            raise SpecError(
+                f"drafter={drafter!r} drafts nothing; give PromptLookup() or DraftModel(small_model, its_memory) of chat.drafts"
+            )
+        check_counts(step_tokens=step_tokens)
+        check_window(drafter.n_draft, memory)
+        if drafter.vocab_size not in (None, memory.spec.vocab_size):
+            raise SpecError(f"the drafter has a vocabulary of {drafter.vocab_size} tokens, the model one of {memory.spec.vocab_size}")
+        self.model = model
+        self.memory = memory
+        self.stats = EngineStats()
+        self.acceptance = Acceptance()
+        self._stop_ids = read_stop_ids(stop_ids, memory.spec.vocab_size)
+        self._drafter = drafter
+        self._adapts = adapts
+        self._remembers_end = remembers_end
+        self._step_tokens = step_tokens
+        self._waiting: dict[Sequence, list[int]] = {}
+        self._n_left: dict[Sequence, int] = {}
+        self._texts: dict[Sequence, list[int]] = {}
+        self._draws: dict[Sequence, Draws] = {}
+        self._n_draft: dict[Sequence, int] = {}
+        self._untold: list[NewToken] = []  # chosen, and not returned yet
+
+    @property
+    def is_idle(self) -> bool:
+        """Nothing waits to be fed, or to be returned."""
+        return not self._waiting and not self._untold
+
+    def add(self, sequence: Sequence, token_ids: list[int], max_tokens: int, *, sampling: Sampling | None = None) -> None:
+        """Feed these tokens in the next step, behind what still waits, and then decode up to `max_tokens` more.
+
+        Args:
+            sampling: how this sequence's tokens are chosen; None: each is the likeliest.
+        Raises:
+            SequenceError, BatchError: as `HybridMemory.step`, and for arguments that make no reply. Nothing has changed then.
+        """
+        check_max_tokens(max_tokens)
+        if sampling is not None:
+            check_sampling(sampling)
+        waiting = self._waiting.get(sequence, []) if isinstance(sequence, Sequence) else []
+        ids = [*waiting, *read_token_ids(token_ids, self.memory.spec.vocab_size)]
+        self.memory.step({sequence: ids})  # raises for a handle that cannot take part; nothing is entered
+        self._waiting[sequence] = ids
+        self._n_left[sequence] = max_tokens
+        # A new list: whatever a drafter knows of this sequence may have been edited since.
+        self._texts[sequence] = [*sequence.tokens.tolist(), *self._waiting[sequence]]
+        self._n_draft[sequence] = self._drafter.n_draft
+        self._draws.pop(sequence, None)
+        if sampling is not None and not sampling.is_plain:
+            self._draws[sequence] = Draws.of(sampling, self._texts[sequence])
+
+    def discard(self, sequence: Sequence) -> None:
+        """Stop decoding a sequence; the memory keeps what it has seen."""
+        self._waiting.pop(sequence, None)
+        self._untold = [new for new in self._untold if new.sequence is not sequence]
+        self._settle(sequence)
+        self._drafter.forget(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Its reply is complete; the drafter may go on from what it knows if another one follows."""
+        for known in (self._texts, self._draws, self._n_draft, self._n_left):
+            known.pop(sequence, None)
+
+    def step(self) -> list[NewToken]:
+        """Feed everything that waits, and choose the next token, or several, of each sequence that is not done.
+
+        A step whose drafts the memory has no room for is taken without them.
+
+        Returns:
+            The new tokens: sequences in the order in which they were added, each one's tokens in the order of its text.
+        Raises:
+            As `HybridMemory.run`; nothing has changed then, and the same step can be tried again. After a Ctrl-C while the step commits,
+            what it has found is what the next call returns.
+        """
+        if self._waiting and not self._untold:
+            self._advance()
+        with uninterrupted_call() as _until_return:
+            new, self._untold = self._untold, []
+            return new
+
+    def _advance(self) -> None:
+        """Take a step, and have its tokens ready: both, or neither."""
+        drafts, held = self._draft(), uninterrupted_call()
+        with ExitStack() as commit:
+            try:
+                chosen = self._feed_drafts(drafts, held, commit) if drafts else self._feed_plain(held, commit)
+            except CapacityError:
+                if not drafts:
+                    raise
+                chosen = self._feed_plain(held, commit)
+            self._waiting = {}
+            self._untold = [self._keep(sequence, token_id) for sequence, token_ids in chosen.items() for token_id in token_ids]
+            if not self._waiting:
+                self._drafter.draft({})  # nobody is left
+
+    def _keep(self, sequence: Sequence, token_id: int) -> NewToken:
+        self._waiting.pop(sequence, None)  # the token before this one is fed already
+        new = self._take(sequence, token_id)
+        self._texts[sequence].append(token_id)
+        if sequence in self._draws:
+            self._draws[sequence].sampler.add(token_id)
+        self.stats.n_generated += 1
+        if new.is_last:
+            self._settle(sequence)
+        return new
+
+    def _take(self, sequence: Sequence, token_id: int) -> NewToken:
+        """Note the token, and what is to be fed for it."""
+        self._n_left[sequence] -= 1
+        is_stop = token_id in self._stop_ids
+        is_last = is_stop or self._n_left[sequence] == 0
+        if not is_last:
+            self._waiting[sequence] = [token_id]
+        elif self._remembers_end:
+            self._waiting[sequence] = [token_id] if is_stop else [token_id, *self._stop_ids[:1]]
+        return NewToken(sequence, token_id, is_last)
+
+    def _draft(self) -> dict[Sequence, Draft]:
+        """Drafts for those that are decoding, no longer than what they may still generate and a step may hold."""
+        if any(len(tokens) > 1 for tokens in self._waiting.values()):
+            return {}
+        most = self._step_tokens // len(self._waiting) - 1
+        requests = {
+            s: DraftRequest(self._texts[s], n, self._draws.get(s))
+            for s in self._waiting
+            if (n := min(most, self._n_left.get(s, 0) - 1, self._n_draft.get(s, 0))) > 0
+        }
+        return self._drafter.draft(requests) if requests else {}
+
+    def _feed_plain(self, held: uninterrupted_call, commit: ExitStack) -> dict[Sequence, list[int]]:
+        """Feed what waits; the next token of each sequence that is not done. A Ctrl-C waits from the commit on."""
+        requests, started = self._waiting, time.perf_counter()
+        n_tokens = sum(map(len, requests.values()))
+        if n_tokens <= self._step_tokens:
+            with self.memory.step(requests) as step:
+                chosen = self._choose(self.model(step))
+                commit.enter_context(held)
+        else:  # this marks every sequence, which a step of single tokens should not pay for
+            rows_SV = run_in_chunks(self.memory, self.model, requests, max_tokens=self._step_tokens, outputs="last", held=held)
+            commit.push(held)
+            assert rows_SV is not None  # only a dry run has no logits
+            chosen = self._choose(rows_SV)
+        if self.memory.spec.device.type == "cuda":
+            torch.cuda.synchronize(self.memory.spec.device)  # or the clock would stop before the work does
+        self._count_step(n_tokens, started)
+        self.acceptance.n_turns += len(chosen)
+        self.acceptance.n_generated += len(chosen)
+        return chosen
+
+    def _choose(self, rows_SV: Tensor) -> dict[Sequence, list[int]]:
+        """The next token of each sequence that is not done, from the logits of the last tokens."""
+        rows = zip(self._waiting, rows_SV, strict=True)
+        return {s: self._verify(s, _NO_DRAFT, row_V[None]) for s, row_V in rows if self._n_left.get(s, 0) > 0}
+
+    def _count_step(self, n_tokens: int, started: float) -> None:
+        self.stats.seconds += time.perf_counter() - started
+        self.stats.n_fed += n_tokens
+        self.stats.n_steps += 1
+
+    def _feed_drafts(self, drafts: dict[Sequence, Draft], held: uninterrupted_call, commit: ExitStack) -> dict[Sequence, list[int]]:
+        """As `_feed_plain`, with drafts behind what waits, of which it keeps what the model agrees with."""
+        requests = {s: [*tokens, *drafts.get(s, _NO_DRAFT).token_ids] for s, tokens in self._waiting.items()}
+        started, chosen = time.perf_counter(), {}
+        with self.memory.step(requests, outputs="all") as step:
+            rows = step.split(self.model(step))
+            for sequence, rows_KV in zip(requests, rows, strict=True):
+                if self._n_left.get(sequence, 0) > 0:
+                    chosen[sequence] = self._verify(sequence, drafts.get(sequence, _NO_DRAFT), rows_KV)
+            step.accept({s: len(chosen[s]) for s in drafts})
+            commit.enter_context(held)
+        self._count_step(sum(map(len, requests.values())), started)
+        for sequence, draft in drafts.items():
+            self._count(sequence, draft, chosen[sequence])
+        self.acceptance.n_turns += len(chosen)
+        self.acceptance.n_generated += sum(map(len, chosen.values()))
+        return chosen
+
+    def _verify(self, sequence: Sequence, draft: Draft, rows_KV: Tensor) -> list[int]:
+        """The tokens that follow: the accepted part of the draft and one of the model's own, cut behind one that ends the reply.
+
+        rows_KV: (1 + tokens of the draft, vocab) logits after the last token and after each of the draft.
+        """
+        draws = self._draws.get(sequence)
+        token_ids = accept_likeliest(draft, rows_KV) if draws is None else accept_drawn(draft, rows_KV, draws.ahead())
+        end = next((i for i, token_id in enumerate(token_ids, 1) if token_id in self._stop_ids), len(token_ids))
+        return token_ids[:end]
+
+    def _count(self, sequence: Sequence, draft: Draft, chosen: list[int]) -> None:
+        n_accepted = sum(a == b for a, b in zip(draft.token_ids, chosen, strict=False))  # the model's own token differs from the draft's
+        self.acceptance.n_drafted += len(draft.token_ids)
+        self.acceptance.n_accepted += n_accepted
+        if self._adapts:
+            self._n_draft[sequence] = min(self._drafter.n_draft, 2 * n_accepted + 1)

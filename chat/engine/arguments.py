@@ -1,0 +1,49 @@
+"""Checks of what programs are put together from: models, memories, tokenizers, stop ids.
+
+Errors show how the call should read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from memory import BatchError, HybridMemory, SpecError
+from memory.blocks.arguments import is_integer
+from memory.hybrid import require_memory
+from memory.sequences.batch import why_no_ids
+
+HOW_TO_LOAD = "with a model from load_model(...) and memory = HybridMemory(model.memory_spec, budget)"
+
+
+def check_parts(model: object, memory: object, call: str) -> None:
+    """Raise SpecError unless these are a model and a memory, in this order; `call` says how they are handed over."""
+    if isinstance(model, HybridMemory | str | Path) or not callable(model):
+        raise SpecError(f"{model!r:.80} is no model; call {call}, {HOW_TO_LOAD}")
+    require_memory(memory, call)
+
+
+def check_tokenizer(tokenizer: Any) -> None:
+    """Raise SpecError unless this may be a tokenizer, or None."""
+    if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
+        raise SpecError(
+            f"tokenizer={tokenizer!r} is none; give chat.prompts.load_tokenizer(folder), with the model's folder, or None for no text"
+        )
+
+
+def read_stop_ids(stop_ids: Any, vocab_size: int | None = None) -> tuple[int, ...]:
+    """Ids of tokens that end a reply. Raises BatchError; None as `vocab_size`: not known yet."""
+    if isinstance(stop_ids, int | np.integer):
+        raise BatchError(f"stop_ids={stop_ids!r}; give several token ids, such as [{int(stop_ids)}]")
+    if isinstance(stop_ids, str | bytes) or not isinstance(stop_ids, Iterable):
+        raise BatchError(f"stop_ids={stop_ids!r}; give token ids, such as [tokenizer.eos_token_id]")
+    ids = tuple(stop_ids)
+    for token in ids:
+        if not is_integer(token):
+            raise BatchError(f"stop_ids hold {token!r}; give token ids, such as [tokenizer.eos_token_id]")
+        if vocab_size is not None and not 0 <= token < vocab_size:
+            raise BatchError(f"stop_ids hold {token}: {why_no_ids(int(token), vocab_size)}")
+    return tuple(map(int, ids))

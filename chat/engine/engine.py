@@ -1,0 +1,377 @@
+"""Continuous batching: many requests, one memory, one step of the model after the other.
+
+Each step feeds one token of every reply that is being decoded, and with what is left of `step_tokens` it goes on with prompts. Who
+finishes leaves, who waits joins, nobody waits for somebody else's prompt, but for one that begins alike: with a prefix cache it is
+computed once for all who come together. When the memory is full, the request that came in last is
+swapped out and comes back before anybody new: what it had computed is kept, and what it says is what it would have said.
+
+What a sequence holds when its generation has ended, for who keeps it (`keeps_sequence`):
+- "stop" or "length": the prompt and every chosen token but the last, which nobody had to feed; with `remembers_end` the last one too,
+  and behind a reply that was cut (by max_tokens or a stop string) the first of `stop_ids`. A stop string is found in tokens that were
+  chosen already: they stand in the sequence although the text ends before them. Roll back to go on from the text itself.
+- "cancelled", "deadline", "error": what had been fed by then, some prefix of the same. It may be swapped out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack, suppress
+from typing import Any
+
+from chat.decoding.sampling import Sampling
+from chat.engine.arguments import HOW_TO_LOAD, check_parts, check_tokenizer, read_stop_ids
+from chat.engine.callbacks import News
+from chat.engine.choose import Choice, Choose, Plan, choose_tokens
+from chat.engine.requests import EngineStats, Generation, Job, OnToken, Request, read_marks, read_stop, read_token_ids
+from chat.engine.scheduling import Load, Scheduler, open_step, plan_step
+from chat.engine.serving import Serving
+from chat.engine.streaming import TextStream
+from chat.prompts import Tokenizer, find_stop_ids
+from memory import BatchError, CapacityError, HybridMemory, Sequence, SequenceError, SpecError, Step, StepError
+from memory.blocks.arguments import read_count
+from memory.interface import NotCopied
+from memory.prefix.cache import PrefixCache
+from memory.sequences.batch import count_tokens
+from memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
+from models import LanguageModel
+
+__all__ = ["Engine", "EngineStats", "Generation", "OnToken", "Sampling"]
+
+GREEDY = Sampling()
+
+
+def require_engine(engine: object, call: str) -> None:
+    """Raise SpecError unless this is an engine; `call` says how the caller is called."""
+    if not isinstance(engine, Engine):
+        raise SpecError(f"{engine!r} is no Engine; call {call}, with engine = Engine(model, memory, tokenizer), {HOW_TO_LOAD}")
+
+
+def _check_parts(model: LanguageModel, memory: HybridMemory, prefixes: PrefixCache | None) -> None:
+    """Raise SpecError unless they belong together: else every request would end with an error of its own."""
+    spec, own = model.memory_spec, memory.spec
+    if not own.same_memories(spec):
+        raise SpecError(f"this memory was made for {own.model}, not for {spec.model}; make it with HybridMemory(model.memory_spec)")
+    if own.device.type != "meta" and (own.dtype, own.device.type) != (spec.dtype, spec.device.type):
+        raise SpecError(
+            f"this memory holds {own.dtype} on {own.device.type}, {spec.model} runs in {spec.dtype} on {spec.device.type}; make it with "
+            "HybridMemory(model.memory_spec), without device= and dtype=, or load the model so"
+        )
+    if not isinstance(prefixes, PrefixCache | None):
+        raise SpecError(f"prefixes={prefixes!r}; give PrefixCache(memory) of memory.prefix, or None for no cache")
+    if prefixes is not None and prefixes.memory is not memory:
+        raise SpecError("prefixes= is the cache of another memory; give PrefixCache(memory) with the memory that the engine has")
+
+
+class Engine(NotCopied, Serving):
+    """Generates for any number of requests at once. Drive it with `step` or `run`, or let `serve` do so beside an event loop.
+
+    `submit`, `cancel` and the properties may be used from any thread at any time. The memory may not: while steps run in another
+    thread, hold `lock` to use it (or any of the engine's sequences). A step holds it from its beginning to its end.
+
+    Args:
+        tokenizer: None: generations have ids and no text.
+        stop_ids: tokens that end a reply; the first is written where one is cut short and to be remembered. Unless given, what the
+            tokenizer and the model's config name.
+        prefixes: prompts go on from what it knows, and it gets to know prompts and replies.
+        step_tokens: fed in one step at most.
+        max_running: requests in one step at most; fewer than `step_tokens`, so that prompts always go on.
+        clock: seconds; for tests.
+        choose: the next tokens from a step's logits; for dry runs, which have none.
+    Raises:
+        SpecError: numbers that cannot work; a memory that was made for another model, or a prefix cache of another memory.
+    """
+
+    instead = "make one in each process, with a memory of its own"
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        memory: HybridMemory,
+        tokenizer: Tokenizer | None,
+        *,
+        stop_ids: Iterable[int] | None = None,
+        prefixes: PrefixCache | None = None,
+        step_tokens: int = 256,
+        max_running: int = 64,
+        clock: Callable[[], float] = time.perf_counter,
+        choose: Choose = choose_tokens,
+    ) -> None:
+        super().__init__()
+        check_parts(model, memory, "Engine(model, memory, tokenizer)")
+        check_tokenizer(tokenizer)
+        for name, value in (("step_tokens", step_tokens), ("max_running", max_running)):
+            read_count(name, value, 1)
+        if step_tokens <= max_running:
+            raise SpecError(f"step_tokens={step_tokens} leaves nothing to prompts beside max_running={max_running} replies; give more")
+        _check_parts(model, memory, prefixes)
+        self.model = model
+        self.memory = memory
+        self.prefixes = prefixes
+        self.step_tokens = step_tokens
+        self.max_running = max_running
+        self.stats = EngineStats()
+        self.lock = threading.RLock()
+        if stop_ids is not None:
+            self.stop_ids = read_stop_ids(stop_ids, memory.spec.vocab_size)
+        else:
+            self.stop_ids = find_stop_ids(tokenizer, model) if tokenizer is not None else ()
+        self.tokenizer = tokenizer
+        self._clock = clock
+        self._choose = choose
+        self._scheduler = Scheduler(memory, prefixes, self.stats, max_running)
+        self._n_submitted = 0
+        self._stepping = Lease()
+        self._to_remember: list[tuple[Sequence, Hashable]] = []
+        self._news = News(self._scheduler)
+        self._finished: list[Generation] = []
+
+    # Requests
+
+    def submit(
+        self,
+        token_ids: Any,
+        *,
+        sequence: Sequence | None = None,
+        max_tokens: int = 256,
+        sampling: Sampling = GREEDY,
+        stop: str | Iterable[str] = (),
+        deadline_s: float | None = None,
+        marks: Iterable[int] = (),
+        keeps_sequence: bool = False,
+        remembers_end: bool = False,
+        on_token: OnToken | None = None,
+        priority: int = 0,
+        owner: Hashable = None,
+    ) -> Generation:
+        """Ask for a reply. It joins the others before the next step in which there is room.
+
+        Args:
+            token_ids: to be fed; the reply follows them.
+            sequence: a live one to go on with, swapped out or not; nobody else may use it until the generation has ended. None: a new one.
+            max_tokens: to choose at most, the one that ends the reply included. 0: only feed.
+            stop: strings that end the reply; its text is cut before them.
+            deadline_s: seconds from now after which it ends as it is.
+            marks: positions in `token_ids` that the prefix cache should remember, such as the ends of messages.
+            keeps_sequence: leave the sequence open (`generation.sequence`); else it is closed at the end, a given one too.
+            remembers_end: also feed the tokens that end the reply, so that a next turn can follow. The generation ends after that.
+            on_token: see `OnToken`. It is called by the thread that steps, after the step. If it raises, its generation ends with
+                "error", and no other.
+            priority: larger ones come in first and are preempted last.
+            owner: of the prefixes that it goes on from and leaves behind: no other owner finds them. Whoever must not learn what others
+                have asked needs an owner of their own; see `PrefixCache`.
+        Raises:
+            BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use. CapacityError: a prompt that
+            the memory's whole budget could not hold; the error says what it needs. Nothing has changed then.
+        """
+        self._require_possible(token_ids, sequence)
+        request = Request(
+            token_ids=(ids := read_token_ids(token_ids, self.memory.spec.vocab_size)),
+            sequence=sequence,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            stop=read_stop(stop),
+            deadline_s=deadline_s,
+            marks=read_marks(marks),
+            keeps_sequence=keeps_sequence,
+            remembers_end=remembers_end,
+            on_token=on_token,
+            priority=priority,
+            owner=owner,
+        )
+        self._check(request)
+        now = self._clock()
+        with uninterrupted_call() as _until_return, self._scheduler.lock:
+            n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
+            generation = Generation(self._n_submitted, len(ids), now)
+            stream, deadline = TextStream(self.tokenizer, request.stop), now + (float("inf") if deadline_s is None else deadline_s)
+            self._scheduler.add(Job(request, generation, stream, deadline, sequence, list(ids), n_base=n_base))
+            self._n_submitted += 1
+            self.wake()
+            return generation
+
+    def _require_possible(self, token_ids: object, sequence: Sequence | None) -> None:
+        """Refuse tokens by their number alone, before they are looked at: in steps as short as those that they take in need."""
+        n_base = 0
+        if sequence is not None:
+            with self._scheduler.lock:
+                n_base = self._scheduler.check_sequence(sequence)
+        if sequence is None or sequence.is_whole:
+            self.memory.counters.require_possible(int(count_tokens([token_ids])[0]), n_held=n_base, max_tokens=1)
+
+    def _check(self, request: Request) -> None:
+        if request.stop and self.tokenizer is None:
+            raise BatchError(f"stop={request.stop!r}, but this engine has no tokenizer to find text with; give it one, or stop_ids")
+        if request.sequence is None and self.memory.spec.of_kind("cross-attention"):
+            raise BatchError(f"{self.memory.spec.model} decodes what its encoder said; give sequence=memory.open(encoder=...)")
+
+    def cancel(self, generation: Generation) -> None:
+        """End a generation as it is; nothing happens if it has ended. Its bytes are free at once, or after the step that is running."""
+        if not isinstance(generation, Generation):
+            raise BatchError(f"{generation!r} is no generation; give what engine.submit(...) returned")
+        if not self._scheduler.cancel(generation):
+            return
+        self.wake()
+        with ExitStack() as held:
+            with uninterrupted():  # else whoever holds it will see; an event loop must not wait for a step
+                has_lock = self.lock.acquire(blocking=False)
+                if has_lock:
+                    held.callback(self.lock.release)
+            if has_lock and not self._stepping.is_taken:
+                self._settle()
+
+    @property
+    def is_idle(self) -> bool:
+        """Every generation has ended."""
+        return not self._scheduler.jobs
+
+    @property
+    def load(self) -> Load:
+        """How many generations have not ended, and how they stand."""
+        return self._scheduler.load
+
+    def waiting_sequences(self) -> list[Sequence]:
+        """Live ones, in the memory, of generations that take no part in the steps: those first that will wait for longest. Swap them out
+        where room is short (`HybridMemory.add_reclaimer`)."""
+        return self._scheduler.waiting_sequences()
+
+    # Steps
+
+    def step(self) -> list[Generation]:
+        """One step of the model, over everybody who has something to be fed.
+
+        Returns:
+            The generations that ended since the last step returned, in the order in which they did.
+        Raises:
+            StepError: called by one of its own callbacks. Whatever the model raises: every request is then where it was, and the same
+            step can be tried again.
+        """
+        with self.lock:
+            if self._stepping.is_taken:
+                raise StepError("this engine is in a step; call step() elsewhere than in on_token")
+            with self._stepping.take():
+                self._settle()
+                self._scheduler.admit()
+                self._feed()
+                self._settle()
+            with uninterrupted_call() as _until_return:
+                finished, self._finished = self._finished, []
+                return finished
+
+    def run(self) -> None:
+        """Step until every generation has ended. Raises as `step`.
+
+        A request that fails raises nothing here, for the others go on: its `finish_reason` is "error", and its `error` says why.
+        """
+        while not self.is_idle:
+            self.step()
+
+    def _feed(self) -> None:
+        """One step of the model, with as many of those who run as the memory can hold."""
+        scheduler, limit = self._scheduler, self.step_tokens
+        while scheduler.running:
+            plan = plan_step(scheduler.running, limit)
+            step = open_step(self.memory, scheduler, plan)
+            if step is None:
+                continue
+            try:
+                self._run_step(step, plan)
+                return
+            except CapacityError as error:
+                if len(scheduler.running) > 1:
+                    scheduler.preempt()
+                elif plan[0][1] > 1:  # windows and budgets of attention need less for fewer tokens at once
+                    limit = plan[0][1] // 2
+                elif not scheduler.restart():
+                    scheduler.end(plan[0][0], "error", error)
+
+    def _run_step(self, step: Step, plan: Plan) -> None:
+        started = time.perf_counter()
+        with ExitStack() as held:
+            with step:
+                chosen = self._choose(self.model(step), plan)
+                held.enter_context(uninterrupted())  # from the commit until the books here agree with the memory's
+            self.stats.n_steps += 1
+            now = self._clock()
+            for (job, n_tokens), choice in zip(plan, chosen, strict=True):
+                self._record(job, n_tokens)
+                try:
+                    self._hear(job, choice, now)
+                except Exception as error:  # of the tokenizer: the others have nothing to do with it
+                    self._scheduler.end(job, "error", error)
+            self.stats.seconds += time.perf_counter() - started
+
+    def _record(self, job: Job, n_tokens: int) -> None:
+        """The memory holds this many more of the job's tokens."""
+        if job.lookup is not None:
+            self.stats.count_lookup(job.lookup)
+            job.lookup = None
+        was_prefilling = job.is_prefilling
+        job.n_fed += n_tokens
+        job.served = self.stats.n_steps
+        self.stats.n_fed += n_tokens
+        if was_prefilling and (job.n_fed == job.generation.n_prompt or job.n_fed in job.cuts):
+            self._to_remember.append((job.live_sequence, job.request.owner))
+
+    def _hear(self, job: Job, choice: Choice, now: float) -> None:
+        if isinstance(choice, StepError):
+            self._scheduler.end(job, "error", choice)
+            return
+        if choice is not None:
+            self.stats.n_generated += 1
+            self._news.add(job, job.take(choice, self.stop_ids, now))
+        elif job.ending is None and job.n_fed == len(job.tokens):
+            job.ending = "length"  # max_tokens=0: there was nothing to choose
+        if job.ending is not None and job.n_fed == len(job.tokens):
+            self._to_remember.append((job.live_sequence, job.request.owner))
+            self._scheduler.end(job, job.ending)
+
+    # Between steps
+
+    def _settle(self) -> None:
+        """End what is to end, and tell everybody what is new."""
+        while True:
+            self._scheduler.reap(self._clock())
+            while self._to_remember:
+                sequence, owner = self._to_remember.pop()
+                if self.prefixes is not None and not sequence.closed:
+                    self.prefixes.insert(sequence, owner)
+            for job in self._scheduler.ended():
+                self._release(job)
+            if not self._news.tell():
+                return
+
+    def _release(self, job: Job) -> None:
+        """Give the bytes back, and write down how it ended."""
+        assert job.outcome is not None, "it has ended"
+        generation, (reason, error) = job.generation, job.outcome
+        with uninterrupted():
+            piece = ""
+            try:
+                piece = job.stream.flush()
+            except Exception as failure:  # of the tokenizer
+                reason, error = "error", error or failure
+            if job.sequence is not None and not job.sequence.closed:
+                if job.request.keeps_sequence:
+                    generation.sequence = job.sequence
+                else:
+                    with suppress(SequenceError):  # somebody has it in a step of their own: then it is theirs to close
+                        self.memory.close(job.sequence)
+            self._news.add(job, piece)
+            generation.text = job.stream.text
+            generation.error, generation.finished_at = error, self._clock()
+            with self._scheduler.lock:  # who sees that it has ended may submit its sequence again
+                generation.finish_reason = reason
+                self._scheduler.forget(job)
+            if job.sequence is not None:
+                self._scheduler.make_room()
+            self._finished.append(generation)
+            self.stats.finished[reason] += 1
+
+    def end_all(self, error: Exception) -> None:
+        """End every generation with an error, as when the model cannot go on."""
+        with self.lock:
+            for job in self._scheduler.going_on():
+                self._scheduler.end(job, "error", error)
+            self._settle()

@@ -1,0 +1,290 @@
+"""A request to the engine: what was asked for, what has come of it, and where it stands between the two."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+from torch import Tensor
+
+from chat.decoding.sampling import Sampler, Sampling, check_sampling
+from chat.engine.streaming import TextStream
+from memory import BatchError, Sequence
+from memory.blocks.arguments import is_integer
+from memory.prefix.cache import Lookup
+from memory.sequences.batch import why_no_ids
+
+EXPECTED_REPLY_TOKENS = 512
+"""Room that is kept for a reply at most: a large max_tokens says that a reply may be long, not that it will be."""
+
+FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
+
+
+@dataclass
+class EngineStats:
+    """What an engine has done so far. Counts are tokens unless they say otherwise.
+
+    Attributes:
+        n_fed: computed by the model: prompts and generated tokens.
+        n_reused: of prompts, taken from the prefix cache instead.
+        recomputed: reason -> tokens of prompts that the cache had seen before and the model computed all the same: "no state" of a
+            recurrent layer was kept where attention could have gone on, or it was the "last token", which is fed for its output.
+        n_steps: of the model.
+        n_preempted, n_swapped_in: times that a request had to leave, and that one came back from where it was swapped to.
+        finished: reason -> generations.
+        seconds: in steps of the model, choosing tokens included.
+    """
+
+    n_fed: int = 0
+    n_reused: int = 0
+    recomputed: Counter[str] = field(default_factory=Counter)
+    n_generated: int = 0
+    n_steps: int = 0
+    n_preempted: int = 0
+    n_swapped_in: int = 0
+    finished: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.n_fed / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.n_fed:,} tokens ({self.n_generated:,} of them generated) in {self.n_steps:,} steps and {self.seconds:.2f} s: "
+            f"{self.tokens_per_second:,.0f} tokens/s"
+        )
+
+    def count_lookup(self, lookup: Lookup) -> None:
+        """Count what a prompt had from the prefix cache, and what it could not have."""
+        could_reuse = min(lookup.by_attention, lookup.n_tokens - 1)
+        self.n_reused += lookup.reused
+        self.recomputed += Counter({"no state": could_reuse - lookup.reused, "last token": lookup.by_attention - could_reuse})
+
+
+@dataclass(eq=False)
+class Generation:
+    """What has come of a request so far. The engine writes it, everybody else only reads.
+
+    Attributes:
+        n_prompt: tokens that were to be fed.
+        token_ids: every token chosen, the one that ended the reply included.
+        text: of the chosen tokens, without one of the engine's `stop_ids` that ended it and up to a stop string. While it is running,
+            characters that are not complete and what may be the start of a stop string are left out.
+        finish_reason: "stop" (an end token or a stop string), "length" (max_tokens), "cancelled", "deadline" or "error"; None before.
+        stopped_by: the stop string that ended it, if one did.
+        error: why it ended with "error".
+        sequence: the live sequence, once it has ended, if it was to be kept. It is still swapped out if it was swapped out at its end.
+        lookup: what the prefix cache knew of the prompt, if it was asked.
+        submitted_at, first_token_at, finished_at: seconds on the engine's clock.
+    """
+
+    id: int
+    n_prompt: int
+    submitted_at: float
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stopped_by: str | None = None
+    error: Exception | None = None
+    sequence: Sequence | None = None
+    lookup: Lookup | None = None
+    first_token_at: float | None = None
+    finished_at: float | None = None
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+OnToken = Callable[[Generation, str], None]
+"""Called with the text that became visible ("" if none), after each token, and exactly once when finish_reason is set."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The arguments of `Engine.submit`. Raises BatchError naming the argument and its value."""
+
+    token_ids: list[int]
+    sequence: Sequence | None
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    deadline_s: float | None
+    marks: tuple[int, ...]
+    keeps_sequence: bool
+    remembers_end: bool
+    on_token: OnToken | None
+    priority: int
+    owner: Hashable
+
+    def __post_init__(self) -> None:
+        check_max_tokens(self.max_tokens)
+        check_sampling(self.sampling)
+        deadline_s = self.deadline_s
+        if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0 and not math.isnan(deadline_s)):
+            raise BatchError(f"deadline_s={deadline_s!r}; give seconds from now, above 0, or None")
+        for mark in self.marks:
+            if not is_integer(mark) or not 0 < mark <= len(self.token_ids):
+                raise BatchError(f"marks={self.marks!r}; give positions 1 ... {len(self.token_ids)} in token_ids")
+        if self.on_token is not None and not callable(self.on_token):
+            raise BatchError(f"on_token={self.on_token!r}; give a function of (generation, text)")
+        if not is_integer(self.priority):
+            raise BatchError(f"priority={self.priority!r}; give an integer, larger for more important")
+        if not isinstance(self.owner, Hashable):
+            raise BatchError(f"owner={self.owner!r}; give something hashable, such as a user's name, or None")
+
+
+def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:
+    """A request's tokens as a list. Raises BatchError unless they are one or more integers with 0 <= id < vocab_size."""
+    if isinstance(token_ids, Tensor | np.ndarray):
+        if token_ids.ndim > 1:
+            raise BatchError(f"token_ids have shape {tuple(token_ids.shape)}; give one axis, one request at a time")
+        token_ids = token_ids.tolist()
+    if isinstance(token_ids, str | bytes | Mapping | Set):
+        raise BatchError(f"token_ids={reprlib.repr(token_ids)}: {why_no_ids(token_ids, vocab_size)}")
+    if not isinstance(token_ids, Iterable):
+        raise BatchError(f"token_ids={token_ids!r}; give a list of token ids")
+    ids = list(token_ids)
+    for token in ids:
+        if isinstance(token, list | tuple):
+            raise BatchError(f"token_ids hold {reprlib.repr(token)}; give one axis, one request at a time")
+        if not is_integer(token):
+            raise BatchError(f"token_ids hold {reprlib.repr(token)}: {why_no_ids(token, vocab_size)}")
+        if not 0 <= token < vocab_size:
+            raise BatchError(f"token {token} is outside the vocabulary: 0 <= id < {vocab_size}")
+    if not ids:
+        raise BatchError("token_ids are empty; there must be a token to go on from")
+    return [int(token) for token in ids]
+
+
+def check_max_tokens(max_tokens: object) -> None:
+    """Raise BatchError unless this may be the length of a reply."""
+    if not is_integer(max_tokens, 0):
+        raise BatchError(f"max_tokens={max_tokens!r}; give an integer of at least 0 (0 feeds the tokens and chooses none)")
+
+
+def read_stop(stop: object) -> tuple[str, ...]:
+    """Stop strings, given as several or as one. Raises BatchError."""
+    if not isinstance(stop, Iterable):
+        raise BatchError(f"stop={stop!r}; give a string or several")
+    stops = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(each, str) and each for each in stops):
+        raise BatchError(f"stop={stop!r}; give strings of at least one character")
+    return stops
+
+
+def read_marks(marks: object) -> tuple[Any, ...]:
+    """Positions in a prompt, which `Request` compares with its length. Raises BatchError."""
+    if not isinstance(marks, Iterable):
+        raise BatchError(f"marks={marks!r}; give a list of positions in token_ids")
+    return tuple(marks)
+
+
+@dataclass(eq=False)
+class Job:
+    """A request on its way through the engine.
+
+    Attributes:
+        tokens: everything to be fed, in order: the prompt, what was chosen, and the end of the reply if it is to be remembered.
+        n_fed: how many of `tokens` the sequence holds; at an index i of `tokens` its length is n_base + i.
+        n_reused: how many of them came from the prefix cache.
+        lookup: what the cache said of them, until the first step with this sequence is counted.
+        cuts: indices into `tokens`, ascending, where a chunk of the prompt ends because the prefix cache wants to remember it.
+        leader: while it waits, whose prompt begins like its own and is being fed, and up to where.
+        ending: why the reply is complete; what is left to be fed is its end.
+        outcome: why it ends now, and the error if it is one; set first, the rest follows between steps.
+        is_deaf: its on_token has raised and is not called again.
+        served: number of the step in which it last got tokens.
+        admitted: number among all admissions; the latest gives way first.
+    """
+
+    request: Request
+    generation: Generation
+    stream: TextStream
+    deadline: float
+    sequence: Sequence | None
+    tokens: list[int]
+    n_fed: int = 0
+    n_base: int = 0
+    n_reused: int = 0
+    lookup: Lookup | None = None
+    cuts: list[int] = field(default_factory=list)
+    leader: tuple[Job, int] | None = None
+    sampler: Sampler | None = None
+    ending: FinishReason | None = None
+    outcome: tuple[FinishReason, Exception | None] | None = None
+    is_cancelled: bool = False
+    is_deaf: bool = False
+    served: int = 0
+    admitted: int = 0
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Who comes first in a queue has the lower one: the more important, then the older."""
+        return -self.request.priority, self.generation.id
+
+    @property
+    def live_sequence(self) -> Sequence:
+        """Its sequence, which everybody who runs has."""
+        assert self.sequence is not None, "opened when it was admitted"
+        return self.sequence
+
+    @property
+    def is_prefilling(self) -> bool:
+        """Whether there is more to be fed than the token that was chosen last."""
+        return self.n_fed < max(self.generation.n_prompt, len(self.tokens) - 1)
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether closing its sequence loses nothing that was computed for it."""
+        return self.request.sequence is None and self.n_fed == self.n_reused
+
+    @property
+    def next_stop(self) -> int:
+        """Index into `tokens` up to which the next chunk may go."""
+        if not self.is_prefilling:
+            return self.n_fed + 1
+        ends = (*self.cuts, self.generation.n_prompt, len(self.tokens))
+        return min(end for end in ends if end > self.n_fed)
+
+    @property
+    def expected_tokens(self) -> int:
+        """How long its sequence will be, if it generates half of what it may and no long text: most replies end before they are cut."""
+        n_reply = min(self.request.max_tokens // 2, EXPECTED_REPLY_TOKENS)
+        return self.n_base + max(len(self.tokens), self.generation.n_prompt + n_reply)
+
+    def wants_choice(self, n_tokens: int) -> bool:
+        """Whether a token is to be chosen once the next `n_tokens` are fed."""
+        is_last = self.n_fed + n_tokens == len(self.tokens)
+        return is_last and self.ending is None and len(self.generation.token_ids) < self.request.max_tokens
+
+    def take(self, token_id: int, stop_ids: tuple[int, ...], now: float) -> str:
+        """Note the token that was chosen; the text that becomes visible by it."""
+        generation, request = self.generation, self.request
+        assert self.sampler is not None, "it was there to choose the token"
+        self.sampler.add(token_id)
+        generation.token_ids.append(token_id)
+        if generation.first_token_at is None:
+            generation.first_token_at = now
+        is_end = token_id in stop_ids
+        piece = "" if is_end else self.stream.add(token_id)
+        if is_end or self.stream.stopped_by is not None:
+            self.ending = "stop"
+        elif len(generation.token_ids) == request.max_tokens:
+            self.ending = "length"
+        else:
+            self.tokens.append(token_id)
+        if self.ending is not None:
+            piece += self.stream.flush()
+            if self.stream.stopped_by is not None:
+                self.ending, generation.stopped_by = "stop", self.stream.stopped_by
+            if request.remembers_end:
+                self.tokens += [token_id] if is_end else [token_id, *stop_ids[:1]]
+        generation.text = self.stream.text
+        return piece

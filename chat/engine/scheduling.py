@@ -1,0 +1,370 @@
+"""Who takes part in a step, with how many tokens, and who has to wait."""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, takewhile
+
+from chat.decoding.sampling import Sampler
+from chat.engine.choose import Plan
+from chat.engine.requests import EngineStats, FinishReason, Generation, Job
+from memory import BatchError, CapacityError, HybridMemory, HybridMemoryError, Sequence, SequenceError, Step
+from memory.prefix.cache import PrefixCache
+from memory.sequences.interrupts import uninterrupted
+
+LEAST_CHUNK_TOKENS = 16
+"""Prompts share a step in chunks no smaller than this, or than what they still want: below, each costs more than its tokens."""
+_MOST_ASKED = 64
+"""Of those who wait, the next: whether they should be let in is asked at every step."""
+_REGAINED_SHARE = 32
+"""Of the budget, what each request that ends gives back of the trust that was lost when somebody had to leave."""
+
+
+def plan_step(jobs: list[Job], step_tokens: int) -> Plan:
+    """How many tokens each job is fed in a step; those that get none are left out.
+
+    One for each that decodes. What is left goes in equal parts to the prompts: a short one is soon done, a long one goes on at every
+    step. Where there are too many prompts for all to get a chunk, those that have waited for the longest do.
+
+    Args:
+        step_tokens: of the step, more than there are decodes.
+    """
+    plan = [(job, 1) for job in jobs if not job.is_prefilling]
+    left = max(1, step_tokens - len(plan))
+    queue = sorted((job for job in jobs if job.is_prefilling), key=lambda job: (job.served, *job.rank))
+    needed = accumulate(min(_n_wanted(job), LEAST_CHUNK_TOKENS) for job in queue)
+    prompts = queue[: max(1, sum(n_tokens <= left for n_tokens in needed))]
+    for i, job in enumerate(sorted(prompts, key=_n_wanted)):  # who wants less than its part leaves more to the others
+        n_tokens = min(_n_wanted(job), left // (len(prompts) - i))
+        left -= n_tokens
+        plan.append((job, n_tokens))
+    return plan
+
+
+def _n_common(a: list[int], b: list[int]) -> int:
+    """How many leading tokens are the same: slices are compared faster than tokens."""
+    at, size = 0, 1024
+    while size:
+        if a[at : at + size] == b[at : at + size] and at < min(len(a), len(b)):
+            at += size
+        else:
+            size //= 2
+    return min(at, len(a), len(b))
+
+
+def _n_wanted(job: Job) -> int:
+    return job.next_stop - job.n_fed
+
+
+def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan) -> Step | None:
+    """The step, or None if a sequence in it was spoilt from outside: its generation has ended with an error then."""
+    requests = [(job.live_sequence, job.tokens[job.n_fed : job.n_fed + n]) for job, n in plan]
+    try:
+        return memory.step(requests)
+    except (BatchError, SequenceError):
+        n_running = len(scheduler.running)
+        for (job, _), request in zip(plan, requests, strict=True):
+            try:
+                memory.step([request])
+            except (BatchError, SequenceError) as error:
+                scheduler.end(job, "error", error)
+        if len(scheduler.running) == n_running:
+            raise
+        return None
+
+
+class Sizes:
+    """Bytes that sequences of some length take in a memory, looked up once: by themselves, and what of these forks share for good."""
+
+    def __init__(self, memory: HybridMemory) -> None:
+        self.budget_bytes = memory.budget_bytes
+        self._of, self._shared = (lru_cache(maxsize=4096)(f) for f in (memory.counters.bytes_at, memory.counters.shared_bytes_at))
+
+    def of(self, n_tokens: int) -> int:
+        return self._of(n_tokens)
+
+    def shared(self, n_tokens: int) -> int:
+        return self._shared(n_tokens)
+
+
+@dataclass(frozen=True)
+class Load:
+    """Generations that have not ended.
+
+    Attributes:
+        running: take part in the steps.
+        waiting: have not been let in yet.
+        preempted: had to leave, and come back before those who wait.
+    """
+
+    running: int
+    waiting: int
+    preempted: int
+
+    @property
+    def total(self) -> int:
+        return self.running + self.waiting + self.preempted
+
+
+class Scheduler:
+    """All requests that have not ended: who waits, who runs, and who ran and had to leave.
+
+    Attributes:
+        lock: held for a moment by whoever reads or writes `jobs` or `waiting`. Everything else belongs to the thread that steps.
+        jobs: all of them, by generation.
+        waiting: not in yet, who is next first.
+        running: take part in the steps.
+        parked: had to leave, who comes back next first. They are swapped out, or stay in place if there is nowhere to swap to.
+        most_bytes: that those who run may be expected to take: the budget, less after somebody had to leave, more again as others end.
+    """
+
+    def __init__(self, memory: HybridMemory, prefixes: PrefixCache | None, stats: EngineStats, max_running: int) -> None:
+        self.lock = threading.Lock()
+        self.jobs: dict[Generation, Job] = {}
+        self.waiting: list[Job] = []
+        self.running: list[Job] = []
+        self.parked: list[Job] = []
+        self.most_bytes = memory.budget_bytes
+        self._given: set[Sequence] = set()  # by callers, for jobs to go on with
+        self._cancelled: list[Job] = []
+        self._deadlines: list[tuple[float, int, Job]] = []  # ascending
+        self._ended: list[Job] = []
+        self._memory = memory
+        self._prefixes = prefixes
+        self._stats = stats
+        self._max_running = max_running
+        self._sizes = Sizes(memory)
+        self._n_admitted = 0
+
+    def add(self, job: Job) -> None:
+        """Let it wait. The caller holds `lock`."""
+        self.jobs[job.generation] = job
+        if job.request.sequence is not None:
+            self._given.add(job.request.sequence)
+        if job.deadline < float("inf"):
+            insort(self._deadlines, (job.deadline, job.generation.id, job))
+        insort(self.waiting, job, key=lambda job: job.rank)
+
+    @property
+    def load(self) -> Load:
+        return Load(len(self.running), len(self.waiting), len(self.parked))
+
+    def waiting_sequences(self) -> list[Sequence]:
+        """Live ones of those who wait or are parked, not swapped out, those first that will wait for longest."""
+        with self.lock:
+            jobs = [*self.parked, *self.waiting]
+        return [job.sequence for job in reversed(jobs) if job.sequence is not None and not job.sequence.is_swapped]
+
+    def check_sequence(self, sequence: Sequence) -> int:
+        """The length of a sequence that a generation can go on with. The caller holds `lock`. Raises SequenceError."""
+        if sequence in self._given:
+            raise SequenceError(f"{sequence!r} is in use by another generation; wait for its end, or fork it")
+        self._memory.private_bytes(sequence)  # raises for a bad handle, and for none that is swapped out
+        if sequence.is_checkpoint:
+            raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
+        return sequence.length
+
+    def going_on(self) -> list[Job]:
+        """Those that have no outcome yet, in the order in which they came."""
+        with self.lock:
+            return [job for job in self.jobs.values() if job.outcome is None]
+
+    def ended(self) -> list[Job]:
+        """Those that have one, and that the engine has still to let go, in the order in which they came."""
+        return sorted(self._ended, key=lambda job: job.generation.id)
+
+    def forget(self, job: Job) -> None:
+        """One that has ended is let go. The caller holds `lock`."""
+        del self.jobs[job.generation]
+        self._ended.remove(job)
+        at = bisect_left(self._deadlines, (job.deadline, job.generation.id))  # without the job
+        if at < len(self._deadlines) and self._deadlines[at][2] is job:
+            del self._deadlines[at]
+        if job.request.sequence is not None:
+            self._given.discard(job.request.sequence)
+
+    def cancel(self, generation: Generation) -> bool:
+        """Let a generation end at the next `reap`; whether it goes on until then. From any thread."""
+        with uninterrupted(), self.lock:
+            job = self.jobs.get(generation)
+            if job is None:
+                return False
+            job.is_cancelled = True
+            self._cancelled.append(job)
+        return True
+
+    def reap(self, now: float) -> None:
+        """End who was cancelled, is too late, or has lost its sequence (who waits finds that out when it is let in)."""
+        with uninterrupted():
+            with self.lock:
+                cancelled, self._cancelled = self._cancelled, []
+                late = [job for _, _, job in takewhile(lambda entry: entry[0] <= now, self._deadlines)]
+            for job in (*cancelled, *late):
+                if job.outcome is None:
+                    self.end(job, "cancelled" if job.is_cancelled else "deadline")
+        for job in [*self.running, *self.parked]:
+            if job.sequence is not None and job.sequence.closed:
+                self.end(job, "error", SequenceError(f"{job.sequence!r} was closed while its generation was running"))
+
+    def end(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
+        """Take a job out of the steps; the engine does the rest when the step is over."""
+        with uninterrupted():
+            if job.outcome is None:
+                self._ended.append(job)
+            job.outcome = reason, error
+            for queue in (self.running, self.parked):
+                if job in queue:
+                    queue.remove(job)
+                    return
+            with self.lock:
+                if job in self.waiting:
+                    self.waiting.remove(job)
+
+    def admit(self) -> None:
+        """Let in who fits: first those who had to leave, then new ones; but not who would only compute what another one is computing."""
+        while len(self.running) < self._max_running:
+            job = self._next()
+            if job is None or not self._has_room(job):
+                return
+            try:
+                self._start(job)
+            except CapacityError as error:
+                if self.running:
+                    self._expect_less()
+                    return
+                if self.restart():
+                    continue
+                self.end(job, "error", error)  # nobody is left who could make room
+            except (HybridMemoryError, OSError) as error:  # a handle that was spoilt from outside, a swap file that is gone
+                self.end(job, "error", error)
+
+    def _next(self) -> Job | None:
+        with self.lock:
+            waiting = [*self.parked[:1]] or self.waiting[:_MOST_ASKED]
+        return next((job for job in waiting if not self._follows(job)), None)
+
+    def _follows(self, job: Job) -> bool:
+        """Whether a new request should wait for one that runs: it will find in the prefix cache what that one is about to compute.
+
+        Whom it follows runs, and does so until it has fed that or runs no more, so nobody waits in vain.
+        """
+        if self._prefixes is None or job.sequence is not None or job.admitted or job.request.sequence is not None:
+            return False
+        if job.leader is None or job.leader[0] not in self.running:
+            job.leader = self._find_leader(job)
+        if job.leader is None:
+            return False
+        leader, n_common = job.leader
+        return leader.n_fed < n_common
+
+    def _find_leader(self, job: Job) -> tuple[Job, int] | None:
+        """The one that runs and is about to feed most of what this request begins with, up to a checkpoint that it will leave there."""
+        assert self._prefixes is not None
+        n_common, leader = 0, None
+        for other in self.running:
+            if other.n_base == 0 and other.is_prefilling and other.request.owner == job.request.owner:
+                n = min(_n_common(job.tokens, other.tokens), len(job.tokens) - 1, other.generation.n_prompt)
+                if n > max(n_common, other.n_fed):
+                    n_common, leader = n, other
+        if leader is None or n_common - self._prefixes.find(job.tokens, job.request.owner).reused < LEAST_CHUNK_TOKENS:
+            return None
+        near = [cut for cut in leader.cuts if n_common - LEAST_CHUNK_TOKENS < cut <= n_common and cut > leader.n_fed]
+        if near:
+            return leader, near[-1]
+        insort(leader.cuts, n_common)
+        return leader, n_common
+
+    def _taken_bytes(self) -> int:
+        """What is expected of those who run. What they have from the prefix cache they share: it counts once for all that begin alike."""
+        prefixes: dict[object, int] = {}
+        taken = 0
+        for job in self.running:
+            shared = self._sizes.shared(job.n_reused)
+            taken += self._sizes.of(job.expected_tokens) - shared
+            if shared:
+                begin = job.request.owner, *job.tokens[:LEAST_CHUNK_TOKENS]
+                prefixes[begin] = max(prefixes.get(begin, 0), shared)
+        return taken + sum(prefixes.values())
+
+    def _has_room(self, job: Job) -> bool:
+        """Whether it is worth trying to let this one in, beside what those who run are expected to take."""
+        return not self.running or self._taken_bytes() + self._sizes.of(job.expected_tokens) <= self.most_bytes
+
+    def _expect_less(self) -> None:
+        """Those who run are all that there is room for, it turned out: others grew, or keep what nobody expected."""
+        self.most_bytes = min(self.most_bytes, self._taken_bytes())
+
+    def make_room(self) -> None:
+        """Somebody has ended: a little more is tried again."""
+        self.most_bytes = min(self._sizes.budget_bytes, self.most_bytes + self._sizes.budget_bytes // _REGAINED_SHARE)
+
+    def _start(self, job: Job) -> None:
+        """Bring a job's sequence in and let it run. Raises as the memory does, with the job where it was."""
+        if job.sequence is not None and job.sequence.is_swapped:
+            self._memory.swap_in(job.sequence)
+            self._stats.n_swapped_in += 1
+        with uninterrupted():
+            if job.sequence is None or not job.admitted:
+                self._prepare(job)
+            if not job.admitted:  # once: who came early does not become the next to leave by coming back
+                self._n_admitted += 1
+                job.admitted = self._n_admitted
+            with self.lock:
+                (self.parked if job in self.parked else self.waiting).remove(job)
+            job.served, job.leader = self._stats.n_steps, None
+            self.running.append(job)
+
+    def _prepare(self, job: Job) -> None:
+        request = job.request
+        known = job.tokens
+        if job.sequence is not None:
+            job.n_base = job.sequence.length
+            known = [*job.sequence.tokens.tolist(), *job.tokens]
+        elif self._prefixes is None:
+            job.sequence = self._memory.open()
+        else:
+            job.sequence, job.lookup = self._prefixes.open(job.tokens, request.owner)
+            job.n_fed = job.n_reused = job.sequence.length
+            if not job.generation.token_ids:  # else it starts again, and asks for more than the prompt
+                job.generation.lookup = job.lookup
+        if self._prefixes is not None:
+            marks = [job.n_base + mark for mark in request.marks]
+            job.cuts = [cut - job.n_base for cut in self._prefixes.cuts(known, job.n_base + job.n_fed, marks, request.owner)]
+        job.sampler = job.sampler or Sampler(request.sampling, known)
+
+    def preempt(self) -> None:
+        """Make the least important one leave, the last to come of those. What was computed for it is kept."""
+        job = min(self.running, key=lambda job: (job.request.priority, -job.admitted))
+        self._stats.n_preempted += 1
+        with uninterrupted():
+            if job.is_untouched:  # there is nothing to keep
+                self._close(job)
+                self.running.remove(job)
+                self._expect_less()
+                with self.lock:
+                    insort(self.waiting, job, key=lambda job: job.rank)
+                return
+            try:
+                self._memory.swap_out(job.live_sequence)
+            except (CapacityError, OSError):
+                pass  # nowhere to swap to: it waits in place, and the others go on with what there is
+            self.running.remove(job)
+            self._expect_less()
+            insort(self.parked, job, key=lambda job: job.rank)
+
+    def restart(self) -> bool:
+        """Take the bytes of the last of those who wait in place, to be computed again; whether there was one. What was chosen stays."""
+        for job in reversed(self.parked):
+            if job.request.sequence is None and job.sequence is not None and not job.sequence.is_swapped:
+                with uninterrupted():
+                    self._close(job)
+                return True
+        return False
+
+    def _close(self, job: Job) -> None:
+        self._memory.close(job.live_sequence)
+        job.sequence = job.lookup = None
+        job.n_fed = job.n_reused = 0

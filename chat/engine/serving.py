@@ -1,0 +1,104 @@
+"""An engine beside an event loop: replies as asynchronous streams, steps in a thread of their own."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from chat.engine.requests import Generation
+from memory import StepError
+
+
+class Serving(ABC):
+    """What an engine offers to programs that use asyncio, made of what it offers to all."""
+
+    def __init__(self) -> None:
+        self._server: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+
+    @property
+    @abstractmethod
+    def is_idle(self) -> bool: ...
+
+    @abstractmethod
+    def submit(self, *arguments: Any, **options: Any) -> Generation: ...
+
+    @abstractmethod
+    def cancel(self, generation: Generation) -> None: ...
+
+    @abstractmethod
+    def step(self) -> list[Generation]: ...
+
+    @abstractmethod
+    def end_all(self, error: Exception) -> None: ...
+
+    async def stream(self, token_ids: Any, **options: Any) -> AsyncIterator[str]:
+        """The text of a reply, piece by piece; arguments and errors as `submit`. Somebody must step: `serve`, most often.
+
+        Who stops listening (`aclose`, a cancelled task) cancels the generation.
+
+        Raises whatever ended the generation with "error". After a cancellation or a deadline the text just ends.
+        """
+        loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[str, bool]]()
+        also = options.pop("on_token", None)
+
+        def hear(generation: Generation, piece: str) -> None:
+            loop.call_soon_threadsafe(pieces.put_nowait, (piece, generation.is_finished))
+            if also is not None:
+                also(generation, piece)
+
+        generation = self.submit(token_ids, on_token=hear, **options)
+        try:
+            is_last = False
+            while not is_last:
+                piece, is_last = await pieces.get()
+                if piece:
+                    yield piece
+        finally:
+            self.cancel(generation)
+        if generation.error is not None:
+            raise generation.error
+
+    async def serve(self) -> None:
+        """Step while there is something to do, in a thread of its own, and sleep otherwise; until it is cancelled.
+
+        A step that runs when it is cancelled is finished first. Generations stay where they are: serve again to go on with them.
+
+        Raises:
+            StepError: it is being served already. Whatever the model raises: every generation has ended with that error then.
+        """
+        if self._server is not None:
+            raise StepError("this engine is being served already; one loop is enough for any number of streams")
+        event = asyncio.Event()
+        event.set()
+        self._server = asyncio.get_running_loop(), event
+        try:
+            with ThreadPoolExecutor(1, thread_name_prefix="engine") as worker:
+                while True:
+                    await event.wait()
+                    event.clear()
+                    while not self.is_idle:
+                        await self._step_in(worker)
+        except Exception as error:
+            self.end_all(error)
+            raise
+        finally:
+            self._server = None
+
+    async def _step_in(self, worker: ThreadPoolExecutor) -> None:
+        step = asyncio.get_running_loop().run_in_executor(worker, self.step)
+        try:
+            await asyncio.shield(step)
+        except asyncio.CancelledError:
+            await asyncio.wait([step])  # nobody may use the memory before it is done
+            raise
+
+    def wake(self) -> None:
+        """Let `serve` look whether there is something to do; from any thread."""
+        server = self._server
+        if server is not None:
+            with suppress(RuntimeError):  # a loop that was closed under `serve`: somebody else will have to step
+                server[0].call_soon_threadsafe(server[1].set)

@@ -1,0 +1,114 @@
+"""Conversations over one memory: each user's turns, one after the other; all users in the same steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from chat.engine.engine import Engine, Generation
+from chat.prompts import Message, Tokenizer, encode_turn
+from chat.simulation.dialogues import Turn
+from memory import Sequence
+
+MAX_REPLY_TOKENS = 32
+
+
+@dataclass
+class Conversation:
+    """A user, the sequence that remembers them, and what was said.
+
+    Attributes:
+        told: topic -> value, as the user stated them last: what a right answer is judged by, never shown to the model.
+    """
+
+    name: str
+    sequence: Sequence
+    messages: list[Message] = field(default_factory=list)
+    told: dict[str, str] = field(default_factory=dict)
+
+    def copy(self, name: str, sequence: Sequence) -> Conversation:
+        """The same words under another name and on another sequence: what belongs to a fork of the memory."""
+        return Conversation(name, sequence, list(self.messages), dict(self.told))
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A question that was asked, what the model said and what was right."""
+
+    scene: str
+    user: str
+    question: str
+    answer: str
+    expected: str
+
+    @property
+    def is_right(self) -> bool:
+        return self.answer == self.expected
+
+
+Script = tuple[Conversation, list[Turn]]
+OnWord = Callable[[Conversation, str, str, bool], None]
+"""Called after each new token with the conversation, the user's text, the reply so far, and whether it is complete."""
+
+
+class Player:
+    """Lets any number of conversations talk to the model at once.
+
+    Args:
+        engine: with the tokenizer.
+        on_word: watches the replies grow.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, on_word: OnWord) -> None:
+        self.engine = engine
+        self._tokenizer = tokenizer
+        self._on_word = on_word
+
+    def play(self, scene: str, scripts: list[Script]) -> list[Answer]:
+        """Play each conversation's turns in order. A user's next turn starts as soon as their reply is complete.
+
+        Returns:
+            An answer for each question, in the order of `scripts`.
+        Raises:
+            As `Engine.step`, what ended a reply with an error, and FormatError as `encode_turn`.
+        """
+        lines = [_Line(conversation, list(turns)) for conversation, turns in scripts]
+        active = {self._start(line): line for line in lines if line.turns}
+        while active:
+            for generation in self.engine.step():
+                line = active.pop(generation)
+                self._finish(scene, line, generation)
+                if line.turns:
+                    active[self._start(line)] = line
+        return [answer for line in lines for answer in line.answers]
+
+    def _start(self, line: _Line) -> Generation:
+        """Feed the next turn's user text, and the end of the reply to it, so that memories hold what the chat template would render."""
+        conversation, turn = line.conversation, line.turns[0]
+        return self.engine.submit(
+            encode_turn(self._tokenizer, conversation.messages, turn.user),
+            sequence=conversation.sequence,
+            max_tokens=MAX_REPLY_TOKENS,
+            keeps_sequence=True,
+            remembers_end=True,
+            on_token=lambda generation, _: self._on_word(conversation, turn.user, generation.text, generation.is_finished),
+        )
+
+    def _finish(self, scene: str, line: _Line, generation: Generation) -> None:
+        if generation.error is not None:
+            raise generation.error
+        conversation, turn, reply = line.conversation, line.turns.pop(0), generation.text
+        conversation.messages += [{"role": "user", "content": turn.user}, {"role": "assistant", "content": reply}]
+        if turn.is_question:
+            line.answers.append(Answer(scene, conversation.name, turn.user, reply, turn.reply))
+        elif turn.topic is not None and turn.value is not None:
+            conversation.told[turn.topic] = turn.value
+
+
+@dataclass
+class _Line:
+    """A conversation's part of a scene: the turns to come and the answers so far."""
+
+    conversation: Conversation
+    turns: list[Turn]
+    answers: list[Answer] = field(default_factory=list)

@@ -1,0 +1,357 @@
+"""A chat with one model, in which everything said can be taken back: say, regenerate, edit, undo, branch, save.
+
+Every call works the same way. The history is rendered by the chat template as a whole, tokenised, and compared, token by token, with
+what the memory holds. What both have in common is kept, by rollback or from a checkpoint; the rest is fed. So it does not matter why a
+history differs: because the user edited it, or because the template strips the thoughts of earlier replies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from chat.decoding.sampling import check_sampling
+from chat.engine.engine import GREEDY, Engine, Generation, Sampling, require_engine
+from chat.engine.requests import check_max_tokens, read_stop
+from chat.session.history import Rendering, Utterance, choose_marks, common_tokens, count_old, decode, encode_history, read_messages
+from chat.session.reuse import resume
+from chat.session.saved import SavedSession, read_folder, read_session, write_session
+from chat.session.turn import EDITED, NEW, explain
+from chat.session.turn import Turn as Turn
+from memory import BatchError, FormatError, Sequence, SequenceError, SpecError, StepError
+from memory.blocks.arguments import is_integer
+from memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
+
+OnText = Callable[[str], None]
+
+
+class ChatSession:
+    """One conversation. Its messages are what counts; the live sequence only saves computing them again.
+
+    A call that fails leaves the messages as they were. Checkpoints that edits and regenerations return to are the prefix cache's, if the
+    engine has one; without, they return as far as the rollback window reaches, or to the beginning.
+
+    Calls wait for their reply and step the engine meanwhile, so other requests go on too. A session is used by one thread at a time;
+    several sessions of one engine may be used by several threads.
+
+    Args:
+        engine: with a tokenizer.
+        system: the first message, if the template knows such a role.
+        messages: a history to begin with, oldest first: each an `Utterance`, or {"role": "user", "content": "Hello"} as OpenAI's clients
+            write it.
+        max_tokens, sampling, stop: of replies, as `Engine.submit` takes them, unless a call says otherwise.
+        parse_special: special tokens may be written in messages. Otherwise they are text there, and nobody can forge a turn.
+        owner: of what the prefix cache keeps of it: sessions of other owners find nothing of that. See `PrefixCache`.
+    Raises:
+        SpecError: no engine. BatchError: arguments that make no chat. FormatError: no tokenizer, no chat template, or one that refuses the
+        messages.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        *,
+        system: str | None = None,
+        messages: Iterable[Utterance | Mapping[str, Any]] = (),
+        max_tokens: int = 256,
+        sampling: Sampling = GREEDY,
+        stop: str | Iterable[str] = (),
+        owner: Hashable = None,
+        parse_special: bool = False,
+    ) -> None:
+        require_engine(engine, "ChatSession(engine)")
+        if engine.tokenizer is None:
+            raise FormatError("this engine has no tokenizer, so nothing can be said to it; make it with one")
+        check_max_tokens(max_tokens)
+        check_sampling(sampling)
+        self.engine = engine
+        self.max_tokens = max_tokens
+        self.sampling = sampling
+        self.stop = read_stop(stop)
+        self.owner = owner
+        self.parse_special = parse_special
+        self._tokenizer = engine.tokenizer
+        first = [] if system is None else [Utterance("system", system)]
+        self._messages: tuple[Utterance, ...] = (*first, *read_messages(messages))
+        self._n_heard = 0  # messages that the memory has held once
+        self._live: Sequence | None = None
+        self._is_closed = False
+        self._answering = Lease()
+        self._generation: Generation | None = None  # of the latest reply
+        self._on_text: OnText | None = None  # of the reply that is coming
+        self._encode([*self._messages, Utterance("user", "?")])  # refuses now what could never be said
+
+    # Talking
+
+    @property
+    def messages(self) -> tuple[Utterance, ...]:
+        return self._messages
+
+    @property
+    def sequence(self) -> Sequence | None:
+        """The live sequence, to be looked at: its tokens are what the memory holds of this session. None: nothing yet, or no more.
+
+        Who closes it loses nothing but time: the next call computes the history again.
+        """
+        return None if self._live is None or self._live.closed else self._live
+
+    def say(
+        self, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
+    ) -> Turn:  # fmt: skip
+        """Say something and get the reply.
+
+        Args:
+            on_text: called with each piece of the reply. What it raises ends the call.
+        Raises:
+            BatchError: arguments that make no request. CapacityError: no room. SequenceError: the session is closed. Whatever the model
+            or `on_text` raises. The messages are as they were then.
+        """
+        return self._answer(NEW, len(self._messages), [Utterance("user", _checked(text))], max_tokens, sampling, on_text)
+
+    def edit(
+        self, index: int, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
+    ) -> Turn:  # fmt: skip
+        """Say `messages[index]` otherwise, forget what followed, and get the reply.
+
+        Raises as `say`, and BatchError: it is none of the user's.
+        """
+        users = [i for i, message in enumerate(self._messages) if message.role == "user"]
+        if not is_integer(index) or index not in users:
+            raise BatchError(f"message {index!r} is none of the user's; edit one of {', '.join(map(str, users)) or 'those to come'}")
+        return self._answer(EDITED, index, [Utterance("user", _checked(text))], max_tokens, sampling, on_text)
+
+    def regenerate(
+        self, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
+    ) -> Turn:  # fmt: skip
+        """Another reply in place of the last one. Greedy sampling, or the same seed, gives the same again. Raises as `say`."""
+        self._check_exchange("regenerate")
+        return self._answer(NEW, len(self._messages) - 1, [], max_tokens, sampling, on_text)
+
+    def undo(self) -> tuple[Utterance, ...]:
+        """Take back the last thing the user said, and the reply; what was taken back. Nothing is computed, now or for it later.
+
+        Raises BatchError: there is none.
+        """
+        self._check_exchange("undo")
+        n_kept = max(i for i, message in enumerate(self._messages) if message.role == "user")
+        undone, self._messages = self._messages[n_kept:], self._messages[:n_kept]
+        self._n_heard = min(self._n_heard, n_kept)
+        self._give_back()
+        return undone
+
+    def _give_back(self) -> None:
+        """Let go of tokens behind the messages, if that costs nothing; else the next call decides what to go on from."""
+        live, memory = self._live, self.engine.memory
+        if live is None or live.is_swapped or not self._messages:
+            return
+        with self.engine.lock:
+            n_said = self._n_said(live)
+            if memory.can_rollback(live, n_said):
+                memory.rollback(live, to=n_said)
+
+    def _n_said(self, live: Sequence) -> int:
+        """How many leading tokens of the live sequence stand for the messages; all of them, if the template cannot say."""
+        try:
+            said = self._encode(self._messages, awaits_reply=False).token_ids if self._messages else []
+        except FormatError:  # some templates need a message of the user
+            return live.length
+        return common_tokens(live.tokens.tolist(), said)
+
+    def branch(self) -> ChatSession:
+        """Another session that has heard the same and goes its own way. It shares all memory until either goes on.
+
+        Raises CapacityError: this one sleeps, and there is no room to wake it. Cost: no layer runs; no tensor is copied.
+        """
+        self._check_free()
+        options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop}
+        also = {"owner": self.owner, "parse_special": self.parse_special}
+        other = ChatSession(self.engine, messages=self._messages, **options, **also)  # type: ignore[arg-type]
+        other._n_heard = self._n_heard
+        with self.engine.lock:
+            if self._live is not None:
+                self.wake()
+            with uninterrupted_call() as _until_return:
+                if self._live is not None:
+                    other._live = self.engine.memory.fork(self._live)
+                return other
+
+    # Waiting, staying, ending
+
+    def sleep(self) -> None:
+        """Give the memory's bytes back while nobody talks: they wait in host memory or in files, and the next call brings them back.
+
+        Raises CapacityError: no room there. Prefixes and branches that share them keep theirs.
+        """
+        self._check_free()
+        with self.engine.lock:
+            if self._live is not None and not self._live.is_swapped:
+                self.engine.memory.swap_out(self._live)
+
+    def wake(self) -> None:
+        """Undo `sleep` before the next call does. Raises CapacityError, or FormatError if the file was damaged: it sleeps on then."""
+        self._check_free()
+        with self.engine.lock:
+            if self._live is not None and self._live.is_swapped:
+                self.engine.memory.swap_in(self._live)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the messages and all that is remembered of them to a folder of their own, which `resume` reads in any process.
+
+        A session that was saved there before is replaced when the new one is complete, and not before. Checkpoints stay behind, and so
+        does what was taken back: of tokens that no message has, nothing is written.
+
+        Raises OSError: from the file system. SpecError: a dry run, or what can be no folder.
+        """
+        self._check_free()
+        saved = SavedSession(self._messages, self._n_heard, self.max_tokens, self.sampling, self.stop)
+        memory, live = self.engine.memory, self._live
+        with self.engine.lock:
+            place = read_folder(folder, SpecError)
+            if live is None or (n_said := self._n_said(live)) == live.length:
+                write_session(place, saved, memory, live)
+            elif live.is_swapped or not (n_kept := memory.resume_point(live, n_said)):
+                write_session(place, saved, memory, None)
+            else:
+                said = memory.fork(live)
+                try:
+                    memory.rollback(said, to=n_kept)
+                    write_session(place, saved, memory, said)
+                finally:
+                    memory.close(said)
+
+    @staticmethod
+    def resume(engine: Engine, folder: str | Path, *, owner: Hashable = None, parse_special: bool = False) -> ChatSession:
+        """The session that was saved there, which goes on bit for bit. The engine's model, tokenizer and memory must be like those that
+        wrote it; weights are not compared. The owner, and whether special tokens may be written, are not saved.
+
+        Raises FormatError: no session there, or a damaged or unsuitable one; nothing has changed. CapacityError.
+        """
+        require_engine(engine, "ChatSession.resume(engine, folder)")
+        with engine.lock:
+            saved, load = read_session(read_folder(folder, FormatError), engine.memory)
+            options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop}
+            also = {"owner": owner, "parse_special": parse_special}
+            session = ChatSession(engine, messages=saved.messages, **options, **also)  # type: ignore[arg-type]
+            session._n_heard = saved.n_heard
+            try:
+                session._live = load()
+                return session
+            except BaseException:
+                session.close()
+                raise
+
+    def close(self) -> None:
+        """Give everything back. The messages can still be read; closing again does nothing."""
+        if self._is_closed:
+            return
+        self._check_free()
+        with self.engine.lock, uninterrupted():
+            if self._live is not None and not self._live.closed:
+                self.engine.memory.close(self._live)
+            self._live, self._is_closed = None, True
+
+    def __enter__(self) -> ChatSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        live = self.sequence
+        state = "closed" if self._is_closed else "nothing computed yet" if live is None else repr(live)
+        return f"<ChatSession of {len(self._messages)} messages: {state}>"
+
+    # How
+
+    def _answer(
+        self, why: str, n_kept: int, new: list[Utterance], max_tokens: int | None, sampling: Sampling | None, on_text: OnText | None
+    ) -> Turn:  # fmt: skip
+        """Reply to the first `n_kept` messages and to `new` ones."""
+        self._check_free()
+        max_tokens, sampling = self.max_tokens if max_tokens is None else max_tokens, self.sampling if sampling is None else sampling
+        check_max_tokens(max_tokens)
+        check_sampling(sampling)
+        if on_text is not None and not callable(on_text):
+            raise BatchError(f"on_text={on_text!r}; give a function of a piece of text")
+        messages = (*self._messages[:n_kept], *new)
+        prompt = self._encode(messages)
+        n_heard, was_held = min(self._n_heard, n_kept), self._live is not None
+        with self._answering.take():
+            try:
+                self._on_text = on_text
+                with self.engine.lock, uninterrupted():
+                    start = resume(self.engine, self._live, prompt.token_ids, self.owner)
+                    self._live = start.sequence
+                    self._generation = generation = self.engine.submit(
+                        prompt.token_ids[start.n_kept :],
+                        sequence=start.sequence,
+                        max_tokens=max_tokens,
+                        sampling=sampling,
+                        stop=self.stop,
+                        marks=choose_marks(prompt, messages, start.n_kept),
+                        keeps_sequence=True,
+                        remembers_end=True,
+                        on_token=self._hear,
+                        owner=self.owner,
+                    )
+                while not generation.is_finished:
+                    self.engine.step()
+            finally:
+                self._stop()
+        if generation.error is not None:
+            raise generation.error
+        reply = self._read_reply(generation)
+        computed = explain(why, prompt, start, count_old(prompt, n_heard), was_held=was_held)
+        reason = str(generation.finish_reason)
+        turn = Turn(reply.content, tuple(generation.token_ids), reason, len(prompt.token_ids), start.n_kept, computed)
+        with uninterrupted_call() as _until_return:
+            self._messages = (*messages, reply)
+            self._n_heard = len(self._messages)
+            return turn
+
+    def _encode(self, messages: Seq[Utterance], *, awaits_reply: bool = True) -> Rendering:
+        return encode_history(self._tokenizer, messages, awaits_reply=awaits_reply, parse_special=self.parse_special)
+
+    def _stop(self) -> None:
+        """End the reply that is coming, if one is: it was told enough."""
+        self._on_text = None
+        if self._generation is not None and not self._generation.is_finished:
+            with self.engine.lock:  # so that it has ended when this returns
+                self.engine.cancel(self._generation)
+        self._generation = None
+
+    def _hear(self, generation: Generation, piece: str) -> None:
+        if piece and self._on_text is not None:
+            self._on_text(piece)
+
+    def _read_reply(self, generation: Generation) -> Utterance:
+        """The reply as a message. Where a stop string cut it in the middle of a token, the tokens are not those of the text, and a
+        tokenizer will have to find others."""
+        if generation.stopped_by is not None:
+            return Utterance("assistant", generation.text, tuple(generation.token_ids))
+        ids = generation.token_ids
+        has_end = generation.finish_reason == "stop" and bool(ids) and ids[-1] in self.engine.stop_ids
+        words = ids[:-1] if has_end else ids
+        return Utterance("assistant", decode(self._tokenizer, words), tuple(words))
+
+    def _check_free(self) -> None:
+        if self._is_closed:
+            raise SequenceError("this session is closed; resume a saved one or begin another")
+        if self._answering.is_taken:
+            raise StepError("this session is in the middle of a reply; wait until it is complete")
+        self._stop()  # a Ctrl-C may have come in the way of it
+        if self._live is not None and self._live.closed:
+            self._live = None  # somebody has closed it, so what it held is computed again
+
+    def _check_exchange(self, what: str) -> None:
+        self._check_free()
+        if [message.role for message in self._messages[-2:]] != ["user", "assistant"]:
+            raise BatchError(f"there is nothing to {what}: the last two messages are no question and its reply; say something first")
+
+
+def _checked(text: str) -> str:
+    if not isinstance(text, str):
+        raise BatchError(f"{text!r} is no text; say a string")
+    return text

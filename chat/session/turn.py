@@ -1,0 +1,53 @@
+"""A turn of a session: the reply, and why each token of the prompt had to be computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from chat.session.history import Rendering
+from chat.session.reuse import Start
+
+NEW = "new text"
+EDITED = "edited text"
+REWRITTEN = "history that the template renders otherwise now"
+NO_CHECKPOINT = "no checkpoint near enough"
+LAST = "last token, for its output"
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A reply, and what it took. Counts are tokens.
+
+    Attributes:
+        text: the reply.
+        token_ids: as they were chosen, the one that ended the reply included.
+        finish_reason: "stop" or "length"; "cancelled" if somebody ended it from outside.
+        n_prompt: of the whole history, with the opening of the reply.
+        n_reused: leading ones of these that the memory held already.
+        computed: why -> those that the model had to compute; `n_prompt - n_reused` in all.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str
+    n_prompt: int
+    n_reused: int
+    computed: dict[str, int]
+
+    @property
+    def n_computed(self) -> int:
+        return self.n_prompt - self.n_reused
+
+
+def explain(why: str, prompt: Rendering, start: Start, n_old: int, *, was_held: bool) -> dict[str, int]:
+    """Why each token had to be computed, in the order in which they stand in the prompt."""
+    n = len(prompt.token_ids)
+    n_known = min(start.n_known, n - 1)
+    at, found = start.n_kept, dict[str, int]()
+    for reason, end in ((NO_CHECKPOINT, n_known), (REWRITTEN if was_held else NO_CHECKPOINT, n_old), (why, n)):
+        if reason == why and start.n_known >= n:
+            reason = LAST
+        if end > at:
+            found[reason] = found.get(reason, 0) + end - at
+            at = end
+    return found

@@ -1,0 +1,1 @@
+"""Simulated users: workloads, recorded dialogues, reports."""

@@ -1,0 +1,47 @@
+"""The same users one at a time: what a batch must not change."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chat.simulation.report import Report
+from chat.simulation.simulation import Setup, Simulation
+from chat.simulation.workload import Family, Workload
+
+
+def serve_alone(setup: Setup, family: Family, user: str) -> dict[int, str]:
+    """What a user is told when nobody else is there: a fresh memory, nothing cached or swapped, one conversation, the same words.
+
+    A branch is served from the beginning of the conversation that it grew from.
+
+    Returns:
+        The replies to questions, by the index in `family` of the event that was answered.
+    """
+    kept = [i for i in _path_to(family, user) if family[i].action not in ("branch", "pause")]
+    events = [replace(family[i], user=user, at=float(n)) for n, i in enumerate(kept)]
+    alone = replace(setup, grid_tokens=None, swap_dir=None, host_budget=None, speed=None, is_checked=True)
+    report = Simulation(alone, [events]).run()
+    return {kept[answer.index]: answer.answer for answer in report.tally.answers}
+
+
+def compare_alone(setup: Setup, workload: Workload, report: Report, *, which: str = "wrong") -> None:
+    """Note in a report's answers what the model says to the same questions when it serves nobody else.
+
+    Args:
+        which: "wrong": in conversations with a wrong answer, "all" or "none".
+    """
+    answers = report.tally.answers
+    wanted = {(a.family, a.user) for a in answers if which == "all" or (which == "wrong" and not a.is_right)}
+    alone: dict[tuple[int, int], str] = {}
+    for number, family in enumerate(workload) if wanted else ():
+        for user in sorted(name for n, name in wanted if n == number):
+            alone |= {(number, i): text for i, text in serve_alone(setup, family, user).items()}
+    report.tally.answers = [replace(a, alone=alone.get((a.family, a.index)) if (a.family, a.user) in wanted else None) for a in answers]
+    report.n_checked_alone = sum(a.alone is not None for a in report.tally.answers)
+
+
+def _path_to(family: Family, user: str) -> list[int]:
+    """Indices of the events that lead to a user's conversation and make it up."""
+    own = [i for i, event in enumerate(family) if event.user == user]
+    born = next((i for i, event in enumerate(family) if event.into == user), None)
+    return own if born is None else [i for i in _path_to(family, family[born].user) if i < born] + own

@@ -1,0 +1,231 @@
+"""One simulated user: what was said, the sequence that remembers it, and how each action goes on from the right place."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from chat.engine.engine import Engine
+from chat.engine.requests import Generation
+from chat.prompts import Message
+from chat.simulation.dry import Script, Words
+from chat.simulation.report import Tally
+from chat.simulation.workload import Event
+from memory import CapacityError, HybridMemory, Sequence
+
+
+@dataclass
+class Said:
+    """A message of a user and where its tokens stand: [start, end) of the sequence. The reply follows at `end`."""
+
+    event: Event
+    index: int
+    start: int
+    end: int
+
+
+@dataclass(eq=False)
+class SimulatedUser:
+    """A conversation.
+
+    Attributes:
+        family: number of the user whose conversation this is or grew from, in the order of arrival.
+        arrival: with the opening.
+        n_opening: tokens of the opening.
+        events: that are still to come, each with its index in the family's events.
+        sequence: what remembers the conversation; None before the first message, and where it had to be given up.
+        tokens: what it held then: the first part of the next prompt.
+        told: every value told in this conversation or before it branched, whether it was taken back since or not.
+        doing: the action that is going on.
+        n_known: tokens of the running prompt that were computed before, where the prefix cache is to have them.
+        former: the reply that a regeneration replaces.
+    """
+
+    name: str
+    family: int
+    arrival: Event
+    n_opening: int
+    events: deque[tuple[int, Event]]
+    sequence: Sequence | None = None
+    tokens: list[int] = field(default_factory=list)
+    said: list[Said] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    told: set[str] = field(default_factory=set)
+    generation: Generation | None = None
+    doing: str = ""
+    n_known: int = 0
+    former: str = ""
+    is_paused: bool = False
+
+    def branch(self, name: str, events: deque[tuple[int, Event]]) -> SimulatedUser:
+        """The same words under another name; the memory's part is the caller's."""
+        return SimulatedUser(
+            name, self.family, self.arrival, self.n_opening, events,
+            said=list(self.said), messages=list(self.messages), told=set(self.told),
+        )  # fmt: skip
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens) if self.sequence is None else self.sequence.length
+
+
+class Room:
+    """What all users share: an engine and its memory. Who is silent is swapped out when those who speak need the bytes.
+
+    Attributes:
+        here: users whose live sequence nobody uses at the moment, those first that have been silent for longest.
+    """
+
+    def __init__(self, engine: Engine, memory: HybridMemory, words: Words, tally: Tally, *, max_tokens: int, script: Script | None) -> None:
+        self.engine = engine
+        self.memory = memory
+        self.words = words
+        self.tally = tally
+        self.here: dict[SimulatedUser, None] = {}
+        self._max_tokens = max_tokens
+        self._script = script
+        memory.add_reclaimer(self.make_room)
+
+    # What users do
+
+    def say(self, user: SimulatedUser, event: Event, index: int) -> Generation:
+        start = user.length if user.said else 0
+        ids = self._ids_of(user, event)
+        user.said.append(Said(event, index, start, start + len(ids)))
+        user.messages.append({"role": "user", "content": event.text or ""})
+        return self._go_on(user, start, ids, event)
+
+    def edit(self, user: SimulatedUser, event: Event, index: int) -> Generation:
+        """Take back a message and everything behind it, and say something else there."""
+        assert event.turn is not None, "an edit says which message"
+        start = user.said[event.turn].start
+        n_messages = len(user.messages) - 2 * (len(user.said) - event.turn)
+        del user.said[event.turn :], user.messages[n_messages:]
+        ids = self._ids_of(user, event)
+        user.said.append(Said(event, index, start, start + len(ids)))
+        user.messages.append({"role": "user", "content": event.text or ""})
+        return self._go_on(user, start, ids, event)
+
+    def regenerate(self, user: SimulatedUser, index: int) -> Generation:
+        """Take back the last reply, and the last token before it: it is fed again for what the model says to it."""
+        last = user.said[-1]
+        last.index = index
+        user.former = user.messages.pop()["content"]
+        last_id = self._tokens_of(user)[last.end - 1]
+        return self._go_on(user, last.end - 1, [last_id], last.event)
+
+    def branch(self, user: SimulatedUser, branch: SimulatedUser) -> None:
+        """The branch goes on where its parent stands: on a fork, or if there is no room for one, from its tokens."""
+        if user.sequence is None:
+            branch.tokens = list(user.tokens)
+        elif self._bring_back(user):
+            user.is_paused = False
+            branch.sequence = self.memory.fork(user.sequence)
+            self.tally.reused["branch", "fork"] += user.length
+            self.here[branch] = None
+        else:
+            branch.tokens = self._tokens_of(user)
+
+    def pause(self, user: SimulatedUser) -> None:
+        user.is_paused = True
+        if self._send_away(user):
+            self.tally.swaps["paused"] += 1
+
+    def leave(self, user: SimulatedUser) -> None:
+        self.here.pop(user, None)
+        if user.sequence is not None and not user.sequence.closed:
+            self.memory.close(user.sequence)
+        user.sequence = None
+
+    # On the way
+
+    def _ids_of(self, user: SimulatedUser, event: Event) -> list[int]:
+        return self.words.later(user.messages, event) if user.said else self.words.first(user.arrival, event)
+
+    def _go_on(self, user: SimulatedUser, start: int, ids: list[int], event: Event) -> Generation:
+        """Feed `ids` at position `start` of what the user's sequence holds, and ask for a reply."""
+        self.here.pop(user, None)
+        user.is_paused = False
+        way = self._take_back(user, start)
+        if user.sequence is not None:
+            user.n_known = 0
+            self.tally.reused[user.doing, way] += start
+            marks = []
+        else:  # the prefix cache has a say: how much it knew is counted when the reply is complete
+            user.n_known = start or user.n_opening
+            ids, marks = [*user.tokens, *ids], [user.n_known] if user.n_known else []
+        generation = self.engine.submit(
+            ids, sequence=user.sequence, max_tokens=event.n_reply or self._max_tokens, marks=marks, keeps_sequence=True, remembers_end=True,
+            on_token=self.tally.clock_of(self.engine.stats.n_steps).hear,
+        )  # fmt: skip
+        if self._script is not None:
+            self._script.expect(generation, self.words.reply(event))
+        return generation
+
+    def _take_back(self, user: SimulatedUser, start: int) -> str:
+        """Let the user's sequence stand at `start`, or give it up for its tokens; in words, how."""
+        sequence = user.sequence
+        if sequence is None:
+            del user.tokens[start:]
+            return "prefix cache"
+        if start == sequence.length:
+            return "swapped in" if sequence.is_swapped else "as it stood"
+        if start and start >= sequence.horizon and self._bring_back(user):
+            self.here.pop(user, None)
+            self.memory.rollback(sequence, start)
+            return "rollback"
+        self._give_up(user, start)
+        return "prefix cache"
+
+    def _bring_back(self, user: SimulatedUser) -> bool:
+        """Whether the user's sequence is in the memory, now."""
+        assert user.sequence is not None
+        if user.sequence.is_swapped:
+            try:
+                self.memory.swap_in(user.sequence)
+            except CapacityError:
+                return False
+            self.here[user] = None
+        return True
+
+    def _give_up(self, user: SimulatedUser, n_kept: int) -> None:
+        """Close a user's sequence; the first tokens of it will be computed again, as far as nobody else knows them."""
+        assert user.sequence is not None
+        user.tokens = self._tokens_of(user)[:n_kept]
+        self.leave(user)
+
+    def _tokens_of(self, user: SimulatedUser) -> list[int]:
+        return user.tokens if user.sequence is None else user.sequence.tokens.tolist()
+
+    # Room
+
+    def _send_away(self, user: SimulatedUser) -> bool:
+        """Swap a silent user out; where there is no room for that either, their sequence is given up."""
+        self.here.pop(user, None)
+        if user.sequence is None or user.sequence.is_swapped:
+            return False
+        try:
+            self.memory.swap_out(user.sequence)
+        except CapacityError:
+            self.tally.swaps["given up"] += 1
+            self._give_up(user, user.sequence.length)
+            return False
+        return True
+
+    def make_room(self, missing_bytes: int) -> bool:
+        """Swap silent users out, then those who wait for their turn. For `add_reclaimer`."""
+        wanted = self.memory.free_bytes + missing_bytes
+        has_moved = False
+        while self.here and self.memory.free_bytes < wanted:
+            has_moved = True
+            self.tally.swaps["silent"] += self._send_away(next(iter(self.here)))
+        for sequence in self.engine.waiting_sequences() if self.memory.free_bytes < wanted else ():
+            try:
+                self.memory.swap_out(sequence)
+            except CapacityError:
+                break
+            has_moved = True
+            self.tally.swaps["waiting"] += 1
+            if self.memory.free_bytes >= wanted:
+                break
+        return has_moved

@@ -1,0 +1,261 @@
+"""What simulated users do and when, made from a seed. `chat.simulation.traces` writes it to files and reads it back.
+
+A workload is an iterable of families, in the order in which they arrive: all events of a user and of the branches that grew from their
+conversation, in the order of their times. It can be walked any number of times, and one made from a seed is never held as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from chat.simulation.dialogues import TOPICS, Turn, question, small_talk, statement
+from memory import SpecError
+
+Action = Literal["arrive", "say", "edit", "regenerate", "branch", "pause", "leave"]
+ACTIONS: tuple[Action, ...] = ("arrive", "say", "edit", "regenerate", "branch", "pause", "leave")
+
+_TOPICS = sorted(TOPICS)
+_CARDS = 4
+"""Values that a user takes from each deck before the next user's begin: so the names of users who arrive together differ."""
+_SPREAD = 0.6
+"""Sigma of the log of made-up lengths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """Something a user does, at the earliest `at`: it waits until the reply before it is complete.
+
+    Attributes:
+        at: seconds from the start.
+        user: whose conversation it is; a branch is a user of its own.
+        text, n_tokens: of "say" and "edit", one of the two: what is said, or how many made-up tokens. With "arrive", `n_tokens` makes up
+            an opening that is the same wherever `opening` is.
+        n_reply: of "say" and "edit", tokens that the reply has at most; in a dry run exactly.
+        reply: the reply that is right, if that is known.
+        asks: whether the reply shows what the model remembers, so that it is worth judging.
+        value: what the message tells, or what the right answer names.
+        turn: of "edit", which of the user's messages, from 0; it and all behind it are taken back.
+        into: of "branch", the user that goes on beside this one from here.
+        opening: of "arrive", (role, content) of messages that stand before the user's first one.
+    """
+
+    at: float
+    user: str
+    action: Action
+    text: str | None = None
+    n_tokens: int | None = None
+    n_reply: int | None = None
+    reply: str | None = None
+    asks: bool = False
+    value: str | None = None
+    turn: int | None = None
+    into: str | None = None
+    opening: tuple[tuple[str, str], ...] = ()
+
+
+Family = list[Event]
+Workload = Iterable[Family]
+
+
+@dataclass(frozen=True)
+class Habits:
+    """How simulated users behave.
+
+    Attributes:
+        turns: of each user, edits and regenerations among them; a last question comes on top.
+        rate: users that arrive in a second, on average; the gaps are exponential (Poisson arrivals).
+        think_s, pause_s: mean seconds between a user's actions, and of a pause.
+        edits, regenerations, branches, pauses: how likely each is at a turn. A user branches once at most.
+        n_openings: different beginnings (system prompts) that users share; 0 for none.
+        system: one system prompt for all users instead, for models whose chat template knows that role.
+        message_tokens, reply_tokens: mean lengths of made-up messages and replies, instead of dialogues that can be checked.
+    Raises:
+        SpecError: naming the habit and its value.
+    """
+
+    n_users: int = 200
+    turns: int = 6
+    rate: float = 10.0
+    think_s: float = 2.0
+    pause_s: float = 10.0
+    edits: float = 0.12
+    regenerations: float = 0.08
+    branches: float = 0.08
+    pauses: float = 0.12
+    n_openings: int = 4
+    system: str | None = None
+    message_tokens: int | None = None
+    reply_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("n_users", 1), ("turns", 1), ("n_openings", 0)):
+            if getattr(self, name) < least:
+                raise SpecError(f"{name}={getattr(self, name)!r}; give an integer of at least {least}")
+        for name in ("rate", "think_s", "pause_s"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value > 0):
+                raise SpecError(f"{name}={value!r}; give a number above 0")
+        shares = (self.edits, self.regenerations, self.branches)
+        if min(*shares, self.pauses) < 0 or sum(shares) > 1 or self.pauses > 1:
+            raise SpecError(f"edits, regenerations and branches are {shares}, pauses {self.pauses}; give shares, the first three within 1")
+        if (self.message_tokens is None) != (self.reply_tokens is None):
+            raise SpecError("message_tokens and reply_tokens go together; give both or none")
+        if self.message_tokens is not None and self.reply_tokens is not None and min(self.message_tokens, self.reply_tokens) < 1:
+            raise SpecError(f"message_tokens={self.message_tokens}, reply_tokens={self.reply_tokens}; give at least 1 token")
+
+
+@dataclass(frozen=True)
+class MadeWorkload:
+    """Users who behave by these habits; a function of the seed alone."""
+
+    habits: Habits
+    seed: int
+
+    def __iter__(self) -> Iterator[Family]:
+        rng, at = random.Random(f"{self.seed}/arrivals"), 0.0
+        openings = _make_openings(self.habits, random.Random(f"{self.seed}/openings"))
+        for number in range(self.habits.n_users):
+            at += rng.expovariate(self.habits.rate)
+            yield _Writer(self.habits, self.seed, number, at).write(rng.choice(openings))
+
+
+def make_workload(habits: Habits, seed: int = 0) -> MadeWorkload:
+    return MadeWorkload(habits, seed)
+
+
+def _make_openings(habits: Habits, rng: random.Random) -> list[tuple[tuple[str, str], ...]]:
+    """Short dialogues about nothing: the embedded model was trained on those, and knows no system role."""
+    if habits.system is not None:
+        return [(("system", habits.system),)]
+    openings = []
+    for i in range(habits.n_openings):
+        turns = [small_talk(rng) for _ in range(rng.randint(2, 4))]
+        pairs = tuple(pair for turn in turns for pair in (("user", turn.user), ("assistant", turn.reply)))
+        openings.append((("system", f"opening {i}"),) if habits.message_tokens else pairs)
+    return openings or [()]
+
+
+@dataclass
+class _Talker:
+    """A conversation while its events are being made: where its time stands, and the turns that count."""
+
+    name: str
+    at: float
+    turns: list[Turn]
+    may_branch: bool
+
+    @property
+    def known(self) -> dict[str, str]:
+        """topic -> the value that was stated last."""
+        return {turn.topic: turn.value for turn in self.turns if turn.topic is not None and turn.value is not None and not turn.is_question}
+
+
+class _Writer:
+    """Makes the events of one family."""
+
+    def __init__(self, habits: Habits, seed: int, number: int, at: float) -> None:
+        self._habits = habits
+        self._rng = random.Random(f"{seed}/{number}")
+        self._name = f"user {number + 1}"
+        self._at = at
+        self._number = number
+        self._events: list[Event] = []
+        self._taken: set[str] = set()
+
+    def write(self, opening: tuple[tuple[str, str], ...]) -> Family:
+        n_tokens = 8 * (self._habits.message_tokens or 0) if opening else 0
+        self._events.append(Event(self._at, self._name, "arrive", opening=opening, n_tokens=n_tokens or None))
+        self._talk(_Talker(self._name, self._at, [], may_branch=True), self._habits.turns)
+        return sorted(self._events, key=lambda event: event.at)
+
+    def _talk(self, talker: _Talker, n_turns: int) -> None:
+        habits, rng = self._habits, self._rng
+        for _ in range(n_turns):
+            roll = rng.random()
+            if talker.turns and roll < habits.edits:
+                self._edit(talker)
+            elif talker.turns and roll < habits.edits + habits.regenerations:
+                self._add(talker, "regenerate")
+            elif talker.turns and talker.may_branch and roll < habits.edits + habits.regenerations + habits.branches:
+                self._branch(talker, n_turns)
+            else:
+                self._say(talker, self._choose(talker))
+            if rng.random() < habits.pauses:
+                self._add(talker, "pause")
+                talker.at += rng.expovariate(1 / habits.pause_s)
+        self._say(talker, self._question(talker))
+        self._add(talker, "leave")
+
+    def _choose(self, talker: _Talker) -> Turn:
+        roll, known = self._rng.random(), talker.known
+        if roll < 0.25:
+            return small_talk(self._rng)
+        if known and roll < 0.6:
+            return self._question(talker)
+        topic = self._rng.choice(_TOPICS)
+        return statement(self._rng, topic, self._deal(topic), is_change=topic in known)
+
+    def _question(self, talker: _Talker) -> Turn:
+        """Mostly for something that the user has told."""
+        known = talker.known
+        topic = self._rng.choice(_TOPICS if not known or self._rng.random() < 0.15 else sorted(known))
+        return question(self._rng, topic, known.get(topic))
+
+    def _edit(self, talker: _Talker) -> None:
+        """An earlier message is changed, a statement if there is one; then the new value is asked for."""
+        stated = [i for i, turn in enumerate(talker.turns) if turn.topic is not None and not turn.is_question]
+        at = self._rng.choice(stated or range(len(talker.turns)))
+        topic = talker.turns[at].topic if stated else self._rng.choice(_TOPICS)
+        assert topic is not None, "statements have topics"
+        del talker.turns[at:]
+        self._say(talker, statement(self._rng, topic, self._deal(topic), is_change=topic in talker.known), edits=at)
+        self._say(talker, question(self._rng, topic, talker.known[topic]))
+
+    def _branch(self, talker: _Talker, n_turns: int) -> None:
+        """Two conversations from here on. Only the new one is told something, at first; both are asked for it."""
+        talker.may_branch = False
+        name = f"{talker.name}, branch"
+        self._add(talker, "branch", into=name)
+        branch = _Talker(name, talker.at, list(talker.turns), may_branch=False)
+        new = [topic for topic in _TOPICS if topic not in talker.known] or _TOPICS
+        topic = self._rng.choice(new)
+        self._say(branch, statement(self._rng, topic, self._deal(topic), is_change=topic in branch.known))
+        self._say(branch, question(self._rng, topic, branch.known[topic]))
+        self._say(talker, question(self._rng, topic, talker.known.get(topic)))
+        self._talk(branch, n_turns // 2)
+
+    def _deal(self, topic: str) -> str:
+        """A value that this family has not told before; those of families that arrive together differ where the values suffice."""
+        values = TOPICS[topic].values
+        first = _CARDS * self._number
+        value = next((v for i in range(len(values)) if (v := values[(first + i) % len(values)]) not in self._taken), None)
+        if value is None:
+            return self._rng.choice(values)
+        self._taken.add(value)
+        return value
+
+    def _say(self, talker: _Talker, turn: Turn, *, edits: int | None = None) -> None:
+        talker.turns.append(turn)
+        action: Action = "say" if edits is None else "edit"
+        habits = self._habits
+        talker.at += self._rng.expovariate(1 / habits.think_s)
+        if habits.message_tokens is not None and habits.reply_tokens is not None:
+            n_tokens, n_reply = self._length(habits.message_tokens), self._length(habits.reply_tokens)
+            self._events.append(Event(talker.at, talker.name, action, n_tokens=n_tokens, n_reply=n_reply, turn=edits))
+            return
+        self._events.append(
+            Event(
+                talker.at, talker.name, action, text=turn.user, reply=turn.reply, asks=turn.is_question, value=turn.value, turn=edits,
+            )
+        )  # fmt: skip
+
+    def _add(self, talker: _Talker, action: Action, *, into: str | None = None) -> None:
+        talker.at += self._rng.expovariate(1 / self._habits.think_s)
+        self._events.append(Event(talker.at, talker.name, action, into=into))
+
+    def _length(self, mean: int) -> int:
+        return max(1, round(self._rng.lognormvariate(math.log(mean) - _SPREAD**2 / 2, _SPREAD)))

@@ -1,0 +1,1 @@
+"""Attention layer memories beside the dense one: quantized, evicting, selecting, cross-attention, and pages in host memory."""

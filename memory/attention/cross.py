@@ -1,0 +1,214 @@
+"""Keys and values of what an encoder said: written once when a sequence is opened, read by every step, never changed.
+
+They belong to the sequence, not to its tokens: forks share them, a rollback does not touch them, closing gives them back. Pages are
+as those of `attention_cache`, but as many as the encoder's rows need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.blocks.arrays import Int64s, ceil_div, starts_of
+from memory.blocks.holdings import Holding, LiveRows, Record
+from memory.blocks.layout import BlockLayout
+from memory.blocks.pool import BlockPool
+from memory.blocks.store import Store
+from memory.blocks.table import BlockTable
+from memory.errors import BatchError, IntegrityError, SequenceError, StepError
+from memory.interface import Dropped, Encoded, Packed, Stretch
+from memory.kernels import Kernels, PagedBatch, Prepared, Scoring, select_kernels
+from memory.specs import CrossAttentionSpec
+
+
+@dataclass(frozen=True)
+class CrossPlan:
+    """What the kernels need to know of a step: every query is a request of its own, for it sees all rows."""
+
+    n_tokens: int
+    batch: PagedBatch
+
+
+class CrossAttentionCache:
+    """Encoder keys and values of all cross-attention layers: `memory.interface.LayerMemory`.
+
+    Args:
+        specs: the cross-attention specs, in the order that `cross_attend` numbers them.
+        page_tokens: rows a page.
+    """
+
+    def __init__(self, specs: list[CrossAttentionSpec], dtype: torch.dtype, page_tokens: int, store: Store) -> None:
+        self.page_tokens = page_tokens
+        fields = [((s.n_kv_heads, page_tokens, s.head_dim), dtype) for s in specs for _ in ("keys", "values")]
+        self.layout = BlockLayout.of(fields, [1] * len(fields))
+        self.pool = store.make_pool("encoder pages", self.layout, from_top=False)
+        self._specs, self._dtype, self._store = specs, dtype, store
+        self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
+        self._kernels: Kernels = select_kernels(store.device, dtype)
+        self._flats = [] if store.is_dry else [self._kernels.prepare(store.flat(field)) for field in self.layout.fields]
+        self._table = BlockTable(self.pool, "encoder pages", "n_rows")
+        self._n_rows = self._table.numbers["n_rows"]
+
+    @property
+    def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
+        return [(self.pool, self.layout)]
+
+    @property
+    def least_bytes(self) -> int:
+        return self.pool.block_bytes
+
+    def bytes_for(self, stretch: Stretch) -> Int64s:
+        """The encoder's pages, which are there already."""
+        return np.stack([self._table.counts(stretch.slots) * self.pool.block_bytes] * 4)
+
+    def write(self, slot: int, encoded: Encoded) -> None:
+        """Remember an encoder's output for a new sequence. Raises BatchError or CapacityError with nothing changed."""
+        n_rows = self._check(encoded)
+        pages = self.pool.allocate(ceil_div(n_rows, self.page_tokens))
+        self._table.set(slot, pages, n_rows=n_rows)
+        try:
+            if not self._store.is_dry:
+                self._write(pages, n_rows, encoded)
+        except BaseException:
+            self.release(slot)
+            raise
+
+    def _write(self, pages: Int64s, n_rows: int, encoded: Encoded) -> None:
+        page_R, slot_R = np.divmod(np.arange(n_rows), self.page_tokens)
+        starts = self.pool.addresses[pages][page_R] // self._dtype.itemsize
+        for i, (spec, tensors) in enumerate(zip(self._specs, encoded, strict=True)):
+            head_G = np.arange(spec.n_kv_heads) * self.page_tokens
+            offsets = self._place((starts[:, None] + (slot_R[:, None] + head_G) * spec.head_dim).ravel())
+            for flat, rows_RGD in zip(self._flats[2 * i : 2 * i + 2], tensors, strict=True):
+                self._kernels.write_rows_(flat, offsets, rows_RGD.detach().flatten(0, 1))
+
+    def _check(self, encoded: Encoded) -> int:
+        """The number of rows, the same in every layer."""
+        if not isinstance(encoded, tuple | list):
+            raise BatchError(f"encoder={type(encoded).__name__}; give what model.encode returned for one input: model.encode([ids])[0]")
+        if len(encoded) != len(self._specs):
+            raise BatchError(
+                f"encoder= holds {len(encoded)} pairs of keys and values; this model has {len(self._specs)} cross-attentions; "
+                "give model.encode([ids])[0]"
+            )
+        for pair in encoded:
+            if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(t, Tensor) and t.dim() == 3 for t in pair):
+                raise BatchError("encoder= holds something else than pairs of (rows, heads, head_dim); give model.encode([ids])[0]")
+        n_rows = len(encoded[0][0])
+        if not n_rows:
+            raise BatchError("encoder= holds no rows; encode at least one")
+        for i, (spec, tensors) in enumerate(zip(self._specs, encoded, strict=True)):
+            for name, tensor in zip(("keys", "values"), tensors, strict=True):
+                expected = (n_rows, spec.n_kv_heads, spec.head_dim)
+                is_ours = tensor.dtype == self._dtype and tensor.device.type == self._store.device.type and tensor.layout == torch.strided
+                if tensor.shape != expected or not (is_ours or self._store.is_dry):
+                    raise BatchError(
+                        f"{name} of cross-attention {i} are {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; "
+                        f"this memory expects {self._dtype} of shape {expected} on {self._store.device}"
+                    )
+        return n_rows
+
+    def _place(self, array: Int64s) -> Prepared:
+        return self._kernels.prepare(self._store.upload(array))
+
+    # Steps
+
+    def plan(self, packed: Packed) -> CrossPlan:
+        slots = packed.slots.tolist()
+        for slot in slots:
+            if slot not in self._table.ids:
+                raise SequenceError("a sequence of this model needs what its encoder said; open it with memory.open(encoder=...)")
+        repeats = packed.counts.tolist()
+        tables = [self._table[slot] for slot, n in zip(slots, repeats, strict=True) for _ in range(n)]
+        n_rows = np.repeat(np.array([self._n_rows[slot] for slot in slots], np.int64), packed.counts)
+        cu_pages = starts_of(np.array([len(table) for table in tables], np.int64))
+        pages = self._place(self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize)
+        return CrossPlan(len(tables), PagedBatch(np.arange(len(tables) + 1), n_rows, pages, cu_pages, self.page_tokens))
+
+    def cross_attend(self, plan: CrossPlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
+        """Attend to every encoder row of each token's sequence: (T, H, D)."""
+        spec = self._specs[index]
+        expected = (plan.n_tokens, spec.n_query_heads, spec.head_dim)
+        if q_THD.shape != expected or q_THD.dtype != self._dtype or q_THD.device.type != self._store.device.type:
+            raise StepError(
+                f"q is {q_THD.dtype} of shape {tuple(q_THD.shape)} on {q_THD.device}; this cross-attention expects {self._dtype} "
+                f"of shape {expected} on {self._store.device}"
+            )
+        keys, values = self._flats[2 * index : 2 * index + 2]
+        return self._kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scoring)
+
+    def begin(self, plan: CrossPlan) -> None:
+        for heads in self._heads:
+            self._kernels.plan_attention(plan.batch, heads, self._dtype, self._store.device, None)
+
+    def can_record(self, plan: CrossPlan) -> bool:
+        return True
+
+    def commit(self, plan: CrossPlan, kept: Int64s) -> None:
+        """Nothing has changed."""
+
+    def abort(self, plan: CrossPlan) -> None:
+        """Nothing has changed."""
+
+    # Sequences
+
+    def plan_drop(self, dropped: Dropped) -> None:
+        """What the encoder said stays, whatever the decoder forgets."""
+
+    def drop(self, plan: None) -> None:
+        """As `plan_drop`."""
+
+    def abandon_drop(self, plan: None) -> None:
+        """As `plan_drop`."""
+
+    def share(self, sources: Int64s, targets: Int64s) -> None:
+        self._table.share(sources, targets)
+
+    def truncate(self, slot: int, to: int) -> None:
+        """What the encoder said stays, whatever the decoder forgets."""
+
+    def reset(self, slot: int) -> None:
+        """As `truncate`."""
+
+    def release(self, slot: int) -> None:
+        self._table.release(slot)
+
+    def horizon(self, slot: int) -> int:
+        return 0
+
+    def horizon_after(self, packed: Packed) -> Int64s:
+        return np.zeros_like(packed.starts)
+
+    def blocks_of(self, slot: int) -> dict[str, Int64s]:
+        return {self.pool.name: self._table[slot]}
+
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        rows = np.arange(len(self._table[slot]) * self.page_tokens)
+        return {self.pool.name: (rows < self._n_rows.get(slot, 0)).reshape(-1, self.page_tokens)}
+
+    def holdings(self, slots: Int64s) -> list[Holding]:
+        n_rows = np.array([self._n_rows.get(slot, 0) for slot in slots.tolist()], np.int64)
+        return [self._table.holding("body", slots, np.zeros_like(n_rows), n_rows)]
+
+    @property
+    def shares(self) -> dict[str, list[int]]:
+        return {self.pool.name: self.layout.split([2] * len(self._specs))}
+
+    def record(self, slot: int) -> Record:
+        return self._table.record(slot)
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
+        self._table.adopt(slot, record, blocks[self.pool.name])
+
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        n_pages, n_rows = len(self._table[slot]), self._n_rows.get(slot, 0)
+        if n_pages != ceil_div(n_rows, self.page_tokens):
+            raise IntegrityError(f"slot {slot} holds {n_rows} encoder rows in {n_pages} pages of {self.page_tokens}")
+
+    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
+        for slot, length in lengths.items():
+            self.check_slot(slot, length, peaks[slot])
+        self._table.check(lengths)

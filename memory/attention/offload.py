@@ -1,0 +1,238 @@
+"""Attention whose keys and values lie on the device or, of chosen sequences, in host memory (after He & Zhai 2024, "FastDecode").
+
+Two attention memories of the same layers, one in each place, of whichever kind. A sequence is in one of them whole, so each does for its
+own sequences what it would do alone; a step with sequences of both is a step of each. Forks stay where their source is: pages are never
+shared between the two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memory.blocks.arrays import Int64s
+from memory.blocks.holdings import Holding, LiveRows, Record
+from memory.blocks.layout import BlockLayout
+from memory.blocks.pool import BlockPool
+from memory.blocks.store import Store
+from memory.interface import Dropped, LayerMemory, Packed, Stretch
+from memory.kernels import Scoring
+from memory.sequences.batch import requests_of
+from memory.specs import AttentionSpec
+
+
+class Attention(LayerMemory[Any], Protocol):
+    """Any kind of memory of attention layers."""
+
+    def attend(self, plan: Any, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
+        """Remember the step's keys and values for attention `index`, and attend: (T, H, D or value_dim)."""
+        ...
+
+
+@dataclass(frozen=True)
+class PartPlan:
+    """What one of the two does in a step.
+
+    Attributes:
+        requests: (s,) its requests; tokens: (t,) packed index of their tokens, None if they are all of the step.
+    """
+
+    memory: Attention
+    store: Store
+    plan: Any
+    requests: Int64s
+    tokens: Tensor | None
+
+
+@dataclass(frozen=True)
+class HostedPlan:
+    packed: Packed
+    parts: list[PartPlan]
+
+
+class HostedAttention:
+    """Two attention memories as one: `memory.interface.LayerMemory`. To the budget's books it is the one on the device.
+
+    Args:
+        near, far: on the device and in host memory, with their stores.
+        specs: the attention specs, in the order that `attend` numbers them.
+    """
+
+    def __init__(
+        self, near: Attention, far: Attention, store: Store, host_store: Store, specs: list[AttentionSpec], dtype: torch.dtype
+    ) -> None:
+        self.near, self.far = near, far
+        self._stores = store, host_store
+        self._specs = specs
+        self._dtype = dtype
+        self._far_slots: set[int] = set()
+
+    @property
+    def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
+        return self.near.pools
+
+    @property
+    def least_bytes(self) -> int:
+        return self.near.least_bytes
+
+    def bytes_for(self, stretch: Stretch) -> Int64s:
+        """Of the budget: what is in host memory takes nothing of it."""
+        return np.where(self._are_far(stretch.slots), 0, self.near.bytes_for(stretch))
+
+    # Where sequences are
+
+    def is_far(self, slot: int) -> bool:
+        return slot in self._far_slots
+
+    def moved(self, slot: int, *, is_far: bool) -> None:
+        """Told when what the slot holds has been moved, or is to begin there."""
+        (self._far_slots.add if is_far else self._far_slots.discard)(slot)
+
+    def _of(self, slot: int) -> Attention:
+        return self.far if slot in self._far_slots else self.near
+
+    def _are_far(self, slots: Int64s) -> NDArray[np.bool_]:
+        return np.fromiter(map(self._far_slots.__contains__, slots.tolist()), np.bool_, len(slots))
+
+    def _divided(self, slots: Int64s) -> Iterator[tuple[Attention, Store, Int64s]]:
+        """Each of the two that has any of these slots, with its store and which they are."""
+        are_far = self._are_far(slots)
+        for memory, store, own in zip((self.near, self.far), self._stores, (~are_far, are_far), strict=True):
+            if own.any():
+                yield memory, store, own.nonzero()[0]
+
+    # Steps
+
+    def plan(self, packed: Packed) -> HostedPlan:
+        parts = list[PartPlan]()
+        try:
+            for memory, store, requests in self._divided(packed.slots):
+                own, tokens = packed, None
+                if len(requests) < len(packed.slots):
+                    own, places = requests_of(packed, requests)
+                    tokens = self._stores[0].upload(places)
+                parts.append(PartPlan(memory, store, memory.plan(own), requests, tokens))
+        except BaseException:
+            for part in parts:
+                part.memory.abort(part.plan)
+            raise
+        return HostedPlan(packed, parts)
+
+    def can_record(self, plan: HostedPlan) -> bool:
+        """Not where the host attends; nor where all are in host memory, whose plan looks like that of as many on the device."""
+        is_told_apart = len(plan.parts) == 2 or plan.parts[0].memory is self.near
+        is_near_by = all(part.store.device.type == self._stores[0].device.type for part in plan.parts)
+        return is_told_apart and is_near_by and all(part.memory.can_record(part.plan) for part in plan.parts)
+
+    def begin(self, plan: HostedPlan) -> None:
+        for part in plan.parts:
+            part.memory.begin(part.plan)
+
+    def attend(self, plan: HostedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
+        """As each of the two. Where the host attends, it waits for its rows; while it is busy with them the device is with the others."""
+        device, spec = self._stores[0].device, self._specs[index]
+        spec.check_rows(len(plan.packed.token_ids), self._dtype, device, q_THD, k_TGD, v_TGD)
+        given = [_given(part, (q_THD, k_TGD, v_TGD), scoring) for part in plan.parts]  # to the host before the device has more to do
+        found = [part.memory.attend(part.plan, index, *own).to(q_THD.device) for part, own in zip(plan.parts, given, strict=True)]
+        if len(found) == 1:
+            return found[0]
+        out_THD = q_THD.new_empty(*q_THD.shape[:2], spec.value_dim or spec.head_dim)
+        for part, own_THD in zip(plan.parts, found, strict=True):
+            out_THD[part.tokens] = own_THD
+        return out_THD
+
+    def commit(self, plan: HostedPlan, kept: Int64s) -> None:
+        for part in plan.parts:
+            part.memory.commit(part.plan, kept[part.requests])
+
+    def abort(self, plan: HostedPlan) -> None:
+        for part in plan.parts:
+            part.memory.abort(part.plan)
+
+    # Dropping tokens
+
+    def plan_drop(self, dropped: Dropped) -> tuple[Attention, Any]:
+        memory = self._of(dropped.slot)
+        return memory, memory.plan_drop(dropped)
+
+    def drop(self, plan: tuple[Attention, Any]) -> None:
+        plan[0].drop(plan[1])
+
+    def abandon_drop(self, plan: tuple[Attention, Any]) -> None:
+        plan[0].abandon_drop(plan[1])
+
+    # Sequences
+
+    def share(self, sources: Int64s, targets: Int64s) -> None:
+        are_far = self._are_far(sources)
+        for memory, _, own in self._divided(sources):
+            memory.share(sources[own], targets[own])
+        # Not before all have taken their share: a target may be the source of another one.
+        for slot, is_far in zip(targets.tolist(), are_far.tolist(), strict=True):
+            (self.near if is_far else self.far).release(slot)
+            self.moved(slot, is_far=is_far)
+
+    def truncate(self, slot: int, to: int) -> None:
+        self._of(slot).truncate(slot, to)
+
+    def reset(self, slot: int) -> None:
+        self._of(slot).reset(slot)
+
+    def release(self, slot: int) -> None:
+        self._of(slot).release(slot)
+        self._far_slots.discard(slot)
+
+    def horizon(self, slot: int) -> int:
+        return self._of(slot).horizon(slot)
+
+    def horizon_after(self, packed: Packed) -> Int64s:
+        horizons = np.zeros_like(packed.starts)
+        for memory, _, requests in self._divided(packed.slots):
+            horizons[requests] = memory.horizon_after(requests_of(packed, requests)[0])
+        return horizons
+
+    def blocks_of(self, slot: int) -> dict[str, Int64s]:
+        return self.near.blocks_of(slot)
+
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        return self.near.live_rows(slot, length)
+
+    def holdings(self, slots: Int64s) -> list[Holding]:
+        return self.near.holdings(slots)
+
+    @property
+    def shares(self) -> dict[str, list[int]]:
+        return self.near.shares
+
+    def record(self, slot: int) -> Record:
+        return self._of(slot).record(slot)
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
+        """What comes back, comes to the device."""
+        self.near.adopt(slot, record, blocks)
+
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        self._of(slot).check_slot(slot, length, peak)
+
+    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
+        for memory, is_far in ((self.near, False), (self.far, True)):
+            of_lengths, of_peaks = ({s: n for s, n in of.items() if self.is_far(s) == is_far} for of in (lengths, peaks))
+            memory.check(of_lengths, of_peaks)
+
+
+def _given(part: PartPlan, rows: tuple[Tensor, Tensor, Tensor | None], scoring: Scoring) -> tuple[Any, ...]:
+    """Queries, keys and values of a part's tokens, and how they are scored, where its kernels are."""
+    own, place = rows if part.tokens is None else tuple(None if x is None else x[part.tokens] for x in rows), part.store.device
+    if place.type == rows[0].device.type:
+        return *own, scoring
+    return *_moved(own, place), Scoring(*_moved(scoring, place))
+
+
+def _moved(values: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    return tuple(value.to(device) if isinstance(value, Tensor) else value for value in values)

@@ -1,0 +1,287 @@
+"""Attention whose old rows are kept in few bits: the body is quantised pages, the tail exact ones.
+
+The tail is an `AttentionCache` that gives pages up as one with a window does. When the `group` oldest of its rows have become older than
+the rollback window they fold: a quantised page takes their place. Groups lie at fixed positions, so forks, reruns and prefixes agree on
+them, and each is quantised once, from exact rows. A step sees the body as it was before the step.
+
+    position 0 ............................. body_at ............... start ......... end
+             quantised pages of `group` rows  |  exact pages, verbatim | rows of the step
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.attention_cache import AttentionCache, AttentionPlan, Read
+from memory.blocks.arrays import EMPTY, Int64s, starts_of
+from memory.blocks.holdings import Holding, LiveRows, Record
+from memory.blocks.layout import BlockLayout
+from memory.blocks.pool import BlockPool
+from memory.blocks.store import Store
+from memory.blocks.table import BlockTable
+from memory.errors import IntegrityError, SpecError
+from memory.interface import Packed, Stretch
+from memory.kernels import FoldedRows, Prepared, Scoring, reference
+from memory.quantization import Shaped, Storage
+from memory.sequences.drop import CannotDrop
+from memory.sequences.folding import FoldPoints
+from memory.sequences.paging import PageGrid
+from memory.specs import AttentionSpec
+
+
+@dataclass(frozen=True)
+class FoldGrid(PageGrid):
+    """A grid of pages that leave `group` rows at a time, when all of these are older than the rollback window."""
+
+    group: int
+
+    @property
+    def leaves(self) -> bool:
+        return True
+
+    def n_groups(self, peaks: Int64s) -> Int64s:
+        """How many have folded of a sequence that has reached `peaks`."""
+        return FoldPoints(self.rollback_window, self.group).count(peaks)
+
+    def first_page(self, peaks: Int64s) -> Int64s:
+        return self.n_groups(peaks) * (self.group // self.page_tokens)
+
+
+@dataclass(frozen=True)
+class QuantizedPlan:
+    """Blocks set aside for a step.
+
+    Attributes:
+        exact: of the pages that are exact while the step runs.
+        n_new: (S,) groups that fold at the end of the step.
+        fresh: their blocks, request after request.
+        targets: element size in bytes -> element offset of each fresh block.
+        blocks, cu_blocks, lengths: the body before the step, as `FoldedRows` has it.
+    """
+
+    packed: Packed
+    exact: AttentionPlan
+    n_new: Int64s
+    fresh: Int64s
+    targets: dict[int, Tensor]
+    blocks: Int64s
+    cu_blocks: Int64s
+    lengths: Int64s
+
+
+class QuantizedAttention(CannotDrop):
+    """Quantised pages and exact tails of all attention layers of one storage: `memory.interface.LayerMemory`.
+
+    Args:
+        specs: the attention specs, in the order that `attend` numbers them; `storage` is that of all of them.
+        page_tokens: of the exact pages; a divisor of `storage.group`.
+    Raises:
+        SpecError: pages do not divide groups, or groups or bits do not suit the heads.
+    """
+
+    def __init__(
+        self, specs: list[AttentionSpec], storage: Storage, dtype: torch.dtype, page_tokens: int, rollback_window: int, store: Store,
+        name: str,
+    ) -> None:  # fmt: skip
+        if storage.group % page_tokens:
+            raise SpecError(
+                f"groups of {storage.group} tokens are no whole number of pages of {page_tokens}; give {storage} another group, or the "
+                "memory page_tokens= that divide it"
+            )
+        self.storage = storage
+        self.grid = FoldGrid(page_tokens, None, rollback_window, storage.group)
+        self.exact = AttentionCache(specs, dtype, self.grid, store, name=f"exact pages of {name}")
+        self._specs, self._store = specs, store
+        for spec in specs:
+            storage.check(spec.head_dim)
+        shapes = [
+            [part for is_key in (True, False) for part in storage.shapes(s.n_kv_heads, storage.group, s.head_dim, by_channel=is_key)]
+            for s in specs
+        ]
+        own_fields = [[*own, *self._bound_fields(spec)] for spec, own in zip(specs, shapes, strict=True)]
+        self.layout = BlockLayout.of([field for own in own_fields for field in own])
+        self.bodies = store.make_pool(f"pages of {name}", self.layout, from_top=False)
+        n_fields = len(own_fields[0])
+        fields = [self.layout.fields[i : i + n_fields] for i in range(0, len(self.layout.fields), n_fields)]
+        self._part_sizes = {field.dtype.itemsize for field in self.layout.fields}
+        self._shapes = [tuple(shape for shape, _ in own) for own in shapes]
+        self._flats: list[tuple[Prepared, ...]] = [() if store.is_dry else tuple(map(store.flat, own)) for own in fields]
+        self._table = BlockTable(self.bodies, "quantised pages")
+        self._open_plans: dict[int, QuantizedPlan] = {}
+
+    def _bound_fields(self, spec: AttentionSpec) -> tuple[Shaped, ...]:
+        """What a block holds beside rows, for kinds that do not read every block."""
+        return ()
+
+    def _bounds(self, k_BGRD: Tensor) -> list[Tensor]:
+        """The same, of blocks with these keys."""
+        return []
+
+    @property
+    def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
+        return [*self.exact.pools, (self.bodies, self.layout)]
+
+    @property
+    def least_bytes(self) -> int:
+        return self.exact.least_bytes
+
+    def bytes_for(self, stretch: Stretch) -> Int64s:
+        before, after = (self.grid.n_groups(peaks) for peaks in (stretch.peaks, np.maximum(stretch.peaks, stretch.ends)))
+        return self.exact.bytes_for(stretch) + np.stack([before, after, after, before]) * self.bodies.block_bytes
+
+    # Steps
+
+    def plan(self, packed: Packed) -> QuantizedPlan:
+        exact, fresh = self.exact.plan(packed), EMPTY
+        try:
+            tables = [self._table[slot] for slot in packed.slots.tolist()]
+            n_blocks = np.array([len(table) for table in tables], np.int64)
+            n_new = self.grid.n_groups(packed.peaks) - n_blocks
+            cu_blocks = starts_of(n_blocks)
+            blocks = self.bodies.addresses[np.concatenate(tables)]
+            fresh = self.bodies.allocate(int(n_new.sum()))
+            self._store.upload(blocks)  # for kernels that want them on the device: they find them there
+            plan = self._plan_reads(
+                QuantizedPlan(packed, exact, n_new, fresh, self._targets(fresh), blocks, cu_blocks, n_blocks * self.storage.group)
+            )
+        except BaseException:
+            self.bodies.release(fresh)
+            self.exact.abort(exact)
+            raise
+        self._open_plans[id(plan)] = plan
+        return plan
+
+    def _targets(self, fresh: Int64s) -> dict[int, Tensor]:
+        if self._store.is_dry or not len(fresh):
+            return {}
+        return {size: self._store.upload(self.bodies.addresses[fresh] // size) for size in self._part_sizes}
+
+    def _plan_reads(self, plan: QuantizedPlan) -> QuantizedPlan:
+        """For kinds that do not read every block: the plan, and what they read."""
+        return plan
+
+    def begin(self, plan: QuantizedPlan) -> None:
+        self.exact.begin(plan.exact, self._reads(plan))
+
+    def _reads(self, plan: QuantizedPlan) -> list[Read]:
+        """What attention will be asked for."""
+        return [(plan.exact.batch, self._folded_rows(plan, 0))]
+
+    def attend(self, plan: QuantizedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
+        """Write the step's keys and values, attend to everything up to each token: (T, H, D). Then fold."""
+        self.exact.write(plan.exact, index, q_THD, k_TGD, v_TGD)
+        out_THD = self._read(plan, index, q_THD, scoring)
+        taken = 0
+        for i in plan.n_new.nonzero()[0].tolist():
+            n_new = int(plan.n_new[i])
+            self._fold(plan, index, i, {size: targets[taken : taken + n_new] for size, targets in plan.targets.items()}, n_new)
+            taken += n_new
+        return out_THD
+
+    def _read(self, plan: QuantizedPlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
+        return self.exact.read(plan.exact, index, q_THD, scoring, self._folded_rows(plan, index))
+
+    def _folded_rows(self, plan: QuantizedPlan, index: int) -> FoldedRows | None:
+        return self._folded(index, plan.blocks, plan.cu_blocks, plan.lengths) if len(plan.blocks) else None
+
+    def _folded(self, index: int, blocks: Int64s | Tensor, cu_blocks: Int64s, lengths: Int64s) -> FoldedRows:
+        shapes = self._shapes[index]
+        flats = self._flats[index][: len(shapes)]
+        return FoldedRows(self.storage, shapes, flats, blocks, cu_blocks, lengths, self._specs[index].head_dim)
+
+    def _fold(self, plan: QuantizedPlan, index: int, request: int, targets: dict[int, Tensor], n_new: int) -> None:
+        """Quantise the oldest exact rows of a request, a group into each block."""
+        n_pages = n_new * self.storage.group // self.grid.page_tokens
+        parts, bounds = list[Tensor](), list[Tensor]()
+        for rows, is_key in zip(self.exact.oldest_rows(plan.exact, index, request, n_pages), (True, False), strict=True):
+            rows_BGRD = rows.view(n_new, -1, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
+            parts += self.storage.encode(rows_BGRD, by_channel=is_key)
+            bounds = self._bounds(rows_BGRD) if is_key else bounds
+        for flat, part in zip(self._flats[index], [*parts, *bounds], strict=True):
+            reference.write_rows_(flat, targets[part.element_size()], part.flatten(1))
+
+    def can_record(self, plan: QuantizedPlan) -> bool:
+        return not plan.n_new.any()
+
+    def commit(self, plan: QuantizedPlan, kept: Int64s) -> None:
+        del self._open_plans[id(plan)]
+        self.exact.commit(plan.exact, kept)
+        ends = plan.n_new.cumsum()
+        for i in plan.n_new.nonzero()[0].tolist():
+            slot, fresh = int(plan.packed.slots[i]), plan.fresh[ends[i] - plan.n_new[i] : ends[i]]
+            if kept[i]:
+                self._table.append(slot, fresh)
+            else:
+                self.bodies.release(fresh)
+
+    def abort(self, plan: QuantizedPlan) -> None:
+        del self._open_plans[id(plan)]
+        self.exact.abort(plan.exact)
+        self.bodies.release(plan.fresh)
+
+    # Dropping tokens
+
+    def why_not(self) -> str:
+        return f"rows that share a scale, in attention of {self.storage.label}, lie at fixed positions"
+
+    # Sequences
+
+    def share(self, sources: Int64s, targets: Int64s) -> None:
+        self.exact.share(sources, targets)
+        self._table.share(sources, targets)
+
+    def truncate(self, slot: int, to: int) -> None:
+        self.exact.truncate(slot, to)
+
+    def reset(self, slot: int) -> None:
+        self.release(slot)
+
+    def release(self, slot: int) -> None:
+        self.exact.release(slot)
+        self._table.release(slot)
+
+    def horizon(self, slot: int) -> int:
+        return len(self._table[slot]) * self.storage.group
+
+    def horizon_after(self, packed: Packed) -> Int64s:
+        return self.grid.n_groups(packed.peaks) * self.storage.group
+
+    def blocks_of(self, slot: int) -> dict[str, Int64s]:
+        return self.exact.blocks_of(slot) | {self.bodies.name: self._table[slot]}
+
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        """Groups fold whole, and nothing that has folded can be taken back."""
+        return self.exact.live_rows(slot, length) | {self.bodies.name: np.ones((len(self._table[slot]), 1), np.bool_)}
+
+    def holdings(self, slots: Int64s) -> list[Holding]:
+        bodies = self._table.holding("body", slots, np.zeros_like(slots))
+        tails = (replace(h, part="tail", fold_tokens=self.storage.group) for h in self.exact.holdings(slots))
+        return [*tails, replace(bodies, ends=bodies.counts * self.storage.group)]
+
+    @property
+    def shares(self) -> dict[str, list[int]]:
+        n_fields = len(self.layout.fields) // len(self._specs)
+        return self.exact.shares | {self.bodies.name: self.layout.split([n_fields] * len(self._specs))}
+
+    def record(self, slot: int) -> Record:
+        return self.exact.record(slot)
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
+        self.exact.adopt(slot, record, blocks)
+        self._table.adopt(slot, {}, blocks[self.bodies.name])
+
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        self.exact.check_slot(slot, length, peak)
+        n_blocks, expected = len(self._table[slot]), int(self.grid.n_groups(np.array(peak)))
+        if n_blocks != expected:
+            raise IntegrityError(f"slot {slot} holds {n_blocks} quantised pages, its furthest position {peak} makes it {expected}")
+
+    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
+        self.exact.check(lengths, peaks)
+        for slot, length in lengths.items():
+            self.check_slot(slot, length, peaks[slot])
+        self._table.check(lengths, (plan.fresh for plan in self._open_plans.values()))

@@ -1,0 +1,147 @@
+"""One budget of bytes for blocks of every kind.
+
+The arena is one address space. Pages are taken from its low end, states and tails from its high end, each at its natural
+size, lowest (highest) free address first; so the split between kinds follows demand, nothing is padded, moved or sized ahead.
+
+The bookkeeping half (`Arena`, `BlockPool`) knows no tensors; `Store` holds the bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence as Seq
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+
+from memory.blocks.layout import ALIGNMENT_BYTES
+from memory.errors import BUDGET_UNIT, IntegrityError, SpecError
+
+_MOST_BYTES = 1 << 62
+"""So that addresses stay within int64."""
+
+
+def read_budget(budget: float | str, option: str = "budget") -> int:
+    """Bytes of a budget given as a number of bytes or as text: "512MiB", "1.5 GB", "80g".
+
+    K, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024, in capitals or not; the B may be left out.
+
+    Args:
+        option: what the caller calls it, for messages.
+    """
+    wanted: float = 0
+    if isinstance(budget, int | float | np.integer | np.floating) and not isinstance(budget, bool):
+        wanted = budget.item() if isinstance(budget, np.generic) else budget
+        if math.isfinite(wanted) and wanted != int(wanted):
+            raise SpecError(f"{option}={budget!r}; give a whole number of bytes, or text such as '2.5GiB'")
+    elif isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", budget, re.ASCII | re.I)):
+        number, prefix, binary = match.groups()
+        wanted = float(number) * (1024 if binary else 1000) ** " kmgt".index((prefix or " ").lower())
+    if 1 <= wanted <= _MOST_BYTES:
+        return int(wanted)
+    most = f" of at most {_MOST_BYTES:,}" if _MOST_BYTES < wanted < math.inf else ""
+    raise SpecError(f"{option}={budget!r}; give a positive number of bytes{most}, or text such as '512MiB' or '1GB'")
+
+
+class Arena:
+    """Which byte ranges of [0, capacity_bytes) are free, coalesced.
+
+    Ranges are found by either end, so that neighbours join at once. For each size and side asked for, a heap says where the first range
+    lies that is long enough; it may also name ranges that are no more, which are passed over when they come up.
+
+    Args:
+        unit: what refusals count: `CapacityError.unit`.
+    """
+
+    def __init__(self, capacity_bytes: int, unit: str = BUDGET_UNIT) -> None:
+        self.unit = unit
+        self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        self.free_bytes = 0
+        self._ends: dict[int, int] = {}  # of free ranges, by their starts
+        self._starts: dict[int, int] = {}  # and the other way round
+        self._heaps: dict[tuple[int, bool], list[int]] = {}  # (size, from_top) -> starts, or negative ends
+        if self.capacity_bytes:
+            self.free(0, self.capacity_bytes)
+
+    @property
+    def used_bytes(self) -> int:
+        return self.capacity_bytes - self.free_bytes
+
+    def allocate(self, n_bytes: int, *, from_top: bool) -> int | None:
+        """Address of `n_bytes` (a multiple of ALIGNMENT_BYTES), or None if no free range is that long. Cost: as `allocate_many`."""
+        return next(iter(self.allocate_many(1, n_bytes, from_top=from_top)), None)
+
+    def allocate_many(self, n: int, n_bytes: int, *, from_top: bool) -> list[int]:
+        """Addresses of `n` blocks of `n_bytes` each, or of as many as fit, each at the first place where it does.
+
+        Cost: O(log free ranges) for each range that they are taken from.
+        """
+        addresses, heap = list[int](), self._heap(n_bytes, from_top)
+        while heap and len(addresses) < n:
+            start, end = self._named(heap[0], from_top)
+            if end - start < n_bytes:
+                heappop(heap)
+                continue
+            taken_bytes = min(n - len(addresses), (end - start) // n_bytes) * n_bytes
+            del self._ends[start], self._starts[end]
+            if from_top:
+                addresses.extend(range(end - n_bytes, end - taken_bytes - 1, -n_bytes))
+                end -= taken_bytes
+            else:
+                addresses.extend(range(start, start + taken_bytes, n_bytes))
+                start += taken_bytes
+            if start < end:
+                self._ends[start], self._starts[end] = end, start
+                self._enlist(-end if from_top else start, 0, end - start, from_top)
+        self.free_bytes -= len(addresses) * n_bytes
+        return addresses
+
+    def free(self, start: int, n_bytes: int) -> None:
+        """Give a range back. Cost: O(log free ranges)."""
+        end = start + n_bytes
+        low, high = self._starts.pop(start, start), self._ends.pop(end, end)
+        self._ends[low], self._starts[high] = high, low
+        self._enlist(low, start - low, high - low, from_top=False)
+        self._enlist(-high, high - end, high - low, from_top=True)
+        self.free_bytes += n_bytes
+
+    def _enlist(self, name: int, bytes_before: int, bytes_now: int, from_top: bool) -> None:
+        """A range of this name has grown: it is long enough for more sizes."""
+        for (n_bytes, side), heap in self._heaps.items():
+            if side == from_top and bytes_before < n_bytes <= bytes_now:
+                heappush(heap, name)
+
+    def _named(self, name: int, from_top: bool) -> tuple[int, int]:
+        """The free range of this name in a heap; an empty one if it is no more."""
+        return (self._starts.get(-name, -name), -name) if from_top else (name, self._ends.get(name, name))
+
+    def _heap(self, n_bytes: int, from_top: bool) -> list[int]:
+        """Names of all free ranges that are long enough, and not many more. Cost: O(1), amortised."""
+        heap = self._heaps.get((n_bytes, from_top))
+        if heap is None or len(heap) > 2 * len(self._ends) + 64:
+            heap = [-end if from_top else start for start, end in self._ends.items() if end - start >= n_bytes]
+            heapify(heap)
+            self._heaps[n_bytes, from_top] = heap
+        return heap
+
+    def check(self, used_ranges: Seq[tuple[int, int]]) -> None:
+        """Raise IntegrityError unless `used_ranges` and the free ranges tile the arena exactly.
+
+        Cost: to sort the ranges, and to look at each of them once for each size of block.
+        """
+        position = 0
+        for start, end in sorted([*used_ranges, *self._ends.items()]):
+            if start != position:
+                raise IntegrityError(f"bytes [{position}, {start}) of the arena are {'lost' if start > position else 'owned twice'}")
+            position = end
+        if position != self.capacity_bytes:
+            raise IntegrityError(f"the arena's ranges end at byte {position}, its capacity is {self.capacity_bytes}")
+        names = {side: {-end if side else start: end - start for start, end in self._ends.items()} for side in (False, True)}
+        named = {key: frozenset(heap) for key, heap in self._heaps.items()}
+        lost = [n for (size, side), own in named.items() for n, length in names[side].items() if length >= size and n not in own]
+        if lost or self._starts != {end: start for start, end in self._ends.items()}:
+            raise IntegrityError(f"the arena's free ranges contradict each other, or cannot be found: {lost}")
+        n_free = sum(end - start for start, end in self._ends.items())
+        if self.free_bytes != n_free:
+            raise IntegrityError(f"the arena counts {self.free_bytes} free bytes, its free ranges hold {n_free}")

@@ -1,0 +1,120 @@
+"""Pools of reference-counted blocks, all of one size, that are carved from the arena."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from memory.blocks.arena import Arena
+from memory.blocks.arrays import Int64s
+from memory.errors import CapacityError, IntegrityError
+
+
+def _runs(block_bytes: int, *addresses: Int64s) -> Iterator[tuple[int, int, list[int]]]:
+    """(first, end, addresses) of blocks [first, end) that lie one behind the other everywhere: what was allocated together mostly does."""
+    if len(addresses[0]) == 1:
+        yield 0, 1, [int(of[0]) for of in addresses]
+        return
+    breaks = [(of[1:] - of[:-1] != block_bytes).nonzero()[0] + 1 for of in addresses]
+    bounds = sorted({0, *np.concatenate(breaks).tolist(), len(addresses[0])})
+    for first, end in itertools.pairwise(bounds):
+        yield first, end, [int(of[first]) for of in addresses]
+
+
+_FEW = 8
+"""Blocks that are counted one by one in less time than together."""
+
+
+class BlockPool:
+    """Reference-counted blocks of one size in an arena. A block is written only while its count is 1.
+
+    Attributes:
+        addresses: (n_ids,) byte address of each block; meaningless for ids not in use.
+        counts: (n_ids,) references to each block, 0 when free.
+    """
+
+    def __init__(self, arena: Arena, name: str, block_bytes: int, *, from_top: bool, on_change: Callable[[int, int], None]) -> None:
+        self.name = name
+        self.block_bytes = block_bytes
+        self.n_used = 0
+        self.addresses = np.zeros(16, np.int64)
+        self.counts = np.zeros(16, np.int64)
+        self._arena = arena
+        self._from_top = from_top
+        self._on_change = on_change
+        self._free_ids = list(range(15, -1, -1))
+
+    @property
+    def used_bytes(self) -> int:
+        return self.n_used * self.block_bytes
+
+    def allocate(self, n: int) -> Int64s:
+        """`n` fresh blocks with one reference each: ids (n,). Raises CapacityError and takes none if they do not fit."""
+        addresses = self._arena.allocate_many(n, self.block_bytes, from_top=self._from_top)
+        if len(addresses) < n:
+            for address in addresses:
+                self._arena.free(address, self.block_bytes)
+            raise CapacityError.of(f"{n} x {self.name} need", n * self.block_bytes, self._arena.free_bytes, self._arena.unit)
+        ids = np.array(self._take_ids(n), np.int64)
+        self.addresses[ids], self.counts[ids] = addresses, 1
+        self.n_used += n
+        for first, end, (start,) in _runs(self.block_bytes, np.sort(self.addresses[ids])):
+            self._on_change(start, (end - first) * self.block_bytes)
+        return ids
+
+    def retain(self, ids: Int64s) -> None:
+        """One more reference to each block; an id may occur several times."""
+        if len(ids) > _FEW:
+            np.add.at(self.counts, ids, 1)
+        else:
+            for block in ids.tolist():
+                self.counts[block] += 1
+
+    def release(self, ids: Int64s) -> None:
+        """One reference less to each block; blocks without any are freed."""
+        if len(ids) > _FEW:
+            np.subtract.at(self.counts, ids, 1)
+            freed: list[int] = np.unique(ids[self.counts[ids] == 0]).tolist()
+        else:
+            freed = []
+            for block in ids.tolist():
+                self.counts[block] -= 1
+                if not self.counts[block]:
+                    freed.append(block)
+        if not freed:
+            return
+        self._free_ids.extend(freed)
+        self.n_used -= len(freed)
+        for first, end, (start,) in _runs(self.block_bytes, np.sort(self.addresses[freed])):
+            self._arena.free(start, (end - first) * self.block_bytes)
+            self._on_change(start, (end - first) * self.block_bytes)
+
+    def used_ranges(self) -> list[tuple[int, int]]:
+        starts = self.addresses[self.counts > 0].tolist()
+        return [(start, start + self.block_bytes) for start in starts]
+
+    def check(self, references: Int64s) -> None:
+        """Raise IntegrityError unless `references`, one id for each reference held anywhere, matches the counts."""
+        if len(references) and not 0 <= references.min() <= references.max() < len(self.counts):
+            raise IntegrityError(f"{self.name} block ids {references.min()} ... {references.max()} are held, {len(self.counts)} exist")
+        expected = np.bincount(references, minlength=len(self.counts))
+        wrong = np.flatnonzero(expected != self.counts)
+        if len(wrong):
+            block = int(wrong[0])
+            raise IntegrityError(f"{self.name} block {block} counts {self.counts[block]} references, {expected[block]} are held")
+        if sorted(self._free_ids) != np.flatnonzero(self.counts == 0).tolist():
+            raise IntegrityError(f"{self.name} blocks are free and in use at once, or neither")
+        if self.n_used != int((self.counts > 0).sum()):
+            raise IntegrityError(f"{self.name} counts {self.n_used} blocks in use, {int((self.counts > 0).sum())} are")
+
+    def _take_ids(self, n: int) -> list[int]:
+        while len(self._free_ids) < n:
+            n_ids = len(self.counts)
+            self.addresses, self.counts = (np.concatenate([column, np.zeros(n_ids, np.int64)]) for column in (self.addresses, self.counts))
+            self._free_ids[:0] = range(2 * n_ids - 1, n_ids - 1, -1)
+        left = len(self._free_ids) - n
+        taken = self._free_ids[left:][::-1]
+        del self._free_ids[left:]
+        return taken

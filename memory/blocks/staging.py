@@ -1,0 +1,233 @@
+"""Host arrays on their way to the device, and numbers on their way back.
+
+What a step's plan says is uploaded in one copy, from pinned memory: the host never waits for the device, which reads an array when all that
+was asked of it before is done. Arrays of a plan do not change, so what was uploaded once is found again.
+
+Plans go to the same place, one after the other. Two plans of arrays of the same shapes therefore lie at the same addresses, which is what
+lets a step be recorded once and replayed for others (`memory.cuda_graphs`).
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from memory.blocks.arrays import Int64s, ceil_div
+from memory.errors import StepError
+
+T = TypeVar("T")
+
+_LEAST_ELEMENTS = 1 << 14
+_WHOLE = 2
+"""Arrays begin at multiples of 16 bytes, which kernels load at once."""
+
+
+def room_for(n: int) -> int:
+    """At least n, and the same for numbers that are not far from each other: at most an eighth more, or 16."""
+    step = max(16, (1 << n.bit_length()) // 16)
+    return ceil_div(n, step) * step
+
+
+class Stage:
+    """Where one step after the other has its plan on a device.
+
+    Attributes:
+        layout: what two steps have in common if all their arrays lie at the same addresses; None if a plan has outgrown the place.
+    """
+
+    def __init__(self, device: torch.device, stages: Stages) -> None:
+        self._device, self._stages = device, weakref.ref(stages)
+        self._place = torch.empty(0, dtype=torch.int64, device=device)
+        self._used = self._n_elements = 0
+        self._is_open = False
+        self._sizes: list[tuple[int, ...]] = []
+        self._found: list[tuple[tuple[int, ...], object]] = []
+
+    @property
+    def layout(self) -> Hashable | None:
+        is_whole = self._n_elements <= len(self._place)
+        return (self, self._place.data_ptr(), *self._sizes) if is_whole else None
+
+    def open(self) -> None:
+        """The plan that lay here has been carried out, or is about to be, by what was asked of the device before."""
+        if self._n_elements > len(self._place) or not len(self._place):
+            self._place = torch.empty(max(_LEAST_ELEMENTS, 2 * self._n_elements), dtype=torch.int64, device=self._device)
+        self._sizes.clear()
+        self._n_elements = 0
+        self._use(self._place)
+        self._is_open = True
+
+    def _use(self, place: Tensor) -> None:
+        self._on_device, self._used = place, 0
+        # torch gives pinned memory to nobody else before copies out of it are done.
+        self._pinned = torch.empty(len(place), dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        self._host = self._pinned.numpy()
+
+    def add(self, array: Int64s, size: int) -> Tensor:
+        """What will be a copy of the array once this is sent; a flat one with room for `size` elements."""
+        end = self._used + size
+        if end > len(self._host):
+            self.send()
+            self._use(torch.empty(max(_LEAST_ELEMENTS, 2 * size), dtype=torch.int64, device=self._device))
+            end = size
+        self._host[self._used : self._used + array.size] = array.ravel()
+        placed = self._on_device[self._used : end]
+        self._sizes.append((size,) if size > array.size else array.shape)
+        self._used = ceil_div(end, _WHOLE) * _WHOLE
+        self._n_elements += size + size % _WHOLE
+        return placed if size > array.size else placed.view(array.shape)
+
+    def send(self) -> None:
+        n = min(self._used, len(self._host))
+        if n:
+            self._on_device[:n].copy_(self._pinned[:n], non_blocking=True)
+
+    def remembered(self, ids: tuple[int, ...], found: object) -> None:
+        """What refers to this plan is forgotten with it."""
+        self._found.append((ids, found))
+
+    def close(self) -> None:
+        """The plan is not needed any more; another one may come. Nothing happens if that is known."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        for ids, found in self._found:
+            if _remembered.get(ids) is found:
+                _remembered.pop(ids, None)  # another thread's collection may have been quicker
+        self._found.clear()
+        if (stages := self._stages()) is not None:
+            stages.idle.append(self)
+
+
+class Stages:
+    """The places of a memory's plans: one for each step that is open at the same time. None on a device that is not apart.
+
+    Attributes:
+        idle: those that no step uses.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.idle: list[Stage] = []
+
+    def take(self) -> Stage | None:
+        if not is_apart(self._device):
+            return None
+        return self.idle.pop() if self.idle else Stage(self._device, self)
+
+
+_PLAYS_DEVICE = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def is_apart(device: torch.device) -> bool:
+    """Whether the device has memory of its own. In Triton's interpreter the host plays such a one."""
+    return device.type == "cuda" or (_PLAYS_DEVICE and device.type == "cpu")
+
+
+_open_stage: ContextVar[Stage | None] = ContextVar("open_stage", default=None)
+_is_recording: ContextVar[bool] = ContextVar("is_recording", default=False)
+
+
+@contextmanager
+def together(stages: Stages) -> Iterator[Stage | None]:
+    """What is uploaded inside goes to one place, in one copy at the end; until then it can be handed on, but not read.
+
+    The place is the caller's to close. If anything is raised inside, it is closed here.
+    """
+    stage = stages.take()
+    if stage is None:
+        yield None
+        return
+    stage.open()
+    token = _open_stage.set(stage)
+    try:
+        yield stage
+        stage.send()
+    except BaseException:
+        stage.close()
+        raise
+    finally:
+        _open_stage.reset(token)
+
+
+@contextmanager
+def forbidden() -> Iterator[None]:
+    """Inside, nothing can be uploaded: a recording would have it read what is there when it is replayed. Raises StepError."""
+    token = _is_recording.set(True)
+    try:
+        yield
+    finally:
+        _is_recording.reset(token)
+
+
+def is_recording() -> bool:
+    """Whether this is inside of `forbidden`."""
+    return _is_recording.get()
+
+
+def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor:
+    """The array, int64, on the device; on the CPU it shares memory with it. The host does not wait.
+
+    Args:
+        room: on the device there may be more behind its end, so that a plan that has grown a little keeps its layout.
+    """
+    if not is_apart(device):
+        return torch.from_numpy(array)
+    index = device.index
+    if device.type == "cuda" and index is None:
+        index = torch.cuda.current_device()  # a memory says "cuda", its tensors "cuda:0"
+    return remember((array,), index, lambda: _upload(array, device, room=room))
+
+
+def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
+    stage = _open_stage.get()
+    if stage is not None:
+        return stage.add(array, room_for(array.size) if room else array.size)
+    if is_recording():
+        raise StepError("a step that is recorded wants to upload what its plan does not hold")
+    copied = torch.from_numpy(array.copy())
+    return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copied
+
+
+_remembered: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], dict[object, Any]]] = {}
+
+
+def remember(anchors: tuple[object, ...], key: object, make: Callable[[], T]) -> T:
+    """What `make` gave for this key, as long as all anchors live, none of which it may refer to."""
+    ids = tuple(map(id, anchors))
+    if ids not in _remembered:
+        _remembered[ids] = ([weakref.ref(anchor, lambda _: _remembered.pop(ids, None)) for anchor in anchors], {})
+        if (stage := _open_stage.get()) is not None:
+            stage.remembered(ids, _remembered[ids])
+    of_anchors = _remembered[ids][1]
+    if key not in of_anchors:
+        of_anchors[key] = make()
+    found: T = of_anchors[key]
+    return found
+
+
+class Download:
+    """Numbers (n,) int64 that the device has perhaps not computed yet, on their way to the host."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self.on_device = numbers
+        is_cuda = numbers.device.type == "cuda"
+        self._on_host = torch.empty(numbers.shape, dtype=torch.int64, pin_memory=is_cuda)
+        self._on_host.copy_(numbers, non_blocking=True)
+        self._arrival = torch.cuda.Event() if is_cuda else None  # type: ignore[no-untyped-call]
+        if self._arrival is not None:
+            self._arrival.record(torch.cuda.current_stream(numbers.device))
+
+    def wait(self) -> Int64s:
+        """The numbers. The host waits for what was asked of the device before they were, and for nothing that came after."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        numbers: Int64s = self._on_host.numpy()
+        return numbers

@@ -1,0 +1,235 @@
+"""Builds the memory that a spec asks for: its layer memories, the bytes that they share, and what coordinates them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+
+from memory.attention.cross import CrossAttentionCache
+from memory.attention.evicting import EvictingAttention
+from memory.attention.group_selection import GroupSelection
+from memory.attention.host_pages import HostPages
+from memory.attention.offload import Attention, HostedAttention
+from memory.attention.page_selection import PageSelection
+from memory.attention.quantized import QuantizedAttention
+from memory.attention_cache import AttentionCache
+from memory.blocks.arena import read_budget
+from memory.blocks.arguments import check_usable, read_device, read_dtype
+from memory.blocks.pinned import HostAttention, host_store
+from memory.blocks.store import Store
+from memory.coordinator import Coordinator
+from memory.errors import SpecError
+from memory.eviction import Budget, EvictionPolicy, Quest
+from memory.kernels import OF_STATES, chosen_kernels
+from memory.layer_memories import LayerMemories, Place, Places
+from memory.quantization import Storage
+from memory.recurrent_state import RecurrentState
+from memory.sequences.folding import Fold, TailRules
+from memory.sequences.paging import PageGrid
+from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
+from memory.state.readers import HeadReader, TailReader
+from memory.state.tails import TailMember, TailTable
+from memory.storage.files import read_path
+from memory.storage.swap import Tiers
+
+
+@dataclass
+class Kinds:
+    """The kinds of memory of a spec.
+
+    Attributes:
+        by_name: all of them, in the order in which they plan.
+        attention: for each attention of the spec the name of its cache, the cache, and its number there.
+    """
+
+    by_name: LayerMemories = field(default_factory=LayerMemories)
+    attention: list[tuple[str, Attention, int]] = field(default_factory=list)
+    cross_attention: CrossAttentionCache | None = None
+    recurrent: RecurrentState[Any] | None = None
+
+
+_Group = tuple[int | None, Budget | None, Storage | None]
+"""A window, a policy and a storage: layers that agree in all share blocks."""
+
+
+def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec, _Group]]:
+    """Each attention and its group, the policies made for their layers."""
+    attention = [m for m in memories if isinstance(m, AttentionSpec)]
+    for memory in attention:
+        if not isinstance(memory.policy, EvictionPolicy | Quest | None):
+            raise SpecError(f"{memory.policy!r} is no EvictionPolicy and no Quest; give an instance of one, such as H2O(1024)")
+        if not isinstance(memory.storage, Storage | None):
+            raise SpecError(f"{memory.storage!r} is no Storage; give an instance of one, such as Quantized(4)")
+        if memory.policy is not None and not _is_hashable(memory.policy):
+            raise SpecError(f"{type(memory.policy).__name__} has a field that cannot be hashed; layers of equal policies share blocks")
+    n_layers = Counter(memory.policy for memory in attention)
+    numbers: Counter[Budget | None] = Counter()
+    for memory in attention:
+        policy = memory.policy
+        own = None if policy is None else policy.of_layer(numbers[policy], n_layers[policy])
+        if policy is not None and not isinstance(own, EvictionPolicy if isinstance(policy, EvictionPolicy) else Quest):
+            raise SpecError(f"{type(policy).__name__}.of_layer gave {own!r}; it must give a policy of its kind, such as itself")
+        yield memory, (memory.window, own, memory.storage)
+        numbers[policy] += 1
+
+
+def _is_hashable(x: object) -> bool:
+    try:
+        hash(x)
+    except TypeError:
+        return False
+    return True
+
+
+def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store) -> Kinds:
+    """One cache for the attention layers of each window, policy and storage; one for cross-attention, one for recurrences."""
+    kinds, flat = Kinds(), [memory for specs in spec.layers for memory in specs]
+    groups: dict[_Group, list[AttentionSpec]] = {}
+    places: list[tuple[_Group, int]] = []
+    for memory, key in _attention_groups(flat):
+        group = groups.setdefault(key, [])
+        places.append((key, len(group)))
+        group.append(memory)
+    caches: dict[_Group, tuple[str, Attention]] = {}
+    for (window, policy, storage), group in sorted(groups.items(), key=lambda item: item[0][0] or 0):
+        cache: Attention
+        if isinstance(policy, EvictionPolicy):
+            name = f"attention {len(caches)}, {policy.label}" + (f" of {storage.label}" if storage else "")
+            cache = EvictingAttention(group, policy, storage, spec.dtype, rules.rollback_window, store, name)
+        elif isinstance(policy, Quest) and storage is not None:
+            name = f"attention {len(caches)}, {policy.label} of {storage.label}"
+            cache = GroupSelection(group, policy, storage, spec.dtype, page_tokens, rules.rollback_window, store, name)
+        elif isinstance(policy, Quest):
+            name = f"attention {len(caches)}, {policy.label}"
+            cache = PageSelection(group, policy, spec.dtype, PageGrid(page_tokens, None, rules.rollback_window), store, name)
+        elif storage is not None:
+            name = f"attention {len(caches)}, {storage.label}"
+            cache = QuantizedAttention(group, storage, spec.dtype, page_tokens, rules.rollback_window, store, name)
+        else:
+            name = "attention" if window is None else f"attention over {window}"
+            cache = AttentionCache(group, spec.dtype, PageGrid(page_tokens, window, rules.rollback_window), store)
+        caches[window, policy, storage], kinds.by_name[name] = (name, cache), cache
+    kinds.attention = [(*caches[key], number) for key, number in places]
+    if cross := [m for m in flat if isinstance(m, CrossAttentionSpec)]:
+        kinds.by_name["cross-attention"] = kinds.cross_attention = CrossAttentionCache(cross, spec.dtype, page_tokens, store)
+    if recurrent := [m for m in flat if isinstance(m, RecurrentSpec)]:
+        table = TailTable([TailMember.of(m, deferred=rules.defers) for m in recurrent], spec.dtype, rules, store)
+        reader = TailReader(recurrent, table) if rules.defers else HeadReader(recurrent, table)
+        kinds.by_name["recurrence"] = kinds.recurrent = RecurrentState[Any](table, reader)
+    for kind in ("attention", "cross-attention", "recurrence"):
+        for i, member in enumerate(spec.of_kind(kind)):
+            kinds.by_name.members.setdefault(kinds.attention[i][0] if kind == "attention" else kind, []).append(member)
+    return kinds
+
+
+def with_host_pages(kinds: Kinds, spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store, host_store: Store) -> HostPages:
+    """Give each attention cache of `kinds` a twin in the host's store. Raises SpecError: no attention, or no room there for a sequence."""
+    attention = replace(spec, layers=tuple(tuple(m for m in layer if isinstance(m, AttentionSpec)) for layer in spec.layers))
+    host_kinds = make_kinds(attention, page_tokens, rules, host_store)
+    if not host_kinds.attention:
+        raise SpecError(f"{spec.model} has no attention whose pages could be in host memory; leave host_pages out")
+    if (needed := host_kinds.by_name.least_bytes) > (given := host_store.arena.capacity_bytes):
+        raise SpecError(f"host_pages={given:,} bytes are too few for one sequence of {spec.model}; give {needed:,} or more")
+    hosted, near = dict[str, HostedAttention](), LayerMemories()
+    for (name, cache, _), (_, twin, _) in zip(kinds.attention, host_kinds.attention, strict=True):
+        specs = [member for _, member in host_kinds.by_name.members[name] if isinstance(member, AttentionSpec)]
+        hosted[name], near[name] = HostedAttention(cache, twin, store, host_store, specs, spec.dtype), cache
+    kinds.by_name.update(hosted)
+    kinds.attention = [(name, hosted[name], number) for name, _, number in kinds.attention]
+    return HostPages(store, host_store, near, host_kinds.by_name, hosted)
+
+
+def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fold:
+    """What suits the device. On CUDA states are left behind where a step then reads less of rings than writing the states would move."""
+    if device_type == "cpu":
+        return "keep"
+    recurrent = [m for _, m in spec.of_kind("recurrence") if isinstance(m, RecurrentSpec)]
+    if device_type != "cuda" or not recurrent or not all(m.can_defer for m in recurrent):
+        return "replay"
+    states = [state for m in recurrent for state in m.states if state.ring]  # windows of convolutions are read from rows, as many as ever
+    state_bytes = sum(_bytes([(state.shape, state.dtype)], spec.dtype) for state in states)
+    token_bytes = sum(_bytes(state.ring or (), spec.dtype) for state in states)
+    mean_tokens = rollback_window + TailRules.of("defer", rollback_window).fold_tokens / 2
+    return "defer" if token_bytes * mean_tokens <= state_bytes else "replay"
+
+
+def _bytes(parts: Iterable[tuple[tuple[int, ...], torch.dtype | None]], dtype: torch.dtype) -> int:
+    return sum(math.prod(shape) * (own or dtype).itemsize for shape, own in parts)
+
+
+def resolved_spec(
+    spec: MemorySpec, device: str | torch.device | None, dtype: str | torch.dtype | None, state_dtype: str | torch.dtype | None
+) -> MemorySpec:
+    """The spec with the device and the dtypes that its memory was asked to have. Raises SpecError."""
+    if not isinstance(spec, MemorySpec):
+        raise SpecError(f"{spec!r} is no MemorySpec; pass model.memory_spec")
+    place = spec.device if device is None else read_device("device", device)
+    check_usable("device", place)
+    of_rows = spec.dtype if dtype is None else read_dtype("dtype", dtype)
+    return replace(spec.with_state_dtype(state_dtype), device=place, dtype=of_rows)
+
+
+def check_choices(fold: object, host_attention: object, host_pages: object) -> None:
+    """Raise SpecError unless these options are known and fit each other."""
+    if fold not in (None, *get_args(Fold)):
+        raise SpecError(f"fold={fold!r}; choose 'keep', 'replay', 'defer', or None for what suits the device")
+    if host_attention not in get_args(HostAttention) or (host_attention == "compute" and host_pages is None):
+        raise SpecError(f"host_attention={host_attention!r}; choose 'stream' or 'compute', and say how many bytes with host_pages=")
+
+
+def kernels_of(spec: MemorySpec, fold: Fold, rollback_window: int) -> dict[str, str]:
+    """See `HybridMemory.kernels`."""
+    recurrent = [memory for _, memory in spec.of_kind("recurrence") if isinstance(memory, RecurrentSpec)]
+    states = (state.dtype or spec.dtype for memory in recurrent for state in memory.states)
+    of_states = chosen_kernels(spec.device, spec.dtype, *states, behind_tails=fold == "defer" and rollback_window > 0)
+    return chosen_kernels(spec.device, spec.dtype) | {name: of_states[name] for name in OF_STATES}
+
+
+def build(
+    spec: MemorySpec,
+    budget: float | str,
+    *,
+    page_tokens: int,
+    rules: TailRules,
+    host_pages: float | str | None,
+    host_attention: HostAttention,
+    host_budget: float | str | None,
+    swap_dir: str | Path | None,
+    poison: bool,
+) -> Coordinator:
+    """Make every layer memory of a spec in one store. Arguments and errors as `HybridMemory`."""
+    budget_bytes = read_budget(budget)
+    swapped = Tiers(
+        None if host_budget is None else read_budget(host_budget, "host_budget"),
+        None if swap_dir is None else Path(read_path("swap_dir", swap_dir, "a folder")),
+    )
+    store = Store(budget_bytes, spec.device, poison=poison)
+    kinds = make_kinds(spec, page_tokens, rules, store)
+    if (needed := kinds.by_name.least_bytes) > budget_bytes:
+        raise SpecError(f"a budget of {budget_bytes:,} bytes is too small for one sequence of {spec.model}; give it {needed:,} or more")
+    pages_on_host = None
+    if host_pages is not None:
+        pinned = host_store(read_budget(host_pages, "host_pages"), spec.device, host_attention, poison=poison)
+        pages_on_host = with_host_pages(kinds, spec, page_tokens, rules, store, pinned)
+    return Coordinator(spec, kinds.by_name, _places(spec, kinds), store, swapped, pages_on_host)
+
+
+def _places(spec: MemorySpec, kinds: Kinds) -> Places:
+    places: Places = {}
+    for kind in ("attention", "cross-attention", "recurrence"):
+        for i, (layer, memory) in enumerate(spec.of_kind(kind)):
+            if kind == "attention":
+                name, cache, number = kinds.attention[i]
+                place = Place(name, cache, number, i)
+            else:
+                place = Place(kind, kinds.by_name[kind], i, i)
+            places[layer, kind, memory.name] = place
+            if sum(spec.kind_of(m) == kind for m in spec.layers[layer]) == 1:
+                places[layer, kind, None] = place
+    return places

@@ -1,0 +1,110 @@
+"""How many sequences of some length a budget holds: one is fed to a dry memory, which counts as the real one does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from memory.blocks.arguments import read_count
+from memory.blocks.layout import ALIGNMENT_BYTES
+from memory.errors import SpecError
+from memory.eviction import EvictionPolicy
+from memory.hybrid import HybridMemory
+from memory.interface import Encoded
+from memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec
+
+_ROOM_BYTES = 1 << 61
+"""Of the dry memory: more than any sequence takes."""
+
+
+@dataclass(frozen=True)
+class SequencePlan:
+    """What a sequence takes that grows to `n_tokens`.
+
+    Attributes:
+        most_bytes: that it holds between two steps, at any length up to `n_tokens`.
+        most_at: a length at which it holds them.
+        by_kind, block_bytes: at that length, as `Usage` has them; by_kind's values sum to `most_bytes`.
+        step_bytes: that the steps of a prompt of `n_tokens` take on top of `most_bytes`, until blocks that they replace are given back.
+        least_bytes: a memory of this kind is not made with less.
+    """
+
+    n_tokens: int
+    page_tokens: int
+    most_bytes: int
+    most_at: int
+    by_kind: dict[str, int]
+    block_bytes: dict[str, int]
+    step_bytes: int
+    least_bytes: int
+
+    def fit_into(self, budget_bytes: int) -> int:
+        """How many such sequences a budget holds at once, between steps; one more is refused. 0 if not even one can be fed."""
+        usable = budget_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
+        return usable // self.most_bytes if usable >= max(self.most_bytes + self.step_bytes, self.least_bytes) else 0
+
+
+def plan_sequence(
+    spec: MemorySpec, n_tokens: int, *, page_tokens: int = 16, step_tokens: int = 512, encoder_tokens: int = 0, **options: Any
+) -> SequencePlan:
+    """Measure a sequence of up to `n_tokens` in a memory of `spec`, without tensors, to the byte.
+
+    What a sequence holds follows from its length, not from the steps that led there, so all but its last tokens are fed at once. It may
+    hold more a little before its end than at it: old rows fold in groups, and a state that stands where the body moves next serves twice.
+
+    Args:
+        step_tokens: of a prompt's steps: `max_tokens` of `HybridMemory.run`.
+        encoder_tokens: rows that the encoder of an encoder-decoder model says of each sequence's input.
+        options: of `HybridMemory`: rollback_window, fold, dtype, state_dtype. The books are those of the spec's device.
+    Raises:
+        SpecError: an option that cannot work, as `HybridMemory`.
+    Cost: O(n_tokens); for a million, in pages of 16, 0.7 s.
+    """
+    if not isinstance(spec, MemorySpec):
+        raise SpecError(f"{spec!r} is no MemorySpec; pass model.memory_spec")
+    n_tokens, step_tokens = read_count("n_tokens", n_tokens, 1), read_count("step_tokens", step_tokens, 1)
+    encoder_tokens = read_count("encoder_tokens", encoder_tokens, 0)
+
+    def feed(ends: Iterable[int]) -> Iterator[tuple[HybridMemory, int, int]]:
+        """A sequence in a memory of its own, fed up to each of `ends`: the memory, the length, and the most bytes used in the last step."""
+        memory = HybridMemory(spec, _ROOM_BYTES, device="meta", page_tokens=page_tokens, **options)
+        sequence = memory.open(encoder=_encoded(spec, encoder_tokens))
+        for end in ends:
+            with memory.step({sequence: np.zeros(end - sequence.length, np.int64)}):
+                in_step_bytes = memory.counters.used_bytes
+            yield memory, end, in_step_bytes
+
+    n_single = min(n_tokens, _lengths_that_differ(spec, page_tokens))
+    most_bytes = most_at = 0
+    for memory, length, _ in feed(range(max(1, n_tokens - n_single), n_tokens + 1)):
+        if memory.counters.used_bytes > most_bytes:
+            most_bytes, most_at, usage = memory.counters.used_bytes, length, memory.usage()
+    n_stepped = 2 * max(memory.rollback_window, n_single) + 2 * step_tokens
+    first = max(0, n_tokens - n_stepped) // step_tokens * step_tokens  # `HybridMemory.run` cuts prompts there
+    ends = [*([first] if first else []), *range(first + step_tokens, n_tokens, step_tokens), n_tokens]
+    peak_bytes = max(in_step_bytes for _, length, in_step_bytes in feed(ends) if length > first)
+    step_bytes = max(0, peak_bytes - most_bytes)
+    least_bytes = memory.counters.least_bytes
+    return SequencePlan(n_tokens, page_tokens, most_bytes, most_at, usage.by_kind, usage.block_bytes, step_bytes, least_bytes)
+
+
+def _lengths_that_differ(spec: MemorySpec, page_tokens: int) -> int:
+    """How many lengths to look at to see a sequence at its largest: rows go in groups, and states exchange roles at single lengths."""
+    attention = [m for layer in spec.layers for m in layer if isinstance(m, AttentionSpec)]
+    groups = [m.storage.group for m in attention if m.storage is not None]
+    every = [m.policy.every for m in attention if isinstance(m.policy, EvictionPolicy)]
+    return max(page_tokens, *groups, *every, 1) + 1
+
+
+def _encoded(spec: MemorySpec, n_rows: int) -> Encoded | None:
+    """What an encoder would say, if the model has one."""
+    cross = [m for _, m in spec.of_kind("cross-attention") if isinstance(m, CrossAttentionSpec)]
+    if bool(cross) != bool(n_rows):
+        why = "decodes what an encoder said; say how many rows that are" if cross else "has no encoder; leave encoder_tokens out"
+        raise SpecError(f"encoder_tokens={n_rows}: {spec.model} {why}")
+    rows = [torch.empty(n_rows, m.n_kv_heads, m.head_dim, dtype=spec.dtype, device="meta") for m in cross]
+    return [(r, r) for r in rows] if cross else None

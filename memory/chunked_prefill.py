@@ -1,0 +1,127 @@
+"""Running requests of any size in steps of bounded size, all or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.blocks.arguments import is_integer
+from memory.errors import BUDGET_UNIT, BatchError, CapacityError, StepError
+from memory.interface import Requests, Sequence
+from memory.sequences.batch import count_tokens, read_pairs, read_tokens
+from memory.sequences.interrupts import uninterrupted, uninterrupted_call
+from memory.specs import MemorySpec
+from memory.step import Outputs, Step
+from memory.views.counters import Counters
+
+Model = Callable[[Step], Tensor]
+Chunk = list[tuple[int, int, int]]
+"""(request, start, end) of its tokens."""
+
+
+class Steppable(Protocol):
+    """What running needs of a memory."""
+
+    spec: MemorySpec
+    counters: Counters
+
+    def step(self, requests: Requests, *, outputs: Outputs = "last") -> Step: ...
+    def checkpoint(self, sequence: Sequence) -> Sequence: ...
+    def rollback(self, sequence: Sequence, to: int | Sequence) -> None: ...
+    def close(self, sequence: Sequence) -> None: ...
+
+
+def run_in_chunks(
+    memory: Steppable, model: Model | None, requests: Requests, *, max_tokens: int, outputs: Outputs, held: uninterrupted_call
+) -> Tensor | None:
+    """See `HybridMemory.run`. Of several steps, a checkpoint of each sequence is held meanwhile; it is what a failure returns to.
+
+    Args:
+        held: entered before the last commit. From then on a Ctrl-C waits, for as long as the caller keeps this.
+    """
+    if not is_integer(max_tokens, 1):
+        raise BatchError(f"max_tokens={max_tokens!r}; a step needs at least 1 token")
+    if model is None and memory.spec.device.type != "meta":
+        raise StepError("model=None runs only on a memory with device='meta'; pass the model")
+    if model is not None and not callable(model):
+        raise StepError(f"{model!r} is no model; call memory.run(model, requests), with a model from load_model")
+    sequences, values = read_pairs(requests)
+    memory.counters.require_room(sequences, count_tokens(values), max_tokens)  # their number is enough: a million tokens take long to read
+    tokens = read_tokens(sequences, values, memory.spec.vocab_size)
+    tokens.arrive(sequences, memory.spec.vocab_size)
+    memory.step([(sequence, 0) for sequence in sequences], outputs=outputs)  # refuses what no chunk could do; nothing is entered
+    marks: dict[Sequence, Sequence] = {}
+    rows: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}
+    first, *later = split_requests(tokens.counts.tolist(), max_tokens)
+    last = later[-1] if later else first
+    is_in_model = False
+
+    def feed(chunk: Chunk, stack: ExitStack) -> None:
+        nonlocal is_in_model
+        with memory.step([(sequences[i], tokens[i][start:end]) for i, start, end in chunk], outputs=outputs) as step:
+            is_in_model = True
+            parts = None if model is None else step.split(model(step))
+            if chunk is last:
+                stack.enter_context(held)
+        is_in_model = False
+        for (i, _, end), part in zip(chunk, parts or [None] * len(chunk), strict=True):
+            if part is not None and (outputs == "all" or end == len(tokens[i])):
+                rows[sequences[i]].append(part)
+
+    try:
+        try:
+            if later:  # a step alone is all or nothing by itself
+                with uninterrupted():
+                    for sequence in sequences:
+                        marks[sequence] = memory.checkpoint(sequence)
+            with ExitStack() as stack:
+                for chunk in (first, *later):
+                    feed(chunk, stack)
+                outcome = None if model is None else torch.cat([part for sequence in sequences for part in rows[sequence]])
+                if marks:
+                    held.deliver()
+                for sequence in [*marks]:
+                    memory.close(marks.pop(sequence))
+                return outcome
+        finally:
+            _return_to(memory, marks)
+    except CapacityError as error:
+        if error.unit == BUDGET_UNIT and not is_in_model:  # it speaks of a chunk
+            raise memory.counters.lack_of_room(np.array([s.slot for s in sequences]), tokens.counts, max_tokens) from None
+        raise
+    finally:
+        _return_to(memory, marks)  # a Ctrl-C may have come in the way of the first
+
+
+def _return_to(memory: Steppable, marks: dict[Sequence, Sequence]) -> None:
+    """Bring sequences back to where their marks stand, if any are left."""
+    with uninterrupted():
+        while marks:
+            sequence, mark = marks.popitem()
+            try:
+                if not sequence.closed:  # by the model: it is not this run's to bring back
+                    memory.rollback(sequence, to=mark)
+            finally:
+                memory.close(mark)
+
+
+def split_requests(counts: list[int], max_tokens: int) -> list[Chunk]:
+    """Chunks (request, start, end) for each step, short requests first, `max_tokens` a step until all are done."""
+    steps: list[Chunk] = [[]]
+    left = max_tokens
+    for i in sorted(range(len(counts)), key=counts.__getitem__):
+        start = 0
+        while start < counts[i]:
+            if left == 0:
+                steps.append([])
+                left = max_tokens
+            end = min(counts[i], start + left)
+            steps[-1].append((i, start, end))
+            left -= end - start
+            start = end
+    return steps

@@ -1,0 +1,394 @@
+"""One memory out of many: the layer memories of a model, the ledger of its sequences, and the bytes that they share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+from weakref import ReferenceType, ref
+
+import numpy as np
+from torch import Tensor
+
+from memory.blocks.arrays import Int64s
+from memory.blocks.staging import together
+from memory.blocks.store import Store
+from memory.errors import BUDGET_UNIT, BatchError, CapacityError, FormatError, SequenceError, SpecError
+from memory.interface import Dropped, Encoded, OpenStep, Packed, Plans, Sequence
+from memory.layer_memories import LayerMemories, PagesOnHost, Places, Snapshot, SwappedOut
+from memory.sequences.batch import TokenLists, pack
+from memory.sequences.interrupts import uninterrupted, uninterrupted_call
+from memory.sequences.ledger import Ledger
+from memory.sequences.lifetime import Lifetime
+from memory.sequences.reach import nearest_position, out_of_reach, position_before
+from memory.sequences.room import Room
+from memory.specs import MemorySpec
+from memory.views.usage import Inventory, sequence_html
+
+
+class EnteredStep(Protocol):
+    """What is asked of a step that is entered: `memory.step.Step`."""
+
+    sequences: list[Sequence]
+    tokens: TokenLists
+
+    @property
+    def block(self) -> ReferenceType[Any]: ...
+    def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None: ...
+
+
+def _abort_abandoned_of(coordinator: Coordinator) -> Callable[[], bool]:
+    """Its `abort_abandoned`, without keeping it alive."""
+    owner = ref(coordinator)
+
+    def abort_abandoned() -> bool:
+        return (found := owner()) is not None and found.abort_abandoned()
+
+    return abort_abandoned
+
+
+class Coordinator(Lifetime):
+    """Keeps all layer memories of one model in step, for `HybridMemory`, its steps and its sequences.
+
+    A step is plan -> begin -> commit or abort, in all layer memories or in none. Each sequence has one length, in the ledger.
+
+    Args:
+        places: where each layer's attention or recurrence is served.
+        swapped: where sequences wait that were swapped out. host_pages: of the attention among `layers`, in host memory.
+    """
+
+    parts = ("layers", "places", "store", "ledger", "swapped", "host_pages", "room", "open_steps")
+
+    def __init__(
+        self, spec: MemorySpec, layers: LayerMemories, places: Places, store: Store, swapped: SwappedOut, host_pages: PagesOnHost | None
+    ) -> None:
+        super().__init__()
+        self.spec = spec
+        self.layers = layers
+        self.places = places
+        self.store = store
+        self.swapped = swapped
+        self.host_pages = host_pages
+        self.ledger = Ledger(self)
+        self.open_steps: dict[OpenStep, None] = {}
+        self.room = Room(store.arena, layers, self.ledger, _abort_abandoned_of(self))
+
+    # Steps
+
+    def begin(self, step: EnteredStep) -> None:
+        """Set blocks aside for a step and tell it. Raises CapacityError or SequenceError with nothing changed."""
+        ledger = self.ledger
+        slots = ledger.check_all_usable(step.sequences)
+        packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
+        with uninterrupted(), together(self.store.stages) as stage:
+            plans = self.room.make(lambda: self._plan(packed))
+            opened = OpenStep(packed, plans, stage, step.block)
+            self.open_steps[opened] = None
+            ledger.occupy(slots)
+            step.hold(opened, self.store.upload)
+            ledger.reserve(packed)  # last: a step that is refused leaves no larger buffers behind
+
+    def _plan(self, packed: Packed) -> Plans:
+        try:
+            return self.layers.begin(packed, self.store.arena.free_bytes)
+        except CapacityError as error:
+            if error.unit == BUDGET_UNIT:  # layer memories that did not come to plan want room as well
+                raise self.room.lack(packed.slots, packed.counts, len(packed.token_ids), least_bytes=error.needed) from None
+            raise
+
+    def commit(self, opened: OpenStep, kept: Int64s) -> None:
+        """Move the sequences of a step on by the first kept[i] (S,) of their new tokens."""
+        with uninterrupted():
+            try:
+                self.layers.commit(opened.plans, kept)
+                self.ledger.append(opened.packed, kept)
+            finally:
+                self._settle(opened)
+
+    def abort(self, opened: OpenStep) -> None:
+        """Leave the sequences of a step as they were."""
+        if self.why_ended:  # in a forked child: the step is the parent's
+            return
+        with uninterrupted():
+            try:
+                self.layers.abort(opened.plans)
+            finally:
+                self._settle(opened)
+
+    def _settle(self, opened: OpenStep) -> None:
+        """What was set aside for a step has been committed or given back. Let nothing interrupt it."""
+        del self.open_steps[opened]
+        opened.is_settled = True
+        self.ledger.vacate(opened.packed.slots)
+        if opened.stage is not None:
+            opened.stage.close()
+
+    def abort_abandoned(self) -> bool:
+        """Abort steps whose block has been left without their `__exit__`: an interrupt came before it; whether there was any."""
+        abandoned = [opened for opened in self.open_steps if opened.block() is None]
+        for opened in abandoned:
+            self.abort(opened)
+        return bool(abandoned)
+
+    # Handles of sequences
+
+    def length_of(self, sequence: Sequence) -> int:
+        return int(self.ledger.lengths[sequence.slot])
+
+    def tokens_of(self, sequence: Sequence) -> Int64s:
+        return self.ledger.tokens(sequence.slot)
+
+    def horizon_of(self, sequence: Sequence) -> int:
+        swapped = self.ledger.horizon_away(sequence.slot)
+        return self.layers.horizon(sequence.slot) if swapped is None else swapped
+
+    def is_whole(self, sequence: Sequence) -> bool:
+        return not self.ledger.seams(sequence.slot)
+
+    def is_away(self, sequence: Sequence) -> bool:
+        return bool(self.ledger.is_away[sequence.slot])
+
+    def is_on_host(self, sequence: Sequence) -> bool:
+        return self.host_pages is not None and self.host_pages.has(sequence.slot)
+
+    def html_of(self, sequence: Sequence) -> str:
+        return sequence_html(self.inventory(sequence), self.ledger.checkpoints(sequence), self.host_inventory(sequence))
+
+    # The whole
+
+    def close(self) -> None:
+        """See `HybridMemory.close`."""
+        if self.why_ended:
+            return
+        handles = list(self.ledger.handles.values())
+        for handle in handles:
+            if self.ledger.is_busy[handle.slot]:
+                raise SequenceError(f"{handle!r} is in an open step; leave the step before its memory is closed")
+        with uninterrupted():
+            for handle in handles:
+                handle.closed = True
+            self.store.give_back()
+            self.end("this memory is closed; make another one")
+
+    # One sequence
+
+    def open(self, encoder: Encoded | None) -> Sequence:
+        """See `HybridMemory.open`."""
+        cross_attention: Any = self.layers.get("cross-attention")
+        if (encoder is None) != (cross_attention is None):
+            raise BatchError(
+                f"{self.spec.model} has no encoder; open its sequences without encoder="
+                if cross_attention is None
+                else f"{self.spec.model} decodes what its encoder said; give open(encoder=model.encode(...)[i])"
+            )
+        if cross_attention is None or encoder is None:
+            return self.ledger.open()
+        with uninterrupted_call() as held:
+            sequence = self.ledger.open()
+            try:
+                self.room.make(lambda: cross_attention.write(sequence.slot, encoder))
+                held.deliver()
+            except BaseException:
+                self.withdraw(sequence)
+                raise
+            return sequence
+
+    def close_one(self, sequence: Sequence) -> None:
+        """See `HybridMemory.close`."""
+        self.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
+        with uninterrupted():
+            self.layers.release(sequence.slot)
+            self.ledger.close(sequence)
+            self.swapped.drop(sequence.slot)  # last: a file system may refuse
+
+    def copy(self, sequence: Sequence, held: uninterrupted_call, *, is_checkpoint: bool) -> Sequence:
+        """A new sequence or checkpoint that stands where this one does and shares its blocks. Raises SequenceError."""
+        self.ledger.check_usable(sequence, to_advance=False)
+        copy = self.ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint)
+        try:
+            self.share([sequence], [copy])
+            held.deliver()
+        except BaseException:
+            self.withdraw(copy)
+            raise
+        return copy
+
+    def withdraw(self, sequence: Sequence) -> None:
+        """Close a new sequence that has not become what it should, or that a Ctrl-C has come for."""
+        self.layers.release(sequence.slot)
+        self.ledger.close(sequence)
+
+    def share(self, sources: list[Sequence], targets: list[Sequence]) -> None:
+        """All at once: each target goes on as its source was. Let nothing interrupt it."""
+        self.layers.share(np.array([s.slot for s in sources]), np.array([s.slot for s in targets]))
+        self.ledger.copy(sources, targets, self.layers.horizon)
+
+    def reorder(self, moves: Mapping[Sequence, Sequence]) -> None:
+        """See `HybridMemory.reorder`."""
+        if not isinstance(moves, Mapping):
+            raise BatchError(f"{moves!r} is no reordering; give {{target: source}}")
+        for target, source in moves.items():
+            self.ledger.check_usable(target)
+            self.ledger.check_usable(source, to_advance=False)
+        if moves:
+            with uninterrupted():
+                self.share(list(moves.values()), list(moves))
+
+    # Going back
+
+    def rollback(self, sequence: Sequence, to: int | Sequence | None, n_tokens: int | None) -> None:
+        """See `HybridMemory.rollback`."""
+        ledger, layers = self.ledger, self.layers
+        ledger.check_usable(sequence)
+        if n_tokens is not None:
+            to = position_before(sequence, self.length_of(sequence), n_tokens, to, self.horizon_of(sequence))
+        if isinstance(to, Sequence):
+            ledger.check_mark(sequence, to)
+            with uninterrupted():
+                self.share([to], [sequence])
+            return
+        reached, source = self.nearest(sequence, to)
+        assert to is not None, "which is no position"
+        if reached != to:
+            raise out_of_reach(sequence, to, reached, self.length_of(sequence), self.horizon_of(sequence))
+        with uninterrupted():
+            if source is None:
+                layers.reset(sequence.slot)
+                ledger.reset(sequence.slot)
+                return
+            if source is not sequence:
+                self.share([source], [sequence])
+            layers.truncate(sequence.slot, reached)
+            ledger.truncate(sequence.slot, reached)
+
+    def can_rollback(self, sequence: Sequence, to: int | Sequence) -> bool:
+        """See `HybridMemory.can_rollback`."""
+        self.ledger.check_usable(sequence)
+        if not isinstance(to, Sequence):
+            return self.nearest(sequence, to)[0] == to
+        try:
+            self.ledger.check_mark(sequence, to)
+        except SequenceError:
+            return False
+        return True
+
+    def resume_point(self, sequence: Sequence, to: int) -> int:
+        """See `HybridMemory.resume_point`."""
+        self.ledger.check_usable(sequence)
+        return self.nearest(sequence, to)[0]
+
+    def nearest(self, sequence: Sequence, to: object) -> tuple[int, Sequence | None]:
+        """The nearest reachable position <= to, and whose blocks hold it: the sequence's own, a checkpoint's, nobody's (0)."""
+        return nearest_position(self.ledger, sequence, to, self.horizon_of(sequence))
+
+    def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool) -> None:
+        """See `HybridMemory.drop`."""
+        ledger, slot = self.ledger, sequence.slot
+        ledger.check_usable(sequence)
+        length, peak = int(ledger.lengths[slot]), int(ledger.peaks[slot])
+        dropped = Dropped.of(slot, start, end, length, peak, approximate=approximate)
+        if dropped.n_tokens and dropped.end == length and self.can_rollback(sequence, dropped.start):
+            self.rollback(sequence, dropped.start, None)
+        elif dropped.n_tokens:
+            with uninterrupted():
+                self.room.make(lambda: self.layers.drop(dropped, self.store.arena.free_bytes))
+                ledger.drop(dropped, dropped.start + (not self.layers.has_states))
+
+    # Out of the budget and back
+
+    def snapshot(self, slot: int) -> Snapshot:
+        """A copy of everything that a slot holds, wherever it is."""
+        if self.ledger.is_away[slot]:
+            return self.swapped.get(slot)
+        length = int(self.ledger.lengths[slot])
+        snapshot = self.layers.snapshot(slot, length, self.store)
+        if self.host_pages is not None:
+            snapshot.blocks.update(self.host_pages.snapshot(slot, length).blocks)
+        return snapshot
+
+    def restore(self, slot: int, snapshot: Snapshot) -> None:
+        """An empty slot becomes what the snapshot was taken of. Raises CapacityError."""
+        self.room.make(lambda: self.layers.restore(slot, snapshot, self.store))
+
+    def swap_out(self, sequence: Sequence) -> None:
+        """See `HybridMemory.swap_out`."""
+        self.ledger.check_usable(sequence, to_advance=False)
+        slot = sequence.slot
+        with uninterrupted():
+            snapshot = self.snapshot(slot)
+            self.swapped.put(slot, snapshot)
+            self.ledger.send_away(slot, self.layers.horizon(slot), snapshot.n_bytes)
+            self.layers.release(slot)
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """See `HybridMemory.swap_in`."""
+        self.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
+        slot = sequence.slot
+        if not self.ledger.is_away[slot]:
+            raise SequenceError(f"{sequence!r} is not swapped out; it can be used as it is")
+        with uninterrupted():
+            self.restore(slot, self.swapped.get(slot))
+            self.swapped.drop(slot)
+            self.swapped.n_back += 1
+            self.ledger.bring_back(slot)
+
+    def move(self, sequence: Sequence, *, to_host: bool) -> None:
+        """See `HybridMemory.to_host` and `to_device`."""
+        self.ledger.check_usable(sequence, to_advance=False)
+        if (pages := self.host_pages) is None:
+            raise SpecError('this memory has no place for pages in host memory; make it with host_pages="8GiB", say')
+        with uninterrupted():
+            self.room.make(lambda: pages.move(sequence.slot, to_host=to_host))
+
+    def export(self, sequence: Sequence) -> tuple[Snapshot, dict[str, Any]]:
+        """What a file says of a sequence. Raises SequenceError."""
+        self.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
+        return self.snapshot(sequence.slot), self.ledger.record(sequence.slot)
+
+    def adopt(self, snapshot: Snapshot, record: dict[str, Any], path: str, held: uninterrupted_call) -> Sequence:
+        """A new sequence as a file says. Raises FormatError, CapacityError."""
+        sequence = self.ledger.open()
+        try:
+            self.restore(sequence.slot, snapshot)
+            self.ledger.restore(sequence.slot, record, self.spec.vocab_size)
+            self.check_slot(sequence.slot)
+            held.deliver()
+        except BaseException as error:
+            self.withdraw(sequence)
+            if isinstance(error, CapacityError) or not isinstance(error, Exception):
+                raise
+            # Its checksum is right, so it was written like this: by another program, or to do harm.
+            raise FormatError(f"{path} contradicts itself ({error}); save the sequence again") from error
+        return sequence
+
+    # Looking inside
+
+    def inventory(self, *sequences: Sequence) -> Inventory:
+        """See `Counters.inventory`."""
+        chosen = list(sequences or self.ledger.handles.values())
+        slots = np.array([s.slot for s in chosen], np.int64)
+        away_bytes = np.array([self.ledger.bytes_away(slot) for slot in slots.tolist()], np.int64)
+        return Inventory.of(self.store.arena, chosen, self.ledger.lengths[slots], away_bytes, self.layers, slots)
+
+    def host_inventory(self, *sequences: Sequence) -> Inventory | None:
+        """See `Counters.host_inventory`."""
+        if self.host_pages is None:
+            return None
+        chosen = [s for s in sequences or self.ledger.handles.values() if s.is_on_host]
+        slots = np.array([s.slot for s in chosen], np.int64)
+        inventory: Inventory = self.host_pages.inventory(chosen, self.ledger.lengths[slots], slots)
+        return inventory
+
+    def check_slot(self, slot: int) -> None:
+        """Compare what the books say of one slot. Raises IntegrityError."""
+        self.ledger.check_slot(slot)
+        self.layers.check_slot(slot, int(self.ledger.lengths[slot]), int(self.ledger.peaks[slot]))
+
+    def check(self) -> None:
+        """See `HybridMemory.check`."""
+        self.abort_abandoned()
+        self.ledger.check()
+        slots = [slot for slot in self.ledger.handles if not self.ledger.is_away[slot]]
+        lengths, peaks = ({slot: int(column[slot]) for slot in slots} for column in (self.ledger.lengths, self.ledger.peaks))
+        self.layers.check(lengths, peaks, self.store)
+        if self.host_pages is not None:
+            self.host_pages.check(slots)

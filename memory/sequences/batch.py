@@ -1,0 +1,212 @@
+"""Packing: requests of any lengths become one flat axis, and rows find their way back into the caller's order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Set, Sized
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from memory.blocks.arguments import is_integer
+from memory.blocks.arrays import Int64s, ranges, starts_of
+from memory.blocks.staging import Download, is_apart
+from memory.errors import BatchError
+from memory.interface import Packed, Requests, Sequence, Tokens
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
+
+
+@dataclass(frozen=True)
+class TokenLists:
+    """Token ids of several requests, one after the other in `flat` (T,); request i has counts[i].
+
+    Those that are `late` are on the device alone: zeros stand for them until `arrive`.
+    """
+
+    flat: Int64s
+    counts: Int64s
+    late: Download | None = None
+
+    @staticmethod
+    def of(lists: list[Int64s]) -> TokenLists:
+        return TokenLists(np.concatenate(lists), np.fromiter(map(len, lists), np.int64, len(lists)))
+
+    @staticmethod
+    def on_their_way(parts: list[Tensor]) -> TokenLists:
+        """Of tensors of integers on the device, (n,) or () each."""
+        late = Download(torch.cat([part.reshape(-1) for part in parts]).to(torch.int64))
+        return TokenLists(np.zeros(len(late.on_device), np.int64), np.array([part.numel() for part in parts], np.int64), late)
+
+    def arrive(self, sequences: list[Sequence], vocab_size: int) -> None:
+        """Late tokens take their places. Raises BatchError if one is outside the vocabulary."""
+        if self.late is not None:
+            self.flat[:] = self.late.wait()
+            for sequence, ids in zip(sequences, self, strict=True):
+                _require_in_vocabulary(ids, sequence, vocab_size)
+
+    @cached_property
+    def ends(self) -> Int64s:
+        return np.cumsum(self.counts)
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    def __iter__(self) -> Iterator[Int64s]:
+        return map(self.__getitem__, range(len(self.counts)))
+
+    def __getitem__(self, i: int) -> Int64s:
+        return self.flat[self.ends[i] - self.counts[i] : self.ends[i]]
+
+
+def read_pairs(requests: Requests) -> tuple[list[Sequence], list[Tokens]]:
+    """Sequences and, unread, what each is to be fed. Raises BatchError: no requests, something that is none, or a sequence twice."""
+    if not isinstance(requests, Iterable):
+        raise BatchError(f"{requests!r} are no requests; give {{sequence: tokens}} or (sequence, tokens) pairs")
+    if isinstance(requests, dict) and set(map(type, requests)) == {Sequence}:
+        return list(requests), list(requests.values())
+    return _read_pairs(requests.items() if isinstance(requests, Mapping) else requests)
+
+
+def count_tokens(values: list[Any]) -> Int64s:
+    """(S,) how many each is, by its length alone: whether they are tokens is not looked at."""
+    counts = [
+        x.numel() if isinstance(x, Tensor) else x.size if isinstance(x, np.ndarray) else len(x) if isinstance(x, Sized) else 1
+        for x in values
+    ]
+    return np.maximum(np.array(counts, np.int64), 1)
+
+
+def read_tokens(sequences: list[Sequence], values: list[Any], vocab_size: int) -> TokenLists:
+    """Token ids of each request.
+
+    Raises BatchError, naming the request and the value: no tokens, or tokens that are not integers with 0 <= id < vocab_size.
+    """
+    if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:  # a decode step: all tokens at once
+        return TokenLists(np.array(values, np.int64), np.ones(len(values), np.int64))
+    if set(map(type, values)) == {list} and all(values):  # as an engine has them: lists, most of one token
+        flat = list(chain.from_iterable(values))
+        if set(map(type, flat)) == {int} and 0 <= min(flat) <= max(flat) < vocab_size:
+            return TokenLists(np.array(flat, np.int64), np.fromiter(map(len, values), np.int64, len(values)))
+    if _are_late(values):
+        return TokenLists.on_their_way(values)
+    return TokenLists.of([_read_tokens(*pair, vocab_size) for pair in zip(sequences, values, strict=True)])
+
+
+def _are_late(values: list[Tokens]) -> TypeGuard[list[Tensor]]:
+    """Whether all tokens are where the host would have to wait for them. Others, and wrong ones, are read at once."""
+    return all(
+        isinstance(x, Tensor) and is_apart(x.device) and x.dtype in _INTEGERS and x.dim() <= 1 and x.numel() for x in values
+    )  # fmt: skip
+
+
+def _read_pairs(requests: Iterable[tuple[Sequence, Tokens]]) -> tuple[list[Sequence], list[Tokens]]:
+    pairs = list(requests)
+    if not pairs:
+        raise BatchError("the step has no requests; give at least one sequence its tokens")
+    for pair in pairs:
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], Sequence)):
+            raise BatchError(f"{pair!r} is no request; give {{sequence: tokens}} or (sequence, tokens) pairs")
+    sequences = [sequence for sequence, _ in pairs]
+    if len(set(sequences)) != len(sequences):
+        twice = next(s for s in sequences if sequences.count(s) > 1)
+        raise BatchError(f"{twice!r} occurs in more than one request; join its tokens into one")
+    return sequences, [tokens for _, tokens in pairs]
+
+
+def _read_tokens(sequence: Sequence, tokens: Tokens, vocab_size: int) -> Int64s:
+    if isinstance(tokens, Tensor):
+        if tokens.device.type == "meta":
+            raise BatchError(f"the tokens of {sequence!r} are a meta tensor and have no values; give real token ids")
+        if tokens.dtype.is_floating_point or tokens.dtype.is_complex:
+            raise _not_integers(sequence, tokens, vocab_size)  # numpy has no bfloat16, so this cannot wait
+        tokens = tokens.detach().cpu().numpy()
+    try:
+        ids = np.asarray(tokens)
+    except ValueError as error:
+        raise BatchError(f"tokens of {sequence!r} are ragged: {tokens!r}; give a flat list of token ids") from error
+    if ids.size == 0:
+        raise BatchError(f"the request of {sequence!r} has no tokens; leave it out of the step")
+    if ids.ndim > 1:
+        raise BatchError(f"tokens of {sequence!r} have shape {ids.shape}; give one axis, one request a sequence")
+    if ids.dtype.kind not in "iu":
+        raise _not_integers(sequence, tokens, vocab_size)
+    ids = ids.reshape(-1)
+    _require_in_vocabulary(ids, sequence, vocab_size)
+    return ids.astype(np.int64)
+
+
+def _require_in_vocabulary(ids: NDArray[np.integer[Any]], sequence: Sequence, vocab_size: int) -> None:
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        bad = ids[(ids < 0) | (ids >= vocab_size)][0]
+        raise BatchError(f"token {bad} of {sequence!r} is outside the vocabulary: 0 <= id < {vocab_size}")
+
+
+def _not_integers(sequence: Sequence, tokens: Tokens, vocab_size: int) -> BatchError:
+    return BatchError(f"tokens of {sequence!r} are {tokens!r}: {why_no_ids(tokens, vocab_size)}")
+
+
+def why_no_ids(tokens: object, vocab_size: int) -> str:
+    """Why something is no list of token ids, and what to give instead."""
+    if isinstance(tokens, Mapping) and "input_ids" in tokens:
+        return "what a tokenizer returns has the ids as its ['input_ids']; give those"
+    if isinstance(tokens, Set):
+        return "a set has no order; give a list of token ids"
+    parts = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens if isinstance(tokens, list | tuple) else [tokens]
+    for part in parts if isinstance(parts, list | tuple) else [parts]:
+        if isinstance(part, str | bytes):
+            return "that is text; encode it with the model's tokenizer first"
+        if is_integer(part) and not 0 <= part < vocab_size:
+            return f"{part} is outside the vocabulary: 0 <= id < {vocab_size}"
+    return "not integers; give integer token ids"
+
+
+def pack(tokens: TokenLists, slots: Int64s, starts: Int64s, peaks: Int64s) -> Packed:
+    """Pack requests for a step: short ones first, equal lengths together, otherwise as the caller gave them.
+
+    Args:
+        tokens: of each request, in the caller's order, like `slots`, `starts` (lengths so far) and `peaks` (furthest
+            positions so far), int64 (S,).
+    """
+    n = len(slots)
+    if len(tokens.flat) == n:  # one token each: the general case below, with nothing to put in order
+        return Packed(slots, starts, np.arange(n + 1), np.maximum(peaks, starts + 1), tokens.flat, starts, np.arange(n))
+    order = np.argsort(tokens.counts, kind="stable")
+    place = np.empty_like(order)
+    place[order] = np.arange(n)
+    starts, counts, from_ends = starts[order], tokens.counts[order], tokens.ends[order]
+    ends = starts + counts
+    return Packed(
+        slots=slots[order],
+        starts=starts,
+        cu_seqlens=starts_of(counts),
+        peaks=np.maximum(peaks[order], ends),
+        token_ids=tokens.flat[ranges(from_ends - counts, from_ends)],
+        positions=ranges(starts, ends),
+        place=place,
+    )
+
+
+def requests_of(packed: Packed, chosen: Int64s) -> tuple[Packed, Int64s]:
+    """A step of these requests (s,) alone, ascending, and the packed index (t,) of their tokens."""
+    tokens = ranges(packed.cu_seqlens[:-1][chosen], packed.cu_seqlens[1:][chosen])
+    return Packed(
+        slots=packed.slots[chosen],
+        starts=packed.starts[chosen],
+        cu_seqlens=starts_of(packed.counts[chosen]),
+        peaks=packed.peaks[chosen],
+        token_ids=packed.token_ids[tokens],
+        positions=packed.positions[tokens],
+        place=np.arange(len(chosen)),
+    ), tokens
+
+
+def output_rows(packed: Packed, outputs: str) -> Int64s:
+    """Packed row of each output, in the caller's order: the last token of each request, or all tokens."""
+    starts, ends = packed.cu_seqlens[:-1][packed.place], packed.cu_seqlens[1:][packed.place]
+    return ends - 1 if outputs == "last" else ranges(starts, ends)

@@ -1,0 +1,49 @@
+"""Dropping tokens from the middle of a sequence, in all layer memories or in none."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+from memory.errors import BUDGET_UNIT, CapacityError, DropError
+from memory.interface import Dropped, DropsTokens
+
+
+class CannotDrop(ABC):
+    """`DropsTokens` of a kind whose old rows cannot move: it refuses, so there is never a plan."""
+
+    @abstractmethod
+    def why_not(self) -> str:
+        """Who cannot, and why."""
+
+    def plan_drop(self, dropped: Dropped) -> NoReturn:
+        raise DropError(
+            f"tokens [{dropped.start}, {dropped.end}) cannot be dropped: {self.why_not()}; roll back to {dropped.start} and feed the rest "
+            "again",
+            start=dropped.start, end=dropped.end,
+        )  # fmt: skip
+
+    def drop(self, plan: NoReturn) -> None:
+        raise AssertionError("there is no plan")
+
+    def abandon_drop(self, plan: NoReturn) -> None:
+        raise AssertionError("there is no plan")
+
+
+def drop_from_all(kinds: Iterable[DropsTokens], dropped: Dropped, free_bytes: int) -> None:
+    """From all kinds of memory, or from none."""
+    plans: list[tuple[DropsTokens, Any]] = []
+    try:
+        for kind in kinds:
+            plans.append((kind, kind.plan_drop(dropped)))
+    except BaseException as error:
+        for kind, plan in plans:
+            kind.abandon_drop(plan)
+        # What it missed came on top of what other kinds had taken already.
+        if isinstance(error, CapacityError) and error.unit == BUDGET_UNIT:
+            needed = error.needed + free_bytes - error.free
+            raise CapacityError.of("the rows behind the dropped tokens are copied and need at least", needed, free_bytes) from None
+        raise
+    for kind, plan in plans:
+        kind.drop(plan)

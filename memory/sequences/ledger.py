@@ -1,0 +1,385 @@
+"""The one record of each sequence: its length, the furthest position it reached, and its tokens."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from memory.blocks.arrays import EMPTY, Int64s
+from memory.errors import IntegrityError, SequenceError
+from memory.interface import Dropped, Packed, Sequence, SequenceOwner
+from memory.sequences.interrupts import uninterrupted
+from memory.sequences.token_buffer import Checkpoint, TokenBuffer, common_prefix, is_roomy
+
+
+class Ledger:
+    """Slots and what is true of the sequence in each. Slots are reused, ids are not.
+
+    Attributes:
+        lengths, peaks: (n_slots,) tokens held, and the furthest position ever reached.
+        is_busy: (n_slots,) whether a step is open on the sequence.
+        is_away: (n_slots,) whether what it remembers has been swapped out.
+        handles: slot -> handle, open ones only.
+    """
+
+    def __init__(self, owner: SequenceOwner) -> None:
+        self.lengths = np.zeros(16, np.int64)
+        self.peaks = np.zeros(16, np.int64)
+        self.is_busy = np.zeros(16, np.bool_)
+        self.is_away = np.zeros(16, np.bool_)
+        self.handles: dict[int, Sequence] = {}
+        self._owner = weakref.ref(owner)
+        self._buffers: dict[int, TokenBuffer] = {}  # slot -> its tokens and those of its forks; of sequences that ever had any
+        self._writable = np.zeros(16, np.int64)  # up to where a slot may write into its buffer; 0: to be found out
+        self._reserved: dict[int, Int64s] = {}  # slot -> larger arrays for the tokens of open steps
+        self._is_mark = np.zeros(16, np.bool_)
+        self._free_slots = list(range(15, -1, -1))
+        self._n_opened = 0
+        self._families: dict[int, dict[TokenBuffer, None]] = {}  # lineage -> the buffers with checkpoints
+        self._seams: dict[int, tuple[tuple[int, int], ...]] = {}  # slot -> (the first position that a drop has changed, which drop)
+        self._n_drops = 0
+        self._away: dict[int, tuple[int, int]] = {}  # slot -> its horizon and its bytes, of those swapped out
+        self._found_usable: tuple[list[Sequence], Int64s] = [], EMPTY
+
+    def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
+        """An empty sequence in a free slot; `lineage` is shared by a sequence and everything forked from it."""
+        if not self._free_slots:
+            self._grow()
+        # The handle is written down last, so that an interrupt before leaves nothing behind.
+        slot, id = self._free_slots[-1], self._n_opened
+        handle = Sequence(self._owner, id, slot, id if lineage is None else lineage, is_checkpoint=is_checkpoint)
+        self._n_opened += 1
+        self._is_mark[slot] = is_checkpoint
+        self.handles[slot] = handle
+        del self._free_slots[-1]
+        return handle
+
+    def _grow(self) -> None:
+        with uninterrupted():
+            n = len(self.lengths)
+            self.lengths, self.peaks, self._writable = (
+                np.concatenate([a, np.zeros(n, np.int64)]) for a in (self.lengths, self.peaks, self._writable)
+            )
+            self.is_busy, self.is_away, self._is_mark = (
+                np.concatenate([a, np.zeros(n, np.bool_)]) for a in (self.is_busy, self.is_away, self._is_mark)
+            )
+            self._free_slots = list(range(2 * n - 1, n - 1, -1))
+
+    def close(self, sequence: Sequence) -> None:
+        sequence.closed = True
+        self._found_usable = [], EMPTY
+        del self.handles[sequence.slot]
+        self._leave_buffer(sequence)
+        self.lengths[sequence.slot] = self.peaks[sequence.slot] = 0
+        self.bring_back(sequence.slot)
+        self._seams.pop(sequence.slot, None)
+        self._free_slots.append(sequence.slot)
+
+    def tokens(self, slot: int) -> Int64s:
+        """(length,): a view, valid until the sequence changes."""
+        return self._buffers[slot].ids[: self.lengths[slot]] if slot in self._buffers else EMPTY
+
+    def reserve(self, packed: Packed) -> None:
+        """Make room for a step's tokens, until `vacate`, so that `append` has nothing left that could fail."""
+        for i in (packed.ends > self._writable[packed.slots]).nonzero()[0].tolist():
+            slot, start, end = int(packed.slots[i]), int(packed.starts[i]), int(packed.ends[i])
+            buffer = self._buffers.get(slot)
+            if buffer is not None and buffer.writer is None and self._reach(buffer, but=slot) <= start:
+                buffer.writer = slot
+            if buffer is not None and buffer.writer == slot and end <= len(buffer.ids):
+                self._writable[slot] = len(buffer.ids)
+                continue
+            ids = np.empty(end + max(start, 16), np.int64)
+            ids[:start] = self.tokens(slot)
+            self._reserved[slot] = ids
+
+    def _reach(self, buffer: TokenBuffer, *, but: int | None = None) -> int:
+        """How many tokens the longest holder of a buffer has, one live slot left out."""
+        return max([buffer.checkpoint_tokens, *(int(self.lengths[slot]) for slot in buffer.live if slot != but)])
+
+    def _place(self, slot: int, ids: Int64s) -> None:
+        """The slot's tokens stand in `ids` from now on; others who hold them too go with it only if it is their writer."""
+        buffer = self._buffers.get(slot)
+        if buffer is not None and buffer.writer == slot:
+            buffer.ids = ids
+        else:
+            self._leave_buffer(self.handles[slot])
+            self._buffers[slot] = TokenBuffer(ids, slot)
+        self._writable[slot] = len(ids)
+
+    def _leave_buffer(self, sequence: Sequence) -> None:
+        """The slot holds no tokens any more. What nobody else holds is freed."""
+        buffer = self._buffers.pop(sequence.slot, None)
+        self._writable[sequence.slot] = 0
+        if buffer is None:
+            return
+        if sequence.is_checkpoint:
+            buffer.remove_checkpoint(int(self.lengths[sequence.slot]), sequence.id)
+            if not buffer.checkpoints:
+                family = self._families[sequence.lineage]
+                del family[buffer]
+                if not family:
+                    del self._families[sequence.lineage]
+        self._release(buffer, sequence.slot)
+
+    def _release(self, buffer: TokenBuffer, slot: int) -> None:
+        buffer.live.discard(slot)
+        if buffer.writer == slot:
+            buffer.writer = None
+        self._trim(buffer)
+
+    def _go_back_to(self, slot: int, length: int) -> None:
+        """The slot may hold fewer tokens of its buffer than others do: before it appends, that is to be found out."""
+        buffer = self._buffers.get(slot)
+        self._writable[slot] = 0
+        if buffer is not None and buffer.writer == slot:
+            buffer.writer = None
+            self._trim(buffer, length)
+
+    def _trim(self, buffer: TokenBuffer, at_least: int = 0) -> None:
+        """Give memory back if all holders, of whom one has so many tokens, need far less."""
+        if buffer.writer is None and is_roomy(buffer.ids, at_least) and is_roomy(buffer.ids, n_tokens := self._reach(buffer)):
+            buffer.ids = buffer.ids[:n_tokens].copy()
+
+    def append(self, packed: Packed, kept: Int64s) -> None:
+        """Move the sequences of a step on by kept[i] tokens each. Fed tokens count as reached, kept or not."""
+        moved = kept.nonzero()[0]
+        slots, starts, begins, n_tokens = packed.slots[moved], packed.starts[moved], packed.cu_seqlens[moved], kept[moved]
+        self.lengths[slots] = starts + n_tokens
+        self.peaks[slots] = packed.peaks[moved]
+        for slot in self._reserved.keys() & slots.tolist() if self._reserved else ():
+            self._place(slot, self._reserved.pop(slot))
+        buffers = self._buffers
+        if packed.is_decode:
+            for slot, start, token in zip(slots.tolist(), starts.tolist(), packed.token_ids[moved].tolist(), strict=True):
+                buffers[slot].ids[start] = token
+            return
+        for slot, start, begin, n in zip(slots.tolist(), starts.tolist(), begins.tolist(), n_tokens.tolist(), strict=True):
+            buffers[slot].ids[start : start + n] = packed.token_ids[begin : begin + n]
+
+    def occupy(self, slots: Int64s) -> None:
+        """A step is open on these, until `vacate`."""
+        self.is_busy[slots] = True
+        self._found_usable = [], EMPTY
+
+    def vacate(self, slots: Int64s) -> None:
+        self.is_busy[slots] = False
+        for slot in self._reserved.keys() & slots.tolist() if self._reserved else ():
+            del self._reserved[slot]
+
+    def truncate(self, slot: int, to: int) -> None:
+        self.lengths[slot] = to
+        self._go_back_to(slot, to)
+        if slot in self._seams:
+            self._seams[slot] = tuple(seam for seam in self._seams[slot] if seam[0] <= to)
+
+    def reset(self, slot: int) -> None:
+        """Position 0, as if nothing had ever been fed."""
+        self._leave_buffer(self.handles[slot])
+        self.lengths[slot] = self.peaks[slot] = 0
+        self._seams.pop(slot, None)
+
+    def drop(self, dropped: Dropped, changed_from: int) -> None:
+        """Tokens leave from the middle; at positions from `changed_from` on the memory is no longer what feeding the tokens would give."""
+        slot, tokens = dropped.slot, self.tokens(dropped.slot)
+        left = np.concatenate([tokens[: dropped.start], tokens[dropped.end :]])
+        self._leave_buffer(self.handles[slot])
+        self._place(slot, left)
+        self.lengths[slot] -= dropped.n_tokens
+        self.peaks[slot] -= dropped.n_tokens
+        self._n_drops += 1
+        before = tuple(seam for seam in self._seams.get(slot, ()) if seam[0] < changed_from)
+        self._seams[slot] = (*before, (changed_from, self._n_drops))
+
+    def seams(self, slot: int) -> list[int]:
+        """Positions from which on the memory is not what feeding the tokens would give, because others were dropped before."""
+        return [position for position, _ in self._seams.get(slot, ())]
+
+    def record(self, slot: int) -> dict[str, Any]:
+        """What `restore` needs: tokens (length,), and the rest as JSON can say it."""
+        return {"tokens": self.tokens(slot), "peak": int(self.peaks[slot]), "seams": self.seams(slot)}
+
+    def restore(self, slot: int, record: dict[str, Any], vocab_size: int) -> None:
+        """An empty record becomes that of another sequence, perhaps of another process. Raises ValueError, KeyError or TypeError."""
+        tokens, peak, seams = np.asarray(record["tokens"], np.int64).ravel(), int(record["peak"]), [int(x) for x in record["seams"]]
+        if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
+            raise ValueError(f"token ids {tokens.min()} ... {tokens.max()} are not in a vocabulary of {vocab_size}")
+        self._place(slot, tokens.copy())
+        self.lengths[slot], self.peaks[slot] = len(tokens), peak
+        if seams:
+            self._seams[slot] = tuple((position, self._n_drops + i) for i, position in enumerate(seams, 1))
+            self._n_drops += len(seams)
+
+    def send_away(self, slot: int, horizon: int, n_bytes: int) -> None:
+        """What the slot remembers has been swapped out, with this horizon, until `bring_back`."""
+        self._away[slot] = horizon, n_bytes
+        self.is_away[slot] = True
+        self._found_usable = [], EMPTY
+
+    def bring_back(self, slot: int) -> None:
+        self._away.pop(slot, None)
+        self.is_away[slot] = False
+
+    def horizon_away(self, slot: int) -> int | None:
+        """The horizon that a sequence will have when it is back; None of one that is here."""
+        return self._away[slot][0] if slot in self._away else None
+
+    def bytes_away(self, slot: int) -> int:
+        """That wait outside of the budget."""
+        return self._away[slot][1] if slot in self._away else 0
+
+    def copy(self, sources: list[Sequence], targets: list[Sequence], horizon_of: Callable[[int], int]) -> None:
+        """All at once: each target's record becomes a copy of its source's; tokens are shared.
+
+        Args:
+            horizon_of: slot -> horizon, of a target that already remembers what its source does.
+        """
+        before = [(target, self._buffers.get(target.slot)) for target in targets]
+        records = [
+            (int(self.lengths[s.slot]), self.peaks[s.slot], self._buffers.get(s.slot), s.lineage, self._seams.get(s.slot)) for s in sources
+        ]
+        for (target, own), (length, peak, buffer, lineage, seams) in zip(before, records, strict=True):
+            slot = target.slot
+            self.lengths[slot], self.peaks[slot] = length, peak
+            target.lineage = lineage
+            self._seams.pop(slot, None)
+            if seams:
+                self._seams[slot] = seams
+            if buffer is None:
+                self._buffers.pop(slot, None)
+            else:
+                self._buffers[slot] = buffer
+            if buffer is not None and target.is_checkpoint:
+                buffer.add_checkpoint(Checkpoint(length, target.id, horizon_of(slot), target))
+                self._families.setdefault(lineage, {})[buffer] = None
+            elif buffer is not None and buffer is not own:
+                buffer.live.add(slot)
+        # Who has left is forgotten when all have come, or tokens that are still wanted could go.
+        for (target, own), source in zip(before, sources, strict=True):
+            if target is not source and own is self._buffers.get(target.slot):
+                self._go_back_to(target.slot, int(self.lengths[target.slot]))
+            elif target is not source and own is not None:
+                self._writable[target.slot] = 0
+                self._release(own, target.slot)
+
+    def checkpoints(self, sequence: Sequence) -> list[Sequence]:
+        """Open checkpoints of the sequence's family that are not swapped out, in the order in which they were taken."""
+        return [
+            handle for handle in self.handles.values()
+            if handle.is_checkpoint and handle.lineage == sequence.lineage and not self.is_away[handle.slot]
+        ]  # fmt: skip
+
+    def nearest_checkpoint(self, sequence: Sequence, to: int) -> tuple[int, Sequence | None]:
+        """The furthest position <= `to` <= length that a checkpoint of the family can be taken back to, and that checkpoint; or 0, None.
+
+        Its tokens must be the sequence's own up to there, remembered as in the sequence or as if fed anew.
+        Cost: O(log checkpoints) for each buffer that they are in, and O(to) for those in which the sequence's own tokens go on for longer
+        than in the buffers before.
+        """
+        tokens, own, family = self.tokens(sequence.slot)[:to], self._buffers.get(sequence.slot), self._families.get(sequence.lineage, {})
+        best: tuple[int, Sequence | None] = (0, None)
+        for buffer in sorted(family, key=lambda buffer: buffer is not own):
+            limit = min(to, buffer.checkpoint_tokens)
+            if limit <= best[0] or buffer.ids[best[0]] != tokens[best[0]]:
+                continue  # which one token tells of most buffers
+            if buffer is not own:
+                limit = common_prefix(tokens, buffer.ids[:limit])
+            # What has been dropped from the longest checkpoint was dropped from the others, too, if they are long enough.
+            foreign = {*self._seams.get(buffer.checkpoints[-1].handle.slot, ())} - {*self._seams.get(sequence.slot, ())}
+            found = buffer.nearest(min([limit, *(position - 1 for position, _ in foreign)]), self.is_away)
+            best = found if found[0] > best[0] else best
+        return best
+
+    def check_usable(self, sequence: Sequence, *, to_advance: bool = True, may_be_away: bool = False) -> None:
+        """Raise SequenceError unless the handle is open, of this memory, not in an open step, here and, `to_advance`, no checkpoint."""
+        self.check_open(sequence)
+        if self.is_busy[sequence.slot] and (owner := self._owner()) is not None:
+            owner.abort_abandoned()
+        if self.is_busy[sequence.slot]:
+            raise SequenceError(f"{sequence!r} is in an open step; leave the step first")
+        if self.is_away[sequence.slot] and not may_be_away:
+            raise SequenceError(f"{sequence!r} is swapped out; bring it back with memory.swap_in(sequence) first")
+        if to_advance and sequence.is_checkpoint:
+            raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
+
+    def check_open(self, sequence: Sequence) -> None:
+        """Raise SequenceError unless the handle is open, and of this memory."""
+        if not isinstance(sequence, Sequence):
+            raise SequenceError(f"{sequence!r} is no sequence; use a handle from memory.open(), fork() or checkpoint()")
+        if sequence.closed:
+            raise SequenceError(f"sequence {sequence.id} is closed; open or fork another one")
+        if self.handles.get(sequence.slot) is not sequence:
+            raise SequenceError(f"{sequence!r} belongs to another memory; use handles with the memory that made them")
+
+    def check_mark(self, sequence: Sequence, mark: Sequence) -> None:
+        """Raise SequenceError unless the mark is an open checkpoint of the sequence's family."""
+        self.check_usable(mark, to_advance=False)
+        if not mark.is_checkpoint:
+            raise SequenceError(f"{mark!r} is no checkpoint; to continue as another live sequence does, use reorder or fork")
+        if mark.lineage != sequence.lineage:
+            raise SequenceError(f"{mark!r} was not taken from {sequence!r} or its family; fork the checkpoint instead")
+
+    def check_all_usable(self, sequences: list[Sequence]) -> Int64s:
+        """As `check_usable` to advance, for every one; their slots (S,).
+
+        Asked when a step is made and again when it is entered; most often nothing was closed or entered in between.
+        """
+        if sequences == self._found_usable[0]:
+            return self._found_usable[1]
+        numbers = [s.slot for s in sequences]
+        slots = np.array(numbers, np.int64)
+        if list(map(self.handles.get, numbers)) != sequences or (self.is_busy[slots] | self.is_away[slots] | self._is_mark[slots]).any():
+            for sequence in sequences:
+                self.check_usable(sequence)
+        self._found_usable = sequences.copy(), slots
+        return slots
+
+    def check(self) -> None:
+        """Raise IntegrityError if slots, handles and positions do not fit together."""
+        if sorted([*self.handles, *self._free_slots]) != list(range(len(self.lengths))):
+            raise IntegrityError("a slot is lost, or used and free at once")
+        if self.lengths[self._free_slots].any() or self.is_busy[self._free_slots].any():
+            raise IntegrityError("a free slot has a length or an open step")
+        if self.is_away[self._free_slots].any():
+            raise IntegrityError("a free slot is swapped out")
+        if self._seams.keys() - self.handles.keys():
+            raise IntegrityError("a free slot has dropped tokens")
+        for slot in self.handles:
+            self.check_slot(slot)
+        self._check_buffers()
+
+    def check_slot(self, slot: int) -> None:
+        """As `check`, of one open slot."""
+        handle, length, peak = self.handles[slot], self.lengths[slot], self.peaks[slot]
+        if handle.slot != slot or handle.closed or not length <= peak or len(self.tokens(slot)) != length:
+            raise IntegrityError(f"the record of slot {slot} contradicts itself: {handle!r}, furthest {peak}")
+
+    def _check_buffers(self) -> None:
+        """Raise IntegrityError unless holders and buffers know each other, and nobody reaches further than the writer."""
+        live, marks = dict[TokenBuffer, set[int]](), dict[TokenBuffer, list[Sequence]]()
+        for slot, buffer in self._buffers.items():
+            live.setdefault(buffer, set())
+            marks.setdefault(buffer, [])
+            if (handle := self.handles[slot]).is_checkpoint:
+                marks[buffer].append(handle)
+            else:
+                live[buffer].add(slot)
+        for buffer, slots in live.items():
+            held = [(int(self.lengths[mark.slot]), mark.id) for mark in marks[buffer]]
+            if buffer.live != slots or sorted(held) != [checkpoint[:2] for checkpoint in buffer.checkpoints]:
+                raise IntegrityError(f"the tokens of {sorted(slots)} and of checkpoints {marks[buffer]} are held by others")
+            if buffer.writer is not None and (buffer.writer not in slots or self._reach(buffer) > self.lengths[buffer.writer]):
+                raise IntegrityError(f"slot {buffer.writer} may overwrite tokens that others hold")
+        wrong = [slot for slot in self._writable.nonzero()[0].tolist() if self._writable[slot] != self._may_write_to(slot)]
+        if wrong or self._reserved.keys() - set(self.is_busy.nonzero()[0].tolist()):
+            raise IntegrityError(f"slots {wrong} may write where they must not, or tokens are reserved for nobody")
+        with_marks = {(mark.lineage, buffer) for buffer, held in marks.items() for mark in held}
+        if with_marks != {(lineage, buffer) for lineage, family in self._families.items() for buffer in family}:
+            raise IntegrityError("checkpoints of a family cannot be found")
+
+    def _may_write_to(self, slot: int) -> int:
+        buffer = self._buffers.get(slot)
+        return len(buffer.ids) if buffer is not None and buffer.writer == slot else 0

@@ -1,0 +1,40 @@
+"""How far back a sequence can go: the positions that `rollback` reaches, and why it refuses others."""
+
+from __future__ import annotations
+
+from memory.blocks.arguments import is_integer
+from memory.errors import RollbackError
+from memory.interface import Sequence
+from memory.sequences.ledger import Ledger
+
+
+def position_before(sequence: Sequence, length: int, n_tokens: object, to: object, horizon: int) -> int:
+    """The position n_tokens before the end. Raises RollbackError."""
+    if to is not None:
+        why = f"to={to!r} and n_tokens={n_tokens!r} say where to return to; give one of them"
+    elif not is_integer(n_tokens, 0) or n_tokens > length:
+        why = f"n_tokens={n_tokens!r} cannot be taken back of {sequence!r}; give 0 <= n_tokens <= {length}"
+    else:
+        return length - int(n_tokens)
+    raise RollbackError(why, to=to, horizon=horizon, resume_at=length)
+
+
+def nearest_position(ledger: Ledger, sequence: Sequence, to: object, horizon: int) -> tuple[int, Sequence | None]:
+    """The nearest reachable position <= to, and whose blocks hold it: the sequence's own, a checkpoint's, nobody's (0)."""
+    length = int(ledger.lengths[sequence.slot])
+    if not is_integer(to, 0):
+        raise RollbackError(f"to={to!r} is no position; give 0 <= to <= {length} or a checkpoint", to=to, horizon=horizon, resume_at=0)
+    if to >= horizon:
+        return min(int(to), length), sequence
+    return ledger.nearest_checkpoint(sequence, int(to))
+
+
+def out_of_reach(sequence: Sequence, to: int, reached: int, length: int, horizon: int) -> RollbackError:
+    """The refusal to return to position `to`, of which `reached` is the nearest that can be reached."""
+    why = (
+        f"it holds only {reached} tokens"
+        if to > reached and reached == length
+        else f"its tail reaches back to {horizon}, and no checkpoint holds {to}. The nearest reachable position is {reached}: "
+        f"roll back to it and feed tokens {reached} ... {to - 1} again"
+    )
+    return RollbackError(f"{sequence!r} cannot return to position {to}: {why}", to=to, horizon=horizon, resume_at=reached)

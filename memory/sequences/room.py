@@ -1,0 +1,193 @@
+"""Room in the budget: what requests take of it, told before any of their tokens is looked at, and what goes to make room for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from memory.blocks.arena import Arena
+from memory.blocks.arrays import Int64s, ceil_div
+from memory.blocks.layout import aligned_bytes
+from memory.errors import HOST_UNIT, CapacityError
+from memory.interface import Sequence, Stretch
+from memory.sequences.batch import count_tokens
+from memory.sequences.ledger import Ledger
+
+_T = TypeVar("_T")
+
+_MANY_TOKENS = 4096
+"""In a step: reading them, and planning for them, takes longer than to ask whether they can fit."""
+_MOST_STEPS = 1024
+"""That are looked at, the last ones: sequences hold the more the longer they are, but for what comes and goes within few steps."""
+
+
+class Holders(Protocol):
+    """What is asked of the layer memories of a model: `memory.layer_memories.LayerMemories`."""
+
+    def bytes_for(self, stretch: Stretch) -> Int64s: ...
+    def held_bytes(self, *slots: int) -> int: ...
+    @property
+    def block_bytes(self) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes of the budget that requests take while they are fed: of new sequences to the byte, of others at least.
+
+    Attributes:
+        n_tokens, n_requests: of all of them.
+        new_bytes: on top of what is held now, at the worst moment.
+        total_bytes: with what their own sequences hold.
+        spare_bytes: for gaps that blocks of several sizes leave between them: so much more is enough, less may be.
+    """
+
+    n_tokens: int
+    n_requests: int
+    new_bytes: int
+    total_bytes: int
+    spare_bytes: int
+
+    def at_least(self, new_bytes: int) -> Need:
+        """The same, where so many new bytes were found to be needed: blocks that are shared are copied before they are written."""
+        more = max(0, new_bytes - self.new_bytes)
+        return replace(self, new_bytes=self.new_bytes + more, total_bytes=self.total_bytes + more)
+
+    def refusal(self, budget_bytes: int, free_bytes: int) -> CapacityError:
+        """Why there is no room: never in this budget, or not now. Where numbers say that there is, it lies in pieces that are too small."""
+        what = f"{_count(self.n_tokens, 'token')} for {_count(self.n_requests, 'sequence')}"
+        if self.total_bytes > budget_bytes:
+            least = self.total_bytes + self.spare_bytes
+            return CapacityError(
+                f"{what} need {least:,} bytes, what is held of the same included: a budget of {budget_bytes:,} can never hold them. Feed "
+                f"fewer tokens, or give the memory a larger budget, of {least:,} bytes",
+                needed=least, free=free_bytes,
+            )  # fmt: skip
+        why = "" if self.new_bytes > free_bytes else ", but not in pieces large enough"
+        least = budget_bytes + max(0, self.new_bytes - free_bytes) + self.spare_bytes
+        return CapacityError(
+            f"{what} do not fit now: they need {self.new_bytes:,} bytes more, and {free_bytes:,} of {budget_bytes:,} are free{why}. Close "
+            f"sequences or checkpoints, feed fewer tokens, or give the memory a larger budget, of {least:,} bytes",
+            needed=self.new_bytes, free=free_bytes,
+        )  # fmt: skip
+
+
+def need_of(holders: Holders, slots: Int64s, lengths: Int64s, peaks: Int64s, counts: Int64s, max_tokens: int) -> Need:
+    """Compute what requests take that are fed as `memory.chunked_prefill.split_requests` cuts them.
+
+    Cost: O(steps), no more than so many, and O(requests).
+
+    Args:
+        slots: (S,) of their sequences; -1 for one that is yet to be opened. lengths, peaks: (S,) as the ledger has them.
+        counts: (S,) tokens of each request.
+    """
+    order = counts.argsort(kind="stable")
+    slots, lengths, peaks, counts = slots[order], lengths[order], peaks[order], counts[order]
+    ends, held = counts.cumsum(), np.unique(slots[slots >= 0])
+    begins, n_tokens = ends - counts, int(ends[-1])
+    first = max(0, ceil_div(n_tokens, max_tokens) - _MOST_STEPS) * max_tokens
+    cuts = np.unique(np.concatenate([begins[begins >= first], np.arange(first, n_tokens, max_tokens)]))
+    request, step = ends.searchsorted(cuts, side="right"), (cuts - first) // max_tokens
+    starts = lengths[request] + cuts - begins[request]
+    piece_ends = lengths[request] + np.append(cuts[1:], n_tokens) - begins[request]
+    before, inside, after, _ = holders.bytes_for(Stretch(slots[request], starts, piece_ends, np.maximum(peaks[request], starts)))
+    # What is done holds all its tokens, and what goes on holds what its last step has left.
+    is_done = ends <= first
+    done = lengths[is_done] + counts[is_done]
+    done_bytes = holders.bytes_for(Stretch(slots[is_done], done, done, np.maximum(peaks[is_done], done)))[0].sum()
+    goes_on = request[1:] == request[:-1]
+    before[1:][goes_on] = after[:-1][goes_on]
+    is_first = np.append(True, ~goes_on)
+    n_steps = int(step[-1]) + 1
+    grown = np.bincount(step, after - before, n_steps).cumsum()
+    steps = before[is_first].sum() + np.append(0, grown[:-1]) + np.bincount(step, inside - before, n_steps)
+    most = int(done_bytes + max(steps.max(), before[is_first].sum() + grown[-1]))
+    new_bytes = max(0, most - sum(map(holders.held_bytes, held.tolist())))
+    total_bytes = new_bytes + holders.held_bytes(*held.tolist())
+    return Need(n_tokens, len(counts), new_bytes, total_bytes, _spare_bytes(holders, len(counts), total_bytes))
+
+
+def _spare_bytes(holders: Holders, n_requests: int, total_bytes: int) -> int:
+    """Gaps are of the blocks' own sizes and taken again by the next that fits: more sequences leave more, but never a large part."""
+    sizes = holders.block_bytes
+    gaps_bytes = max(sum(sizes) + max(sizes, default=0), min(n_requests * sum(sizes), total_bytes // 4))
+    return aligned_bytes(gaps_bytes) if len(set(sizes)) > 1 else 0
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n:,} {what}{'' if n == 1 else 's'}"
+
+
+class Room:
+    """Finds room in the budget for what is asked of a memory, or refuses it.
+
+    Attributes:
+        reclaimers: called with the bytes that are missing; each frees what is only optional, and says whether it has freed anything.
+    Args:
+        abort_abandoned: aborts steps that were left without being told, and says whether there was any.
+    """
+
+    def __init__(self, arena: Arena, holders: Holders, ledger: Ledger, abort_abandoned: Callable[[], bool]) -> None:
+        self.arena = arena
+        self.reclaimers: list[Callable[[int], bool]] = []
+        self._holders = holders
+        self._ledger = ledger
+        self._abort_abandoned = abort_abandoned
+
+    def need(self, slots: Int64s, counts: Int64s, max_tokens: int) -> Need:
+        """What requests of slots (S,) take that have counts (S,) tokens; see `need_of`."""
+        return need_of(self._holders, slots, self._ledger.lengths[slots], self._ledger.peaks[slots], counts, max_tokens)
+
+    def refusal(self, need: Need) -> CapacityError:
+        """Why there is no room for this, in this budget or now."""
+        return need.refusal(self.arena.capacity_bytes, self.arena.free_bytes)
+
+    def lack(self, slots: Int64s, counts: Int64s, max_tokens: int, *, least_bytes: int = 0) -> CapacityError:
+        """That there is no room for these requests, with the bytes that all of them need: `least_bytes` new ones, if that is known."""
+        return self.refusal(self.need(slots, counts, max_tokens).at_least(least_bytes))
+
+    def refuse_hopeless(self, sequences: list[Sequence], values: list[Any]) -> None:
+        """Raise CapacityError if these are thousands of tokens, of which nothing but their number was read, that never fit."""
+        if set(map(type, values)) != {int} and (counts := count_tokens(values)).sum() > _MANY_TOKENS:
+            need = self.need(self._ledger.check_all_usable(sequences), counts, int(counts.sum()))
+            if need.total_bytes > self.arena.capacity_bytes:
+                raise self.refusal(need)
+
+    def require(self, sequences: list[Sequence], counts: Int64s, max_tokens: int) -> None:
+        """Refuse requests that cannot fit, before anything is done for them; what is optional goes if they can.
+
+        Args:
+            counts: (S,) tokens of each.
+        Raises:
+            CapacityError: naming the bytes that all of them need together; SequenceError.
+        """
+        slots = self._ledger.check_all_usable(sequences)
+
+        def attempt() -> None:
+            need = self.need(slots, counts, max_tokens)
+            if need.total_bytes > self.arena.capacity_bytes or need.new_bytes > self.arena.free_bytes:
+                raise self.refusal(need)
+
+        self.make(attempt)
+
+    def make(self, attempt: Callable[[], _T]) -> _T:
+        """What `attempt` returns, which may be called several times: where it lacks room, what is optional goes.
+
+        Nothing goes for what the whole budget could not hold.
+        """
+        while True:
+            try:
+                return attempt()
+            except CapacityError as error:
+                if self._abort_abandoned():
+                    continue
+                # In host memory only checkpoints that are there make room; others need not go in vain.
+                can_help = (
+                    error.needed <= self.arena.capacity_bytes
+                    if error.unit != HOST_UNIT
+                    else any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
+                )
+                if not can_help or not any(reclaim(max(1, error.needed - error.free)) for reclaim in [*self.reclaimers]):
+                    raise

@@ -1,0 +1,1 @@
+"""Out of the budget and back: host memory, swap files, saved sequences."""

@@ -1,0 +1,176 @@
+"""A sequence as a file: safetensors with one tensor of blocks for each pool, and everything else as JSON in its header.
+
+    tensors    tokens (n,) int64; blocks/NAME OF A POOL (n, block_bytes) uint8
+    metadata   format, version, layout (what the memory must be like), records, about (of the sequence), sha256 over all of this
+
+Bytes are the arena's own, so a loaded sequence goes on bit for bit as the saved one would; a memory of another layout refuses them.
+A file is a function of what it holds: equal sequences make equal bytes. So the header is written here, its names sorted; safetensors' own
+writer puts metadata in an order that changes from call to call.
+Paths are those of fsspec: a local file, or a URL such as s3://bucket/name. It and safetensors are imported by who saves or loads.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.errors import FormatError, SpecError
+from memory.layer_memories import Snapshot
+from memory.sequences.folding import TailRules
+from memory.specs import MemorySpec, RecurrentSpec
+from memory.storage.local_files import written_whole
+
+_FORMAT, _VERSION = "hybrid-memory sequence", 2
+_BLOCKS = "blocks/"
+_DTYPES = {torch.int64: "I64", torch.uint8: "U8"}
+
+
+def read_path(option: str, path: Any, wanted: str, error: type[SpecError | FormatError] = SpecError) -> str:
+    """A path or URL as text. Raises `error` for anything else, saying what is wanted."""
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise error(f"{option}={path!r} is no path; give {wanted}")
+    return os.fsdecode(path)
+
+
+def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any]) -> None:
+    """Write a file, whole or not at all: what stood there before stays until the new one is complete.
+
+    On a local disk the file is as `written_whole` has it; object stores show an upload when it is complete.
+
+    Args:
+        about: what JSON can say of the sequence; `tokens` may be an array.
+    Raises:
+        SpecError: a dry run's memory has no bytes to write; or the path is a folder, or leads into one that does not exist. OSError: as the
+        file system has it.
+    """
+    from fsspec.core import url_to_fs
+
+    if any(blocks.is_meta for blocks in snapshot.blocks.values()):
+        raise SpecError('a memory on device="meta" holds no bytes that a file could keep; save from a real one')
+    fs, place = url_to_fs(path)
+    is_local = "file" in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
+    if is_local:
+        _check_place(path, place)
+    about = dict(about)
+    tensors = {_BLOCKS + name: blocks for name, blocks in snapshot.blocks.items()}
+    tensors["tokens"] = torch.from_numpy(np.asarray(about.pop("tokens", ()), np.int64))
+    texts = {name: json.dumps(value, sort_keys=True) for name, value in (("records", snapshot.records), ("about", about))}
+    metadata = {"format": _FORMAT, "version": str(_VERSION), **texts}
+    parts = _serialized(tensors, metadata | {"sha256": _digest(tensors, metadata)})
+    if not is_local:
+        fs.pipe_file(place, b"".join(parts))
+        return
+    with written_whole(Path(place)) as file:
+        file.writelines(parts)
+
+
+def _check_place(path: str, place: str) -> None:
+    """Raise SpecError unless a file can stand at this place of a local disk."""
+    folder, name = os.path.split(place)
+    if os.path.isdir(place):  # noqa: PTH112 - a URL's place may be no Path
+        raise SpecError(f"{path} is a folder; give the path of a file in it, such as {os.path.join(place, 'alice.safetensors')}")  # noqa: PTH118
+    if folder and not os.path.isdir(folder):  # noqa: PTH112
+        raise SpecError(f"there is no folder {folder} to save {name} in; make it first")
+
+
+def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
+    """What `write_snapshot` wrote, and `about`, its tokens an array again. Raises FormatError unless every byte is as it was written."""
+    from fsspec.core import url_to_fs
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        fs, place = url_to_fs(path)
+        data = fs.cat_file(place)
+    except IsADirectoryError as error:
+        raise FormatError(f"{path} is a folder; give the path of a saved sequence, a file") from error
+    except (OSError, ValueError, ImportError) as error:
+        raise FormatError(f"{path} cannot be read: {str(error) or type(error).__name__}; give the path of a saved sequence") from error
+    try:
+        metadata = dict(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {}))
+        tensors = load(data)
+    except (SafetensorError, ValueError, AttributeError, TypeError, MemoryError, OverflowError, RecursionError) as error:
+        raise FormatError(f"{path} is no safetensors file, or a damaged one ({error}); save the sequence again") from error
+    if metadata.get("format") != _FORMAT:
+        raise FormatError(f"{path} holds no sequence of a HybridMemory; give a file that memory.save wrote")
+    if metadata.get("version") != str(_VERSION):
+        raise FormatError(f"{path} has format version {metadata.get('version')}, this library reads {_VERSION}; use the one that wrote it")
+    try:
+        digest = _digest(tensors, {k: v for k, v in metadata.items() if k != "sha256"})
+    except TypeError as error:  # of a dtype that numpy lacks
+        raise FormatError(f"{path} holds what memory.save never writes ({error}); save the sequence again") from error
+    if digest != metadata.get("sha256"):
+        raise FormatError(f"{path} is damaged: its checksum is not that of its content; save the sequence again")
+    try:
+        records, about, tokens = json.loads(metadata["records"]), json.loads(metadata["about"]), tensors["tokens"].numpy()
+        about = {**about, "tokens": tokens}
+    except (KeyError, ValueError) as error:
+        raise FormatError(f"{path} lacks {error}, which memory.save always writes; save the sequence again") from error
+    except (TypeError, RecursionError) as error:
+        raise FormatError(f"{path} holds what memory.save never writes ({error}); save the sequence again") from error
+    blocks = {name.removeprefix(_BLOCKS): tensor for name, tensor in tensors.items() if name.startswith(_BLOCKS)}
+    return Snapshot(records, blocks), about
+
+
+def describe_layout(spec: MemorySpec, page_tokens: int, rules: TailRules) -> dict[str, int | str]:
+    """What two memories must have in common for the bytes of one to mean the same to the other."""
+    layers = re.sub(r" at 0x[0-9a-f]+", "", repr(spec.layers))  # of a policy without a repr of its own
+    if rules.defers:  # then tails hold what tokens did, of which a state's repr says nothing
+        layers += repr([m.tail_parts(deferred=True) for _, m in spec.of_kind("recurrence") if isinstance(m, RecurrentSpec)])
+    return {
+        "vocab_size": spec.vocab_size, "dtype": str(spec.dtype), "page_tokens": page_tokens, "rollback_window": rules.rollback_window,
+        "fold": rules.mode.value, "layers": hashlib.sha256(layers.encode()).hexdigest(),
+    }  # fmt: skip
+
+
+def check_layout(path: str, about: dict[str, Any], ours: dict[str, int | str]) -> None:
+    """Raise FormatError unless a file with these contents suits a memory with our layout."""
+    theirs = about.get("layout")
+    if not isinstance(theirs, dict):
+        raise FormatError(f"{path} does not say of what memory it is a part: it is a swapped-out one; give a file that memory.save wrote")
+    for name, value in ours.items():
+        if theirs.get(name) != value:
+            what = "other layers, policies or storages" if name == "layers" else f"{name}={theirs.get(name)!r}"
+            remedy = "load it with that model's memory_spec" if name in ("layers", "vocab_size") else f"make a memory with {name} like that"
+            raise FormatError(f"{path} was saved from a memory of {about.get('model')} with {what}, not {value!r} as here; {remedy}")
+
+
+def _serialized(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+    """The pieces of a safetensors file: the header's length, the header, and tensors, those of the widest elements first.
+
+    https://huggingface.co/docs/safetensors describes the format; elements are aligned in it as in the files of its own writer.
+    """
+    header, at = dict[str, Any](__metadata__=metadata), 0
+    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    for name in names:
+        tensor = tensors[name]
+        end = at + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header, sort_keys=True).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for name in names:
+        yield _bytes(tensors[name])
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().view(-1).numpy().data.cast("B")
+
+
+def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
+    for name in sorted(tensors):
+        digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
+        digest.update(_bytes(tensors[name]))
+    return digest.hexdigest()

@@ -1,0 +1,306 @@
+"""`attach`: a transformers model, its own classes and weights, whose layers remember in a `HybridMemory`.
+
+While a model is attached, a forward call that is given a `HybridCache` is one step of the cache's memory. Attention hands its queries,
+keys and values to the step, by way of transformers' `AttentionInterface`; a recurrent module is run by `models.hf.mixers`, because only
+the memory can start a recurrence from where a sequence stands, and take it back. Everything else is transformers'.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import Lock
+from types import TracebackType
+from typing import Any, NoReturn
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, Cache, PreTrainedConfig, PreTrainedModel
+
+from memory import AttentionSpec, BatchError, MemorySpec, StepError
+from memory.errors import HybridMemoryError
+from models.hf.cache import HybridCache
+from models.hf.mixers import MIXERS, Mix, Module
+from models.hf.passes import CURRENT_PASS, Pass
+from models.hf.probe import check_mixer
+from models.loading.checkpoint import UnsupportedModelError
+from models.loading.load import check_is_of_transformers, check_source, find_adapter, plan_memory
+
+ATTACHABLE = (
+    "BambaForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "JambaForCausalLM",
+    "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM",
+    "LlamaForCausalLM",
+    "Mamba2ForCausalLM",
+    "MambaForCausalLM",
+    "MistralForCausalLM",
+    "NemotronHForCausalLM",
+    "Qwen3ForCausalLM",
+    "Qwen3NextForCausalLM",
+    "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
+"""Models of transformers that `attach` prepares."""
+
+_ATTENTION = "hybrid_memory"
+"""What transformers calls attention that a memory computes."""
+
+
+def attach(hf_model: PreTrainedModel) -> Attached:
+    """Prepare a loaded transformers model for `HybridCache`, until `detach`. Use as `attach(m)` or `with attach(m) as attached:`.
+
+    Three things change, all of them on this object: `forward` of the model and of its recurrent modules look whether they are given a
+    `HybridCache`, and go on as before if not; and `generate` no longer refuses assisted generation, which such a cache can do. Only
+    while a forward with such a cache runs, `config._attn_implementation` is another one.
+
+    Large matrices are used where they are; small tensors of recurrences (taps, decays, norms) are read now, so attach again if they change.
+
+    Returns:
+        What `HybridMemory` needs, `.memory_spec`, and the way back, `.detach()`.
+    Raises:
+        UnsupportedModelError: a class that neither is in `ATTACHABLE` nor descends from one that is, a recurrent module
+            whose outputs on a few random rows are not those of ours, quantised weights, weights on several devices, a
+            compiled model.
+        StepError: it is attached already.
+    Cost: no weight is copied but those small tensors; recurrent modules run over five tokens, twice.
+    """
+    return Attached(hf_model)
+
+
+class Attached:
+    """A transformers model that is prepared for `HybridCache`.
+
+    Attributes:
+        memory_spec: what it needs remembered, on its device and in its dtype: the same as `from_transformers(hf_model).memory_spec`, so
+            sequences may go to and fro between both.
+    """
+
+    def __init__(self, hf_model: PreTrainedModel) -> None:
+        check_is_of_transformers(hf_model)
+        name = type(hf_model).__name__
+        architecture = next((base.__name__ for base in type(hf_model).__mro__ if base.__name__ in ATTACHABLE), None)
+        if architecture is None:
+            these = f"these are: {', '.join(ATTACHABLE)}"
+            remedy = "give the model that was compiled, ._orig_mod" if name == "OptimizedModule" else these
+            if find_adapter(hf_model) is not None:
+                remedy = "of a model with an adapter give the one inside, .get_base_model()"
+            raise UnsupportedModelError(f"{name} cannot be attached; {remedy}")
+        device = check_source(hf_model)
+        if isinstance(vars(hf_model).get("forward"), _Forward):
+            raise StepError(f"this {name} is attached already; detach it first")
+        spec = plan_memory(hf_model.config, architecture, dtype=hf_model.dtype)
+        self.memory_spec: MemorySpec = replace(spec, device=device, model=architecture)
+        self._model = hf_model
+        self._parameters = _signature_of(hf_model).parameters
+        mixes = [(module, make(module)) for module in hf_model.modules() if (make := _known(module)) is not None]
+        if len(mixes) != (n_recurrences := len(spec.of_kind("recurrence"))):
+            raise UnsupportedModelError(
+                f"{n_recurrences} recurrent layers of {architecture}, of which {len(mixes)} have a module that is known; this is "
+                f"transformers {transformers.__version__}, and 5.23 is what attach was written for"
+            )
+        for module, mix in mixes:
+            check_mixer(module, mix, self.memory_spec, hf_model.config.get_text_config().hidden_size)
+        self._attention = _AttentionOf(hf_model.config)
+        self._forwards = [_Forward(module, _mixer_of(mix)) for module, mix in mixes]
+        self._forwards.append(_Forward(hf_model, self._run, "past_key_values", "position_ids"))
+        # The name of a model's cache in its outputs, where assisted generation looks for it.
+        self._lifts_guard = type(hf_model)._is_stateful and "past_key_values" in self._parameters
+        if self._lifts_guard:
+            hf_model._is_stateful = False
+        AttentionInterface.register(_ATTENTION, _attend)
+
+    def detach(self) -> None:
+        """Leave the model as it was before `attach`. Raises StepError if something else has replaced a `forward` since."""
+        for forward in self._forwards:
+            forward.check()
+        for forward in self._forwards:
+            forward.remove()
+        self._forwards = []
+        if self._lifts_guard:
+            del self._model._is_stateful
+            self._lifts_guard = False
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.detach()
+
+    # A forward of the model
+
+    def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        names = [name for name, p in self._parameters.items() if p.kind is not p.VAR_KEYWORD]
+        given = dict(zip(names, args, strict=False)) | kwargs
+        cache = given.get("past_key_values")
+        try:
+            self._check(given, cache) if isinstance(cache, HybridCache) else self._check_other(given)
+        except HybridMemoryError:
+            # Early exits of assisted generation set it for a while, and do not put it back if the model refuses.
+            self._model.config.num_hidden_layers = len(self.memory_spec.layers)
+            raise
+        if not isinstance(cache, HybridCache):
+            return original(**given)
+        inputs = given["input_ids"], given.get("attention_mask"), given.pop("position_ids", None)
+        spec = self.memory_spec
+        with torch.no_grad(), cache.open_pass(*inputs) as current, self._attention, _current(current):
+            current.step.check_model(spec)
+            if "position_ids" in self._parameters:
+                given["position_ids"] = current.position_ids
+            if "cache_params" in self._parameters:
+                given["cache_params"] = given.pop("past_key_values")
+            return original(**given)
+
+    def _check_other(self, given: dict[str, Any]) -> None:
+        """A call without a HybridCache: what this model's own `forward` and `generate` would refuse, were it not attached."""
+        cache = given.get("past_key_values")
+        cache = given.get("cache_params") if cache is None else cache
+        if isinstance(cache, HybridCache):
+            # Under that name, generate feeds a prompt that is cached once more.
+            raise BatchError("give a HybridCache as past_key_values=, to Mamba models too, not as cache_params=")
+        for name in ("past_key_values", "position_ids"):
+            if name not in self._parameters and given.pop(name, None) is not None and name == "past_key_values":
+                raise BatchError(f"{type(self._model).__name__} takes caches that are no HybridCache as cache_params=")
+        if self._lifts_guard and isinstance(cache, Cache) and any(getattr(layer, "record_past", False) for layer in cache.layers):
+            raise StepError(
+                f"assisted generation of {type(self._model).__name__} needs past_key_values=HybridCache(...): {type(cache).__name__} does "
+                "not take recurrent states back. Detach a model that only assists another one"
+            )
+
+    def _check(self, given: dict[str, Any], cache: HybridCache) -> None:
+        """Refuse what a HybridCache cannot serve."""
+        name = type(self._model).__name__
+        if _is_compiled():
+            raise StepError(f"a HybridCache inside torch.compile, which cannot follow a memory; call {name} as it was before")
+        if self._model.training:
+            raise StepError(f"{name} is in training mode, and a HybridCache carries no gradients; call its .eval()")
+        if given.get("output_attentions") or self._model.config.output_attentions:
+            raise StepError("output_attentions=True; a memory's attention keeps no weights to show")
+        if given.get("use_cache") is False:
+            raise BatchError("use_cache=False with a HybridCache; leave out one of them")
+        if given.get("inputs_embeds") is not None or not isinstance(given.get("input_ids"), Tensor):
+            raise BatchError("a HybridCache remembers tokens; give input_ids (rows, tokens), not inputs_embeds")
+        other = given.get("cache_params")
+        if other is not None and other is not cache and any(any(layer.has_previous_state.values()) for layer in other.layers):
+            raise BatchError("two caches that both remember something, past_key_values= and cache_params=; give the first")
+
+
+class _Forward:
+    """Stands in for a module's `forward`: `run(original, *args, **kwargs)`.
+
+    Args:
+        extra: parameters that its signature names beside the original's, for `generate`, which asks.
+    """
+
+    def __init__(self, module: Module, run: Callable[..., Any], *extra: str) -> None:
+        self._module, self._run, self._original = module, run, module.forward
+        self._before = vars(module).get("forward")
+        signature = _signature_of(module)
+        missing = [name for name in extra if name not in signature.parameters]
+        added = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in missing]
+        ordered = sorted([*signature.parameters.values(), *added], key=lambda parameter: parameter.kind)
+        self.__signature__ = signature.replace(parameters=ordered)
+        module.forward = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._original, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
+        raise StepError(f"a copy of an attached {type(self._module).__name__} would run the original; detach it, copy, attach both")
+
+    def check(self) -> None:
+        if vars(self._module).get("forward") is not self:
+            raise StepError(f"forward of {type(self._module).__name__} was replaced after attach; undo that first")
+
+    def remove(self) -> None:
+        if self._before is None:
+            del self._module.forward
+        else:
+            self._module.forward = self._before
+
+
+def _known(module: Module) -> Callable[[Module], Mix] | None:
+    """What runs a recurrent module, or a subclass of one; None for any other module."""
+    return next((MIXERS[base.__name__] for base in type(module).__mro__ if base.__name__ in MIXERS), None)
+
+
+def _is_compiled() -> bool:
+    """Whether torch.compile traces this, or did, gave up and runs it as it is, which only a private name tells."""
+    if torch.compiler.is_compiling():
+        return True
+    return "torch._dynamo" in sys.modules and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
+def _signature_of(module: Module) -> inspect.Signature:
+    """Of its class's `forward`; what stands on the object may be a wrapper that names nothing."""
+    signature = inspect.signature(type(module).forward)
+    return signature.replace(parameters=list(signature.parameters.values())[1:])
+
+
+def _mixer_of(mix: Mix) -> Callable[..., Any]:
+    def run(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        current = CURRENT_PASS.get()
+        if current is None:
+            return original(*args, **kwargs)
+        hidden = args[0] if args else kwargs["hidden_states"]
+        return current.unpack(mix(current.pack(hidden), current.step))
+
+    return run
+
+
+def _attend(
+    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: queries (B, H, T, D), keys and values of the new tokens alone -> (B, T, H, D)."""
+    current = CURRENT_PASS.get()
+    if current is None:
+        raise StepError(f"{type(module).__name__} ran without a HybridCache while another thread ran the model with one; use one thread")
+    _check_attention(module, current, kwargs)
+    q, k, v = (current.pack(t.transpose(1, 2)) for t in (query, key, value))
+    return current.unpack(current.step.attend(module.layer_idx, q, k, v, scale=scaling)), None
+
+
+def _check_attention(module: Module, current: Pass, options: dict[str, Any]) -> None:
+    """Refuse what a module asks of its attention and the memory was not made for: it would be left out in silence."""
+    (spec,) = (spec for spec in current.memory.spec.layers[module.layer_idx] if isinstance(spec, AttentionSpec))
+    what = f"{type(module).__name__} of layer {module.layer_idx}"
+    if (window := options.get("sliding_window")) != spec.window:
+        raise StepError(f"{what} attends to {window} tokens, its memory holds {spec.window}")
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise StepError(f"{what} wants {name}={options[name]!r}, which attach does not know")
+
+
+class _AttentionOf:
+    """Within, modules of this config hand their attention to `_attend`, and no masks are made. Threads may be in it together."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        self._config, self._lock = config, Lock()
+        self._n_inside = 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._n_inside:
+                self._before = self._config._attn_implementation
+                self._config._attn_implementation = _ATTENTION
+            self._n_inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._n_inside -= 1
+            if not self._n_inside:
+                self._config._attn_implementation = self._before
+
+
+@contextmanager
+def _current(current: Pass) -> Iterator[None]:
+    token = CURRENT_PASS.set(current)
+    try:
+        yield
+    finally:
+        CURRENT_PASS.reset(token)

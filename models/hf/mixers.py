@@ -1,0 +1,148 @@
+"""Recurrent layers of transformers' models, run on a memory: their own projections, norms and weights around one of our recurrences.
+
+Large matrices stay in the modules and are read there at each call; of the recurrence's small tensors (taps, decays, biases) copies are
+made here, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memory import Step
+from memory.recurrences import SSD, CausalConv, DeltaRule, DeltaRuleShape, Mamba1, ShortConv, SSDShape
+from models.loading.checkpoint import UnsupportedModelError
+
+Module = Any
+"""A module of transformers, whose attributes no type knows."""
+
+Mix = Callable[[Tensor, Step], Tensor]
+"""Packed inputs of a mixer (N, M) -> its outputs (N, M)."""
+
+
+def _weights_of(module: Module) -> Module:
+    """The module, whose tensors are read instead of calling it. Raises UnsupportedModelError if an adapter is around it."""
+    if hasattr(module, "base_layer"):
+        raise UnsupportedModelError(
+            f"an adapter around a {type(module.base_layer).__name__} whose weights a recurrence reads; merge it into the "
+            "weights, peft_model.merge_and_unload(), and attach what that returns"
+        )
+    return module
+
+
+def _conv_of(conv: Module, *, activation: bool = True) -> CausalConv:
+    conv = _weights_of(conv)
+    bias = None if conv.bias is None else conv.bias.detach()
+    return CausalConv(conv.weight.detach()[:, 0].T.contiguous(), bias, activation)
+
+
+def _decay_of(module: Module) -> Tensor:
+    """-exp(A_log), float32."""
+    a_log: Tensor = module.A_log.detach().float()
+    return -a_log.exp()
+
+
+def mamba(module: Module, *, norms: tuple[Tensor, Tensor, Tensor, float] | None = None) -> Mix:
+    """Mamba-1's mixer."""
+    dt_proj = _weights_of(module.dt_proj)
+    recurrence = Mamba1(
+        conv=_conv_of(module.conv1d),
+        x_proj=module.x_proj,
+        dt_proj=lambda dt_TR: F.linear(dt_TR, dt_proj.weight),  # its bias is the recurrence's
+        dt_bias_E=dt_proj.bias.detach(),
+        a_NE=_decay_of(module).T.contiguous(),
+        d_E=module.D.detach().float(),
+        norms=norms,
+    )
+
+    def mix(x_TM: Tensor, step: Step) -> Tensor:
+        rows_TE, gate_TE = module.in_proj(x_TM).chunk(2, -1)
+        y_TE = step.recur(module.layer_idx, rows_TE.contiguous(), recurrence)
+        out_TM: Tensor = module.out_proj(y_TE * module.act(gate_TE))
+        return out_TM
+
+    return mix
+
+
+def jamba_mamba(module: Module) -> Mix:
+    """Mamba-1's mixer with norms of dt, B and C."""
+    dt, b, c = module.dt_layernorm, module.b_layernorm, module.c_layernorm
+    return mamba(module, norms=(dt.weight.detach(), b.weight.detach(), c.weight.detach(), dt.variance_epsilon))
+
+
+def mamba2(module: Module) -> Mix:
+    """Mamba-2's mixer."""
+    shape = SSDShape(module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size, module.conv_kernel_size)
+    recurrence = SSD(
+        shape=shape, conv=_conv_of(module.conv1d), dt_bias_H=module.dt_bias.detach().float(), a_H=_decay_of(module),
+        d_H=module.D.detach().float(), dt_limits=tuple(module.time_step_limit),
+    )  # fmt: skip
+
+    def mix(x_TM: Tensor, step: Step) -> Tensor:
+        gate_TI, rows_TR = module.in_proj(x_TM).split([shape.n_inner, shape.n_channels + shape.n_heads], -1)
+        y_TI = step.recur(module.layer_idx, rows_TR.contiguous(), recurrence)
+        out_TM: Tensor = module.out_proj(module.norm(y_TI, gate_TI))
+        return out_TM
+
+    return mix
+
+
+def _delta(module: Module, project: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]) -> Mix:
+    """A gated delta rule's mixer. `project` gives queries, keys and values in one, the gate, b and a, (N, ...) each."""
+    shape = DeltaRuleShape(module.num_v_heads, module.num_k_heads, module.head_v_dim, module.head_k_dim, module.conv_kernel_size)
+    recurrence = DeltaRule(shape=shape, conv=_conv_of(module.conv1d), a_bias_A=module.dt_bias.detach().float(), rate_A=_decay_of(module))
+
+    def mix(x_TM: Tensor, step: Step) -> Tensor:
+        qkv, gate, b, a = project(x_TM)
+        y_TI = step.recur(module.layer_idx, torch.cat([qkv, b.sigmoid(), a], -1), recurrence)
+        heads = (-1, shape.value_dim)
+        out_TM: Tensor = module.out_proj(module.norm(y_TI.reshape(heads), gate.reshape(heads)).view(len(x_TM), -1))
+        return out_TM
+
+    return mix
+
+
+def qwen3_5_delta(module: Module) -> Mix:
+    return _delta(module, lambda x: (module.in_proj_qkv(x), module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x)))
+
+
+def qwen3_next_delta(module: Module) -> Mix:
+    """Its two products list, key head by key head, all that belongs to it; the module itself knows how to sort that."""
+
+    def project(x_TM: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        q, k, v, gate, b, a = module.fix_query_key_value_ordering(module.in_proj_qkvz(x_TM)[None], module.in_proj_ba(x_TM)[None])
+        return torch.cat([t[0].flatten(1) for t in (q, k, v)], -1), gate[0].flatten(1), b[0], a[0]
+
+    return _delta(module, project)
+
+
+def lfm2_conv(module: Module) -> Mix:
+    """A short convolution, gated before and behind."""
+    recurrence = ShortConv(_conv_of(module.conv, activation=False))
+
+    def mix(x_TM: Tensor, step: Step) -> Tensor:
+        before, behind, rows_TM = module.in_proj(x_TM).chunk(3, -1)
+        out_TM: Tensor = module.out_proj(behind * step.recur(module.layer_idx, before * rows_TM, recurrence))
+        return out_TM
+
+    return mix
+
+
+MIXERS: dict[str, Callable[[Module], Mix]] = {
+    "BambaMixer": mamba2,
+    "GraniteMoeHybridMambaLayer": mamba2,
+    "JambaMambaMixer": jamba_mamba,
+    "Lfm2MoeShortConv": lfm2_conv,
+    "Lfm2ShortConv": lfm2_conv,
+    "Mamba2Mixer": mamba2,
+    "MambaMixer": mamba,
+    "NemotronHMamba2Mixer": mamba2,
+    "Qwen3NextGatedDeltaNet": qwen3_next_delta,
+    "Qwen3_5GatedDeltaNet": qwen3_5_delta,
+    "Qwen3_5MoeGatedDeltaNet": qwen3_5_delta,
+}
+"""Class of a recurrent module of transformers -> what runs it."""

@@ -1,0 +1,135 @@
+"""Attention layers, and how their queries and keys learn of positions. K and V live in the step's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from transformers import ROPE_INIT_FUNCTIONS, PreTrainedConfig
+
+from memory import UNROTATED, AttentionSpec, Rotation, Step
+from models.layers.linear import Linear
+from models.layers.norms import RMSNorm
+from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+
+_FIXED_TYPES = ("linear", "yarn", "llama3")
+"""Kinds of scaling whose frequencies do not depend on how long a sequence is."""
+
+
+class Rotary:
+    """Rotary position embedding (Su et al. 2021) of the first part of each head; element i is paired with element i + half of it.
+
+    One object serves all layers of a model: the angles of a step are computed once, and noted in it. `rotation` tells
+    the same to a memory.
+
+    Args:
+        config: its `rope_parameters` name the base, the scaling, and the share of a head that is rotated.
+        layer_type: whose parameters, where each type of layer has its own.
+        is_partial: `partial_rotary_factor` is the share of a head that is rotated. Architectures that rotate whole heads
+            ignore it, as transformers does, unless the scaling goes by it.
+    Raises:
+        UnsupportedModelError: a kind of scaling, or a share of a head, that is not implemented.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, head_dim: int, device: torch.device, *, layer_type: str | None = None, is_partial: bool = False
+    ) -> None:
+        parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
+        kind = parameters.get("rope_type", "default")
+        self._attention_scale = 1.0
+        if kind == "default":
+            n_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) if is_partial else head_dim
+            frequencies = 1.0 / parameters["rope_theta"] ** (torch.arange(0, n_rotated, 2, dtype=torch.float32) / n_rotated)
+        elif kind in _FIXED_TYPES:
+            frequencies, self._attention_scale = ROPE_INIT_FUNCTIONS[kind](config, layer_type=layer_type)
+        else:
+            raise UnsupportedModelError(f"rope_type={kind!r}; implemented are default, {', '.join(_FIXED_TYPES)}")
+        n_rotated = 2 * len(frequencies)
+        if n_rotated > head_dim or (n_rotated < head_dim and not is_partial):
+            raise UnsupportedModelError(
+                f"rope_type={kind!r}, partial_rotary_factor={parameters.get('partial_rotary_factor', 1.0)} and "
+                f"head_dim={head_dim} (or hidden_size / num_attention_heads) would rotate {n_rotated} of {head_dim} elements; "
+                + (f"at most {head_dim} can be" if is_partial else f"{type(config).__name__} rotates whole heads")
+            )
+        self.rotation = Rotation(tuple(frequencies.float().tolist()))
+        self._frequencies = frequencies.to(device, torch.float32)
+
+    def __call__(self, x_THD: Tensor, step: Step) -> Tensor:
+        """x turned by its tokens' positions: (T, H, D)."""
+        angles = step.notes.get(self)
+        if angles is None:
+            angles = step.notes[self] = self._angles(step.positions, x_THD.dtype)
+        cos, sin = angles
+        half = cos.shape[-1]
+        a, b, rest = x_THD.split_with_sizes([half, half, x_THD.shape[-1] - 2 * half], -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
+
+    def _angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, (T, 1, R / 2) each."""
+        angles = torch.outer(positions_T.float(), self._frequencies)[:, None]
+        return (angles.cos() * self._attention_scale).to(dtype), (angles.sin() * self._attention_scale).to(dtype)
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention: `y = attention(x, step)`.
+
+    Attributes:
+        layer: index in the model's memory spec.
+        qkv: one product for queries, keys and values, in this order.
+        norms: of queries and of keys, over each head, before they are rotated.
+        gate: its output multiplies the attention's, before `out`.
+        softcap: of the scores; see `Step.attend`.
+        name: of this attention in its layer, if there are several.
+    """
+
+    layer: int
+    spec: AttentionSpec
+    qkv: Callable[[Tensor], Tensor]
+    out: Linear
+    rotary: Rotary | None = None
+    scale: float | None = None
+    norms: tuple[RMSNorm, RMSNorm] | None = None
+    gate: Linear | None = None
+    softcap: float | None = None
+
+    @property
+    def specs(self) -> tuple[AttentionSpec]:
+        return (replace(self.spec, rotation=UNROTATED if self.rotary is None else self.rotary.rotation),)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        spec = self.spec
+        heads = self.qkv(x_TM).view(len(x_TM), -1, spec.head_dim)
+        qk, v_TGD = torch.split(heads, [spec.n_query_heads + spec.n_kv_heads, spec.n_kv_heads], dim=1)
+        if self.norms is not None:
+            q_THD, k_TGD = torch.split(qk, [spec.n_query_heads, spec.n_kv_heads], dim=1)
+            qk = torch.cat([self.norms[0](q_THD), self.norms[1](k_TGD)], dim=1)
+        if self.rotary is not None:
+            qk = self.rotary(qk, step)
+        q_THD, k_TGD = torch.split(qk, [spec.n_query_heads, spec.n_kv_heads], dim=1)
+        y = step.attend(self.layer, q_THD, k_TGD, v_TGD, scale=self.scale, softcap=self.softcap).flatten(1)
+        return self.out(y if self.gate is None else y * self.gate(x_TM))
+
+
+def head_dim_of(config: PreTrainedConfig) -> int:
+    """A head's size, which many configs leave to the model's."""
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def load_projections(
+    checkpoint: Checkpoint, prefix: str, n_model: int, spec: AttentionSpec, *, has_bias: bool = False, has_out_bias: bool = False,
+    out: str = "o_proj", n_in: int | None = None,
+) -> tuple[Linear, Linear]:  # fmt: skip
+    """`qkv` and `out` of an `Attention`, from `q_proj`, `k_proj`, `v_proj` and `out` below `prefix`.
+
+    Args:
+        n_in: what queries, keys and values are made from, if it is not n_model.
+    """
+    n_q, n_kv = spec.n_query_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    sizes = {"q_proj": n_q, "k_proj": n_kv, "v_proj": n_kv}
+    weights = [checkpoint.take(f"{prefix}.{name}.weight", size, n_in or n_model) for name, size in sizes.items()]
+    bias = torch.cat([checkpoint.take(f"{prefix}.{name}.bias", size) for name, size in sizes.items()]) if has_bias else None
+    out_bias = checkpoint.take_optional(has_out_bias, f"{prefix}.{out}.bias", n_model)
+    return Linear(*weights, bias=bias), Linear(checkpoint.take(f"{prefix}.{out}.weight", n_model, n_q), bias=out_bias)

@@ -1,0 +1,128 @@
+"""What nearly all language models are: an embedding, a stack of residual layers, a norm and a head."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from memory import MemorySpec, Step
+from memory.specs import LayerSpec
+from models.layers.vocabulary import Vocabulary
+from models.loading.checkpoint import Checkpoint
+from models.loading.load import on_step
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Function = Callable[[Tensor], Tensor]
+
+
+class Mixer(Protocol):
+    """What mixes tokens: attention, a recurrence, or both."""
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """What it needs remembered."""
+        ...
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor: ...
+
+
+class Layer(Protocol):
+    """A layer of a `Decoder`."""
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        """What it needs remembered."""
+        ...
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Mixers that read the same input; their outputs are summed."""
+
+    mixers: tuple[Mixer, Mixer]
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return self.mixers[0].specs + self.mixers[1].specs
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        return self.mixers[0](x_TM, step) + self.mixers[1](x_TM, step)
+
+
+@dataclass(frozen=True)
+class Normed:
+    """A mixer whose output is normed."""
+
+    mixer: Mixer
+    norm: Function
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return self.mixer.specs
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        return self.norm(self.mixer(x_TM, step))
+
+
+@dataclass(frozen=True)
+class Block:
+    """x + s mixer(norm(x)), then x + s feed_forward(norm(x)); either part may be missing.
+
+    Attributes:
+        mixer, feed_forward: each with its norm.
+        scale: s.
+    """
+
+    mixer: tuple[Function, Mixer] | None
+    feed_forward: tuple[Function, Function] | None = None
+    scale: float = 1.0
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return () if self.mixer is None else self.mixer[1].specs
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        if self.mixer is not None:
+            norm, mixer = self.mixer
+            x_TM = self._add(x_TM, mixer(norm(x_TM), step))
+        if self.feed_forward is not None:
+            norm, feed_forward = self.feed_forward
+            x_TM = self._add(x_TM, feed_forward(norm(x_TM)))
+        return x_TM
+
+    def _add(self, x_TM: Tensor, y_TM: Tensor) -> Tensor:
+        return x_TM + y_TM if self.scale == 1.0 else torch.add(x_TM, y_TM, alpha=self.scale)
+
+
+class Decoder:
+    """`logits = model(step)`: (n_requests, vocab) or (n_tokens, vocab) float, in the caller's order.
+
+    Subclasses load the parts. `residual_dtype` is that of the stream between layers where it is not the weights'.
+    """
+
+    def __init__(
+        self, config: PreTrainedConfig, checkpoint: Checkpoint, vocabulary: Vocabulary, layers: Sequence[Layer], norm: Function, *,
+        residual_dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        self.config = config
+        self._vocabulary, self._layers, self._norm = vocabulary, layers, norm
+        self._residual_dtype = residual_dtype or checkpoint.dtype
+        self.memory_spec = MemorySpec(
+            layers=tuple(layer.specs for layer in layers), vocab_size=config.vocab_size, dtype=checkpoint.dtype,
+            device=checkpoint.device, model=f"{type(self).__name__} {checkpoint.folder.name}",
+        )  # fmt: skip
+
+    @on_step
+    def __call__(self, step: Step) -> Tensor:
+        x_TM = self._vocabulary.embed(step.token_ids).to(self._residual_dtype)
+        for layer in self._layers:
+            x_TM = layer(x_TM, step)
+        return self._vocabulary.logits(self._norm(step.select(x_TM)))

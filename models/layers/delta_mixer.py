@@ -1,0 +1,81 @@
+"""The mixer of Qwen3-Next and Qwen3.5: a gated delta rule behind a short convolution, its output normed and gated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memory import RecurrentSpec, Step
+from memory.recurrences import DeltaRule, DeltaRuleShape
+from models.layers.linear import Linear
+from models.layers.mamba_mixers import load_conv
+from models.layers.norms import RMSNorm
+from models.loading.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class DeltaInputs:
+    """Weights of the products that a delta mixer begins with, (n_out, n_model) each.
+
+    Attributes:
+        qkv: queries of all heads, then keys, then values.
+        gate: z, as large as the values.
+        b, a: one number a value head.
+    """
+
+    qkv: Tensor
+    gate: Tensor
+    b: Tensor
+    a: Tensor
+
+    @staticmethod
+    def take(checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
+        """Each a matrix of its own: Qwen3.5."""
+        sizes = {"qkv": shape.n_channels, "z": shape.n_heads * shape.value_dim, "b": shape.n_heads, "a": shape.n_heads}
+        return DeltaInputs(*(checkpoint.take(f"{prefix}.in_proj_{name}.weight", size, n_model) for name, size in sizes.items()))
+
+    @staticmethod
+    def take_by_key_head(checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
+        """Two matrices that list, key head by key head, all that belongs to it: Qwen3-Next."""
+        n_per_key, n_groups = shape.n_heads // shape.n_key_heads, shape.n_key_heads
+        n_values = n_per_key * shape.value_dim
+        n_qkvz = shape.n_channels + shape.n_heads * shape.value_dim
+        qkvz = checkpoint.take(f"{prefix}.in_proj_qkvz.weight", n_qkvz, n_model).view(n_groups, -1, n_model)
+        ba = checkpoint.take(f"{prefix}.in_proj_ba.weight", 2 * shape.n_heads, n_model).view(n_groups, -1, n_model)
+        parts = (*qkvz.split_with_sizes([shape.key_dim, shape.key_dim, n_values, n_values], 1), *ba.chunk(2, 1))
+        q, k, v, gate, b, a = (part.reshape(-1, n_model) for part in parts)
+        return DeltaInputs(torch.cat([q, k, v]), gate, b, a)
+
+
+class DeltaMixer:
+    """W_out(norm(delta(conv(q, k, v), beta, a)) * silu(z)), each value head normed on its own (Yang et al. 2024, Fig. 1)."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, layer: int, shape: DeltaRuleShape, inputs: DeltaInputs, *, norm_eps: float,
+        activation: str,
+    ) -> None:  # fmt: skip
+        take, n_inner, n_model = checkpoint.take, shape.n_heads * shape.value_dim, inputs.qkv.shape[1]
+        self._rows = Linear(inputs.qkv, inputs.b, inputs.a)
+        self._gate = Linear(inputs.gate, activation="silu")
+        self._norm = RMSNorm(take(f"{prefix}.norm.weight", shape.value_dim), norm_eps)
+        self._out = Linear(take(f"{prefix}.out_proj.weight", n_model, n_inner))
+        self._recurrence = DeltaRule(
+            shape=shape,
+            conv=load_conv(checkpoint, f"{prefix}.conv1d", shape.n_channels, shape.d_conv, has_bias=False, activation=activation),
+            a_bias_A=take(f"{prefix}.dt_bias", shape.n_heads, dtype=torch.float32),
+            rate_A=-take(f"{prefix}.A_log", shape.n_heads, dtype=torch.float32).exp(),
+        )
+        self._layer = layer
+
+    @property
+    def specs(self) -> tuple[RecurrentSpec]:
+        return (self._recurrence.shape.spec(),)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        shape, rows_TR = self._recurrence.shape, self._rows(x_TM)
+        rows_TR[:, shape.n_channels : shape.n_channels + shape.n_heads].sigmoid_()
+        y_TI = step.recur(self._layer, rows_TR, self._recurrence)
+        y_THV = self._norm(y_TI.view(len(y_TI), shape.n_heads, shape.value_dim))
+        return self._out(y_THV.flatten(1) * self._gate(x_TM))

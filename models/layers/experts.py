@@ -1,0 +1,179 @@
+"""Mixtures of experts: each token goes through a few of many feed-forward layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memory import FormatError
+from models.layers.linear import Linear
+from models.layers.mlp import GatedMLP
+from models.loading.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_FEW_TOKENS = 256
+"""Products of so many rows take a GPU hardly longer than reading the weights, and all weights are read if most experts are chosen."""
+
+Function = Callable[[Tensor], Tensor]
+Route = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""Logits (T, experts) in float32 -> weights and indices of the chosen experts, (T, K) each."""
+
+
+def softmax_then_choose(
+    n_chosen: int, *, renormalise: bool = False, n_groups: int = 1, n_chosen_groups: int = 1, scale: float = 1.0
+) -> Route:
+    """The softmax over all experts, of which the best are chosen; their weights need not sum to one, unless renormalised.
+
+    Args:
+        n_groups, n_chosen_groups: experts are chosen from the best groups alone, judged by their best expert (DeepSeek-AI 2024,
+            "DeepSeek-V2").
+    """
+
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        weights_TK, experts_TK = _close_groups(logits.softmax(-1), n_groups, n_chosen_groups, n_judged=1).topk(n_chosen)
+        return (weights_TK / weights_TK.sum(-1, keepdim=True) if renormalise else weights_TK) * scale, experts_TK
+
+    return route
+
+
+def _close_groups(ranks: Tensor, n_groups: int, n_chosen_groups: int, *, n_judged: int) -> Tensor:
+    """Ranks (T, experts), -inf outside the groups whose `n_judged` best experts have the highest sums."""
+    if n_chosen_groups >= n_groups:
+        return ranks
+    grouped = ranks.view(len(ranks), n_groups, -1)
+    best = grouped.topk(n_judged).values.sum(-1).topk(n_chosen_groups).indices
+    is_open = torch.zeros_like(grouped[:, :, 0], dtype=torch.bool).scatter_(1, best, True)
+    return grouped.masked_fill(~is_open[:, :, None], -torch.inf).flatten(1)
+
+
+def choose_then_softmax(n_chosen: int) -> Route:
+    """The best experts, weighted by the softmax over themselves."""
+
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        chosen_TK, experts_TK = logits.topk(n_chosen)
+        return chosen_TK.softmax(-1), experts_TK
+
+    return route
+
+
+def sigmoid_then_choose(
+    n_chosen: int, *, bias_E: Tensor | None = None, n_groups: int = 1, n_chosen_groups: int = 1, renormalise: bool = True,
+    eps: float = 1e-20, scale: float = 1.0,
+) -> Route:  # fmt: skip
+    """Each expert's own sigmoid; a bias that balances their loads (Wang et al. 2024) has a say in the choice, not in the weights.
+
+    Args:
+        n_groups, n_chosen_groups: experts are chosen from the best groups alone, judged by their two best experts.
+        eps: added to the sum of weights that they are divided by to renormalise them.
+    """
+
+    def route(logits: Tensor) -> tuple[Tensor, Tensor]:
+        scores = logits.sigmoid()
+        ranks = scores if bias_E is None else scores + bias_E
+        experts_TK = _close_groups(ranks, n_groups, n_chosen_groups, n_judged=2).topk(n_chosen).indices
+        weights_TK = scores.gather(1, experts_TK)
+        if renormalise:
+            weights_TK = weights_TK / (weights_TK.sum(-1, keepdim=True) + eps)
+        return weights_TK * scale, experts_TK
+
+    return route
+
+
+class MixtureOfExperts:
+    """Each token goes through the experts that `route` chooses for it, and their outputs are summed by its weights.
+
+    Args:
+        router: (experts, M), in the dtype that its product is to be computed in.
+        shared: one more that every token goes through, with a weight of one.
+        around: what leads to the space that the experts, but for the shared one, work in, and back.
+    """
+
+    def __init__(
+        self, router: Tensor, experts: Sequence[Function], n_chosen: int, route: Callable[[int], Route], *,
+        shared: Function | None = None, around: tuple[Function, Function] | None = None,
+    ) -> None:  # fmt: skip
+        if not 1 <= n_chosen <= len(experts):
+            raise FormatError(f"num_experts_per_tok is {n_chosen}, but there are {len(experts)} experts")
+        self._router = router
+        self._experts = experts
+        self._n_chosen = n_chosen
+        self._route = route(n_chosen)
+        self._shared, self._around = shared, around
+
+    def __call__(self, x_TM: Tensor) -> Tensor:
+        weights_TK, experts_TK = self._route(F.linear(x_TM.to(self._router.dtype), self._router).float())
+        if self._around is None:
+            y_TM = self._run(x_TM, weights_TK, experts_TK)
+        else:
+            y_TM = self._around[1](self._run(self._around[0](x_TM), weights_TK, experts_TK))
+        return y_TM if self._shared is None else y_TM + self._shared(x_TM)
+
+    def _run(self, x_TM: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        if x_TM.is_cuda and len(self._experts) <= experts_TK.numel() and len(x_TM) <= _FEW_TOKENS:
+            return self._run_all(x_TM, weights_TK, experts_TK)
+        # Sorted by expert, the (token, choice) pairs of each expert are one contiguous run.
+        order = experts_TK.flatten().argsort(stable=True)
+        counts = experts_TK.flatten().bincount(minlength=len(self._experts)).tolist()
+        y_TM = torch.zeros_like(x_TM)
+        for expert, pairs in zip(self._experts, torch.split(order, counts), strict=True):
+            if len(pairs):
+                tokens = pairs // self._n_chosen
+                weights = weights_TK.flatten()[pairs].to(x_TM.dtype)
+                y_TM.index_add_(0, tokens, expert(x_TM[tokens]) * weights[:, None])
+        return y_TM
+
+    def _run_all(self, x_TM: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
+        """The same without a word from the host, so that a step can be recorded: all experts see all tokens."""
+        weights_TE = weights_TK.new_zeros(len(x_TM), len(self._experts)).scatter_(1, experts_TK, weights_TK).to(x_TM.dtype)
+        y_TM = torch.zeros_like(x_TM)
+        for expert, weight_T in zip(self._experts, weights_TE.unbind(1), strict=True):
+            # What an expert makes of a token that is not meant for it may be infinite.
+            y_TM += torch.where(weight_T[:, None] == 0, 0, expert(x_TM) * weight_T[:, None])
+        return y_TM
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """A mixture beside an expert that every token goes through: mixture(x) + gate(x) * shared(x).
+
+    Attributes:
+        gate: one number a token, after its sigmoid.
+    """
+
+    mixture: MixtureOfExperts
+    shared: GatedMLP
+    gate: Linear
+
+    def __call__(self, x_TM: Tensor) -> Tensor:
+        return torch.addcmul(self.mixture(x_TM), self.gate(x_TM), self.shared(x_TM))
+
+
+def check_groups(config: PreTrainedConfig, *, least: int) -> None:
+    """Refuse groups that experts cannot be chosen from; each is judged by its `least` best experts."""
+    n_experts, n_groups, n_chosen_groups = config.n_routed_experts, config.n_group, config.topk_group
+    size = n_experts // n_groups
+    if n_experts % n_groups or size < least or not config.num_experts_per_tok <= n_chosen_groups * size <= n_experts:
+        raise FormatError(
+            f"{config.num_experts_per_tok} of {n_experts} experts in {n_groups} groups (n_group) cannot be chosen from "
+            f"{n_chosen_groups} of these (topk_group), each judged by its best {least}: "
+            f"num_experts_per_tok={config.num_experts_per_tok}, n_routed_experts={n_experts}"
+        )
+
+
+def load_experts(
+    checkpoint: Checkpoint, prefix: str, n_experts: int, n_model: int, n_inner: int, activation: str, *,
+    names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+) -> list[GatedMLP]:  # fmt: skip
+    """Experts one by one, as most checkpoints have them, or stacked in `gate_up_proj` and `down_proj`."""
+    if f"{prefix}.gate_up_proj" not in checkpoint:
+        return [GatedMLP.load(checkpoint, f"{prefix}.{i}", n_model, n_inner, activation, names=names) for i in range(n_experts)]
+    gate_up = checkpoint.take(f"{prefix}.gate_up_proj", n_experts, 2 * n_inner, n_model)
+    down = checkpoint.take(f"{prefix}.down_proj", n_experts, n_model, n_inner)
+    return [GatedMLP.of(*weights, activation) for weights in zip(gate_up, down, strict=True)]

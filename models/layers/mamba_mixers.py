@@ -1,0 +1,160 @@
+"""Mamba's mixers of both generations; convolution windows and states live in the step's memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from memory import FormatError, RecurrentSpec, SpecError, Step
+from memory.kernels import rms_norm
+from memory.recurrences import SSD, CausalConv, Mamba1, SSDShape, mamba1_spec
+from models.layers.linear import Linear
+from models.loading.checkpoint import Checkpoint, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def load_conv(checkpoint: Checkpoint, prefix: str, n_channels: int, n_taps: int, *, has_bias: bool, activation: str | None) -> CausalConv:
+    """From torch's layout of a depthwise convolution, (channels, 1, taps)."""
+    if activation not in (None, "silu", "swish"):
+        raise UnsupportedModelError(f"{activation!r} as the activation of a mixer; its convolution is implemented with silu only")
+    if n_taps < 1:
+        raise SpecError(f"{prefix} has {n_taps} taps; a convolution needs one at least")
+    weight_WE = checkpoint.take(f"{prefix}.weight", n_channels, 1, n_taps)[:, 0].T.contiguous()
+    return CausalConv(weight_WE, checkpoint.take_optional(has_bias, f"{prefix}.bias", n_channels), activation is not None)
+
+
+def read_dt_limits(config: PreTrainedConfig) -> tuple[float, float]:
+    """The first two numbers of `time_step_limit`, between which steps are held."""
+    limits = config.time_step_limit
+    if not isinstance(limits, list | tuple) or len(limits) < 2:
+        raise FormatError(f"time_step_limit={limits!r}; give two numbers")
+    return float(limits[0]), float(limits[1])
+
+
+@dataclass(frozen=True)
+class MambaShape:
+    """Sizes of a Mamba-1 mixer. `norm_eps` is given where dt, B and C are normed, as in Jamba."""
+
+    n_model: int
+    n_channels: int
+    d_state: int
+    d_conv: int
+    dt_rank: int
+    has_conv_bias: bool
+    has_proj_bias: bool
+    norm_eps: float | None = None
+    activation: str = "silu"
+
+    @property
+    def spec(self) -> RecurrentSpec:
+        return mamba1_spec(self.n_channels, self.d_state, self.d_conv)
+
+
+class MambaMixer:
+    """Mamba-1 (Gu & Dao 2023, Fig. 3): y = W_out(ssm(conv(x)) * silu(z)); convolution and state live in the step's memory."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, layer: int, shape: MambaShape) -> None:
+        n_model, n_channels, d_state, take = shape.n_model, shape.n_channels, shape.d_state, checkpoint.take
+        in_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.in_proj.bias", 2 * n_channels)
+        # Two products, because the rows and the gate go separate ways: neither has to be copied out of a common result.
+        self._rows, self._gate = (
+            Linear(weight, bias=bias, activation=activation)
+            for weight, bias, activation in zip(
+                take(f"{prefix}.in_proj.weight", 2 * n_channels, n_model).chunk(2),
+                (None, None) if in_bias is None else in_bias.chunk(2),
+                (None, shape.activation),
+                strict=True,
+            )
+        )
+        out_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.out_proj.bias", n_model)
+        self._out = Linear(take(f"{prefix}.out_proj.weight", n_model, n_channels), bias=out_bias)
+        norms = None
+        if shape.norm_eps is not None:
+            names = ("dt_layernorm", shape.dt_rank), ("b_layernorm", d_state), ("c_layernorm", d_state)
+            dt, b, c = (take(f"{prefix}.{name}.weight", size) for name, size in names)
+            norms = (dt, b, c, shape.norm_eps)
+        self._recurrence = Mamba1(
+            conv=load_conv(
+                checkpoint, f"{prefix}.conv1d", n_channels, shape.d_conv, has_bias=shape.has_conv_bias, activation=shape.activation
+            ),
+            x_proj=Linear(take(f"{prefix}.x_proj.weight", shape.dt_rank + 2 * d_state, n_channels)),
+            dt_proj=Linear(take(f"{prefix}.dt_proj.weight", n_channels, shape.dt_rank)),
+            dt_bias_E=take(f"{prefix}.dt_proj.bias", n_channels),
+            a_NE=-take(f"{prefix}.A_log", n_channels, d_state, dtype=torch.float32).exp().T.contiguous(),
+            d_E=take(f"{prefix}.D", n_channels, dtype=torch.float32),
+            norms=norms,
+        )
+        self._layer = layer
+        self.specs = (shape.spec,)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        y_TE = step.recur(self._layer, self._rows(x_TM), self._recurrence)
+        return self._out(y_TE * self._gate(x_TM))
+
+
+@dataclass(frozen=True)
+class Mamba2Options:
+    """A Mamba-2 mixer but for its weights.
+
+    Attributes:
+        norm_eps: of the gated norm behind the recurrence; None where there is only the gate.
+        n_norm_groups: parts of a row that are normed on their own.
+        norms_before_gate: norm(y) * silu(gate) instead of norm(y * silu(gate)).
+    """
+
+    n_model: int
+    shape: SSDShape
+    has_conv_bias: bool
+    has_in_bias: bool
+    has_out_bias: bool
+    norm_eps: float | None
+    n_norm_groups: int
+    norms_before_gate: bool = False
+    dt_limits: tuple[float, float] = (0.0, math.inf)
+    activation: str = "silu"
+
+
+class Mamba2Mixer:
+    """Mamba-2 (Dao & Gu 2024, section 7): y = W_out norm(ssd(conv(x)) * silu(z))."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, layer: int, options: Mamba2Options) -> None:
+        shape, n_model, take = options.shape, options.n_model, checkpoint.take
+        n_rows = shape.n_channels + shape.n_heads
+        in_weight = take(f"{prefix}.in_proj.weight", shape.n_inner + n_rows, n_model)
+        in_bias = checkpoint.take_optional(options.has_in_bias, f"{prefix}.in_proj.bias", shape.n_inner + n_rows)
+        gate_bias, rows_bias = (None, None) if in_bias is None else torch.split(in_bias, [shape.n_inner, n_rows])
+        gate_weight, rows_weight = torch.split(in_weight, [shape.n_inner, n_rows])
+        self._gate = Linear(gate_weight, bias=gate_bias, activation=options.activation)
+        self._rows = Linear(rows_weight, bias=rows_bias)
+        out_bias = checkpoint.take_optional(options.has_out_bias, f"{prefix}.out_proj.bias", n_model)
+        self._out = Linear(take(f"{prefix}.out_proj.weight", n_model, shape.n_inner), bias=out_bias)
+        self._norm_weight = None if options.norm_eps is None else take(f"{prefix}.norm.weight", shape.n_inner)
+        self._recurrence = SSD(
+            shape=shape,
+            conv=load_conv(
+                checkpoint, f"{prefix}.conv1d", shape.n_channels, shape.d_conv,
+                has_bias=options.has_conv_bias, activation=options.activation,
+            ),
+            dt_bias_H=take(f"{prefix}.dt_bias", shape.n_heads, dtype=torch.float32),
+            a_H=-take(f"{prefix}.A_log", shape.n_heads, dtype=torch.float32).exp(),
+            d_H=take(f"{prefix}.D", shape.n_heads, dtype=torch.float32),
+            dt_limits=options.dt_limits,
+        )  # fmt: skip
+        self._layer = layer
+        self._options = options
+        self.specs = (shape.spec(),)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        y_TI, gate_TI = step.recur(self._layer, self._rows(x_TM), self._recurrence), self._gate(x_TM)
+        options, weight = self._options, self._norm_weight
+        if weight is None or options.norm_eps is None:
+            return self._out(y_TI * gate_TI)
+        if options.norms_before_gate:
+            return self._out(rms_norm(y_TI, weight, options.norm_eps, n_groups=options.n_norm_groups) * gate_TI)
+        return self._out(rms_norm(y_TI, weight, options.norm_eps, n_groups=options.n_norm_groups, gate=gate_TI))

@@ -1,0 +1,61 @@
+"""Feed-forward layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from models.layers.linear import Linear
+from models.loading.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class MLP:
+    """W_down act(W_up x)."""
+
+    up: Linear
+    down: Linear
+
+    @staticmethod
+    def load(checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: str, *, has_bias: bool = False) -> MLP:
+        """From `up_proj` and `down_proj` below `prefix`."""
+
+        def linear(name: str, n_out: int, n_in: int, activation: str | None = None) -> Linear:
+            return Linear.load(checkpoint, f"{prefix}.{name}", n_out, n_in, has_bias=has_bias, activation=activation)
+
+        return MLP(linear("up_proj", n_inner, n_model, activation), linear("down_proj", n_model, n_inner))
+
+    def __call__(self, x_TM: Tensor) -> Tensor:
+        return self.down(self.up(x_TM))
+
+
+@dataclass(frozen=True)
+class GatedMLP:
+    """W_down(act(W_gate x) * W_up x) (Shazeer 2020); the activation is the gate's."""
+
+    gate: Linear
+    up: Linear
+    down: Linear
+
+    @staticmethod
+    def load(
+        checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: str, *, has_bias: bool = False,
+        names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+    ) -> GatedMLP:  # fmt: skip
+        """From what `names` calls gate, up and down below `prefix`."""
+
+        def linear(name: str, n_out: int, n_in: int, activation: str | None = None) -> Linear:
+            return Linear.load(checkpoint, f"{prefix}.{name}", n_out, n_in, has_bias=has_bias, activation=activation)
+
+        gate, up, down = names
+        return GatedMLP(linear(gate, n_inner, n_model, activation), linear(up, n_inner, n_model), linear(down, n_model, n_inner))
+
+    @staticmethod
+    def of(gate_up: Tensor, down: Tensor, activation: str) -> GatedMLP:
+        """From weights (2 n_inner, n_model), the gate's first, and (n_model, n_inner)."""
+        gate, up = gate_up.chunk(2)
+        return GatedMLP(Linear(gate, activation=activation), Linear(up), Linear(down))
+
+    def __call__(self, x_TM: Tensor) -> Tensor:
+        return self.down(self.gate(x_TM) * self.up(x_TM))

@@ -1,0 +1,41 @@
+"""Layers that several models share, but for mixers. Shape legend: `memory.interface`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memory.kernels import rms_norm
+from models.loading.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """x / rms(x) * weight (Zhang & Sennrich 2019)."""
+
+    weight_M: Tensor
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return rms_norm(x.to(self.weight_M.dtype), self.weight_M, self.eps)
+
+
+def load_offset_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> RMSNorm:
+    """A norm that multiplies by 1 + weight, as in Gemma and its relatives."""
+    weight = 1 + checkpoint.take(f"{name}.weight", size, dtype=torch.float32)
+    return RMSNorm(weight.to(checkpoint.dtype), eps)
+
+
+@dataclass(frozen=True)
+class LayerNorm:
+    """(x - mean(x)) / std(x) * weight + bias (Ba et al. 2016)."""
+
+    weight_M: Tensor
+    bias_M: Tensor | None
+    eps: float
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight_M.shape, self.weight_M, self.bias_M, self.eps)

@@ -1,0 +1,90 @@
+"""What the generations of RWKV share: layers of two halves that each look at the token before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from memory import RecurrentSpec, Step
+from memory.recurrences import TokenShift, token_shift_spec
+from memory.specs import LayerSpec
+from models.layers.decoder import Function, Mixer
+from models.layers.linear import Linear
+from models.loading.checkpoint import Checkpoint
+
+_SHIFT = TokenShift()
+
+
+class TokenMix:
+    """Each channel of a token, and of the token before it, weighted: several mixtures, one for each use.
+
+    Args:
+        weights: (M,) each, how much of the token before.
+        name: of the memory of that token in its layer.
+    """
+
+    def __init__(self, layer: int, name: str, *weights: Tensor) -> None:
+        self._weights_K1M = torch.stack(weights)[:, None]
+        self._layer = layer
+        self.spec: RecurrentSpec = token_shift_spec(len(weights[0]), name)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> tuple[Tensor, ...]:
+        """(T, M) each."""
+        before_TM = step.recur(self._layer, x_TM, _SHIFT, name=self.spec.name)
+        return torch.lerp(x_TM, before_TM, self._weights_K1M).unbind()
+
+
+class ChannelMix:
+    """W_value(relu(W_key x)^2) on a mixture of tokens, times sigmoid(W_receptance x) on another where there is one.
+
+    Peng et al. 2023, eq. 19-21.
+
+    Args:
+        mix: of as many mixtures as there are inputs.
+    """
+
+    def __init__(self, mix: TokenMix, key: Tensor, value: Tensor, receptance: Tensor | None = None) -> None:
+        self._mix = mix
+        self._key, self._value = Linear(key, activation="relu"), Linear(value)
+        self._receptance = None if receptance is None else Linear(receptance, activation="sigmoid")
+        self.specs = (mix.spec,)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        key_TM, *receptance = self._mix(x_TM, step)
+        y_TM = self._value(self._key(key_TM).square())
+        return y_TM if self._receptance is None else y_TM * self._receptance(*receptance)
+
+
+@dataclass(frozen=True)
+class RWKVLayer:
+    """x + time_mix(norm(x)), then x + channel_mix(norm(x)).
+
+    Attributes:
+        time_mix, channel_mix: each with its norm.
+        first_norm: of the embeddings, before the first layer.
+        scale: of what leaves the layer.
+    """
+
+    time_mix: tuple[Function, Mixer]
+    channel_mix: tuple[Function, Mixer]
+    first_norm: Function | None = None
+    scale: float = 1.0
+
+    @property
+    def specs(self) -> tuple[LayerSpec, ...]:
+        return (*self.time_mix[1].specs, *self.channel_mix[1].specs)
+
+    def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
+        if self.first_norm is not None:
+            x_TM = self.first_norm(x_TM)
+        for norm, mixer in (self.time_mix, self.channel_mix):
+            x_TM = x_TM + mixer(norm(x_TM), step)
+        return x_TM if self.scale == 1.0 else x_TM * self.scale
+
+
+def take_mixture(checkpoint: Checkpoint, name: str, *shape: int, is_of_token: bool = False) -> Tensor:
+    """(M,) weights for `TokenMix`; `is_of_token` where the checkpoint says how much of the token itself instead."""
+    weights = checkpoint.take(name, *shape, dtype=torch.float32).flatten()
+    return (1 - weights if is_of_token else weights).to(checkpoint.dtype)

@@ -1,0 +1,46 @@
+"""Token embedding and output head."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from models.layers.linear import Linear
+from models.loading.checkpoint import Checkpoint
+
+
+class Vocabulary:
+    """Token embedding and output head, one matrix if they are tied.
+
+    A packed head cannot be looked up in. Then the embedding stays mapped from the file, where a lookup reads single rows.
+
+    Args:
+        head: name of the head's weights; None if they are the embedding's.
+        embedding_scale, logits_scale: what embeddings and logits are multiplied by.
+        logits_cap: logits become cap * tanh(logits / cap) after that (Gemma Team 2024, "Gemma 2"); None for no cap.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, name: str, n_tokens: int, n_model: int, head: str | None, *,
+        embedding_scale: float = 1.0, logits_scale: float = 1.0, logits_cap: float | None = None,
+    ) -> None:  # fmt: skip
+        weight = checkpoint.take(head or name, n_tokens, n_model)
+        self._head = Linear(weight)
+        is_shared = head is None and not self._head.is_packed
+        self._embedding = weight if is_shared else checkpoint.take_as_stored(name, n_tokens, n_model)
+        if not self._head.is_packed:
+            self._embedding = self._embedding.to(checkpoint.device, checkpoint.dtype)
+        self._dtype = checkpoint.dtype
+        self._embedding_scale, self._logits_scale, self._logits_cap = embedding_scale, logits_scale, logits_cap
+
+    def embed(self, token_ids_T: Tensor) -> Tensor:
+        """(T, M)."""
+        x_TM = self._embedding[token_ids_T].to(self._dtype)
+        return x_TM if self._embedding_scale == 1.0 else x_TM * self._embedding_scale
+
+    def logits(self, x_TM: Tensor) -> Tensor:
+        """(T, vocabulary)."""
+        logits = self._head(x_TM)
+        if self._logits_scale != 1.0:
+            logits = logits * self._logits_scale
+        return logits if self._logits_cap is None else torch.tanh(logits / self._logits_cap) * self._logits_cap

@@ -1,0 +1,358 @@
+"""`load_model`: from a folder or a hub id to a model that runs on a memory."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import transformers
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from rich.console import Console
+from rich.progress import Progress
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+
+from memory import MemorySpec, SpecError, Step, StepError
+from memory.blocks.arguments import check_usable, read_device, read_dtype
+from memory.errors import FormatError, HybridMemoryError
+from models.loading.checkpoint import Checkpoint, DryCheckpoint, LoadedCheckpoint, UnsupportedModelError
+
+EMBEDDED = Path(__file__).parent.parent / "embedded"
+"""The small Jamba that ships with the library; see `training/train_embedded.py`."""
+
+_DOWNLOAD_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
+_WANTED = "give a checkpoint's folder, 'embedded', or a hub id such as 'owner/name'"
+_PROGRESS_FROM_TENSORS = 200
+"""A progress bar for fewer tensors would only flash."""
+
+
+class LanguageModel(Protocol):
+    """A model on a memory: it holds weights only, everything it remembers is in the step's memory."""
+
+    config: PreTrainedConfig
+    memory_spec: MemorySpec
+
+    def __call__(self, step: Step) -> Tensor:
+        """The wanted rows' logits, (n, vocab), in the caller's order."""
+        ...
+
+
+ModelClass = Callable[[Any, Checkpoint], LanguageModel]
+C = TypeVar("C", bound=type)
+ARCHITECTURES: dict[str, ModelClass] = {}
+
+
+def register(architecture: str) -> Callable[[C], C]:
+    """Class decorator: the class is what `config.json` calls `architecture`."""
+
+    def add(model_class: C) -> C:
+        ARCHITECTURES[architecture] = model_class
+        return model_class
+
+    return add
+
+
+ForwardT = TypeVar("ForwardT", bound=Callable[..., Tensor])
+
+
+def on_step(forward: ForwardT) -> ForwardT:
+    """Decorator of a model's `__call__(self, step)`, which is called without gradients and with an open step of its own memory.
+
+    StepError says how to call it to whoever gives anything else.
+    """
+
+    @wraps(forward)
+    def call(model: LanguageModel, *args: Any, **kwargs: Any) -> Tensor:
+        if len(args) != 1 or kwargs or not callable(getattr(args[0], "check_model", None)):  # a step, or what stands for one
+            given = ", ".join([*map(reprlib.repr, args), *(f"{name}={reprlib.repr(value)}" for name, value in kwargs.items())])
+            raise StepError(
+                f"{model.memory_spec.model} was given {given or 'nothing'}, but it runs on a step of a memory; write "
+                "`with memory.step({sequence: token_ids}) as step: logits = model(step)`"
+            )
+        args[0].check_model(model.memory_spec)
+        with torch.no_grad():
+            return forward(model, args[0])
+
+    return call  # type: ignore[return-value]
+
+
+def load_model(
+    path_or_hub_id: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto", progress: bool | None = None
+) -> LanguageModel:
+    """Load a model for inference.
+
+    Args:
+        path_or_hub_id: a folder with config.json and safetensors; "embedded" for the model that ships with the library; or
+            a model id on the Hugging Face hub, downloaded once.
+        dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto" takes the checkpoint's own.
+        progress: show a bar on stderr; unless given, on a terminal and for larger checkpoints.
+    Raises:
+        FormatError: files that are missing, damaged, or do not fit the config; the message names the tensor.
+        UnsupportedModelError: an architecture or option that is not implemented.
+        SpecError: a device or dtype that does not exist.
+    Cost: reads every tensor once; float32 on the CPU stays memory-mapped where the checkpoint is float32 too.
+    """
+    device = _read_device(device)
+    folder = find_folder(path_or_hub_id)
+    config, model_class = read_config(folder)
+    _check_unquantised(config)
+    checkpoint = Checkpoint(folder, device, _read_dtype(dtype, config))
+    is_shown = Console(stderr=True).is_terminal and len(checkpoint) >= _PROGRESS_FROM_TENSORS if progress is None else progress
+    with Progress(console=Console(stderr=True), disable=not is_shown) as bar:
+        task = bar.add_task(f"loading {folder.name}", total=len(checkpoint))
+        checkpoint.on_taken = lambda: bar.advance(task)
+        model = build(model_class, config, checkpoint)
+    checkpoint.warn_of_leftovers("lm_head.weight")
+    return model
+
+
+def from_transformers(hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
+    """Our model with the weights of a loaded transformers model, where it stands; no file is written.
+
+    Tensors that are used as they are stay shared with `hf_model`: embeddings, norms, and off the CPU or in 16 bits most matrices. Copied
+    are those that our layers want in another form: queries, keys and values in one matrix, taps and decays of recurrences, and in float32
+    on the CPU every matrix of a product, which is laid out for oneDNN. So leave `hf_model`'s weights alone afterwards.
+
+    Args:
+        dtype: as `load_model`; "auto" takes the model's own. With another one everything is copied.
+    Raises:
+        UnsupportedModelError: an architecture or option that is not implemented, quantised weights, weights on several
+            devices, or adapters (PEFT) that are not merged.
+    """
+    check_is_of_transformers(hf_model)
+    names = [base.__name__ for base in type(hf_model).__mro__]
+    if adapted := find_adapter(hf_model):
+        raise UnsupportedModelError(
+            f"{names[0]} with an adapter, at {adapted}; merge it into the weights, peft_model.merge_and_unload(), and give "
+            "what that returns"
+        )
+    model_class = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
+    if model_class is None:
+        raise _unsupported(names[0])
+    device = check_source(hf_model)
+    read_as = _read_dtype(hf_model.dtype if dtype == "auto" else dtype, hf_model.config)
+    checkpoint = LoadedCheckpoint(names[0], _tensors_of(hf_model), device, read_as)
+    for prefix, module in hf_model.named_modules():
+        if getattr(module, "layers_are_rescaled", False) and hf_model.config.rescale_every > 0:
+            _undo_rescaling(checkpoint, f"{prefix}.blocks", hf_model.config)
+    model = build(model_class, hf_model.config, checkpoint)
+    checkpoint.warn_of_leftovers("lm_head.weight")
+    return model
+
+
+def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:
+    """A model's tensors under the names that files give them."""
+    try:
+        # No public name does this without writing files.
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError as error:
+        raise UnsupportedModelError(
+            f"transformers {transformers.__version__} does not tell how files call this model's tensors; write them with "
+            "model.save_pretrained(folder), and load_model(folder)"
+        ) from error
+    try:
+        tensors: dict[str, Tensor] = revert_weight_conversion(hf_model, hf_model.state_dict())
+    except torch.OutOfMemoryError:
+        raise
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise FormatError(f"transformers cannot write this {type(hf_model).__name__} as a checkpoint: {error}") from error
+    return tensors
+
+
+def _undo_rescaling(checkpoint: Checkpoint, prefix: str, config: PreTrainedConfig) -> None:
+    """transformers halves weights of RWKV-4 in place, every few layers, when a model runs for the first time."""
+    for i in range(config.num_hidden_layers):
+        for name in ("attention.output", "feed_forward.value"):
+            checkpoint.scale(f"{prefix}.{i}.{name}.weight", 2.0 ** (i // config.rescale_every))
+
+
+def find_adapter(hf_model: torch.nn.Module) -> str | None:
+    """The first place where PEFT has put an adapter around a module, or the whole model; None without any.
+
+    Told by what adapters look like, for PEFT need not be installed, and what it notes on a model outlives a merge.
+    """
+    if not isinstance(hf_model, PreTrainedModel) and hasattr(hf_model, "peft_config"):
+        return "the whole model"
+    for name, module in hf_model.named_modules():
+        if hasattr(module, "base_layer") or hasattr(module, "lora_A"):
+            return str(name)
+    return None
+
+
+def check_is_of_transformers(hf_model: object) -> None:
+    """Raise UnsupportedModelError for what is no model of torch at all."""
+    if not isinstance(hf_model, torch.nn.Module):
+        raise UnsupportedModelError(
+            f"{hf_model!r} is no model of transformers; give AutoModelForCausalLM.from_pretrained(...), or a path to load_model"
+        )
+
+
+def check_source(hf_model: PreTrainedModel) -> torch.device:
+    """The one device of a transformers model whose weights are numbers as they stand. Raises UnsupportedModelError for any other."""
+    _check_unquantised(hf_model.config)
+    devices = sorted({str(parameter.device) for parameter in hf_model.parameters()})
+    if len(devices) != 1 or devices == ["meta"]:
+        raise UnsupportedModelError(f"weights on {', '.join(devices)}; load the model onto one device, with its weights")
+    return torch.device(devices[0])
+
+
+def _check_unquantised(config: PreTrainedConfig) -> None:
+    if stored := getattr(config, "quantization_config", None):
+        raise UnsupportedModelError(
+            f"quantization_config={stored!r}; give a checkpoint whose weights are stored as they are, in 16 or 32 bits"
+        )
+
+
+def _unsupported(architecture: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
+
+
+def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> MemorySpec:
+    """What a model of this config would need remembered, without its weights: for `HybridMemory(..., device="meta")`.
+
+    Args:
+        architecture: the class that `config.json` names, such as "BambaForCausalLM".
+    Raises:
+        UnsupportedModelError: an architecture or option that is not implemented.
+        FormatError: a config that contradicts itself.
+    """
+    return dry_model(config, architecture, dtype=dtype).memory_spec
+
+
+def dry_model(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
+    """A model whose weights are on "meta": it cannot run, but has their shapes. Arguments and errors as `plan_memory`."""
+    if not isinstance(config, PreTrainedConfig):
+        raise SpecError(f"config={config!r} is no config of transformers; give AutoConfig.from_pretrained(folder)")
+    if architecture not in ARCHITECTURES:
+        raise _unsupported(architecture)
+    return build(ARCHITECTURES[architecture], config, DryCheckpoint(architecture, _read_dtype(dtype, config)))
+
+
+def weight_bytes(model: LanguageModel) -> int:
+    """Bytes of all tensors that a model holds, each counted once, packed ones as packed.
+
+    On the CPU, a tensor whose dtype is the file's own is mapped, not copied: it counts here, but takes memory only where it is
+    read. So a tied embedding costs little beside the head packed from it: a lookup touches single rows.
+    """
+    found: dict[int, Tensor] = {}
+    seen: set[int] = set()
+    todo: list[object] = [model]
+    while todo:
+        thing = todo.pop()
+        if id(thing) in seen:
+            continue
+        seen.add(id(thing))
+        if isinstance(thing, Tensor):
+            found[id(thing)] = thing
+        elif isinstance(thing, list | tuple):
+            todo += thing
+        elif type(thing).__module__.startswith(("models.", "memory.")):
+            todo += vars(thing).values() if hasattr(thing, "__dict__") else ()
+    return sum(int(tensor.nbytes) for tensor in found.values())
+
+
+def find_folder(path_or_hub_id: str | Path) -> Path:
+    """The local folder of a checkpoint, downloading it if it is a hub id."""
+    if not isinstance(path_or_hub_id, str | Path) or not str(path_or_hub_id):
+        raise FormatError(f"{path_or_hub_id!r} is no path and no hub id; {_WANTED}")
+    if str(path_or_hub_id) == "embedded":
+        return EMBEDDED
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise FormatError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
+    if not _is_hub_id(str(path_or_hub_id)):
+        raise FormatError(f"there is no folder {folder}; {_WANTED}")
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+        return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))
+    except _DOWNLOAD_ERRORS as error:
+        raise FormatError(f"{path_or_hub_id} is no folder here and no model that can be downloaded: {error}") from error
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and name[0] not in "/.~"
+
+
+def find_config(path_or_hub_id: str | Path) -> Path:
+    """The config of a checkpoint, without its weights: a folder that has one, such a file itself, or a hub id, of which nothing else is
+    downloaded."""
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir() or not _is_hub_id(str(path_or_hub_id)):
+        return find_folder(path_or_hub_id)
+    try:
+        return Path(hf_hub_download(str(path_or_hub_id), "config.json"))
+    except _DOWNLOAD_ERRORS as error:
+        raise FormatError(f"{path_or_hub_id} is no file here and no model whose config can be downloaded: {error}") from error
+
+
+def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
+    """A config as transformers' object, with all defaults, and the class that implements it.
+
+    Args:
+        place: the folder of a checkpoint, or its config.json, whatever it is called.
+    """
+    path = place / "config.json" if place.is_dir() else place
+    if not path.exists() and (place / "adapter_config.json").exists():
+        raise UnsupportedModelError(
+            f"{place} holds an adapter, not a model; merge it into the model it was made for, peft_model.merge_and_unload(), and save that"
+        )
+    if not path.exists():
+        raise FormatError(f"{place} has no config.json; give the folder of a checkpoint in Hugging Face layout")
+    try:
+        raw = json.loads(path.read_text())
+        architectures = raw.get("architectures") or [f"unnamed ({raw.get('model_type', 'no model_type')})"]
+        if not (isinstance(architectures, list) and isinstance(architectures[0], str)):
+            raise ValueError(f"architectures={architectures!r}")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{path} is no JSON object that names an architecture: {error}") from error
+    if architectures[0] not in ARCHITECTURES:
+        raise _unsupported(architectures[0])
+    try:
+        config = AutoConfig.from_pretrained(place)
+    except Exception as error:  # its validators raise types of their own, of several libraries
+        raise FormatError(f"{path} does not describe a {architectures[0]}: {error}") from error
+    return config, ARCHITECTURES[architectures[0]]
+
+
+def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpoint) -> LanguageModel:
+    """Make the model. What a nonsensical config lets fail on the way is the config's fault: FormatError."""
+    try:
+        return model_class(config, checkpoint)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        if isinstance(error, HybridMemoryError) and not isinstance(error, SpecError):
+            raise
+        odd = _odd_sizes(config)
+        if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and not odd):
+            raise  # what is wrong with a device or with torch is not the config's fault
+        place, said = checkpoint.folder / "config.json", f"; it says {odd}" if odd else ""
+        raise FormatError(f"{place} contradicts itself: {type(error).__name__}: {error}{said}") from error
+
+
+def _odd_sizes(config: PreTrainedConfig) -> str:
+    """Integers below one that are not the class's own choice, by name."""
+    chosen = config.get_text_config().to_diff_dict().items()
+    odd = {name: value for name, value in chosen if type(value) is int and value < 1 and not name.endswith("_token_id")}
+    return ", ".join(f"{name}={value}" for name, value in odd.items())
+
+
+def _read_device(device: str | torch.device) -> torch.device:
+    found = read_device("device", device)
+    check_usable("device", found)
+    return found
+
+
+def _read_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
+    if isinstance(dtype, str) and dtype == "auto":
+        # A model of several parts may say it only of the part that reads text.
+        dtype = config.dtype or config.get_text_config().dtype or torch.float32
+    return read_dtype("dtype", dtype, "'auto', ")
