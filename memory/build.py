@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import torch
 
 from memory.attention.cross import CrossAttentionCache
-from memory.attention.evicting import SparseAttention
+from memory.attention.evicting import EvictingAttention
 from memory.attention.group_selection import GroupSelection
 from memory.attention.host_pages import HostPages
 from memory.attention.offload import Attention, HostedAttention
@@ -24,7 +24,6 @@ from memory.blocks.arguments import check_usable, read_device, read_dtype
 from memory.blocks.pinned import HostAttention, host_store
 from memory.blocks.store import Store
 from memory.coordinator import Coordinator
-from memory.deferred_state import DeferredState
 from memory.errors import SpecError
 from memory.eviction import Budget, EvictionPolicy, Quest
 from memory.kernels import OF_STATES, chosen_kernels
@@ -34,6 +33,8 @@ from memory.recurrent_state import RecurrentState
 from memory.sequences.folding import Fold, TailRules
 from memory.sequences.paging import PageGrid
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
+from memory.state.readers import HeadReader, TailReader
+from memory.state.tails import TailMember, TailTable
 from memory.storage.files import read_path
 from memory.storage.swap import Tiers
 
@@ -50,7 +51,7 @@ class Kinds:
     by_name: LayerMemories = field(default_factory=LayerMemories)
     attention: list[tuple[str, Attention, int]] = field(default_factory=list)
     cross_attention: CrossAttentionCache | None = None
-    recurrent: RecurrentState | None = None
+    recurrent: RecurrentState[Any] | None = None
 
 
 _Group = tuple[int | None, Budget | None, Storage | None]
@@ -100,7 +101,7 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
         cache: Attention
         if isinstance(policy, EvictionPolicy):
             name = f"attention {len(caches)}, {policy.label}" + (f" of {storage.label}" if storage else "")
-            cache = SparseAttention(group, policy, storage, spec.dtype, rules.rollback_window, store, name)
+            cache = EvictingAttention(group, policy, storage, spec.dtype, rules.rollback_window, store, name)
         elif isinstance(policy, Quest) and storage is not None:
             name = f"attention {len(caches)}, {policy.label} of {storage.label}"
             cache = GroupSelection(group, policy, storage, spec.dtype, page_tokens, rules.rollback_window, store, name)
@@ -118,8 +119,9 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
     if cross := [m for m in flat if isinstance(m, CrossAttentionSpec)]:
         kinds.by_name["cross-attention"] = kinds.cross_attention = CrossAttentionCache(cross, spec.dtype, page_tokens, store)
     if recurrent := [m for m in flat if isinstance(m, RecurrentSpec)]:
-        states = DeferredState if rules.defers else RecurrentState
-        kinds.by_name["recurrence"] = kinds.recurrent = states(recurrent, spec.dtype, rules, store)
+        table = TailTable([TailMember.of(m, deferred=rules.defers) for m in recurrent], spec.dtype, rules, store)
+        reader = TailReader(recurrent, table) if rules.defers else HeadReader(recurrent, table)
+        kinds.by_name["recurrence"] = kinds.recurrent = RecurrentState[Any](table, reader)
     for kind in ("attention", "cross-attention", "recurrence"):
         for i, member in enumerate(spec.of_kind(kind)):
             kinds.by_name.members.setdefault(kinds.attention[i][0] if kind == "attention" else kind, []).append(member)

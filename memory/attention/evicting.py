@@ -1,8 +1,8 @@
 """Attention that keeps a budget of old rows: the body holds what a policy has kept, the tail the newest rows verbatim.
 
-Body and tail are a recurrent layer's: blocks, folding, forks and rollback are `RecurrentState`'s. There is no head, for attention
-reads body and tail as they are. A step sees the body as it was before the step, the rows of the tail, and its own; then those that
-have become older than the rollback window fold into a new body.
+Blocks, fold points, forks and rollback are those of a `TailTable`. There is no head, for attention reads body and tail as they are.
+A step sees the body as it was before the step, the rows of the tail, and its own; then those that have become older than the rollback
+window fold into a new body.
 
     position 0 .......................... body_at ............... start ......... end
              kept rows, at most the budget |  tail rows, verbatim  |  rows of the step
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory.blocks.arrays import EMPTY, Int64s, ranges, starts_of
-from memory.blocks.holdings import LiveRows, Record
+from memory.blocks.holdings import LiveRows
 from memory.blocks.layout import Field
 from memory.blocks.staging import is_apart
 from memory.blocks.store import Store
@@ -28,11 +28,12 @@ from memory.eviction import Candidates, EvictionPolicy
 from memory.interface import Packed
 from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, select_kernels
 from memory.quantization import Parts, Storage
-from memory.recurrent_state import RecurrentState
 from memory.sequences.drop import CannotDrop
-from memory.sequences.folding import Columns, TailRules
-from memory.specs import AttentionSpec, RecurrentSpec, StateTensor
-from memory.state.access import RecurrentPlan
+from memory.sequences.folding import TailRules
+from memory.specs import AttentionSpec, StateTensor
+from memory.state.access import BlockAccess, RowWrites
+from memory.state.tail_memory import TailMemory
+from memory.state.tails import TailMember, TailStep, TailTable
 
 
 @dataclass(frozen=True)
@@ -63,13 +64,15 @@ class Reads:
 
 
 @dataclass(frozen=True)
-class SparsePlan(RecurrentPlan):
-    """As a recurrence's, without runs; nothing reads in a dry run."""
+class EvictingPlan:
+    """The blocks set aside for a step, what its attentions read (nothing in a dry run), and where its rows go."""
 
+    step: TailStep
     reads: Reads | None
+    writes: RowWrites
 
 
-class SparseAttention(CannotDrop, RecurrentState):  # type: ignore[misc]
+class EvictingAttention(CannotDrop, TailMemory):
     """Kept rows and tails of all attention layers of one policy: `memory.interface.LayerMemory`.
 
     Args:
@@ -83,16 +86,17 @@ class SparseAttention(CannotDrop, RecurrentState):  # type: ignore[misc]
         for spec in specs:
             if storage is not None:
                 storage.check(spec.head_dim)
-        rules = TailRules.of_attention(rollback_window, policy.every)
-        rows = [_rows_of(s, policy, storage) for s in specs]
-        self._sizes = [(math.prod(row.row_shape), _kept_elements(s)) for row, s in zip(rows, specs, strict=True)]
-        self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
-        kernels = select_kernels(store.device, dtype)
+        members = [_member(s, policy, storage) for s in specs]
         # What a storage keeps of rows lies head by head.
-        row_axes = [0 if storage is None or s.name in _BESIDE else 1 for row in rows for s in row.states]
-        super().__init__(rows, dtype, rules, store, label=f" of {name}", kernels=kernels, row_axes=row_axes)
+        row_axes = [0 if storage is None or t.name in _BESIDE else 1 for m in members for t in m.states]
+        rules = TailRules.of_attention(rollback_window, policy.every)
+        super().__init__(TailTable(members, dtype, rules, store, label=f" of {name}", row_axes=row_axes))
         self.policy, self.storage = policy, storage
-        self._attention = specs
+        self._specs, self._dtype, self._store = specs, dtype, store
+        self._kernels = select_kernels(store.device, dtype)
+        self._access = access = BlockAccess(self.table, self._kernels)
+        self._sizes = [(n_row, _kept_elements(s)) for n_row, s in zip(access.row_elements, specs, strict=True)]
+        self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
         # Each row holds its keys and then its values: found from one offset, in a flat of the whole arena and in one that starts later.
         # Where values are a part of the keys, later is at once.
         self._all: dict[int, Prepared] = {}
@@ -100,26 +104,31 @@ class SparseAttention(CannotDrop, RecurrentState):  # type: ignore[misc]
             for first in {0, *(_values_at(s) for s in specs)}:
                 self._all[first] = self._kernels.prepare(store.flat(Field(first * dtype.itemsize, (), dtype)))
 
-    def _plan_runs(self, packed: Packed, before: Columns, after: Columns, fresh: Int64s) -> SparsePlan:
-        reads = None if self._store.is_dry else self._plan_reads(packed, before, after)
-        return SparsePlan(packed, before, after, fresh, [], self._writes(packed, after), reads)
+    def plan(self, packed: Packed) -> EvictingPlan:
+        step = self.table.plan(packed)
+        try:
+            return EvictingPlan(step, None if self._store.is_dry else self._plan_reads(step), self._access.plan_writes(step))
+        except BaseException:
+            self.table.abort(step)
+            raise
 
-    def _plan_reads(self, packed: Packed, before: Columns, after: Columns) -> Reads:
+    def _plan_reads(self, step: TailStep) -> Reads:
+        packed, before, after, states, tails = step.packed, step.before, step.after, self.table.states, self.table.tails
         in_place = (packed.starts >= after.body_at).nonzero()[0]
         chosen = before.take(in_place)
         starts, counts = packed.starts[in_place], packed.counts[in_place]
         # For each request three stretches of rows: what was kept, the old rows of the tail, the new ones.
         n_kept = np.minimum(chosen.body_at, self.policy.budget_tokens)
-        bodies = self.states.addresses[chosen.body[n_kept > 0]]
+        bodies = states.addresses[chosen.body[n_kept > 0]]
         n_in_place = np.zeros_like(n_kept) if self.storage else n_kept
         ids = np.stack([chosen.body, chosen.tail, after.tail[in_place]], 1)
         begins = np.stack([np.zeros_like(starts), chosen.body_at, starts], 1)
         lengths = np.stack([n_in_place, starts - chosen.body_at, counts], 1)
-        addresses = np.stack([self.states.addresses[ids[:, 0]], *(self.tails.addresses[ids[:, i]] for i in (1, 2))], 1)
+        addresses = np.stack([states.addresses[ids[:, 0]], *(tails.addresses[ids[:, i]] for i in (1, 2))], 1)
         blocks = np.repeat(addresses.ravel() // self._dtype.itemsize, lengths.ravel())
         is_tail = np.repeat(np.tile([False, True, True], len(in_place)), lengths.ravel())
         rows = ranges(begins.ravel(), (begins + lengths).ravel())
-        rows[is_tail] %= self.rules.tail_rows
+        rows[is_tail] %= self.table.rules.tail_rows
         upload, tokens = self._store.upload, None
         if len(in_place) < len(packed.starts):
             tokens = upload(ranges(packed.cu_seqlens[:-1][in_place], packed.cu_seqlens[1:][in_place]))
@@ -127,7 +136,7 @@ class SparseAttention(CannotDrop, RecurrentState):  # type: ignore[misc]
         beside, old_rows = dict[int, PagedBatch](), dict[int, dict[int, Prepared]]()
         for i in (after.body_at > before.body_at).nonzero()[0].tolist():
             old = np.arange(before.body_at[i], packed.starts[i])
-            old_rows[i] = self._ring(np.full(len(old), before.tail[i]), old)
+            old_rows[i] = self._access.ring(np.full(len(old), before.tail[i]), old)
             if packed.starts[i] < after.body_at[i]:
                 n_rows = np.minimum(before.body_at[i : i + 1], self.policy.budget_tokens) + len(old) + packed.counts[i]
                 beside[i] = PagedBatch(starts_of(packed.counts[i : i + 1]), n_rows, EMPTY, starts_of(n_rows), page_tokens=1)
@@ -137,9 +146,8 @@ class SparseAttention(CannotDrop, RecurrentState):  # type: ignore[misc]
             bodies, starts_of((n_kept > 0).astype(np.int64)), n_kept, beside, old_rows,
         )  # fmt: skip
 
-    def begin(self, plan: RecurrentPlan) -> None:
-        super().begin(plan)
-        assert isinstance(plan, SparsePlan), "made here"
+    def begin(self, plan: EvictingPlan) -> None:
+        self.table.begin(plan.step)
         if (reads := plan.reads) is None:
             return
         batches: list[tuple[PagedBatch, FoldedRows | None]] = [(batch, None) for batch in reads.beside.values()]
@@ -149,16 +157,16 @@ class SparseAttention(CannotDrop, RecurrentState):  # type: ignore[misc]
             for heads in self._heads:
                 self._kernels.plan_attention(batch, heads, self._dtype, self._store.device, None, folded)
 
-    def attend(self, plan: SparsePlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
+    def attend(self, plan: EvictingPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
         """Attend to what each sequence has kept, its tail and the step's rows up to each token: (T, H, D or value_dim). Then fold."""
-        self._attention[index].check_rows(len(plan.packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
+        self._specs[index].check_rows(len(plan.step.packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
         if scoring.bias_HL is not None:
             raise StepError(f"scores with a bias by distance need every row; take {self.policy.label} off this layer")
         reads = plan.reads
         assert reads is not None, "somebody attends"
         kv = [k_TGD] if v_TGD is None else [k_TGD, v_TGD]
         rows_TRD = torch.cat([*kv, q_THD] if self.policy.needs_queries else kv, 1)
-        self._write_tail(plan, index, rows_TRD)
+        self._access.write_rows(index, plan.writes, rows_TRD)
         if reads.tokens is None:
             out_THD = self._attend_in_place(reads, index, q_THD, scoring)
         else:
@@ -166,19 +174,25 @@ class SparseAttention(CannotDrop, RecurrentState):  # type: ignore[misc]
             if len(reads.in_place.kv_lengths):
                 out_THD[reads.tokens] = self._attend_in_place(reads, index, q_THD[reads.tokens], scoring)
             for i, batch in reads.beside.items():
-                own = slice(*plan.packed.cu_seqlens[i : i + 2].tolist())
+                own = slice(*plan.step.packed.cu_seqlens[i : i + 2].tolist())
                 parts, tail_RXD, n = self._kept(plan, index, i)[0], self._tail(reads, index, i), k_TGD.shape[1]
                 k_GRD, v_GRD = self._rows(parts)
                 k_RGD = torch.cat([k_GRD.transpose(0, 1), tail_RXD[:, :n], k_TGD[own]])
                 v_RGD = k_RGD if v_TGD is None else torch.cat([v_GRD.transpose(0, 1), tail_RXD[:, n : 2 * n], v_TGD[own]])
                 out_THD[own] = self._kernels.attend_rows(q_THD[own], k_RGD, v_RGD, scoring, batch)
         for i in reads.old_rows:
-            own = slice(*plan.packed.cu_seqlens[i : i + 2].tolist())
+            own = slice(*plan.step.packed.cu_seqlens[i : i + 2].tolist())
             self._fold(plan, index, i, torch.cat([self._tail(reads, index, i), rows_TRD[own]]), scoring)
-        return out_THD[..., : self._attention[index].value_dim]
+        return out_THD[..., : self._specs[index].value_dim]
 
-    def can_record(self, plan: RecurrentPlan) -> bool:
-        return False  # rows compete on the host's word
+    def commit(self, plan: EvictingPlan, kept: Int64s) -> None:
+        self.table.commit(plan.step, kept)
+
+    def abort(self, plan: EvictingPlan) -> None:
+        self.table.abort(plan.step)
+
+    def can_record(self, plan: EvictingPlan) -> bool:
+        return False  # eviction is decided on the host, so a CUDA graph cannot replay it
 
     def why_not(self) -> str:
         return f"which rows attention with {self.policy.label} has kept depends on them"
@@ -186,24 +200,19 @@ class SparseAttention(CannotDrop, RecurrentState):  # type: ignore[misc]
     def live_rows(self, slot: int, length: int) -> LiveRows:
         """Of a body, which is as long as the budget, the rows that were kept."""
         live = super().live_rows(slot, length)
-        kept = np.arange(self.policy.budget_tokens) < self._slots.body_at[slot]
-        return live | {self.states.name: live[self.states.name] & kept}
-
-    def record(self, slot: int) -> Record:
-        return {name: value for name, value in super().record(slot).items() if name != "base"}  # no token of it is ever dropped
-
-    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
-        super().adopt(slot, record | {"base": [0, 0]}, blocks)
+        kept, name = np.arange(self.policy.budget_tokens) < self.table.slots.body_at[slot], self.table.states.name
+        return live | {name: live[name] & kept}
 
     def kept_positions(self, slot: int, index: int) -> Tensor:
         """Positions of the rows that attention `index` has kept of a sequence, (R, G) int64, ascending; the tail's come on top."""
-        n_kept = min(int(self._slots.body_at[slot]), self.policy.budget_tokens)
-        return self._body(index, int(self._slots.body[slot]))[_POSITIONS][:n_kept].long()
+        slots = self.table.slots
+        n_kept = min(int(slots.body_at[slot]), self.policy.budget_tokens)
+        return self._body(index, int(slots.body[slot]))[_POSITIONS][:n_kept].long()
 
     def _attend_in_place(self, reads: Reads, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
-        spec, itemsize = self._attention[index], self._dtype.itemsize
-        body = self.state_layout.fields[len(self._specs[index].states) * index].offset_bytes // itemsize
-        tail = self.tail_layout.fields[index].offset_bytes // itemsize
+        spec, table, itemsize = self._specs[index], self.table, self._dtype.itemsize
+        body = table.state_layout.fields[len(table.members[index].states) * index].offset_bytes // itemsize
+        tail = table.tail_layout.fields[index].offset_bytes // itemsize
         rows = torch.add(reads.rows[self._sizes[index]], reads.is_tail, alpha=tail - body).add_(body)
         batch = replace(reads.in_place, pages=self._kernels.prepare(rows))
         keys, values = self._all[0], self._all[_values_at(spec)]
@@ -212,27 +221,27 @@ class SparseAttention(CannotDrop, RecurrentState):  # type: ignore[misc]
     def _folded(self, reads: Reads, index: int) -> FoldedRows | None:
         if self.storage is None or not len(reads.bodies):
             return None
-        shapes = tuple(s.shape for s in self._specs[index].states[:_POSITIONS])
-        flats = tuple(self._state_flats[index][:_POSITIONS])
-        return FoldedRows(self.storage, shapes, flats, reads.bodies, reads.cu_bodies, reads.n_kept, self._attention[index].head_dim)
+        shapes = tuple(s.shape for s in self.table.members[index].states[:_POSITIONS])
+        flats = tuple(self._access.states[index][:_POSITIONS])
+        return FoldedRows(self.storage, shapes, flats, reads.bodies, reads.cu_bodies, reads.n_kept, self._specs[index].head_dim)
 
     # Bodies. Parts are what rows (G, R, D) are stored as: keys and values, or each of them as a storage encodes it.
 
     def _body(self, index: int, block: int) -> list[Tensor]:
         """The state tensors of attention `index` in a block, in place; of no block, zeros that nobody reads."""
-        states = self._specs[index].states
+        states = self.table.members[index].states
         if block < 0:
             return [torch.zeros(s.shape, dtype=s.dtype or self._dtype, device=self._store.device) for s in states]
         views = []
-        for flat, state in zip(map(torch.as_tensor, self._state_flats[index]), states, strict=True):
-            at = int(self.states.addresses[block]) // flat.element_size()
+        for flat, state in zip(map(torch.as_tensor, self._access.states[index]), states, strict=True):
+            at = int(self.table.states.addresses[block]) // flat.element_size()
             views.append(flat[at : at + math.prod(state.shape)].view(state.shape))
         return views
 
-    def _kept(self, plan: SparsePlan, index: int, request: int) -> tuple[Parts, Tensor, Tensor]:
+    def _kept(self, plan: EvictingPlan, index: int, request: int) -> tuple[Parts, Tensor, Tensor]:
         """What was kept of a request before the step: parts, positions (G, R) as int64, scores (G, R)."""
-        n_kept = min(int(plan.before.body_at[request]), self.policy.budget_tokens)
-        *parts, positions_RG, scores_RG = self._body(index, int(plan.before.body[request]))
+        n_kept = min(int(plan.step.before.body_at[request]), self.policy.budget_tokens)
+        *parts, positions_RG, scores_RG = self._body(index, int(plan.step.before.body[request]))
         if self.storage is None:
             parts = list(parts[0][:n_kept].permute(1, 2, 0, 3))
         return tuple(part[:, :n_kept] for part in parts), positions_RG[:n_kept].T.long(), scores_RG[:n_kept].T
@@ -251,14 +260,13 @@ class SparseAttention(CannotDrop, RecurrentState):  # type: ignore[misc]
 
     def _tail(self, reads: Reads, index: int, request: int) -> Tensor:
         """The old rows of a request's tail, (R, *row_shape)."""
-        offsets = reads.old_rows[request][self._row_elements[index]]
-        return self._kernels.read_rows(self._tail_flats[index], offsets, self._specs[index].row_shape, 0.0)
+        return self._access.read_rows(index, reads.old_rows[request])
 
-    def _fold(self, plan: SparsePlan, index: int, request: int, rows_NXD: Tensor, scoring: Scoring) -> None:
+    def _fold(self, plan: EvictingPlan, index: int, request: int, rows_NXD: Tensor, scoring: Scoring) -> None:
         """A new body for a request: its old one, and the rows up to the new one's position, `every` at a time."""
-        spec, every = self._attention[index], self.policy.every
+        spec, every = self._specs[index], self.policy.every
         n_heads, n_parts = spec.n_kv_heads, spec.n_parts
-        first, last = int(plan.before.body_at[request]), int(plan.after.body_at[request])
+        first, last = int(plan.step.before.body_at[request]), int(plan.step.after.body_at[request])
         parts, positions, scores = self._kept(plan, index, request)
         for begin in range(first, last, every):
             chunk_NXD = rows_NXD[begin - first : begin - first + every]
@@ -273,7 +281,7 @@ class SparseAttention(CannotDrop, RecurrentState):  # type: ignore[misc]
             parts = tuple(part.gather(1, chosen_GB[:, :, None].expand(-1, -1, part.shape[2])) for part in parts)
             positions, scores = positions.gather(1, chosen_GB), scores.gather(1, chosen_GB)
         n_kept = positions.shape[1]
-        *targets, positions_RG, scores_RG = self._body(index, int(plan.after.body[request]))
+        *targets, positions_RG, scores_RG = self._body(index, int(plan.step.after.body[request]))
         if self.storage is None:
             targets = list(targets[0].permute(1, 2, 0, 3))
         for target, part in zip(targets, parts, strict=True):
@@ -304,7 +312,7 @@ def _kept_by(policy: EvictionPolicy, rows: Candidates) -> tuple[Tensor, Tensor]:
     return chosen_GB, scores_GR
 
 
-def _rows_of(spec: AttentionSpec, policy: EvictionPolicy, storage: Storage | None) -> RecurrentSpec:
+def _member(spec: AttentionSpec, policy: EvictionPolicy, storage: Storage | None) -> TailMember:
     """A row: keys, own values and, where the policy observes them, queries. The body: kept rows, their positions and their scores."""
     n_heads, budget = spec.n_kv_heads, policy.budget_tokens
     if storage is None:
@@ -317,7 +325,7 @@ def _rows_of(spec: AttentionSpec, policy: EvictionPolicy, storage: Storage | Non
         StateTensor("positions", (budget, n_heads)),  # exact in float32 up to 16 million
         StateTensor("scores", (budget, n_heads)),
     )
-    return RecurrentSpec(policy.label, (spec.n_parts * n_heads + policy.needs_queries * spec.n_query_heads, spec.head_dim), states)
+    return TailMember(states, (spec.n_parts * n_heads + policy.needs_queries * spec.n_query_heads, spec.head_dim))
 
 
 def _kept_elements(spec: AttentionSpec) -> int:

@@ -1,19 +1,21 @@
-"""Where a recurrence finds its states, and leaves them."""
+"""How recurrences and kernels reach the states and rows in blocks."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s
+from memory.blocks.arrays import EMPTY, Int64s, ranges
+from memory.blocks.layout import BlockLayout
 from memory.blocks.staging import is_recording
 from memory.errors import StepError
-from memory.interface import Packed
-from memory.kernels import Kernels, Prepared, StateSlots, Tail
-from memory.sequences.folding import Columns
+from memory.kernels import Kernels, Prepared, StateSlots, Tail, select_kernels
 from memory.specs import RecurrentSpec
+from memory.state.tails import TailStep, TailTable
 
 
 class States:
@@ -109,20 +111,79 @@ class Run:
     new_rows: Tensor | None
 
 
-@dataclass(frozen=True)
-class RecurrentPlan:
-    """Blocks set aside for a step, and what to run.
+class RowWrites(NamedTuple):
+    """Which of a step's new rows go into tails, and where.
 
     Attributes:
-        before, after: of each request (S,), now and once all tokens are kept.
-        fresh: ids of the blocks allocated for the step, NOTHING elsewhere: (4, S) for body, head, kept and tail.
-        runs: in the order in which they must run.
-        writes: packed indices of the new rows that go into tails, and elements a row -> element offset of each.
+        indices: (n,) packed index of each.
+        targets: elements a row -> (n,) element offset.
     """
 
-    packed: Packed
-    before: Columns
-    after: Columns
-    fresh: Int64s
-    runs: list[Run]
-    writes: tuple[Tensor, dict[int, Prepared]]
+    indices: Tensor
+    targets: dict[int, Prepared]
+
+
+class BlockAccess:
+    """Finds for kernels the states and rows that the blocks of a `TailTable` hold.
+
+    Attributes:
+        states, tails: for each member a flat view of each of its state tensors, and of all that its tails hold: at the element offset of
+            a block lies that block's own. None in a dry run.
+        row_elements: elements of each member's row in a tail; 0 where it has none.
+    """
+
+    def __init__(self, table: TailTable, kernels: Kernels | None = None) -> None:
+        self.table, self._store = table, table.store
+        dtypes = (field.dtype for field in table.state_layout.fields)
+        self.kernels = kernels or select_kernels(table.store.device, table.dtype, *dtypes)
+        self.states = self._flats(table.state_layout, [len(m.states) for m in table.members])
+        self.tails = self._flats(table.tail_layout, [len(m.tail_parts) for m in table.members])
+        self.row_elements = [0 if m.row_shape is None else math.prod(m.row_shape) for m in table.members]
+        self._row_sizes = {math.prod(m.row_shape) for m in table.members if m.row_shape is not None}
+        self._state_sizes = {field.dtype.itemsize for field in table.state_layout.fields}
+
+    def _flats(self, layout: BlockLayout, counts: list[int]) -> list[list[Prepared]]:
+        if self._store.is_dry:
+            return []
+        fields = iter(layout.fields)
+        return [[self.kernels.prepare(self._store.flat(next(fields))) for _ in range(n)] for n in counts]
+
+    def place(self, array: Int64s) -> Prepared:
+        """Upload an array for kernels."""
+        return self.kernels.prepare(self._store.upload(array))
+
+    def elements(self, addresses: Int64s) -> dict[int, Prepared]:
+        """Element size in bytes of any state tensor -> element offset of each address; NOTHING stays -1."""
+        return {size: self.place(addresses // size) for size in self._state_sizes}
+
+    def ring(self, tails: Int64s, positions: Int64s) -> dict[int, Prepared]:
+        """Elements a row -> element offset of each position's row in its tail block."""
+        block = self.table.tails.addresses[tails] // self.table.dtype.itemsize
+        slot = positions % self.table.rules.tail_rows
+        return {size: self.place(block + slot * size) for size in self._row_sizes}
+
+    def plan_writes(self, step: TailStep) -> RowWrites:
+        """Find the places in tails of the new rows behind each new body."""
+        packed, after = step.packed, step.after
+        if not self.table.rules.tail_rows or not self._row_sizes:
+            return RowWrites(self._store.upload(EMPTY), {})
+        if packed.is_decode:
+            return RowWrites(self._store.upload(np.arange(len(packed.starts))), self.ring(after.tail, packed.starts))
+        begin, ends = np.maximum(packed.starts, after.body_at), packed.ends
+        counts = ends - begin
+        shift: Int64s = packed.cu_seqlens[:-1] - packed.starts
+        offsets = self.ring(np.repeat(after.tail, counts), ranges(begin, ends))
+        return RowWrites(self._store.upload(ranges(begin + shift, ends + shift)), offsets)
+
+    def write_rows(self, index: int, writes: RowWrites, rows: Tensor) -> None:
+        """Write those of the step's rows (T, *row_shape) of member `index` that go into tails."""
+        n_elements, n_written = self.row_elements[index], writes.indices.shape[0]
+        if n_elements and n_written:
+            written = rows if n_written == len(rows) else rows[writes.indices]
+            self.kernels.write_rows_(self.tails[index][0], writes.targets[n_elements], written.reshape(n_written, n_elements))
+
+    def read_rows(self, index: int, offsets: dict[int, Prepared]) -> Tensor:
+        """Read rows of member `index` from tails, where `ring` has found them: (n, *row_shape)."""
+        row_shape = self.table.members[index].row_shape
+        assert row_shape is not None, "its tails hold rows"
+        return self.kernels.read_rows(self.tails[index][0], offsets[self.row_elements[index]], row_shape, 0.0)

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from memory import HybridMemory, RollbackError, SequenceError
+from memory import RollbackError, SequenceError
 from tests.subjects import Subject
 
 WINDOW = 8
@@ -161,8 +161,9 @@ def test_abort_inside_a_layer(subject: Subject, monkeypatch: pytest.MonkeyPatch)
     for n_served in range(n_layer_calls):
         calls = itertools.count()
         with monkeypatch.context() as patch:
-            patch.setattr(HybridMemory, "attend", failing(HybridMemory.attend, calls, n_served))
-            patch.setattr(HybridMemory, "recur", failing(HybridMemory.recur, calls, n_served))
+            for layers in memory._coordinator.layers.values():
+                for name in {"attend", "recur"} & set(dir(layers)):
+                    patch.setattr(layers, name, failing(getattr(layers, name), calls, n_served))
             with pytest.raises(InjectedError), memory.step({sequence: subject.tokens(5, seed=1)}) as step:
                 subject.model(step)
         memory.check()

@@ -188,11 +188,11 @@ def forget(memory: HybridMemory, name: str) -> None:
             part = slice(n_latent) if name == "latents" else slice(n_latent, None)
             cleared += [(cache._store, cache.pool.addresses[cache.pool.counts > 0], field, 0.0) for field in cache.layout.fields]
     else:
-        recurrent = memory._coordinator.layers.get("recurrence")
-        blocks = recurrent.states.addresses[recurrent.states.counts > 0]
-        states = [s for m in recurrent._specs for s in m.states]
-        for state, field in zip(states, recurrent.state_layout.fields, strict=True):
-            cleared += [(recurrent._store, blocks, field, state.initial)] if state.name == name else []
+        table = memory._coordinator.layers["recurrence"].table
+        blocks = table.states.addresses[table.states.counts > 0]
+        states = [s for m in table.members for s in m.states]
+        for state, field in zip(states, table.state_layout.fields, strict=True):
+            cleared += [(table.store, blocks, field, state.initial)] if state.name == name else []
     assert cleared
     for store, blocks, field, initial in cleared:
         flat = store.flat(field)

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from memory import BatchError, CapacityError, HybridMemory, RollbackError, Sequence, SequenceError
 from memory.blocks.store import Store
+from memory.recurrent_state import RecurrentState
 from tests.tolerances import TOLERANCE
 from tests.toy import VOCAB, Toy
 
@@ -81,7 +82,7 @@ class Machine(RuleBasedStateMachine):
                 if fault == "enter":
                     raise InjectedError
                 if fault == "kernel":
-                    patch.setattr(HybridMemory, "recur", self.fail)
+                    patch.setattr(RecurrentState, "recur", self.fail)
                 rows = step.split(MODEL(step))
                 if fault == "model":
                     raise InjectedError

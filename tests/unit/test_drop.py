@@ -259,7 +259,7 @@ class Walk:
         # Through a mark, or to the very start: no dropped token is remembered that this sequence did not drop itself.
         marks = [m for s, m in self.twins.items() if s.is_checkpoint and m.tokens[:to] == twin.tokens[:to]]
         states = self.memory._coordinator.layers.get("recurrence")
-        offset = 0 if states is None else int(states._slots.offset[sequence.slot])
+        offset = 0 if states is None else int(states.table.slots.offset[sequence.slot])
         assert offset in (0, *(len(m.own) - len(m.tokens) for m in marks))
         mark = next((m for m in marks if len(m.own) - len(m.tokens) == offset), Twin(twin.tokens, twin.tokens))
         twin.tokens, twin.own = mark.tokens, mark.own
@@ -506,11 +506,11 @@ def test_books_that_do_not_balance_are_found() -> None:
         return memory, sequence.slot
 
     memory, slot = dropped()
-    memory._coordinator.layers["recurrence"]._slots.floor[slot] = 44
+    memory._coordinator.layers["recurrence"].table.slots.floor[slot] = 44
     with pytest.raises(IntegrityError, match="states from 44"):
         memory.check()
     memory, slot = dropped()
-    memory._coordinator.layers["recurrence"]._slots.offset[slot] = 3
+    memory._coordinator.layers["recurrence"].table.slots.offset[slot] = 3
     with pytest.raises(IntegrityError):
         memory.check()
     memory, slot = dropped()
@@ -520,7 +520,7 @@ def test_books_that_do_not_balance_are_found() -> None:
     for column in ("offset", "floor", "_oldest", "_seams"):
         memory, slot = dropped()
         layers, ledger = memory._coordinator.layers, memory._coordinator.ledger
-        holder = {"_oldest": attention_at(memory, 0).memory, "_seams": ledger}.get(column, layers["recurrence"]._slots)
+        holder = {"_oldest": attention_at(memory, 0).memory, "_seams": ledger}.get(column, layers["recurrence"].table.slots)
         getattr(holder, column)[slot + 1] = getattr(holder, column)[slot]
         with pytest.raises(IntegrityError):
             memory.check()

@@ -1,0 +1,186 @@
+"""How recurrences run over bodies and tails: with a state that stands at the newest position, or with one that is left behind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from memory.blocks.arrays import Int64s, ranges, starts_of
+from memory.errors import SpecError, StepError
+from memory.interface import Packed
+from memory.kernels import Kernels, Prepared, Tail
+from memory.sequences.folding import NOTHING, Pass, StateAddresses, schedule
+from memory.specs import RecurrentSpec
+from memory.state.access import BlockAccess, Recurrence, Run, States
+from memory.state.tails import TailStep, TailTable
+
+ReadsT = TypeVar("ReadsT")
+
+
+class Reader(Protocol[ReadsT]):
+    """Runs the recurrences of a `TailTable`'s members.
+
+    Attributes:
+        specs: of the members, in their order.
+    """
+
+    specs: list[RecurrentSpec]
+    access: BlockAccess
+
+    def plan(self, step: TailStep) -> ReadsT:
+        """Find what the step reads and writes, the same for every recurrence."""
+        ...
+
+    def run(self, reads: ReadsT, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
+        """Run recurrence `index` over the step's rows (T, *row_shape); its outputs (T, ...)."""
+        ...
+
+    def can_record(self, reads: ReadsT) -> bool:
+        """Whether another step whose uploads have the same shapes asks the same of the device."""
+        ...
+
+
+class HeadReader:
+    """Runs recurrences whose states stand at the newest position: `Reader`.
+
+    A step begins with the head or, if a rollback made it stale, runs the tail's rows from the body first. Where the body moves, the rows
+    that it passes are run from the old one into a new block.
+    """
+
+    def __init__(self, specs: list[RecurrentSpec], table: TailTable, kernels: Kernels | None = None) -> None:
+        self.specs = specs
+        self.access = BlockAccess(table, kernels)
+        self._table = table
+
+    def plan(self, step: TailStep) -> list[Run]:
+        """Return the runs of the step, in the order in which they must run."""
+        ids = np.concatenate([step.before.states, step.after.states])
+        states = StateAddresses(*np.where(ids < 0, NOTHING, self._table.states.addresses[ids]))
+        return [self._run(one_pass, step.packed, step.before.tail) for one_pass in schedule(step.packed, step.before, step.after, states)]
+
+    def _run(self, one_pass: Pass, packed: Packed, tails: Int64s) -> Run:
+        """Find the rows and states of a pass for the kernels."""
+        access, upload = self.access, self._table.store.upload
+        counts = one_pass.end - one_pass.begin
+        cu_rows = starts_of(counts)
+        tail_rows = new_rows = None
+        if one_pass.is_replay:
+            tail_rows = access.ring(np.repeat(tails[one_pass.requests], counts), ranges(one_pass.begin, one_pass.end))
+        elif cu_rows[-1] < len(packed.token_ids):
+            shift = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]
+            new_rows = upload(ranges(one_pass.begin + shift, one_pass.end + shift))
+        upload(cu_rows)  # for kernels that want it on the device: they find it there
+        return Run(cu_rows, one_pass.begin, access.elements(one_pass.source), access.elements(one_pass.target), tail_rows, new_rows)
+
+    def run(self, reads: list[Run], index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
+        spec, access = self.specs[index], self.access
+        outputs: Tensor | None = None
+        for run in reads:
+            states = States(spec, access.kernels, access.states[index], run)
+            if run.tail_rows is not None:
+                run_rows = access.read_rows(index, run.tail_rows)
+            else:
+                run_rows = rows if run.new_rows is None else rows[run.new_rows]
+            y = _run_one(states, run_rows, recurrence)
+            if run.new_rows is not None:
+                outputs = y.new_empty(len(rows), *y.shape[1:]) if outputs is None else outputs
+                outputs[run.new_rows] = y
+            elif run.tail_rows is None:
+                outputs = y
+        assert outputs is not None, "every new row belongs to run 3 or 4"
+        return outputs
+
+    def can_record(self, reads: list[Run]) -> bool:
+        """Runs of one length: kernels, and how many rows are read and written, follow from shapes alone."""
+        return all(map(_is_even, reads))
+
+
+@dataclass(frozen=True)
+class TailReads:
+    """One run a request, of all its new rows, behind its tail.
+
+    Attributes:
+        sources, targets: element size in bytes -> (S,) element offset of the tail block to read and to write.
+        firsts, counts, folds: as `memory.kernels.Tail` has them.
+    """
+
+    run: Run
+    sources: dict[int, Prepared]
+    targets: dict[int, Prepared]
+    firsts: Prepared
+    counts: Prepared
+    folds: Prepared
+
+
+class TailReader:
+    """Runs recurrences whose states are written only when the body moves, so that there is no head and nothing runs twice: `Reader`.
+
+        position 0 ......... body_at ............................ start ............ end
+                              | tail: rows, and what each token did --- | new rows of the step |
+
+    A step runs each recurrence from the body behind the tail: a kernel reads the state once, and from rings what the tokens since have
+    written to it (`memory.kernels.Tail`). When the body moves, the same kernel leaves the state of that position in a fresh block. On
+    hardware whose speed is that of its memory this is a decode step of half the bytes (ReplaySSM, Dao AI Lab 2026).
+
+    Raises:
+        SpecError: a recurrence one of whose states cannot be left behind (`StateTensor.ring`).
+    """
+
+    def __init__(self, specs: list[RecurrentSpec], table: TailTable, kernels: Kernels | None = None) -> None:
+        if unable := sorted({spec.family for spec in specs if not spec.can_defer}):
+            raise SpecError(f"fold='defer' is not for {', '.join(unable)}: a state of theirs is needed at each token; choose 'replay'")
+        self.specs = specs
+        self.access = BlockAccess(table, kernels)
+        self._table = table
+        self._part_sizes = {field.dtype.itemsize for field in table.tail_layout.fields}
+        self._rings = [self._rings_of(spec, flats) for spec, flats in zip(specs, self.access.tails, strict=not table.store.is_dry)]
+
+    @staticmethod
+    def _rings_of(spec: RecurrentSpec, flats: list[Prepared]) -> list[tuple[Prepared, ...]]:
+        """Of each state tensor the rings that it is found behind: its own, or that of the rows."""
+        has_rows = spec.has_rows(deferred=True)
+        rows, parts = tuple(flats[:has_rows]), iter(flats[has_rows:])
+        return [tuple(next(parts) for _ in state.ring or ()) or rows for state in spec.states]
+
+    def plan(self, step: TailStep) -> TailReads:
+        """Return the only run of the step."""
+        packed, before, after, table, place = step.packed, step.before, step.after, self._table, self.access.place
+        moves = after.body_at > before.body_at
+        source = np.where(before.body < 0, NOTHING, table.states.addresses[before.body])
+        target = np.where(moves, table.states.addresses[after.body], NOTHING)
+        table.store.upload(packed.cu_seqlens)  # for kernels that want it on the device: they find it there
+        run = Run(packed.cu_seqlens, packed.starts, self.access.elements(source), self.access.elements(target), None, None)
+        old, new = ({size: place(table.tails.addresses[ids] // size) for size in self._part_sizes} for ids in (before.tail, after.tail))
+        counts, folds = packed.starts - before.body_at, after.body_at - before.body_at
+        return TailReads(run, old, new, place(before.body_at), place(counts), place(folds))
+
+    def run(self, reads: TailReads, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
+        tails = [self._tail(reads, flats) for flats in self._rings[index]]
+        return _run_one(States(self.specs[index], self.access.kernels, self.access.states[index], reads.run, tails), rows, recurrence)
+
+    def _tail(self, reads: TailReads, flats: tuple[Prepared, ...]) -> Tail:
+        sources, targets = (tuple(blocks[flat.itemsize] for flat in flats) for blocks in (reads.sources, reads.targets))
+        return Tail(flats, sources, targets, self._table.rules.tail_rows, reads.firsts, reads.counts, reads.folds)
+
+    def can_record(self, reads: TailReads) -> bool:
+        return _is_even(reads.run)
+
+
+def _is_even(run: Run) -> bool:
+    """Return whether all parts of a run have the same number of rows."""
+    return bool((np.diff(run.cu_rows) == run.cu_rows[1]).all())
+
+
+def _run_one(states: States, rows: Tensor, recurrence: Recurrence) -> Tensor:
+    """Call a recurrence. Raises StepError: it has written no end states, or not one output for each row."""
+    y, ended = recurrence(states, rows)
+    if ended is not states or not states.is_written:
+        raise StepError(f"the recurrence {states.spec.family!r} did not write its end states; return `y, states.end(...)`")
+    if y.shape[:1] != rows.shape[:1]:
+        raise StepError(
+            f"the recurrence {states.spec.family!r} gives outputs of shape {tuple(y.shape)} for {len(rows)} rows; give one for each"
+        )
+    return y

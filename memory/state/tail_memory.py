@@ -1,0 +1,71 @@
+"""What all memories over a `TailTable` have in common: the table answers for their slots."""
+
+from __future__ import annotations
+
+from memory.blocks.arrays import Int64s
+from memory.blocks.holdings import Holding, LiveRows, Record
+from memory.blocks.layout import BlockLayout
+from memory.blocks.pool import BlockPool
+from memory.interface import Packed, Stretch
+from memory.state.tails import TailTable
+
+
+class TailMemory:
+    """The part of `memory.interface.LayerMemory` that a `TailTable` answers alone: what is asked of slots, not of steps."""
+
+    def __init__(self, table: TailTable) -> None:
+        self.table = table
+
+    @property
+    def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
+        return self.table.pools
+
+    @property
+    def least_bytes(self) -> int:
+        return self.table.least_bytes
+
+    @property
+    def shares(self) -> dict[str, list[int]]:
+        return self.table.shares
+
+    def bytes_for(self, stretch: Stretch) -> Int64s:
+        return self.table.bytes_for(stretch)
+
+    def share(self, sources: Int64s, targets: Int64s) -> None:
+        self.table.share(sources, targets)
+
+    def truncate(self, slot: int, to: int) -> None:
+        self.table.truncate(slot, to)
+
+    def reset(self, slot: int) -> None:
+        self.table.release(slot)
+
+    def release(self, slot: int) -> None:
+        self.table.release(slot)
+
+    def horizon(self, slot: int) -> int:
+        return self.table.horizon(slot)
+
+    def horizon_after(self, packed: Packed) -> Int64s:
+        return self.table.horizon_after(packed)
+
+    def blocks_of(self, slot: int) -> dict[str, Int64s]:
+        return self.table.blocks_of(slot)
+
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        return self.table.live_rows(slot, length)
+
+    def holdings(self, slots: Int64s) -> list[Holding]:
+        return self.table.holdings(slots)
+
+    def record(self, slot: int) -> Record:
+        return self.table.record(slot)
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
+        self.table.adopt(slot, record, blocks)
+
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        self.table.check_slot(slot, length, peak)
+
+    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
+        self.table.check(lengths, peaks)

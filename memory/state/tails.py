@@ -1,0 +1,377 @@
+"""The table of slots whose memory is a body and a tail: which blocks each slot refers to, and at which positions these stand.
+
+For each sequence, all members of a table together hold
+
+    body   their states after tokens [0, body_at): what `rollback` can always come back to
+    tail   what they keep of each of tokens [body_at, length), in a ring
+    head   their states after tokens [0, head_at), private to the sequence: a shortcut, never needed
+    kept   a head left where the body will move next: another shortcut
+
+When the sequence has gone far enough the body moves up, into another block: a kept state becomes the body, or a new one is made while
+the old one stays until commit, so an abort loses nothing. Blocks are reference-counted and never written while shared.
+
+`memory.sequences.folding` says when the body moves; how bodies and tails are read is for those who hold a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from memory.blocks.arrays import Bools, Int64s
+from memory.blocks.holdings import Holding, LiveRows, Part, Record
+from memory.blocks.layout import BlockLayout
+from memory.blocks.pool import BlockPool
+from memory.blocks.store import Store
+from memory.errors import IntegrityError
+from memory.interface import Dropped, Packed, Stretch
+from memory.sequences.folding import EMPTY_COLUMN, NOTHING, Columns, TailRules
+from memory.specs import RecurrentSpec, StateTensor
+
+
+@dataclass(frozen=True)
+class TailMember:
+    """What the blocks of a table hold for one memory of a layer.
+
+    Attributes:
+        states: the tensors of a state: of a body, a head or a kept one.
+        row_shape: of the row that a tail holds for each token, in the table's dtype; None: it holds no row.
+        parts: (shape, dtype) of what else it holds for each token, dtype None for the table's.
+    """
+
+    states: tuple[StateTensor, ...]
+    row_shape: tuple[int, ...] | None
+    parts: tuple[tuple[tuple[int, ...], torch.dtype | None], ...] = ()
+
+    @staticmethod
+    def of(spec: RecurrentSpec, *, deferred: bool) -> TailMember:
+        """Return what a recurrence needs whose states stand at the newest token, or are left behind it."""
+        has_rows = spec.has_rows(deferred=deferred)
+        return TailMember(spec.states, spec.row_shape if has_rows else None, tuple(spec.tail_parts(deferred=deferred)[has_rows:]))
+
+    @property
+    def tail_parts(self) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
+        """(shape, dtype) of all that a tail holds for each token, the row first."""
+        return [*([] if self.row_shape is None else [(self.row_shape, None)]), *self.parts]
+
+
+@dataclass(frozen=True)
+class TailStep:
+    """The blocks that are set aside for a step, and the columns of its requests before and after it.
+
+    Attributes:
+        packed: the step, its positions counted as the states count them (`memory.sequences.folding.Columns`).
+        before, after: of each request (S,), now and once all tokens are kept.
+        fresh: ids of the blocks allocated for the step, NOTHING elsewhere: (4, S) for body, head, kept and tail.
+    """
+
+    packed: Packed
+    before: Columns
+    after: Columns
+    fresh: Int64s
+
+
+class TailTable:
+    """The table of slots over a pool of states and a pool of tails, whose references it owns. It touches no tensor but to copy tails.
+
+    Positions in arguments and results are those of the sequence; in `slots` and in a `TailStep` they count as the states do.
+
+    Args:
+        dtype: of rows, and of tensors that name none.
+        label: what the names of the pools end in.
+        row_axes: of state tensors that hold rows, one by one: `Field.row_axis`.
+    """
+
+    def __init__(
+        self, members: list[TailMember], dtype: torch.dtype, rules: TailRules, store: Store, *, label: str = "",
+        row_axes: Sequence[int | None] | None = None,
+    ) -> None:  # fmt: skip
+        self.members, self.dtype, self.rules, self.store = members, dtype, rules, store
+        self.state_layout = BlockLayout.of([(t.shape, t.dtype or dtype) for m in members for t in m.states], row_axes)
+        rings = [((rules.tail_rows, *shape), of or dtype) for m in members for shape, of in m.tail_parts]
+        self.tail_layout = BlockLayout.of(rings, [0] * len(rings))
+        self.states = store.make_pool("states" + label, self.state_layout, from_top=True)
+        self.tails = store.make_pool("tails" + label, self.tail_layout, from_top=True)
+        self._pools = (self.states, self.states, self.states, self.tails)  # of body, head, kept and tail
+        self.slots = Columns.empty(16)
+        self._open_steps: dict[int, TailStep] = {}
+
+    @property
+    def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
+        return [(self.states, self.state_layout), (self.tails, self.tail_layout)]
+
+    @property
+    def least_bytes(self) -> int:
+        """A head, a tail, and two bodies while the body moves, or one and a kept state; without a window only two bodies."""
+        n_states = 3 if self.rules.tail_rows and self.rules.has_heads else 2
+        return n_states * self.state_layout.block_bytes + self.tail_layout.block_bytes
+
+    def bytes_for(self, stretch: Stretch) -> Int64s:
+        """Return what `LayerMemory.bytes_for` does."""
+        slots = stretch.slots
+        self._grow_to(int(slots.max(initial=-1)) + 1)
+        offsets = np.where(slots < 0, 0, self.slots.offset.take(slots))
+        if np.count_nonzero(offsets):
+            stretch = Stretch(slots, *(x + offsets for x in (stretch.starts, stretch.ends, stretch.peaks)))
+        n_states, n_tails = self.rules.held_blocks(stretch)
+        return n_states * self.states.block_bytes + n_tails * self.tails.block_bytes
+
+    # Steps
+
+    def plan(self, packed: Packed) -> TailStep:
+        """Set aside the blocks that the step will write. Raises CapacityError with everything as before."""
+        self._grow_to(int(packed.slots.max()) + 1)
+        before = self.slots.take(packed.slots)
+        if np.count_nonzero(before.offset):
+            packed = _as_states_count(packed, before.offset)
+        starts, ends, body_at = packed.starts, packed.ends, self.rules.body_at(packed.peaks)
+        after, fresh = Columns(before.table.copy()), np.full((4, len(ends)), NOTHING)
+        after.body_at[:] = body_at
+        has_head = (ends > body_at) & self.rules.has_heads
+        after.head_at[:] = np.where(has_head, ends, NOTHING)
+        moves = body_at > before.body_at
+        if np.count_nonzero(moves):  # a kept state that the body reaches becomes the body; one that it has passed is of no use
+            is_kept, is_passed = moves & (before.kept_at == body_at), before.kept_at <= body_at
+            after.body[is_kept] = before.kept[is_kept]
+            after.kept_at[is_passed] = after.kept[is_passed] = NOTHING
+            moves &= ~is_kept
+        leaves = np.zeros(len(ends), np.bool_)
+        if self.rules.keeps and not packed.is_decode:
+            # Inside of a longer step the body position after the next body is passed, and no head stands there.
+            kept_at = body_at + self.rules.fold_tokens
+            leaves = (kept_at > starts) & (kept_at < ends)
+            after.kept_at[leaves] = kept_at[leaves]
+        own_head = (before.head >= 0) & (self.states.counts[before.head] == 1)
+        fits = (ends - before.body_at <= self.rules.tail_rows) & (before.tail >= 0)
+        own_tail = fits & (self.tails.counts[before.tail] == 1) if self.rules.tail_rows else np.ones(len(ends), np.bool_)
+        try:
+            for pool, row, mask in zip(self._pools, range(4), (moves, has_head & ~own_head, leaves, ~own_tail), strict=True):
+                if n_blocks := int(np.count_nonzero(mask)):
+                    fresh[row, mask] = after.ids[row, mask] = pool.allocate(n_blocks)
+        except BaseException:
+            self._free(fresh, np.ones(len(moves), np.bool_))
+            raise
+        step = TailStep(packed, before, after, fresh)
+        self._open_steps[id(step)] = step
+        return step
+
+    def _free(self, fresh: Int64s, chosen: Bools) -> None:
+        """Give back the blocks set aside for the `chosen` requests of a step."""
+        if np.count_nonzero(chosen):
+            for pool, ids in zip(self._pools, fresh, strict=True):
+                pool.release(ids[chosen & (ids >= 0)])
+
+    def begin(self, step: TailStep) -> None:
+        """Copy the tails that the step may not write in place, and mark the heads stale that it writes over."""
+        before, after = step.before, step.after
+        for i in (before.tail != after.tail).nonzero()[0].tolist():
+            if before.tail[i] < 0 or after.body_at[i] >= step.packed.starts[i]:  # no old row of it is still wanted
+                continue
+            old, new = self.tails.addresses[before.tail[i]], self.tails.addresses[after.tail[i]]
+            self.store.copy(int(old), int(new), self.tails.block_bytes)
+        in_place = (before.head >= 0) & (after.head == before.head)
+        self.slots.head_at[step.packed.slots[in_place]] = NOTHING
+
+    def commit(self, step: TailStep, kept: Int64s) -> None:
+        """Keep the first kept[i] (S,) new tokens of request i, and give back what nobody refers to any longer."""
+        before, after, packed = step.before, step.after, step.packed
+        stays, is_whole = kept > 0, kept == packed.counts
+        del self._open_steps[id(step)]
+        self._free(step.fresh, ~stays)
+        # What the requests that stay refer to no longer; a state may have changed its role.
+        differs = before.ids != after.ids
+        if np.count_nonzero(differs) and np.count_nonzero(changes := stays & differs.any(0)):
+            old, new = before.ids[:, changes], after.ids[:, changes]
+            is_gone = (old[:3, None] != new[None, :3]).all(1) & (old[:3] >= 0)
+            self.states.release(old[:3][is_gone])
+            self.tails.release(old[3][(old[3] != new[3]) & (old[3] >= 0)])
+        if np.count_nonzero(is_whole) < len(kept):  # states of dropped tokens
+            after.head_at[~is_whole] = NOTHING
+            beyond = stays & (after.kept_at > packed.starts + kept)
+            self.states.release(after.kept[beyond])
+            after.kept_at[beyond] = after.kept[beyond] = NOTHING
+        if self.rules.keeps:  # where the head stands on a later body position it stays there, and the next step makes another
+            leaves = is_whole & (after.head_at > after.body_at) & (after.head_at % self.rules.fold_tokens == 0)
+            if np.count_nonzero(leaves):
+                after.kept_at[leaves], after.kept[leaves] = after.head_at[leaves], after.head[leaves]
+                after.head_at[leaves] = after.head[leaves] = NOTHING
+        if np.count_nonzero(stays) < len(kept):
+            staying = stays.nonzero()[0]
+            self.slots.put(packed.slots[staying], after.take(staying))
+        else:
+            self.slots.put(packed.slots, after)
+
+    def abort(self, step: TailStep) -> None:
+        """Give back all that was set aside for a step, and leave every slot as it was."""
+        del self._open_steps[id(step)]
+        self._free(step.fresh, np.ones(len(step.packed.slots), np.bool_))
+
+    # Slots
+
+    def share(self, sources: Int64s, targets: Int64s) -> None:
+        """Make slot targets[i] refer to what slot sources[i] did, all at once. Copies no tensor."""
+        new = targets.tolist()
+        self._grow_to(max(*sources.tolist(), *new) + 1)
+        shared = self.slots.take(sources)
+        for pool, ids in ((self.states, shared.states), (self.tails, shared.tail)):
+            pool.retain(ids[ids >= 0])
+        for slot in new:
+            self.release(slot)
+        self.slots.put(targets, shared)
+
+    def truncate(self, slot: int, to: int) -> None:
+        """Forget tokens from position `to` >= horizon(slot) on: heads and kept states that contain them."""
+        self._grow_to(slot + 1)
+        slots = self.slots
+        to += int(slots.offset[slot])
+        if slots.head_at[slot] > to:
+            slots.head_at[slot] = NOTHING
+        if slots.kept_at[slot] > to:
+            self.states.release(slots.kept[slot : slot + 1])
+            slots.kept_at[slot] = slots.kept[slot] = NOTHING
+
+    def drop(self, dropped: Dropped) -> None:
+        """Put the positions of the slot's states further ahead of those of its sequence. Nothing moves, no state forgets."""
+        self._grow_to(dropped.slot + 1)
+        slots, slot = self.slots, dropped.slot
+        slots.floor[slot] = max(1, dropped.start, slots.floor[slot] - dropped.n_tokens)
+        slots.offset[slot] += dropped.n_tokens
+
+    def release(self, slot: int) -> None:
+        """Give back all that the slot refers to."""
+        if slot < len(self.slots):
+            ids = self.slots.ids[:, slot]
+            if (ids >= 0).any():  # nothing is held by who comes to share
+                self.states.release(ids[:3][ids[:3] >= 0])
+                self.tails.release(ids[3:][ids[3:] >= 0])
+            self.slots.table[:, slot] = EMPTY_COLUMN
+
+    def horizon(self, slot: int) -> int:
+        """Return the earliest position that `truncate` reaches: that of the body."""
+        if slot >= len(self.slots):
+            return 0
+        return max(int(self.slots.body_at[slot] - self.slots.offset[slot]), int(self.slots.floor[slot]))
+
+    def horizon_after(self, packed: Packed) -> Int64s:
+        """Return (S,) what `horizon` will be once the step's tokens are kept."""
+        if not np.count_nonzero(self.slots.floor):  # no token has been dropped from any
+            return self.rules.body_at(packed.peaks)
+        self._grow_to(int(packed.slots.max()) + 1)
+        offsets, floors = self.slots.offset.take(packed.slots), self.slots.floor.take(packed.slots)
+        horizons: Int64s = np.maximum(self.rules.body_at(packed.peaks + offsets) - offsets, floors)
+        return horizons
+
+    # What slots refer to
+
+    def blocks_of(self, slot: int) -> dict[str, Int64s]:
+        """Return pool name -> ids of the blocks that the slot refers to."""
+        self._grow_to(slot + 1)
+        ids = self.slots.ids[:, slot]
+        states, tail = ids[:3], ids[3:]
+        return {self.states.name: states[states >= 0], self.tails.name: tail[tail >= 0]}
+
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        """A state is one row, which a stale head lacks; of a ring the slots of tokens [body_at, length)."""
+        self._grow_to(slot + 1)
+        body_at, head_at, _, offset, _, *states, tail = self.slots.table[:, slot].tolist()
+        is_fresh = [[stands] for stands, block in zip((True, head_at >= 0, True), states, strict=True) if block >= 0]
+        ring = np.zeros((int(tail >= 0), self.rules.tail_rows), np.bool_)
+        ring[:, np.arange(body_at, length + offset) % max(1, self.rules.tail_rows)] = True
+        return {self.states.name: np.array(is_fresh, np.bool_).reshape(-1, 1), self.tails.name: ring}
+
+    def holdings(self, slots: Int64s) -> list[Holding]:
+        """Return the blocks of many slots (S,), and what they are to them."""
+        self._grow_to(int(slots.max(initial=-1)) + 1)
+        held, start, fold = self.slots.take(slots), np.zeros_like(slots), self.rules.fold_tokens
+
+        def of(pool: BlockPool, part: Part, ids: Int64s, starts: Int64s, ends: Int64s | None = None) -> Holding:
+            return Holding(pool.name, part, (ids >= 0).astype(np.int64), ids[ids >= 0], starts, ends, fold if part == "tail" else None)
+
+        body_at, head_at, kept_at = (
+            np.where(at < 0, at, np.maximum(at - held.offset, 0)) for at in (held.body_at, held.head_at, held.kept_at)
+        )
+        states = [of(self.states, "body", held.body, start, body_at)]
+        if self.rules.has_heads:
+            states += [of(self.states, "head", held.head, start, head_at), of(self.states, "head", held.kept, start, kept_at)]
+        return [*states, of(self.tails, "tail", held.tail, body_at)]
+
+    @property
+    def shares(self) -> dict[str, list[int]]:
+        """Pool name -> bytes of a block that each member has; together the whole block."""
+        n_fields, n_parts = [len(m.states) for m in self.members], [len(m.tail_parts) for m in self.members]
+        return {self.states.name: self.state_layout.split(n_fields), self.tails.name: self.tail_layout.split(n_parts)}
+
+    def record(self, slot: int) -> Record:
+        """Return what `adopt` needs beside the blocks of `blocks_of`, and `base_of` where tokens can be dropped."""
+        self._grow_to(slot + 1)
+        slots = self.slots
+        return {"positions": slots.table[:3, slot].tolist(), "holds": (slots.ids[:, slot] >= 0).astype(int).tolist()}
+
+    def base_of(self, slot: int) -> list[int]:
+        """Return the slot's offset and floor."""
+        self._grow_to(slot + 1)
+        base: list[int] = self.slots.table[3:5, slot].tolist()
+        return base
+
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s], base: Sequence[int] = (0, 0)) -> None:
+        """Make an empty slot what `record` and `base_of` were taken of, over blocks with the same bytes; their references pass to it.
+
+        A record that makes no sense may raise anything, before a reference has passed.
+        """
+        self._grow_to(slot + 1)
+        holds, ids = np.array(record["holds"], np.bool_), np.concatenate([blocks[self.states.name], blocks[self.tails.name]])
+        column = EMPTY_COLUMN.copy()
+        column[:3], (column[3], column[4]), column[5:][holds] = record["positions"], base, ids
+        self.slots.table[:, slot] = column
+
+    def _grow_to(self, n_slots: int) -> None:
+        n_missing = n_slots - len(self.slots)
+        if n_missing > 0:
+            self.slots = Columns(np.concatenate([self.slots.table, Columns.empty(max(n_missing, n_slots)).table], axis=1))
+
+    # Checks
+
+    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
+        """Raise IntegrityError unless the given slots (and no others) refer to all blocks of the pools, each where it belongs."""
+        for slot, length in lengths.items():
+            self.check_slot(slot, length, peaks[slot])
+        strangers = np.setdiff1d(np.arange(len(self.slots)), np.fromiter(lengths, np.int64, len(lengths)))
+        if (self.slots.ids[:, strangers] >= 0).any():
+            raise IntegrityError("states or tails are held for slots that are not open")
+        if ahead := strangers[self.slots.table[3:5, strangers].any(0)].tolist():
+            raise IntegrityError(f"slots that are not open have states ahead of them: {ahead}")
+        steps = self._open_steps.values()
+        for pool, columns in (
+            (self.states, [*self.slots.states, *(ids for step in steps for ids in step.fresh[:3])]),
+            (self.tails, [self.slots.tail, *(step.fresh[3] for step in steps)]),
+        ):
+            held = np.concatenate(columns)
+            pool.check(held[held >= 0])
+
+    def check_slot(self, slot: int, length: int, peak: int) -> None:
+        """As `check`, of one slot with this length and furthest position."""
+        self._grow_to(slot + 1)
+        body_at, head_at, kept_at, offset, floor, body, head, kept, tail = self.slots.table[:, slot].tolist()
+        if (offset or floor) and not 1 <= floor <= length:
+            raise IntegrityError(f"slot {slot} has length {length}, and states from {floor} on")
+        length, peak = length + offset, peak + offset
+        expected = int(self.rules.body_at(np.array(peak)))
+        if body_at != expected:
+            raise IntegrityError(f"slot {slot} has its body at {body_at}, its furthest position {peak} puts it at {expected}")
+        if not body_at <= length <= peak or (body >= 0) != (body_at > 0):
+            raise IntegrityError(f"slot {slot} has length {length}, furthest {peak}, body {body} at {body_at}")
+        if length > body_at and (tail < 0 or length - body_at > self.rules.tail_rows):
+            raise IntegrityError(f"slot {slot} cannot hold rows [{body_at}, {length}) in tail {tail}")
+        if head_at > length or (head_at >= 0 and head < 0):
+            raise IntegrityError(f"slot {slot} has length {length} and head {head} at {head_at}")
+        if (kept_at >= 0) != (kept >= 0) or (kept >= 0 and not (body_at < kept_at <= length and kept_at % self.rules.fold_tokens == 0)):
+            raise IntegrityError(f"slot {slot} has length {length}, its body at {body_at}, and state {kept} kept for {kept_at}")
+
+
+def _as_states_count(packed: Packed, offsets: Int64s) -> Packed:
+    """Return the step with positions as the states count them: ahead of those of the sequences by (S,) offsets."""
+    positions = packed.positions + np.repeat(offsets, packed.counts)
+    return replace(packed, starts=packed.starts + offsets, peaks=packed.peaks + offsets, positions=positions)
