@@ -21,7 +21,8 @@ from memory.sequences.folding import Fold, TailRules
 from memory.sequences.interrupts import uninterrupted_call
 from memory.specs import MemorySpec
 from memory.step import Outputs, Step
-from memory.storage.files import check_layout, describe_layout, read_path, read_snapshot, write_snapshot
+from memory.storage.files import read_path, read_snapshot, write_snapshot
+from memory.storage.signature import fitted, signature_of, with_names_of_files
 from memory.views.counters import Counters
 from memory.views.usage import Usage, measure
 
@@ -93,7 +94,7 @@ class HybridMemory:
         # Of the spec's device: a dry run keeps the books of the real thing.
         self.fold: Fold = fold or default_fold(self.spec, spec.device.type, rollback_window)
         rules = TailRules.of(self.fold, rollback_window)
-        self._format = describe_layout(self.spec, page_tokens, rules)
+        self._rules = rules
         self._coordinator = build(
             self.spec, budget, page_tokens=page_tokens, rules=rules, host_pages=host_pages, host_attention=host_attention,
             host_budget=host_budget, swap_dir=swap_dir, poison=poison,
@@ -275,7 +276,8 @@ class HybridMemory:
         """
         snapshot, record = self._coordinator.export(sequence)
         place = read_path("path", path, "the path of a file, such as 'alice.safetensors'")
-        write_snapshot(place, snapshot, {"layout": self._format, "model": self.spec.model, **record})
+        about = {"signature": signature_of(self.spec, self.page_tokens, self._rules), "model": self.spec.model, **record}
+        write_snapshot(place, with_names_of_files(snapshot, self._coordinator.layers), about)
 
     def load(self, path: str | Path) -> Sequence:
         """A new sequence that goes on, bit for bit, where the saved one stood.
@@ -288,7 +290,7 @@ class HybridMemory:
         """
         place = read_path("path", path, "the path of a saved sequence", FormatError)
         snapshot, about = read_snapshot(place)
-        check_layout(place, about, self._format)
+        snapshot = fitted(place, snapshot, about, self.spec, self.page_tokens, self._rules, self._coordinator.layers)
         with uninterrupted_call() as held:
             return self._coordinator.adopt(snapshot, about, str(path), held)
 

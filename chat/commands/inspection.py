@@ -79,13 +79,19 @@ def inspect_path(path: Path) -> Finding:
 def _inspect_sequence(path: Path) -> Finding:
     snapshot, about = read_snapshot(str(path))  # compares the checksum
     try:
-        tokens, layout, records = about["tokens"], dict(about.get("layout") or {}), dict(snapshot.records)
+        tokens, records = about["tokens"], dict(snapshot.records)
+        signature = dict(about.get("signature") or about.get("layout") or {})
+        if isinstance(layers := signature.get("layers"), list):
+            signature["layers"] = len(layers)
         facts = {
-            "format": "hybrid-memory sequence, version 1", "model": str(about.get("model")), "tokens": int(tokens.size),
+            "format": f"hybrid-memory sequence, version {about['version']}", "model": str(about.get("model")), "tokens": int(tokens.size),
             "furthest position": int(about["peak"]), "dropped before": [int(x) for x in about["seams"]],
-            **{str(name).replace("_", " "): value for name, value in layout.items()}, "positions": records,
+            **{str(name).replace("_", " "): value for name, value in signature.items()}, "positions": records,
         }  # fmt: skip
-        by_kind = {"tokens": int(tokens.nbytes)} | {str(name): int(blocks.nbytes) for name, blocks in snapshot.blocks.items()}
+        by_kind = {"tokens": int(tokens.nbytes)}
+        for name, blocks in snapshot.blocks.items():
+            role = str(name).rpartition("/")[2]
+            by_kind[role] = by_kind.get(role, 0) + int(blocks.nbytes)
         tensors = [Stored(str(n), str(b.dtype).removeprefix("torch."), tuple(b.shape), int(b.nbytes)) for n, b in snapshot.blocks.items()]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise FormatError(f"{path} contradicts itself ({error!r}); save the sequence again") from error

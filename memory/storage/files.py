@@ -1,9 +1,9 @@
 """A sequence as a file: safetensors with one tensor of blocks for each pool, and everything else as JSON in its header.
 
     tensors    tokens (n,) int64; blocks/NAME OF A POOL (n, block_bytes) uint8
-    metadata   format, version, layout (what the memory must be like), records, about (of the sequence), sha256 over all of this
+    metadata   format, version, records, about (of the sequence, and the signature of its memory), sha256 over all of this
 
-Bytes are the arena's own, so a loaded sequence goes on bit for bit as the saved one would; a memory of another layout refuses them.
+Bytes are the arena's own, so a loaded sequence goes on bit for bit as the saved one would; a memory of another signature refuses them.
 A file is a function of what it holds: equal sequences make equal bytes. So the header is written here, its names sorted; safetensors' own
 writer puts metadata in an order that changes from call to call.
 Paths are those of fsspec: a local file, or a URL such as s3://bucket/name. It and safetensors are imported by who saves or loads.
@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,11 +24,9 @@ from torch import Tensor
 
 from memory.errors import FormatError, SpecError
 from memory.layer_memories import Snapshot
-from memory.sequences.folding import TailRules
-from memory.specs import MemorySpec, RecurrentSpec
 from memory.storage.local_files import written_whole
 
-_FORMAT, _VERSION = "hybrid-memory sequence", 2
+_FORMAT, _VERSION, _READ_VERSIONS = "hybrid-memory sequence", 3, ("2", "3")
 _BLOCKS = "blocks/"
 _DTYPES = {torch.int64: "I64", torch.uint8: "U8"}
 
@@ -83,7 +80,10 @@ def _check_place(path: str, place: str) -> None:
 
 
 def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
-    """What `write_snapshot` wrote, and `about`, its tokens an array again. Raises FormatError unless every byte is as it was written."""
+    """Read what `write_snapshot` wrote, and `about`, its tokens an array again and with the file's `version`.
+
+    Raises FormatError unless every byte is as it was written.
+    """
     from fsspec.core import url_to_fs
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -102,8 +102,10 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
         raise FormatError(f"{path} is no safetensors file, or a damaged one ({error}); save the sequence again") from error
     if metadata.get("format") != _FORMAT:
         raise FormatError(f"{path} holds no sequence of a HybridMemory; give a file that memory.save wrote")
-    if metadata.get("version") != str(_VERSION):
-        raise FormatError(f"{path} has format version {metadata.get('version')}, this library reads {_VERSION}; use the one that wrote it")
+    if (version := metadata.get("version")) not in _READ_VERSIONS:
+        raise FormatError(
+            f"{path} has format version {version}, this library reads {' and '.join(_READ_VERSIONS)}; use the one that wrote it"
+        )
     try:
         digest = _digest(tensors, {k: v for k, v in metadata.items() if k != "sha256"})
     except TypeError as error:  # of a dtype that numpy lacks
@@ -112,36 +114,13 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
         raise FormatError(f"{path} is damaged: its checksum is not that of its content; save the sequence again")
     try:
         records, about, tokens = json.loads(metadata["records"]), json.loads(metadata["about"]), tensors["tokens"].numpy()
-        about = {**about, "tokens": tokens}
+        about = {**about, "tokens": tokens, "version": int(version)}
     except (KeyError, ValueError) as error:
         raise FormatError(f"{path} lacks {error}, which memory.save always writes; save the sequence again") from error
     except (TypeError, RecursionError) as error:
         raise FormatError(f"{path} holds what memory.save never writes ({error}); save the sequence again") from error
     blocks = {name.removeprefix(_BLOCKS): tensor for name, tensor in tensors.items() if name.startswith(_BLOCKS)}
     return Snapshot(records, blocks), about
-
-
-def describe_layout(spec: MemorySpec, page_tokens: int, rules: TailRules) -> dict[str, int | str]:
-    """What two memories must have in common for the bytes of one to mean the same to the other."""
-    layers = re.sub(r" at 0x[0-9a-f]+", "", repr(spec.layers))  # of a policy without a repr of its own
-    if rules.defers:  # then tails hold what tokens did, of which a state's repr says nothing
-        layers += repr([m.tail_parts(deferred=True) for _, m in spec.of_kind("recurrence") if isinstance(m, RecurrentSpec)])
-    return {
-        "vocab_size": spec.vocab_size, "dtype": str(spec.dtype), "page_tokens": page_tokens, "rollback_window": rules.rollback_window,
-        "fold": rules.mode.value, "layers": hashlib.sha256(layers.encode()).hexdigest(),
-    }  # fmt: skip
-
-
-def check_layout(path: str, about: dict[str, Any], ours: dict[str, int | str]) -> None:
-    """Raise FormatError unless a file with these contents suits a memory with our layout."""
-    theirs = about.get("layout")
-    if not isinstance(theirs, dict):
-        raise FormatError(f"{path} does not say of what memory it is a part: it is a swapped-out one; give a file that memory.save wrote")
-    for name, value in ours.items():
-        if theirs.get(name) != value:
-            what = "other layers, policies or storages" if name == "layers" else f"{name}={theirs.get(name)!r}"
-            remedy = "load it with that model's memory_spec" if name in ("layers", "vocab_size") else f"make a memory with {name} like that"
-            raise FormatError(f"{path} was saved from a memory of {about.get('model')} with {what}, not {value!r} as here; {remedy}")
 
 
 def _serialized(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
