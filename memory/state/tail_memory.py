@@ -11,7 +11,10 @@ from memory.state.tails import TailTable
 
 
 class TailMemory:
-    """The part of `memory.interface.LayerMemory` that a `TailTable` answers alone: what is asked of slots, not of steps."""
+    """Forwards to a `TailTable` what `memory.interface.LayerMemory` is asked about slots.
+
+    Planning, running and committing a step is left to those who inherit.
+    """
 
     def __init__(self, table: TailTable) -> None:
         self.table = table
