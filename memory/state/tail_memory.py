@@ -27,10 +27,6 @@ class TailMemory:
     def least_bytes(self) -> int:
         return self.table.least_bytes
 
-    @property
-    def shares(self) -> dict[str, list[int]]:
-        return self.table.shares
-
     def bytes_for(self, stretch: Stretch) -> Int64s:
         return self.table.bytes_for(stretch)
 
@@ -39,9 +35,6 @@ class TailMemory:
 
     def truncate(self, slot: int, to: int) -> None:
         self.table.truncate(slot, to)
-
-    def reset(self, slot: int) -> None:
-        self.table.release(slot)
 
     def release(self, slot: int) -> None:
         self.table.release(slot)

@@ -93,9 +93,10 @@ class TailTable:
         row_axes: Sequence[int | None] | None = None,
     ) -> None:  # fmt: skip
         self.members, self.dtype, self.rules, self.store = members, dtype, rules, store
-        self.state_layout = BlockLayout.of([(t.shape, t.dtype or dtype) for m in members for t in m.states], row_axes)
+        states = [(t.shape, t.dtype or dtype) for m in members for t in m.states]
+        self.state_layout = BlockLayout.of(states, row_axes).shared_by([len(m.states) for m in members])
         rings = [((rules.tail_rows, *shape), of or dtype) for m in members for shape, of in m.tail_parts]
-        self.tail_layout = BlockLayout.of(rings, [0] * len(rings))
+        self.tail_layout = BlockLayout.of(rings, [0] * len(rings)).shared_by([len(m.tail_parts) for m in members])
         self.states = store.make_pool("states" + label, self.state_layout, from_top=True)
         self.tails = store.make_pool("tails" + label, self.tail_layout, from_top=True)
         self._pools = (self.states, self.states, self.states, self.tails)  # of body, head, kept and tail
@@ -233,6 +234,9 @@ class TailTable:
 
     def truncate(self, slot: int, to: int) -> None:
         """Forget tokens from position `to` >= horizon(slot) on: heads and kept states that contain them."""
+        if not to:
+            self.release(slot)
+            return
         self._grow_to(slot + 1)
         slots = self.slots
         to += int(slots.offset[slot])
@@ -310,12 +314,6 @@ class TailTable:
         if self.rules.has_heads:
             states += [of(self.states, "head", held.head, start, head_at), of(self.states, "head", held.kept, start, kept_at)]
         return [*states, of(self.tails, "tail", held.tail, body_at)]
-
-    @property
-    def shares(self) -> dict[str, list[int]]:
-        """Pool name -> bytes of a block that each member has; together the whole block."""
-        n_fields, n_parts = [len(m.states) for m in self.members], [len(m.tail_parts) for m in self.members]
-        return {self.states.name: self.state_layout.split(n_fields), self.tails.name: self.tail_layout.split(n_parts)}
 
     def record(self, slot: int) -> Record:
         """Return what `adopt` needs beside the blocks of `blocks_of`, and `base_of` where tokens can be dropped."""
