@@ -284,8 +284,7 @@ class HybridMemory:
         """A new sequence that goes on, bit for bit, where the saved one stood.
 
         Forks and checkpoints of the saved one are not in its file. The memory must be like the one that wrote it: the same model,
-        policies, storages, dtypes, rollback_window, fold and page_tokens; weights are not compared. Files of format versions 2 and 3 are
-        read.
+        policies, storages, dtypes, rollback_window, fold and page_tokens; weights are not compared. Formats 2 and 3 are read.
 
         Raises:
             FormatError: no such file, or a damaged, foreign or unsuitable one; nothing has changed. CapacityError.
