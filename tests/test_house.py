@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import grimp
 import pytest
 
 from memory import HybridMemory
@@ -25,6 +26,15 @@ def test_the_contract_has_eleven_layers_and_counts_imports_for_types() -> None:
     contract = text[text.index('containers = ["memory"]') :]
     layers = re.findall(r'^    "(.+)",$', contract[: contract.index("]\n", contract.index("layers = "))], re.MULTILINE)
     assert len(layers) == 11 and "exclude_type_checking_imports = false" in text
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports for types count as well."""
+    graph = grimp.build_graph(*MOST_FLAT, cache_dir=None)
+    left = {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
+    while ends := {module for module, imported in left.items() if not imported & left.keys()}:
+        left = {module: imported for module, imported in left.items() if module not in ends}
+    assert sorted(left) == []
 
 
 def test_public_names_are_few() -> None:
