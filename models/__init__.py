@@ -1,4 +1,4 @@
-"""Models that run on a `HybridMemory`: one short file a family, and loading."""
+"""Contains the models that run on a `HybridMemory`, one short file for each family, and functions that load them."""
 
 from models import (
     bamba,
@@ -23,7 +23,15 @@ from models import (
 from models.hf.attach import ATTACHABLE, Attached, attach
 from models.hf.cache import HybridCache
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
-from models.loading.load import ARCHITECTURES, EMBEDDED, LanguageModel, from_transformers, load_model, plan_memory, weight_bytes
+from models.loading.load import (
+    ARCHITECTURES,
+    EMBEDDED,
+    LanguageModel,
+    from_transformers,
+    load_model,
+    plan_memory,
+    weight_bytes,
+)
 
 __all__ = [
     "ARCHITECTURES",

@@ -1,4 +1,4 @@
-"""Bamba (IBM, Princeton & UIUC 2024): Mamba-2 layers, rotary attention at `attn_layer_indices`, a gated MLP in each."""
+"""Implements Bamba (IBM, Princeton & UIUC 2024): Mamba-2, rotary attention at `attn_layer_indices`, gated MLPs."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 @register("BambaForCausalLM")
 class Bamba(Decoder):
+    """Implements Bamba: each layer is a mixer, Mamba-2 or attention, and then a gated MLP."""
+
     def __init__(self, config: BambaConfig, checkpoint: Checkpoint) -> None:
         n_model = config.hidden_size
         head = None if config.tie_word_embeddings else "lm_head.weight"
@@ -33,7 +35,9 @@ class Bamba(Decoder):
         layers = []
         for i in range(config.num_hidden_layers):
             prefix = f"model.layers.{i}.feed_forward"
-            mlp = GatedMLP.load(checkpoint, prefix, n_model, config.intermediate_size, config.hidden_act, has_bias=config.mlp_bias)
+            mlp = GatedMLP.load(
+                checkpoint, prefix, n_model, config.intermediate_size, config.hidden_act, has_bias=config.mlp_bias
+            )
             layers.append(
                 Block(
                     (norm(f"layers.{i}.input_layernorm"), load_mixer(config, checkpoint, i, rotary)),
@@ -43,8 +47,10 @@ class Bamba(Decoder):
         super().__init__(config, checkpoint, vocabulary, layers, norm("final_layernorm"))
 
 
-def load_mixer(config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary | None, scale: float | None = None) -> Mixer:
-    """Attention or Mamba-2, as layer i is; from the names that Bamba and its relatives use."""
+def load_mixer(
+    config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary | None, scale: float | None = None
+) -> Mixer:
+    """Loads the attention or the Mamba-2 mixer of layer i, from the tensor names of Bamba and its relatives."""
     if config.layers_block_type[i] == "full_attention":
         return load_attention(config, checkpoint, i, rotary, scale)
     return Mamba2Mixer(checkpoint, f"model.layers.{i}.mamba", i, mamba2_options(config))
@@ -53,16 +59,28 @@ def load_mixer(config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary:
 def load_attention(
     config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary | None, scale: float | None = None
 ) -> Attention:
+    """Loads the attention of layer i, from the tensor names of Bamba and its relatives."""
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
     bias = config.attention_bias
-    projections = load_projections(checkpoint, f"model.layers.{i}.self_attn", config.hidden_size, spec, has_bias=bias, has_out_bias=bias)
+    projections = load_projections(
+        checkpoint, f"model.layers.{i}.self_attn", config.hidden_size, spec, has_bias=bias, has_out_bias=bias
+    )
     return Attention(i, spec, *projections, rotary=rotary, scale=scale)
 
 
 def mamba2_options(config: PreTrainedConfig) -> Mamba2Options:
-    shape = SSDShape(config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv)
+    """Reads the sizes and options of a Mamba-2 mixer from a config of Bamba or its relatives."""
+    shape = SSDShape(
+        config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv
+    )
     return Mamba2Options(
-        n_model=config.hidden_size, shape=shape, has_conv_bias=config.mamba_conv_bias, has_in_bias=config.mamba_proj_bias,
-        has_out_bias=config.mamba_proj_bias, norm_eps=config.rms_norm_eps, n_norm_groups=config.mamba_n_groups,
-        dt_limits=read_dt_limits(config), activation=config.hidden_act,
-    )  # fmt: skip
+        n_model=config.hidden_size,
+        shape=shape,
+        has_conv_bias=config.mamba_conv_bias,
+        has_in_bias=config.mamba_proj_bias,
+        has_out_bias=config.mamba_proj_bias,
+        norm_eps=config.rms_norm_eps,
+        n_norm_groups=config.mamba_n_groups,
+        dt_limits=read_dt_limits(config),
+        activation=config.hidden_act,
+    )

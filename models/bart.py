@@ -1,6 +1,6 @@
-"""BART (Lewis et al. 2020): an encoder that reads everything at once, and a decoder that attends to what it said.
+"""Implements BART (Lewis et al. 2020): an encoder of whole inputs, and a decoder that attends to its output.
 
-The decoder runs on a memory like any other model; `encode` makes what `memory.open(encoder=...)` takes.
+The decoder runs on a memory like any other model; `encode` returns what `memory.open(encoder=...)` takes.
 """
 
 from __future__ import annotations
@@ -28,25 +28,33 @@ if TYPE_CHECKING:
     from transformers import BartConfig
 
 _OFFSET = 2
-"""Rows of the position embeddings before position 0."""
+"""Number of rows of the position embeddings before position 0."""
 _EPS = 1e-5
-"""Of every norm, whatever the config says."""
+"""Epsilon of every norm, whatever the config says."""
 
 
 @register("BartForConditionalGeneration")
 class Bart:
-    """`logits = model(step)` for the decoder, `model.encode(inputs)` for the encoder."""
+    """Implements BART: `model.encode(inputs)` runs the encoder, `logits = model(step)` the decoder."""
 
     def __init__(self, config: BartConfig, checkpoint: Checkpoint) -> None:
-        require(config, tie_word_embeddings=True)  # untied, each side would have embeddings of its own
+        require(config, tie_word_embeddings=True)  # untied, encoder and decoder would have embeddings of their own
         check_numbers(config, "encoder_layers", "decoder_layers", "max_position_embeddings", above=0)
         self.config = config
         n_model = config.d_model
         scale = n_model**0.5 if config.scale_embedding else 1.0
-        self._vocabulary = Vocabulary(checkpoint, "model.shared.weight", config.vocab_size, n_model, None, embedding_scale=scale)
-        self._logits_bias = checkpoint.take_optional("final_logits_bias" in checkpoint, "final_logits_bias", 1, config.vocab_size)
-        self._encoder_input, self._decoder_input = (_Input(config, checkpoint, f"model.{side}") for side in ("encoder", "decoder"))
-        self._encoder = [_EncoderLayer(config, checkpoint, f"model.encoder.layers.{i}") for i in range(config.encoder_layers)]
+        self._vocabulary = Vocabulary(
+            checkpoint, "model.shared.weight", config.vocab_size, n_model, None, embedding_scale=scale
+        )
+        self._logits_bias = checkpoint.take_optional(
+            "final_logits_bias" in checkpoint, "final_logits_bias", 1, config.vocab_size
+        )
+        self._encoder_input, self._decoder_input = (
+            _Input(config, checkpoint, f"model.{side}") for side in ("encoder", "decoder")
+        )
+        self._encoder = [
+            _EncoderLayer(config, checkpoint, f"model.encoder.layers.{i}") for i in range(config.encoder_layers)
+        ]
         self._decoder = [_DecoderLayer(config, checkpoint, i) for i in range(config.decoder_layers)]
         self.memory_spec = MemorySpec(
             layers=tuple(layer.specs for layer in self._decoder), vocab_size=config.vocab_size, dtype=checkpoint.dtype,
@@ -55,10 +63,12 @@ class Bart:
 
     @torch.no_grad()
     def encode(self, inputs: Sequence[Sequence[int]]) -> list[Encoded]:
-        """What the encoder says of each input's token ids, for `memory.open(encoder=...)`. Cost: a pass over each input on its own.
+        """Returns the cross-attention keys and values of each input, for `memory.open(encoder=...)`.
 
         Raises:
-            BatchError: an input without tokens, with ids that are none, or longer than the model has positions for.
+            BatchError: an input has no tokens, numbers that are no token ids, or too many tokens for the model's
+                positions.
+        Cost: one pass for each input.
         """
         return [self._encode(token_ids) for token_ids in inputs]
 
@@ -79,7 +89,7 @@ class Bart:
 
 
 def read_token_ids(token_ids: Sequence[int], spec: MemorySpec) -> Tensor:
-    """An encoder's input as a tensor, (T,). Raises BatchError unless it is one or more ids."""
+    """Returns an encoder's input as a tensor, (T,). Raises BatchError unless it is one or more token ids."""
     ids_T = torch.as_tensor(token_ids, device=spec.device)
     is_list = ids_T.dim() == 1 and len(ids_T) > 0 and not ids_T.is_floating_point()
     if not is_list or not 0 <= int(ids_T.min()) <= int(ids_T.max()) < spec.vocab_size:
@@ -88,7 +98,7 @@ def read_token_ids(token_ids: Sequence[int], spec: MemorySpec) -> Tensor:
 
 
 class _Input:
-    """Token and position embeddings, normed."""
+    """Computes the sum of token and position embeddings, and its norm."""
 
     def __init__(self, config: BartConfig, checkpoint: Checkpoint, prefix: str) -> None:
         n_positions = config.max_position_embeddings + _OFFSET
@@ -98,12 +108,14 @@ class _Input:
     def __call__(self, vocabulary: Vocabulary, token_ids_T: Tensor, positions_T: Tensor) -> Tensor:
         n_positions = len(self._positions) - _OFFSET
         if len(positions_T) and int(positions_T.max()) >= n_positions:
-            raise BatchError(f"a sequence reaches position {int(positions_T.max())}; this model has only {n_positions} positions")
+            raise BatchError(
+                f"a sequence reaches position {int(positions_T.max())}; this model has only {n_positions} positions"
+            )
         return self._norm(vocabulary.embed(token_ids_T) + self._positions[positions_T + _OFFSET])
 
 
 class _EncoderLayer:
-    """norm(x + attention(x)), then norm(x + mlp(x)); every token sees every other."""
+    """Computes norm(x + attention(x)), then norm(x + mlp(x)); every token attends to every other."""
 
     def __init__(self, config: BartConfig, checkpoint: Checkpoint, prefix: str) -> None:
         n_heads, n_model = config.encoder_attention_heads, config.d_model
@@ -124,7 +136,7 @@ class _EncoderLayer:
 
 @dataclass(frozen=True)
 class CrossAttention:
-    """Queries of the decoder, keys and values of the encoder."""
+    """Computes cross-attention: queries are the decoder's, keys and values the encoder's."""
 
     layer: int
     spec: CrossAttentionSpec
@@ -134,7 +146,7 @@ class CrossAttention:
     scale: float | None = None
 
     def keys_and_values(self, x_RM: Tensor) -> tuple[Tensor, Tensor]:
-        """(R, G, D) each, of the encoder's last hidden states."""
+        """Returns keys and values, (R, G, D) each, of the encoder's last hidden states."""
         k_RGD, v_RGD = self.key_value(x_RM).view(len(x_RM), 2, self.spec.n_kv_heads, self.spec.head_dim).unbind(1)
         return k_RGD, v_RGD
 
@@ -144,7 +156,7 @@ class CrossAttention:
 
 
 class _DecoderLayer:
-    """norm(x + attention(x)), norm(x + cross_attention(x)), norm(x + mlp(x))."""
+    """Computes norm(x + attention(x)), norm(x + cross_attention(x)), norm(x + mlp(x))."""
 
     def __init__(self, config: BartConfig, checkpoint: Checkpoint, i: int) -> None:
         prefix, n_heads, n_model = f"model.decoder.layers.{i}", config.decoder_attention_heads, config.d_model
@@ -163,18 +175,24 @@ class _DecoderLayer:
 
 
 def _load_norm(config: BartConfig, checkpoint: Checkpoint, name: str) -> LayerNorm:
-    return LayerNorm(checkpoint.take(f"{name}.weight", config.d_model), checkpoint.take(f"{name}.bias", config.d_model), _EPS)
+    return LayerNorm(
+        checkpoint.take(f"{name}.weight", config.d_model), checkpoint.take(f"{name}.bias", config.d_model), _EPS
+    )
 
 
 def _load_mlp(config: BartConfig, checkpoint: Checkpoint, prefix: str, n_inner: int) -> MLP:
     n_model = config.d_model
     return MLP(
-        Linear.load(checkpoint, f"{prefix}.fc1", n_inner, n_model, has_bias=True, activation=config.activation_function),
+        Linear.load(
+            checkpoint, f"{prefix}.fc1", n_inner, n_model, has_bias=True, activation=config.activation_function
+        ),
         Linear.load(checkpoint, f"{prefix}.fc2", n_model, n_inner, has_bias=True),
     )
 
 
-def _load_attention(config: BartConfig, checkpoint: Checkpoint, prefix: str, spec: AttentionSpec) -> tuple[Linear, Linear]:
+def _load_attention(
+    config: BartConfig, checkpoint: Checkpoint, prefix: str, spec: AttentionSpec
+) -> tuple[Linear, Linear]:
     return load_projections(checkpoint, prefix, config.d_model, spec, has_bias=True, has_out_bias=True, out="out_proj")
 
 
@@ -182,9 +200,13 @@ def _load_cross_attention(config: BartConfig, checkpoint: Checkpoint, prefix: st
     n_model, n_heads = config.d_model, config.decoder_attention_heads
 
     def take(name: str) -> tuple[Tensor, Tensor]:
-        return checkpoint.take(f"{prefix}.{name}.weight", n_model, n_model), checkpoint.take(f"{prefix}.{name}.bias", n_model)
+        return checkpoint.take(f"{prefix}.{name}.weight", n_model, n_model), checkpoint.take(
+            f"{prefix}.{name}.bias", n_model
+        )
 
     (k, k_bias), (v, v_bias) = take("k_proj"), take("v_proj")
-    query, out = (Linear.load(checkpoint, f"{prefix}.{name}", n_model, n_model, has_bias=True) for name in ("q_proj", "out_proj"))
+    query, out = (
+        Linear.load(checkpoint, f"{prefix}.{name}", n_model, n_model, has_bias=True) for name in ("q_proj", "out_proj")
+    )
     spec = CrossAttentionSpec(n_heads, n_heads, n_model // n_heads)
     return CrossAttention(i, spec, query, Linear(k, v, bias=torch.cat([k_bias, v_bias])), out)

@@ -1,4 +1,7 @@
-"""DeepSeek-V2 and V3 (DeepSeek-AI 2024): latent attention, then a gated MLP or experts beside shared ones that every token goes through."""
+"""Implements DeepSeek-V2 and V3 (DeepSeek-AI 2024): latent attention, then a gated MLP or a mixture of experts.
+
+Beside the experts that are chosen for a token, each mixture has shared ones, which every token passes through.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from models.layers.decoder import Block, Decoder, Function
-from models.layers.experts import MixtureOfExperts, Route, check_groups, load_experts, sigmoid_then_choose, softmax_then_choose
+from models.layers.experts import (
+    MixtureOfExperts,
+    Route,
+    check_groups,
+    load_experts,
+    sigmoid_then_choose,
+    softmax_then_choose,
+)
 from models.layers.latent_attention import load_latent_attention, load_latent_rotary
 from models.layers.mlp import GatedMLP
 from models.layers.norms import RMSNorm
@@ -23,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class _DeepSeek(Decoder, ABC):
-    """What the two have in common; subclasses say how experts are chosen."""
+    """Implements what V2 and V3 have in common; subclasses choose the experts."""
 
     has_mlp_bias = False
     is_interleaved = True
@@ -36,8 +46,8 @@ class _DeepSeek(Decoder, ABC):
             )
         if getattr(config, "head_dim", config.qk_rope_head_dim) != config.qk_rope_head_dim:
             raise UnsupportedModelError(
-                f"head_dim={config.head_dim}, qk_rope_head_dim={config.qk_rope_head_dim}; transformers makes angles for the "
-                "first and turns the second, and implemented are equal ones"
+                f"head_dim={config.head_dim}, qk_rope_head_dim={config.qk_rope_head_dim}; transformers computes "
+                "angles for the first and rotates the second, so they must be equal here"
             )
         n_model = config.hidden_size
         head = None if config.tie_word_embeddings else "lm_head.weight"
@@ -50,35 +60,51 @@ class _DeepSeek(Decoder, ABC):
         layers = []
         for i in range(config.num_hidden_layers):
             prefix = f"model.layers.{i}"
-            mixer = load_latent_attention(config, checkpoint, f"{prefix}.self_attn", i, rotary, is_interleaved=self.is_interleaved)
+            mixer = load_latent_attention(
+                config, checkpoint, f"{prefix}.self_attn", i, rotary, is_interleaved=self.is_interleaved
+            )
             is_dense = i < config.first_k_dense_replace
             feed_forward = (self._mlp if is_dense else self._mixture)(config, checkpoint, f"{prefix}.mlp")
-            layers.append(Block((norm(f"layers.{i}.input_layernorm"), mixer), (norm(f"layers.{i}.post_attention_layernorm"), feed_forward)))
+            layers.append(
+                Block(
+                    (norm(f"layers.{i}.input_layernorm"), mixer),
+                    (norm(f"layers.{i}.post_attention_layernorm"), feed_forward),
+                )
+            )
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
 
-    def _mlp(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, n_inner: int | None = None) -> Function:
+    def _mlp(
+        self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, n_inner: int | None = None
+    ) -> Function:
         return GatedMLP.load(
-            checkpoint, prefix, config.hidden_size, n_inner or config.intermediate_size, config.hidden_act, has_bias=self.has_mlp_bias
+            checkpoint,
+            prefix,
+            config.hidden_size,
+            n_inner or config.intermediate_size,
+            config.hidden_act,
+            has_bias=self.has_mlp_bias,
         )
 
     def _mixture(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str) -> Function:
         n_model, n_experts, n_inner = config.hidden_size, config.n_routed_experts, config.moe_intermediate_size
         if config.n_shared_experts < 1:
             raise UnsupportedModelError(f"n_shared_experts={config.n_shared_experts}; implemented is at least one")
-        # Read in float32 whatever the model's dtype: scores decide, and close ones are common.
+        # In float32 whatever the model's dtype: the scores decide which experts run, and close scores are common.
         router = checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model, dtype=torch.float32)
         experts = load_experts(checkpoint, f"{prefix}.experts", n_experts, n_model, n_inner, config.hidden_act)
         shared = self._mlp(config, checkpoint, f"{prefix}.shared_experts", n_inner * config.n_shared_experts)
-        return MixtureOfExperts(router, experts, config.num_experts_per_tok, self._route(config, checkpoint, prefix), shared=shared)
+        return MixtureOfExperts(
+            router, experts, config.num_experts_per_tok, self._route(config, checkpoint, prefix), shared=shared
+        )
 
     @abstractmethod
     def _route(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str) -> Callable[[int], Route]:
-        """How the experts below `prefix` are chosen."""
+        """Returns the rule by which the experts below `prefix` are chosen."""
 
 
 @register("DeepseekV2ForCausalLM")
 class DeepseekV2(_DeepSeek):
-    """Experts by their softmax."""
+    """Implements DeepSeek-V2, which chooses experts by a softmax over all of them."""
 
     def __init__(self, config: DeepseekV2Config, checkpoint: Checkpoint) -> None:
         self.has_mlp_bias = config.mlp_bias
@@ -90,14 +116,19 @@ class DeepseekV2(_DeepSeek):
         if config.topk_method == "greedy":
             return partial(softmax_then_choose, scale=scale)
         if config.topk_method != "group_limited_greedy":
-            raise UnsupportedModelError(f"topk_method={config.topk_method!r}; implemented are greedy and group_limited_greedy")
+            raise UnsupportedModelError(
+                f"topk_method={config.topk_method!r}; implemented are greedy and group_limited_greedy"
+            )
         check_groups(config, least=1)
         return partial(softmax_then_choose, n_groups=config.n_group, n_chosen_groups=config.topk_group, scale=scale)
 
 
 @register("DeepseekV3ForCausalLM")
 class DeepseekV3(_DeepSeek):
-    """Experts by their sigmoids and biases that balance their loads. Layers that predict further tokens are left out."""
+    """Implements DeepSeek-V3, which chooses experts by their sigmoids, plus biases that balance their loads.
+
+    Its layers for multi-token prediction are not loaded.
+    """
 
     def __init__(self, config: DeepseekV3Config, checkpoint: Checkpoint) -> None:
         self.is_interleaved = bool(config.rope_interleave)
@@ -114,5 +145,8 @@ class DeepseekV3(_DeepSeek):
 
 
 def _require_if_named(config: PreTrainedConfig, **wanted: object) -> None:
-    """As `require`, of options that DeepSeek's own configs have and transformers' need not."""
+    """Calls `require` for those options that the config has.
+
+    DeepSeek's own configs have all of them, transformers' configs need not.
+    """
     require(config, **{name: value for name, value in wanted.items() if hasattr(config, name)})

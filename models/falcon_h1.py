@@ -1,6 +1,7 @@
-"""Falcon-H1 (TII 2025): attention and Mamba-2 side by side in every layer, then a gated MLP; sized by muP's multipliers.
+"""Implements Falcon-H1 (TII 2025): attention and Mamba-2 in parallel in every layer, then a gated MLP.
 
-All multipliers but those of embedding and logits scale a projection's input or output, so they are folded into its weights.
+Its parts are scaled by muP's multipliers. All of these but those of embeddings and logits scale a projection's input or
+output, so they are multiplied into its weights when these are loaded.
 """
 
 from __future__ import annotations
@@ -30,13 +31,20 @@ _MULTIPLIERS = ("embedding", "lm_head", "key", "attention_in", "attention_out", 
 
 @register("FalconH1ForCausalLM")
 class FalconH1(Decoder):
+    """Implements Falcon-H1: the outputs of attention and Mamba-2 are added, and a gated MLP follows."""
+
     def __init__(self, config: FalconH1Config, checkpoint: Checkpoint) -> None:
         check_numbers(config, *(f"{name}_multiplier" for name in _MULTIPLIERS))
         n_model = config.hidden_size
         vocabulary = Vocabulary(
-            checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, None if config.tie_word_embeddings else "lm_head.weight",
-            embedding_scale=config.embedding_multiplier, logits_scale=config.lm_head_multiplier,
-        )  # fmt: skip
+            checkpoint,
+            "model.embed_tokens.weight",
+            config.vocab_size,
+            n_model,
+            None if config.tie_word_embeddings else "lm_head.weight",
+            embedding_scale=config.embedding_multiplier,
+            logits_scale=config.lm_head_multiplier,
+        )
         rotary, options = Rotary(config, head_dim_of(config), checkpoint.device), _mamba2_options(config)
 
         def norm(name: str) -> RMSNorm:
@@ -46,23 +54,37 @@ class FalconH1(Decoder):
         for i in range(config.num_hidden_layers):
             prefix = f"model.layers.{i}"
             _scale_weights(config, checkpoint, prefix, options.shape)
-            mixers = Mamba2Mixer(checkpoint, f"{prefix}.mamba", i, options), load_attention(config, checkpoint, i, rotary)
-            mlp = GatedMLP.load(
-                checkpoint, f"{prefix}.feed_forward", n_model, config.intermediate_size, config.hidden_act, has_bias=config.mlp_bias
+            mixers = (
+                Mamba2Mixer(checkpoint, f"{prefix}.mamba", i, options),
+                load_attention(config, checkpoint, i, rotary),
             )
-            layers.append(Block((norm(f"layers.{i}.input_layernorm"), Parallel(mixers)), (norm(f"layers.{i}.pre_ff_layernorm"), mlp)))
+            mlp = GatedMLP.load(
+                checkpoint,
+                f"{prefix}.feed_forward",
+                n_model,
+                config.intermediate_size,
+                config.hidden_act,
+                has_bias=config.mlp_bias,
+            )
+            layers.append(
+                Block(
+                    (norm(f"layers.{i}.input_layernorm"), Parallel(mixers)), (norm(f"layers.{i}.pre_ff_layernorm"), mlp)
+                )
+            )
         super().__init__(config, checkpoint, vocabulary, layers, norm("final_layernorm"))
 
 
 def _mamba2_options(config: FalconH1Config) -> Mamba2Options:
     return replace(
-        mamba2_options(config), has_out_bias=config.projectors_bias, norm_eps=config.rms_norm_eps if config.mamba_rms_norm else None,
+        mamba2_options(config),
+        has_out_bias=config.projectors_bias,
+        norm_eps=config.rms_norm_eps if config.mamba_rms_norm else None,
         norms_before_gate=config.mamba_norm_before_gate,
-    )  # fmt: skip
+    )
 
 
 def _scale_weights(config: FalconH1Config, checkpoint: Checkpoint, prefix: str, shape: SSDShape) -> None:
-    """Tell the checkpoint the multipliers of a layer's projections."""
+    """Sets the multipliers of a layer's projections, by which the checkpoint scales their weights."""
 
     def scale(name: str, of_input: float = 1.0, of_output: float | Tensor = 1.0) -> None:
         checkpoint.scale(f"{prefix}.{name}.weight", of_input * of_output)

@@ -1,4 +1,7 @@
-"""Gemma 2 and 3 (Gemma Team 2024, 2025), their language models: layers that see a window between layers that see all, normed twice."""
+"""Implements the language models of Gemma 2 and 3 (Gemma Team 2024, 2025).
+
+Some layers attend to a window and some to all tokens, and each part of a layer is normed before and behind.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,27 @@ if TYPE_CHECKING:
 
 
 class _Gemma(Decoder, ABC):
-    """What the two have in common; subclasses make the attention."""
+    """Implements what Gemma 2 and 3 have in common; subclasses choose rotary embeddings, caps and norms."""
 
     def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
         if config.use_bidirectional_attention:
-            raise UnsupportedModelError("use_bidirectional_attention=True; a memory of the past cannot serve tokens that see the future")
+            raise UnsupportedModelError(
+                "use_bidirectional_attention=True; a memory of the past cannot serve tokens that see the future"
+            )
         check_numbers(config, "query_pre_attn_scalar", above=0)
         if config.final_logit_softcapping is not None:
             check_numbers(config, "final_logit_softcapping", above=0)
         n_model = config.hidden_size
         vocabulary = Vocabulary(
-            checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, None if config.tie_word_embeddings else "lm_head.weight",
+            checkpoint,
+            "model.embed_tokens.weight",
+            config.vocab_size,
+            n_model,
+            None if config.tie_word_embeddings else "lm_head.weight",
             # The scale is rounded to the weights' dtype, as it was in training.
-            embedding_scale=float(torch.tensor(n_model**0.5, dtype=checkpoint.dtype)), logits_cap=config.final_logit_softcapping,
-        )  # fmt: skip
+            embedding_scale=float(torch.tensor(n_model**0.5, dtype=checkpoint.dtype)),
+            logits_cap=config.final_logit_softcapping,
+        )
 
         def norm(name: str) -> RMSNorm:
             return load_offset_norm(checkpoint, f"model.{name}", n_model, config.rms_norm_eps)
@@ -46,39 +56,53 @@ class _Gemma(Decoder, ABC):
         for i in range(config.num_hidden_layers):
             prefix = f"layers.{i}"
             attention = self._attention(config, checkpoint, i, rotaries[config.layer_types[i]])
-            mlp = GatedMLP.load(checkpoint, f"model.{prefix}.mlp", n_model, config.intermediate_size, config.hidden_activation)
+            mlp = GatedMLP.load(
+                checkpoint, f"model.{prefix}.mlp", n_model, config.intermediate_size, config.hidden_activation
+            )
             layers.append(
                 Block(
                     (norm(f"{prefix}.input_layernorm"), Normed(attention, norm(f"{prefix}.post_attention_layernorm"))),
-                    (norm(f"{prefix}.pre_feedforward_layernorm"), _then(mlp, norm(f"{prefix}.post_feedforward_layernorm"))),
+                    (
+                        norm(f"{prefix}.pre_feedforward_layernorm"),
+                        _then(mlp, norm(f"{prefix}.post_feedforward_layernorm")),
+                    ),
                 )
             )
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
 
     @abstractmethod
     def _rotaries(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Rotary]:
-        """For each type of layer."""
+        """Returns the rotary embedding of each type of layer."""
 
     def _attention(self, config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Attention:
-        spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, config.head_dim, window=window_of(config, i))
+        spec = AttentionSpec(
+            config.num_attention_heads, config.num_key_value_heads, config.head_dim, window=window_of(config, i)
+        )
         bias, prefix = config.attention_bias, f"model.layers.{i}.self_attn"
         projections = load_projections(checkpoint, prefix, config.hidden_size, spec, has_bias=bias, has_out_bias=bias)
         return Attention(
-            i, spec, *projections, rotary=rotary, scale=config.query_pre_attn_scalar**-0.5, softcap=self._softcap(config),
+            i,
+            spec,
+            *projections,
+            rotary=rotary,
+            scale=config.query_pre_attn_scalar**-0.5,
+            softcap=self._softcap(config),
             norms=self._head_norms(config, checkpoint, prefix),
-        )  # fmt: skip
+        )
 
     def _softcap(self, config: PreTrainedConfig) -> float | None:
-        """Of the scores."""
+        """Returns the cap of attention scores; None for no cap."""
         return None
 
-    def _head_norms(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str) -> tuple[RMSNorm, RMSNorm] | None:
+    def _head_norms(
+        self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str
+    ) -> tuple[RMSNorm, RMSNorm] | None:
         return None
 
 
 @register("Gemma2ForCausalLM")
 class Gemma2(_Gemma):
-    """Scores are capped."""
+    """Implements Gemma 2, which caps attention scores."""
 
     def _rotaries(self, config: Gemma2Config, device: torch.device) -> dict[str, Rotary]:
         return dict.fromkeys(config.layer_types, Rotary(config, config.head_dim, device))
@@ -92,9 +116,9 @@ class Gemma2(_Gemma):
 
 @register("Gemma3ForCausalLM")
 class Gemma3(_Gemma):
-    """Queries and keys are normed, and each type of layer has a rotation of its own.
+    """Implements Gemma 3, which norms queries and keys and has a rotary embedding for each type of layer.
 
-    transformers stores `attn_logit_softcapping` and caps no scores; nor does this.
+    Configs may have `attn_logit_softcapping`; like transformers, this class does not cap scores.
     """
 
     def _rotaries(self, config: Gemma3TextConfig, device: torch.device) -> dict[str, Rotary]:

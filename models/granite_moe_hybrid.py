@@ -1,4 +1,7 @@
-"""Granite 4 (IBM 2025): attention or Mamba-2, then a shared MLP beside experts; every part is scaled, and positions are optional."""
+"""Implements Granite 4 (IBM 2025): attention or Mamba-2, then a shared MLP beside experts.
+
+Every part is scaled by a multiplier of the config, and rotary positions are optional.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,10 @@ if TYPE_CHECKING:
 
 @register("GraniteMoeHybridForCausalLM")
 class GraniteMoeHybrid(Decoder):
+    """Implements Granite 4: each layer is a mixer and a feed-forward part, and both outputs are scaled."""
+
     def __init__(self, config: GraniteMoeHybridConfig, checkpoint: Checkpoint) -> None:
-        # Granite 4.0-H's own configs say "nope" for none, which transformers understands as None.
+        # For no positions, Granite 4.0-H's own configs say "nope" and transformers says None.
         if config.position_embedding_type not in (None, "nope", "rope"):
             raise UnsupportedModelError(
                 f"position_embedding_type={config.position_embedding_type!r}; implemented are None, 'nope' and 'rope'"
@@ -30,17 +35,27 @@ class GraniteMoeHybrid(Decoder):
         check_numbers(config, "attention_multiplier", "logits_scaling", above=0)
         n_model = config.hidden_size
         vocabulary = Vocabulary(
-            checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model, None if config.tie_word_embeddings else "lm_head.weight",
-            embedding_scale=config.embedding_multiplier, logits_scale=1.0 / config.logits_scaling,
-        )  # fmt: skip
-        rotary = Rotary(config, head_dim_of(config), checkpoint.device) if config.position_embedding_type == "rope" else None
+            checkpoint,
+            "model.embed_tokens.weight",
+            config.vocab_size,
+            n_model,
+            None if config.tie_word_embeddings else "lm_head.weight",
+            embedding_scale=config.embedding_multiplier,
+            logits_scale=1.0 / config.logits_scaling,
+        )
+        rotary = (
+            Rotary(config, head_dim_of(config), checkpoint.device) if config.position_embedding_type == "rope" else None
+        )
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(checkpoint.take(f"model.{name}.weight", n_model), config.rms_norm_eps)
 
         layers = [
             Block(
-                (norm(f"layers.{i}.input_layernorm"), load_mixer(config, checkpoint, i, rotary, config.attention_multiplier)),
+                (
+                    norm(f"layers.{i}.input_layernorm"),
+                    load_mixer(config, checkpoint, i, rotary, config.attention_multiplier),
+                ),
                 (norm(f"layers.{i}.post_attention_layernorm"), _feed_forward(config, checkpoint, f"model.layers.{i}")),
                 scale=config.residual_multiplier,
             )

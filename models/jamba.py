@@ -1,4 +1,7 @@
-"""Jamba (Lieber et al. 2024): Mamba layers, attention every `attn_layer_period`-th, experts every `expert_layer_period`-th."""
+"""Implements Jamba (Lieber et al. 2024): Mamba layers, some layers of attention, and experts in some.
+
+Every `attn_layer_period`-th layer is attention, every `expert_layer_period`-th has experts.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,8 @@ if TYPE_CHECKING:
 
 @register("JambaForCausalLM")
 class Jamba(Decoder):
+    """Implements Jamba: each layer is a mixer, Mamba or attention, and then a gated MLP or a mixture of experts."""
+
     def __init__(self, config: JambaConfig, checkpoint: Checkpoint) -> None:
         head = None if config.tie_word_embeddings else "lm_head.weight"
         vocabulary = Vocabulary(checkpoint, "model.embed_tokens.weight", config.vocab_size, config.hidden_size, head)
@@ -33,7 +38,9 @@ class Jamba(Decoder):
 
         layers = []
         for i in range(config.num_hidden_layers):
-            feed_forward = _feed_forward(config, checkpoint, f"model.layers.{i}.feed_forward", config.layers_num_experts[i])
+            feed_forward = _feed_forward(
+                config, checkpoint, f"model.layers.{i}.feed_forward", config.layers_num_experts[i]
+            )
             layers.append(
                 Block(
                     (norm(f"layers.{i}.input_layernorm"), _mixer(config, checkpoint, i)),
@@ -56,7 +63,9 @@ def _mixer(config: JambaConfig, checkpoint: Checkpoint, i: int) -> Mixer:
     return MambaMixer(checkpoint, f"{prefix}.mamba", i, shape)
 
 
-def _feed_forward(config: JambaConfig, checkpoint: Checkpoint, prefix: str, n_experts: int) -> Callable[[Tensor], Tensor]:
+def _feed_forward(
+    config: JambaConfig, checkpoint: Checkpoint, prefix: str, n_experts: int
+) -> Callable[[Tensor], Tensor]:
     def load(name: str) -> GatedMLP:
         return GatedMLP.load(checkpoint, name, config.hidden_size, config.intermediate_size, config.hidden_act)
 

@@ -1,4 +1,4 @@
-"""LFM2 (Liquid AI 2025): short convolutions between gates, a few layers of rotary attention, and a gated MLP or experts in each."""
+"""Implements LFM2 (Liquid AI 2025): gated short convolutions, some rotary attention, gated MLPs or experts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,8 @@ _MLP_NAMES = ("w1", "w3", "w2")
 
 @register("Lfm2ForCausalLM")
 class Lfm2(Decoder):
+    """Implements LFM2: each layer is a short convolution or attention, and then a gated MLP."""
+
     def __init__(self, config: Lfm2Config, checkpoint: Checkpoint) -> None:
         n_model = config.hidden_size
         head = None if config.tie_word_embeddings else "lm_head.weight"
@@ -52,17 +54,27 @@ class Lfm2(Decoder):
 
 @register("Lfm2MoeForCausalLM")
 class Lfm2Moe(Lfm2):
-    """Experts in all layers but the first `num_dense_layers`."""
+    """Implements LFM2 with experts in all layers but the first `num_dense_layers`."""
 
     def _feed_forward(self, config: Lfm2MoeConfig, checkpoint: Checkpoint, i: int) -> Callable[[Tensor], Tensor]:
         n_model, n_experts, prefix = config.hidden_size, config.num_experts, f"model.layers.{i}.feed_forward"
         if i < config.num_dense_layers:
             return _load_mlp(checkpoint, prefix, n_model, config.intermediate_size)
-        bias_E = checkpoint.take(f"{prefix}.expert_bias", n_experts, dtype=torch.float32) if config.use_expert_bias else None
-        route = partial(sigmoid_then_choose, bias_E=bias_E, renormalise=config.norm_topk_prob, eps=1e-6, scale=config.routed_scaling_factor)
+        bias_E = (
+            checkpoint.take(f"{prefix}.expert_bias", n_experts, dtype=torch.float32) if config.use_expert_bias else None
+        )
+        route = partial(
+            sigmoid_then_choose,
+            bias_E=bias_E,
+            renormalise=config.norm_topk_prob,
+            eps=1e-6,
+            scale=config.routed_scaling_factor,
+        )
         n_inner = config.moe_intermediate_size
         experts = load_experts(checkpoint, f"{prefix}.experts", n_experts, n_model, n_inner, "silu", names=_MLP_NAMES)
-        return MixtureOfExperts(checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model), experts, config.num_experts_per_tok, route)
+        return MixtureOfExperts(
+            checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model), experts, config.num_experts_per_tok, route
+        )
 
 
 def _mixer(config: Lfm2Config | Lfm2MoeConfig, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Mixer:
@@ -74,7 +86,9 @@ def _mixer(config: Lfm2Config | Lfm2MoeConfig, checkpoint: Checkpoint, i: int, r
     prefix = f"{prefix}.self_attn"
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
     qkv, out = load_projections(checkpoint, prefix, n_model, spec, out="out_proj")
-    q_norm, k_norm = (RMSNorm(checkpoint.take(f"{prefix}.{x}_layernorm.weight", spec.head_dim), config.norm_eps) for x in "qk")
+    q_norm, k_norm = (
+        RMSNorm(checkpoint.take(f"{prefix}.{x}_layernorm.weight", spec.head_dim), config.norm_eps) for x in "qk"
+    )
     return Attention(i, spec, qkv, out, rotary=rotary, norms=(q_norm, k_norm))
 
 
@@ -83,7 +97,10 @@ def _load_mlp(checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int) -
 
 
 def _mlp_size(config: Lfm2Config) -> int:
-    """Two thirds of what the config says, times a factor, rounded up, unless it says not to adjust."""
+    """Returns the inner size of an MLP: two thirds of the config's size, times a factor, rounded up to a multiple.
+
+    If the config says not to adjust it, it is the config's size.
+    """
     size = config.intermediate_size
     if not config.block_auto_adjust_ff_dim:
         return int(size)

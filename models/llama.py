@@ -1,4 +1,7 @@
-"""Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023) and Qwen3 (Qwen Team 2025): rotary attention and a gated MLP in each layer."""
+"""Implements Llama (Touvron et al. 2023), Mistral (Jiang et al. 2023) and Qwen3 (Qwen Team 2025).
+
+Each layer is rotary attention and a gated MLP.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class _Transformer(Decoder):
-    """What the three have in common; subclasses say where they differ."""
+    """Implements what the three families have in common; subclasses set biases, norms and windows."""
 
     has_mlp_bias = False
     has_attention_bias = False
@@ -36,29 +39,44 @@ class _Transformer(Decoder):
         layers = []
         for i in range(config.num_hidden_layers):
             mlp = GatedMLP.load(
-                checkpoint, f"model.layers.{i}.mlp", n_model, config.intermediate_size, config.hidden_act, has_bias=self.has_mlp_bias
+                checkpoint,
+                f"model.layers.{i}.mlp",
+                n_model,
+                config.intermediate_size,
+                config.hidden_act,
+                has_bias=self.has_mlp_bias,
             )
             mixer = self._attention(config, checkpoint, i, rotary)
-            layers.append(Block((norm(f"layers.{i}.input_layernorm"), mixer), (norm(f"layers.{i}.post_attention_layernorm"), mlp)))
+            layers.append(
+                Block((norm(f"layers.{i}.input_layernorm"), mixer), (norm(f"layers.{i}.post_attention_layernorm"), mlp))
+            )
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
 
     def _attention(self, config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Attention:
         prefix, has_bias = f"model.layers.{i}.self_attn", self.has_attention_bias
-        spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config), window=self._window(config, i))
-        projections = load_projections(checkpoint, prefix, config.hidden_size, spec, has_bias=has_bias, has_out_bias=has_bias)
+        spec = AttentionSpec(
+            config.num_attention_heads, config.num_key_value_heads, head_dim_of(config), window=self._window(config, i)
+        )
+        projections = load_projections(
+            checkpoint, prefix, config.hidden_size, spec, has_bias=has_bias, has_out_bias=has_bias
+        )
         norms = None
         if self.has_head_norms:
-            q, k = (RMSNorm(checkpoint.take(f"{prefix}.{x}_norm.weight", spec.head_dim), config.rms_norm_eps) for x in "qk")
+            q, k = (
+                RMSNorm(checkpoint.take(f"{prefix}.{x}_norm.weight", spec.head_dim), config.rms_norm_eps) for x in "qk"
+            )
             norms = q, k
         return Attention(i, spec, *projections, rotary=rotary, norms=norms)
 
     def _window(self, config: PreTrainedConfig, i: int) -> int | None:
-        """Tokens that layer i sees; None for all."""
+        """Returns how many tokens layer i attends to; None for all."""
         return None
 
 
 @register("LlamaForCausalLM")
 class Llama(_Transformer):
+    """Implements Llama, whose projections may have biases."""
+
     def __init__(self, config: LlamaConfig, checkpoint: Checkpoint) -> None:
         self.has_mlp_bias, self.has_attention_bias = config.mlp_bias, config.attention_bias
         super().__init__(config, checkpoint)
@@ -66,7 +84,7 @@ class Llama(_Transformer):
 
 @register("MistralForCausalLM")
 class Mistral(_Transformer):
-    """Every layer sees `sliding_window` tokens, or all."""
+    """Implements Mistral, whose layers attend to `sliding_window` tokens, or to all."""
 
     def _window(self, config: MistralConfig, i: int) -> int | None:
         return int(config.sliding_window) if config.sliding_window is not None else None
@@ -74,7 +92,7 @@ class Mistral(_Transformer):
 
 @register("Qwen3ForCausalLM")
 class Qwen3(_Transformer):
-    """Queries and keys are normed; some layers may see a window only."""
+    """Implements Qwen3, which norms queries and keys; some layers may attend to a window only."""
 
     has_head_norms = True
 
@@ -87,7 +105,7 @@ class Qwen3(_Transformer):
 
 
 def window_of(config: PreTrainedConfig, i: int) -> int | None:
-    """From `layer_types` and `sliding_window`."""
+    """Returns the window of layer i, from `layer_types` and `sliding_window`; None for all tokens."""
     kind = config.layer_types[i]
     if kind not in ("full_attention", "sliding_attention"):
         raise UnsupportedModelError(f"layer_types[{i}]={kind!r}; implemented are full_attention and sliding_attention")

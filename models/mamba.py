@@ -1,4 +1,4 @@
-"""Mamba (Gu & Dao 2023) and Mamba-2 (Dao & Gu 2024): a stack of mixers, no attention."""
+"""Implements Mamba (Gu & Dao 2023) and Mamba-2 (Dao & Gu 2024): a stack of mixers, no attention."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 
 class _MixerStack(Decoder, ABC):
+    """Implements what both generations have in common; subclasses load the mixers."""
+
     def __init__(self, config: MambaConfig | Mamba2Config, checkpoint: Checkpoint) -> None:
         n_model = config.hidden_size
         head = None if config.tie_word_embeddings else "lm_head.weight"
@@ -38,22 +40,31 @@ class _MixerStack(Decoder, ABC):
 
     @abstractmethod
     def _mixer(self, config: MambaConfig | Mamba2Config, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
-        """Of layer i."""
+        """Loads the mixer of layer i from the tensors below `prefix`."""
 
 
 @register("MambaForCausalLM")
 class Mamba(_MixerStack):
+    """Implements Mamba, of the first generation."""
+
     def _mixer(self, config: MambaConfig, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
         shape = MambaShape(
-            n_model=config.hidden_size, n_channels=config.intermediate_size, d_state=config.state_size, d_conv=config.conv_kernel,
-            dt_rank=int(config.time_step_rank), has_conv_bias=config.use_conv_bias, has_proj_bias=config.use_bias,
+            n_model=config.hidden_size,
+            n_channels=config.intermediate_size,
+            d_state=config.state_size,
+            d_conv=config.conv_kernel,
+            dt_rank=int(config.time_step_rank),
+            has_conv_bias=config.use_conv_bias,
+            has_proj_bias=config.use_bias,
             activation=config.hidden_act,
-        )  # fmt: skip
+        )
         return MambaMixer(checkpoint, prefix, i, shape)
 
 
 @register("Mamba2ForCausalLM")
 class Mamba2(_MixerStack):
+    """Implements Mamba-2."""
+
     def _mixer(self, config: Mamba2Config, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
         shape = SSDShape(config.num_heads, config.head_dim, config.n_groups, config.state_size, config.conv_kernel)
         options = Mamba2Options(

@@ -1,4 +1,4 @@
-"""Nemotron-H (NVIDIA 2025): each layer is one of Mamba-2, attention without positions, an MLP, or experts, by a pattern."""
+"""Implements Nemotron-H (NVIDIA 2025): each layer is Mamba-2, attention without positions, an MLP, or experts."""
 
 from __future__ import annotations
 
@@ -27,13 +27,19 @@ if TYPE_CHECKING:
 
 @register("NemotronHForCausalLM")
 class NemotronH(Decoder):
+    """Implements Nemotron-H; the config's pattern of layers says what each layer is."""
+
     def __init__(self, config: NemotronHConfig, checkpoint: Checkpoint) -> None:
-        # What the config can say, and implementations ignore or understand differently.
+        # Options that the config has, and that implementations ignore or interpret differently.
         require(config, tie_word_embeddings=False, attention_bias=False, sliding_window=None)
         if config.mamba_proj_bias != config.use_bias:
-            raise UnsupportedModelError(f"mamba_proj_bias={config.mamba_proj_bias}, use_bias={config.use_bias}; implemented are equal ones")
+            raise UnsupportedModelError(
+                f"mamba_proj_bias={config.mamba_proj_bias}, use_bias={config.use_bias}; implemented are equal ones"
+            )
         require(config, time_step_limit=(0.0, math.inf))
-        vocabulary = Vocabulary(checkpoint, "backbone.embeddings.weight", config.vocab_size, config.hidden_size, "lm_head.weight")
+        vocabulary = Vocabulary(
+            checkpoint, "backbone.embeddings.weight", config.vocab_size, config.hidden_size, "lm_head.weight"
+        )
         layers = [_load_block(config, checkpoint, i) for i in range(config.num_hidden_layers)]
         norm = RMSNorm(checkpoint.take("backbone.norm_f.weight", config.hidden_size), config.layer_norm_epsilon)
         residual_dtype = torch.float32 if config.residual_in_fp32 else checkpoint.dtype
@@ -55,7 +61,9 @@ def _load_block(config: NemotronHConfig, checkpoint: Checkpoint, i: int) -> Bloc
 
 
 def _mamba2_options(config: NemotronHConfig) -> Mamba2Options:
-    shape = SSDShape(config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size, config.conv_kernel)
+    shape = SSDShape(
+        config.mamba_num_heads, config.mamba_head_dim, config.n_groups, config.ssm_state_size, config.conv_kernel
+    )
     return Mamba2Options(
         n_model=config.hidden_size, shape=shape, has_conv_bias=config.use_conv_bias, has_in_bias=config.use_bias,
         has_out_bias=config.use_bias, norm_eps=config.layer_norm_epsilon, n_norm_groups=config.n_groups,
@@ -75,11 +83,14 @@ def _load_experts(config: NemotronHConfig, checkpoint: Checkpoint, prefix: str) 
         config.moe_latent_size,
     )
     check_groups(config, least=2)
-    # The router and its bias are read in float32 whatever the model's dtype: scores decide, and close ones are common.
+    # In float32 whatever the model's dtype: the scores decide which experts run, and close scores are common.
     router = checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model, dtype=torch.float32)
     bias = checkpoint.take(f"{prefix}.gate.e_score_correction_bias", n_experts, dtype=torch.float32)
     activation = config.mlp_hidden_act
-    experts = [MLP.load(checkpoint, f"{prefix}.experts.{e}", n_latent or n_model, n_inner, activation) for e in range(n_experts)]
+    experts = [
+        MLP.load(checkpoint, f"{prefix}.experts.{e}", n_latent or n_model, n_inner, activation)
+        for e in range(n_experts)
+    ]
 
     def latent(name: str, n_out: int, n_in: int) -> Linear:
         return Linear.load(checkpoint, f"{prefix}.{name}", n_out, n_in, has_bias=config.mlp_bias)
@@ -88,9 +99,13 @@ def _load_experts(config: NemotronHConfig, checkpoint: Checkpoint, prefix: str) 
     if n_latent is not None:
         around = latent("fc1_latent_proj", n_latent, n_model), latent("fc2_latent_proj", n_model, n_latent)
     route = partial(
-        sigmoid_then_choose, bias_E=bias, n_groups=config.n_group, n_chosen_groups=config.topk_group, renormalise=config.norm_topk_prob,
+        sigmoid_then_choose,
+        bias_E=bias,
+        n_groups=config.n_group,
+        n_chosen_groups=config.topk_group,
+        renormalise=config.norm_topk_prob,
         scale=config.routed_scaling_factor,
-    )  # fmt: skip
+    )
     n_shared = config.moe_shared_expert_intermediate_size or config.intermediate_size
     shared = _load_mlp(config, checkpoint, f"{prefix}.shared_experts", n_shared)
     return MixtureOfExperts(router, experts, config.num_experts_per_tok, route, shared=shared, around=around)

@@ -1,7 +1,8 @@
-"""Qwen3.5 (Qwen Team 2026), its language model: Qwen3-Next's layers with other input matrices, dense or with experts in each layer.
+"""Implements the language model of Qwen3.5 (Qwen Team 2026), dense or with experts in each layer.
 
-Its rotary positions are of three kinds, time, height and width, each for a share of the frequencies. The positions of text are
-the same in all three, so whichever shares there are, text is rotated as by one position.
+Its layers are those of Qwen3-Next with other input matrices. Its rotary embedding has three kinds of positions, time,
+height and width, each for a share of the frequencies. For text the three are equal, so text is rotated by one position,
+whatever the shares are.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ if TYPE_CHECKING:
 @register("Qwen3_5ForCausalLM")
 @register("Qwen3_5ForConditionalGeneration")
 class Qwen35(Qwen3Next):
-    """Of a checkpoint that also sees, the language model; loading names the rest as not used."""
+    """Implements Qwen3.5; of a checkpoint that also reads images it loads the language model.
+
+    Loading warns that the other tensors are not used.
+    """
 
     def __init__(self, config: PreTrainedConfig, checkpoint: Checkpoint) -> None:
         text = copy(config.get_text_config())
@@ -37,12 +41,18 @@ class Qwen35(Qwen3Next):
     def _delta_inputs(self, checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
         return DeltaInputs.take(checkpoint, prefix, n_model, shape)
 
-    def _feed_forward(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, i: int) -> Callable[[Tensor], Tensor]:
+    def _feed_forward(
+        self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, i: int
+    ) -> Callable[[Tensor], Tensor]:
         return GatedMLP.load(checkpoint, prefix, config.hidden_size, config.intermediate_size, config.hidden_act)
 
 
 @register("Qwen3_5MoeForCausalLM")
 @register("Qwen3_5MoeForConditionalGeneration")
 class Qwen35Moe(Qwen35):
-    def _feed_forward(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, i: int) -> Callable[[Tensor], Tensor]:
+    """Implements Qwen3.5 with experts in each layer."""
+
+    def _feed_forward(
+        self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, i: int
+    ) -> Callable[[Tensor], Tensor]:
         return load_mixture(config, checkpoint, prefix, renormalise=True)

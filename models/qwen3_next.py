@@ -1,4 +1,4 @@
-"""Qwen3-Next (Qwen Team 2025): delta mixers, gated attention every few layers, experts and one that all tokens share."""
+"""Implements Qwen3-Next (Qwen Team 2025): delta mixers, gated attention every few layers, experts and a shared one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @register("Qwen3NextForCausalLM")
 class Qwen3Next(Decoder):
-    """`root` is what the names of all tensors but the head begin with."""
+    """Implements Qwen3-Next. The names of all tensors but the head begin with `root`."""
 
     def __init__(self, config: Qwen3NextConfig, checkpoint: Checkpoint, root: str = "model") -> None:
         n_model = config.hidden_size
@@ -44,7 +44,12 @@ class Qwen3Next(Decoder):
             prefix = f"{root}.layers.{i}"
             mixer = self._mixer(config, checkpoint, prefix, i, rotary)
             feed_forward = self._feed_forward(config, checkpoint, f"{prefix}.mlp", i)
-            layers.append(Block((norm(f"layers.{i}.input_layernorm"), mixer), (norm(f"layers.{i}.post_attention_layernorm"), feed_forward)))
+            layers.append(
+                Block(
+                    (norm(f"layers.{i}.input_layernorm"), mixer),
+                    (norm(f"layers.{i}.post_attention_layernorm"), feed_forward),
+                )
+            )
         super().__init__(config, checkpoint, vocabulary, layers, norm("norm"))
 
     def _mixer(self, config: Qwen3NextConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary) -> Mixer:
@@ -52,34 +57,49 @@ class Qwen3Next(Decoder):
         if kind == "full_attention":
             return load_gated_attention(config, checkpoint, f"{prefix}.self_attn", i, rotary)
         if kind != "linear_attention":
-            raise UnsupportedModelError(f"layer_types[{i}]={kind!r}; implemented are linear_attention and full_attention")
+            raise UnsupportedModelError(
+                f"layer_types[{i}]={kind!r}; implemented are linear_attention and full_attention"
+            )
         shape = DeltaRuleShape(
-            config.linear_num_value_heads, config.linear_num_key_heads, config.linear_value_head_dim, config.linear_key_head_dim,
+            config.linear_num_value_heads,
+            config.linear_num_key_heads,
+            config.linear_value_head_dim,
+            config.linear_key_head_dim,
             config.linear_conv_kernel_dim,
-        )  # fmt: skip
+        )
         prefix = f"{prefix}.linear_attn"
         inputs = self._delta_inputs(checkpoint, prefix, config.hidden_size, shape)
-        return DeltaMixer(checkpoint, prefix, i, shape, inputs, norm_eps=config.rms_norm_eps, activation=config.hidden_act)
+        return DeltaMixer(
+            checkpoint, prefix, i, shape, inputs, norm_eps=config.rms_norm_eps, activation=config.hidden_act
+        )
 
     def _delta_inputs(self, checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
         return DeltaInputs.take_by_key_head(checkpoint, prefix, n_model, shape)
 
-    def _feed_forward(self, config: Qwen3NextConfig, checkpoint: Checkpoint, prefix: str, i: int) -> Callable[[Tensor], Tensor]:
-        has_experts = i not in config.mlp_only_layers and config.num_experts > 0 and (i + 1) % config.decoder_sparse_step == 0
+    def _feed_forward(
+        self, config: Qwen3NextConfig, checkpoint: Checkpoint, prefix: str, i: int
+    ) -> Callable[[Tensor], Tensor]:
+        has_experts = (
+            i not in config.mlp_only_layers and config.num_experts > 0 and (i + 1) % config.decoder_sparse_step == 0
+        )
         if has_experts:
             return load_mixture(config, checkpoint, prefix, renormalise=config.norm_topk_prob)
         return GatedMLP.load(checkpoint, prefix, config.hidden_size, config.intermediate_size, config.hidden_act)
 
 
-def load_gated_attention(config: Qwen3NextConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary) -> Attention:
-    """`q_proj` lists, head by head, the query and the gate of the head's output."""
+def load_gated_attention(
+    config: Qwen3NextConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary
+) -> Attention:
+    """Loads attention with an output gate: `q_proj` holds, head by head, the rows of query and gate."""
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
     n_model, n_q, n_kv = config.hidden_size, spec.n_query_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
 
     def linears(*kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         name = "weight" if kind else "bias"
         q_and_gate = checkpoint.take(f"{prefix}.q_proj.{name}", 2 * n_q, *kind)
-        q, gate = (part.flatten(0, 1) for part in q_and_gate.view(spec.n_query_heads, 2, spec.head_dim, *kind).unbind(1))
+        q, gate = (
+            part.flatten(0, 1) for part in q_and_gate.view(spec.n_query_heads, 2, spec.head_dim, *kind).unbind(1)
+        )
         k, v = (checkpoint.take(f"{prefix}.{x}_proj.{name}", n_kv, *kind) for x in "kv")
         return q, k, v, gate
 
@@ -89,16 +109,26 @@ def load_gated_attention(config: Qwen3NextConfig, checkpoint: Checkpoint, prefix
         *biases, gate_bias = linears()
         qkv_bias = torch.cat(biases)
     out_bias = checkpoint.take_optional(config.attention_bias, f"{prefix}.o_proj.bias", n_model)
-    q_norm, k_norm = (load_offset_norm(checkpoint, f"{prefix}.{x}_norm", spec.head_dim, config.rms_norm_eps) for x in "qk")
+    q_norm, k_norm = (
+        load_offset_norm(checkpoint, f"{prefix}.{x}_norm", spec.head_dim, config.rms_norm_eps) for x in "qk"
+    )
     return Attention(
-        i, spec, Linear(*qkv, bias=qkv_bias), Linear(checkpoint.take(f"{prefix}.o_proj.weight", n_model, n_q), bias=out_bias),
-        rotary=rotary, norms=(q_norm, k_norm), gate=Linear(gate, bias=gate_bias, activation="sigmoid"),
-    )  # fmt: skip
+        i,
+        spec,
+        Linear(*qkv, bias=qkv_bias),
+        Linear(checkpoint.take(f"{prefix}.o_proj.weight", n_model, n_q), bias=out_bias),
+        rotary=rotary,
+        norms=(q_norm, k_norm),
+        gate=Linear(gate, bias=gate_bias, activation="sigmoid"),
+    )
 
 
 def load_mixture(config: Qwen3NextConfig, checkpoint: Checkpoint, prefix: str, *, renormalise: bool) -> SharedExpert:
+    """Loads the experts below `prefix` and the shared expert beside them."""
     n_model, act = config.hidden_size, config.hidden_act
-    experts = load_experts(checkpoint, f"{prefix}.experts", config.num_experts, n_model, config.moe_intermediate_size, act)
+    experts = load_experts(
+        checkpoint, f"{prefix}.experts", config.num_experts, n_model, config.moe_intermediate_size, act
+    )
     router = checkpoint.take(f"{prefix}.gate.weight", config.num_experts, n_model)
     route = partial(softmax_then_choose, renormalise=renormalise)
     shared = GatedMLP.load(checkpoint, f"{prefix}.shared_expert", n_model, config.shared_expert_intermediate_size, act)

@@ -1,4 +1,4 @@
-"""RecurrentGemma (Botev et al. 2024): Griffin's blocks, gated linear recurrences with local attention in between."""
+"""Implements RecurrentGemma (Botev et al. 2024): Griffin's gated linear recurrences, and local attention in between."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ if TYPE_CHECKING:
 
 @register("RecurrentGemmaForCausalLM")
 class RecurrentGemma(Decoder):
+    """Implements RecurrentGemma: each layer is a recurrent mixer or attention over a window, and then a gated MLP."""
+
     def __init__(self, config: RecurrentGemmaConfig, checkpoint: Checkpoint) -> None:
         check_numbers(config, "logits_soft_cap", above=0)
         if config.lru_width % config.num_attention_heads:
-            raise FormatError(f"lru_width={config.lru_width} is no multiple of num_attention_heads={config.num_attention_heads}")
+            raise FormatError(
+                f"lru_width={config.lru_width} is no multiple of num_attention_heads={config.num_attention_heads}"
+            )
         n_model = config.hidden_size
         vocabulary = Vocabulary(
             checkpoint, "model.embed_tokens.weight", config.vocab_size, n_model,
@@ -45,7 +49,12 @@ class RecurrentGemma(Decoder):
         layers = []
         for i in range(config.num_hidden_layers):
             mlp = GatedMLP.load(
-                checkpoint, f"model.layers.{i}.mlp_block", n_model, config.intermediate_size // 2, config.hidden_activation, has_bias=True
+                checkpoint,
+                f"model.layers.{i}.mlp_block",
+                n_model,
+                config.intermediate_size // 2,
+                config.hidden_activation,
+                has_bias=True,
             )
             mixer = norm(f"layers.{i}.temporal_pre_norm"), _mixer(config, checkpoint, i, rotary)
             layers.append(Block(mixer, (norm(f"layers.{i}.channel_pre_norm"), mlp)))
@@ -64,23 +73,37 @@ def _mixer(config: RecurrentGemmaConfig, checkpoint: Checkpoint, i: int, rotary:
 
 
 class RecurrentMixer:
-    """Griffin's recurrent block (De et al. 2024, section 2.3): y = W_out(rg_lru(conv(W_x x)) * act(W_y x))."""
+    """Computes Griffin's recurrent block: y = W_out(rg_lru(conv(W_x x)) * act(W_y x)) (De et al. 2024, section 2.3)."""
 
     def __init__(self, config: RecurrentGemmaConfig, checkpoint: Checkpoint, prefix: str, layer: int) -> None:
-        n_model, n_channels, n_blocks, take = config.hidden_size, config.lru_width, config.num_attention_heads, checkpoint.take
+        n_model, n_channels, n_blocks, take = (
+            config.hidden_size,
+            config.lru_width,
+            config.num_attention_heads,
+            checkpoint.take,
+        )
 
         def linear(name: str, n_out: int, n_in: int, activation: str | None = None) -> Linear:
-            return Linear(take(f"{prefix}.{name}.weight", n_out, n_in), bias=take(f"{prefix}.{name}.bias", n_out), activation=activation)
+            return Linear(
+                take(f"{prefix}.{name}.weight", n_out, n_in),
+                bias=take(f"{prefix}.{name}.bias", n_out),
+                activation=activation,
+            )
 
         def gates(name: str, *shape: int) -> Tensor:
-            return torch.cat([take(f"{prefix}.rg_lru.{gate}_gate_{name}", n_blocks, *shape) for gate in ("input", "recurrent")], dim=-1)
+            return torch.cat(
+                [take(f"{prefix}.rg_lru.{gate}_gate_{name}", n_blocks, *shape) for gate in ("input", "recurrent")],
+                dim=-1,
+            )
 
         self._rows = linear("linear_x", n_channels, n_model)
         self._gate = linear("linear_y", n_channels, n_model, config.hidden_activation)
         self._out = linear("linear_out", n_model, n_channels)
         n_block = n_channels // n_blocks
         self._recurrence = RGLRU(
-            conv=load_conv(checkpoint, f"{prefix}.conv_1d", n_channels, config.conv1d_width, has_bias=True, activation=None),
+            conv=load_conv(
+                checkpoint, f"{prefix}.conv_1d", n_channels, config.conv1d_width, has_bias=True, activation=None
+            ),
             gate_weight_BIO=gates("weight", n_block, n_block),
             gate_bias_BO=gates("bias", n_block),
             decay_E=F.softplus(take(f"{prefix}.rg_lru.recurrent_param", n_channels, dtype=torch.float32)),

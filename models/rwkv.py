@@ -1,4 +1,4 @@
-"""RWKV-4 (Peng et al. 2023): averages of values that fade with age, no attention."""
+"""Implements RWKV-4 (Peng et al. 2023): averages of values that decay with age, no attention."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from transformers import RwkvConfig
 
 _LAST_NORM_EPS = 1e-5
-"""Of the norm before the head, whatever the config says of the others."""
+"""Epsilon of the norm before the head; the config's epsilon is that of all other norms."""
 
 
 @register("RwkvForCausalLM")
 class Rwkv(Decoder):
-    """Every `rescale_every` layers the residual stream is halved, and what later layers add to it, so that float16 can hold it."""
+    """Implements RWKV-4: each layer is a time mix and a channel mix.
+
+    Every `rescale_every` layers the residual stream, and what later layers add to it, is halved, so that it stays in
+    the range of float16.
+    """
 
     def __init__(self, config: RwkvConfig, checkpoint: Checkpoint) -> None:
         n_model, every = config.hidden_size, config.rescale_every
@@ -53,7 +57,10 @@ class Rwkv(Decoder):
 
 def _channel_mix(config: RwkvConfig, checkpoint: Checkpoint, i: int, scale: float) -> ChannelMix:
     prefix, n_model, n_inner = f"rwkv.blocks.{i}.feed_forward", config.hidden_size, config.intermediate_size
-    mixtures = (take_mixture(checkpoint, f"{prefix}.time_mix_{x}", 1, 1, n_model, is_of_token=True) for x in ("key", "receptance"))
+    mixtures = (
+        take_mixture(checkpoint, f"{prefix}.time_mix_{x}", 1, 1, n_model, is_of_token=True)
+        for x in ("key", "receptance")
+    )
     return ChannelMix(
         TokenMix(i, "feed_forward_shift", *mixtures),
         checkpoint.take(f"{prefix}.key.weight", n_inner, n_model),
@@ -63,23 +70,30 @@ def _channel_mix(config: RwkvConfig, checkpoint: Checkpoint, i: int, scale: floa
 
 
 class TimeMix:
-    """y = W_out(sigmoid(r) wkv(k, v)), Peng et al. 2023, eq. 11-18.
+    """Computes y = W_out(sigmoid(r) wkv(k, v)) (Peng et al. 2023, eq. 11-18).
 
     Args:
-        scale: of what comes out.
+        scale: factor of the output.
     """
 
     def __init__(self, config: RwkvConfig, checkpoint: Checkpoint, layer: int, scale: float) -> None:
         prefix, n_model, n_channels = f"rwkv.blocks.{layer}.attention", config.hidden_size, config.attention_hidden_size
         names, take = ("key", "value", "receptance"), checkpoint.take
-        mixtures = (take_mixture(checkpoint, f"{prefix}.time_mix_{name}", 1, 1, n_model, is_of_token=True) for name in names)
+        mixtures = (
+            take_mixture(checkpoint, f"{prefix}.time_mix_{name}", 1, 1, n_model, is_of_token=True) for name in names
+        )
         self._mix = TokenMix(layer, "attention_shift", *mixtures)
         self._key, self._value, self._receptance = (
-            Linear(take(f"{prefix}.{name}.weight", n_channels, n_model), activation="sigmoid" if name == "receptance" else None)
+            Linear(
+                take(f"{prefix}.{name}.weight", n_channels, n_model),
+                activation="sigmoid" if name == "receptance" else None,
+            )
             for name in names
         )
         self._out = Linear(take(f"{prefix}.output.weight", n_model, n_channels) * scale)
-        decay_E, first_E = (take(f"{prefix}.time_{name}", n_channels, dtype=torch.float32) for name in ("decay", "first"))
+        decay_E, first_E = (
+            take(f"{prefix}.time_{name}", n_channels, dtype=torch.float32) for name in ("decay", "first")
+        )
         self._recurrence = RWKV4(-decay_E.exp(), first_E)
         self._layer = layer
         self.specs = (self._mix.spec, rwkv4_spec(n_channels, "wkv"))
@@ -87,4 +101,6 @@ class TimeMix:
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         key_TM, value_TM, receptance_TM = self._mix(x_TM, step)
         rows_T2E = torch.stack([self._key(key_TM), self._value(value_TM)], 1)
-        return self._out(step.recur(self._layer, rows_T2E, self._recurrence, name="wkv") * self._receptance(receptance_TM))
+        return self._out(
+            step.recur(self._layer, rows_T2E, self._recurrence, name="wkv") * self._receptance(receptance_TM)
+        )

@@ -1,4 +1,7 @@
-"""RWKV-7 (Peng et al. 2025): matrix states that each token decays, erases from and writes to. Layout of flash-linear-attention."""
+"""Implements RWKV-7 (Peng et al. 2025): matrix states that each token decays, erases from and writes to.
+
+Checkpoints are those of flash-linear-attention.
+"""
 
 from __future__ import annotations
 
@@ -21,36 +24,41 @@ from models.loading.checkpoint import Checkpoint, UnsupportedModelError
 from models.loading.load import register
 
 _LOG_DECAY = -math.exp(-0.5)
-"""The logarithm of the fastest decay."""
+"""Logarithm of the fastest decay."""
 
 _MIXTURES = "rwkvag"
-"""What a token and the one before are mixed for, in the order of old checkpoints, where the weights are one tensor."""
+"""Names of the mixtures of a token with the one before it, in the order of old checkpoints' single tensor."""
 
 
 class RWKV7Config(PreTrainedConfig):  # type: ignore[misc]
-    """config.json of flash-linear-attention's checkpoints; transformers does not know them.
+    """Reads config.json of flash-linear-attention's checkpoints, for which transformers has no class.
 
     Attributes:
         attn: hybrid layers, or None.
-        value_dim: of all heads, one number or one a layer; None for `hidden_size`.
-        decay_low_rank_dim, gate_low_rank_dim, a_low_rank_dim, v_low_rank_dim: None for what that library would choose.
+        value_dim: size of the values of all heads, one number or one for each layer; None for `hidden_size`.
+        decay_low_rank_dim, gate_low_rank_dim, a_low_rank_dim, v_low_rank_dim: None for that library's choice.
     """
 
     model_type = "rwkv7"
 
     def __init__(
-        self, hidden_size: int = 2048, num_hidden_layers: int = 24, head_dim: int | None = 64, num_heads: int | None = None,
-        hidden_ratio: float | None = 4, intermediate_size: int | None = None, hidden_act: str = "sqrelu", vocab_size: int = 32000,
-        decay_low_rank_dim: int | None = None, gate_low_rank_dim: int | None = None, a_low_rank_dim: int | None = None,
-        v_low_rank_dim: int | None = None, norm_first: bool = True, norm_bias: bool = True, norm_eps: float = 1e-5,
-        fuse_norm: bool = True, attn: dict[str, Any] | None = None, value_dim: int | list[int] | None = None,
+        self, hidden_size: int = 2048, num_hidden_layers: int = 24, head_dim: int | None = 64,
+        num_heads: int | None = None, hidden_ratio: float | None = 4, intermediate_size: int | None = None,
+        hidden_act: str = "sqrelu", vocab_size: int = 32000, decay_low_rank_dim: int | None = None,
+        gate_low_rank_dim: int | None = None, a_low_rank_dim: int | None = None, v_low_rank_dim: int | None = None,
+        norm_first: bool = True, norm_bias: bool = True, norm_eps: float = 1e-5, fuse_norm: bool = True,
+        attn: dict[str, Any] | None = None, value_dim: int | list[int] | None = None,
         tie_word_embeddings: bool = False, **rest: Any,
     ) -> None:  # fmt: skip
         self.hidden_size, self.num_hidden_layers, self.vocab_size = hidden_size, num_hidden_layers, vocab_size
         self.head_dim = head_dim or hidden_size // (num_heads or 1)
         self.num_heads = hidden_size // self.head_dim
         inner = 32 * math.ceil(int(hidden_size * (hidden_ratio or 4)) / 32)
-        self.hidden_ratio, self.intermediate_size, self.hidden_act = hidden_ratio, intermediate_size or inner, hidden_act
+        self.hidden_ratio, self.intermediate_size, self.hidden_act = (
+            hidden_ratio,
+            intermediate_size or inner,
+            hidden_act,
+        )
         by_head = self.head_dim / 64
         self.decay_low_rank_dim = decay_low_rank_dim or _low_rank(2.5 * by_head, hidden_size)
         self.gate_low_rank_dim = gate_low_rank_dim or _low_rank(5, hidden_size)
@@ -70,6 +78,8 @@ AutoConfig.register(RWKV7Config.model_type, RWKV7Config, exist_ok=True)
 
 @register("RWKV7ForCausalLM")
 class Rwkv7(Decoder):
+    """Implements RWKV-7: each layer is a time mix and a channel mix."""
+
     def __init__(self, config: RWKV7Config, checkpoint: Checkpoint) -> None:
         _check(config)
         n_model = config.hidden_size
@@ -105,22 +115,29 @@ def _check(config: RWKV7Config) -> None:
     if config.attn is not None:
         raise UnsupportedModelError(f"attn={config.attn}; RWKV-7 is implemented without attention layers")
     if value_dim is not None and {n_model} != set(value_dim if isinstance(value_dim, list) else [value_dim]):
-        raise UnsupportedModelError(f"value_dim={value_dim}; RWKV-7 is implemented with values as wide as the model, {n_model}")
+        raise UnsupportedModelError(
+            f"value_dim={value_dim}; RWKV-7 is implemented with values as wide as the model, {n_model}"
+        )
     if n_model % config.head_dim:
         raise FormatError(f"head_dim={config.head_dim}, but hidden_size={n_model} is no multiple of it")
 
 
 _FIRST_VALUES = "values of RWKV-7's first layer"
-"""Where a step notes them, (T, M): later layers mix them into their own."""
+"""Key of these values, (T, M), in a step's notes: later layers mix them into their own."""
 
 
 class Rwkv7TimeMix:
-    """Peng et al. 2025, section 4.1: token mixtures, projections and low-rank gates around `memory.recurrences.RWKV7`."""
+    """Computes RWKV-7's time mix: token mixtures, projections and low-rank gates around `memory.recurrences.RWKV7`.
+
+    Peng et al. 2025, section 4.1.
+    """
 
     def __init__(self, config: RWKV7Config, checkpoint: Checkpoint, layer: int) -> None:
         prefix, n_model, take = f"model.layers.{layer}.attn", config.hidden_size, checkpoint.take
         self._mix = TokenMix(layer, "attention_shift", *_mixtures(checkpoint, prefix, n_model))
-        self._r, self._k, self._v, self._out = (Linear(take(f"{prefix}.{x}_proj.weight", n_model, n_model)) for x in "rkvo")
+        self._r, self._k, self._v, self._out = (
+            Linear(take(f"{prefix}.{x}_proj.weight", n_model, n_model)) for x in "rkvo"
+        )
 
         def low_rank(name: str, rank: int, inner: str | None, outer: str | None) -> LowRank:
             return LowRank(checkpoint, f"{prefix}.{name}_lora.lora", n_model, rank, inner, outer)
@@ -131,9 +148,11 @@ class Rwkv7TimeMix:
         self._value_mix = None if layer == 0 else low_rank("v", config.v_low_rank_dim, None, "sigmoid")
         self._k_k_M, self._k_a_M = (take(f"{prefix}.{name}", n_model) for name in ("k_k", "k_a"))
         self._bonus_HN = take(f"{prefix}.r_k", config.num_heads, config.head_dim)
-        self._norm_weight_M, self._norm_bias_M = (take(f"{prefix}.g_norm.{part}", n_model) for part in ("weight", "bias"))
+        self._norm_weight_M, self._norm_bias_M = (
+            take(f"{prefix}.g_norm.{part}", n_model) for part in ("weight", "bias")
+        )
         self._norm_eps = config.head_dim * config.norm_eps
-        # Below the root where a fused kernel normalises; else only against a division by 0.
+        # Added below the root: with `fuse_norm` as much as the fused kernel adds, else only against a division by 0.
         self._unit_eps = 1e-6 if config.fuse_norm else 1e-24
         self._n_heads, self._layer = config.num_heads, layer
         self.specs = (self._mix.spec, rwkv7_spec(config.num_heads, config.head_dim, "wkv"))
@@ -161,7 +180,7 @@ class Rwkv7TimeMix:
         return torch.lerp(v_TM, step.notes[_FIRST_VALUES], self._value_mix(x_TM))
 
     def _unit(self, x_THN: Tensor) -> Tensor:
-        """x / |x| over the last axis, computed in float32."""
+        """Returns x / |x| over the last axis, computed in float32."""
         x_THN32 = x_THN.float()
         return (x_THN32 * torch.rsqrt(x_THN32.square().sum(-1, keepdim=True) + self._unit_eps)).to(x_THN.dtype)
 
@@ -170,9 +189,11 @@ _FOLD = RWKV7()
 
 
 class LowRank:
-    """outer(W_2 inner(W_1 x) + b): a projection through a few dimensions; one without `outer` has no bias."""
+    """Computes outer(W_2 inner(W_1 x) + b), a low-rank projection; without `outer` there is no bias."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, n_model: int, rank: int, inner: str | None, outer: str | None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, n_model: int, rank: int, inner: str | None, outer: str | None
+    ) -> None:
         bias = checkpoint.take_optional(outer is not None, f"{prefix}.2.bias", n_model)
         self._down = Linear(checkpoint.take(f"{prefix}.0.weight", rank, n_model), activation=inner)
         self._up = Linear(checkpoint.take(f"{prefix}.2.weight", n_model, rank), bias=bias, activation=outer)
@@ -182,7 +203,7 @@ class LowRank:
 
 
 def _mixtures(checkpoint: Checkpoint, prefix: str, n_model: int) -> list[Tensor]:
-    """In the order of `_MIXTURES`."""
+    """Returns the weights of the mixtures, (M,) each, in the order of `_MIXTURES`."""
     if f"{prefix}.x_x" in checkpoint:
         return list(take_mixture(checkpoint, f"{prefix}.x_x", len(_MIXTURES), n_model).view(-1, n_model))
     return [take_mixture(checkpoint, f"{prefix}.x_{name}", 1, 1, n_model) for name in _MIXTURES]

@@ -1,6 +1,6 @@
-"""T5 (Raffel et al. 2020): an encoder and a decoder without positions but for a bias of scores by distance.
+"""Implements T5 (Raffel et al. 2020): an encoder and a decoder whose only positions are a bias of scores by distance.
 
-The decoder runs on a memory like any other model; `encode` makes what `memory.open(encoder=...)` takes.
+The decoder runs on a memory like any other model; `encode` returns what `memory.open(encoder=...)` takes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 @register("T5ForConditionalGeneration")
 class T5:
-    """`logits = model(step)` for the decoder, `model.encode(inputs)` for the encoder."""
+    """Implements T5: `model.encode(inputs)` runs the encoder, `logits = model(step)` the decoder."""
 
     def __init__(self, config: T5Config, checkpoint: Checkpoint) -> None:
         check_numbers(config, "num_layers", "num_decoder_layers", above=0)
@@ -39,22 +39,28 @@ class T5:
         check_numbers(config, "relative_attention_max_distance", above=config.relative_attention_num_buckets // 2)
         self.config = config
         n_model, n_distances = config.d_model, config.relative_attention_max_distance
-        # Checkpoints of the first version tie the head; those of later ones bring their own.
+        # Checkpoints of the first version tie the head to the embeddings; later ones have a head of their own.
         head = "lm_head.weight" if "lm_head.weight" in checkpoint else None
         scale = n_model**-0.5 if config.scale_decoder_outputs else 1.0
         self._vocabulary = Vocabulary(checkpoint, "shared.weight", config.vocab_size, n_model, head, logits_scale=scale)
         self._encoder = [_EncoderLayer(config, checkpoint, i) for i in range(config.num_layers)]
         self._decoder = [_DecoderLayer(config, checkpoint, i) for i in range(config.num_decoder_layers)]
-        self._encoder_norm, self._norm = (_load_norm(config, checkpoint, f"{side}.final_layer_norm") for side in ("encoder", "decoder"))
+        self._encoder_norm, self._norm = (
+            _load_norm(config, checkpoint, f"{side}.final_layer_norm") for side in ("encoder", "decoder")
+        )
         self._encoder_bias, decoder_bias = (
             checkpoint.take(
-                f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight", config.relative_attention_num_buckets,
-                config.num_heads, dtype=torch.float32,
+                f"{side}.block.0.layer.0.SelfAttention.relative_attention_bias.weight",
+                config.relative_attention_num_buckets,
+                config.num_heads,
+                dtype=torch.float32,
             )
             for side in ("encoder", "decoder")
-        )  # fmt: skip
+        )
         distances = torch.arange(n_distances + 1, device=checkpoint.device)
-        self._bias_HL = decoder_bias[_bucket(distances, config.relative_attention_num_buckets, n_distances)].T.contiguous()
+        self._bias_HL = decoder_bias[
+            _bucket(distances, config.relative_attention_num_buckets, n_distances)
+        ].T.contiguous()
         self.memory_spec = MemorySpec(
             layers=tuple(layer.specs for layer in self._decoder), vocab_size=config.vocab_size, dtype=checkpoint.dtype,
             device=checkpoint.device, model=f"T5 {checkpoint.folder.name}",
@@ -62,10 +68,11 @@ class T5:
 
     @torch.no_grad()
     def encode(self, inputs: Sequence[Sequence[int]]) -> list[Encoded]:
-        """What the encoder says of each input's token ids, for `memory.open(encoder=...)`. Cost: a pass over each input on its own.
+        """Returns the cross-attention keys and values of each input, for `memory.open(encoder=...)`.
 
         Raises:
-            BatchError: an input without tokens, or with ids that are none.
+            BatchError: an input has no tokens, or numbers that are no token ids.
+        Cost: one pass for each input.
         """
         return [self._encode(token_ids) for token_ids in inputs]
 
@@ -74,7 +81,9 @@ class T5:
         x_TM, positions = self._vocabulary.embed(ids_T), torch.arange(len(ids_T), device=ids_T.device)
         ahead_TT = positions - positions[:, None]
         n_buckets = self.config.relative_attention_num_buckets // 2
-        buckets_TT = _bucket(ahead_TT.abs(), n_buckets, self.config.relative_attention_max_distance) + (ahead_TT > 0) * n_buckets
+        buckets_TT = (
+            _bucket(ahead_TT.abs(), n_buckets, self.config.relative_attention_max_distance) + (ahead_TT > 0) * n_buckets
+        )
         bias_HTT = self._encoder_bias[buckets_TT].permute(2, 0, 1)
         for layer in self._encoder:
             x_TM = layer(x_TM, bias_HTT)
@@ -90,14 +99,18 @@ class T5:
 
 
 def _bucket(distances: Tensor, n_buckets: int, max_distance: int) -> Tensor:
-    """Half of the buckets are a distance each, the others cover ever longer ones up to `max_distance`; the last takes the rest."""
+    """Returns the bucket of each distance.
+
+    Half of the buckets hold one distance each; the others hold ranges that grow up to `max_distance`, the last one all
+    that are longer.
+    """
     n_exact = n_buckets // 2
     far = torch.log(distances.clamp(min=1) / n_exact) / math.log(max_distance / n_exact) * (n_buckets - n_exact)
     return torch.where(distances < n_exact, distances, (n_exact + far.long()).clamp(max=n_buckets - 1))
 
 
 class _EncoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x)); every token sees every other."""
+    """Computes x + attention(norm(x)), then x + mlp(norm(x)); every token attends to every other."""
 
     def __init__(self, config: T5Config, checkpoint: Checkpoint, i: int) -> None:
         prefix = f"encoder.block.{i}.layer"
@@ -107,14 +120,18 @@ class _EncoderLayer:
         self._mlp_norm, self._mlp = _load_mlp(config, checkpoint, f"{prefix}.1")
 
     def __call__(self, x_TM: Tensor, bias_HTT: Tensor) -> Tensor:
-        q, k, v = self._qkv(self._attention_norm(x_TM)).view(len(x_TM), 3, self._n_heads, self._head_dim).permute(1, 2, 0, 3)
-        y_HTD = F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=bias_HTT[None].to(q.dtype), scale=1.0)[0]
+        q, k, v = (
+            self._qkv(self._attention_norm(x_TM)).view(len(x_TM), 3, self._n_heads, self._head_dim).permute(1, 2, 0, 3)
+        )
+        y_HTD = F.scaled_dot_product_attention(
+            q[None], k[None], v[None], attn_mask=bias_HTT[None].to(q.dtype), scale=1.0
+        )[0]
         x_TM = x_TM + self._out(y_HTD.transpose(0, 1).flatten(1))
         return x_TM + self._mlp(self._mlp_norm(x_TM))
 
 
 class _DecoderLayer:
-    """x + attention(norm(x)), x + cross_attention(norm(x)), x + mlp(norm(x)). Scores are not scaled."""
+    """Computes x + attention(norm(x)), x + cross_attention(norm(x)), x + mlp(norm(x)). Scores are not scaled."""
 
     def __init__(self, config: T5Config, checkpoint: Checkpoint, i: int) -> None:
         prefix, n_heads, head_dim = f"decoder.block.{i}.layer", config.num_heads, config.d_kv
@@ -128,7 +145,9 @@ class _DecoderLayer:
         self.specs: tuple[LayerSpec, ...] = (self._spec, self.cross.spec)
 
     def __call__(self, x_TM: Tensor, step: Step, bias_HL: Tensor) -> Tensor:
-        q, k, v = self._qkv(self._norms[0](x_TM)).view(len(x_TM), 3, self._spec.n_query_heads, self._spec.head_dim).unbind(1)
+        q, k, v = (
+            self._qkv(self._norms[0](x_TM)).view(len(x_TM), 3, self._spec.n_query_heads, self._spec.head_dim).unbind(1)
+        )
         x_TM = x_TM + self._out(step.attend(self._layer, q, k, v, scale=1.0, bias=bias_HL).flatten(1))
         x_TM = x_TM + self.cross(self._norms[1](x_TM), step)
         return x_TM + self._mlp(self._mlp_norm(x_TM))
@@ -139,14 +158,19 @@ def _load_norm(config: T5Config, checkpoint: Checkpoint, name: str) -> RMSNorm:
 
 
 def _load_attention(config: T5Config, checkpoint: Checkpoint, prefix: str, names: str) -> tuple[Linear, Linear]:
-    """One product for the `names` among q, k and v, and the output's."""
+    """Loads one product for the `names` among q, k and v, and the product of the output."""
     n_inner = config.num_heads * config.d_kv
     weights = [checkpoint.take(f"{prefix}.{name}.weight", n_inner, config.d_model) for name in names]
     return Linear(*weights), Linear.load(checkpoint, f"{prefix}.o", config.d_model, n_inner)
 
 
 def _load_mlp(config: T5Config, checkpoint: Checkpoint, prefix: str) -> tuple[RMSNorm, Function]:
-    norm, n_model, n_inner, act = _load_norm(config, checkpoint, f"{prefix}.layer_norm"), config.d_model, config.d_ff, config.dense_act_fn
+    norm, n_model, n_inner, act = (
+        _load_norm(config, checkpoint, f"{prefix}.layer_norm"),
+        config.d_model,
+        config.d_ff,
+        config.dense_act_fn,
+    )
     prefix = f"{prefix}.DenseReluDense"
     if config.is_gated_act:
         return norm, GatedMLP.load(checkpoint, prefix, n_model, n_inner, act, names=("wi_0", "wi_1", "wo"))

@@ -1,10 +1,12 @@
-"""Zamba2 (Glorioso et al. 2024): Mamba-2 layers; before some of them a transformer block, of which a few exist for all layers.
+"""Implements Zamba2 (Glorioso et al. 2024): Mamba-2 layers, before some of which a shared transformer block runs.
 
-The block reads x beside the tokens' embeddings e, and what it says goes into the mixer only, not into the residual stream:
+There are a few such blocks for all layers. A block reads x and the tokens' embeddings e, and its output is an input of
+the mixer only, not added to the residual stream:
 
     u = W mlp(norm(attention(norm([x, e]))))     x = x + mamba(norm(x + u))
 
-Layers that share a block differ by low-rank adapters (Hu et al. 2021); those are added at run time, so the block is held once.
+Layers that share a block differ by low-rank adapters (Hu et al. 2021). These are added at run time, so the block's
+weights are held once.
 """
 
 from __future__ import annotations
@@ -32,16 +34,16 @@ if TYPE_CHECKING:
     from transformers import Zamba2Config
 
 _MIXER_NORM_EPS = 1e-5
-"""Of the gated norms; the config's epsilon is that of all other norms."""
+"""Epsilon of the gated norms; the config's epsilon is that of all other norms."""
 
 
 @dataclass(frozen=True)
 class Adapted:
-    """A product that layers share, and what one of them adds: W x + B A x.
+    """Computes W x + B A x: a product W that layers share, and the low-rank adapter of one layer.
 
     Attributes:
         down: A, for all `ups` at once.
-        ups: B; each reads its own part of what A gives, and their outputs follow one another.
+        ups: B in parts; each reads its own part of A x, and their outputs are concatenated.
     """
 
     shared: Linear
@@ -55,6 +57,8 @@ class Adapted:
 
 @dataclass(frozen=True)
 class _MLP:
+    """Computes W_down(act(gate) * up) with gate and up from one adapted product."""
+
     gate_up: Adapted
     down: Linear
     activation: Function
@@ -66,7 +70,7 @@ class _MLP:
 
 @dataclass(frozen=True)
 class _Hybrid:
-    """A layer with a transformer block; the parts in the order they run."""
+    """Computes a layer with a transformer block; its attributes stand in the order in which they run."""
 
     vocabulary: Vocabulary
     attention: tuple[RMSNorm, Attention]
@@ -80,7 +84,7 @@ class _Hybrid:
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         (norm, attention), (mlp_norm, mlp), (mamba_norm, mamba) = self.attention, self.mlp, self.mamba
-        # Looked up again rather than handed through all layers: it copies a row a token.
+        # Looked up again, not handed through all layers: that costs only the copy of one row for each token.
         embeddings_TM = self.vocabulary.embed(step.token_ids)
         y_TM = attention(norm(torch.cat([x_TM, embeddings_TM], -1)), step)
         return x_TM + mamba(mamba_norm(x_TM + self.out(mlp(mlp_norm(y_TM)))), step)
@@ -88,7 +92,7 @@ class _Hybrid:
 
 @dataclass(frozen=True)
 class _SharedBlock:
-    """A transformer block but for its adapters, which lie beside it in the checkpoint, below `prefix`."""
+    """Holds a transformer block without its adapters; these are in the checkpoint beside it, below `prefix`."""
 
     prefix: str
     norm: RMSNorm
@@ -101,6 +105,8 @@ class _SharedBlock:
 
 @register("Zamba2ForCausalLM")
 class Zamba2(Decoder):
+    """Implements Zamba2: plain Mamba-2 layers, and layers with a shared transformer block before the mixer."""
+
     def __init__(self, config: Zamba2Config, checkpoint: Checkpoint) -> None:
         require(config, use_conv_bias=True, use_long_context=False)
         n_model = config.hidden_size
@@ -115,7 +121,9 @@ class Zamba2(Decoder):
                 layers.append(Block(_load_mamba(config, checkpoint, prefix, i)))
                 continue
             if kind != "hybrid":
-                raise UnsupportedModelError(f"layers_block_type[{i}]={kind!r}; implemented are linear_attention and hybrid")
+                raise UnsupportedModelError(
+                    f"layers_block_type[{i}]={kind!r}; implemented are linear_attention and hybrid"
+                )
             n_before = config.hybrid_layer_ids.index(i)
             owner = _owner(config, checkpoint, i, n_before)
             if owner not in blocks:
@@ -131,14 +139,19 @@ class Zamba2(Decoder):
 
 
 def _owner(config: Zamba2Config, checkpoint: Checkpoint, i: int, n_before: int) -> int:
-    """The layer below which the checkpoint holds layer i's block: the blocks take turns, unless each layer came with its own."""
+    """Returns the layer under whose name the checkpoint holds layer i's block.
+
+    The layers use the blocks in turn, unless the checkpoint has a block for each layer.
+    """
     if f"model.layers.{i}.shared_transformer.input_layernorm.weight" in checkpoint:
         return i
     return int(config.hybrid_layer_ids[n_before % config.num_mem_blocks])
 
 
 def _load_mamba(config: Zamba2Config, checkpoint: Checkpoint, prefix: str, i: int) -> tuple[RMSNorm, Mamba2Mixer]:
-    shape = SSDShape(config.n_mamba_heads, config.mamba_headdim, config.mamba_ngroups, config.mamba_d_state, config.mamba_d_conv)
+    shape = SSDShape(
+        config.n_mamba_heads, config.mamba_headdim, config.mamba_ngroups, config.mamba_d_state, config.mamba_d_conv
+    )
     options = Mamba2Options(
         n_model=config.hidden_size, shape=shape, has_conv_bias=True, has_in_bias=config.add_bias_linear,
         has_out_bias=config.add_bias_linear, norm_eps=_MIXER_NORM_EPS, n_norm_groups=config.mamba_ngroups,
@@ -149,7 +162,12 @@ def _load_mamba(config: Zamba2Config, checkpoint: Checkpoint, prefix: str, i: in
 
 
 def _load_block(config: Zamba2Config, checkpoint: Checkpoint, prefix: str) -> _SharedBlock:
-    n_model, n_inner, has_bias, take = config.hidden_size, config.intermediate_size, config.add_bias_linear, checkpoint.take
+    n_model, n_inner, has_bias, take = (
+        config.hidden_size,
+        config.intermediate_size,
+        config.add_bias_linear,
+        checkpoint.take,
+    )
     qkv, out = load_projections(checkpoint, f"{prefix}.self_attn", n_model, _spec(config), n_in=2 * n_model)
     return _SharedBlock(
         prefix,
@@ -173,9 +191,12 @@ def _adapt_attention(
     qkv: Function = block.qkv
     if config.use_shared_attention_adapter:
         n_q, n_kv = spec.n_query_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-        adapters = {f"self_attn.linear_{name}_adapter_list.{n_before}": size for name, size in (("q", n_q), ("k", n_kv), ("v", n_kv))}
+        adapters = {
+            f"self_attn.linear_{name}_adapter_list.{n_before}": size
+            for name, size in (("q", n_q), ("k", n_kv), ("v", n_kv))
+        }
         qkv = _adapt(config, checkpoint, block, block.qkv, 2 * config.hidden_size, adapters)
-    # Half a head counts for the scale, as if the embeddings' half of the input were not there.
+    # The scale is that of half a head, as if the input were x alone, without the embeddings.
     return Attention(layer, spec, qkv, block.out, rotary=rotary, scale=(spec.head_dim / 2) ** -0.5)
 
 
@@ -186,9 +207,14 @@ def _adapt_mlp(config: Zamba2Config, checkpoint: Checkpoint, block: _SharedBlock
 
 
 def _adapt(
-    config: Zamba2Config, checkpoint: Checkpoint, block: _SharedBlock, shared: Linear, n_in: int, adapters: dict[str, int]
+    config: Zamba2Config,
+    checkpoint: Checkpoint,
+    block: _SharedBlock,
+    shared: Linear,
+    n_in: int,
+    adapters: dict[str, int],
 ) -> Adapted:
-    """`shared` with adapters, by name and number of outputs."""
+    """Returns `shared` with the adapters of these names and numbers of outputs."""
     rank = config.adapter_rank
     downs = [checkpoint.take(f"{block.prefix}.{name}.0.weight", rank, n_in) for name in adapters]
     ups = [Linear(checkpoint.take(f"{block.prefix}.{name}.1.weight", n_out, rank)) for name, n_out in adapters.items()]

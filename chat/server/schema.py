@@ -24,7 +24,7 @@ MOST_VALUES = 32_768
 """Objects, arrays and keys of one body: Python makes something of each while everybody waits."""
 MOST_MESSAGES = 4096
 _BLOCK_BYTES = 1 << 16
-_MOST_QUOTES, _MOST_FIELDS = 4096, 256
+_MOST_QUOTES, _MOST_ARRAYS = 4096, 64
 _IS_VALUE = np.isin(np.arange(256), list(b"{[:"))
 """Of each byte, whether it begins an object, an array or the value of a key."""
 _COLDEST = 1e-4
@@ -57,17 +57,23 @@ def _count_values(body: bytes) -> int:
     return sum(map(body.count, (b"{", b"[", b":")))
 
 
-def has_too_many_elements(body: bytes, most: int) -> bool:
-    """Whether a body must hold an array of more than `most` elements, told by its signs before anything is parsed.
+def longest_array(body: bytes) -> int:
+    """Find a lower bound of the elements of the longest array in a body, by its signs, before anything is parsed.
 
-    True is certain; False says nothing where strings are many or hold escapes. Cost: a pass over the bytes, about a millisecond for each
-    megabyte, where parsing takes twenty.
+    It is exact for arrays of numbers; 0 where strings are many or hold escapes, or arrays are many. Cost: a pass over the bytes, one to
+    two milliseconds for each megabyte, where parsing takes twenty.
     """
-    if body.count(b",") <= most or b"\\" in body or body.count(b'"') > _MOST_QUOTES:
-        return False
-    outside = b"".join(body.split(b'"')[::2])
-    n_arrays, n_objects = outside.count(b"["), outside.count(b"{")
-    return outside.count(b",") > n_arrays * most + n_objects * _MOST_FIELDS
+    if b"\\" in body or body.count(b'"') > _MOST_QUOTES or body.count(b"[") > _MOST_ARRAYS:
+        return 0
+    longest, start, n_quotes, at = 0, body.find(b"["), 0, 0
+    while start >= 0:
+        n_quotes, at = n_quotes + body.count(b'"', at, start), start
+        end = body.find(b"]", start)
+        is_of_numbers = n_quotes % 2 == 0 and max(body.find(sign, start + 1, end) for sign in (b'"', b"[", b"{")) < 0
+        if end > 0 and is_of_numbers:  # and not in a string
+            longest = max(longest, body.count(b",", start, end) + 1)
+        start = body.find(b"[", start + 1)
+    return longest
 
 
 def _count_outside_strings(body: bytes, most: int) -> int:

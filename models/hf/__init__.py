@@ -1,4 +1,4 @@
-"""Models of transformers that run on a memory: attention and mixers replaced in place."""
+"""Lets models of transformers run on a memory: their attention and recurrent modules are replaced in place."""
 
 from models.hf.attach import ATTACHABLE, Attached, attach
 

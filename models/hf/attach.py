@@ -1,8 +1,9 @@
-"""`attach`: a transformers model, its own classes and weights, whose layers remember in a `HybridMemory`.
+"""Implements `attach`: the layers of a transformers model, with its own classes and weights, use a `HybridMemory`.
 
-While a model is attached, a forward call that is given a `HybridCache` is one step of the cache's memory. Attention hands its queries,
-keys and values to the step, by way of transformers' `AttentionInterface`; a recurrent module is run by `models.hf.mixers`, because only
-the memory can start a recurrence from where a sequence stands, and take it back. Everything else is transformers'.
+While a model is attached, a forward call with a `HybridCache` is one step of the cache's memory. Attention passes its
+queries, keys and values to the step through transformers' `AttentionInterface`. Recurrent modules are run by
+`models.hf.mixers`, because only the memory can start a recurrence from a sequence's state and roll it back. Everything
+else is transformers' code.
 """
 
 from __future__ import annotations
@@ -46,39 +47,41 @@ ATTACHABLE = (
     "Qwen3_5ForCausalLM",
     "Qwen3_5MoeForCausalLM",
 )
-"""Models of transformers that `attach` prepares."""
+"""Classes of transformers models that `attach` accepts."""
 
 _ATTENTION = "hybrid_memory"
-"""What transformers calls attention that a memory computes."""
+"""Name under which transformers' `AttentionInterface` finds `_attend`."""
 
 
 def attach(hf_model: PreTrainedModel) -> Attached:
-    """Prepare a loaded transformers model for `HybridCache`, until `detach`. Use as `attach(m)` or `with attach(m) as attached:`.
+    """Prepares a loaded transformers model for `HybridCache`, until `detach`.
 
-    Three things change, all of them on this object: `forward` of the model and of its recurrent modules look whether they are given a
-    `HybridCache`, and go on as before if not; and `generate` no longer refuses assisted generation, which such a cache can do. Only
-    while a forward with such a cache runs, `config._attn_implementation` is another one.
+    Use it as `attach(m)` or `with attach(m) as attached:`. It changes this object only. `forward` of the model and of
+    its recurrent modules checks whether the call has a `HybridCache`, and runs the original if not. `generate` no
+    longer refuses assisted generation, which such a cache supports. While a forward with such a cache runs,
+    `config._attn_implementation` names another implementation.
 
-    Large matrices are used where they are; small tensors of recurrences (taps, decays, norms) are read now, so attach again if they change.
+    Large matrices are used in place. Small tensors of recurrences (taps, decays, norms) are read now, so attach again
+    if they change.
 
     Returns:
-        What `HybridMemory` needs, `.memory_spec`, and the way back, `.detach()`.
+        An object with `.memory_spec`, which `HybridMemory` needs, and `.detach()`, which undoes all of this.
     Raises:
-        UnsupportedModelError: a class that neither is in `ATTACHABLE` nor descends from one that is, a recurrent module
-            whose outputs on a few random rows are not those of ours, quantised weights, weights on several devices, a
-            compiled model.
-        StepError: it is attached already.
-    Cost: no weight is copied but those small tensors; recurrent modules run over five tokens, twice.
+        UnsupportedModelError: the class neither is in `ATTACHABLE` nor descends from one that is; a recurrent module's
+            outputs on a few random rows differ from ours; weights are quantised or on several devices; or the model is
+            compiled.
+        StepError: the model is attached already.
+    Cost: only those small tensors are copied; recurrent modules run over five tokens, twice.
     """
     return Attached(hf_model)
 
 
 class Attached:
-    """A transformers model that is prepared for `HybridCache`.
+    """Holds a transformers model that is prepared for `HybridCache`.
 
     Attributes:
-        memory_spec: what it needs remembered, on its device and in its dtype: the same as `from_transformers(hf_model).memory_spec`, so
-            sequences may go to and fro between both.
+        memory_spec: the spec of its memory, on its device and in its dtype. It equals
+            `from_transformers(hf_model).memory_spec`, so both models can use the same sequences.
     """
 
     def __init__(self, hf_model: PreTrainedModel) -> None:
@@ -101,22 +104,25 @@ class Attached:
         mixes = [(module, make(module)) for module in hf_model.modules() if (make := _known(module)) is not None]
         if len(mixes) != (n_recurrences := len(spec.of_kind("recurrence"))):
             raise UnsupportedModelError(
-                f"{n_recurrences} recurrent layers of {architecture}, of which {len(mixes)} have a module that is known; this is "
-                f"transformers {transformers.__version__}, and 5.23 is what attach was written for"
+                f"{n_recurrences} recurrent layers of {architecture}, of which {len(mixes)} have a module that is "
+                f"known; this is transformers {transformers.__version__}, and 5.23 is what attach was written for"
             )
         for module, mix in mixes:
             check_mixer(module, mix, self.memory_spec, hf_model.config.get_text_config().hidden_size)
         self._attention = _AttentionOf(hf_model.config)
         self._forwards = [_Forward(module, _mixer_of(mix)) for module, mix in mixes]
         self._forwards.append(_Forward(hf_model, self._run, "past_key_values", "position_ids"))
-        # The name of a model's cache in its outputs, where assisted generation looks for it.
+        # Assisted generation reads the cache from the outputs by this name, so it needs a model that returns it.
         self._lifts_guard = type(hf_model)._is_stateful and "past_key_values" in self._parameters
         if self._lifts_guard:
             hf_model._is_stateful = False
         AttentionInterface.register(_ATTENTION, _attend)
 
     def detach(self) -> None:
-        """Leave the model as it was before `attach`. Raises StepError if something else has replaced a `forward` since."""
+        """Restores the model as it was before `attach`.
+
+        Raises StepError if something else has replaced a `forward` since.
+        """
         for forward in self._forwards:
             forward.check()
         for forward in self._forwards:
@@ -129,7 +135,9 @@ class Attached:
     def __enter__(self) -> Attached:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.detach()
 
     # A forward of the model
@@ -141,7 +149,7 @@ class Attached:
         try:
             self._check(given, cache) if isinstance(cache, HybridCache) else self._check_other(given)
         except HybridMemoryError:
-            # Early exits of assisted generation set it for a while, and do not put it back if the model refuses.
+            # Early-exit assisted generation changes it for a while, and does not restore it after an error.
             self._model.config.num_hidden_layers = len(self.memory_spec.layers)
             raise
         if not isinstance(cache, HybridCache):
@@ -157,26 +165,33 @@ class Attached:
             return original(**given)
 
     def _check_other(self, given: dict[str, Any]) -> None:
-        """A call without a HybridCache: what this model's own `forward` and `generate` would refuse, were it not attached."""
+        """Raises, for a call without a HybridCache, what the model's own `forward` and `generate` would raise."""
         cache = given.get("past_key_values")
         cache = given.get("cache_params") if cache is None else cache
         if isinstance(cache, HybridCache):
-            # Under that name, generate feeds a prompt that is cached once more.
+            # Under that name, generate would feed a prompt again that is cached already.
             raise BatchError("give a HybridCache as past_key_values=, to Mamba models too, not as cache_params=")
         for name in ("past_key_values", "position_ids"):
             if name not in self._parameters and given.pop(name, None) is not None and name == "past_key_values":
                 raise BatchError(f"{type(self._model).__name__} takes caches that are no HybridCache as cache_params=")
-        if self._lifts_guard and isinstance(cache, Cache) and any(getattr(layer, "record_past", False) for layer in cache.layers):
+        if (
+            self._lifts_guard
+            and isinstance(cache, Cache)
+            and any(getattr(layer, "record_past", False) for layer in cache.layers)
+        ):
             raise StepError(
-                f"assisted generation of {type(self._model).__name__} needs past_key_values=HybridCache(...): {type(cache).__name__} does "
-                "not take recurrent states back. Detach a model that only assists another one"
+                f"assisted generation of {type(self._model).__name__} needs past_key_values=HybridCache(...): "
+                f"{type(cache).__name__} does not take recurrent states back. "
+                "Detach a model that only assists another one"
             )
 
     def _check(self, given: dict[str, Any], cache: HybridCache) -> None:
-        """Refuse what a HybridCache cannot serve."""
+        """Raises for options that a HybridCache cannot serve."""
         name = type(self._model).__name__
         if _is_compiled():
-            raise StepError(f"a HybridCache inside torch.compile, which cannot follow a memory; call {name} as it was before")
+            raise StepError(
+                f"a HybridCache inside torch.compile, which cannot follow a memory; call {name} as it was before"
+            )
         if self._model.training:
             raise StepError(f"{name} is in training mode, and a HybridCache carries no gradients; call its .eval()")
         if given.get("output_attentions") or self._model.config.output_attentions:
@@ -186,15 +201,21 @@ class Attached:
         if given.get("inputs_embeds") is not None or not isinstance(given.get("input_ids"), Tensor):
             raise BatchError("a HybridCache remembers tokens; give input_ids (rows, tokens), not inputs_embeds")
         other = given.get("cache_params")
-        if other is not None and other is not cache and any(any(layer.has_previous_state.values()) for layer in other.layers):
-            raise BatchError("two caches that both remember something, past_key_values= and cache_params=; give the first")
+        if (
+            other is not None
+            and other is not cache
+            and any(any(layer.has_previous_state.values()) for layer in other.layers)
+        ):
+            raise BatchError(
+                "two caches that both remember something, past_key_values= and cache_params=; give the first"
+            )
 
 
 class _Forward:
-    """Stands in for a module's `forward`: `run(original, *args, **kwargs)`.
+    """Replaces a module's `forward` by `run(original, *args, **kwargs)`.
 
     Args:
-        extra: parameters that its signature names beside the original's, for `generate`, which asks.
+        extra: parameters that its signature has beside the original's; `generate` inspects the signature.
     """
 
     def __init__(self, module: Module, run: Callable[..., Any], *extra: str) -> None:
@@ -211,7 +232,9 @@ class _Forward:
         return self._run(self._original, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, object]) -> NoReturn:
-        raise StepError(f"a copy of an attached {type(self._module).__name__} would run the original; detach it, copy, attach both")
+        raise StepError(
+            f"a copy of an attached {type(self._module).__name__} would run the original; detach it, copy, attach both"
+        )
 
     def check(self) -> None:
         if vars(self._module).get("forward") is not self:
@@ -225,19 +248,22 @@ class _Forward:
 
 
 def _known(module: Module) -> Callable[[Module], Mix] | None:
-    """What runs a recurrent module, or a subclass of one; None for any other module."""
+    """Returns the function that makes a `Mix` of a recurrent module or of a subclass; None for any other module."""
     return next((MIXERS[base.__name__] for base in type(module).__mro__ if base.__name__ in MIXERS), None)
 
 
 def _is_compiled() -> bool:
-    """Whether torch.compile traces this, or did, gave up and runs it as it is, which only a private name tells."""
+    """True if torch.compile traces this call, or runs it uncompiled after a graph break.
+
+    The second case can be found by a private name only.
+    """
     if torch.compiler.is_compiling():
         return True
     return "torch._dynamo" in sys.modules and callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
 
 
 def _signature_of(module: Module) -> inspect.Signature:
-    """Of its class's `forward`; what stands on the object may be a wrapper that names nothing."""
+    """Returns the signature of the class's `forward`; on the object there may be a wrapper without parameter names."""
     signature = inspect.signature(type(module).forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
@@ -254,30 +280,42 @@ def _mixer_of(mix: Mix) -> Callable[..., Any]:
 
 
 def _attend(
-    module: Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, scaling: float | None = None, **kwargs: Any
+    module: Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: queries (B, H, T, D), keys and values of the new tokens alone -> (B, T, H, D)."""
+    """Computes attention as transformers calls it: (B, H, T, D) queries, keys, values of new tokens -> (B, T, H, D)."""
     current = CURRENT_PASS.get()
     if current is None:
-        raise StepError(f"{type(module).__name__} ran without a HybridCache while another thread ran the model with one; use one thread")
+        raise StepError(
+            f"{type(module).__name__} ran without a HybridCache while another thread ran the model with one; "
+            "use one thread"
+        )
     _check_attention(module, current, kwargs)
     q, k, v = (current.pack(t.transpose(1, 2)) for t in (query, key, value))
     return current.unpack(current.step.attend(module.layer_idx, q, k, v, scale=scaling)), None
 
 
 def _check_attention(module: Module, current: Pass, options: dict[str, Any]) -> None:
-    """Refuse what a module asks of its attention and the memory was not made for: it would be left out in silence."""
+    """Raises StepError for attention options that the memory does not have, and so would silently ignore."""
     (spec,) = (spec for spec in current.memory.spec.layers[module.layer_idx] if isinstance(spec, AttentionSpec))
     what = f"{type(module).__name__} of layer {module.layer_idx}"
     if (window := options.get("sliding_window")) != spec.window:
         raise StepError(f"{what} attends to {window} tokens, its memory holds {spec.window}")
     for name in ("softcap", "s_aux"):
         if options.get(name) is not None:
-            raise StepError(f"{what} wants {name}={options[name]!r}, which attach does not know")
+            raise StepError(f"{what} wants {name}={options[name]!r}, which attach does not implement")
 
 
 class _AttentionOf:
-    """Within, modules of this config hand their attention to `_attend`, and no masks are made. Threads may be in it together."""
+    """Makes modules of this config call `_attend`, without masks, while the `with` block runs.
+
+    Several threads may be inside at the same time.
+    """
 
     def __init__(self, config: PreTrainedConfig) -> None:
         self._config, self._lock = config, Lock()

@@ -1,4 +1,4 @@
-"""`HybridCache`: sequences of a memory, as transformers' models and `generate` know a cache."""
+"""Implements `HybridCache`: sequences of a memory behind the interface of transformers' `Cache`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ from models.hf.passes import CURRENT_PASS, Pass, open_pass
 
 
 class HybridCache(Cache):  # type: ignore[misc]
-    """`hf_model.generate(input_ids, past_key_values=HybridCache(memory, [alice, bob]))`, once `models.attach` has prepared the model.
+    """Lets sequences of a memory be the cache of a transformers model that `models.attach` has prepared.
 
-    Row i of every batch belongs to sequence i. The sequences stay the caller's: they can be rolled back, marked, saved and swapped out
-    between calls as ever, and closed one by one or by `close`. A forward is a step of the memory: all rows advance, or none.
+    Use it as `hf_model.generate(input_ids, past_key_values=HybridCache(memory, [alice, bob]))`. Row i of every batch
+    belongs to sequence i. The sequences stay the caller's: between calls they can be rolled back, checkpointed, saved
+    and swapped out as usual, and closed one by one or by `close`. A forward is a step of the memory: all rows advance,
+    or none.
 
     Args:
-        sequences: one for each row; of any lengths, so that some rows may have padding on their left.
+        sequences: one for each row, of any lengths; shorter rows have padding on their left.
     Raises:
-        SequenceError: a handle that cannot take part in a step. BatchError: none, or one that is given twice.
+        SequenceError: a handle cannot take part in a step.
+        BatchError: there is no sequence, or one is given twice.
     """
 
     is_compileable = False
@@ -38,10 +41,10 @@ class HybridCache(Cache):  # type: ignore[misc]
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """Of each row."""
+        """Returns the sequence of each row."""
         return tuple(self._sequences)
 
-    # What transformers asks
+    # What transformers reads
 
     @property
     def batch_size(self) -> int:
@@ -54,11 +57,11 @@ class HybridCache(Cache):  # type: ignore[misc]
         return f"<HybridCache of {self._sequences} for {self.memory.spec.model}>"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns so far: the longest row, and columns in which every row has padding."""
+        """Returns the number of columns so far: the longest row, and columns in which every row has padding."""
         return max(sequence.length for sequence in self._sequences) + self._n_padding_columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """-1: no limit but the memory's budget."""
+        """Returns -1: there is no limit but the memory's budget."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -69,11 +72,11 @@ class HybridCache(Cache):  # type: ignore[misc]
 
     @property
     def is_croppable(self) -> bool:
-        """Whether `crop` puts everything back as it was; within the rollback window it does."""
+        """True if `crop` can take tokens back exactly, which it does within the rollback window."""
         return self.memory.rollback_window > 0
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: what `crop` needs is always kept, for the memory's `rollback_window` tokens."""
+        """Does nothing: what `crop` needs is always kept, for the memory's `rollback_window` tokens."""
 
     def is_recording_past(self, layer_idx: int) -> bool:
         return False
@@ -81,10 +84,11 @@ class HybridCache(Cache):  # type: ignore[misc]
     # Going back, and rows
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest -n columns (n < 0), or keep the first n (n > 0), exactly and in all rows; 0 changes nothing.
+        """Takes back the newest -n columns (n < 0) or keeps the first n (n > 0) of all rows, exactly; 0 does nothing.
 
         Raises:
-            RollbackError: beyond the rollback window of a row and no checkpoint there, or more columns than there are. Nothing changed.
+            RollbackError: a row cannot be rolled back so far (rollback window, no checkpoint there), or there are fewer
+                columns. Nothing has changed then.
         """
         n_columns = self.get_seq_length()
         n_removed = -tokens_to_remove if tokens_to_remove <= 0 else max(0, n_columns - tokens_to_remove)
@@ -94,51 +98,63 @@ class HybridCache(Cache):  # type: ignore[misc]
                 to=n_columns - n_removed, horizon=0, resume_at=0,
             )  # fmt: skip
         if n_removed:
-            self._return_to([max(0, sequence.length - n_removed) for sequence in self._sequences], n_columns - n_removed)
+            self._return_to(
+                [max(0, sequence.length - n_removed) for sequence in self._sequences], n_columns - n_removed
+            )
 
     def reset(self) -> None:
-        """Forget all tokens of all rows."""
+        """Removes all tokens of all rows."""
         self._return_to([0] * len(self._sequences), 0)
 
     def _return_to(self, lengths: list[int], n_columns: int) -> None:
         rows = list(zip(self._sequences, lengths, strict=True))
         for sequence, length in rows:
             if not self.memory.can_rollback(sequence, length):
-                self.memory.rollback(sequence, length)  # says why
+                self.memory.rollback(sequence, length)  # raises, with the reason
         for sequence, length in rows:
             self.memory.rollback(sequence, length)
         self._keep_columns(n_columns)
 
     def _keep_columns(self, n_columns: int) -> None:
-        """There are so many columns, however long the longest row is now."""
+        """Sets the number of padding columns so that there are `n_columns`, whatever the longest row is now."""
         self._n_padding_columns = n_columns - max(sequence.length for sequence in self._sequences)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Row i goes on as row beam_idx[i] was, all at once; nothing is copied."""
+        """Gives row i the memory of row beam_idx[i], for all rows at once; nothing is copied."""
         sources = self._read_rows(beam_idx)
         if len(sources) != len(self._sequences):
-            raise BatchError(f"{len(sources)} rows for a cache of {len(self._sequences)}; batch_select_indices changes their number")
+            raise BatchError(
+                f"{len(sources)} rows for a cache of {len(self._sequences)}; batch_select_indices changes their number"
+            )
         n_columns = self.get_seq_length()
         self.memory.reorder({row: self._sequences[i] for row, i in zip(self._sequences, sources, strict=True)})
         self._keep_columns(n_columns)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Row i becomes what row indices[i] is; a row that is chosen again is forked, and one that is not stays open, outside the cache."""
+        """Makes row i what row indices[i] is.
+
+        A row that is chosen again is forked; a row that is not chosen leaves the cache, and its sequence stays open.
+        """
         chosen = self._read_rows(indices)
         if not chosen:
             raise BatchError("no row is chosen; a cache has at least one")
         n_columns = self.get_seq_length()
         is_first = [i not in chosen[:n] for n, i in enumerate(chosen)]
         forks = iter(self._forks([self._sequences[i] for i, first in zip(chosen, is_first, strict=True) if not first]))
-        self._sequences = [self._sequences[i] if first else next(forks) for i, first in zip(chosen, is_first, strict=True)]
+        self._sequences = [
+            self._sequences[i] if first else next(forks) for i, first in zip(chosen, is_first, strict=True)
+        ]
         self._keep_columns(n_columns)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row and `repeats` - 1 forks of it, one after the other: `num_beams` or `num_return_sequences` of a prompt that is cached."""
+        """Replaces each row by itself and `repeats` - 1 forks of it, one after the other.
+
+        It is for `num_beams` or `num_return_sequences` of a prompt that is cached already.
+        """
         self.batch_select_indices(torch.arange(len(self._sequences)).repeat_interleave(repeats))
 
     def fork(self) -> HybridCache:
-        """Another cache whose rows go on from where these stand; nothing is copied. `copy.deepcopy` of a cache is this."""
+        """Returns another cache whose rows are forks of these; nothing is copied. `copy.deepcopy` calls it."""
         fork = HybridCache(self.memory, self._forks(self._sequences))
         fork._n_padding_columns = self._n_padding_columns
         return fork
@@ -166,7 +182,7 @@ class HybridCache(Cache):  # type: ignore[misc]
         return rows
 
     def close(self) -> None:
-        """Close the sequences of all rows: what nobody else shares is free at once."""
+        """Closes the sequences of all rows; blocks that no other sequence shares are free at once."""
         for sequence in self._sequences:
             if not sequence.closed:
                 self.memory.close(sequence)
@@ -174,15 +190,19 @@ class HybridCache(Cache):  # type: ignore[misc]
     # A forward
 
     @contextmanager
-    def open_pass(self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None) -> Iterator[Pass]:
-        """A step of the memory over the tokens of a forward call; arguments and errors as of `models.hf.passes.open_pass`."""
+    def open_pass(
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
+    ) -> Iterator[Pass]:
+        """Opens a step over the tokens of a forward call; arguments and errors are those of `passes.open_pass`."""
         n_columns = self.get_seq_length()
         with open_pass(self.memory, self._sequences, n_columns, (input_ids, attention_mask, position_ids)) as opened:
             yield opened
         self._keep_columns(n_columns + input_ids.shape[1])
 
-    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
-        """Keys and values as they are: what is remembered joins them where the attention itself is computed."""
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Returns keys and values unchanged: `Step.attend` adds the remembered ones."""
         current = CURRENT_PASS.get()
         if current is None or current.memory is not self.memory:
             self._not_attached()
@@ -190,13 +210,16 @@ class HybridCache(Cache):  # type: ignore[misc]
 
     def _not_attached(self, *args: object, **kwargs: object) -> NoReturn:
         raise StepError(
-            "this model is not prepared for a HybridCache: call models.attach(model) first, and then the model itself, not a part of it"
+            "this model is not prepared for a HybridCache: call models.attach(model) first, and then the model itself, "
+            "not a part of it"
         )
 
     get_conv_state = update_conv_state = get_recurrent_state = update_recurrent_state = update_indexer = _not_attached
 
     def _not_offloaded(self, *args: object, **kwargs: object) -> NoReturn:
-        raise SpecError("a HybridCache cannot be moved or allocated by layers; memory.swap_out(sequence) moves what waits")
+        raise SpecError(
+            "a HybridCache cannot be moved or allocated by layers; memory.swap_out(sequence) moves what waits"
+        )
 
     offload = prefetch = early_initialization = _not_offloaded
 
@@ -204,13 +227,19 @@ class HybridCache(Cache):  # type: ignore[misc]
 def _check_rows(memory: HybridMemory, sequences: Iterable[Sequence]) -> list[Sequence]:
     require_memory(memory, "HybridCache(memory, sequences)")
     if not isinstance(sequences, Iterable):
-        raise BatchError(f"{sequences!r} are no rows; give a list with a sequence for each: HybridCache(memory, [memory.open()])")
+        raise BatchError(
+            f"{sequences!r} are no rows; give a list with a sequence for each: HybridCache(memory, [memory.open()])"
+        )
     rows = list(sequences)
     if not rows:
-        raise BatchError("a HybridCache without rows; give it a sequence for each row: HybridCache(memory, [memory.open()])")
+        raise BatchError(
+            "a HybridCache without rows; give it a sequence for each row: HybridCache(memory, [memory.open()])"
+        )
     for row in rows:
         if not isinstance(row, Sequence):
-            raise SequenceError(f"{row!r} is no sequence; give HybridCache what memory.open() or memory.fork(...) returns")
+            raise SequenceError(
+                f"{row!r} is no sequence; give HybridCache what memory.open() or memory.fork(...) returns"
+            )
         memory.resume_point(row, 0)  # raises for a handle that is closed, a checkpoint, swapped out or another memory's
     if len(set(rows)) < len(rows):
         twice = next(row for row in rows if rows.count(row) > 1)

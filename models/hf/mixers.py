@@ -1,7 +1,7 @@
-"""Recurrent layers of transformers' models, run on a memory: their own projections, norms and weights around one of our recurrences.
+"""Runs recurrent modules of transformers on a memory: their own projections and norms around one of our recurrences.
 
-Large matrices stay in the modules and are read there at each call; of the recurrence's small tensors (taps, decays, biases) copies are
-made here, once.
+Large matrices stay in the modules and are read there at each call; small tensors of the recurrence (taps, decays,
+biases) are copied once.
 """
 
 from __future__ import annotations
@@ -18,18 +18,21 @@ from memory.recurrences import SSD, CausalConv, DeltaRule, DeltaRuleShape, Mamba
 from models.loading.checkpoint import UnsupportedModelError
 
 Module = Any
-"""A module of transformers, whose attributes no type knows."""
+"""A module of transformers; its attributes have no static types."""
 
 Mix = Callable[[Tensor, Step], Tensor]
 """Packed inputs of a mixer (N, M) -> its outputs (N, M)."""
 
 
 def _weights_of(module: Module) -> Module:
-    """The module, whose tensors are read instead of calling it. Raises UnsupportedModelError if an adapter is around it."""
+    """Returns a module whose tensors are read instead of calling it.
+
+    Raises UnsupportedModelError if an adapter is around it.
+    """
     if hasattr(module, "base_layer"):
         raise UnsupportedModelError(
-            f"an adapter around a {type(module.base_layer).__name__} whose weights a recurrence reads; merge it into the "
-            "weights, peft_model.merge_and_unload(), and attach what that returns"
+            f"an adapter around a {type(module.base_layer).__name__} whose weights a recurrence reads; merge it "
+            "into the weights, peft_model.merge_and_unload(), and attach what that returns"
         )
     return module
 
@@ -41,13 +44,13 @@ def _conv_of(conv: Module, *, activation: bool = True) -> CausalConv:
 
 
 def _decay_of(module: Module) -> Tensor:
-    """-exp(A_log), float32."""
+    """Returns -exp(A_log), float32."""
     a_log: Tensor = module.A_log.detach().float()
     return -a_log.exp()
 
 
 def mamba(module: Module, *, norms: tuple[Tensor, Tensor, Tensor, float] | None = None) -> Mix:
-    """Mamba-1's mixer."""
+    """Returns the mix of a Mamba-1 mixer."""
     dt_proj = _weights_of(module.dt_proj)
     recurrence = Mamba1(
         conv=_conv_of(module.conv1d),
@@ -69,13 +72,13 @@ def mamba(module: Module, *, norms: tuple[Tensor, Tensor, Tensor, float] | None 
 
 
 def jamba_mamba(module: Module) -> Mix:
-    """Mamba-1's mixer with norms of dt, B and C."""
+    """Returns the mix of a Mamba-1 mixer with norms of dt, B and C."""
     dt, b, c = module.dt_layernorm, module.b_layernorm, module.c_layernorm
     return mamba(module, norms=(dt.weight.detach(), b.weight.detach(), c.weight.detach(), dt.variance_epsilon))
 
 
 def mamba2(module: Module) -> Mix:
-    """Mamba-2's mixer."""
+    """Returns the mix of a Mamba-2 mixer."""
     shape = SSDShape(module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size, module.conv_kernel_size)
     recurrence = SSD(
         shape=shape, conv=_conv_of(module.conv1d), dt_bias_H=module.dt_bias.detach().float(), a_H=_decay_of(module),
@@ -92,9 +95,17 @@ def mamba2(module: Module) -> Mix:
 
 
 def _delta(module: Module, project: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]) -> Mix:
-    """A gated delta rule's mixer. `project` gives queries, keys and values in one, the gate, b and a, (N, ...) each."""
-    shape = DeltaRuleShape(module.num_v_heads, module.num_k_heads, module.head_v_dim, module.head_k_dim, module.conv_kernel_size)
-    recurrence = DeltaRule(shape=shape, conv=_conv_of(module.conv1d), a_bias_A=module.dt_bias.detach().float(), rate_A=_decay_of(module))
+    """Returns the mix of a gated delta rule's mixer.
+
+    Args:
+        project: returns queries, keys and values in one tensor, the gate, b and a, (N, ...) each.
+    """
+    shape = DeltaRuleShape(
+        module.num_v_heads, module.num_k_heads, module.head_v_dim, module.head_k_dim, module.conv_kernel_size
+    )
+    recurrence = DeltaRule(
+        shape=shape, conv=_conv_of(module.conv1d), a_bias_A=module.dt_bias.detach().float(), rate_A=_decay_of(module)
+    )
 
     def mix(x_TM: Tensor, step: Step) -> Tensor:
         qkv, gate, b, a = project(x_TM)
@@ -107,21 +118,29 @@ def _delta(module: Module, project: Callable[[Tensor], tuple[Tensor, Tensor, Ten
 
 
 def qwen3_5_delta(module: Module) -> Mix:
-    return _delta(module, lambda x: (module.in_proj_qkv(x), module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x)))
+    """Returns the mix of a gated delta rule with a product for each input."""
+    return _delta(
+        module, lambda x: (module.in_proj_qkv(x), module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x))
+    )
 
 
 def qwen3_next_delta(module: Module) -> Mix:
-    """Its two products list, key head by key head, all that belongs to it; the module itself knows how to sort that."""
+    """Returns the mix of a gated delta rule whose two input products are grouped by key head.
+
+    The module's own function splits their outputs.
+    """
 
     def project(x_TM: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        q, k, v, gate, b, a = module.fix_query_key_value_ordering(module.in_proj_qkvz(x_TM)[None], module.in_proj_ba(x_TM)[None])
+        q, k, v, gate, b, a = module.fix_query_key_value_ordering(
+            module.in_proj_qkvz(x_TM)[None], module.in_proj_ba(x_TM)[None]
+        )
         return torch.cat([t[0].flatten(1) for t in (q, k, v)], -1), gate[0].flatten(1), b[0], a[0]
 
     return _delta(module, project)
 
 
 def lfm2_conv(module: Module) -> Mix:
-    """A short convolution, gated before and behind."""
+    """Returns the mix of a short convolution with a gate before and after it."""
     recurrence = ShortConv(_conv_of(module.conv, activation=False))
 
     def mix(x_TM: Tensor, step: Step) -> Tensor:
@@ -145,4 +164,4 @@ MIXERS: dict[str, Callable[[Module], Mix]] = {
     "Qwen3_5GatedDeltaNet": qwen3_5_delta,
     "Qwen3_5MoeGatedDeltaNet": qwen3_5_delta,
 }
-"""Class of a recurrent module of transformers -> what runs it."""
+"""Name of the class of a recurrent module of transformers -> the function that makes its mix."""

@@ -1,7 +1,7 @@
-"""A forward call of a transformers model as a step of a memory.
+"""Turns a forward call of a transformers model into a step of a memory.
 
-transformers sees a batch as a rectangle of columns; a memory holds sequences of any lengths. Here one becomes the other: padding never
-enters the memory, and each row ends in the newest column:
+For transformers a batch is a rectangle of rows and columns; a memory holds sequences of any lengths. This module
+translates between the two: padding never enters the memory, and each row ends in the newest column:
 
     columns      0 1 2 3 4 5
     row 0        . . a b c d      a sequence of 4 tokens, 2 columns of padding
@@ -27,11 +27,11 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Pass:
-    """One forward of a transformers model: a rectangle (B, T) of tokens, and the step's packed ones.
+    """Relates the rectangle (B, T) of tokens of one forward call to the packed tokens of its step.
 
     Attributes:
         shape: (B, T).
-        rows: (N,) index in the flattened rectangle of each packed token; None if that is all of them, in order.
+        rows: (N,) index of each packed token in the flattened rectangle; None if all are packed, in order.
         position_ids: (B, T) int64, 0 where there is padding.
     """
 
@@ -42,40 +42,43 @@ class Pass:
     position_ids: Tensor
 
     def pack(self, x: Tensor) -> Tensor:
-        """(B, T, ...) -> (N, ...)."""
+        """Returns the packed rows (N, ...) of x (B, T, ...)."""
         flat = x.flatten(0, 1)
         return flat if self.rows is None else flat[self.rows]
 
     def unpack(self, y: Tensor) -> Tensor:
-        """(N, ...) -> (B, T, ...), zeros where there is padding."""
+        """Returns (B, T, ...) of packed rows (N, ...), with zeros where there is padding."""
         if self.rows is not None:
             y = y.new_zeros(self.shape[0] * self.shape[1], *y.shape[1:]).index_copy_(0, self.rows, y)
         return y.reshape(*self.shape, *y.shape[1:])
 
 
 CURRENT_PASS: ContextVar[Pass | None] = ContextVar("forward pass on a HybridCache", default=None)
-"""The pass that the code below a forward call belongs to."""
+"""The pass of the forward call that runs now; None outside of one."""
 
 
 @contextmanager
 def open_pass(
     memory: HybridMemory, sequences: list[Sequence], n_columns: int, inputs: tuple[Tensor, Tensor | None, Tensor | None]
 ) -> Iterator[Pass]:
-    """A step over the tokens of a forward call: all rows advance when it ends, or none.
+    """Opens a step over the tokens of a forward call: when it ends, all rows advance, or none.
 
     Args:
-        sequences: of each row. n_columns: of before, padding included.
-        inputs: input_ids (B, T); attention_mask (B, n_columns + T), 0 for padding on the left, or None for none in these T columns; and
-            position_ids, what the caller believes, (..., B or 1, T), which is compared, or None for no opinion.
+        sequences: the sequence of each row.
+        n_columns: number of earlier columns, padding included.
+        inputs: input_ids (B, T); attention_mask (B, n_columns + T), 0 for padding on the left, or None if there is none
+            in these T columns; and position_ids (..., B or 1, T), which are compared with the memory's, or None.
     Raises:
-        BatchError: another number of rows; padding elsewhere; a mask or positions that contradict what is remembered. Nothing changed.
-        And what `HybridMemory.step` raises.
+        BatchError: the number of rows is another one, padding is not on the left, or mask or positions contradict what
+            is remembered. Nothing has changed then.
+        Other errors: those of `HybridMemory.step`.
     """
     (input_ids, attention_mask, position_ids), (n_rows, n_new) = inputs, inputs[0].shape
     if n_rows != len(sequences):
         raise BatchError(
-            f"a batch of {n_rows} rows for a cache of {len(sequences)}; give HybridCache a sequence for each row, which is num_beams or "
-            "num_return_sequences for each prompt (`cache.batch_repeat_interleave` forks those it has)"
+            f"a batch of {n_rows} rows for a cache of {len(sequences)}; give HybridCache a sequence for each row, "
+            "which is num_beams or num_return_sequences for each prompt (`cache.batch_repeat_interleave` forks those "
+            "it has)"
         )
     lengths = np.array([sequence.length for sequence in sequences])
     is_new = np.ones((n_rows, n_new), np.bool_)
@@ -95,45 +98,52 @@ def open_pass(
 
 
 def _read_mask(mask: Tensor, lengths: NDArray[np.int64], n_columns: int, n_new: int) -> Bools:
-    """Which of the new tokens are real, (B, T)."""
+    """Returns which of the new tokens are no padding, (B, T)."""
     expected = (len(lengths), n_columns + n_new)
     if not isinstance(mask, Tensor) or mask.shape != expected:
         found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
         raise BatchError(
-            f"an attention_mask {found}; give one number for each row and column, those of before included, {expected}, or leave it out"
+            f"an attention_mask {found}; give one number for each row and column, those of before included, "
+            f"{expected}, or leave it out"
         )
     is_real = mask.bool().cpu().numpy()
     if (is_real[:, 1:] < is_real[:, :-1]).any():
         row = int((is_real[:, 1:] < is_real[:, :-1]).any(1).argmax())
         raise BatchError(
-            f"row {row} of the attention_mask has padding behind its first token; pad on the left (padding_side='left'), and give generate "
-            "the mask: without one it takes every pad token for padding"
+            f"row {row} of the attention_mask has padding behind its first token; pad on the left "
+            "(padding_side='left'), and give generate the mask: without one it takes every pad token for padding"
         )
     n_real = is_real.sum(1)
     if (row := (np.maximum(n_real - n_new, 0) != lengths)).any():
         i = int(row.argmax())
         raise BatchError(
-            f"the attention_mask says that row {i} has {max(n_real[i] - n_new, 0)} tokens before these {n_new} columns, its sequence holds "
-            f"{lengths[i]}; mark {lengths[i]} of the first {n_columns} columns, the last ones"
+            f"the attention_mask says that row {i} has {max(n_real[i] - n_new, 0)} tokens before these {n_new} "
+            f"columns, its sequence holds {lengths[i]}; mark {lengths[i]} of the first {n_columns} columns, the "
+            "last ones"
         )
     return is_real[:, n_columns:]
 
 
 def _check_positions(given: Tensor, positions: NDArray[np.int64], is_new: Bools) -> None:
     believed = given.cpu().numpy()
-    if believed.shape[-1] != positions.shape[1] or (believed.ndim > 1 and believed.shape[-2] not in (1, len(positions))):
-        raise BatchError(f"position_ids {believed.shape} for tokens {positions.shape}; give one for each, or leave them out")
+    if believed.shape[-1] != positions.shape[1] or (
+        believed.ndim > 1 and believed.shape[-2] not in (1, len(positions))
+    ):
+        raise BatchError(
+            f"position_ids {believed.shape} for tokens {positions.shape}; give one for each, or leave them out"
+        )
     wrong = ((believed != positions) & is_new).reshape(-1, *positions.shape).any(0)
     if wrong.any():
         row, column = (int(index[0]) for index in wrong.nonzero())
         raise BatchError(
-            f"position_ids put row {row} at {believed[..., min(row, believed.shape[-2] - 1), column].flat[0]} where its sequence is at "
-            f"{positions[row, column]}; feed only what follows the tokens that the cache holds, with the attention_mask of all columns"
+            f"position_ids put row {row} at {believed[..., min(row, believed.shape[-2] - 1), column].flat[0]} where "
+            f"its sequence is at {positions[row, column]}; feed only what follows the tokens that the cache holds, "
+            "with the attention_mask of all columns"
         )
 
 
 def _rows_of(step: Step, is_new: Bools) -> Tensor | None:
-    """`Pass.rows`: requests are the rows of the rectangle, which the step may have put into another order."""
+    """Returns `Pass.rows`. Requests are the rows of the rectangle, and the step may have reordered them."""
     flat = torch.from_numpy(is_new.reshape(-1).nonzero()[0])
     place = step.select(torch.arange(len(flat)))
     rows = torch.empty_like(flat)

@@ -1,4 +1,4 @@
-"""Whether a recurrent module of transformers does what we take it for: both run on a few random rows."""
+"""Checks that a recurrent module of transformers computes what ours computes: both run on a few random rows."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from models.hf.mixers import Mix, Module
 from models.loading.checkpoint import UnsupportedModelError
 
 _N_ROWS = 5
-"""More than the taps of a usual convolution."""
+"""Number of rows: more than the taps of a usual convolution."""
 _MOST_OFF = 0.05
-"""Of the outputs' norm. 16 bits round to about a hundredth of it; another formula is off by most of it."""
+"""Greatest accepted difference, as a share of the outputs' norm.
+
+In 16 bits rounding is about a hundredth of it; another formula differs by most of it.
+"""
 
 
 @torch.no_grad()
 def check_mixer(module: Module, mix: Mix, spec: MemorySpec, n_model: int) -> None:
-    """Raise UnsupportedModelError unless `mix` gives what the module's own `forward` gives, on rows that begin a sequence.
+    """Raises UnsupportedModelError unless `mix` returns what the module's own `forward` returns for a new sequence.
 
     Args:
-        spec: of the whole model.
+        spec: the spec of the whole model.
     Cost: the module's forward over five tokens, twice, and a memory of 64 MiB meanwhile.
     """
     x_TM = torch.randn(_N_ROWS, n_model, generator=torch.Generator().manual_seed(1)).to(spec.device, spec.dtype)
@@ -34,12 +37,13 @@ def check_mixer(module: Module, mix: Mix, spec: MemorySpec, n_model: int) -> Non
     if off > _MOST_OFF:
         raise UnsupportedModelError(
             f"{type(module).__name__} of layer {module.layer_idx} is not what this library knows by that name: outputs "
-            f"differ by {off:.2g} of their norm. This is transformers {transformers.__version__}; attach was written for 5.23"
+            f"differ by {off:.2g} of their norm. This is transformers {transformers.__version__}; "
+            "attach was written for 5.23"
         )
 
 
 def _run(mix: Mix, x_TM: Tensor, spec: MemorySpec, layer: int) -> Tensor:
-    """On a memory of this layer's recurrence alone."""
+    """Runs a mix on a memory of this layer's recurrence alone."""
     own = tuple(one for one in spec.layers[layer] if isinstance(one, RecurrentSpec))
     layers = tuple(own if i == layer else () for i in range(len(spec.layers)))
     memory = HybridMemory(replace(spec, layers=layers), "64MiB", rollback_window=0)

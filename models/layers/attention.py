@@ -1,4 +1,4 @@
-"""Attention layers, and how their queries and keys learn of positions. K and V live in the step's memory."""
+"""Implements attention layers and rotary position embeddings. Keys and values are stored in the step's memory."""
 
 from __future__ import annotations
 
@@ -15,33 +15,41 @@ from models.layers.norms import RMSNorm
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
 _FIXED_TYPES = ("linear", "yarn", "llama3")
-"""Kinds of scaling whose frequencies do not depend on how long a sequence is."""
+"""Types of rotary scaling whose frequencies do not depend on the length of a sequence."""
 
 
 class Rotary:
-    """Rotary position embedding (Su et al. 2021) of the first part of each head; element i is paired with element i + half of it.
+    """Rotates the first part of each head by its token's position (rotary position embedding, Su et al. 2021).
 
-    One object serves all layers of a model: the angles of a step are computed once, and noted in it. `rotation` tells
-    the same to a memory.
+    Of R elements that are rotated, i is paired with i + R / 2 ("half" pairing). One object serves all layers of a
+    model: the angles of a step are computed once, and kept in its notes. `rotation` describes the same to a memory.
 
     Args:
         config: its `rope_parameters` name the base, the scaling, and the share of a head that is rotated.
-        layer_type: whose parameters, where each type of layer has its own.
-        is_partial: `partial_rotary_factor` is the share of a head that is rotated. Architectures that rotate whole heads
-            ignore it, as transformers does, unless the scaling goes by it.
+        layer_type: the type whose parameters are used, where each type of layer has its own.
+        is_partial: whether `partial_rotary_factor` is the share of a head that is rotated. Architectures that rotate
+            whole heads ignore it, as transformers does, except in types of scaling that use it.
     Raises:
-        UnsupportedModelError: a kind of scaling, or a share of a head, that is not implemented.
+        UnsupportedModelError: the type of scaling, or the share of a head, is not implemented.
     """
 
     def __init__(
-        self, config: PreTrainedConfig, head_dim: int, device: torch.device, *, layer_type: str | None = None, is_partial: bool = False
+        self,
+        config: PreTrainedConfig,
+        head_dim: int,
+        device: torch.device,
+        *,
+        layer_type: str | None = None,
+        is_partial: bool = False,
     ) -> None:
         parameters = config.rope_parameters if layer_type is None else config.rope_parameters[layer_type]
         kind = parameters.get("rope_type", "default")
         self._attention_scale = 1.0
         if kind == "default":
             n_rotated = int(head_dim * parameters.get("partial_rotary_factor", 1.0)) if is_partial else head_dim
-            frequencies = 1.0 / parameters["rope_theta"] ** (torch.arange(0, n_rotated, 2, dtype=torch.float32) / n_rotated)
+            frequencies = 1.0 / parameters["rope_theta"] ** (
+                torch.arange(0, n_rotated, 2, dtype=torch.float32) / n_rotated
+            )
         elif kind in _FIXED_TYPES:
             frequencies, self._attention_scale = ROPE_INIT_FUNCTIONS[kind](config, layer_type=layer_type)
         else:
@@ -50,14 +58,15 @@ class Rotary:
         if n_rotated > head_dim or (n_rotated < head_dim and not is_partial):
             raise UnsupportedModelError(
                 f"rope_type={kind!r}, partial_rotary_factor={parameters.get('partial_rotary_factor', 1.0)} and "
-                f"head_dim={head_dim} (or hidden_size / num_attention_heads) would rotate {n_rotated} of {head_dim} elements; "
+                f"head_dim={head_dim} (or hidden_size / num_attention_heads) would rotate {n_rotated} of {head_dim} "
+                "elements; "
                 + (f"at most {head_dim} can be" if is_partial else f"{type(config).__name__} rotates whole heads")
             )
         self.rotation = Rotation(tuple(frequencies.float().tolist()))
         self._frequencies = frequencies.to(device, torch.float32)
 
     def __call__(self, x_THD: Tensor, step: Step) -> Tensor:
-        """x turned by its tokens' positions: (T, H, D)."""
+        """Returns x (T, H, D), rotated by the positions of the step's tokens."""
         angles = step.notes.get(self)
         if angles is None:
             angles = step.notes[self] = self._angles(step.positions, x_THD.dtype)
@@ -67,22 +76,21 @@ class Rotary:
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     def _angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosines and sines, (T, 1, R / 2) each."""
+        """Returns cosines and sines, (T, 1, R / 2) each."""
         angles = torch.outer(positions_T.float(), self._frequencies)[:, None]
         return (angles.cos() * self._attention_scale).to(dtype), (angles.sin() * self._attention_scale).to(dtype)
 
 
 @dataclass(frozen=True)
 class Attention:
-    """Grouped-query attention: `y = attention(x, step)`.
+    """Computes grouped-query attention: `y = attention(x, step)`.
 
     Attributes:
         layer: index in the model's memory spec.
         qkv: one product for queries, keys and values, in this order.
-        norms: of queries and of keys, over each head, before they are rotated.
+        norms: norms of queries and of keys, over each head, before they are rotated.
         gate: its output multiplies the attention's, before `out`.
-        softcap: of the scores; see `Step.attend`.
-        name: of this attention in its layer, if there are several.
+        softcap: cap of the scores; see `Step.attend`.
     """
 
     layer: int
@@ -114,22 +122,33 @@ class Attention:
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
-    """A head's size, which many configs leave to the model's."""
+    """Returns the size of a head, which many configs leave to be computed from the model's size."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def load_projections(
-    checkpoint: Checkpoint, prefix: str, n_model: int, spec: AttentionSpec, *, has_bias: bool = False, has_out_bias: bool = False,
-    out: str = "o_proj", n_in: int | None = None,
-) -> tuple[Linear, Linear]:  # fmt: skip
-    """`qkv` and `out` of an `Attention`, from `q_proj`, `k_proj`, `v_proj` and `out` below `prefix`.
+    checkpoint: Checkpoint,
+    prefix: str,
+    n_model: int,
+    spec: AttentionSpec,
+    *,
+    has_bias: bool = False,
+    has_out_bias: bool = False,
+    out: str = "o_proj",
+    n_in: int | None = None,
+) -> tuple[Linear, Linear]:
+    """Loads `qkv` and `out` of an `Attention`, from `q_proj`, `k_proj`, `v_proj` and `out` below `prefix`.
 
     Args:
-        n_in: what queries, keys and values are made from, if it is not n_model.
+        n_in: number of inputs of queries, keys and values, if it is not n_model.
     """
     n_q, n_kv = spec.n_query_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
     sizes = {"q_proj": n_q, "k_proj": n_kv, "v_proj": n_kv}
     weights = [checkpoint.take(f"{prefix}.{name}.weight", size, n_in or n_model) for name, size in sizes.items()]
-    bias = torch.cat([checkpoint.take(f"{prefix}.{name}.bias", size) for name, size in sizes.items()]) if has_bias else None
+    bias = (
+        torch.cat([checkpoint.take(f"{prefix}.{name}.bias", size) for name, size in sizes.items()])
+        if has_bias
+        else None
+    )
     out_bias = checkpoint.take_optional(has_out_bias, f"{prefix}.{out}.bias", n_model)
     return Linear(*weights, bias=bias), Linear(checkpoint.take(f"{prefix}.{out}.weight", n_model, n_q), bias=out_bias)

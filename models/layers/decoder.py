@@ -1,4 +1,4 @@
-"""What nearly all language models are: an embedding, a stack of residual layers, a norm and a head."""
+"""Implements what nearly all language models are: an embedding, a stack of residual layers, a norm and a head."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ Function = Callable[[Tensor], Tensor]
 
 
 class Mixer(Protocol):
-    """What mixes tokens: attention, a recurrence, or both."""
+    """Mixes tokens: it is attention, a recurrence, or both."""
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
-        """What it needs remembered."""
+        """Returns the specs of the memories that it needs."""
         ...
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor: ...
 
 
 class Layer(Protocol):
-    """A layer of a `Decoder`."""
+    """Computes one layer of a `Decoder`."""
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
-        """What it needs remembered."""
+        """Returns the specs of the memories that it needs."""
         ...
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor: ...
@@ -45,7 +45,7 @@ class Layer(Protocol):
 
 @dataclass(frozen=True)
 class Parallel:
-    """Mixers that read the same input; their outputs are summed."""
+    """Sums the outputs of mixers that read the same input."""
 
     mixers: tuple[Mixer, Mixer]
 
@@ -59,7 +59,7 @@ class Parallel:
 
 @dataclass(frozen=True)
 class Normed:
-    """A mixer whose output is normed."""
+    """Norms the output of a mixer."""
 
     mixer: Mixer
     norm: Function
@@ -74,11 +74,11 @@ class Normed:
 
 @dataclass(frozen=True)
 class Block:
-    """x + s mixer(norm(x)), then x + s feed_forward(norm(x)); either part may be missing.
+    """Computes x + s mixer(norm(x)), then x + s feed_forward(norm(x)); either part may be missing.
 
     Attributes:
-        mixer, feed_forward: each with its norm.
-        scale: s.
+        mixer, feed_forward: each with the norm before it.
+        scale: the factor s.
     """
 
     mixer: tuple[Function, Mixer] | None
@@ -103,15 +103,21 @@ class Block:
 
 
 class Decoder:
-    """`logits = model(step)`: (n_requests, vocab) or (n_tokens, vocab) float, in the caller's order.
+    """Computes `logits = model(step)`: (n_requests, vocab) or (n_tokens, vocab) float, in the caller's order.
 
-    Subclasses load the parts. `residual_dtype` is that of the stream between layers where it is not the weights'.
+    Subclasses load the parts. `residual_dtype` is the dtype of the residual stream, if it is not that of the weights.
     """
 
     def __init__(
-        self, config: PreTrainedConfig, checkpoint: Checkpoint, vocabulary: Vocabulary, layers: Sequence[Layer], norm: Function, *,
+        self,
+        config: PreTrainedConfig,
+        checkpoint: Checkpoint,
+        vocabulary: Vocabulary,
+        layers: Sequence[Layer],
+        norm: Function,
+        *,
         residual_dtype: torch.dtype | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = config
         self._vocabulary, self._layers, self._norm = vocabulary, layers, norm
         self._residual_dtype = residual_dtype or checkpoint.dtype

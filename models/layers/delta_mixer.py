@@ -1,4 +1,4 @@
-"""The mixer of Qwen3-Next and Qwen3.5: a gated delta rule behind a short convolution, its output normed and gated."""
+"""Implements the mixer of Qwen3-Next and Qwen3.5: a gated delta rule after a short convolution, normed and gated."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from models.loading.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """Weights of the products that a delta mixer begins with, (n_out, n_model) each.
+    """Holds the weights of a delta mixer's input products, (n_out, n_model) each.
 
     Attributes:
         qkv: queries of all heads, then keys, then values.
         gate: z, as large as the values.
-        b, a: one number a value head.
+        b, a: one number for each value head.
     """
 
     qkv: Tensor
@@ -32,13 +32,15 @@ class DeltaInputs:
 
     @staticmethod
     def take(checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
-        """Each a matrix of its own: Qwen3.5."""
+        """Loads them as Qwen3.5 stores them, each as a matrix of its own."""
         sizes = {"qkv": shape.n_channels, "z": shape.n_heads * shape.value_dim, "b": shape.n_heads, "a": shape.n_heads}
-        return DeltaInputs(*(checkpoint.take(f"{prefix}.in_proj_{name}.weight", size, n_model) for name, size in sizes.items()))
+        return DeltaInputs(
+            *(checkpoint.take(f"{prefix}.in_proj_{name}.weight", size, n_model) for name, size in sizes.items())
+        )
 
     @staticmethod
     def take_by_key_head(checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
-        """Two matrices that list, key head by key head, all that belongs to it: Qwen3-Next."""
+        """Loads them as Qwen3-Next stores them: in two matrices, whose rows are grouped by key head."""
         n_per_key, n_groups = shape.n_heads // shape.n_key_heads, shape.n_key_heads
         n_values = n_per_key * shape.value_dim
         n_qkvz = shape.n_channels + shape.n_heads * shape.value_dim
@@ -50,12 +52,22 @@ class DeltaInputs:
 
 
 class DeltaMixer:
-    """W_out(norm(delta(conv(q, k, v), beta, a)) * silu(z)), each value head normed on its own (Yang et al. 2024, Fig. 1)."""
+    """Computes W_out(norm(delta(conv(q, k, v), beta, a)) * silu(z)), with a norm over each value head.
+
+    Yang et al. 2024, Fig. 1.
+    """
 
     def __init__(
-        self, checkpoint: Checkpoint, prefix: str, layer: int, shape: DeltaRuleShape, inputs: DeltaInputs, *, norm_eps: float,
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        layer: int,
+        shape: DeltaRuleShape,
+        inputs: DeltaInputs,
+        *,
+        norm_eps: float,
         activation: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         take, n_inner, n_model = checkpoint.take, shape.n_heads * shape.value_dim, inputs.qkv.shape[1]
         self._rows = Linear(inputs.qkv, inputs.b, inputs.a)
         self._gate = Linear(inputs.gate, activation="silu")
@@ -63,7 +75,9 @@ class DeltaMixer:
         self._out = Linear(take(f"{prefix}.out_proj.weight", n_model, n_inner))
         self._recurrence = DeltaRule(
             shape=shape,
-            conv=load_conv(checkpoint, f"{prefix}.conv1d", shape.n_channels, shape.d_conv, has_bias=False, activation=activation),
+            conv=load_conv(
+                checkpoint, f"{prefix}.conv1d", shape.n_channels, shape.d_conv, has_bias=False, activation=activation
+            ),
             a_bias_A=take(f"{prefix}.dt_bias", shape.n_heads, dtype=torch.float32),
             rate_A=-take(f"{prefix}.A_log", shape.n_heads, dtype=torch.float32).exp(),
         )

@@ -1,4 +1,4 @@
-"""Mixtures of experts: each token goes through a few of many feed-forward layers."""
+"""Implements mixtures of experts: each token passes through a few of many feed-forward layers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _FEW_TOKENS = 256
-"""Products of so many rows take a GPU hardly longer than reading the weights, and all weights are read if most experts are chosen."""
+"""Number of tokens up to which a GPU may run all experts on all tokens.
+
+Products of so few rows take hardly longer than reading the weights, and all weights are read if most experts are
+chosen.
+"""
 
 Function = Callable[[Tensor], Tensor]
 Route = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -29,11 +33,13 @@ Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 def softmax_then_choose(
     n_chosen: int, *, renormalise: bool = False, n_groups: int = 1, n_chosen_groups: int = 1, scale: float = 1.0
 ) -> Route:
-    """The softmax over all experts, of which the best are chosen; their weights need not sum to one, unless renormalised.
+    """Returns a route that takes the softmax over all experts and chooses the best.
+
+    Their weights need not sum to one unless they are renormalised.
 
     Args:
-        n_groups, n_chosen_groups: experts are chosen from the best groups alone, judged by their best expert (DeepSeek-AI 2024,
-            "DeepSeek-V2").
+        n_groups, n_chosen_groups: experts are chosen from the best groups only; a group is ranked by its best expert
+            (DeepSeek-AI 2024, "DeepSeek-V2").
     """
 
     def route(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +50,7 @@ def softmax_then_choose(
 
 
 def _close_groups(ranks: Tensor, n_groups: int, n_chosen_groups: int, *, n_judged: int) -> Tensor:
-    """Ranks (T, experts), -inf outside the groups whose `n_judged` best experts have the highest sums."""
+    """Returns ranks (T, experts), -inf outside the groups whose `n_judged` best experts have the highest sums."""
     if n_chosen_groups >= n_groups:
         return ranks
     grouped = ranks.view(len(ranks), n_groups, -1)
@@ -54,7 +60,7 @@ def _close_groups(ranks: Tensor, n_groups: int, n_chosen_groups: int, *, n_judge
 
 
 def choose_then_softmax(n_chosen: int) -> Route:
-    """The best experts, weighted by the softmax over themselves."""
+    """Returns a route that chooses the best experts and weights them by the softmax over the chosen ones."""
 
     def route(logits: Tensor) -> tuple[Tensor, Tensor]:
         chosen_TK, experts_TK = logits.topk(n_chosen)
@@ -64,14 +70,23 @@ def choose_then_softmax(n_chosen: int) -> Route:
 
 
 def sigmoid_then_choose(
-    n_chosen: int, *, bias_E: Tensor | None = None, n_groups: int = 1, n_chosen_groups: int = 1, renormalise: bool = True,
-    eps: float = 1e-20, scale: float = 1.0,
-) -> Route:  # fmt: skip
-    """Each expert's own sigmoid; a bias that balances their loads (Wang et al. 2024) has a say in the choice, not in the weights.
+    n_chosen: int,
+    *,
+    bias_E: Tensor | None = None,
+    n_groups: int = 1,
+    n_chosen_groups: int = 1,
+    renormalise: bool = True,
+    eps: float = 1e-20,
+    scale: float = 1.0,
+) -> Route:
+    """Returns a route that weights each expert by its own sigmoid.
+
+    A bias that balances the loads of experts (Wang et al. 2024) is added for the choice, not in the weights.
 
     Args:
-        n_groups, n_chosen_groups: experts are chosen from the best groups alone, judged by their two best experts.
-        eps: added to the sum of weights that they are divided by to renormalise them.
+        n_groups, n_chosen_groups: experts are chosen from the best groups only; a group is ranked by its two best
+            experts.
+        eps: added to the sum of weights by which they are divided when they are renormalised.
     """
 
     def route(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -87,12 +102,12 @@ def sigmoid_then_choose(
 
 
 class MixtureOfExperts:
-    """Each token goes through the experts that `route` chooses for it, and their outputs are summed by its weights.
+    """Runs each token through the experts that `route` chooses for it, and sums their outputs with its weights.
 
     Args:
-        router: (experts, M), in the dtype that its product is to be computed in.
-        shared: one more that every token goes through, with a weight of one.
-        around: what leads to the space that the experts, but for the shared one, work in, and back.
+        router: (experts, M), in the dtype in which its product is computed.
+        shared: an expert that every token passes through, with a weight of one.
+        around: projections before and after the experts, if these work in a latent space; not for the shared one.
     """
 
     def __init__(
@@ -118,7 +133,7 @@ class MixtureOfExperts:
     def _run(self, x_TM: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
         if x_TM.is_cuda and len(self._experts) <= experts_TK.numel() and len(x_TM) <= _FEW_TOKENS:
             return self._run_all(x_TM, weights_TK, experts_TK)
-        # Sorted by expert, the (token, choice) pairs of each expert are one contiguous run.
+        # Sorted by expert, the (token, choice) pairs of each expert are contiguous.
         order = experts_TK.flatten().argsort(stable=True)
         counts = experts_TK.flatten().bincount(minlength=len(self._experts)).tolist()
         y_TM = torch.zeros_like(x_TM)
@@ -130,21 +145,26 @@ class MixtureOfExperts:
         return y_TM
 
     def _run_all(self, x_TM: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """The same without a word from the host, so that a step can be recorded: all experts see all tokens."""
-        weights_TE = weights_TK.new_zeros(len(x_TM), len(self._experts)).scatter_(1, experts_TK, weights_TK).to(x_TM.dtype)
+        """Computes the same as `_run` with all experts on all tokens.
+
+        The host reads nothing back from the device, so a CUDA graph can capture it.
+        """
+        weights_TE = (
+            weights_TK.new_zeros(len(x_TM), len(self._experts)).scatter_(1, experts_TK, weights_TK).to(x_TM.dtype)
+        )
         y_TM = torch.zeros_like(x_TM)
         for expert, weight_T in zip(self._experts, weights_TE.unbind(1), strict=True):
-            # What an expert makes of a token that is not meant for it may be infinite.
+            # The output of an expert for a token that was not routed to it may be infinite, so 0 * output is not 0.
             y_TM += torch.where(weight_T[:, None] == 0, 0, expert(x_TM) * weight_T[:, None])
         return y_TM
 
 
 @dataclass(frozen=True)
 class SharedExpert:
-    """A mixture beside an expert that every token goes through: mixture(x) + gate(x) * shared(x).
+    """Computes mixture(x) + gate(x) * shared(x): a mixture, and an expert that every token passes through.
 
     Attributes:
-        gate: one number a token, after its sigmoid.
+        gate: one number for each token, after its sigmoid.
     """
 
     mixture: MixtureOfExperts
@@ -156,7 +176,7 @@ class SharedExpert:
 
 
 def check_groups(config: PreTrainedConfig, *, least: int) -> None:
-    """Refuse groups that experts cannot be chosen from; each is judged by its `least` best experts."""
+    """Raises FormatError if experts cannot be chosen by these groups; each is ranked by its `least` best experts."""
     n_experts, n_groups, n_chosen_groups = config.n_routed_experts, config.n_group, config.topk_group
     size = n_experts // n_groups
     if n_experts % n_groups or size < least or not config.num_experts_per_tok <= n_chosen_groups * size <= n_experts:
@@ -171,9 +191,12 @@ def load_experts(
     checkpoint: Checkpoint, prefix: str, n_experts: int, n_model: int, n_inner: int, activation: str, *,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[GatedMLP]:  # fmt: skip
-    """Experts one by one, as most checkpoints have them, or stacked in `gate_up_proj` and `down_proj`."""
+    """Loads experts stored one by one, as in most checkpoints, or stacked in `gate_up_proj` and `down_proj`."""
     if f"{prefix}.gate_up_proj" not in checkpoint:
-        return [GatedMLP.load(checkpoint, f"{prefix}.{i}", n_model, n_inner, activation, names=names) for i in range(n_experts)]
+        return [
+            GatedMLP.load(checkpoint, f"{prefix}.{i}", n_model, n_inner, activation, names=names)
+            for i in range(n_experts)
+        ]
     gate_up = checkpoint.take(f"{prefix}.gate_up_proj", n_experts, 2 * n_inner, n_model)
     down = checkpoint.take(f"{prefix}.down_proj", n_experts, n_model, n_inner)
     return [GatedMLP.of(*weights, activation) for weights in zip(gate_up, down, strict=True)]

@@ -1,4 +1,7 @@
-"""Multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2", section 2.1): all heads read one compressed row a token."""
+"""Implements multi-head latent attention: all heads read one compressed row for each token.
+
+DeepSeek-AI 2024, "DeepSeek-V2", section 2.1.
+"""
 
 from __future__ import annotations
 
@@ -19,24 +22,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _NORM_EPS = 1e-6
-"""Of the norms inside this attention, whatever the model's own: as in transformers, and in the code the weights were trained with."""
+"""Epsilon of the norms inside this attention, whatever the config's: as in transformers and in the training code."""
 
 
 @dataclass(frozen=True)
 class LatentAttention:
-    """`y = attention(x, step)`. What is remembered of a token: its latent, L elements, and a rotary key, R elements.
+    """Computes `y = attention(x, step)`; a token is stored as a latent of L elements and a rotary key of R elements.
 
-    Keys of a head are K c beside the rotary key, its values V c, for the latent c. Neither is made, now or later: K is applied to the query
-    and V to the mixed latents instead (the paper's "absorption"), so that a token costs L + R elements whatever reads it. With many
-    queries at once that is more work than making them: in DeepSeek-V2's sizes 1,088 products a head, query and row, beside 320.
+    For the latent c, a head's key is K c and the rotary key, its value V c. Neither is ever computed: K is applied to
+    the query and V to the weighted sum of latents instead (the paper's "absorption"), so a step reads L + R elements
+    for each token. With many queries at once that is more work than computing keys and values would be: in
+    DeepSeek-V2's sizes 1,088 products for each head, query and row, against 320.
 
     Attributes:
         layer: index in the model's memory spec.
-        inputs: one product for queries (or what they are made from), latent and rotary key, in this order.
-        queries: what makes queries from their compressed form, if they have one: norm, then product. (H (N + R)) outputs.
-        norm: of latents, before they are remembered.
+        inputs: one product for queries (or their compressed form), latent and rotary key, in this order.
+        queries: norm and product that compute queries, H (N + R) elements, from their compressed form, if there is one.
+        norm: norm of latents, before they are stored.
         keys_HNL, values_HVL: K and V of each head.
-        scale: of the scores.
+        scale: factor of the scores.
     """
 
     layer: int
@@ -58,15 +62,17 @@ class LatentAttention:
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor:
         n_heads, n_latent = self.spec.n_query_heads, self.keys_HNL.shape[2]
         n_rotary, n_plain = self.spec.head_dim - n_latent, self.keys_HNL.shape[1]
-        q, latents_TL, rotary_TR = self.inputs(x_TM).split_with_sizes([self.inputs.n_out - self.spec.head_dim, n_latent, n_rotary], -1)
+        q, latents_TL, rotary_TR = self.inputs(x_TM).split_with_sizes(
+            [self.inputs.n_out - self.spec.head_dim, n_latent, n_rotary], -1
+        )
         if self.queries is not None:
             norm, product = self.queries
             q = product(norm(q))
         plain_THN, rotary_THR = q.view(len(q), n_heads, -1).split_with_sizes([n_plain, n_rotary], -1)
-        turned = self.rotary(torch.cat([rotary_THR, rotary_TR[:, None]], 1), step)
+        rotated = self.rotary(torch.cat([rotary_THR, rotary_TR[:, None]], 1), step)
         absorbed_THL = (plain_THN.transpose(0, 1) @ self.keys_HNL).transpose(0, 1)
-        q_THD = torch.cat([absorbed_THL, turned[:, :n_heads]], -1)
-        k_T1D = torch.cat([self.norm(latents_TL)[:, None], turned[:, n_heads:]], -1)
+        q_THD = torch.cat([absorbed_THL, rotated[:, :n_heads]], -1)
+        k_T1D = torch.cat([self.norm(latents_TL)[:, None], rotated[:, n_heads:]], -1)
         mixed_THL = step.attend(self.layer, q_THD, k_T1D, scale=self.scale)
         y_HTV = mixed_THL.transpose(0, 1) @ self.values_HVL.mT
         return self.out(y_HTV.transpose(0, 1).flatten(1))
@@ -75,22 +81,27 @@ class LatentAttention:
 def load_latent_attention(
     config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary, *, is_interleaved: bool
 ) -> LatentAttention:
-    """From the tensors below `prefix`, named as in DeepSeek's checkpoints.
+    """Loads a latent attention from the tensors below `prefix`, named as in DeepSeek's checkpoints.
 
     Args:
-        rotary: pairs the first half of what it turns with the second.
-        is_interleaved: the checkpoint pairs neighbours instead; its rows are put in the order that `rotary` wants.
+        rotary: pairs the first half of the elements that it rotates with the second ("half" pairing).
+        is_interleaved: whether the checkpoint pairs neighbours instead; then rows are reordered for `rotary`.
     """
-    n_model, n_heads, n_latent, n_rotary = config.hidden_size, config.num_attention_heads, config.kv_lora_rank, config.qk_rope_head_dim
+    n_model, n_heads, n_latent, n_rotary = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.kv_lora_rank,
+        config.qk_rope_head_dim,
+    )
     n_plain, n_value, n_compressed = config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank
     has_bias, take = config.attention_bias, checkpoint.take
     spec = AttentionSpec(n_heads, 1, n_latent + n_rotary, value_dim=n_latent)
     n_q = n_heads * (n_plain + n_rotary)
 
     def in_order(rows: Tensor, n_before: int) -> Tensor:
-        """Rows (n_before + R, ...), the last R in the order that `rotary` wants."""
-        before, turned = rows.split_with_sizes([n_before, n_rotary])
-        return torch.cat([before, turned[0::2], turned[1::2]]) if is_interleaved else rows
+        """Returns rows (n_before + R, ...), the last R of them in half pairing."""
+        before, rotary_rows = rows.split_with_sizes([n_before, n_rotary])
+        return torch.cat([before, rotary_rows[0::2], rotary_rows[1::2]]) if is_interleaved else rows
 
     def take_queries(name: str, n_in: int) -> Tensor:
         heads = take(f"{prefix}.{name}.weight", n_q, n_in).view(n_heads, -1, n_in)
@@ -103,28 +114,41 @@ def load_latent_attention(
         first_bias = torch.zeros(n_q, dtype=latent.dtype, device=latent.device) if has_bias else None
     else:
         norm = RMSNorm(take(f"{prefix}.q_a_layernorm.weight", n_compressed), _NORM_EPS)
-        queries, first = (norm, Linear(take_queries("q_b_proj", n_compressed))), take(f"{prefix}.q_a_proj.weight", n_compressed, n_model)
+        queries, first = (
+            (norm, Linear(take_queries("q_b_proj", n_compressed))),
+            take(f"{prefix}.q_a_proj.weight", n_compressed, n_model),
+        )
         first_bias = checkpoint.take_optional(has_bias, f"{prefix}.q_a_proj.bias", n_compressed)
-    keys_values = take(f"{prefix}.kv_b_proj.weight", n_heads * (n_plain + n_value), n_latent).view(n_heads, -1, n_latent)
+    keys_values = take(f"{prefix}.kv_b_proj.weight", n_heads * (n_plain + n_value), n_latent).view(
+        n_heads, -1, n_latent
+    )
     keys_HNL, values_HVL = (part.contiguous() for part in keys_values.split_with_sizes([n_plain, n_value], 1))
     return LatentAttention(
-        i, spec, Linear(first, latent, bias=None if bias is None or first_bias is None else torch.cat([first_bias, bias])), queries,
-        RMSNorm(take(f"{prefix}.kv_a_layernorm.weight", n_latent), _NORM_EPS), keys_HNL, values_HVL,
-        Linear.load(checkpoint, f"{prefix}.o_proj", n_model, n_heads * n_value, has_bias=has_bias), rotary, _score_scale(config),
-    )  # fmt: skip
+        i,
+        spec,
+        Linear(first, latent, bias=None if bias is None or first_bias is None else torch.cat([first_bias, bias])),
+        queries,
+        RMSNorm(take(f"{prefix}.kv_a_layernorm.weight", n_latent), _NORM_EPS),
+        keys_HNL,
+        values_HVL,
+        Linear.load(checkpoint, f"{prefix}.o_proj", n_model, n_heads * n_value, has_bias=has_bias),
+        rotary,
+        _score_scale(config),
+    )
 
 
 def load_latent_rotary(config: PreTrainedConfig, checkpoint: Checkpoint) -> Rotary:
-    """Of the rotary part of queries and keys, all of which is turned."""
+    """Returns the rotary embedding of the rotary part of queries and keys, all of which is rotated."""
     if (share := config.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise UnsupportedModelError(f"partial_rotary_factor={share}; the rotary part of a head is turned as a whole")
+        raise UnsupportedModelError(f"partial_rotary_factor={share}; the rotary part of a head is rotated as a whole")
     return Rotary(config, config.qk_rope_head_dim, checkpoint.device)
 
 
 def _score_scale(config: PreTrainedConfig) -> float:
-    """1 / sqrt(size of a head's queries); with scaled positions, times the square of what YaRN multiplies rotated parts by, for the rest.
+    """Returns the scale of scores: 1 / sqrt(size of a head's queries), times a factor with scaled positions.
 
-    Peng et al. 2023, "YaRN", section 3.4, as DeepSeek-V2 uses it.
+    The factor is the square of YaRN's attention scale, by which DeepSeek-V2 scales whole heads (Peng et al. 2023,
+    "YaRN", section 3.4).
     """
     scale = float((config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5)
     parameters = config.rope_parameters

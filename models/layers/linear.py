@@ -1,4 +1,4 @@
-"""Matrix products with weights laid out ahead for the processor they run on."""
+"""Computes matrix products with weights that are laid out ahead for the processor."""
 
 from __future__ import annotations
 
@@ -13,46 +13,57 @@ from memory.blocks.arrays import ceil_div
 from models.loading.checkpoint import Checkpoint
 
 _TYPICAL_ROWS = 64
-"""oneDNN chooses a layout for this many rows; it is used for any number. Layouts chosen for 8 to 64 rows measure the same,
-those for a single row are two to three times slower beyond it."""
+"""Number of rows for which oneDNN chooses a layout, which then serves any number.
+
+Layouts for 8 to 64 rows measure the same; those for a single row are two to three times slower for more rows.
+"""
 
 
 _LEAST_ROWS = 4
-"""In these layouts oneDNN takes longer for one or two rows than for four: a decode step of one or two sequences takes a twentieth and a
-sixth less time if rows are repeated up to four. (By `cat`: what `expand` or `pad` give it costs 20 µs a product more.)"""
+"""Number of rows to which one or two rows are repeated.
+
+In these layouts oneDNN takes longer for one or two rows than for four: with repeated rows a decode step of one sequence
+takes a twentieth less time, of two sequences a sixth less. (Rows are repeated by `cat`; tensors made by `expand` or
+`pad` cost 20 µs more for each product.)
+"""
 
 
 _LARGE = 1 << 18
-"""Elements from which weights are read from memory rather than from a cache; where they are not, repeating costs more than it gains."""
+"""Number of elements from which weights are read from memory, not from a cache.
+
+For smaller weights repeating rows costs more than it gains.
+"""
 
 
 _FUSED = {"silu": "swish", "swish": "swish", "relu": "relu", "sigmoid": "sigmoid", "tanh": "tanh"}
-"""Activations that oneDNN applies while it writes the product, and what it calls them."""
+"""Activations that oneDNN applies while it writes the product, and its names for them."""
 
 
 @cache
 def activation_by(name: str) -> Callable[[Tensor], Tensor]:
-    """An activation by its name in transformers' configs.
+    """Returns an activation by its name in transformers' configs.
 
-    One object each: making a torch module takes longer than all else about one of a thousand experts.
+    There is one object for each name: making a torch module takes longer than everything else about one of a thousand
+    experts.
     """
-    from transformers.activations import ACT2FN  # which transformers itself does not list
+    from transformers.activations import ACT2FN  # transformers does not export it
 
     function: Callable[[Tensor], Tensor] = ACT2FN[name]
     return function
 
 
 class Linear:
-    """y = activation(x W^T + b).
+    """Computes y = activation(x W^T + b).
 
-    In float32 on the CPU the weights are laid out once in oneDNN's blocked order, by the operators that torch's own compiler
-    uses; the plain weights are not kept. Against `F.linear` on one such machine: 3 to 5 times as fast for up to 16 rows,
-    twice for 32, 1.1 for a thousand. Anything else, and a torch built without these operators, is `F.linear`.
+    In float32 on the CPU the weights are laid out once in oneDNN's blocked order, by the operators that torch's own
+    compiler uses; the plain weights are not kept. On one such machine it is 3 to 5 times as fast as `F.linear` for up
+    to 16 rows, twice for 32, and 1.1 times for a thousand. Other dtypes and devices, and a torch built without these
+    operators, use `F.linear`.
 
     Args:
-        weight: (n_out, n_in), or several that share their input, (n_out_i, n_in): their outputs follow one another.
+        weights: (n_out, n_in), or several that share their input, (n_out_i, n_in): their outputs are concatenated.
         bias: (n_out,) or None.
-        activation: as transformers' configs name it, or None.
+        activation: its name in transformers' configs, or None.
     """
 
     def __init__(self, *weights: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
@@ -67,14 +78,20 @@ class Linear:
 
     @staticmethod
     def load(
-        checkpoint: Checkpoint, prefix: str, n_out: int, n_in: int, *, has_bias: bool = False, activation: str | None = None
+        checkpoint: Checkpoint,
+        prefix: str,
+        n_out: int,
+        n_in: int,
+        *,
+        has_bias: bool = False,
+        activation: str | None = None,
     ) -> Linear:
-        """From `weight`, and `bias` if there is one, below `prefix`."""
+        """Loads `weight`, and `bias` if `has_bias`, below `prefix`."""
         weight = checkpoint.take(f"{prefix}.weight", n_out, n_in)
         return Linear(weight, bias=checkpoint.take_optional(has_bias, f"{prefix}.bias", n_out), activation=activation)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x (T, n_in) -> (T, n_out)."""
+        """Returns (T, n_out) of x (T, n_in)."""
         if self.is_packed:
             n_rows = len(x)
             if self._repeats_rows and 0 < n_rows <= _LEAST_ROWS // 2:
@@ -90,10 +107,11 @@ class Linear:
 
 
 def _round_up(n_rows: int) -> int:
-    """The next number of rows that oneDNN is given: every one up to 8, 4 between a power of two and the next up to 64, then each 16th.
+    """Returns the number of rows to which `n_rows` is padded for oneDNN.
 
-    oneDNN writes code for each number of rows and shape of weights, which takes as long as several small products, and keeps that
-    code: 0.3 to 0.6 MiB each, for the last 1024. A server's steps have any number of rows.
+    It is any number up to 8, one of four between a power of two and the next up to 64, and then a multiple of 16.
+    oneDNN generates code for each number of rows and shape of weights, which takes as long as several small products,
+    and keeps the code of the last 1024, 0.3 to 0.6 MiB each. The steps of a server have any number of rows.
     """
     if n_rows <= 8:
         return n_rows
@@ -102,7 +120,10 @@ def _round_up(n_rows: int) -> int:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Whether this torch can lay `weight` out for oneDNN. The operators have no public name; without them nothing is lost but speed."""
+    """True if this torch can lay `weight` out for oneDNN.
+
+    The operators for it have no public name; without them products are only slower.
+    """
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32

@@ -1,4 +1,4 @@
-"""Mamba's mixers of both generations; convolution windows and states live in the step's memory."""
+"""Implements Mamba's mixers of both generations; convolution windows and states are in the step's memory."""
 
 from __future__ import annotations
 
@@ -19,18 +19,24 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def load_conv(checkpoint: Checkpoint, prefix: str, n_channels: int, n_taps: int, *, has_bias: bool, activation: str | None) -> CausalConv:
-    """From torch's layout of a depthwise convolution, (channels, 1, taps)."""
+def load_conv(
+    checkpoint: Checkpoint, prefix: str, n_channels: int, n_taps: int, *, has_bias: bool, activation: str | None
+) -> CausalConv:
+    """Loads a depthwise convolution from torch's layout, (channels, 1, taps)."""
     if activation not in (None, "silu", "swish"):
-        raise UnsupportedModelError(f"{activation!r} as the activation of a mixer; its convolution is implemented with silu only")
+        raise UnsupportedModelError(
+            f"{activation!r} as the activation of a mixer; its convolution is implemented with silu only"
+        )
     if n_taps < 1:
         raise SpecError(f"{prefix} has {n_taps} taps; a convolution needs one at least")
     weight_WE = checkpoint.take(f"{prefix}.weight", n_channels, 1, n_taps)[:, 0].T.contiguous()
-    return CausalConv(weight_WE, checkpoint.take_optional(has_bias, f"{prefix}.bias", n_channels), activation is not None)
+    return CausalConv(
+        weight_WE, checkpoint.take_optional(has_bias, f"{prefix}.bias", n_channels), activation is not None
+    )
 
 
 def read_dt_limits(config: PreTrainedConfig) -> tuple[float, float]:
-    """The first two numbers of `time_step_limit`, between which steps are held."""
+    """Returns the first two numbers of `time_step_limit`, the limits to which dt is clamped."""
     limits = config.time_step_limit
     if not isinstance(limits, list | tuple) or len(limits) < 2:
         raise FormatError(f"time_step_limit={limits!r}; give two numbers")
@@ -39,7 +45,7 @@ def read_dt_limits(config: PreTrainedConfig) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class MambaShape:
-    """Sizes of a Mamba-1 mixer. `norm_eps` is given where dt, B and C are normed, as in Jamba."""
+    """Holds sizes of a Mamba-1 mixer. `norm_eps` is None unless dt, B and C are normed, as in Jamba."""
 
     n_model: int
     n_channels: int
@@ -57,12 +63,12 @@ class MambaShape:
 
 
 class MambaMixer:
-    """Mamba-1 (Gu & Dao 2023, Fig. 3): y = W_out(ssm(conv(x)) * silu(z)); convolution and state live in the step's memory."""
+    """Computes Mamba-1's mixer, y = W_out(ssm(conv(x)) * silu(z)) (Gu & Dao 2023, Fig. 3)."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, layer: int, shape: MambaShape) -> None:
         n_model, n_channels, d_state, take = shape.n_model, shape.n_channels, shape.d_state, checkpoint.take
         in_bias = checkpoint.take_optional(shape.has_proj_bias, f"{prefix}.in_proj.bias", 2 * n_channels)
-        # Two products, because the rows and the gate go separate ways: neither has to be copied out of a common result.
+        # Two products, not one: rows and gate are used apart, and would have to be copied out of a common result.
         self._rows, self._gate = (
             Linear(weight, bias=bias, activation=activation)
             for weight, bias, activation in zip(
@@ -81,7 +87,12 @@ class MambaMixer:
             norms = (dt, b, c, shape.norm_eps)
         self._recurrence = Mamba1(
             conv=load_conv(
-                checkpoint, f"{prefix}.conv1d", n_channels, shape.d_conv, has_bias=shape.has_conv_bias, activation=shape.activation
+                checkpoint,
+                f"{prefix}.conv1d",
+                n_channels,
+                shape.d_conv,
+                has_bias=shape.has_conv_bias,
+                activation=shape.activation,
             ),
             x_proj=Linear(take(f"{prefix}.x_proj.weight", shape.dt_rank + 2 * d_state, n_channels)),
             dt_proj=Linear(take(f"{prefix}.dt_proj.weight", n_channels, shape.dt_rank)),
@@ -100,12 +111,12 @@ class MambaMixer:
 
 @dataclass(frozen=True)
 class Mamba2Options:
-    """A Mamba-2 mixer but for its weights.
+    """Holds sizes and options of a Mamba-2 mixer.
 
     Attributes:
-        norm_eps: of the gated norm behind the recurrence; None where there is only the gate.
-        n_norm_groups: parts of a row that are normed on their own.
-        norms_before_gate: norm(y) * silu(gate) instead of norm(y * silu(gate)).
+        norm_eps: epsilon of the gated norm after the recurrence; None where there is only the gate.
+        n_norm_groups: number of parts of a row, each with a norm of its own.
+        norms_before_gate: whether the output is norm(y) * silu(gate) instead of norm(y * silu(gate)).
     """
 
     n_model: int
@@ -121,7 +132,7 @@ class Mamba2Options:
 
 
 class Mamba2Mixer:
-    """Mamba-2 (Dao & Gu 2024, section 7): y = W_out norm(ssd(conv(x)) * silu(z))."""
+    """Computes Mamba-2's mixer, y = W_out norm(ssd(conv(x)) * silu(z)) (Dao & Gu 2024, section 7)."""
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, layer: int, options: Mamba2Options) -> None:
         shape, n_model, take = options.shape, options.n_model, checkpoint.take

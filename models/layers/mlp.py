@@ -1,4 +1,4 @@
-"""Feed-forward layers."""
+"""Implements feed-forward layers."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from models.loading.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class MLP:
-    """W_down act(W_up x)."""
+    """Computes W_down act(W_up x)."""
 
     up: Linear
     down: Linear
 
     @staticmethod
-    def load(checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: str, *, has_bias: bool = False) -> MLP:
-        """From `up_proj` and `down_proj` below `prefix`."""
+    def load(
+        checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: str, *, has_bias: bool = False
+    ) -> MLP:
+        """Loads `up_proj` and `down_proj` below `prefix`."""
 
         def linear(name: str, n_out: int, n_in: int, activation: str | None = None) -> Linear:
             return Linear.load(checkpoint, f"{prefix}.{name}", n_out, n_in, has_bias=has_bias, activation=activation)
@@ -32,7 +34,7 @@ class MLP:
 
 @dataclass(frozen=True)
 class GatedMLP:
-    """W_down(act(W_gate x) * W_up x) (Shazeer 2020); the activation is the gate's."""
+    """Computes W_down(act(W_gate x) * W_up x) (Shazeer 2020)."""
 
     gate: Linear
     up: Linear
@@ -43,17 +45,19 @@ class GatedMLP:
         checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int, activation: str, *, has_bias: bool = False,
         names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
     ) -> GatedMLP:  # fmt: skip
-        """From what `names` calls gate, up and down below `prefix`."""
+        """Loads the products below `prefix` that `names` calls gate, up and down."""
 
         def linear(name: str, n_out: int, n_in: int, activation: str | None = None) -> Linear:
             return Linear.load(checkpoint, f"{prefix}.{name}", n_out, n_in, has_bias=has_bias, activation=activation)
 
         gate, up, down = names
-        return GatedMLP(linear(gate, n_inner, n_model, activation), linear(up, n_inner, n_model), linear(down, n_model, n_inner))
+        return GatedMLP(
+            linear(gate, n_inner, n_model, activation), linear(up, n_inner, n_model), linear(down, n_model, n_inner)
+        )
 
     @staticmethod
     def of(gate_up: Tensor, down: Tensor, activation: str) -> GatedMLP:
-        """From weights (2 n_inner, n_model), the gate's first, and (n_model, n_inner)."""
+        """Makes it from weights (2 n_inner, n_model), the rows of the gate first, and (n_model, n_inner)."""
         gate, up = gate_up.chunk(2)
         return GatedMLP(Linear(gate, activation=activation), Linear(up), Linear(down))
 

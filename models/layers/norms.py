@@ -1,4 +1,4 @@
-"""Layers that several models share, but for mixers. Shape legend: `memory.interface`."""
+"""Implements norms. Shape legend: `memory.interface`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from models.loading.checkpoint import Checkpoint
 
 @dataclass(frozen=True)
 class RMSNorm:
-    """x / rms(x) * weight (Zhang & Sennrich 2019)."""
+    """Computes x / rms(x) * weight (Zhang & Sennrich 2019)."""
 
     weight_M: Tensor
     eps: float
@@ -24,14 +24,14 @@ class RMSNorm:
 
 
 def load_offset_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> RMSNorm:
-    """A norm that multiplies by 1 + weight, as in Gemma and its relatives."""
+    """Loads a norm that multiplies by 1 + weight, as in Gemma and its relatives."""
     weight = 1 + checkpoint.take(f"{name}.weight", size, dtype=torch.float32)
     return RMSNorm(weight.to(checkpoint.dtype), eps)
 
 
 @dataclass(frozen=True)
 class LayerNorm:
-    """(x - mean(x)) / std(x) * weight + bias (Ba et al. 2016)."""
+    """Computes (x - mean(x)) / std(x) * weight + bias (Ba et al. 2016)."""
 
     weight_M: Tensor
     bias_M: Tensor | None

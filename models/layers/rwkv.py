@@ -1,4 +1,4 @@
-"""What the generations of RWKV share: layers of two halves that each look at the token before."""
+"""Implements what the generations of RWKV share: layers of two parts, both of which also read the token before."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _SHIFT = TokenShift()
 
 
 class TokenMix:
-    """Each channel of a token, and of the token before it, weighted: several mixtures, one for each use.
+    """Computes weighted means of a token and the token before it, channel by channel: one mixture for each use.
 
     Args:
-        weights: (M,) each, how much of the token before.
-        name: of the memory of that token in its layer.
+        weights: (M,) each, the weight of the token before.
+        name: name of the memory of that token in its layer.
     """
 
     def __init__(self, layer: int, name: str, *weights: Tensor) -> None:
@@ -31,18 +31,18 @@ class TokenMix:
         self.spec: RecurrentSpec = token_shift_spec(len(weights[0]), name)
 
     def __call__(self, x_TM: Tensor, step: Step) -> tuple[Tensor, ...]:
-        """(T, M) each."""
+        """Returns the mixtures, (T, M) each."""
         before_TM = step.recur(self._layer, x_TM, _SHIFT, name=self.spec.name)
         return torch.lerp(x_TM, before_TM, self._weights_K1M).unbind()
 
 
 class ChannelMix:
-    """W_value(relu(W_key x)^2) on a mixture of tokens, times sigmoid(W_receptance x) on another where there is one.
+    """Computes W_value(relu(W_key x)^2) of a mixture of tokens.
 
-    Peng et al. 2023, eq. 19-21.
+    With `receptance` it is multiplied by sigmoid(W_receptance x) of a second mixture. Peng et al. 2023, eq. 19-21.
 
     Args:
-        mix: of as many mixtures as there are inputs.
+        mix: one mixture for `key`, and one for `receptance` if it is given.
     """
 
     def __init__(self, mix: TokenMix, key: Tensor, value: Tensor, receptance: Tensor | None = None) -> None:
@@ -59,12 +59,12 @@ class ChannelMix:
 
 @dataclass(frozen=True)
 class RWKVLayer:
-    """x + time_mix(norm(x)), then x + channel_mix(norm(x)).
+    """Computes x + time_mix(norm(x)), then x + channel_mix(norm(x)).
 
     Attributes:
-        time_mix, channel_mix: each with its norm.
-        first_norm: of the embeddings, before the first layer.
-        scale: of what leaves the layer.
+        time_mix, channel_mix: each with the norm before it.
+        first_norm: norm of the embeddings, before the first layer.
+        scale: factor of the layer's output.
     """
 
     time_mix: tuple[Function, Mixer]
@@ -85,6 +85,6 @@ class RWKVLayer:
 
 
 def take_mixture(checkpoint: Checkpoint, name: str, *shape: int, is_of_token: bool = False) -> Tensor:
-    """(M,) weights for `TokenMix`; `is_of_token` where the checkpoint says how much of the token itself instead."""
+    """Loads (M,) weights for `TokenMix`; with `is_of_token` the checkpoint holds the weights of the token itself."""
     weights = checkpoint.take(name, *shape, dtype=torch.float32).flatten()
     return (1 - weights if is_of_token else weights).to(checkpoint.dtype)

@@ -1,4 +1,4 @@
-"""LFM2's mixer: a short convolution between two gates; its window lives in the step's memory."""
+"""Implements LFM2's mixer: a short convolution between two gates; its window is in the step's memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
 
 class ShortConvMixer:
-    """W_out(C * conv(B * x)) with B, C, x = W_in u (Liquid AI 2025, "LFM2 Technical Report")."""
+    """Computes W_out(C * conv(B * x)) with B, C, x = W_in u (Liquid AI 2025, "LFM2 Technical Report")."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, layer: int, n_model: int, n_taps: int, *, has_bias: bool) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, prefix: str, layer: int, n_model: int, n_taps: int, *, has_bias: bool
+    ) -> None:
         if n_taps < 2:
             raise UnsupportedModelError(f"conv_L_cache={n_taps}; a convolution over a single token remembers nothing")
 
@@ -23,7 +25,9 @@ class ShortConvMixer:
             return Linear(checkpoint.take(f"{prefix}.{name}.weight", n_out, n_model), bias=bias)
 
         self._in, self._out = linear("in_proj", 3 * n_model), linear("out_proj", n_model)
-        self._recurrence = ShortConv(load_conv(checkpoint, f"{prefix}.conv", n_model, n_taps, has_bias=has_bias, activation=None))
+        self._recurrence = ShortConv(
+            load_conv(checkpoint, f"{prefix}.conv", n_model, n_taps, has_bias=has_bias, activation=None)
+        )
         self._layer = layer
         self.specs = (short_conv_spec(n_model, n_taps),)
 

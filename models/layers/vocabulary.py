@@ -1,4 +1,4 @@
-"""Token embedding and output head."""
+"""Implements the token embedding and the output head."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from models.loading.checkpoint import Checkpoint
 
 
 class Vocabulary:
-    """Token embedding and output head, one matrix if they are tied.
+    """Holds the token embedding and the output head, as one matrix if they are tied.
 
-    A packed head cannot be looked up in. Then the embedding stays mapped from the file, where a lookup reads single rows.
+    Single rows cannot be read from a packed head. Then the embedding stays mapped from the file, where a lookup reads
+    single rows.
 
     Args:
         head: name of the head's weights; None if they are the embedding's.
-        embedding_scale, logits_scale: what embeddings and logits are multiplied by.
+        embedding_scale, logits_scale: factors of embeddings and logits.
         logits_cap: logits become cap * tanh(logits / cap) after that (Gemma Team 2024, "Gemma 2"); None for no cap.
     """
 
@@ -34,12 +35,12 @@ class Vocabulary:
         self._embedding_scale, self._logits_scale, self._logits_cap = embedding_scale, logits_scale, logits_cap
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """(T, M)."""
+        """Returns the embeddings of tokens, (T, M)."""
         x_TM = self._embedding[token_ids_T].to(self._dtype)
         return x_TM if self._embedding_scale == 1.0 else x_TM * self._embedding_scale
 
     def logits(self, x_TM: Tensor) -> Tensor:
-        """(T, vocabulary)."""
+        """Returns logits, (T, vocabulary)."""
         logits = self._head(x_TM)
         if self._logits_scale != 1.0:
             logits = logits * self._logits_scale

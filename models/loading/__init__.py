@@ -1,4 +1,4 @@
-"""Loading of models: checkpoints, configs, architectures."""
+"""Loads models: reads checkpoints and configs, and finds the class of an architecture."""
 
 from models.loading.load import (
     ARCHITECTURES,

@@ -1,4 +1,7 @@
-"""Reading a checkpoint's tensors: Hugging Face layout, one safetensors file or shards with an index, memory-mapped."""
+"""Reads the tensors of a checkpoint in Hugging Face layout: a safetensors file, or shards with an index.
+
+Files are memory-mapped.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,14 @@ INDEX_FILE = "model.safetensors.index.json"
 
 
 class UnsupportedModelError(HybridMemoryError, ValueError):
-    """A checkpoint of an architecture, or with an option, that this library does not implement."""
+    """The architecture of a checkpoint, or one of its options, is not implemented by this library."""
 
 
 def require(config: object, **wanted: object) -> None:
-    """Refuse a config unless these options have these values: what others do with another value is nothing, or not known."""
+    """Raises UnsupportedModelError unless these options of a config have these values.
+
+    It is for options whose other values existing implementations ignore, or handle in ways that are not known.
+    """
     for name, value in wanted.items():
         found = getattr(config, name)
         if (tuple(found) if isinstance(found, list) else found) != value:
@@ -31,26 +37,30 @@ def require(config: object, **wanted: object) -> None:
 
 
 def check_numbers(config: object, *names: str, above: float = -math.inf) -> None:
-    """Refuse a config unless these options are finite numbers `above` a limit."""
+    """Raises UnsupportedModelError unless these options of a config are finite numbers `above` a limit."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
             limit = "" if above == -math.inf else f" above {above}"
-            raise UnsupportedModelError(f"{name}={value!r}; {type(config).__name__} is implemented with a number{limit}")
+            raise UnsupportedModelError(
+                f"{name}={value!r}; {type(config).__name__} is implemented with a number{limit}"
+            )
 
 
 class Checkpoint:
-    """Tensors by name. Each is read when it is taken; untouched bytes of the files are never loaded.
+    """Holds the tensors of a checkpoint by name. Each is read when it is taken; other tensors are never loaded.
 
     Args:
         folder: holds model.safetensors, or its shards and their index.
         dtype: what floating-point tensors are cast to.
         on_taken: called once for every tensor taken, for progress bars.
     Raises:
-        FormatError: no weights, an index that is not one, a shard that is missing or damaged.
+        FormatError: there are no weights, the index cannot be read, or a shard is missing or damaged.
     """
 
-    def __init__(self, folder: Path, device: torch.device, dtype: torch.dtype, on_taken: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, folder: Path, device: torch.device, dtype: torch.dtype, on_taken: Callable[[], None] = lambda: None
+    ) -> None:
         self.folder = folder
         self.device = device
         self.dtype = dtype
@@ -65,13 +75,17 @@ class Checkpoint:
             return [SINGLE_FILE]
         index = self.folder / INDEX_FILE
         if not index.exists():
-            raise FormatError(f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors checkpoints can be loaded")
+            raise FormatError(
+                f"{self.folder} has neither {SINGLE_FILE} nor {INDEX_FILE}; only safetensors checkpoints can be loaded"
+            )
         try:
             names = set(json.loads(index.read_text())["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise FormatError(f"{index} is no index of safetensors shards: {error}") from error
         if not names or not all(isinstance(name, str) for name in names):
-            raise FormatError(f"{index} is no index of safetensors shards: its weight_map holds {list(names)[:3]}, not file names")
+            raise FormatError(
+                f"{index} is no index of safetensors shards: its weight_map holds {list(names)[:3]}, not file names"
+            )
         return sorted(names)
 
     def _open(self, name: str):  # type: ignore[no-untyped-def]
@@ -90,10 +104,10 @@ class Checkpoint:
         return name in self._file_of
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """The tensor `name`, which must have `shape`, on the checkpoint's device, in `dtype` or the checkpoint's.
+        """Returns the tensor `name`, of this `shape`, on the checkpoint's device, in `dtype` or the checkpoint's.
 
         Raises:
-            FormatError: it is missing or has another shape; the message names both.
+            FormatError: the tensor is missing or has another shape; the message names both shapes.
         """
         tensor = self.take_as_stored(name, *shape)
         if name in self._factors:
@@ -102,17 +116,24 @@ class Checkpoint:
         return tensor.to(self.device, dtype or self.dtype)
 
     def scale(self, name: str, factor: float | Tensor) -> None:
-        """From now on `take` gives the tensor `name` times this factor, or times one factor a row; it need not exist."""
+        """Makes `take` multiply the tensor `name` by one factor, or by one for each row; it need not exist."""
         self._factors[name] = factor
 
     def take_as_stored(self, name: str, *shape: int) -> Tensor:
-        """As `take`, but mapped from the file, in its dtype, on the CPU: memory is taken only where it is read."""
+        """Returns a tensor as `take` does, but mapped from the file, in its dtype, on the CPU.
+
+        Such a tensor takes memory only for the parts that are read.
+        """
         if name not in self._file_of:
             close = [n for n in self._file_of if n.rsplit(".", 2)[-2:] == name.rsplit(".", 2)[-2:]][:3]
-            raise FormatError(f"{self.folder} has no tensor {name!r} of shape {list(shape)}{f'; similar: {close}' if close else ''}")
+            raise FormatError(
+                f"{self.folder} has no tensor {name!r} of shape {list(shape)}{f'; similar: {close}' if close else ''}"
+            )
         tensor = self._read(name)
         if tensor.shape != shape:
-            raise FormatError(f"{name} in {self.folder} has shape {list(tensor.shape)}, its config.json says {list(shape)}")
+            raise FormatError(
+                f"{name} in {self.folder} has shape {list(tensor.shape)}, its config.json says {list(shape)}"
+            )
         if name not in self._taken:
             self._taken.add(name)
             self.on_taken()
@@ -123,21 +144,21 @@ class Checkpoint:
         return tensor
 
     def take_optional(self, condition: bool, name: str, *shape: int) -> Tensor | None:
-        """As `take` if the config says that the tensor exists, else None."""
+        """Returns the tensor as `take` does if the config says that it exists (`condition`), else None."""
         return self.take(name, *shape) if condition else None
 
     def warn_of_leftovers(self, *expected: str) -> None:
-        """Warn of tensors that nobody took, except `expected` ones: the model may not be what its config says."""
+        """Warns if tensors were not taken, except `expected` ones: then the model may not be what its config says."""
         if left := self.leftovers(*expected):
             warnings.warn(f"{len(left)} tensors of {self.folder} are not used: {left[:5]}", stacklevel=3)
 
     def leftovers(self, *expected: str) -> list[str]:
-        """Tensors that nobody took, except `expected` ones."""
+        """Returns the names of tensors that were not taken, except `expected` ones."""
         return sorted(self._file_of.keys() - self._taken - set(expected))
 
 
 class UnreadCheckpoint(Checkpoint):
-    """The checkpoint of a folder without its numbers: names and shapes are checked as ever, tensors take no memory.
+    """Reads names and shapes of a folder's checkpoint, and checks them, but no numbers: tensors take no memory.
 
     Attributes:
         stored: name -> (dtype as safetensors names it, shape) of every tensor in the files.
@@ -146,20 +167,22 @@ class UnreadCheckpoint(Checkpoint):
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
         super().__init__(folder, torch.device("meta"), dtype)
         slices = {name: self._files[file].get_slice(name) for name, file in self._file_of.items()}
-        self.stored: dict[str, tuple[str, tuple[int, ...]]] = {n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()}
+        self.stored: dict[str, tuple[str, tuple[int, ...]]] = {
+            n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()
+        }
 
     def _read(self, name: str) -> Tensor:
         return torch.empty(self.stored[name][1], dtype=self.dtype, device=self.device)
 
     def scale(self, name: str, factor: float | Tensor) -> None:
-        """There are no numbers to scale."""
+        """Does nothing: there are no numbers to scale."""
 
 
 class LoadedCheckpoint(Checkpoint):
-    """Tensors that are in memory already; what is taken unchanged is shared.
+    """Holds tensors that are in memory already; those that are taken unchanged are shared.
 
     Args:
-        tensors: under the names that a file would have.
+        tensors: by the names that they would have in a file.
     """
 
     def __init__(self, name: str, tensors: dict[str, Tensor], device: torch.device, dtype: torch.dtype) -> None:
@@ -176,14 +199,14 @@ class LoadedCheckpoint(Checkpoint):
         return self._tensors[name]
 
     def warn_of_leftovers(self, *expected: str) -> None:
-        """As for files, which hold a tensor of several names once."""
+        """Warns as for files, in which a tensor of several names stands once."""
         places = {self._tensors[name].data_ptr() for name in self._taken}
         tied = (name for name, tensor in self._tensors.items() if tensor.data_ptr() in places)
         super().warn_of_leftovers(*expected, *tied)
 
 
 class DryCheckpoint(Checkpoint):
-    """A checkpoint without numbers: every tensor that is asked for exists, has the right shape, and takes no memory."""
+    """Has no files: every tensor that is taken exists, has the shape that is expected, and takes no memory."""
 
     def __init__(self, name: str, dtype: torch.dtype) -> None:
         self.folder = Path(name)
@@ -197,7 +220,7 @@ class DryCheckpoint(Checkpoint):
         return True
 
     def scale(self, name: str, factor: float | Tensor) -> None:
-        """There are no numbers to scale."""
+        """Does nothing: there are no numbers to scale."""
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)

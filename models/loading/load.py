@@ -1,4 +1,4 @@
-"""`load_model`: from a folder or a hub id to a model that runs on a memory."""
+"""Loads models that run on a memory, from a folder, a hub id, or a loaded transformers model."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from memory.errors import FormatError, HybridMemoryError
 from models.loading.checkpoint import Checkpoint, DryCheckpoint, LoadedCheckpoint, UnsupportedModelError
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
-"""The small Jamba that ships with the library; see `training/train_embedded.py`."""
+"""Folder of the small Jamba that ships with the library; `training/train_embedded.py` makes it."""
 
 _DOWNLOAD_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
 _WANTED = "give a checkpoint's folder, 'embedded', or a hub id such as 'owner/name'"
 _PROGRESS_FROM_TENSORS = 200
-"""A progress bar for fewer tensors would only flash."""
+"""Fewest tensors with a progress bar; for fewer it would disappear at once."""
 
 
 class LanguageModel(Protocol):
-    """A model on a memory: it holds weights only, everything it remembers is in the step's memory."""
+    """Holds the weights of a model that runs on a memory; everything that it remembers is in the step's memory."""
 
     config: PreTrainedConfig
     memory_spec: MemorySpec
 
     def __call__(self, step: Step) -> Tensor:
-        """The wanted rows' logits, (n, vocab), in the caller's order."""
+        """Returns the logits of the rows that the step selects, (n, vocab), in the caller's order."""
         ...
 
 
@@ -49,7 +49,7 @@ ARCHITECTURES: dict[str, ModelClass] = {}
 
 
 def register(architecture: str) -> Callable[[C], C]:
-    """Class decorator: the class is what `config.json` calls `architecture`."""
+    """Registers the decorated class as the one that `config.json` names `architecture`."""
 
     def add(model_class: C) -> C:
         ARCHITECTURES[architecture] = model_class
@@ -62,15 +62,19 @@ ForwardT = TypeVar("ForwardT", bound=Callable[..., Tensor])
 
 
 def on_step(forward: ForwardT) -> ForwardT:
-    """Decorator of a model's `__call__(self, step)`, which is called without gradients and with an open step of its own memory.
+    """Decorates a model's `__call__(self, step)`: it runs without gradients, on an open step of its own memory.
 
-    StepError says how to call it to whoever gives anything else.
+    Any other argument raises StepError, whose message shows the right call.
     """
 
     @wraps(forward)
     def call(model: LanguageModel, *args: Any, **kwargs: Any) -> Tensor:
-        if len(args) != 1 or kwargs or not callable(getattr(args[0], "check_model", None)):  # a step, or what stands for one
-            given = ", ".join([*map(reprlib.repr, args), *(f"{name}={reprlib.repr(value)}" for name, value in kwargs.items())])
+        if (
+            len(args) != 1 or kwargs or not callable(getattr(args[0], "check_model", None))
+        ):  # a step, or what stands for one
+            given = ", ".join(
+                [*map(reprlib.repr, args), *(f"{name}={reprlib.repr(value)}" for name, value in kwargs.items())]
+            )
             raise StepError(
                 f"{model.memory_spec.model} was given {given or 'nothing'}, but it runs on a step of a memory; write "
                 "`with memory.step({sequence: token_ids}) as step: logits = model(step)`"
@@ -83,19 +87,23 @@ def on_step(forward: ForwardT) -> ForwardT:
 
 
 def load_model(
-    path_or_hub_id: str | Path, *, device: str | torch.device = "cpu", dtype: str | torch.dtype = "auto", progress: bool | None = None
+    path_or_hub_id: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: str | torch.dtype = "auto",
+    progress: bool | None = None,
 ) -> LanguageModel:
     """Load a model for inference.
 
     Args:
-        path_or_hub_id: a folder with config.json and safetensors; "embedded" for the model that ships with the library; or
-            a model id on the Hugging Face hub, downloaded once.
+        path_or_hub_id: a folder with config.json and safetensors; "embedded" for the model that ships with the library;
+            or a model id on the Hugging Face hub, downloaded once.
         dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto" takes the checkpoint's own.
-        progress: show a bar on stderr; unless given, on a terminal and for larger checkpoints.
+        progress: whether to show a bar on stderr; by default on a terminal, for larger checkpoints.
     Raises:
-        FormatError: files that are missing, damaged, or do not fit the config; the message names the tensor.
-        UnsupportedModelError: an architecture or option that is not implemented.
-        SpecError: a device or dtype that does not exist.
+        FormatError: files are missing, damaged, or do not fit the config; the message names the tensor.
+        UnsupportedModelError: the architecture, or an option of it, is not implemented.
+        SpecError: the device or dtype does not exist.
     Cost: reads every tensor once; float32 on the CPU stays memory-mapped where the checkpoint is float32 too.
     """
     device = _read_device(device)
@@ -103,7 +111,9 @@ def load_model(
     config, model_class = read_config(folder)
     _check_unquantised(config)
     checkpoint = Checkpoint(folder, device, _read_dtype(dtype, config))
-    is_shown = Console(stderr=True).is_terminal and len(checkpoint) >= _PROGRESS_FROM_TENSORS if progress is None else progress
+    is_shown = (
+        Console(stderr=True).is_terminal and len(checkpoint) >= _PROGRESS_FROM_TENSORS if progress is None else progress
+    )
     with Progress(console=Console(stderr=True), disable=not is_shown) as bar:
         task = bar.add_task(f"loading {folder.name}", total=len(checkpoint))
         checkpoint.on_taken = lambda: bar.advance(task)
@@ -113,24 +123,25 @@ def load_model(
 
 
 def from_transformers(hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
-    """Our model with the weights of a loaded transformers model, where it stands; no file is written.
+    """Makes this library's model from the weights of a loaded transformers model, on its device; no file is written.
 
-    Tensors that are used as they are stay shared with `hf_model`: embeddings, norms, and off the CPU or in 16 bits most matrices. Copied
-    are those that our layers want in another form: queries, keys and values in one matrix, taps and decays of recurrences, and in float32
-    on the CPU every matrix of a product, which is laid out for oneDNN. So leave `hf_model`'s weights alone afterwards.
+    Tensors that are used as they are stay shared with `hf_model`: embeddings, norms and, in 16 bits or on other devices
+    than the CPU, most matrices. Tensors that our layers need in another form are copied: queries, keys and values in
+    one matrix, taps and decays of recurrences and, in float32 on the CPU, every matrix of a product, which is laid out
+    for oneDNN. So do not change `hf_model`'s weights afterwards.
 
     Args:
-        dtype: as `load_model`; "auto" takes the model's own. With another one everything is copied.
+        dtype: as for `load_model`; "auto" takes the model's own. With another one everything is copied.
     Raises:
-        UnsupportedModelError: an architecture or option that is not implemented, quantised weights, weights on several
-            devices, or adapters (PEFT) that are not merged.
+        UnsupportedModelError: the architecture, or an option of it, is not implemented; weights are quantised or on
+            several devices; or adapters (PEFT) are not merged.
     """
     check_is_of_transformers(hf_model)
     names = [base.__name__ for base in type(hf_model).__mro__]
     if adapted := find_adapter(hf_model):
         raise UnsupportedModelError(
-            f"{names[0]} with an adapter, at {adapted}; merge it into the weights, peft_model.merge_and_unload(), and give "
-            "what that returns"
+            f"{names[0]} with an adapter, at {adapted}; merge it into the weights, "
+            "peft_model.merge_and_unload(), and give what that returns"
         )
     model_class = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if model_class is None:
@@ -147,35 +158,38 @@ def from_transformers(hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "
 
 
 def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:
-    """A model's tensors under the names that files give them."""
+    """Returns a model's tensors by the names that they have in files."""
     try:
-        # No public name does this without writing files.
+        # No public function of transformers does this without writing files.
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError as error:
         raise UnsupportedModelError(
-            f"transformers {transformers.__version__} does not tell how files call this model's tensors; write them with "
-            "model.save_pretrained(folder), and load_model(folder)"
+            f"transformers {transformers.__version__} has no public way to the names of this "
+            "model's tensors in files; write them with model.save_pretrained(folder), and load_model(folder)"
         ) from error
     try:
         tensors: dict[str, Tensor] = revert_weight_conversion(hf_model, hf_model.state_dict())
     except torch.OutOfMemoryError:
         raise
     except (LookupError, RuntimeError, ValueError) as error:
-        raise FormatError(f"transformers cannot write this {type(hf_model).__name__} as a checkpoint: {error}") from error
+        raise FormatError(
+            f"transformers cannot write this {type(hf_model).__name__} as a checkpoint: {error}"
+        ) from error
     return tensors
 
 
 def _undo_rescaling(checkpoint: Checkpoint, prefix: str, config: PreTrainedConfig) -> None:
-    """transformers halves weights of RWKV-4 in place, every few layers, when a model runs for the first time."""
+    """Undoes what transformers does to RWKV-4's weights: its first forward halves them in place, every few layers."""
     for i in range(config.num_hidden_layers):
         for name in ("attention.output", "feed_forward.value"):
             checkpoint.scale(f"{prefix}.{i}.{name}.weight", 2.0 ** (i // config.rescale_every))
 
 
 def find_adapter(hf_model: torch.nn.Module) -> str | None:
-    """The first place where PEFT has put an adapter around a module, or the whole model; None without any.
+    """Returns the first place with a PEFT adapter around a module, or around the whole model; None without any.
 
-    Told by what adapters look like, for PEFT need not be installed, and what it notes on a model outlives a merge.
+    Adapters are recognised by their attributes: PEFT need not be installed, and what it notes on a model stays there
+    after a merge.
     """
     if not isinstance(hf_model, PreTrainedModel) and hasattr(hf_model, "peft_config"):
         return "the whole model"
@@ -186,19 +200,25 @@ def find_adapter(hf_model: torch.nn.Module) -> str | None:
 
 
 def check_is_of_transformers(hf_model: object) -> None:
-    """Raise UnsupportedModelError for what is no model of torch at all."""
+    """Raises UnsupportedModelError for an object that is no torch module at all."""
     if not isinstance(hf_model, torch.nn.Module):
         raise UnsupportedModelError(
-            f"{hf_model!r} is no model of transformers; give AutoModelForCausalLM.from_pretrained(...), or a path to load_model"
+            f"{hf_model!r} is no model of transformers; give AutoModelForCausalLM.from_pretrained(...), "
+            "or a path to load_model"
         )
 
 
 def check_source(hf_model: PreTrainedModel) -> torch.device:
-    """The one device of a transformers model whose weights are numbers as they stand. Raises UnsupportedModelError for any other."""
+    """Returns the device of a transformers model.
+
+    Raises UnsupportedModelError if its weights are quantised, on "meta", or on several devices.
+    """
     _check_unquantised(hf_model.config)
     devices = sorted({str(parameter.device) for parameter in hf_model.parameters()})
     if len(devices) != 1 or devices == ["meta"]:
-        raise UnsupportedModelError(f"weights on {', '.join(devices)}; load the model onto one device, with its weights")
+        raise UnsupportedModelError(
+            f"weights on {', '.join(devices)}; load the model onto one device, with its weights"
+        )
     return torch.device(devices[0])
 
 
@@ -214,19 +234,24 @@ def _unsupported(architecture: str) -> UnsupportedModelError:
 
 
 def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> MemorySpec:
-    """What a model of this config would need remembered, without its weights: for `HybridMemory(..., device="meta")`.
+    """Returns the memory spec of a model of this config, without reading its weights.
+
+    It is what a dry run needs, `HybridMemory(..., device="meta")`.
 
     Args:
         architecture: the class that `config.json` names, such as "BambaForCausalLM".
     Raises:
-        UnsupportedModelError: an architecture or option that is not implemented.
-        FormatError: a config that contradicts itself.
+        UnsupportedModelError: the architecture, or an option of it, is not implemented.
+        FormatError: the config contradicts itself.
     """
     return dry_model(config, architecture, dtype=dtype).memory_spec
 
 
 def dry_model(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
-    """A model whose weights are on "meta": it cannot run, but has their shapes. Arguments and errors as `plan_memory`."""
+    """Makes a model whose weights are on "meta": they have shapes but no numbers, so it cannot run.
+
+    Arguments and errors are those of `plan_memory`.
+    """
     if not isinstance(config, PreTrainedConfig):
         raise SpecError(f"config={config!r} is no config of transformers; give AutoConfig.from_pretrained(folder)")
     if architecture not in ARCHITECTURES:
@@ -235,10 +260,11 @@ def dry_model(config: PreTrainedConfig, architecture: str, *, dtype: str | torch
 
 
 def weight_bytes(model: LanguageModel) -> int:
-    """Bytes of all tensors that a model holds, each counted once, packed ones as packed.
+    """Returns the bytes of all tensors that a model holds, each counted once; packed ones count as they are packed.
 
-    On the CPU, a tensor whose dtype is the file's own is mapped, not copied: it counts here, but takes memory only where it is
-    read. So a tied embedding costs little beside the head packed from it: a lookup touches single rows.
+    On the CPU, a tensor whose dtype is the file's own is mapped, not copied: it counts here, but takes memory only for
+    the parts that are read. So a tied embedding costs little beside the head that is packed from it: a lookup reads
+    single rows.
     """
     found: dict[int, Tensor] = {}
     seen: set[int] = set()
@@ -258,7 +284,7 @@ def weight_bytes(model: LanguageModel) -> int:
 
 
 def find_folder(path_or_hub_id: str | Path) -> Path:
-    """The local folder of a checkpoint, downloading it if it is a hub id."""
+    """Returns the local folder of a checkpoint; a hub id is downloaded first."""
     if not isinstance(path_or_hub_id, str | Path) or not str(path_or_hub_id):
         raise FormatError(f"{path_or_hub_id!r} is no path and no hub id; {_WANTED}")
     if str(path_or_hub_id) == "embedded":
@@ -282,8 +308,10 @@ def _is_hub_id(name: str) -> bool:
 
 
 def find_config(path_or_hub_id: str | Path) -> Path:
-    """The config of a checkpoint, without its weights: a folder that has one, such a file itself, or a hub id, of which nothing else is
-    downloaded."""
+    """Returns the path of a checkpoint's config: in a folder, such a file itself, or of a hub id.
+
+    Of a hub id nothing but the config is downloaded.
+    """
     path = Path(path_or_hub_id).expanduser()
     if path.is_file():
         return path
@@ -292,19 +320,22 @@ def find_config(path_or_hub_id: str | Path) -> Path:
     try:
         return Path(hf_hub_download(str(path_or_hub_id), "config.json"))
     except _DOWNLOAD_ERRORS as error:
-        raise FormatError(f"{path_or_hub_id} is no file here and no model whose config can be downloaded: {error}") from error
+        raise FormatError(
+            f"{path_or_hub_id} is no file here and no model whose config can be downloaded: {error}"
+        ) from error
 
 
 def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
-    """A config as transformers' object, with all defaults, and the class that implements it.
+    """Returns a config as transformers' object, with all defaults, and the model class that implements it.
 
     Args:
-        place: the folder of a checkpoint, or its config.json, whatever it is called.
+        place: the folder of a checkpoint, or its config.json, by any name.
     """
     path = place / "config.json" if place.is_dir() else place
     if not path.exists() and (place / "adapter_config.json").exists():
         raise UnsupportedModelError(
-            f"{place} holds an adapter, not a model; merge it into the model it was made for, peft_model.merge_and_unload(), and save that"
+            f"{place} holds an adapter, not a model; merge it into the model it was made for, "
+            "peft_model.merge_and_unload(), and save that"
         )
     if not path.exists():
         raise FormatError(f"{place} has no config.json; give the folder of a checkpoint in Hugging Face layout")
@@ -325,7 +356,7 @@ def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
 
 
 def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpoint) -> LanguageModel:
-    """Make the model. What a nonsensical config lets fail on the way is the config's fault: FormatError."""
+    """Makes the model. An error that a config with impossible values causes on the way becomes a FormatError."""
     try:
         return model_class(config, checkpoint)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -333,13 +364,13 @@ def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpo
             raise
         odd = _odd_sizes(config)
         if isinstance(error, torch.OutOfMemoryError) or (isinstance(error, RuntimeError) and not odd):
-            raise  # what is wrong with a device or with torch is not the config's fault
+            raise  # a fault of the device or of torch, not of the config
         place, said = checkpoint.folder / "config.json", f"; it says {odd}" if odd else ""
         raise FormatError(f"{place} contradicts itself: {type(error).__name__}: {error}{said}") from error
 
 
 def _odd_sizes(config: PreTrainedConfig) -> str:
-    """Integers below one that are not the class's own choice, by name."""
+    """Returns, as text, the config's integers below one that are not defaults of its class."""
     chosen = config.get_text_config().to_diff_dict().items()
     odd = {name: value for name, value in chosen if type(value) is int and value < 1 and not name.endswith("_token_id")}
     return ", ".join(f"{name}={value}" for name, value in odd.items())
@@ -353,6 +384,6 @@ def _read_device(device: str | torch.device) -> torch.device:
 
 def _read_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
     if isinstance(dtype, str) and dtype == "auto":
-        # A model of several parts may say it only of the part that reads text.
+        # The config of a model of several parts may name a dtype only in its part for text.
         dtype = config.dtype or config.get_text_config().dtype or torch.float32
     return read_dtype("dtype", dtype, "'auto', ")

@@ -22,7 +22,7 @@ KEY_PAGES = [
     f"{name}.html"
     for name in (
         "index concepts/index concepts/limits how-to/decode how-to/adding-a-policy reference/memory reference/command-line architecture "
-        "results/peers results/decode faq changelog"
+        "results/peers results/decode glossary faq changelog"
     ).split()
 ]
 

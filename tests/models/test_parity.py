@@ -17,7 +17,7 @@ from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, RecurrentSpec, Sequence
 from memory.attention_cache import AttentionCache
-from memory.blocks.arena import Field
+from memory.blocks.layout import Field
 from memory.blocks.store import Store
 from models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
