@@ -71,7 +71,8 @@ class AttentionCache:
         self.grid, self.page_tokens = grid, grid.page_tokens
         fields = [self._page_fields(s) for s in specs]
         shapes = [shape for own in fields for shape in own]
-        self.layout = BlockLayout.of([(shape, dtype) for shape in shapes], [1 if len(shape) == 3 else None for shape in shapes])
+        row_axes = [1 if len(shape) == 3 else None for shape in shapes]
+        self.layout = BlockLayout.of([(shape, dtype) for shape in shapes], row_axes).shared_by([*map(len, fields)])
         name = name or ("pages" if grid.window is None else f"pages over {grid.window}")
         self.pool = store.make_pool(name, self.layout, from_top=False)
         self._specs = specs
@@ -312,10 +313,10 @@ class AttentionCache:
         self._table.share(sources, targets)
 
     def truncate(self, slot: int, to: int) -> None:
-        self._table.truncate(slot, ceil_div(to, self.page_tokens) - self._first_page.get(slot, 0))
-
-    def reset(self, slot: int) -> None:
-        self.release(slot)
+        if to:
+            self._table.truncate(slot, ceil_div(to, self.page_tokens) - self._first_page.get(slot, 0))
+        else:
+            self._table.release(slot)
 
     def release(self, slot: int) -> None:
         self._table.release(slot)
@@ -343,10 +344,6 @@ class AttentionCache:
 
     def holdings(self, slots: Int64s) -> list[Holding]:
         return [self._table.holding("body", slots, np.array([*map(self._oldest_row, slots.tolist())], np.int64))]
-
-    @property
-    def shares(self) -> dict[str, list[int]]:
-        return {self.pool.name: self.layout.split([len(self._page_fields(s)) for s in self._specs])}
 
     def record(self, slot: int) -> Record:
         return self._table.record(slot)

@@ -252,7 +252,7 @@ class Coordinator(Lifetime):
             raise out_of_reach(sequence, to, reached, self.length_of(sequence), self.horizon_of(sequence))
         with uninterrupted():
             if source is None:
-                layers.reset(sequence.slot)
+                layers.truncate(sequence.slot, 0)
                 ledger.reset(sequence.slot)
                 return
             if source is not sequence:

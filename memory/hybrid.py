@@ -22,7 +22,8 @@ from memory.sequences.interrupts import uninterrupted_call
 from memory.specs import MemorySpec
 from memory.step import Outputs, Step
 from memory.storage.files import read_path, read_snapshot, write_snapshot
-from memory.storage.signature import fitted, signature_of, with_names_of_files
+from memory.storage.names import names_in_files
+from memory.storage.signature import fitted, signature_of
 from memory.views.counters import Counters
 from memory.views.usage import Usage, measure
 
@@ -277,13 +278,13 @@ class HybridMemory:
         snapshot, record = self._coordinator.export(sequence)
         place = read_path("path", path, "the path of a file, such as 'alice.safetensors'")
         about = {"signature": signature_of(self.spec, self.page_tokens, self._rules), "model": self.spec.model, **record}
-        write_snapshot(place, with_names_of_files(snapshot, self._coordinator.layers), about)
+        write_snapshot(place, names_in_files(self._coordinator.layers).renamed(snapshot), about)
 
     def load(self, path: str | Path) -> Sequence:
         """A new sequence that goes on, bit for bit, where the saved one stood.
 
         Forks and checkpoints of the saved one are not in its file. The memory must be like the one that wrote it: the same model,
-        policies, dtypes, rollback_window, fold and page_tokens; weights are not compared.
+        policies, storages, dtypes, rollback_window, fold and page_tokens; weights are not compared. Formats 2 and 3 are read.
 
         Raises:
             FormatError: no such file, or a damaged, foreign or unsuitable one; nothing has changed. CapacityError.

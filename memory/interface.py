@@ -336,11 +336,7 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         ...
 
     def truncate(self, slot: int, to: int) -> None:
-        """Forget tokens from position `to` >= horizon(slot) on. Copies no tensor."""
-        ...
-
-    def reset(self, slot: int) -> None:
-        """Forget all tokens: position 0."""
+        """Forget tokens from position `to` on: `to` >= horizon(slot), or 0, which forgets all that was fed. Copies no tensor."""
         ...
 
     def release(self, slot: int) -> None:
@@ -368,11 +364,6 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
 
     def holdings(self, slots: Int64s) -> list[Holding]:
         """The blocks of `blocks_of` for many slots (S,), and what they are to them."""
-        ...
-
-    @property
-    def shares(self) -> dict[str, list[int]]:
-        """Pool name -> bytes of a block that each memory has, in the order of their numbers; together the whole block."""
         ...
 
     def record(self, slot: int) -> Record:

@@ -156,10 +156,6 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         for memory in self.values():
             memory.truncate(slot, to)
 
-    def reset(self, slot: int) -> None:
-        for memory in self.values():
-            memory.reset(slot)
-
     def release(self, slot: int) -> None:
         for memory in self.values():
             memory.release(slot)

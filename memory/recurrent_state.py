@@ -1,7 +1,7 @@
-"""The memory of recurrent layers: a body state, a tail of what each token gave the layer, and a head state that is only a cache.
+"""The memory of recurrent layers: a body state, a tail of what each token gave, and a head state that is only a cache.
 
-`memory.state.tails` holds the blocks, and `memory.state.readers` says how a recurrence runs over them. `memory.sequences.folding` says
-when bodies move.
+`memory.state.tails` holds the blocks, and `memory.state.readers` says how a recurrence runs over them.
+`memory.sequences.folding` says when bodies move.
 """
 
 from __future__ import annotations

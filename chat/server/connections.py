@@ -21,6 +21,8 @@ from chat.server.options import ServerOptions
 
 MOST_CHUNKS = 4096
 """Chunks of one body: each costs the event loop as much as a small request."""
+MOST_READ_BYTES = 16 << 10
+"""Of one connection before the event loop looks at the others."""
 _LOG_SECONDS = 60.0
 
 
@@ -141,6 +143,8 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        if hasattr(transport, "max_size"):  # asyncio's own; what it reads at once keeps everybody else waiting
+            transport.max_size = MOST_READ_BYTES
         self.peer = self.client[0] if self.client is not None else ""
         self.waits_since = self.loop.time()
         self._start_head_timer()

@@ -10,6 +10,7 @@ import hashlib
 import reprlib
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
+import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
@@ -22,7 +23,10 @@ MOST_STOP_CHARACTERS = 256
 MOST_VALUES = 32_768
 """Objects, arrays and keys of one body: Python makes something of each while everybody waits."""
 MOST_MESSAGES = 4096
-_NO_SIGNS = bytes(set(range(256)) - set(b'"{[:'))
+_BLOCK_BYTES = 1 << 16
+_MOST_QUOTES, _MOST_FIELDS = 4096, 256
+_IS_VALUE = np.isin(np.arange(256), list(b"{[:"))
+"""Of each byte, whether it begins an object, an array or the value of a key."""
 _COLDEST = 1e-4
 """Temperatures below are 0: divided by them, logits would leave the range of float32."""
 
@@ -33,7 +37,7 @@ ModelT = TypeVar("ModelT", bound="_Checked")
 
 def read_request(model: type[ModelT], body: bytes) -> ModelT:
     """A request's body. Raises ApiError 400, naming the parameter."""
-    if _count_values(body) > MOST_VALUES and _count_values(_without_strings(body)) > MOST_VALUES:
+    if _count_values(body) > MOST_VALUES and _count_outside_strings(body, MOST_VALUES) > MOST_VALUES:
         message = f"The body has more than {MOST_VALUES:,} objects, arrays and keys; send fewer messages, or join their parts."
         raise ApiError(400, message, code="invalid_json")
     try:
@@ -53,10 +57,34 @@ def _count_values(body: bytes) -> int:
     return sum(map(body.count, (b"{", b"[", b":")))
 
 
-def _without_strings(body: bytes) -> bytes:
-    """What `_count_values` counts, and nothing else, of what stands outside of strings."""
-    signs = body.replace(rb"\\", b"").replace(rb"\"", b"").translate(None, _NO_SIGNS)
-    return b"".join(signs.split(b'"')[::2])
+def has_too_many_elements(body: bytes, most: int) -> bool:
+    """Whether a body must hold an array of more than `most` elements, told by its signs before anything is parsed.
+
+    True is certain; False says nothing where strings are many or hold escapes. Cost: a pass over the bytes, about a millisecond for each
+    megabyte, where parsing takes twenty.
+    """
+    if body.count(b",") <= most or b"\\" in body or body.count(b'"') > _MOST_QUOTES:
+        return False
+    outside = b"".join(body.split(b'"')[::2])
+    n_arrays, n_objects = outside.count(b"["), outside.count(b"{")
+    return outside.count(b",") > n_arrays * most + n_objects * _MOST_FIELDS
+
+
+def _count_outside_strings(body: bytes, most: int) -> int:
+    """Count the objects, arrays and keys of a body exactly, until there are more than `most`.
+
+    numpy counts, a block at a time, which lets other threads run meanwhile.
+    """
+    signs = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
+    n_values, in_string = 0, False
+    for begin in range(0, len(signs), _BLOCK_BYTES):
+        block = signs[begin : begin + _BLOCK_BYTES]
+        is_in_string = np.logical_xor.accumulate(block == ord('"')) ^ in_string
+        n_values += int(np.count_nonzero(_IS_VALUE[block] & ~is_in_string))
+        in_string = bool(is_in_string[-1])
+        if n_values > most:
+            break
+    return n_values
 
 
 def _explain(detail: ErrorDetails) -> ApiError:

@@ -20,7 +20,7 @@ from chat.server.lengths import check_length, find_context_tokens
 from chat.server.metrics import Metrics
 from chat.server.options import ServerOptions
 from chat.server.replies import Ask, Piece, Replies
-from chat.server.schema import ChatRequest, CompletionRequest, Prompt, read_request
+from chat.server.schema import ChatRequest, CompletionRequest, Prompt, has_too_many_elements, read_request
 from chat.server.texts import Texts
 from memory import CapacityError, FormatError, IntegrityError
 
@@ -143,6 +143,9 @@ class Service:
 
     def _read_completion(self, texts: Tokenizer, body: bytes) -> tuple[CompletionRequest, list[list[int]]]:
         """A request and the tokens of its prompts. Raises ApiError."""
+        if has_too_many_elements(body, self.context_tokens):
+            message = f"This server takes {self.context_tokens:,} tokens at most, prompt and reply together; a prompt has more. Shorten it."
+            raise ApiError(400, message, param="prompt", code="context_length_exceeded")
         asked = read_request(CompletionRequest, body)
         self._check_model(asked.model)
         for prompt in asked.prompt:

@@ -43,7 +43,7 @@ class CrossAttentionCache:
     def __init__(self, specs: list[CrossAttentionSpec], dtype: torch.dtype, page_tokens: int, store: Store) -> None:
         self.page_tokens = page_tokens
         fields = [((s.n_kv_heads, page_tokens, s.head_dim), dtype) for s in specs for _ in ("keys", "values")]
-        self.layout = BlockLayout.of(fields, [1] * len(fields))
+        self.layout = BlockLayout.of(fields, [1] * len(fields)).shared_by([2] * len(specs))
         self.pool = store.make_pool("encoder pages", self.layout, from_top=False)
         self._specs, self._dtype, self._store = specs, dtype, store
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
@@ -170,9 +170,6 @@ class CrossAttentionCache:
     def truncate(self, slot: int, to: int) -> None:
         """What the encoder said stays, whatever the decoder forgets."""
 
-    def reset(self, slot: int) -> None:
-        """As `truncate`."""
-
     def release(self, slot: int) -> None:
         self._table.release(slot)
 
@@ -192,10 +189,6 @@ class CrossAttentionCache:
     def holdings(self, slots: Int64s) -> list[Holding]:
         n_rows = np.array([self._n_rows.get(slot, 0) for slot in slots.tolist()], np.int64)
         return [self._table.holding("body", slots, np.zeros_like(n_rows), n_rows)]
-
-    @property
-    def shares(self) -> dict[str, list[int]]:
-        return {self.pool.name: self.layout.split([2] * len(self._specs))}
 
     def record(self, slot: int) -> Record:
         return self._table.record(slot)

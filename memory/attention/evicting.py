@@ -1,8 +1,8 @@
 """Attention that keeps a budget of old rows: the body holds what a policy has kept, the tail the newest rows verbatim.
 
-Blocks, fold points, forks and rollback are those of a `TailTable`. There is no head, for attention reads body and tail as they are.
-A step sees the body as it was before the step, the rows of the tail, and its own; then those that have become older than the rollback
-window fold into a new body.
+Blocks, fold points, forks and rollback are those of a `TailTable`. There is no head, for attention reads body and tail
+as they are. A step sees the body as it was before the step, the rows of the tail, and its own; then those that have
+become older than the rollback window fold into a new body.
 
     position 0 .......................... body_at ............... start ......... end
              kept rows, at most the budget |  tail rows, verbatim  |  rows of the step
@@ -41,11 +41,11 @@ class Reads:
     """What attention finds where in a step.
 
     Attributes:
-        in_place: the requests all of whose rows are in the arena while the step runs: its new ones fit into the tail. A page is a row;
-            where it lies differs from attention to attention.
+        in_place: the requests all of whose rows are in the arena while the step runs: its new ones fit into the tail. A
+            page is a row; where it lies differs from attention to attention.
         tokens: (t,) packed index of their tokens; None if they are all.
-        rows: elements a row in a tail and in a body -> element offset of each row that they see, counted from the first of its kind of
-            block and attention on.
+        rows: elements a row in a tail and in a body -> element offset of each row that they see, counted from the first
+            of its kind of block and attention on.
         is_tail: 1 for each of these rows that lies in a tail, 0 in a body.
         bodies, cu_bodies, n_kept: with a storage, of the rows that it keeps for them: as `FoldedRows` has it.
         beside: of each other request, what it is alone, all rows in one place.
@@ -97,8 +97,8 @@ class EvictingAttention(CannotDrop, TailMemory):
         self._access = access = BlockAccess(self.table, self._kernels)
         self._sizes = [(n_row, _kept_elements(s)) for n_row, s in zip(access.row_elements, specs, strict=True)]
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
-        # Each row holds its keys and then its values: found from one offset, in a flat of the whole arena and in one that starts later.
-        # Where values are a part of the keys, later is at once.
+        # Each row holds its keys and then its values: found from one offset, in a flat of the whole arena and in one that
+        # starts later. Where values are a part of the keys, later is at once.
         self._all: dict[int, Prepared] = {}
         if not store.is_dry:
             for first in {0, *(_values_at(s) for s in specs)}:
@@ -107,7 +107,8 @@ class EvictingAttention(CannotDrop, TailMemory):
     def plan(self, packed: Packed) -> EvictingPlan:
         step = self.table.plan(packed)
         try:
-            return EvictingPlan(step, None if self._store.is_dry else self._plan_reads(step), self._access.plan_writes(step))
+            reads = None if self._store.is_dry else self._plan_reads(step)
+            return EvictingPlan(step, reads, self._access.plan_writes(step))
         except BaseException:
             self.table.abort(step)
             raise
@@ -158,7 +159,10 @@ class EvictingAttention(CannotDrop, TailMemory):
                 self._kernels.plan_attention(batch, heads, self._dtype, self._store.device, None, folded)
 
     def attend(self, plan: EvictingPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
-        """Attend to what each sequence has kept, its tail and the step's rows up to each token: (T, H, D or value_dim). Then fold."""
+        """Attend to what each sequence has kept, its tail and the step's rows up to each token. Then fold.
+
+        Returns (T, H, D or value_dim).
+        """
         self._specs[index].check_rows(len(plan.step.packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
         if scoring.bias_HL is not None:
             raise StepError(f"scores with a bias by distance need every row; take {self.policy.label} off this layer")
@@ -204,7 +208,10 @@ class EvictingAttention(CannotDrop, TailMemory):
         return live | {name: live[name] & kept}
 
     def kept_positions(self, slot: int, index: int) -> Tensor:
-        """Positions of the rows that attention `index` has kept of a sequence, (R, G) int64, ascending; the tail's come on top."""
+        """Return the positions of the rows that attention `index` has kept of a sequence, (R, G) int64, ascending.
+
+        Those of the tail are not among them.
+        """
         slots = self.table.slots
         n_kept = min(int(slots.body_at[slot]), self.policy.budget_tokens)
         return self._body(index, int(slots.body[slot]))[_POSITIONS][:n_kept].long()
@@ -313,7 +320,10 @@ def _kept_by(policy: EvictionPolicy, rows: Candidates) -> tuple[Tensor, Tensor]:
 
 
 def _member(spec: AttentionSpec, policy: EvictionPolicy, storage: Storage | None) -> TailMember:
-    """A row: keys, own values and, where the policy observes them, queries. The body: kept rows, their positions and their scores."""
+    """Return what the blocks hold for an attention.
+
+    A row holds keys, own values and, where the policy observes them, queries; a body kept rows, their positions and scores.
+    """
     n_heads, budget = spec.n_kv_heads, policy.budget_tokens
     if storage is None:
         kept = [StateTensor("kept", (budget, spec.n_parts, n_heads, spec.head_dim), dtype=None)]

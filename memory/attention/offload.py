@@ -181,9 +181,6 @@ class HostedAttention:
     def truncate(self, slot: int, to: int) -> None:
         self._of(slot).truncate(slot, to)
 
-    def reset(self, slot: int) -> None:
-        self._of(slot).reset(slot)
-
     def release(self, slot: int) -> None:
         self._of(slot).release(slot)
         self._far_slots.discard(slot)
@@ -205,10 +202,6 @@ class HostedAttention:
 
     def holdings(self, slots: Int64s) -> list[Holding]:
         return self.near.holdings(slots)
-
-    @property
-    def shares(self) -> dict[str, list[int]]:
-        return self.near.shares
 
     def record(self, slot: int) -> Record:
         return self._of(slot).record(slot)

@@ -103,7 +103,7 @@ class QuantizedAttention(CannotDrop):
             for s in specs
         ]
         own_fields = [[*own, *self._bound_fields(spec)] for spec, own in zip(specs, shapes, strict=True)]
-        self.layout = BlockLayout.of([field for own in own_fields for field in own])
+        self.layout = BlockLayout.of([field for own in own_fields for field in own]).shared_by([*map(len, own_fields)])
         self.bodies = store.make_pool(f"pages of {name}", self.layout, from_top=False)
         n_fields = len(own_fields[0])
         fields = [self.layout.fields[i : i + n_fields] for i in range(0, len(self.layout.fields), n_fields)]
@@ -236,9 +236,8 @@ class QuantizedAttention(CannotDrop):
 
     def truncate(self, slot: int, to: int) -> None:
         self.exact.truncate(slot, to)
-
-    def reset(self, slot: int) -> None:
-        self.release(slot)
+        if not to:
+            self._table.release(slot)
 
     def release(self, slot: int) -> None:
         self.exact.release(slot)
@@ -261,11 +260,6 @@ class QuantizedAttention(CannotDrop):
         bodies = self._table.holding("body", slots, np.zeros_like(slots))
         tails = (replace(h, part="tail", fold_tokens=self.storage.group) for h in self.exact.holdings(slots))
         return [*tails, replace(bodies, ends=bodies.counts * self.storage.group)]
-
-    @property
-    def shares(self) -> dict[str, list[int]]:
-        n_fields = len(self.layout.fields) // len(self._specs)
-        return self.exact.shares | {self.bodies.name: self.layout.split([n_fields] * len(self._specs))}
 
     def record(self, slot: int) -> Record:
         return self.exact.record(slot)

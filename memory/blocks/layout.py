@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -47,10 +47,15 @@ class Field:
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How a block is divided into fields. `padding_bytes` is what alignment adds to their sizes."""
+    """How a block is divided into fields. `padding_bytes` is what alignment adds to their sizes.
+
+    Attributes:
+        shares: bytes of a block that each member of its layer memory has, in the order of their numbers; together the whole block.
+    """
 
     fields: tuple[Field, ...]
     block_bytes: int
+    shares: tuple[int, ...] = ()
 
     @staticmethod
     def of(tensors: Seq[tuple[tuple[int, ...], torch.dtype]], row_axes: Seq[int | None] | None = None) -> BlockLayout:
@@ -61,10 +66,11 @@ class BlockLayout:
             offset = aligned_bytes(fields[-1].end_bytes)
         return BlockLayout(tuple(fields), offset)
 
-    def split(self, n_fields: Seq[int]) -> list[int]:
-        """Bytes of the first n_fields[0] fields, of the next n_fields[1], and so on, with what alignment adds to them."""
+    def shared_by(self, n_fields: Seq[int]) -> BlockLayout:
+        """Return the same layout, of which the first member has n_fields[0] fields, the next n_fields[1], and so on."""
         bounds = [*(f.offset_bytes for f in self.fields), self.block_bytes]
-        return [bounds[end] - bounds[end - n] for n, end in zip(n_fields, itertools.accumulate(n_fields), strict=True)]
+        shares = [bounds[end] - bounds[end - n] for n, end in zip(n_fields, itertools.accumulate(n_fields), strict=True)]
+        return replace(self, shares=tuple(shares))
 
     @property
     def padding_bytes(self) -> int:

@@ -3,8 +3,8 @@
     position 0 ......... body_at ............... head_at .... start ............ end
                           | tail rows, verbatim ------------ | new rows of the step |
 
-A step needs each sequence's state at `start`, runs the new rows, and leaves a head at `end`. If `end` is far enough beyond
-the body, a new body is made on the way: among the old rows or, in a long prompt, among the new ones.
+A step needs each sequence's state at `start`, runs the new rows, and leaves a head at `end`. If `end` is far enough
+beyond the body, a new body is made on the way: among the old rows or, in a long prompt, among the new ones.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ NOTHING = -1
 class FoldMode(Enum):
     """How a new body is made, and what a step begins with.
 
-    KEEP and REPLAY hold a head: a state at the newest position, with which a step begins. A new body is a head that was kept when it
-    passed that position, or is run again from the old body over the rows between. DEFER holds none: each step reads the body behind the
-    tail, and leaves a new body on its way. NONE is for attention, which reads its body and its tail as they are.
+    KEEP and REPLAY hold a head: a state at the newest position, with which a step begins. A new body is a head that was
+    kept when it passed that position, or is run again from the old body over the rows between. DEFER holds none: each
+    step reads the body behind the tail, and leaves a new body on its way. NONE is for attention, which reads its body
+    and its tail as they are.
     """
 
     KEEP = "keep"
@@ -44,8 +45,8 @@ class FoldMode(Enum):
 class FoldPoints:
     """The positions at which tokens may leave the tail, or a page its sequence: the multiples of `fold_tokens`.
 
-    Where a sequence has folded depends on the furthest position that it has reached and on nothing else, so reruns agree on it and
-    prefixes can be shared.
+    Where a sequence has folded depends on the furthest position that it has reached and on nothing else, so reruns
+    agree on it and prefixes can be shared.
 
     Attributes:
         window_tokens: newest tokens that never fold, counted from the furthest position reached.
@@ -71,8 +72,8 @@ class TailRules:
     Attributes:
         points: where bodies may stand; the window is that of rollback.
         mode: with KEEP, points as far apart as the window is long make one kept state enough.
-        tail_rows: rows of a sequence's ring. The first rollback_window + fold_tokens - 1 are what a tail can hold; the rest
-            lets a short step write in place.
+        tail_rows: rows of a sequence's ring. The first rollback_window + fold_tokens - 1 are what a tail can hold; the
+            rest lets a short step write in place.
     """
 
     points: FoldPoints
@@ -83,13 +84,15 @@ class TailRules:
     def of(fold: Fold, rollback_window: int) -> TailRules:
         """Return what recurrences of a memory with this `fold` and window follow.
 
-        Keep: points a window apart, so a ring of two windows. Replay: an eighth of the window, so a ring of 1.2 windows. Defer: half
-        the window, so that what a step reads of the tail, and writes of bodies, both stay small. No window: no tail, nothing to defer.
+        Keep: points a window apart, so a ring of two windows. Replay: an eighth of the window, so a ring of 1.2
+        windows. Defer: half the window, so that what a step reads of the tail, and writes of bodies, both stay small.
+        Without a window there is no tail, and nothing to defer.
         """
-        if rollback_window == 0:
+        mode, window = FoldMode(fold), rollback_window
+        if window == 0:
             return TailRules(FoldPoints(0, 1), FoldMode.REPLAY, tail_rows=0)
-        fold_tokens = {"keep": rollback_window, "replay": max(4, rollback_window // 8), "defer": max(4, rollback_window // 2)}[fold]
-        return TailRules._with_ring(FoldMode(fold), rollback_window, fold_tokens)
+        apart = {FoldMode.KEEP: window, FoldMode.REPLAY: max(4, window // 8), FoldMode.DEFER: max(4, window // 2)}
+        return TailRules._with_ring(mode, window, apart[mode])
 
     @staticmethod
     def of_attention(rollback_window: int, fold_tokens: int) -> TailRules:
@@ -131,7 +134,9 @@ class TailRules:
         return self.points.last(peaks)
 
     def held_blocks(self, stretch: Stretch) -> tuple[Int64s, Int64s]:
-        """(4, N) states and (4, N) tails that sequences hold before, in and after a step, and that forks share for good: none.
+        """Return (4, N) states and (4, N) tails that sequences hold before, in and after a step.
+
+        The last row is what forks share for good: none.
 
         Of a sequence that was taken back nothing is known but its tail: a head or a kept state may be there or not.
         """
@@ -150,7 +155,10 @@ class TailRules:
         return np.stack([before, np.maximum(before + fresh, after), after, none]), tails
 
     def _shortcuts(self, lengths: Int64s, body_at: Int64s) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Whether sequences that were fed to these lengths have a head, and a kept state. A head where one is kept becomes it."""
+        """Return whether sequences that were fed to these lengths have a head, and a kept state.
+
+        A head where one is kept becomes it.
+        """
         has_kept = self.keeps & (body_at + self.fold_tokens <= lengths)
         return self.has_heads & (lengths > body_at) & ~(has_kept & (lengths % self.fold_tokens == 0)), has_kept
 
@@ -164,18 +172,19 @@ def _count(*are_there: NDArray[np.bool_]) -> Int64s:
 class Columns:
     """One value for each sequence, by slot or by request: positions of states, and ids of blocks.
 
-    Positions count the tokens that a state has seen. After `drop` these are more than the sequence has, for a state still contains the
-    dropped tokens: position p of the sequence is p + offset of its states.
+    Positions count the tokens that a state has seen. After `drop` these are more than the sequence has, for a state
+    still contains the dropped tokens: position p of the sequence is p + offset of its states.
 
         the sequence   0 ............... start ........ length
         its states     0 ......... end ............ length + offset
 
-    `kept` is the state at a later body position, at most one. It and the head are shortcuts, the body and the tail are enough.
+    `kept` is the state at a later body position, at most one. It and the head are shortcuts: the body and the tail are
+    enough.
 
     Attributes:
-        table: (9, n): body_at, head_at, kept_at, offset, floor, then the ids of body, head, kept and tail. The floor is the earliest
-            position of the sequence that has a state: before it, position + offset is that of a dropped token. It is at least 1 once
-            tokens were dropped, for at position 0 nothing is remembered at all.
+        table: (9, n): body_at, head_at, kept_at, offset, floor, then the ids of body, head, kept and tail. The floor is
+            the earliest position of the sequence that has a state: before it, position + offset is that of a dropped
+            token. It is at least 1 once tokens were dropped, for at position 0 nothing is remembered at all.
     """
 
     table: Int64s
@@ -285,7 +294,10 @@ class Pass:
 
 
 def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddresses) -> list[Pass]:
-    """The passes of a step, in the order in which they must run. Every new row is in exactly one pass that is no replay."""
+    """Return the passes of a step, in the order in which they must run.
+
+    Every new row is in exactly one pass that is no replay.
+    """
     starts, ends, fold = packed.starts, packed.ends, after.body_at
     from_kept = before.kept_at > before.body_at
     at, source = np.where(from_kept, before.kept_at, before.body_at), np.where(from_kept, states.old_kept, states.old_body)
@@ -296,7 +308,8 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
     def add(is_replay: bool, mask: NDArray[np.bool_], begin: Int64s, end: Int64s, target: Int64s) -> None:
         passes.append(Pass(is_replay, mask.nonzero()[0], begin[mask], end[mask], source[mask], target[mask]))
 
-    # 1. Old rows up to the new body, unless it was kept. States beyond it cannot help: they run from the old body, beside the rest.
+    # 1. Old rows up to the new body, unless it was kept. States beyond it cannot help: they run from the old body, beside
+    #    the rest.
     mask = fold > before.body_at
     if np.count_nonzero(mask) and (mask := mask & (fold <= starts) & (before.kept_at != fold)).any():
         is_beside = mask & (at >= fold)

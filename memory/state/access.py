@@ -42,7 +42,10 @@ class States:
 
     @property
     def begins(self) -> Int64s:
-        """(S,) position of each run's first row; int64 on the host. Raises StepError while a step is recorded, which stands for others."""
+        """(S,) position of each run's first row; int64 on the host.
+
+        Raises StepError while a step is recorded, which stands for others.
+        """
         if is_recording():
             raise StepError(f"{self.spec.family!r} asks the host for positions, and a step that is recorded serves others as well")
         return self._begins
@@ -51,10 +54,14 @@ class States:
         """Where state tensor `index` begins and ends, for kernels that read and write it in place."""
         state = self.spec.states[index]
         tail = None if self.tails is None else self.tails[index]
-        return StateSlots(self.cu_rows, self.flats[index], self.sources[index], self.targets[index], state.shape, state.initial, tail)
+        source, target = self.sources[index], self.targets[index]
+        return StateSlots(self.cu_rows, self.flats[index], source, target, state.shape, state.initial, tail)
 
     def start(self) -> tuple[Tensor, ...]:
-        """The start states, (S, *shape) each: copies. Those that name a dtype come in float32, however few bits they are kept in."""
+        """The start states, (S, *shape) each: copies.
+
+        Those that name a dtype come in float32, however few bits they are kept in.
+        """
         if self.tails is not None:
             raise StepError(f"states of {self.spec.family!r} stand behind a tail; take `slots`, or give its StateTensors no `ring`")
         tensors = (
@@ -127,8 +134,8 @@ class BlockAccess:
     """Finds for kernels the states and rows that the blocks of a `TailTable` hold.
 
     Attributes:
-        states, tails: for each member a flat view of each of its state tensors, and of all that its tails hold: at the element offset of
-            a block lies that block's own. None in a dry run.
+        states, tails: for each member a flat view of each of its state tensors, and of each part of its tails: at the
+            element offset of a block lies that block's own. There are none in a dry run.
         row_elements: elements of each member's row in a tail; 0 where it has none.
     """
 
@@ -153,11 +160,11 @@ class BlockAccess:
         return self.kernels.prepare(self._store.upload(array))
 
     def elements(self, addresses: Int64s) -> dict[int, Prepared]:
-        """Element size in bytes of any state tensor -> element offset of each address; NOTHING stays -1."""
+        """Return element size in bytes of any state tensor -> element offset of each address; NOTHING stays -1."""
         return {size: self.place(addresses // size) for size in self._state_sizes}
 
     def ring(self, tails: Int64s, positions: Int64s) -> dict[int, Prepared]:
-        """Elements a row -> element offset of each position's row in its tail block."""
+        """Return elements a row -> element offset of each position's row in its tail block."""
         block = self.table.tails.addresses[tails] // self.table.dtype.itemsize
         slot = positions % self.table.rules.tail_rows
         return {size: self.place(block + slot * size) for size in self._row_sizes}
@@ -180,7 +187,8 @@ class BlockAccess:
         n_elements, n_written = self.row_elements[index], writes.indices.shape[0]
         if n_elements and n_written:
             written = rows if n_written == len(rows) else rows[writes.indices]
-            self.kernels.write_rows_(self.tails[index][0], writes.targets[n_elements], written.reshape(n_written, n_elements))
+            written = written.reshape(n_written, n_elements)
+            self.kernels.write_rows_(self.tails[index][0], writes.targets[n_elements], written)
 
     def read_rows(self, index: int, offsets: dict[int, Prepared]) -> Tensor:
         """Read rows of member `index` from tails, where `ring` has found them: (n, *row_shape)."""

@@ -1,4 +1,7 @@
-"""How recurrences run over bodies and tails: with a state that stands at the newest position, or with one that is left behind."""
+"""How recurrences run over bodies and tails.
+
+A `HeadReader` keeps a state at the newest position, a `TailReader` leaves it behind and reads the tail with it.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +49,8 @@ class Reader(Protocol[ReadsT]):
 class HeadReader:
     """Runs recurrences whose states stand at the newest position: `Reader`.
 
-    A step begins with the head or, if a rollback made it stale, runs the tail's rows from the body first. Where the body moves, the rows
-    that it passes are run from the old one into a new block.
+    A step begins with the head or, if a rollback made it stale, runs the tail's rows from the body first. Where the
+    body moves, the rows that it passes are run from the old one into a new block.
     """
 
     def __init__(self, specs: list[RecurrentSpec], table: TailTable, kernels: Kernels | None = None) -> None:
@@ -57,9 +60,10 @@ class HeadReader:
 
     def plan(self, step: TailStep) -> list[Run]:
         """Return the runs of the step, in the order in which they must run."""
-        ids = np.concatenate([step.before.states, step.after.states])
+        packed, before, after = step.packed, step.before, step.after
+        ids = np.concatenate([before.states, after.states])
         states = StateAddresses(*np.where(ids < 0, NOTHING, self._table.states.addresses[ids]))
-        return [self._run(one_pass, step.packed, step.before.tail) for one_pass in schedule(step.packed, step.before, step.after, states)]
+        return [self._run(one_pass, packed, before.tail) for one_pass in schedule(packed, before, after, states)]
 
     def _run(self, one_pass: Pass, packed: Packed, tails: Int64s) -> Run:
         """Find the rows and states of a pass for the kernels."""
@@ -73,7 +77,8 @@ class HeadReader:
             shift = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]
             new_rows = upload(ranges(one_pass.begin + shift, one_pass.end + shift))
         upload(cu_rows)  # for kernels that want it on the device: they find it there
-        return Run(cu_rows, one_pass.begin, access.elements(one_pass.source), access.elements(one_pass.target), tail_rows, new_rows)
+        source, target = access.elements(one_pass.source), access.elements(one_pass.target)
+        return Run(cu_rows, one_pass.begin, source, target, tail_rows, new_rows)
 
     def run(self, reads: list[Run], index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         spec, access = self.specs[index], self.access
@@ -116,14 +121,15 @@ class TailReads:
 
 
 class TailReader:
-    """Runs recurrences whose states are written only when the body moves, so that there is no head and nothing runs twice: `Reader`.
+    """Runs recurrences whose states are written only when the body moves: `Reader`.
 
         position 0 ......... body_at ............................ start ............ end
                               | tail: rows, and what each token did --- | new rows of the step |
 
-    A step runs each recurrence from the body behind the tail: a kernel reads the state once, and from rings what the tokens since have
-    written to it (`memory.kernels.Tail`). When the body moves, the same kernel leaves the state of that position in a fresh block. On
-    hardware whose speed is that of its memory this is a decode step of half the bytes (ReplaySSM, Dao AI Lab 2026).
+    There is no head, and nothing runs twice. A step runs each recurrence from the body behind the tail: a kernel reads
+    the state once, and from rings what the tokens since have written to it (`memory.kernels.Tail`). When the body
+    moves, the same kernel leaves the state of that position in a fresh block. On hardware whose speed is that of its
+    memory this is a decode step of half the bytes (ReplaySSM, Dao AI Lab 2026).
 
     Raises:
         SpecError: a recurrence one of whose states cannot be left behind (`StateTensor.ring`).
@@ -136,7 +142,7 @@ class TailReader:
         self.access = BlockAccess(table, kernels)
         self._table = table
         self._part_sizes = {field.dtype.itemsize for field in table.tail_layout.fields}
-        self._rings = [self._rings_of(spec, flats) for spec, flats in zip(specs, self.access.tails, strict=not table.store.is_dry)]
+        self._rings = list(map(self._rings_of, specs, self.access.tails))
 
     @staticmethod
     def _rings_of(spec: RecurrentSpec, flats: list[Prepared]) -> list[tuple[Prepared, ...]]:
@@ -147,19 +153,22 @@ class TailReader:
 
     def plan(self, step: TailStep) -> TailReads:
         """Return the only run of the step."""
-        packed, before, after, table, place = step.packed, step.before, step.after, self._table, self.access.place
+        packed, before, after = step.packed, step.before, step.after
+        table, place, elements = self._table, self.access.place, self.access.elements
         moves = after.body_at > before.body_at
         source = np.where(before.body < 0, NOTHING, table.states.addresses[before.body])
         target = np.where(moves, table.states.addresses[after.body], NOTHING)
         table.store.upload(packed.cu_seqlens)  # for kernels that want it on the device: they find it there
-        run = Run(packed.cu_seqlens, packed.starts, self.access.elements(source), self.access.elements(target), None, None)
-        old, new = ({size: place(table.tails.addresses[ids] // size) for size in self._part_sizes} for ids in (before.tail, after.tail))
+        run = Run(packed.cu_seqlens, packed.starts, elements(source), elements(target), None, None)
+        addresses = (table.tails.addresses[before.tail], table.tails.addresses[after.tail])
+        old, new = ({size: place(blocks // size) for size in self._part_sizes} for blocks in addresses)
         counts, folds = packed.starts - before.body_at, after.body_at - before.body_at
         return TailReads(run, old, new, place(before.body_at), place(counts), place(folds))
 
     def run(self, reads: TailReads, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
-        tails = [self._tail(reads, flats) for flats in self._rings[index]]
-        return _run_one(States(self.specs[index], self.access.kernels, self.access.states[index], reads.run, tails), rows, recurrence)
+        access, tails = self.access, [self._tail(reads, flats) for flats in self._rings[index]]
+        states = States(self.specs[index], access.kernels, access.states[index], reads.run, tails)
+        return _run_one(states, rows, recurrence)
 
     def _tail(self, reads: TailReads, flats: tuple[Prepared, ...]) -> Tail:
         sources, targets = (tuple(blocks[flat.itemsize] for flat in flats) for blocks in (reads.sources, reads.targets))

@@ -11,7 +11,10 @@ from memory.state.tails import TailTable
 
 
 class TailMemory:
-    """The part of `memory.interface.LayerMemory` that a `TailTable` answers alone: what is asked of slots, not of steps."""
+    """Forwards to a `TailTable` what `memory.interface.LayerMemory` is asked about slots.
+
+    Planning, running and committing a step is left to those who inherit.
+    """
 
     def __init__(self, table: TailTable) -> None:
         self.table = table
@@ -24,10 +27,6 @@ class TailMemory:
     def least_bytes(self) -> int:
         return self.table.least_bytes
 
-    @property
-    def shares(self) -> dict[str, list[int]]:
-        return self.table.shares
-
     def bytes_for(self, stretch: Stretch) -> Int64s:
         return self.table.bytes_for(stretch)
 
@@ -36,9 +35,6 @@ class TailMemory:
 
     def truncate(self, slot: int, to: int) -> None:
         self.table.truncate(slot, to)
-
-    def reset(self, slot: int) -> None:
-        self.table.release(slot)
 
     def release(self, slot: int) -> None:
         self.table.release(slot)

@@ -1,4 +1,4 @@
-"""The table of slots whose memory is a body and a tail: which blocks each slot refers to, and at which positions these stand.
+"""The table of slots whose memory is a body and a tail: their blocks, and the positions at which these stand.
 
 For each sequence, all members of a table together hold
 
@@ -7,8 +7,9 @@ For each sequence, all members of a table together hold
     head   their states after tokens [0, head_at), private to the sequence: a shortcut, never needed
     kept   a head left where the body will move next: another shortcut
 
-When the sequence has gone far enough the body moves up, into another block: a kept state becomes the body, or a new one is made while
-the old one stays until commit, so an abort loses nothing. Blocks are reference-counted and never written while shared.
+When the sequence has gone far enough the body moves up, into another block: a kept state becomes the body, or a new one
+is made while the old one stays until commit, so an abort loses nothing. Blocks are reference-counted and never written
+while shared.
 
 `memory.sequences.folding` says when the body moves; how bodies and tails are read is for those who hold a table.
 """
@@ -49,8 +50,8 @@ class TailMember:
     @staticmethod
     def of(spec: RecurrentSpec, *, deferred: bool) -> TailMember:
         """Return what a recurrence needs whose states stand at the newest token, or are left behind it."""
-        has_rows = spec.has_rows(deferred=deferred)
-        return TailMember(spec.states, spec.row_shape if has_rows else None, tuple(spec.tail_parts(deferred=deferred)[has_rows:]))
+        has_rows, parts = spec.has_rows(deferred=deferred), spec.tail_parts(deferred=deferred)
+        return TailMember(spec.states, spec.row_shape if has_rows else None, tuple(parts[has_rows:]))
 
     @property
     def tail_parts(self) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
@@ -75,9 +76,11 @@ class TailStep:
 
 
 class TailTable:
-    """The table of slots over a pool of states and a pool of tails, whose references it owns. It touches no tensor but to copy tails.
+    """Holds the slots of a pool of states and a pool of tails, and owns the references to their blocks.
 
-    Positions in arguments and results are those of the sequence; in `slots` and in a `TailStep` they count as the states do.
+    Positions in arguments and results are those of the sequence; in `slots` and in a `TailStep` they count as the
+    states do. Of what is in the blocks it knows nothing, but that a tail which two slots share is copied before one of
+    them writes to it.
 
     Args:
         dtype: of rows, and of tensors that name none.
@@ -90,9 +93,10 @@ class TailTable:
         row_axes: Sequence[int | None] | None = None,
     ) -> None:  # fmt: skip
         self.members, self.dtype, self.rules, self.store = members, dtype, rules, store
-        self.state_layout = BlockLayout.of([(t.shape, t.dtype or dtype) for m in members for t in m.states], row_axes)
+        states = [(t.shape, t.dtype or dtype) for m in members for t in m.states]
+        self.state_layout = BlockLayout.of(states, row_axes).shared_by([len(m.states) for m in members])
         rings = [((rules.tail_rows, *shape), of or dtype) for m in members for shape, of in m.tail_parts]
-        self.tail_layout = BlockLayout.of(rings, [0] * len(rings))
+        self.tail_layout = BlockLayout.of(rings, [0] * len(rings)).shared_by([len(m.tail_parts) for m in members])
         self.states = store.make_pool("states" + label, self.state_layout, from_top=True)
         self.tails = store.make_pool("tails" + label, self.tail_layout, from_top=True)
         self._pools = (self.states, self.states, self.states, self.tails)  # of body, head, kept and tail
@@ -105,7 +109,10 @@ class TailTable:
 
     @property
     def least_bytes(self) -> int:
-        """A head, a tail, and two bodies while the body moves, or one and a kept state; without a window only two bodies."""
+        """What a step of one token takes: a head, a tail, and two bodies while the body moves, or one and a kept state.
+
+        Without a window it takes two bodies only.
+        """
         n_states = 3 if self.rules.tail_rows and self.rules.has_heads else 2
         return n_states * self.state_layout.block_bytes + self.tail_layout.block_bytes
 
@@ -133,7 +140,8 @@ class TailTable:
         has_head = (ends > body_at) & self.rules.has_heads
         after.head_at[:] = np.where(has_head, ends, NOTHING)
         moves = body_at > before.body_at
-        if np.count_nonzero(moves):  # a kept state that the body reaches becomes the body; one that it has passed is of no use
+        if np.count_nonzero(moves):
+            # A kept state that the body reaches becomes the body; one that it has passed is of no use.
             is_kept, is_passed = moves & (before.kept_at == body_at), before.kept_at <= body_at
             after.body[is_kept] = before.kept[is_kept]
             after.kept_at[is_passed] = after.kept[is_passed] = NOTHING
@@ -147,8 +155,9 @@ class TailTable:
         own_head = (before.head >= 0) & (self.states.counts[before.head] == 1)
         fits = (ends - before.body_at <= self.rules.tail_rows) & (before.tail >= 0)
         own_tail = fits & (self.tails.counts[before.tail] == 1) if self.rules.tail_rows else np.ones(len(ends), np.bool_)
+        masks = (moves, has_head & ~own_head, leaves, ~own_tail)
         try:
-            for pool, row, mask in zip(self._pools, range(4), (moves, has_head & ~own_head, leaves, ~own_tail), strict=True):
+            for pool, row, mask in zip(self._pools, range(4), masks, strict=True):
                 if n_blocks := int(np.count_nonzero(mask)):
                     fresh[row, mask] = after.ids[row, mask] = pool.allocate(n_blocks)
         except BaseException:
@@ -193,7 +202,8 @@ class TailTable:
             beyond = stays & (after.kept_at > packed.starts + kept)
             self.states.release(after.kept[beyond])
             after.kept_at[beyond] = after.kept[beyond] = NOTHING
-        if self.rules.keeps:  # where the head stands on a later body position it stays there, and the next step makes another
+        if self.rules.keeps:
+            # Where the head stands on a later body position it stays there, and the next step makes another.
             leaves = is_whole & (after.head_at > after.body_at) & (after.head_at % self.rules.fold_tokens == 0)
             if np.count_nonzero(leaves):
                 after.kept_at[leaves], after.kept[leaves] = after.head_at[leaves], after.head[leaves]
@@ -224,6 +234,9 @@ class TailTable:
 
     def truncate(self, slot: int, to: int) -> None:
         """Forget tokens from position `to` >= horizon(slot) on: heads and kept states that contain them."""
+        if not to:
+            self.release(slot)
+            return
         self._grow_to(slot + 1)
         slots = self.slots
         to += int(slots.offset[slot])
@@ -234,7 +247,7 @@ class TailTable:
             slots.kept_at[slot] = slots.kept[slot] = NOTHING
 
     def drop(self, dropped: Dropped) -> None:
-        """Put the positions of the slot's states further ahead of those of its sequence. Nothing moves, no state forgets."""
+        """Put the positions of the slot's states further ahead of those of its sequence. No state forgets a token."""
         self._grow_to(dropped.slot + 1)
         slots, slot = self.slots, dropped.slot
         slots.floor[slot] = max(1, dropped.start, slots.floor[slot] - dropped.n_tokens)
@@ -274,7 +287,10 @@ class TailTable:
         return {self.states.name: states[states >= 0], self.tails.name: tail[tail >= 0]}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        """A state is one row, which a stale head lacks; of a ring the slots of tokens [body_at, length)."""
+        """Return pool name -> which rows of the slot's blocks mean anything to it, as `LayerMemory.live_rows`.
+
+        A state is one row, which a stale head lacks; of a ring the rows of tokens [body_at, length) are live.
+        """
         self._grow_to(slot + 1)
         body_at, head_at, _, offset, _, *states, tail = self.slots.table[:, slot].tolist()
         is_fresh = [[stands] for stands, block in zip((True, head_at >= 0, True), states, strict=True) if block >= 0]
@@ -285,10 +301,11 @@ class TailTable:
     def holdings(self, slots: Int64s) -> list[Holding]:
         """Return the blocks of many slots (S,), and what they are to them."""
         self._grow_to(int(slots.max(initial=-1)) + 1)
-        held, start, fold = self.slots.take(slots), np.zeros_like(slots), self.rules.fold_tokens
+        held, start = self.slots.take(slots), np.zeros_like(slots)
 
         def of(pool: BlockPool, part: Part, ids: Int64s, starts: Int64s, ends: Int64s | None = None) -> Holding:
-            return Holding(pool.name, part, (ids >= 0).astype(np.int64), ids[ids >= 0], starts, ends, fold if part == "tail" else None)
+            counts, fold_tokens = (ids >= 0).astype(np.int64), self.rules.fold_tokens if part == "tail" else None
+            return Holding(pool.name, part, counts, ids[ids >= 0], starts, ends, fold_tokens)
 
         body_at, head_at, kept_at = (
             np.where(at < 0, at, np.maximum(at - held.offset, 0)) for at in (held.body_at, held.head_at, held.kept_at)
@@ -297,12 +314,6 @@ class TailTable:
         if self.rules.has_heads:
             states += [of(self.states, "head", held.head, start, head_at), of(self.states, "head", held.kept, start, kept_at)]
         return [*states, of(self.tails, "tail", held.tail, body_at)]
-
-    @property
-    def shares(self) -> dict[str, list[int]]:
-        """Pool name -> bytes of a block that each member has; together the whole block."""
-        n_fields, n_parts = [len(m.states) for m in self.members], [len(m.tail_parts) for m in self.members]
-        return {self.states.name: self.state_layout.split(n_fields), self.tails.name: self.tail_layout.split(n_parts)}
 
     def record(self, slot: int) -> Record:
         """Return what `adopt` needs beside the blocks of `blocks_of`, and `base_of` where tokens can be dropped."""
@@ -317,12 +328,14 @@ class TailTable:
         return base
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s], base: Sequence[int] = (0, 0)) -> None:
-        """Make an empty slot what `record` and `base_of` were taken of, over blocks with the same bytes; their references pass to it.
+        """Make an empty slot what `record` and `base_of` were taken of, over blocks with the same bytes.
 
-        A record that makes no sense may raise anything, before a reference has passed.
+        The references to these blocks pass to it. A record that makes no sense may raise anything, before a reference
+        has passed.
         """
         self._grow_to(slot + 1)
-        holds, ids = np.array(record["holds"], np.bool_), np.concatenate([blocks[self.states.name], blocks[self.tails.name]])
+        holds = np.array(record["holds"], np.bool_)
+        ids = np.concatenate([blocks[self.states.name], blocks[self.tails.name]])
         column = EMPTY_COLUMN.copy()
         column[:3], (column[3], column[4]), column[5:][holds] = record["positions"], base, ids
         self.slots.table[:, slot] = column
@@ -330,12 +343,13 @@ class TailTable:
     def _grow_to(self, n_slots: int) -> None:
         n_missing = n_slots - len(self.slots)
         if n_missing > 0:
-            self.slots = Columns(np.concatenate([self.slots.table, Columns.empty(max(n_missing, n_slots)).table], axis=1))
+            new = Columns.empty(max(n_missing, n_slots))
+            self.slots = Columns(np.concatenate([self.slots.table, new.table], axis=1))
 
     # Checks
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
-        """Raise IntegrityError unless the given slots (and no others) refer to all blocks of the pools, each where it belongs."""
+        """Raise IntegrityError unless the given slots, and no others, hold all blocks of the pools, each where it belongs."""
         for slot, length in lengths.items():
             self.check_slot(slot, length, peaks[slot])
         strangers = np.setdiff1d(np.arange(len(self.slots)), np.fromiter(lengths, np.int64, len(lengths)))

@@ -1,27 +1,31 @@
 """The signature of a saved sequence: what its memory must have in common with the one that loads it, in plain JSON.
 
-Nothing in it follows from the name of a class or a variable of this library, so renames leave files readable. Names in files:
-
-    layer memory   KIND LAYER NAME   of the first attention or recurrence that it serves, such as "attention 3 attention"
-    pool           NAME OF ITS LAYER MEMORY/ROLE   such as "pages", "exact pages", "states", "tails", "encoder pages"
+Nothing in it follows from the name of a class or a variable of this library: `memory.storage.names` has what files call
+them.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
 from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import PurePath
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from memory.errors import FormatError
 from memory.layer_memories import LayerMemories, Snapshot
 from memory.rotary import Rotation
 from memory.sequences.folding import TailRules
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
-from memory.storage.version_2 import check_layout
+from memory.storage import version_2
+from memory.storage.names import CHOICES, kind_in_files, names_in_files
 
 Signature = dict[str, Any]
 
@@ -35,12 +39,14 @@ def signature_of(spec: MemorySpec, page_tokens: int, rules: TailRules) -> Signat
 
 
 def _memory(memory: LayerSpec, rules: TailRules) -> dict[str, Any]:
-    about: dict[str, Any] = {"kind": MemorySpec.kind_of(memory), "name": memory.name}
+    about: dict[str, Any] = {"kind": kind_in_files(memory), "name": memory.name}
     if isinstance(memory, RecurrentSpec):
         parts = memory.tail_parts(deferred=rules.defers)
         return about | {
             "family": memory.family, "row_shape": list(memory.row_shape),
-            "states": {s.name: {"shape": list(s.shape), "dtype": _dtype(s.dtype), "initial": s.initial} for s in memory.states},
+            "states": [  # in the order of their bytes
+                {"name": s.name, "shape": list(s.shape), "dtype": _dtype(s.dtype), "initial": s.initial} for s in memory.states
+            ],
             "tail": [{"shape": list(shape), "dtype": _dtype(dtype)} for shape, dtype in parts],
         }  # fmt: skip
     about |= {"n_query_heads": memory.n_query_heads, "n_kv_heads": memory.n_kv_heads, "head_dim": memory.head_dim}
@@ -62,27 +68,69 @@ def _rotation(rotation: Rotation | None) -> dict[str, Any] | None:
 
 
 def _choice(choice: Any) -> Any:
-    """A policy or a storage by its class and its fields. One of a user's is known by its module as well, so these must keep their names.
+    """Return a policy or a storage as a class and its parameters: one of this library by the names of `CHOICES`.
 
-    Of a class that is no dataclass, every public attribute counts. A value that JSON lacks counts by its type alone.
+    One of a user's is signed by the module and the qualified name of its class, which must stay, and by each field of
+    the dataclass that takes part in comparisons (`compare=True`, the default), or, of a class that is no dataclass, by
+    each public attribute. A value
+    counts as follows, also within lists, tuples, sets and dicts: numbers, texts, dtypes, paths and bytes by value;
+    tensors and arrays by dtype, shape and a digest of their elements; members of an enum, functions and classes by
+    module and name, so code is not compared; objects as choices are; what shows no attributes by its repr, without
+    addresses.
     """
-    if choice is None or isinstance(choice, bool | int | float | str):
-        return choice
-    if isinstance(choice, torch.dtype):
-        return _dtype(choice)
-    if isinstance(choice, list | tuple):
-        return [_choice(part) for part in choice]
-    if isinstance(choice, dict):
-        return {str(name): _choice(part) for name, part in sorted(choice.items(), key=lambda item: str(item[0]))}
+    if choice is None:
+        return None
+    if (named := CHOICES.get(type(choice))) is not None:
+        return {"class": named.name} | {name: _value(value) for name, value in named.values(choice).items()}
     owner = type(choice)
-    is_ours = owner.__module__.split(".")[0] == "memory"
-    name = owner.__qualname__ if is_ours else f"{owner.__module__}.{owner.__qualname__}"
-    names = [field.name for field in fields(choice)] if is_dataclass(choice) else sorted(getattr(choice, "__dict__", ()))
-    return {"class": name} | {n: _choice(getattr(choice, n)) for n in names if not n.startswith("_")}
+    if is_dataclass(choice):
+        names = [field.name for field in fields(choice) if field.compare]
+    else:  # cached properties are there once they have been read
+        names = [n for n in sorted(vars(choice)) if n[0] != "_" and not isinstance(getattr(owner, n, None), functools.cached_property)]
+    return {"class": _qualified(owner)} | {name: _value(getattr(choice, name)) for name in names}
+
+
+def _value(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return f"{_qualified(type(value))}.{value.name}"
+    if isinstance(value, np.generic) and not isinstance(value.item(), np.generic):  # Python has no longdouble
+        return _value(value.item())
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, torch.dtype):
+        return _dtype(value)
+    if isinstance(value, PurePath):
+        return value.as_posix()
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, Tensor):
+        elements = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return {"dtype": _dtype(value.dtype), "shape": list(value.shape), "elements": hashlib.sha256(elements).hexdigest()}
+    if isinstance(value, np.ndarray):
+        return _value(value.tolist()) if value.dtype.hasobject else _value(torch.as_tensor(value))
+    if isinstance(value, list | tuple):
+        return [_value(part) for part in value]
+    if isinstance(value, set | frozenset):
+        return sorted((_value(part) for part in value), key=_text)
+    if isinstance(value, dict):
+        return {str(name): _value(part) for name, part in value.items()}
+    if hasattr(value, "__qualname__"):
+        return _qualified(value)
+    if is_dataclass(value) or getattr(value, "__dict__", None):
+        return _choice(value)
+    return re.sub(r" at 0x[0-9a-f]+", "", repr(value))
+
+
+def _qualified(named: Any) -> str:
+    return f"{named.__module__}.{named.__qualname__}"
 
 
 def _dtype(dtype: torch.dtype | None) -> str | None:
     return None if dtype is None else str(dtype)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, sort_keys=True)
 
 
 def fitted(
@@ -90,10 +138,10 @@ def fitted(
 ) -> Snapshot:
     """Return a file's snapshot with the names of a memory. Raises FormatError, naming what differs, if the file does not suit it."""
     if about["version"] == 2:
-        check_layout(path, about, spec, page_tokens, rules)
-        return snapshot
+        version_2.check_layout(path, about, spec, page_tokens, rules)
+        return version_2.with_own_names(snapshot, layers)
     _check(path, about, signature_of(spec, page_tokens, rules))
-    return _with_own_names(snapshot, layers)
+    return names_in_files(layers).reversed.renamed(snapshot)
 
 
 def _check(path: str, about: dict[str, Any], ours: Signature) -> None:
@@ -116,44 +164,16 @@ def _difference(theirs: Any, ours: Any, where: str = "") -> tuple[str, Any, Any]
     """Find the first entry that differs: where it is, and both values."""
     if isinstance(theirs, dict) and isinstance(ours, dict):
         pairs = [
-            (f"{where}.{name}" if where else name, theirs.get(name), ours.get(name)) for name in [*ours, *(theirs.keys() - ours.keys())]
+            (f"{where}.{name}" if where else name, theirs.get(name), ours.get(name))
+            for name in [*ours, *sorted(theirs.keys() - ours.keys())]
         ]
     elif isinstance(theirs, list) and isinstance(ours, list) and len(theirs) == len(ours):
         pairs = [(f"{where}[{i}]", *pair) for i, pair in enumerate(zip(theirs, ours, strict=True))]
     else:
-        return None if theirs == ours and type(theirs) is type(ours) else (where, theirs, ours)
+        return None if _text(theirs) == _text(ours) else (where, theirs, ours)
     return next((found for name, a, b in pairs if (found := _difference(a, b, name)) is not None), None)
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-# Names
-
-
-def _names_in_files(layers: LayerMemories) -> dict[str, str]:
-    """Name of a layer memory here -> its name in files."""
-    firsts = {name: layers.members[name][0] for name in layers}
-    return {name: f"{MemorySpec.kind_of(memory)} {layer} {memory.name}" for name, (layer, memory) in firsts.items()}
-
-
-def _role(pool: str) -> str:
-    """What a pool's blocks are: its name without the layer memory or the window that makes it unique."""
-    return re.split(" of | over ", pool)[0]
-
-
-def with_names_of_files(snapshot: Snapshot, layers: LayerMemories) -> Snapshot:
-    """Return the same snapshot with the names that files have."""
-    names = _names_in_files(layers)
-    pools = {pool.name: f"{names[name]}/{_role(pool.name)}" for name, memory in layers.items() for pool, _ in memory.pools}
-    return Snapshot({names[name]: r for name, r in snapshot.records.items()}, {pools[name]: b for name, b in snapshot.blocks.items()})
-
-
-def _with_own_names(snapshot: Snapshot, layers: LayerMemories) -> Snapshot:
-    """Return a file's snapshot with the names of this memory; names that no such memory writes stay."""
-    names = {theirs: own for own, theirs in _names_in_files(layers).items()}
-    pools = {f"{theirs}/{_role(pool.name)}": pool.name for theirs, own in names.items() for pool, _ in layers[own].pools}
-    records = {names.get(name, name): record for name, record in snapshot.records.items()}
-    return Snapshot(records, {pools.get(name, name): blocks for name, blocks in snapshot.blocks.items()})

@@ -51,14 +51,17 @@ class Group:
         members: (layer, spec) of each of its memories.
         pools: each with how its blocks are laid out.
         holdings: of the inventory's sequences.
-        shares: pool -> bytes of a block that each member has.
     """
 
     name: str
     members: list[tuple[int, LayerSpec]]
     pools: list[tuple[BlockPool, BlockLayout]]
     holdings: list[Holding]
-    shares: dict[str, list[int]]
+
+    @property
+    def shares(self) -> dict[str, tuple[int, ...]]:
+        """Pool -> bytes of a block that each member has."""
+        return {pool.name: layout.shares for pool, layout in self.pools}
 
 
 class Layers(Protocol):
@@ -86,7 +89,7 @@ class Inventory:
     @staticmethod
     def of(arena: Arena, sequences: list[Sequence], lengths: Int64s, away_bytes: Int64s, layers: Layers, slots: Int64s) -> Inventory:
         """Of sequences in slots (S,), layer memory by layer memory."""
-        groups = [Group(name, layers.members[name], m.pools, m.holdings(slots), m.shares) for name, m in layers.items()]
+        groups = [Group(name, layers.members[name], m.pools, m.holdings(slots)) for name, m in layers.items()]
         return Inventory(arena, sequences, lengths, away_bytes, groups)
 
 

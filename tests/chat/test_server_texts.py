@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from chat.prompts import Tokenizer
 from chat.server import ServerOptions
 from chat.server.errors import ApiError
-from chat.server.schema import MOST_MESSAGES, MOST_VALUES, ChatRequest, CompletionRequest, read_request
+from chat.server.schema import MOST_MESSAGES, MOST_VALUES, ChatRequest, CompletionRequest, has_too_many_elements, read_request
 from chat.server.texts import LONG_BYTES, Texts, find_longest_token
 from models import LanguageModel
 from tests.chat.servers import MODEL, Running, running, wait_until
@@ -178,3 +178,20 @@ def test_one_unknown_key_is_enough(where: tuple[Any, ...]) -> None:
     assert found.value.error_count() == 1
     with pytest.raises(ApiError, match=r"Unknown parameter: '.*k0'"):
         read_request(ChatRequest, json.dumps(value).encode())
+
+
+def test_ids_that_no_context_can_hold_are_refused_unread(
+    embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("chat.server.service.read_request", lambda *_: pytest.fail("the body was parsed"))
+    with running(embedded, tokenizer, ServerOptions(max_tokens=512, max_body_bytes=1 << 23)) as server:
+        answer = server.call("POST", "/v1/completions", {"model": MODEL, "prompt": [1] * 1_000_000})
+    assert answer.status == 400 and answer.error["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("prompt", [[3] * 40, [[3] * 40] * 16, [5], "a,b" * 500, ["[,,,{" * 100] * 16, 'say "a,' * 300, [",\\" * 50]])
+def test_no_request_that_fits_is_refused_unread(prompt: Any) -> None:
+    body = {"model": MODEL, "prompt": prompt, "stop": ["a,", "b,"], "stream_options": {"include_usage": True}, "max_tokens": 4}
+    for separators in ((",", ":"), (", ", ": ")):
+        assert not has_too_many_elements(json.dumps(body, separators=separators).encode(), 40)
+    assert has_too_many_elements(json.dumps(body | {"prompt": [3] * 600}).encode(), 40)

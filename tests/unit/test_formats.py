@@ -2,22 +2,45 @@
 
 from __future__ import annotations
 
+import enum
+import functools
 import json
 import re
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from torch.testing import assert_close
 
-from memory import AttentionSpec, FormatError, HybridMemory, MemorySpec, RecurrentSpec, Rotation, StateTensor
-from memory.eviction import H2O, SnapKV
-from memory.quantization import Float8, Quantized
+import memory.eviction
+from memory import UNROTATED, AttentionSpec, CrossAttentionSpec, FormatError, HybridMemory, MemorySpec, RecurrentSpec, Rotation, StateTensor
+from memory.eviction import (
+    H2O,
+    TOVA,
+    Budget,
+    Candidates,
+    EvictionPolicy,
+    ExpectedAttention,
+    KNorm,
+    PyramidKV,
+    Quest,
+    Recent,
+    Scissorhands,
+    SnapKV,
+)  # fmt: skip
+from memory.quantization import Float8, Quantized, Storage
+from memory.sequences.folding import Fold, TailRules
+from memory.storage.names import CHOICES
+from memory.storage.signature import signature_of
+from memory.storage.version_2 import text_of
 from tests.data.sequences.write import OPTIONS, SUBJECTS, TOKENS, VOCAB, feed, make
 
 FOLDER = Path(__file__).parent.parent / "data" / "sequences"
-VERSIONS = ("version_2", "version_3")
+VERSIONS = ("version_2", "version_2_zeroed", "version_3")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -34,6 +57,31 @@ def test_a_file_of_any_version_goes_on_as_its_sequence_would(version: str, name:
     memory.rollback(loaded, n_tokens=4)
     twins[0].rollback(twin, n_tokens=4)
     assert_close(feed(memory, loaded, [7]), feed(*twins, [7]))
+
+
+@pytest.fixture
+def renamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Gives all classes of specs, policies and storages other names, and with them layer memories and pools."""
+    classes = (AttentionSpec, CrossAttentionSpec, RecurrentSpec, StateTensor, Rotation, *CHOICES)
+    names = [(cls, cls.__name__, cls.__qualname__) for cls in classes]
+    for cls, name, qualname in names:
+        cls.__name__, cls.__qualname__ = f"New{name}", f"New{qualname}"  # monkeypatch cannot restore these
+        monkeypatch.setattr(cls, "__repr__", lambda self: "new")
+        if issubclass(cls, Budget | Storage):
+            monkeypatch.setattr(cls, "label", "new label")
+    yield
+    for cls, name, qualname in names:
+        cls.__name__, cls.__qualname__ = name, qualname
+
+
+@pytest.mark.usefixtures("renamed")
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", SUBJECTS)
+def test_a_file_can_be_read_after_renames(version: str, name: str) -> None:
+    spec, options = SUBJECTS[name]
+    memory = HybridMemory(spec, **OPTIONS, **options)
+    assert memory.load(FOLDER / version / f"{name}.safetensors").length == 43
+    memory.check()
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
@@ -55,7 +103,9 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
 
 ATTENTION = AttentionSpec(4, 2, 8, rotation=Rotation((1.0, 0.1)))
 STATES = RecurrentSpec("family", (5,), (StateTensor("mean", (5,)),))
+TWO_STATES = replace(STATES, states=(*STATES.states, StateTensor("sum", (3,))))
 LATENT = AttentionSpec(4, 1, 8, value_dim=6)
+CROSS = CrossAttentionSpec(4, 2, 8)
 
 
 def spec_of(*memories: Any, **changes: Any) -> MemorySpec:
@@ -69,7 +119,7 @@ DIFFERENT: list[tuple[MemorySpec, MemorySpec, dict[str, Any], str]] = [
     (BASE, BASE, {"page_tokens": 8}, "page_tokens=4"),
     (BASE, BASE, {"rollback_window": 7}, "rollback_window=6"),
     (BASE, BASE, {"fold": "replay"}, "fold='keep'"),
-    (BASE, BASE, {"state_dtype": "bfloat16"}, "layers[0][1].states.mean.dtype='torch.float32'"),
+    (BASE, BASE, {"state_dtype": "bfloat16"}, "layers[0][1].states[0].dtype='torch.float32'"),
     (BASE, spec_of(STATES, ATTENTION), {}, "layers[0][0]."),
     (BASE, spec_of(replace(ATTENTION, n_query_heads=2), STATES), {}, "n_query_heads=4, not 2"),
     (BASE, spec_of(replace(ATTENTION, n_kv_heads=4), STATES), {}, "n_kv_heads=2, not 4"),
@@ -91,9 +141,22 @@ DIFFERENT: list[tuple[MemorySpec, MemorySpec, dict[str, Any], str]] = [
     (BASE.with_storage(Quantized(4)), BASE.with_storage(Float8()), {}, "storage.class='Quantized', not 'Float8'"),
     (BASE, spec_of(ATTENTION, replace(STATES, family="other")), {}, "family='family', not 'other'"),
     (BASE, spec_of(ATTENTION, replace(STATES, row_shape=(6,))), {}, "row_shape[0]=5, not 6"),
-    (BASE, spec_of(ATTENTION, replace(STATES, states=(StateTensor("mean", (4,)),))), {}, "states.mean.shape[0]=5, not 4"),
-    (BASE, spec_of(ATTENTION, replace(STATES, states=(StateTensor("sum", (5,)),))), {}, "states."),
+    (BASE, spec_of(ATTENTION, replace(STATES, states=(StateTensor("mean", (4,)),))), {}, "states[0].shape[0]=5, not 4"),
+    (BASE, spec_of(ATTENTION, replace(STATES, states=(StateTensor("sum", (5,)),))), {}, "states[0].name='mean', not 'sum'"),
     (BASE, spec_of(ATTENTION, replace(STATES, states=(StateTensor("mean", (5,), initial=1.0),))), {}, "initial=0.0, not 1.0"),
+    (spec_of(TWO_STATES), spec_of(replace(TWO_STATES, states=TWO_STATES.states[::-1])), {}, "states[0].name='mean', not 'sum'"),
+    (BASE, spec_of(ATTENTION, replace(STATES, name="other")), {}, "layers[0][1].name='recurrence', not 'other'"),
+    (BASE, spec_of(ATTENTION), {}, "layers[0]="),
+    (BASE, replace(BASE, layers=(*BASE.layers, ())), {}, "layers=[[{'"),
+    (spec_of(CROSS), spec_of(replace(CROSS, n_query_heads=2)), {}, "n_query_heads=4, not 2"),
+    (spec_of(CROSS), spec_of(replace(CROSS, n_kv_heads=4)), {}, "n_kv_heads=2, not 4"),
+    (spec_of(CROSS), spec_of(replace(CROSS, head_dim=16)), {}, "head_dim=8, not 16"),
+    (spec_of(CROSS), spec_of(replace(CROSS, name="other")), {}, "name='cross_attention', not 'other'"),
+    (BASE.with_policy(H2O(16, recent=8)), BASE.with_policy(H2O(16, sinks=1, recent=8)), {}, "policy.sinks=0, not 1"),
+    (BASE.with_policy(H2O(16)), BASE.with_policy(H2O(16, recent=8)), {}, "policy.recent=16, not 8"),
+    (BASE.with_policy(H2O(16)), BASE.with_policy(H2O(16, every=8)), {}, "policy.every=32, not 8"),
+    (BASE.with_policy(H2O(16)), BASE.with_policy(H2O(16, decay=0.5)), {}, "policy.decay=1.0, not 0.5"),
+    (BASE.with_policy(Quest(64)), BASE.with_policy(Quest(64, select_up_to=1)), {}, "policy.select_up_to=16, not 1"),
 ]
 """Of the memory that saves, of the one that loads, options of the latter, and what the refusal names."""
 
@@ -103,7 +166,8 @@ def test_the_first_entry_that_differs_is_named(
     saved: MemorySpec, loading: MemorySpec, options: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
     memory = HybridMemory(saved, **OPTIONS | {"rollback_window": 6})
-    memory.save(memory.open(), tmp_path / "file")
+    said = [(torch.zeros(1, 2, 8),) * 2] if saved == spec_of(CROSS) else None
+    memory.save(memory.open() if said is None else memory.open(encoder=said), tmp_path / "file")
     assert memory.load(tmp_path / "file").length == 0
     other = HybridMemory(loading, **OPTIONS | options)
     with pytest.raises(FormatError) as caught:
@@ -120,3 +184,156 @@ def test_a_memory_of_another_spec_refuses_a_file_of_any_version(version: str, na
     with pytest.raises(FormatError, match="was saved from a memory of"):
         memory.load(FOLDER / version / f"{name}.safetensors")
     assert not memory.sequences
+
+
+def test_what_a_deferred_state_keeps_of_tokens_is_compared(tmp_path: Path) -> None:
+    saved, loading = (
+        spec_of(RecurrentSpec("family", (5,), (StateTensor("mean", (5,), ring=(((size,), None),)),))) for size in (2, 3)
+    )  # fmt: skip
+    memory = HybridMemory(saved, **OPTIONS, fold="defer")
+    memory.save(memory.open(), tmp_path / "file")
+    with pytest.raises(FormatError, match=re.escape("tail[0].shape[0]=2, not 3")):
+        HybridMemory(loading, **OPTIONS, fold="defer").load(tmp_path / "file")
+
+
+OTHERS: list[tuple[Any, dict[str, Any], set[str]]] = [
+    (
+        replace(ATTENTION, n_query_heads=4, n_kv_heads=2),
+        {
+            "n_query_heads": 8, "n_kv_heads": 4, "head_dim": 16, "name": "x", "window": 9, "policy": H2O(16),
+            "storage": Float8(), "value_dim": 4, "rotation": UNROTATED, "has_bias": True,
+        },
+        set(),
+    ),
+    (CROSS, {"n_query_heads": 8, "n_kv_heads": 4, "head_dim": 16, "name": "x"}, set()),
+    (STATES, {"family": "x", "row_shape": (6,), "states": TWO_STATES.states, "name": "x"}, set()),
+    (
+        STATES.states[0], {"name": "x", "shape": (6,), "dtype": torch.float16, "initial": 1.0, "ring": ((5,), None)},
+        {"keeps_dtype", "ring"},  # as far as they decide, the dtype and the parts of a tail say it
+    ),
+    (ATTENTION.rotation, {"frequencies": (1.0, 0.2), "layout": "interleaved", "start": 1}, set()),
+]  # fmt: skip
+"""What is remembered, another value of each of its fields, and fields that decide nothing by themselves."""
+
+
+@pytest.mark.parametrize(("part", "others", "silent"), OTHERS, ids=lambda x: type(x).__name__)
+def test_every_field_of_a_spec_is_part_of_the_signature(part: Any, others: dict[str, Any], silent: set[str]) -> None:
+    assert {x.name for x in fields(part)} == others.keys() | silent  # a new field wants a decision
+    for name in others.keys() - silent:
+        assert signed(part) != signed(replace(part, **{name: others[name]})), name
+
+
+def signed(part: Any, fold: Fold = "keep") -> dict[str, Any]:
+    if isinstance(part, StateTensor):
+        part = replace(STATES, states=(part,))
+    if isinstance(part, Rotation):
+        part = replace(ATTENTION, rotation=part)
+    return signature_of(spec_of(part), 4, TailRules.of(fold, 6))
+
+
+def test_policies_and_storages_have_names_in_files() -> None:
+    """A new one wants an entry, and so does a new parameter."""
+    ours = {cls for name in memory.eviction.__all__ if issubclass(cls := getattr(memory.eviction, name), Budget)} | {Quantized, Float8}
+    assert CHOICES.keys() == ours - {Budget, EvictionPolicy}
+    for cls, named in CHOICES.items():
+        assert list(named.parameters.values()) == [x.name for x in fields(cls)]
+
+
+ROWS = "budget_tokens=16, sinks={}, recent={}, every=32"
+TEXTS: list[tuple[Any, str]] = [
+    (None, "None"),
+    (Recent(16), f"Recent({ROWS.format(4, 0)})"),
+    (KNorm(16), f"KNorm({ROWS.format(0, 0)})"),
+    (H2O(16), f"H2O({ROWS.format(0, 16)}, decay=1.0)"),
+    (Scissorhands(16), f"Scissorhands({ROWS.format(0, 16)}, decay=0.9)"),
+    (TOVA(16), f"TOVA({ROWS.format(0, 0)})"),
+    (ExpectedAttention(16, recent=8), f"ExpectedAttention({ROWS.format(4, 8)}, decay=0.9)"),
+    (SnapKV(16), f"SnapKV({ROWS.format(0, 16)}, observed=32, kernel=5)"),
+    (PyramidKV(16), f"PyramidKV({ROWS.format(0, 16)}, observed=32, kernel=5, steepness=20)"),
+    (Quest(64), "Quest(budget_tokens=64, sinks=0, recent=16, select_up_to=16)"),
+    (Quantized(4), "Quantized(group=64, bits=4)"),
+    (Float8(), "Float8(group=64)"),
+]
+
+
+@pytest.mark.parametrize(("choice", "text"), TEXTS, ids=lambda x: str(x)[:20])
+def test_version_2_is_told_what_specs_printed(choice: Any, text: str) -> None:
+    choices = {"storage": choice} if isinstance(choice, Storage) else {"policy": choice}
+    spec = MemorySpec(
+        ((), (replace(ATTENTION, **choices),), (CROSS, STATES), (LATENT, replace(ATTENTION, name="near", window=9, rotation=None))), 9
+    )
+    spec = replace(spec, layers=(*spec.layers, (TWO_STATES,)))
+    policy, storage = ("None", text) if isinstance(choice, Storage) else (text, "None")
+    heads = "n_query_heads=4, n_kv_heads={}, head_dim=8, name={!r}"
+    attention = "AttentionSpec({}, window={}, policy={}, storage={}, value_dim={}, rotation={}, has_bias=False)".format
+    mean, total = (
+        f"StateTensor(name={n!r}, shape=({d},), dtype=torch.float32, initial=0.0, keeps_dtype=False)" for n, d in (("mean", 5), ("sum", 3))
+    )
+    recurrence = "RecurrentSpec(family='family', row_shape=(5,), states=({}), name='recurrence')".format
+    own, latent, near = (heads.format(n, name) for n, name in ((2, "attention"), (1, "attention"), (2, "near")))
+    assert text_of(spec) == (
+        f"((), ({attention(own, None, policy, storage, None, '<Rotation of 2 pairs, half>')},), "
+        f"(CrossAttentionSpec({heads.format(2, 'cross_attention')}), {recurrence(mean + ',')}), "
+        f"({attention(latent, None, None, None, 6, None)}, {attention(near, 9, None, None, None, None)}), "
+        f"({recurrence(f'{mean}, {total}')},))"
+    )
+
+
+class Mode(enum.IntEnum):
+    ONE = 1
+    TWO = 2
+
+
+class Weighing:
+    def __init__(self, weight: float) -> None:
+        self.weight, self._cache = weight, object()
+
+    @functools.cached_property
+    def half(self) -> float:
+        return self.weight / 2
+
+
+def longest(x: Any) -> Any:
+    return x
+
+
+@dataclass(frozen=True)
+class Own(EvictionPolicy):
+    """A user's policy."""
+
+    extra: Any = field(default=None, kw_only=True)
+    notes: Any = field(default=None, kw_only=True, compare=False)
+
+    def rank(self, rows: Candidates, scores: torch.Tensor) -> torch.Tensor:
+        return rows.positions.float()
+
+
+def read_once(weighing: Weighing) -> Weighing:
+    assert weighing.half
+    return weighing
+
+
+VALUES: list[tuple[str, Any, Any, Any]] = [
+    ("integer", 1, 1, 2), ("type", 1, 1, 1.0), ("text", "a", "a", "b"), ("not a number", float("nan"), float("nan"), 0.0),
+    ("numpy number", np.float32(0.5), np.float32(0.5), np.float32(0.25)), ("enum", Mode.ONE, Mode.ONE, Mode.TWO),
+    ("set", frozenset({"a", "b"}), frozenset({"b", "a"}), frozenset({"a"})), ("tuple", (1, (2,)), (1, (2,)), (1, (3,))),
+    ("bytes", b"a", b"a", b"b"), ("path", PurePosixPath("a"), PurePosixPath("a"), PurePosixPath("b")),
+    ("dtype", torch.int8, torch.int8, torch.int16), ("tensor", torch.ones(2), torch.ones(2), torch.zeros(2)),
+    ("shape", torch.ones(2, 1), torch.ones(2, 1), torch.ones(2)), ("function", longest, longest, read_once),
+    ("partial", functools.partial(longest, 1), functools.partial(longest, 1), functools.partial(longest, 2)),
+    ("object", Weighing(1.0), read_once(Weighing(1.0)), Weighing(2.0)), ("policy", H2O(16), H2O(16), H2O(32)),
+    ("complex", 1j, 1j, 2j), ("range", range(3), range(3), range(4)),
+]  # fmt: skip
+"""A field of a user's policy: its value in a file, the same again, and another one."""
+
+
+@pytest.mark.parametrize(("saved", "same", "other"), [x[1:] for x in VALUES], ids=[x[0] for x in VALUES])
+def test_fields_of_a_users_policy_are_compared_by_value(saved: Any, same: Any, other: Any, tmp_path: Path) -> None:
+    def memory_with(extra: Any, notes: str) -> HybridMemory:
+        return HybridMemory(spec_of(AttentionSpec(4, 2, 8)).with_policy(Own(16, extra=extra, notes=notes)), **OPTIONS)
+
+    saving = memory_with(saved, "of the first")
+    saving.save(saving.open(), tmp_path / "file")
+    assert memory_with(same, "of the second").load(tmp_path / "file").length == 0
+    with pytest.raises(FormatError, match=re.escape("layers[0][0].policy.extra")):
+        memory_with(other, "of the first").load(tmp_path / "file")

@@ -1,19 +1,25 @@
-"""Writes the saved sequences of this folder: `python tests/data/sequences/write.py FOLDER` with the library that is to have written them.
+"""Writes the saved sequences of this folder: `python tests/data/sequences/write.py FOLDER`.
 
-It uses what every version of the library has, so that an older one can be asked for its files.
+It uses what every version of the library has, so an older one, first on PYTHONPATH, can be asked for its files. A folder
+for each writer:
+
+    version_2          the last library that left what was in the rows of tokens that were taken back
+    version_2_zeroed   a later one, which made zeros of them
+    version_3          today's
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Sequence, StateTensor, Step
-from memory.eviction import H2O
+from memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Rotation, Sequence, StateTensor, Step
+from memory.eviction import H2O, Quest
 from memory.quantization import Quantized
 from memory.recurrences import Fold
 from memory.recurrences.linear_attention import LinearAttention, linear_attention_spec
@@ -23,6 +29,8 @@ TOKENS = [(7 * i * i + 3 * i) % VOCAB for i in range(45)]
 OPTIONS: dict[str, Any] = {"budget": "2MiB", "rollback_window": 6, "page_tokens": 4}
 
 _STATES = RecurrentSpec("average", (5,), (StateTensor("mean", (5,)), StateTensor("count", (1,))), name="states")
+_ROTATED = AttentionSpec(2, 1, 8, rotation=Rotation((1.0, 0.1), start=2))
+_STORED = replace(_ROTATED, storage=Quantized(4, group=8))
 _FADING = linear_attention_spec(2, 3, 4, name="fading")
 
 
@@ -37,6 +45,15 @@ SUBJECTS: dict[str, tuple[MemorySpec, dict[str, Any]]] = {
     "policy": (_spec("policy", (AttentionSpec(2, 1, 4),)).with_policy(H2O(16)), {}),
     "storage": (_spec("storage", (AttentionSpec(2, 1, 8),), (_STATES,)).with_storage(Quantized(4, group=8)), {}),
     "cross": (_spec("cross", (AttentionSpec(2, 1, 4), CrossAttentionSpec(2, 1, 4))), {}),
+    "mixed": (
+        _spec(
+            "mixed",
+            (replace(_ROTATED, window=9), replace(_ROTATED, name="heavy", policy=H2O(16, decay=0.5))),
+            (replace(_ROTATED, policy=H2O(16)), _STATES, replace(_ROTATED, name="pages", policy=Quest(24))),
+            (_STORED, replace(_STORED, name="groups", policy=Quest(40)), replace(_STORED, name="few", policy=H2O(16, every=8))),
+        ),
+        {},
+    ),
     "latent": (_spec("latent", (AttentionSpec(2, 1, 6, value_dim=4),)), {}),
 }
 """Name -> what is remembered, and options of its memory beside `OPTIONS`."""

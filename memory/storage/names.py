@@ -1,0 +1,104 @@
+"""Names that saved files have for layer memories, pools, policies and storages: constants of the format.
+
+The code may rename its own classes, fields and pools; then this table maps the new ones to the names below, and files
+stay readable.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from memory.eviction import H2O, TOVA, EvictionPolicy, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
+from memory.layer_memories import LayerMemories, Snapshot
+from memory.quantization import Float8, Quantized
+from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec
+
+
+@dataclass(frozen=True)
+class Named:
+    """Gives the name in files of a policy's or a storage's class, and of its parameters."""
+
+    name: str
+    parameters: dict[str, str]
+
+    def values(self, choice: Any) -> dict[str, Any]:
+        """Return name in files -> value, in the order of `parameters`."""
+        return {name: getattr(choice, field) for name, field in self.parameters.items()}
+
+
+def _named(name: str, *parameters: str) -> Named:
+    return Named(name, {parameter: parameter for parameter in parameters})
+
+
+_ROWS = ("budget_tokens", "sinks", "recent", "every")
+
+CHOICES: dict[type, Named] = {
+    Recent: _named("Recent", *_ROWS),
+    KNorm: _named("KNorm", *_ROWS),
+    H2O: _named("H2O", *_ROWS, "decay"),
+    Scissorhands: _named("Scissorhands", *_ROWS, "decay"),
+    TOVA: _named("TOVA", *_ROWS),
+    ExpectedAttention: _named("ExpectedAttention", *_ROWS, "decay"),
+    SnapKV: _named("SnapKV", *_ROWS, "observed", "kernel"),
+    PyramidKV: _named("PyramidKV", *_ROWS, "observed", "kernel", "steepness"),
+    Quest: _named("Quest", "budget_tokens", "sinks", "recent", "select_up_to"),
+    Quantized: _named("Quantized", "group", "bits"),
+    Float8: _named("Float8", "group"),
+}
+"""The policies and storages of this library. The order of parameters is that of format version 2."""
+
+
+def kind_in_files(memory: LayerSpec) -> str:
+    """Return the kind of a layer memory."""
+    if isinstance(memory, AttentionSpec):
+        return "attention"
+    return "cross-attention" if isinstance(memory, CrossAttentionSpec) else "recurrence"
+
+
+def pools_in_files(memory: LayerSpec) -> tuple[str, ...]:
+    """Return the names of the pools of its layer memory, in the order of `LayerMemory.pools`."""
+    if isinstance(memory, CrossAttentionSpec):
+        return ("encoder pages",)
+    if not isinstance(memory, AttentionSpec) or isinstance(memory.policy, EvictionPolicy):
+        return ("states", "tails")
+    return ("pages",) if memory.storage is None else ("exact pages", "pages")
+
+
+@dataclass(frozen=True)
+class Names:
+    """Maps names of layer memories and of pools to others.
+
+    Attributes:
+        records: of layer memories. pools: of pools.
+    """
+
+    records: dict[str, str]
+    pools: dict[str, str]
+
+    def renamed(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot under other names. Names that are not known stay."""
+        return Snapshot(
+            {self.records.get(name, name): record for name, record in snapshot.records.items()},
+            {self.pools.get(name, name): blocks for name, blocks in snapshot.blocks.items()},
+        )
+
+    @property
+    def reversed(self) -> Names:
+        """The way back."""
+        return Names({new: old for old, new in self.records.items()}, {new: old for old, new in self.pools.items()})
+
+
+def names_in_files(layers: LayerMemories) -> Names:
+    """Return what files call the layer memories and pools of a memory.
+
+    A layer memory is KIND LAYER NAME of the first attention or recurrence that it serves, such as "attention 3
+    attention"; a pool is that, a slash, and its name by `pools_in_files`.
+    """
+    names = Names({}, {})
+    for own, memory in layers.items():
+        layer, spec = layers.members[own][0]
+        names.records[own] = f"{kind_in_files(spec)} {layer} {spec.name}"
+        for (pool, _), name in zip(memory.pools, pools_in_files(spec), strict=True):
+            names.pools[pool.name] = f"{names.records[own]}/{name}"
+    return names

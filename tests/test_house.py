@@ -1,0 +1,55 @@
+"""The house in numbers: how many flat files a folder may have, how long files are, and what the pages about the house name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import grimp
+import pytest
+
+from memory import HybridMemory
+from memory.interface import LayerMemory
+
+ROOT = Path(__file__).parent.parent
+MOST_FLAT = {"memory": 16, "models": 20, "chat": 5}
+"""Flat Python files of a package, its `__init__` included."""
+
+
+@pytest.mark.parametrize("package", MOST_FLAT)
+def test_packages_are_rooms(package: str) -> None:
+    assert len(list((ROOT / package).glob("*.py"))) <= MOST_FLAT[package]
+
+
+def test_the_contract_has_eleven_layers_and_counts_imports_for_types() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    contract = text[text.index('containers = ["memory"]') :]
+    layers = re.findall(r'^    "(.+)",$', contract[: contract.index("]\n", contract.index("layers = "))], re.MULTILINE)
+    assert len(layers) == 11 and "exclude_type_checking_imports = false" in text
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports for types count as well."""
+    graph = grimp.build_graph(*MOST_FLAT, cache_dir=None)
+    left = {module: set(graph.find_modules_directly_imported_by(module)) for module in graph.modules}
+    while ends := {module for module, imported in left.items() if not imported & left.keys()}:
+        left = {module: imported for module, imported in left.items() if module not in ends}
+    assert sorted(left) == []
+
+
+def test_public_names_are_few() -> None:
+    assert len([name for name in dir(HybridMemory) if not name.startswith("_")]) <= 28
+    assert HybridMemory.__bases__ == (object,)
+    assert len([name for name in vars(LayerMemory) if not name.startswith("_")]) <= 20
+
+
+@pytest.mark.parametrize("page", ["where-to-change", "architecture"])
+def test_pages_name_files_that_exist(page: str) -> None:
+    named = re.findall(r"`((?:memory|models|chat)/[\w/.]+)`", (ROOT / "docs" / f"{page}.md").read_text())
+    assert len(named) >= 20 and [path for path in named if not (ROOT / path).exists()] == []
+
+
+def test_the_list_of_changes_and_the_glossary_are_whole() -> None:
+    rows = re.findall(r"^\| (?!to change|---)(.+?) \|", (ROOT / "docs" / "where-to-change.md").read_text(), re.MULTILINE)
+    words = re.findall(r"^\| (?!word|---)(.+?) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
+    assert len(rows) == 20 and len(words) >= 48 and words == sorted(words, key=str.lower)
