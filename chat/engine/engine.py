@@ -195,7 +195,7 @@ class Engine(NotCopied, Serving):
         """Refuse tokens by their number alone, before they are looked at: in steps as short as those that they take in need."""
         n_base = 0
         if sequence is not None:
-            with self._scheduler.lock:
+            with uninterrupted(), self._scheduler.lock:
                 n_base = self._scheduler.check_sequence(sequence)
         if sequence is None or sequence.is_whole:
             self.memory.counters.require_possible(int(count_tokens([token_ids])[0]), n_held=n_base, max_tokens=1)

@@ -154,7 +154,7 @@ class Scheduler:
 
     def waiting_sequences(self) -> list[Sequence]:
         """Live ones of those who wait or are parked, not swapped out, those first that will wait for longest."""
-        with self.lock:
+        with uninterrupted(), self.lock:
             jobs = [*self.parked, *self.waiting]
         return [job.sequence for job in reversed(jobs) if job.sequence is not None and not job.sequence.is_swapped]
 
@@ -169,7 +169,7 @@ class Scheduler:
 
     def going_on(self) -> list[Job]:
         """Those that have no outcome yet, in the order in which they came."""
-        with self.lock:
+        with uninterrupted(), self.lock:
             return [job for job in self.jobs.values() if job.outcome is None]
 
     def ended(self) -> list[Job]:
@@ -242,7 +242,7 @@ class Scheduler:
                 self.end(job, "error", error)
 
     def _next(self) -> Job | None:
-        with self.lock:
+        with uninterrupted(), self.lock:
             waiting = [*self.parked[:1]] or self.waiting[:_MOST_ASKED]
         return next((job for job in waiting if not self._follows(job)), None)
 
