@@ -10,11 +10,11 @@ import hashlib
 import reprlib
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from chat.decoding.sampling import Sampling
+from chat.server.bodies import has_more_values
 from chat.server.errors import ApiError, clip
 from chat.server.options import MOST_CHOICES
 
@@ -23,8 +23,6 @@ MOST_STOP_CHARACTERS = 256
 MOST_VALUES = 32_768
 """Objects, arrays and keys of one body: Python makes something of each while everybody waits."""
 MOST_MESSAGES = 4096
-_IS_VALUE = np.isin(np.arange(256), list(b"{[:"))
-"""Of each byte, whether it begins an object, an array or the value of a key."""
 _COLDEST = 1e-4
 """Temperatures below are 0: divided by them, logits would leave the range of float32."""
 
@@ -35,7 +33,7 @@ ModelT = TypeVar("ModelT", bound="_Checked")
 
 def read_request(model: type[ModelT], body: bytes) -> ModelT:
     """A request's body. Raises ApiError 400, naming the parameter."""
-    if _count_values(body) > MOST_VALUES and _count_outside_strings(body) > MOST_VALUES:
+    if has_more_values(body, MOST_VALUES):
         message = f"The body has more than {MOST_VALUES:,} objects, arrays and keys; send fewer messages, or join their parts."
         raise ApiError(400, message, code="invalid_json")
     try:
@@ -48,18 +46,6 @@ def read_request(model: type[ModelT], body: bytes) -> ModelT:
         return model.model_validate(value)
     except ValidationError as error:
         raise _explain(error.errors(include_url=False)[0]) from None
-
-
-def _count_values(body: bytes) -> int:
-    """An upper bound of the objects, arrays and keys in a body; exact where no string holds one of their signs."""
-    return sum(map(body.count, (b"{", b"[", b":")))
-
-
-def _count_outside_strings(body: bytes) -> int:
-    """Count the objects, arrays and keys of a body exactly. numpy does it, which lets other threads run meanwhile."""
-    signs = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    is_in_string = np.logical_xor.accumulate(signs == ord('"'))
-    return int(np.count_nonzero(_IS_VALUE[signs] & ~is_in_string))
 
 
 def _explain(detail: ErrorDetails) -> ApiError:
