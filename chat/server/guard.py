@@ -23,6 +23,8 @@ _PATHS = ("/health", "/metrics", "/v1/models", *PATHS_WITH_BODIES)
 _DRAIN_SECONDS = 2.0
 _PATIENCE_SECONDS = 5.0
 """For a body to come in before its rate is looked at."""
+_LARGE_BYTES_PER_SECOND = 8_000_000
+"""Of all large bodies together, while somebody is answered: a step of decoding waits for the event loop that reads them."""
 CLIENT_GONE = 499
 """What is counted for a client that did not wait for its answer; nobody is sent it."""
 
@@ -101,7 +103,7 @@ class Guard:
         self._service = service
         self._places = Places(service.options.max_requests)
         self._admission = Admission(service.options)
-        self._turnstile = asyncio.Lock()
+        self._turnstile = _Turnstile(self._places)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -254,19 +256,33 @@ class Guard:
         return watched
 
 
+class _Turnstile:
+    """Lets one piece of a large body through at a time, of whatever client, and no faster than others can be answered meanwhile."""
+
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._lock = asyncio.Lock()
+
+    async def wait(self, n_bytes: int) -> None:
+        """Wait for the turn of a body whose newest piece had so many bytes."""
+        async with self._lock:
+            await asyncio.sleep(n_bytes / _LARGE_BYTES_PER_SECOND if self._places.n_taken else 0)
+
+
 class _Incoming:
     """A body as it comes in.
 
     Args:
-        turnstile: lets through one piece of a large body, of whatever client, between two looks at everybody else's.
+        turnstile: of all large bodies.
     Attributes:
         has_ended: nothing of it is on its way any more.
     """
 
-    def __init__(self, receive: Receive, turnstile: asyncio.Lock) -> None:
+    def __init__(self, receive: Receive, turnstile: _Turnstile) -> None:
         self.receive = receive
         self._turnstile = turnstile
         self._n_bytes = 0
+        self._n_newest = 0
         self.has_ended = False
 
     async def read(self, options: ServerOptions) -> bytes | None:
@@ -304,14 +320,14 @@ class _Incoming:
 
     async def _next(self) -> bytes:
         if self._n_bytes > LONG_BYTES:
-            async with self._turnstile:
-                await asyncio.sleep(0)
+            await self._turnstile.wait(self._n_newest)
         message = await self.receive()
         if message["type"] == "http.disconnect":
             raise ClientGoneError
         self.has_ended = not message.get("more_body", False)
         piece = bytes(message.get("body", b""))
-        self._n_bytes += len(piece)
+        self._n_newest = len(piece)
+        self._n_bytes += self._n_newest
         return piece
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from chat.engine.engine import Engine
+from chat.server.bodies import count_longest_list
 from chat.server.errors import ApiError
 from memory import CapacityError, HybridMemory
 
@@ -44,3 +45,16 @@ def check_length(n_prompt: int, wanted: int | None, default: int, limit: int, *,
     asked = f"{n_prompt:,} tokens" + (f" and asks for {wanted:,} more" if wanted is not None else "")
     message = f"This server takes {limit:,} tokens at most, prompt and reply together; the prompt has {asked}. Shorten either."
     raise ApiError(400, message, param=param, code="context_length_exceeded")
+
+
+def check_lists(body: bytes, limit: int, *, param: str) -> None:
+    """Refuse a list of too many token ids before it is parsed. Raises ApiError 400.
+
+    No other list of numbers can be as long, so whatever is refused here would be refused later; unless a key is given twice, and its
+    first value is such a list.
+    """
+    n_listed = count_longest_list(body, limit + 1)
+    if n_listed:
+        asked = f"the body has a list of at least {n_listed:,} tokens"
+        message = f"This server takes {limit:,} tokens at most, prompt and reply together; {asked}. Shorten it."
+        raise ApiError(400, message, param=param, code="context_length_exceeded")

@@ -10,11 +10,11 @@ import hashlib
 import reprlib
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from chat.decoding.sampling import Sampling
+from chat.server.bodies import has_more_values
 from chat.server.errors import ApiError, clip
 from chat.server.options import MOST_CHOICES
 
@@ -23,10 +23,6 @@ MOST_STOP_CHARACTERS = 256
 MOST_VALUES = 32_768
 """Objects, arrays and keys of one body: Python makes something of each while everybody waits."""
 MOST_MESSAGES = 4096
-_BLOCK_BYTES = 1 << 16
-_MOST_QUOTES, _MOST_ARRAYS = 4096, 64
-_IS_VALUE = np.isin(np.arange(256), list(b"{[:"))
-"""Of each byte, whether it begins an object, an array or the value of a key."""
 _COLDEST = 1e-4
 """Temperatures below are 0: divided by them, logits would leave the range of float32."""
 
@@ -37,7 +33,7 @@ ModelT = TypeVar("ModelT", bound="_Checked")
 
 def read_request(model: type[ModelT], body: bytes) -> ModelT:
     """A request's body. Raises ApiError 400, naming the parameter."""
-    if _count_values(body) > MOST_VALUES and _count_outside_strings(body, MOST_VALUES) > MOST_VALUES:
+    if has_more_values(body, MOST_VALUES):
         message = f"The body has more than {MOST_VALUES:,} objects, arrays and keys; send fewer messages, or join their parts."
         raise ApiError(400, message, code="invalid_json")
     try:
@@ -50,47 +46,6 @@ def read_request(model: type[ModelT], body: bytes) -> ModelT:
         return model.model_validate(value)
     except ValidationError as error:
         raise _explain(error.errors(include_url=False)[0]) from None
-
-
-def _count_values(body: bytes) -> int:
-    """An upper bound of the objects, arrays and keys in a body; exact where no string holds one of their signs."""
-    return sum(map(body.count, (b"{", b"[", b":")))
-
-
-def longest_array(body: bytes) -> int:
-    """Find a lower bound of the elements of the longest array in a body, by its signs, before anything is parsed.
-
-    It is exact for arrays of numbers; 0 where strings are many or hold escapes, or arrays are many. Cost: a pass over the bytes, one to
-    two milliseconds for each megabyte, where parsing takes twenty.
-    """
-    if b"\\" in body or body.count(b'"') > _MOST_QUOTES or body.count(b"[") > _MOST_ARRAYS:
-        return 0
-    longest, start, n_quotes, at = 0, body.find(b"["), 0, 0
-    while start >= 0:
-        n_quotes, at = n_quotes + body.count(b'"', at, start), start
-        end = body.find(b"]", start)
-        is_of_numbers = n_quotes % 2 == 0 and max(body.find(sign, start + 1, end) for sign in (b'"', b"[", b"{")) < 0
-        if end > 0 and is_of_numbers:  # and not in a string
-            longest = max(longest, body.count(b",", start, end) + 1)
-        start = body.find(b"[", start + 1)
-    return longest
-
-
-def _count_outside_strings(body: bytes, most: int) -> int:
-    """Count the objects, arrays and keys of a body exactly, until there are more than `most`.
-
-    numpy counts, a block at a time, which lets other threads run meanwhile.
-    """
-    signs = np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b""), np.uint8)
-    n_values, in_string = 0, False
-    for begin in range(0, len(signs), _BLOCK_BYTES):
-        block = signs[begin : begin + _BLOCK_BYTES]
-        is_in_string = np.logical_xor.accumulate(block == ord('"')) ^ in_string
-        n_values += int(np.count_nonzero(_IS_VALUE[block] & ~is_in_string))
-        in_string = bool(is_in_string[-1])
-        if n_values > most:
-            break
-    return n_values
 
 
 def _explain(detail: ErrorDetails) -> ApiError:

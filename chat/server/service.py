@@ -16,7 +16,7 @@ from chat.prompts import Tokenizer, encode_chat
 from chat.server.errors import ApiError, StoppingError, as_api_error, log, stopping
 from chat.server.formats import DONE, ChatFormat, CompletionFormat, EventStream, as_event
 from chat.server.guard import Exchange, exchange_of
-from chat.server.lengths import check_length, find_context_tokens
+from chat.server.lengths import check_length, check_lists, find_context_tokens
 from chat.server.metrics import Metrics
 from chat.server.options import ServerOptions
 from chat.server.replies import Ask, Piece, Replies
@@ -133,6 +133,7 @@ class Service:
 
     def _read_chat(self, texts: Tokenizer, body: bytes) -> tuple[ChatRequest, list[int]]:
         """A request and its tokens. Raises ApiError."""
+        check_lists(body, self.context_tokens, param="messages")
         asked = read_request(ChatRequest, body)
         self._check_model(asked.model)
         try:
@@ -143,8 +144,7 @@ class Service:
 
     def _read_completion(self, texts: Tokenizer, body: bytes) -> tuple[CompletionRequest, list[list[int]]]:
         """A request and the tokens of its prompts. Raises ApiError."""
-        if (n_ids := longest_array(body)) > self.context_tokens:  # refused before they are parsed
-            self._reply_tokens(n_ids, None, param="prompt")
+        check_lists(body, self.context_tokens, param="prompt")
         asked = read_request(CompletionRequest, body)
         self._check_model(asked.model)
         for prompt in asked.prompt:

@@ -10,10 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from chat.prompts import Tokenizer
-from chat.server import ServerOptions
+from chat.server import ServerOptions, guard, schema
+from chat.server.bodies import count_longest_list
 from chat.server.errors import ApiError
 from chat.server.schema import MOST_MESSAGES, MOST_VALUES, ChatRequest, CompletionRequest, longest_array, read_request
 from chat.server.texts import LONG_BYTES, Texts, find_longest_token
@@ -22,6 +25,8 @@ from tests.chat.servers import MODEL, Running, running, wait_until
 
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
 LONG = "x" * LONG_BYTES
+SCALARS = st.none() | st.booleans() | st.integers() | st.text('",[]{}:\\\\a')
+JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text('",[a'), inner, max_size=6))
 
 
 class Watched:
@@ -180,18 +185,48 @@ def test_one_unknown_key_is_enough(where: tuple[Any, ...]) -> None:
         read_request(ChatRequest, json.dumps(value).encode())
 
 
-def test_ids_that_no_context_can_hold_are_refused_unread(
+def test_a_list_that_no_context_can_hold_is_not_parsed(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("chat.server.service.read_request", lambda *_: pytest.fail("the body was parsed"))
-    with running(embedded, tokenizer, ServerOptions(max_tokens=512, max_body_bytes=1 << 23)) as server:
-        answer = server.call("POST", "/v1/completions", {"model": MODEL, "prompt": [1] * 1_000_000})
-    assert answer.status == 400 and answer.error["code"] == "context_length_exceeded"
+    parsed: list[int] = []
+    parse = schema.from_json
+    monkeypatch.setattr(schema, "from_json", lambda body, **options: parsed.append(len(body)) or parse(body, **options))
+    with running(embedded, tokenizer, ServerOptions(max_tokens=512, max_body_bytes=16 << 20)) as server:
+        token_ids = [5] * 1_000_000
+        for prompt in (token_ids, [[5], token_ids]):
+            answer = server.call("POST", "/v1/completions", {"model": MODEL, "prompt": prompt})
+            assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "context_length_exceeded", "prompt")
+            assert "512 tokens" in answer.error["message"] and "1,000,000 tokens" in answer.error["message"]
+        answer = server.call("POST", "/v1/chat/completions", CHAT | {"messages": token_ids})
+        assert (answer.status, answer.error["param"], parsed) == (400, "messages", [])
+        stop = [","] * 4
+        prompts: tuple[Any, ...] = ([5] * 511, [[5] * 511] * 2, "," * 300)
+        for prompt in prompts:  # many commas, and yet none too many
+            assert server.call("POST", "/v1/completions", {"model": MODEL, "prompt": prompt, "stop": stop, "max_tokens": 1}).status == 200
+        assert len(parsed) == 3
 
 
-@pytest.mark.parametrize("prompt", [[3] * 40, [[3] * 40] * 16, [5], "a,b" * 500, ["[,,,{" * 100] * 16, 'say "a,' * 300, [",\\" * 50]])
-def test_no_request_that_fits_is_refused_unread(prompt: Any) -> None:
-    body = {"model": MODEL, "prompt": prompt, "stop": ["a,", "b,"], "stream_options": {"include_usage": True}, "max_tokens": 4}
-    for separators in ((",", ":"), (", ", ": ")):
-        assert longest_array(json.dumps(body, separators=separators).encode()) <= 40
-    assert longest_array(json.dumps(body | {"prompt": [3] * 600}).encode()) in (0, 600)
+@given(JSON)
+def test_no_list_is_called_longer_than_it_is(value: object) -> None:
+    def longest(value: object) -> int:
+        inner = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else []
+        return max([len(value) if isinstance(value, list) else 0, *map(longest, inner)])
+
+    assert count_longest_list(json.dumps(value).encode(), 2) <= longest(value)
+
+
+# Bodies on their way in
+
+
+def test_large_bodies_come_in_slowly_while_somebody_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "_LARGE_BYTES_PER_SECOND", 100)
+    places = guard.Places(1)
+
+    async def take_turns() -> float:
+        turnstile, started = guard._Turnstile(places), asyncio.get_running_loop().time()
+        await asyncio.gather(*(turnstile.wait(n_bytes) for n_bytes in (10, 5, 5)))
+        return asyncio.get_running_loop().time() - started
+
+    assert asyncio.run(take_turns()) < 0.19
+    places.n_taken = 1
+    assert asyncio.run(take_turns()) > 0.19
