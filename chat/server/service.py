@@ -20,7 +20,7 @@ from chat.server.lengths import check_length, check_lists, find_context_tokens
 from chat.server.metrics import Metrics
 from chat.server.options import ServerOptions
 from chat.server.replies import Ask, Piece, Replies
-from chat.server.schema import ChatRequest, CompletionRequest, Prompt, longest_array, read_request
+from chat.server.schema import ChatRequest, CompletionRequest, Prompt, read_request
 from chat.server.texts import Texts
 from memory import CapacityError, FormatError, IntegrityError
 

@@ -18,7 +18,7 @@ from chat.prompts import Tokenizer
 from chat.server import ServerOptions, guard, schema
 from chat.server.bodies import count_longest_list
 from chat.server.errors import ApiError
-from chat.server.schema import MOST_MESSAGES, MOST_VALUES, ChatRequest, CompletionRequest, longest_array, read_request
+from chat.server.schema import MOST_MESSAGES, MOST_VALUES, ChatRequest, CompletionRequest, read_request
 from chat.server.texts import LONG_BYTES, Texts, find_longest_token
 from models import LanguageModel
 from tests.chat.servers import MODEL, Running, running, wait_until
