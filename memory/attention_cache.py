@@ -169,7 +169,7 @@ class AttentionCache:
         return (first_T[:, None] + np.arange(n_heads) * (self.page_tokens * head_dim)).ravel()
 
     def place(self, array: Int64s, *, room: bool = False) -> Prepared:
-        """A plan's array as kernels take it; with `room`, there may be more behind its end."""
+        """Upload a plan's array for the kernels. With `room`, capacity is rounded up, so later plans keep the same addresses."""
         return self.kernels.prepare(self._store.upload(array, room=room))
 
     def begin(self, plan: AttentionPlan, reads: list[Read] | None = None) -> None:
@@ -201,7 +201,7 @@ class AttentionCache:
             self.kernels.write_rows_(values, plan.rows[index], v_TGD.flatten(0, 1))
 
     def read(self, plan: AttentionPlan, index: int, q_THD: Tensor, scoring: Scoring, folded: FoldedRows | None = None) -> Tensor:
-        """What the queries find in the pages and, before them, in rows that have folded.
+        """Attend to the pages and, before them, to rows that have folded.
 
         Where values are a part of the keys, the kernel mixes whole keys, D elements for value_dim wanted: for DeepSeek's sizes, 576 and
         512, an eighth more work on values.
@@ -322,7 +322,7 @@ class AttentionCache:
         self._table.release(slot)
 
     def horizon(self, slot: int) -> int:
-        """0 for dense attention, which forgets from any position on."""
+        """Return the earliest position that `truncate` reaches: 0 for dense attention."""
         return int(self.grid.horizon(np.array(self._oldest_row(slot)))) if self.grid.leaves else 0
 
     def horizon_after(self, packed: Packed) -> Int64s:

@@ -44,7 +44,7 @@ class FoldGrid(PageGrid):
         return True
 
     def n_groups(self, peaks: Int64s) -> Int64s:
-        """How many have folded of a sequence that has reached `peaks`."""
+        """Count the groups that have folded of sequences that have reached `peaks`."""
         return FoldPoints(self.rollback_window, self.group).count(peaks)
 
     def first_page(self, peaks: Int64s) -> Int64s:
@@ -253,7 +253,7 @@ class QuantizedAttention(CannotDrop):
         return self.exact.blocks_of(slot) | {self.bodies.name: self._table[slot]}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        """Groups fold whole, and nothing that has folded can be taken back."""
+        """Mark all rows of folded groups: groups fold whole, and nothing that has folded can be taken back."""
         return self.exact.live_rows(slot, length) | {self.bodies.name: np.ones((len(self._table[slot]), 1), np.bool_)}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
