@@ -28,8 +28,8 @@ from memory.blocks.table import BlockTable
 from memory.errors import DropError, IntegrityError, StepError
 from memory.interface import Dropped, Packed, Stretch
 from memory.kernels import FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, select_kernels
-from memory.reads import AttentionPlan, Read, Selects, attend_each
 from memory.sequences.paging import DropPlan, PageGrid
+from memory.sequences.reads import AttentionPlan, Read, Selects, attend_each
 from memory.specs import AttentionSpec
 
 _ROWS_AT_ONCE = 4096
@@ -74,7 +74,7 @@ class AttentionCache:
 
     def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
         """What a page holds of one attention: keys, then its own values, if it has any, (G, page_tokens, D) each, then bounds."""
-        bounds = [] if self._selection is None else self._selection.bound_shapes(spec)
+        bounds = [] if self._selection is None else self._selection.bound_shapes(spec.n_kv_heads, spec.head_dim)
         return [(spec.n_kv_heads, self.page_tokens, spec.head_dim)] * spec.n_parts + bounds
 
     @property
@@ -157,7 +157,7 @@ class AttentionCache:
         return (first_T[:, None] + np.arange(n_heads) * (self.page_tokens * head_dim)).ravel()
 
     def place(self, array: Int64s, *, room: bool = False) -> Prepared:
-        """A plan's array as kernels take it; with `room`, there may be more behind its end."""
+        """Upload a plan's array for the kernels. With `room`, capacity is rounded up, so later plans keep the same addresses."""
         return self.kernels.prepare(self._store.upload(array, room=room))
 
     def begin(self, plan: AttentionPlan) -> None:
@@ -171,14 +171,14 @@ class AttentionCache:
             self._store.copy(int(self.pool.addresses[old]), int(self.pool.addresses[new]), self.pool.block_bytes)
 
     def plan_read(self, read: Read, folded: FoldedRows | None = None) -> None:
-        """Let kernels plan what attention will be asked for."""
+        """Let the kernels plan one read of the step."""
         for heads in self._heads:
             self.kernels.plan_attention(read.batch, heads, self._dtype, self._store.device, self.grid.window, folded)
         if read.choice is not None:
             self.kernels.plan_choice(read.choice, self._store.device)
 
     def can_record(self, plan: AttentionPlan) -> bool:
-        return self._selection is None  # how many pages are chosen, and from how many, is counted on the host
+        return self._selection is None  # the host counts how many pages are chosen
 
     def attend(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
         """Write the step's keys and values for attention `index` and attend to everything up to each token: (T, H, D or value_dim)."""
@@ -199,7 +199,8 @@ class AttentionCache:
 
     def choose(self, choice: PageChoice, index: int, q_QHD: Tensor, bounds: Sequence[Prepared]) -> Tensor:
         """What the queries choose for each head of keys by these bounds, (G, C)."""
-        return self.kernels.choose_pages(q_QHD, *bounds, choice, self._specs[index].n_kv_heads)
+        least, greatest = bounds
+        return self.kernels.choose_pages(q_QHD, least, greatest, choice, self._specs[index].n_kv_heads)
 
     def write(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None) -> None:
         n_tokens = len(plan.packed.token_ids)
@@ -210,7 +211,7 @@ class AttentionCache:
             self.kernels.write_rows_(values, plan.rows[index], v_TGD.flatten(0, 1))
 
     def read(self, batch: PagedBatch, index: int, q_THD: Tensor, scoring: Scoring, folded: FoldedRows | None = None) -> Tensor:
-        """What the queries find in the pages and, before them, in rows that have folded.
+        """Attend to the pages and, before them, to rows that have folded.
 
         Where values are a part of the keys, the kernel mixes whole keys, D elements for value_dim wanted: for DeepSeek's sizes, 576 and
         512, an eighth more work on values.
@@ -344,7 +345,7 @@ class AttentionCache:
         self._table.release(slot)
 
     def horizon(self, slot: int) -> int:
-        """0 for dense attention, which forgets from any position on."""
+        """Return the earliest position that `truncate` reaches: 0 for dense attention."""
         return int(self.grid.horizon(np.array(self._oldest_row(slot)))) if self.grid.leaves else 0
 
     def horizon_after(self, packed: Packed) -> Int64s:

@@ -147,7 +147,10 @@ def with_host_pages(kinds: Kinds, spec: MemorySpec, page_tokens: int, rules: Tai
 
 
 def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fold:
-    """What suits the device. On CUDA states are left behind where a step then reads less of rings than writing the states would move."""
+    """Choose the fold mode that suits the device.
+
+    On CUDA that is "defer" where a step then reads fewer bytes of tails than it would write of states.
+    """
     if device_type == "cpu":
         return "keep"
     recurrent = [m for _, m in spec.of_kind("recurrence") if isinstance(m, RecurrentSpec)]

@@ -1,4 +1,4 @@
-"""One memory out of many: the layer memories of a model, the ledger of its sequences, and the bytes that they share."""
+"""The coordinator makes one memory out of many: it keeps the layer memories of a model, the ledger and the store in step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EnteredStep(Protocol):
 
 
 def _abort_abandoned_of(coordinator: Coordinator) -> Callable[[], bool]:
-    """Its `abort_abandoned`, without keeping it alive."""
+    """Return its `abort_abandoned` as a function that does not keep the coordinator alive."""
     owner = ref(coordinator)
 
     def abort_abandoned() -> bool:
@@ -115,7 +115,7 @@ class Coordinator(Lifetime):
                 self._settle(opened)
 
     def _settle(self, opened: OpenStep) -> None:
-        """What was set aside for a step has been committed or given back. Let nothing interrupt it."""
+        """Forget an open step whose blocks have been committed or given back. The caller lets nothing interrupt this."""
         del self.open_steps[opened]
         opened.is_settled = True
         self.ledger.vacate(opened.packed.slots)
@@ -123,7 +123,7 @@ class Coordinator(Lifetime):
             opened.stage.close()
 
     def abort_abandoned(self) -> bool:
-        """Abort steps whose block has been left without their `__exit__`: an interrupt came before it; whether there was any."""
+        """Abort steps whose block was left without their `__exit__`, because an interrupt came before it. True if there was any."""
         abandoned = [opened for opened in self.open_steps if opened.block() is None]
         for opened in abandoned:
             self.abort(opened)
@@ -201,7 +201,7 @@ class Coordinator(Lifetime):
             self.swapped.drop(sequence.slot)  # last: a file system may refuse
 
     def copy(self, sequence: Sequence, held: uninterrupted_call, *, is_checkpoint: bool) -> Sequence:
-        """A new sequence or checkpoint that stands where this one does and shares its blocks. Raises SequenceError."""
+        """Make a new sequence or checkpoint that stands where this one does and shares its blocks. Raises SequenceError."""
         self.ledger.check_usable(sequence, to_advance=False)
         copy = self.ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint)
         try:
@@ -218,7 +218,7 @@ class Coordinator(Lifetime):
         self.ledger.close(sequence)
 
     def share(self, sources: list[Sequence], targets: list[Sequence]) -> None:
-        """All at once: each target goes on as its source was. Let nothing interrupt it."""
+        """Let each target go on as its source was, all at once. The caller lets nothing interrupt this."""
         self.layers.share(np.array([s.slot for s in sources]), np.array([s.slot for s in targets]))
         self.ledger.copy(sources, targets, self.layers.horizon)
 
@@ -277,7 +277,7 @@ class Coordinator(Lifetime):
         return self.nearest(sequence, to)[0]
 
     def nearest(self, sequence: Sequence, to: object) -> tuple[int, Sequence | None]:
-        """The nearest reachable position <= to, and whose blocks hold it: the sequence's own, a checkpoint's, nobody's (0)."""
+        """Find the nearest reachable position <= to, and the sequence or checkpoint whose blocks hold it; None for position 0."""
         return nearest_position(self.ledger, sequence, to, self.horizon_of(sequence))
 
     def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool) -> None:
@@ -296,7 +296,7 @@ class Coordinator(Lifetime):
     # Out of the budget and back
 
     def snapshot(self, slot: int) -> Snapshot:
-        """A copy of everything that a slot holds, wherever it is."""
+        """Copy everything that a slot holds, from the budget, from host pages or from where it is swapped out."""
         if self.ledger.is_away[slot]:
             return self.swapped.get(slot)
         length = int(self.ledger.lengths[slot])
@@ -306,7 +306,7 @@ class Coordinator(Lifetime):
         return snapshot
 
     def restore(self, slot: int, snapshot: Snapshot) -> None:
-        """An empty slot becomes what the snapshot was taken of. Raises CapacityError."""
+        """Make an empty slot what the snapshot was taken of. Raises CapacityError."""
         self.room.make(lambda: self.layers.restore(slot, snapshot, self.store))
 
     def swap_out(self, sequence: Sequence) -> None:
@@ -340,12 +340,12 @@ class Coordinator(Lifetime):
             self.room.make(lambda: pages.move(sequence.slot, to_host=to_host))
 
     def export(self, sequence: Sequence) -> tuple[Snapshot, dict[str, Any]]:
-        """What a file says of a sequence. Raises SequenceError."""
+        """Return what a file says of a sequence: its snapshot and its record in the ledger. Raises SequenceError."""
         self.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         return self.snapshot(sequence.slot), self.ledger.record(sequence.slot)
 
     def adopt(self, snapshot: Snapshot, record: dict[str, Any], path: str, held: uninterrupted_call) -> Sequence:
-        """A new sequence as a file says. Raises FormatError, CapacityError."""
+        """Open a new sequence with the snapshot and the record of a file. Raises FormatError, CapacityError."""
         sequence = self.ledger.open()
         try:
             self.restore(sequence.slot, snapshot)
@@ -379,7 +379,7 @@ class Coordinator(Lifetime):
         return inventory
 
     def check_slot(self, slot: int) -> None:
-        """Compare what the books say of one slot. Raises IntegrityError."""
+        """Compare what the ledger and the layer memories say of one slot. Raises IntegrityError."""
         self.ledger.check_slot(slot)
         self.layers.check_slot(slot, int(self.ledger.lengths[slot]), int(self.ledger.peaks[slot]))
 

@@ -1,4 +1,4 @@
-"""Dropping tokens from the middle of a sequence: what moves where, and how keys turn with it."""
+"""Says how rotary keys carry positions, and rotates keys whose tokens have moved."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ class Rotation:
 
     @property
     def end(self) -> int:
-        """Behind the last element of a head that is turned."""
+        """Index behind the last element of a head that is rotated."""
         return self.start + 2 * len(self.frequencies)
 
     def __repr__(self) -> str:
         return f"<Rotation of {len(self.frequencies)} pairs, {self.layout}>"
 
     def turns(self, old_R: NDArray[np.int64], new_R: NDArray[np.int64]) -> Turns:
-        """From positions old_R to new_R.
+        """Compute the angles that rotate keys from positions old_R to new_R.
 
         A model rounds position times frequency to float32, which at position 10,000 is off by up to 5e-4. The difference of such angles
         leads to the very key that the model would have computed at the new position.
@@ -59,7 +59,7 @@ class Rotation:
         return cos, sin
 
     def turned(self, keys_RGD: Tensor, turns: Turns) -> Tensor:
-        """Keys (R, G, D) at their new positions, float32. Those given may be overwritten."""
+        """Rotate keys (R, G, D) to their new positions; returns float32. Those given may be overwritten."""
         start, end, middle = self.start, self.end, self.start + len(self.frequencies)
         out = keys_RGD.float()
         first, second = (

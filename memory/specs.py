@@ -88,7 +88,7 @@ class AttentionSpec:
 
     @property
     def kv_shape(self) -> tuple[int, int]:
-        """Of the keys, or the values, of a token."""
+        """Shape of the keys, or of the values, of a token: (heads, head_dim)."""
         return self.n_kv_heads, self.head_dim
 
     def check_rows(

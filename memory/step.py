@@ -134,11 +134,11 @@ class Step(NotCopied):
 
     @property
     def block(self) -> ref[Any]:
-        """What lives as long as this step may be left in an orderly way."""
+        """Reference to an object that lives as long as this step can still be left in order."""
         return ref(self) if self._block is None or self._block() is None else self._block
 
     def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None:
-        """Told by the memory what was set aside; from now on this step must commit or abort."""
+        """Take what the memory has set aside; from now on this step must commit or abort."""
         self._opened, packed = opened, opened.packed
         # Copies: what a model does to them must not reach the books.
         self.token_ids, self.positions = upload(packed.token_ids.copy()), upload(packed.positions.copy())

@@ -26,7 +26,7 @@ from memory.specs import CrossAttentionSpec
 
 @dataclass(frozen=True)
 class CrossPlan:
-    """What the kernels need to know of a step: every query is a request of its own, for it sees all rows."""
+    """Holds what the kernels need in a step: every query is a request of its own, for it sees all rows."""
 
     n_tokens: int
     batch: PagedBatch
@@ -61,7 +61,7 @@ class CrossAttentionCache:
         return self.pool.block_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """The encoder's pages, which are there already."""
+        """Count the encoder's pages, which are allocated already."""
         return np.stack([self._table.counts(stretch.slots) * self.pool.block_bytes] * 4)
 
     def write(self, slot: int, encoded: Encoded) -> None:
@@ -148,15 +148,15 @@ class CrossAttentionCache:
         return True
 
     def commit(self, plan: CrossPlan, kept: Int64s) -> None:
-        """Nothing has changed."""
+        """Do nothing: a step changes no encoder row."""
 
     def abort(self, plan: CrossPlan) -> None:
-        """Nothing has changed."""
+        """Do nothing: a step changes no encoder row."""
 
     # Sequences
 
     def plan_drop(self, dropped: Dropped) -> None:
-        """What the encoder said stays, whatever the decoder forgets."""
+        """Do nothing: encoder rows stay, whatever the decoder forgets."""
 
     def drop(self, plan: None) -> None:
         """As `plan_drop`."""
@@ -168,7 +168,7 @@ class CrossAttentionCache:
         self._table.share(sources, targets)
 
     def truncate(self, slot: int, to: int) -> None:
-        """What the encoder said stays, whatever the decoder forgets."""
+        """Do nothing: encoder rows stay, whatever the decoder forgets."""
 
     def release(self, slot: int) -> None:
         self._table.release(slot)

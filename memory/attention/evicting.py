@@ -202,7 +202,7 @@ class EvictingAttention(CannotDrop, TailMemory):
         return f"which rows attention with {self.policy.label} has kept depends on them"
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        """Of a body, which is as long as the budget, the rows that were kept."""
+        """Mark the rows of a body that were kept; a body is as long as the policy's budget."""
         live = super().live_rows(slot, length)
         kept, name = np.arange(self.policy.budget_tokens) < self.table.slots.body_at[slot], self.table.states.name
         return live | {name: live[name] & kept}

@@ -1,4 +1,4 @@
-"""Keys and values of chosen sequences in host memory: a budget of its own, and the ways there and back.
+"""Keeps keys and values of chosen sequences in host memory, in a budget of their own, and moves them there and back.
 
 Pages are what grows with a sequence, and what attention reads once a step; states stay on the device. A sequence whose pages are in host
 memory can be used as ever, unlike one that is swapped out.
@@ -16,7 +16,7 @@ from memory.views.usage import Inventory
 
 
 class HostPages:
-    """The half of a memory's attention that is in host memory.
+    """Holds the half of a memory's attention that is in host memory.
 
     Args:
         store, host_store: the memory's own, and that of its pages in host memory.
@@ -35,7 +35,7 @@ class HostPages:
         return self._hosted[0].is_far(slot)
 
     def move(self, slot: int, *, to_host: bool) -> None:
-        """Nothing happens if it is there. Raises CapacityError with nothing changed."""
+        """Move a slot's pages into host memory or back, unless they are there. Raises CapacityError with nothing changed."""
         if self.has(slot) == to_host:
             return
         if to_host:
@@ -46,7 +46,7 @@ class HostPages:
             kind.moved(slot, is_far=to_host)
 
     def snapshot(self, slot: int, length: int) -> Snapshot:
-        """A copy of what the slot has in host memory."""
+        """Copy what the slot has in host memory."""
         return self._far.snapshot(slot, length, self._host_store)
 
     def inventory(self, sequences: list[Sequence], lengths: Int64s, slots: Int64s) -> Inventory:

@@ -82,7 +82,7 @@ class HostedAttention:
         return self.near.least_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """Of the budget: what is in host memory takes nothing of it."""
+        """Count bytes of the budget; pages in host memory take none of it."""
         return np.where(self._are_far(stretch.slots), 0, self.near.bytes_for(stretch))
 
     # Where sequences are
@@ -91,7 +91,7 @@ class HostedAttention:
         return slot in self._far_slots
 
     def moved(self, slot: int, *, is_far: bool) -> None:
-        """Told when what the slot holds has been moved, or is to begin there."""
+        """Note that a slot's pages are in host memory from now on, or on the device."""
         (self._far_slots.add if is_far else self._far_slots.discard)(slot)
 
     def _of(self, slot: int) -> Attention:
@@ -207,7 +207,7 @@ class HostedAttention:
         return self._of(slot).record(slot)
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
-        """What comes back, comes to the device."""
+        """Adopt a saved slot on the device."""
         self.near.adopt(slot, record, blocks)
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:

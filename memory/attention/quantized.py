@@ -28,10 +28,10 @@ from memory.errors import IntegrityError, SpecError
 from memory.interface import Packed, Stretch
 from memory.kernels import FoldedRows, Prepared, Scoring, reference
 from memory.quantization import Shaped, Storage
-from memory.reads import AttentionPlan, Body, Read, attend_each
 from memory.sequences.drop import CannotDrop
 from memory.sequences.folding import FoldPoints
 from memory.sequences.paging import PageGrid
+from memory.sequences.reads import AttentionPlan, Body, Read, attend_each
 from memory.specs import AttentionSpec
 
 
@@ -46,7 +46,7 @@ class FoldGrid(PageGrid):
         return True
 
     def n_groups(self, peaks: Int64s) -> Int64s:
-        """How many have folded of a sequence that has reached `peaks`."""
+        """Count the groups that have folded of sequences that have reached `peaks`."""
         return FoldPoints(self.rollback_window, self.group).count(peaks)
 
     def first_page(self, peaks: Int64s) -> Int64s:
@@ -116,7 +116,11 @@ class QuantizedAttention(CannotDrop):
 
     def _bound_fields(self, spec: AttentionSpec) -> list[Shaped]:
         """What a block holds beside rows, where blocks are chosen."""
-        return [] if self._selection is None else [(shape, self._dtype) for shape in self._selection.bound_shapes(spec)]
+        return (
+            []
+            if self._selection is None
+            else [(shape, self._dtype) for shape in self._selection.bound_shapes(spec.n_kv_heads, spec.head_dim)]
+        )
 
     @property
     def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
@@ -204,7 +208,7 @@ class QuantizedAttention(CannotDrop):
             reference.write_rows_(flat, targets[part.element_size()], part.flatten(1))
 
     def can_record(self, plan: QuantizedPlan) -> bool:
-        # From how many groups is chosen, is counted on the host.
+        # The host counts from how many groups each query chooses.
         return not plan.n_new.any() and all(read.choice is None for read in plan.reads)
 
     def commit(self, plan: QuantizedPlan, kept: Int64s) -> None:
@@ -253,7 +257,7 @@ class QuantizedAttention(CannotDrop):
         return self.exact.blocks_of(slot) | {self.bodies.name: self._table[slot]}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        """Groups fold whole, and nothing that has folded can be taken back."""
+        """Mark all rows of folded groups: groups fold whole, and nothing that has folded can be taken back."""
         return self.exact.live_rows(slot, length) | {self.bodies.name: np.ones((len(self._table[slot]), 1), np.bool_)}
 
     def holdings(self, slots: Int64s) -> list[Holding]:

@@ -24,15 +24,14 @@ from memory.blocks.store import Store
 from memory.eviction import Quest
 from memory.interface import Packed
 from memory.kernels import PageChoice, PagedBatch, Prepared
-from memory.reads import Body, Read
-from memory.specs import AttentionSpec
+from memory.sequences.reads import Body, Read
 
 Place = Callable[[Int64s], Prepared]
 """Uploads a plan's array, as kernels take it."""
 
 
 class Selection:
-    """Plans which blocks the queries of a step read: `memory.reads.Selects`.
+    """Plans which blocks the queries of a step read: `memory.sequences.reads.Selects`.
 
     Args:
         policy: that of all layers of the cache.
@@ -49,8 +48,8 @@ class Selection:
         self._n_read = policy.budget_pages(block_tokens, *remedy)
         self._store = store
 
-    def bound_shapes(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
-        return [(spec.n_kv_heads, spec.head_dim)] * 2
+    def bound_shapes(self, n_kv_heads: int, head_dim: int) -> list[tuple[int, ...]]:
+        return [(n_kv_heads, head_dim)] * 2
 
     def bounds(self, k_BGRD: Tensor) -> list[Tensor]:
         return [k_BGRD.amin(2), k_BGRD.amax(2)]

@@ -1,4 +1,4 @@
-"""One budget of bytes for blocks of every kind.
+"""The arena hands out byte ranges of one budget to blocks of every size.
 
 The arena is one address space. Pages are taken from its low end, states and tails from its high end, each at its natural
 size, lowest (highest) free address first; so the split between kinds follows demand, nothing is padded, moved or sized ahead.
@@ -45,7 +45,7 @@ def read_budget(budget: float | str, option: str = "budget") -> int:
 
 
 class Arena:
-    """Which byte ranges of [0, capacity_bytes) are free, coalesced.
+    """Keeps the free byte ranges of [0, capacity_bytes), coalesced.
 
     Ranges are found by either end, so that neighbours join at once. For each size and side asked for, a heap says where the first range
     lies that is long enough; it may also name ranges that are no more, which are passed over when they come up.

@@ -18,19 +18,19 @@ _NumberT = TypeVar("_NumberT", int, Int64s)
 
 
 def ceil_div(n: _NumberT, divisor: int) -> _NumberT:
-    """n / divisor, rounded up: of one integer, or of each of an array."""
+    """Divide and round up: one integer, or each of an array."""
     return -(-n // divisor)
 
 
 def starts_of(counts: Int64s) -> Int64s:
-    """(n + 1,) where each of n parts of these lengths starts when they lie one after the other, and where the last one ends."""
+    """Return (n + 1,) where each of n parts of these lengths starts, one after the other, and where the last one ends."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts
 
 
 def ranges(starts: Int64s, ends: Int64s) -> Int64s:
-    """The integers of all intervals [starts[i], ends[i]), one interval after the other."""
+    """Return the integers of all intervals [starts[i], ends[i]), one interval after the other."""
     counts = ends - starts
     if not np.count_nonzero(counts != 1):
         return np.array(starts)

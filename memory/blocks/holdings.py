@@ -1,4 +1,4 @@
-"""What a slot holds: the blocks of each pool, what they are to it, and what a saved file says beside their bytes."""
+"""Describes what a slot holds: blocks of each pool, their role, and what a saved file says beside their bytes."""
 
 from __future__ import annotations
 
@@ -48,5 +48,5 @@ class Holding:
 
     @staticmethod
     def of_tables(pool: str, part: Part, tables: list[Int64s], starts: Int64s, ends: Int64s | None = None) -> Holding:
-        """Of any number of blocks a slot."""
+        """Make a holding of slots with any number of blocks."""
         return Holding(pool, part, np.array([len(t) for t in tables], np.int64), np.concatenate([starts[:0], *tables]), starts, ends)

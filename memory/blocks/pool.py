@@ -65,7 +65,7 @@ class BlockPool:
         return ids
 
     def retain(self, ids: Int64s) -> None:
-        """One more reference to each block; an id may occur several times."""
+        """Add a reference to each block; an id may occur several times."""
         if len(ids) > _FEW:
             np.add.at(self.counts, ids, 1)
         else:
@@ -73,7 +73,7 @@ class BlockPool:
                 self.counts[block] += 1
 
     def release(self, ids: Int64s) -> None:
-        """One reference less to each block; blocks without any are freed."""
+        """Take away a reference from each block; blocks without any are freed."""
         if len(ids) > _FEW:
             np.subtract.at(self.counts, ids, 1)
             freed: list[int] = np.unique(ids[self.counts[ids] == 0]).tolist()

@@ -1,4 +1,4 @@
-"""Host arrays on their way to the device, and numbers on their way back.
+"""Uploads the host arrays of a step's plan to the device in one copy, and downloads numbers from it.
 
 What a step's plan says is uploaded in one copy, from pinned memory: the host never waits for the device, which reads an array when all that
 was asked of it before is done. Arrays of a plan do not change, so what was uploaded once is found again.
@@ -30,13 +30,13 @@ _WHOLE = 2
 
 
 def room_for(n: int) -> int:
-    """At least n, and the same for numbers that are not far from each other: at most an eighth more, or 16."""
+    """Round a capacity up, by an eighth or 16 at most, so that numbers close to each other give the same."""
     step = max(16, (1 << n.bit_length()) // 16)
     return ceil_div(n, step) * step
 
 
 class Stage:
-    """Where one step after the other has its plan on a device.
+    """Holds the place on a device where one step after the other has its plan.
 
     Attributes:
         layout: what two steps have in common if all their arrays lie at the same addresses; None if a plan has outgrown the place.
@@ -159,7 +159,7 @@ def together(stages: Stages) -> Iterator[Stage | None]:
 
 @contextmanager
 def forbidden() -> Iterator[None]:
-    """Inside, nothing can be uploaded: a recording would have it read what is there when it is replayed. Raises StepError."""
+    """Forbid uploads inside of the block: a captured graph would read other data when it is replayed. Raises StepError."""
     token = _is_recording.set(True)
     try:
         yield
@@ -200,7 +200,7 @@ _remembered: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], dict[object, An
 
 
 def remember(anchors: tuple[object, ...], key: object, make: Callable[[], T]) -> T:
-    """What `make` gave for this key, as long as all anchors live, none of which it may refer to."""
+    """Return what `make` gave for this key, made once for as long as all anchors live, none of which it may refer to."""
     ids = tuple(map(id, anchors))
     if ids not in _remembered:
         _remembered[ids] = ([weakref.ref(anchor, lambda _: _remembered.pop(ids, None)) for anchor in anchors], {})

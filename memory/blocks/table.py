@@ -31,7 +31,7 @@ class BlockTable:
         return self.ids.get(slot, EMPTY)
 
     def counts(self, slots: Int64s) -> Int64s:
-        """(S,) how many blocks each slot refers to."""
+        """Count the blocks that each slot (S,) refers to."""
         return np.array([len(self[slot]) for slot in slots.tolist()], np.int64)
 
     def set(self, slot: int, ids: Int64s, **numbers: int) -> None:
@@ -72,11 +72,11 @@ class BlockTable:
                 self.set(slot, ids, **dict(zip(self.numbers, values, strict=True)))
 
     def holding(self, part: Part, slots: Int64s, starts: Int64s, ends: Int64s | None = None) -> Holding:
-        """What slots (S,) refer to, as one part of what they hold; the blocks stand for tokens [start, end)."""
+        """Return what slots (S,) refer to, as one part of what they hold; the blocks stand for tokens [start, end)."""
         return Holding.of_tables(self.pool.name, part, [self[slot] for slot in slots.tolist()], starts, ends)
 
     def record(self, slot: int) -> Record:
-        """What a saved file says of a slot beside its blocks' bytes."""
+        """Return what a saved file says of a slot beside its blocks' bytes."""
         return {name: [column.get(slot, 0)] for name, column in self.numbers.items()}
 
     def adopt(self, slot: int, record: Record, ids: Int64s) -> None:

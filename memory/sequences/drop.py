@@ -15,7 +15,7 @@ class CannotDrop(ABC):
 
     @abstractmethod
     def why_not(self) -> str:
-        """Who cannot, and why."""
+        """Return the reason for the error: which layers cannot drop tokens."""
 
     def plan_drop(self, dropped: Dropped) -> NoReturn:
         raise DropError(
@@ -32,7 +32,7 @@ class CannotDrop(ABC):
 
 
 def drop_from_all(kinds: Iterable[DropsTokens], dropped: Dropped, free_bytes: int) -> None:
-    """From all kinds of memory, or from none."""
+    """Drop tokens from all layer memories, or from none."""
     plans: list[tuple[DropsTokens, Any]] = []
     try:
         for kind in kinds:

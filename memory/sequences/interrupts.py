@@ -1,4 +1,4 @@
-"""Ctrl-C, held back while the books are being written.
+"""Holds a Ctrl-C back while tables are being written.
 
 Python runs the handler of a signal between two bytecodes of the main thread, so an interrupt may come anywhere: also between the last write
 of a function and its return, and before the first line of an `__exit__`. Three ways to be whole nevertheless:

@@ -161,7 +161,7 @@ class Ledger:
             buffers[slot].ids[start : start + n] = packed.token_ids[begin : begin + n]
 
     def occupy(self, slots: Int64s) -> None:
-        """A step is open on these, until `vacate`."""
+        """Mark these slots as in an open step, until `vacate`."""
         self.is_busy[slots] = True
         self._found_usable = [], EMPTY
 
@@ -177,7 +177,7 @@ class Ledger:
             self._seams[slot] = tuple(seam for seam in self._seams[slot] if seam[0] <= to)
 
     def reset(self, slot: int) -> None:
-        """Position 0, as if nothing had ever been fed."""
+        """Put a slot back to position 0, as if nothing had ever been fed."""
         self._leave_buffer(self.handles[slot])
         self.lengths[slot] = self.peaks[slot] = 0
         self._seams.pop(slot, None)
@@ -195,7 +195,7 @@ class Ledger:
         self._seams[slot] = (*before, (changed_from, self._n_drops))
 
     def seams(self, slot: int) -> list[int]:
-        """Positions from which on the memory is not what feeding the tokens would give, because others were dropped before."""
+        """Return the positions behind which the memory is not what feeding the tokens would give, because others were dropped."""
         return [position for position, _ in self._seams.get(slot, ())]
 
     def record(self, slot: int) -> dict[str, Any]:
@@ -214,7 +214,7 @@ class Ledger:
             self._n_drops += len(seams)
 
     def send_away(self, slot: int, horizon: int, n_bytes: int) -> None:
-        """What the slot remembers has been swapped out, with this horizon, until `bring_back`."""
+        """Note that a slot is swapped out, with this horizon, until `bring_back`."""
         self._away[slot] = horizon, n_bytes
         self.is_away[slot] = True
         self._found_usable = [], EMPTY
@@ -228,7 +228,7 @@ class Ledger:
         return self._away[slot][0] if slot in self._away else None
 
     def bytes_away(self, slot: int) -> int:
-        """That wait outside of the budget."""
+        """Bytes of this sequence that are swapped out."""
         return self._away[slot][1] if slot in self._away else 0
 
     def copy(self, sources: list[Sequence], targets: list[Sequence], horizon_of: Callable[[int], int]) -> None:

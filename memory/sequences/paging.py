@@ -27,7 +27,7 @@ class PageGrid:
     rollback_window: int
 
     def pages(self, positions: Int64s) -> Int64s:
-        """Pages that rows [0, position) take."""
+        """Count the pages that rows [0, position) take."""
         return ceil_div(positions, self.page_tokens)
 
     def held_pages(self, stretch: Stretch) -> Int64s:

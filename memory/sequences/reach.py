@@ -1,4 +1,4 @@
-"""How far back a sequence can go: the positions that `rollback` reaches, and why it refuses others."""
+"""Finds how far back a sequence can go: the positions that `rollback` reaches, and why it refuses others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from memory.sequences.ledger import Ledger
 
 
 def position_before(sequence: Sequence, length: int, n_tokens: object, to: object, horizon: int) -> int:
-    """The position n_tokens before the end. Raises RollbackError."""
+    """Return the position n_tokens before the end. Raises RollbackError."""
     if to is not None:
         why = f"to={to!r} and n_tokens={n_tokens!r} say where to return to; give one of them"
     elif not is_integer(n_tokens, 0) or n_tokens > length:
@@ -20,7 +20,7 @@ def position_before(sequence: Sequence, length: int, n_tokens: object, to: objec
 
 
 def nearest_position(ledger: Ledger, sequence: Sequence, to: object, horizon: int) -> tuple[int, Sequence | None]:
-    """The nearest reachable position <= to, and whose blocks hold it: the sequence's own, a checkpoint's, nobody's (0)."""
+    """Find the nearest reachable position <= to, and the sequence or checkpoint whose blocks hold it; None for position 0."""
     length = int(ledger.lengths[sequence.slot])
     if not is_integer(to, 0):
         raise RollbackError(f"to={to!r} is no position; give 0 <= to <= {length} or a checkpoint", to=to, horizon=horizon, resume_at=0)
@@ -30,7 +30,7 @@ def nearest_position(ledger: Ledger, sequence: Sequence, to: object, horizon: in
 
 
 def out_of_reach(sequence: Sequence, to: int, reached: int, length: int, horizon: int) -> RollbackError:
-    """The refusal to return to position `to`, of which `reached` is the nearest that can be reached."""
+    """Return the refusal of position `to`, where `reached` is the nearest one that can be reached."""
     why = (
         f"it holds only {reached} tokens"
         if to > reached and reached == length

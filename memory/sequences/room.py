@@ -1,4 +1,4 @@
-"""Room in the budget: what requests take of it, told before any of their tokens is looked at, and what goes to make room for them."""
+"""Finds room in the budget: computes what requests need before their tokens are read, and frees what is optional for them."""
 
 from __future__ import annotations
 
@@ -51,12 +51,12 @@ class Need:
     spare_bytes: int
 
     def at_least(self, new_bytes: int) -> Need:
-        """The same, where so many new bytes were found to be needed: blocks that are shared are copied before they are written."""
+        """Return the same need with at least so many new bytes: shared blocks are copied before they are written."""
         more = max(0, new_bytes - self.new_bytes)
         return replace(self, new_bytes=self.new_bytes + more, total_bytes=self.total_bytes + more)
 
     def refusal(self, budget_bytes: int, free_bytes: int) -> CapacityError:
-        """Why there is no room: never in this budget, or not now. Where numbers say that there is, it lies in pieces that are too small."""
+        """Explain why there is no room: never in this budget, not now, or only in pieces that are too small."""
         what = f"{_count(self.n_tokens, 'token')} for {_count(self.n_requests, 'sequence')}"
         if self.total_bytes > budget_bytes:
             least = self.total_bytes + self.spare_bytes
@@ -75,7 +75,7 @@ class Need:
 
 
 def need_of(holders: Holders, slots: Int64s, lengths: Int64s, peaks: Int64s, counts: Int64s, max_tokens: int) -> Need:
-    """Compute what requests take that are fed as `memory.chunked_prefill.split_requests` cuts them.
+    """Compute the bytes of requests that are fed in the steps of `memory.chunked_prefill.split_requests`.
 
     Cost: O(steps), no more than so many, and O(requests).
 
@@ -110,7 +110,7 @@ def need_of(holders: Holders, slots: Int64s, lengths: Int64s, peaks: Int64s, cou
 
 
 def _spare_bytes(holders: Holders, n_requests: int, total_bytes: int) -> int:
-    """Gaps are of the blocks' own sizes and taken again by the next that fits: more sequences leave more, but never a large part."""
+    """Estimate the bytes lost in gaps between blocks of several sizes: more sequences leave more, but never a large part."""
     sizes = holders.block_bytes
     gaps_bytes = max(sum(sizes) + max(sizes, default=0), min(n_requests * sum(sizes), total_bytes // 4))
     return aligned_bytes(gaps_bytes) if len(set(sizes)) > 1 else 0
@@ -137,15 +137,15 @@ class Room:
         self._abort_abandoned = abort_abandoned
 
     def need(self, slots: Int64s, counts: Int64s, max_tokens: int) -> Need:
-        """What requests of slots (S,) take that have counts (S,) tokens; see `need_of`."""
+        """Compute what requests of slots (S,) need that have counts (S,) tokens; see `need_of`."""
         return need_of(self._holders, slots, self._ledger.lengths[slots], self._ledger.peaks[slots], counts, max_tokens)
 
     def refusal(self, need: Need) -> CapacityError:
-        """Why there is no room for this, in this budget or now."""
+        """Return the error for a need that has no room, in this budget or now."""
         return need.refusal(self.arena.capacity_bytes, self.arena.free_bytes)
 
     def lack(self, slots: Int64s, counts: Int64s, max_tokens: int, *, least_bytes: int = 0) -> CapacityError:
-        """That there is no room for these requests, with the bytes that all of them need: `least_bytes` new ones, if that is known."""
+        """Return the error for requests without room; it names the bytes of all of them, at least `least_bytes` new ones."""
         return self.refusal(self.need(slots, counts, max_tokens).at_least(least_bytes))
 
     def refuse_hopeless(self, sequences: list[Sequence], values: list[Any]) -> None:
@@ -173,7 +173,7 @@ class Room:
         self.make(attempt)
 
     def make(self, attempt: Callable[[], _T]) -> _T:
-        """What `attempt` returns, which may be called several times: where it lacks room, what is optional goes.
+        """Return what `attempt` returns. Where it lacks room, free what is optional and call it again.
 
         Nothing goes for what the whole budget could not hold.
         """

@@ -85,7 +85,7 @@ class Names:
 
     @property
     def reversed(self) -> Names:
-        """The way back."""
+        """Return the names the other way round."""
         return Names({new: old for old, new in self.records.items()}, {new: old for old, new in self.pools.items()})
 
 

@@ -1,4 +1,4 @@
-"""Where sequences go that have to wait: out of the arena into host memory, and from there into files.
+"""Keeps swapped-out sequences: in host memory, and where that is full, in files.
 
 What a sequence holds is copied whole, what it shares with others included: it needs nobody to come back, and others may go. On its return
 it shares nothing.
@@ -73,7 +73,7 @@ class Tiers:
         self.n_to_host += self._file_bytes <= file_bytes
 
     def get(self, slot: int) -> Snapshot:
-        """What was put there; it stays. Raises FormatError if its file was damaged or taken away."""
+        """Return a slot's snapshot, which stays. Raises FormatError if its file was damaged or taken away."""
         if slot in self._waiting:
             return self._waiting[slot]
         return read_snapshot(str(self._files[slot][0]))[0]

@@ -60,7 +60,7 @@ class Group:
 
     @property
     def shares(self) -> dict[str, tuple[int, ...]]:
-        """Pool -> bytes of a block that each member has."""
+        """Return pool -> bytes of a block that each member has."""
         return {pool.name: layout.shares for pool, layout in self.pools}
 
 

@@ -219,14 +219,17 @@ def test_no_list_is_called_longer_than_it_is(value: object) -> None:
 
 
 def test_large_bodies_come_in_slowly_while_somebody_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    async def take_turns(places: guard.Places) -> None:
+        turnstile = guard._Turnstile(places)
+        await asyncio.gather(*(turnstile.wait(n_bytes) for n_bytes in (10, 5)))
+
     monkeypatch.setattr(guard, "_LARGE_BYTES_PER_SECOND", 100)
-    places = guard.Places(1)
-
-    async def take_turns() -> float:
-        turnstile, started = guard._Turnstile(places), asyncio.get_running_loop().time()
-        await asyncio.gather(*(turnstile.wait(n_bytes) for n_bytes in (10, 5, 5)))
-        return asyncio.get_running_loop().time() - started
-
-    assert asyncio.run(take_turns()) < 0.19
-    places.n_taken = 1
-    assert asyncio.run(take_turns()) > 0.19
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    asyncio.run(take_turns(guard.Places(1)))
+    asyncio.run(take_turns(guard.Places(1, n_taken=1)))
+    assert slept == [0, 0, 0.1, 0.05]

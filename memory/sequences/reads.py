@@ -1,4 +1,4 @@
-"""The plan of a step over pages, and what its queries read: everything before them, or blocks that a selection chooses for them."""
+"""This module says which pages and quantised blocks the queries of a step read: all, or those that a selection chooses for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from memory.blocks.arrays import Int64s
 from memory.interface import Packed
 from memory.kernels import PageChoice, PagedBatch, Prepared
-from memory.specs import AttentionSpec
 
 
 class Body(NamedTuple):
@@ -41,7 +40,7 @@ class Selects(Protocol):
 
     label: str
 
-    def bound_shapes(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
+    def bound_shapes(self, n_kv_heads: int, head_dim: int) -> list[tuple[int, ...]]:
         """Shapes of the bounds that a block holds beside its rows."""
         ...
 
