@@ -12,51 +12,28 @@ Pages before that stay.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.arrays import EMPTY, Int64s, ceil_div, starts_of
+from memory.blocks.arrays import EMPTY, Int64s, ceil_div, ranges, starts_of
 from memory.blocks.holdings import Holding, LiveRows, Record
 from memory.blocks.layout import BlockLayout
 from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
 from memory.blocks.table import BlockTable
-from memory.errors import DropError, IntegrityError
+from memory.errors import DropError, IntegrityError, StepError
 from memory.interface import Dropped, Packed, Stretch
-from memory.kernels import FoldedRows, Kernels, PagedBatch, Prepared, Scoring, select_kernels
+from memory.kernels import FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, select_kernels
 from memory.sequences.paging import DropPlan, PageGrid
+from memory.sequences.reads import AttentionPlan, Read, Selects, attend_each
 from memory.specs import AttentionSpec
-
-Read = tuple[PagedBatch, FoldedRows | None]
-"""Rows in pages, and those that have folded before them."""
 
 _ROWS_AT_ONCE = 4096
 """Rows of a layer that are turned at once, so that what is dropped from a long sequence needs little memory beside its pages."""
-
-
-@dataclass(frozen=True)
-class AttentionPlan:
-    """Pages set aside for a step, and where its rows are read and written.
-
-    Attributes:
-        tables: request -> what its table of pages will be if all tokens are kept, where it changes.
-        copies: (request, old page, new page) of last pages that are shared and will be appended to.
-        fresh: pages this plan allocated, copies included.
-        pages: element offset of each page that the step reads, request after request.
-        batch: what the attention kernels need to know.
-        rows: for each attention, (T * G,) element offset of each new token's row of each key/value head.
-    """
-
-    packed: Packed
-    tables: dict[int, Int64s]
-    copies: list[tuple[int, int, int]]
-    fresh: Int64s
-    pages: Int64s
-    batch: PagedBatch
-    rows: tuple[Prepared, ...]
 
 
 class AttentionCache:
@@ -65,10 +42,15 @@ class AttentionCache:
     Args:
         specs: the attention specs, in the order that `attend` numbers them.
         name: of its pool, unless "pages" says enough.
+        selection: what chooses the pages that are read, None if all are.
     """
 
-    def __init__(self, specs: list[AttentionSpec], dtype: torch.dtype, grid: PageGrid, store: Store, *, name: str | None = None) -> None:
+    def __init__(
+        self, specs: list[AttentionSpec], dtype: torch.dtype, grid: PageGrid, store: Store, *, name: str | None = None,
+        selection: Selects | None = None,
+    ) -> None:  # fmt: skip
         self.grid, self.page_tokens = grid, grid.page_tokens
+        self._selection = selection
         fields = [self._page_fields(s) for s in specs]
         shapes = [shape for own in fields for shape in own]
         row_axes = [1 if len(shape) == 3 else None for shape in shapes]
@@ -91,8 +73,9 @@ class AttentionCache:
         self._open_plans: dict[int, AttentionPlan] = {}
 
     def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
-        """What a page holds of one attention: keys first, then its own values, if it has any; (G, page_tokens, D) where it is rows."""
-        return [(spec.n_kv_heads, self.page_tokens, spec.head_dim)] * spec.n_parts
+        """What a page holds of one attention: keys, then its own values, if it has any, (G, page_tokens, D) each, then bounds."""
+        bounds = [] if self._selection is None else self._selection.bound_shapes(spec.n_kv_heads, spec.head_dim)
+        return [(spec.n_kv_heads, self.page_tokens, spec.head_dim)] * spec.n_parts + bounds
 
     @property
     def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
@@ -136,16 +119,21 @@ class AttentionCache:
         try:
             pages = self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize
             batch, rows = self._addresses(packed, pages, wanted, lengths, positions)
-            plan = self._plan_reads(AttentionPlan(packed, changed, copies, fresh, pages, batch, rows))
+            reads, full = self._reads(packed, pages, batch)
+            plan = AttentionPlan(packed, changed, copies, fresh, pages, batch, rows, reads, full)
         except BaseException:
             self.pool.release(fresh)
             raise
         self._open_plans[id(plan)] = plan
         return plan
 
-    def _plan_reads(self, plan: AttentionPlan) -> AttentionPlan:
-        """For kinds that do not read every page: the plan, and what they read."""
-        return plan
+    def _reads(self, packed: Packed, pages: Int64s, batch: PagedBatch) -> tuple[tuple[Read, ...], Prepared | None]:
+        """What a step reads, and the pages whose bounds it writes."""
+        if self._selection is None:
+            return (Read(batch),), None
+        reads = self._selection.pages_read(packed, batch, pages, self.place)
+        full = ranges(batch.cu_pages[:-1] + packed.starts // self.page_tokens, batch.cu_pages[:-1] + packed.ends // self.page_tokens)
+        return reads, self.place(pages[full])
 
     def _addresses(
         self, packed: Packed, pages: Int64s, n_pages: Int64s, lengths: Int64s, positions: Int64s
@@ -172,25 +160,47 @@ class AttentionCache:
         """Upload a plan's array for the kernels. With `room`, capacity is rounded up, so later plans keep the same addresses."""
         return self.kernels.prepare(self._store.upload(array, room=room))
 
-    def begin(self, plan: AttentionPlan, reads: list[Read] | None = None) -> None:
-        """Args: reads: what attention will be asked for, where that is not the plan's own."""
+    def begin(self, plan: AttentionPlan) -> None:
+        self.copy_shared(plan)
+        for read in plan.reads:
+            self.plan_read(read)
+
+    def copy_shared(self, plan: AttentionPlan) -> None:
+        """Copy the last pages that the step appends to and others refer to."""
         for _, old, new in plan.copies:
             self._store.copy(int(self.pool.addresses[old]), int(self.pool.addresses[new]), self.pool.block_bytes)
-        for batch, folded in self._reads(plan) if reads is None else reads:
-            for heads in self._heads:
-                self.kernels.plan_attention(batch, heads, self._dtype, self._store.device, self.grid.window, folded)
 
-    def _reads(self, plan: AttentionPlan) -> list[Read]:
-        """What attention will be asked for."""
-        return [(plan.batch, None)]
+    def plan_read(self, read: Read, folded: FoldedRows | None = None) -> None:
+        """Let the kernels plan one read of the step."""
+        for heads in self._heads:
+            self.kernels.plan_attention(read.batch, heads, self._dtype, self._store.device, self.grid.window, folded)
+        if read.choice is not None:
+            self.kernels.plan_choice(read.choice, self._store.device)
 
     def can_record(self, plan: AttentionPlan) -> bool:
-        return True
+        return self._selection is None  # the host counts how many pages are chosen
 
     def attend(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
         """Write the step's keys and values for attention `index` and attend to everything up to each token: (T, H, D or value_dim)."""
         self.write(plan, index, q_THD, k_TGD, v_TGD)
-        return self.read(plan, index, q_THD, scoring)
+        if self._selection is None:
+            return self.read(plan.batch, index, q_THD, scoring)
+        if scoring.bias_HL is not None:
+            raise StepError(f"scores with a bias by distance need every row; take {self._selection.label} off this layer")
+        if plan.full is not None:
+            self._bound(index, plan.full)
+        return attend_each(plan.reads, q_THD, lambda read, q_QHD: self._read_chosen(read, index, q_QHD, scoring))
+
+    def _read_chosen(self, read: Read, index: int, q_QHD: Tensor, scoring: Scoring) -> Tensor:
+        batch = read.batch
+        if read.choice is not None:
+            batch = replace(batch, pages=self.kernels.prepare(self.choose(read.choice, index, q_QHD, self._flats[index][-2:])))
+        return self.read(batch, index, q_QHD, scoring)
+
+    def choose(self, choice: PageChoice, index: int, q_QHD: Tensor, bounds: Sequence[Prepared]) -> Tensor:
+        """What the queries choose for each head of keys by these bounds, (G, C)."""
+        least, greatest = bounds
+        return self.kernels.choose_pages(q_QHD, least, greatest, choice, self._specs[index].n_kv_heads)
 
     def write(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None) -> None:
         n_tokens = len(plan.packed.token_ids)
@@ -200,7 +210,7 @@ class AttentionCache:
         if v_TGD is not None:
             self.kernels.write_rows_(values, plan.rows[index], v_TGD.flatten(0, 1))
 
-    def read(self, plan: AttentionPlan, index: int, q_THD: Tensor, scoring: Scoring, folded: FoldedRows | None = None) -> Tensor:
+    def read(self, batch: PagedBatch, index: int, q_THD: Tensor, scoring: Scoring, folded: FoldedRows | None = None) -> Tensor:
         """Attend to the pages and, before them, to rows that have folded.
 
         Where values are a part of the keys, the kernel mixes whole keys, D elements for value_dim wanted: for DeepSeek's sizes, 576 and
@@ -208,7 +218,7 @@ class AttentionCache:
         """
         spec, (keys, values) = self._specs[index], self._keys_values[index]
         scoring = scoring._replace(window=spec.window)
-        out_THD = self.kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scoring, folded)
+        out_THD = self.kernels.paged_attention(q_THD, keys, values, batch, spec.n_kv_heads, scoring, folded)
         return out_THD[..., : spec.value_dim]
 
     def oldest_rows(self, plan: AttentionPlan, index: int, request: int, n_pages: int) -> tuple[Tensor, Tensor]:
@@ -271,6 +281,10 @@ class AttentionCache:
                 positions = np.arange((first_page + n_kept) * self.page_tokens, n_after)
                 for begin in range(0, len(positions), _ROWS_AT_ONCE):
                     self._copy_moved(dropped, oldest, positions[0], positions[begin : begin + _ROWS_AT_ONCE], fresh)
+                if self._selection is not None:
+                    full = fresh[: max(0, n_after // self.page_tokens - first_page - n_kept)]
+                    for index in range(len(self._specs)):
+                        self._bound(index, self.place(self.pool.addresses[full] // self._dtype.itemsize))
         except BaseException:
             self.pool.release(fresh)
             raise
@@ -298,6 +312,15 @@ class AttentionCache:
                 if flat is keys:
                     rows_RGD = spec.rotation.turned(rows_RGD, turns[spec.rotation])
                 self.kernels.write_rows_(flat, target, rows_RGD.flatten(0, 1))
+
+    def _bound(self, index: int, full: Prepared) -> None:
+        """Write the bounds of pages that are full, element offsets (F,)."""
+        if self._selection is None or not len(full):
+            return
+        spec, flats = self._specs[index], self._flats[index]
+        k_NGPD = self.kernels.read_rows(flats[0], full, (spec.n_kv_heads, self.page_tokens, spec.head_dim), 0.0)
+        for flat, bound in zip(flats[spec.n_parts :], self._selection.bounds(k_NGPD), strict=True):
+            self.kernels.write_rows_(flat, full, bound.flatten(1))
 
     def drop(self, plan: DropPlan) -> None:
         self._table.truncate(plan.slot, plan.n_kept)

@@ -13,11 +13,10 @@ import torch
 
 from memory.attention.cross import CrossAttentionCache
 from memory.attention.evicting import EvictingAttention
-from memory.attention.group_selection import GroupSelection
 from memory.attention.host_pages import HostPages
 from memory.attention.offload import Attention, HostedAttention
-from memory.attention.page_selection import PageSelection
 from memory.attention.quantized import QuantizedAttention
+from memory.attention.selection import Selection
 from memory.attention_cache import AttentionCache
 from memory.blocks.arena import read_budget
 from memory.blocks.arguments import check_usable, read_device, read_dtype
@@ -104,10 +103,12 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
             cache = EvictingAttention(group, policy, storage, spec.dtype, rules.rollback_window, store, name)
         elif isinstance(policy, Quest) and storage is not None:
             name = f"attention {len(caches)}, {policy.label} of {storage.label}"
-            cache = GroupSelection(group, policy, storage, spec.dtype, page_tokens, rules.rollback_window, store, name)
+            selection = Selection(policy, storage.group, store, f"{storage} a smaller group")
+            cache = QuantizedAttention(group, storage, spec.dtype, page_tokens, rules.rollback_window, store, name, selection=selection)
         elif isinstance(policy, Quest):
             name = f"attention {len(caches)}, {policy.label}"
-            cache = PageSelection(group, policy, spec.dtype, PageGrid(page_tokens, None, rules.rollback_window), store, name)
+            grid, selection = PageGrid(page_tokens, None, rules.rollback_window), Selection(policy, page_tokens, store)
+            cache = AttentionCache(group, spec.dtype, grid, store, name=f"pages of {name}", selection=selection)
         elif storage is not None:
             name = f"attention {len(caches)}, {storage.label}"
             cache = QuantizedAttention(group, storage, spec.dtype, page_tokens, rules.rollback_window, store, name)

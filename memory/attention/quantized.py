@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.attention_cache import AttentionCache, AttentionPlan, Read
+from memory.attention.selection import Selection
+from memory.attention_cache import AttentionCache
 from memory.blocks.arrays import EMPTY, Int64s, starts_of
 from memory.blocks.holdings import Holding, LiveRows, Record
 from memory.blocks.layout import BlockLayout
@@ -30,6 +31,7 @@ from memory.quantization import Shaped, Storage
 from memory.sequences.drop import CannotDrop
 from memory.sequences.folding import FoldPoints
 from memory.sequences.paging import PageGrid
+from memory.sequences.reads import AttentionPlan, Body, Read, attend_each
 from memory.specs import AttentionSpec
 
 
@@ -60,7 +62,7 @@ class QuantizedPlan:
         n_new: (S,) groups that fold at the end of the step.
         fresh: their blocks, request after request.
         targets: element size in bytes -> element offset of each fresh block.
-        blocks, cu_blocks, lengths: the body before the step, as `FoldedRows` has it.
+        reads: what the queries read, of the body before the step and of exact pages.
     """
 
     packed: Packed
@@ -68,9 +70,7 @@ class QuantizedPlan:
     n_new: Int64s
     fresh: Int64s
     targets: dict[int, Tensor]
-    blocks: Int64s
-    cu_blocks: Int64s
-    lengths: Int64s
+    reads: tuple[Read, ...]
 
 
 class QuantizedAttention(CannotDrop):
@@ -79,20 +79,21 @@ class QuantizedAttention(CannotDrop):
     Args:
         specs: the attention specs, in the order that `attend` numbers them; `storage` is that of all of them.
         page_tokens: of the exact pages; a divisor of `storage.group`.
+        selection: what chooses the groups that are read, None if all are.
     Raises:
         SpecError: pages do not divide groups, or groups or bits do not suit the heads.
     """
 
     def __init__(
         self, specs: list[AttentionSpec], storage: Storage, dtype: torch.dtype, page_tokens: int, rollback_window: int, store: Store,
-        name: str,
+        name: str, *, selection: Selection | None = None,
     ) -> None:  # fmt: skip
         if storage.group % page_tokens:
             raise SpecError(
                 f"groups of {storage.group} tokens are no whole number of pages of {page_tokens}; give {storage} another group, or the "
                 "memory page_tokens= that divide it"
             )
-        self.storage = storage
+        self.storage, self._selection, self._dtype = storage, selection, dtype
         self.grid = FoldGrid(page_tokens, None, rollback_window, storage.group)
         self.exact = AttentionCache(specs, dtype, self.grid, store, name=f"exact pages of {name}")
         self._specs, self._store = specs, store
@@ -113,13 +114,13 @@ class QuantizedAttention(CannotDrop):
         self._table = BlockTable(self.bodies, "quantised pages")
         self._open_plans: dict[int, QuantizedPlan] = {}
 
-    def _bound_fields(self, spec: AttentionSpec) -> tuple[Shaped, ...]:
-        """What a block holds beside rows, for kinds that do not read every block."""
-        return ()
-
-    def _bounds(self, k_BGRD: Tensor) -> list[Tensor]:
-        """The same, of blocks with these keys."""
-        return []
+    def _bound_fields(self, spec: AttentionSpec) -> list[Shaped]:
+        """What a block holds beside rows, where blocks are chosen."""
+        return (
+            []
+            if self._selection is None
+            else [(shape, self._dtype) for shape in self._selection.bound_shapes(spec.n_kv_heads, spec.head_dim)]
+        )
 
     @property
     def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
@@ -145,9 +146,8 @@ class QuantizedAttention(CannotDrop):
             blocks = self.bodies.addresses[np.concatenate(tables)]
             fresh = self.bodies.allocate(int(n_new.sum()))
             self._store.upload(blocks)  # for kernels that want them on the device: they find them there
-            plan = self._plan_reads(
-                QuantizedPlan(packed, exact, n_new, fresh, self._targets(fresh), blocks, cu_blocks, n_blocks * self.storage.group)
-            )
+            reads = self._reads(packed, exact, Body(blocks, cu_blocks, n_blocks * self.storage.group))
+            plan = QuantizedPlan(packed, exact, n_new, fresh, self._targets(fresh), reads)
         except BaseException:
             self.bodies.release(fresh)
             self.exact.abort(exact)
@@ -160,21 +160,20 @@ class QuantizedAttention(CannotDrop):
             return {}
         return {size: self._store.upload(self.bodies.addresses[fresh] // size) for size in self._part_sizes}
 
-    def _plan_reads(self, plan: QuantizedPlan) -> QuantizedPlan:
-        """For kinds that do not read every block: the plan, and what they read."""
-        return plan
+    def _reads(self, packed: Packed, exact: AttentionPlan, body: Body) -> tuple[Read, ...]:
+        if self._selection is None:
+            return (Read(exact.batch, body=body),)
+        return self._selection.groups_read(packed, exact.batch, exact.pages, self.exact.place, body, self._dtype.itemsize)
 
     def begin(self, plan: QuantizedPlan) -> None:
-        self.exact.begin(plan.exact, self._reads(plan))
-
-    def _reads(self, plan: QuantizedPlan) -> list[Read]:
-        """What attention will be asked for."""
-        return [(plan.exact.batch, self._folded_rows(plan, 0))]
+        self.exact.copy_shared(plan.exact)
+        for read in plan.reads:
+            self.exact.plan_read(read, self._folded(0, read.body))
 
     def attend(self, plan: QuantizedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
         """Write the step's keys and values, attend to everything up to each token: (T, H, D). Then fold."""
         self.exact.write(plan.exact, index, q_THD, k_TGD, v_TGD)
-        out_THD = self._read(plan, index, q_THD, scoring)
+        out_THD = attend_each(plan.reads, q_THD, lambda read, q_QHD: self._read(read, index, q_QHD, scoring))
         taken = 0
         for i in plan.n_new.nonzero()[0].tolist():
             n_new = int(plan.n_new[i])
@@ -182,16 +181,19 @@ class QuantizedAttention(CannotDrop):
             taken += n_new
         return out_THD
 
-    def _read(self, plan: QuantizedPlan, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
-        return self.exact.read(plan.exact, index, q_THD, scoring, self._folded_rows(plan, index))
+    def _read(self, read: Read, index: int, q_QHD: Tensor, scoring: Scoring) -> Tensor:
+        folded = self._folded(index, read.body)
+        if read.choice is not None and folded is not None:
+            places_GC = self.exact.choose(read.choice, index, q_QHD, self._flats[index][-2:])
+            folded = replace(folded, blocks=places_GC * self._dtype.itemsize)
+        return self.exact.read(read.batch, index, q_QHD, scoring, folded)
 
-    def _folded_rows(self, plan: QuantizedPlan, index: int) -> FoldedRows | None:
-        return self._folded(index, plan.blocks, plan.cu_blocks, plan.lengths) if len(plan.blocks) else None
-
-    def _folded(self, index: int, blocks: Int64s | Tensor, cu_blocks: Int64s, lengths: Int64s) -> FoldedRows:
+    def _folded(self, index: int, body: Body | None) -> FoldedRows | None:
+        if body is None or not len(body.blocks):
+            return None
         shapes = self._shapes[index]
         flats = self._flats[index][: len(shapes)]
-        return FoldedRows(self.storage, shapes, flats, blocks, cu_blocks, lengths, self._specs[index].head_dim)
+        return FoldedRows(self.storage, shapes, flats, body.blocks, body.cu_blocks, body.lengths, self._specs[index].head_dim)
 
     def _fold(self, plan: QuantizedPlan, index: int, request: int, targets: dict[int, Tensor], n_new: int) -> None:
         """Quantise the oldest exact rows of a request, a group into each block."""
@@ -200,12 +202,14 @@ class QuantizedAttention(CannotDrop):
         for rows, is_key in zip(self.exact.oldest_rows(plan.exact, index, request, n_pages), (True, False), strict=True):
             rows_BGRD = rows.view(n_new, -1, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
             parts += self.storage.encode(rows_BGRD, by_channel=is_key)
-            bounds = self._bounds(rows_BGRD) if is_key else bounds
+            if is_key and self._selection is not None:
+                bounds = self._selection.bounds(rows_BGRD)
         for flat, part in zip(self._flats[index], [*parts, *bounds], strict=True):
             reference.write_rows_(flat, targets[part.element_size()], part.flatten(1))
 
     def can_record(self, plan: QuantizedPlan) -> bool:
-        return not plan.n_new.any()
+        # The host counts from how many groups each query chooses.
+        return not plan.n_new.any() and all(read.choice is None for read in plan.reads)
 
     def commit(self, plan: QuantizedPlan, kept: Int64s) -> None:
         del self._open_plans[id(plan)]

@@ -1,0 +1,90 @@
+"""This module says which pages and quantised blocks the queries of a step read: all, or those that a selection chooses for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from torch import Tensor
+
+from memory.blocks.arrays import Int64s
+from memory.interface import Packed
+from memory.kernels import PageChoice, PagedBatch, Prepared
+
+
+class Body(NamedTuple):
+    """Quantised blocks before the pages of a step: `blocks`, `cu_blocks` and `lengths` as `FoldedRows` has them."""
+
+    blocks: Int64s
+    cu_blocks: Int64s
+    lengths: Int64s
+
+
+class Read(NamedTuple):
+    """What some queries of a step read.
+
+    Attributes:
+        tokens: packed index of the queries (Q,), None if they are all of the step.
+        choice: what each query chooses from, of the body if there is one, else of pages; None if it reads everything.
+    """
+
+    batch: PagedBatch
+    tokens: Tensor | None = None
+    choice: PageChoice | None = None
+    body: Body | None = None
+
+
+class Selects(Protocol):
+    """Plans which pages the queries of a step read, by bounds that each page holds of its keys: `memory.attention.selection`."""
+
+    label: str
+
+    def bound_shapes(self, n_kv_heads: int, head_dim: int) -> list[tuple[int, ...]]:
+        """Shapes of the bounds that a block holds beside its rows."""
+        ...
+
+    def bounds(self, k_BGRD: Tensor) -> list[Tensor]:
+        """The bounds of full blocks that have these keys."""
+        ...
+
+    def pages_read(self, packed: Packed, batch: PagedBatch, pages: Int64s, place: Callable[[Int64s], Prepared]) -> tuple[Read, ...]:
+        """What the queries of a step read of its pages, which lie at element offsets `pages`."""
+        ...
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Pages set aside for a step, and where its rows are read and written.
+
+    Attributes:
+        tables: request -> what its table of pages will be if all tokens are kept, where it changes.
+        copies: (request, old page, new page) of last pages that are shared and will be appended to.
+        fresh: pages this plan allocated, copies included.
+        pages: element offset of each page that the step reads, request after request.
+        batch: what the attention kernels need to know.
+        rows: for each attention, (T * G,) element offset of each new token's row of each key/value head.
+        reads: what the queries read.
+        full: pages that the step fills, element offsets (F,), where a selection wants their bounds.
+    """
+
+    packed: Packed
+    tables: dict[int, Int64s]
+    copies: list[tuple[int, int, int]]
+    fresh: Int64s
+    pages: Int64s
+    batch: PagedBatch
+    rows: tuple[Prepared, ...]
+    reads: tuple[Read, ...]
+    full: Prepared | None = None
+
+
+def attend_each(reads: tuple[Read, ...], q_THD: Tensor, attend: Callable[[Read, Tensor], Tensor]) -> Tensor:
+    """Let the queries of each read attend to what it reads: (T, H, D or value_dim)."""
+    if reads[0].tokens is None:
+        return attend(reads[0], q_THD)
+    found = [attend(read, q_THD[read.tokens]) for read in reads]
+    out_THD = q_THD.new_empty(*q_THD.shape[:2], found[0].shape[-1])
+    for read, out_QHD in zip(reads, found, strict=True):
+        out_THD[read.tokens] = out_QHD
+    return out_THD
