@@ -1,8 +1,8 @@
 """`python -m benchmarks COMMAND`: what is promised about speed and memory, measured, never asserted.
 
-Each command first runs the tests of what it measures; if one fails, no figure is printed. Then it measures ours and the peer in
-one process, one after the other in each round, with the same weights, dtype and threads, and prints tables; with `--out FOLDER`
-it writes them as JSON and Markdown, with the machine and the versions.
+Each command first runs the tests of what it measures; if one fails, no figure is printed. Then it measures ours and the
+peer in one process, one after the other in each round, with the same weights, dtype and threads, and prints tables;
+with `--out FOLDER` it writes them as JSON and Markdown, with the machine and the versions.
 """
 
 from __future__ import annotations
@@ -26,10 +26,13 @@ from benchmarks.workloads import MODELS
 app = typer.Typer(add_completion=False, help=__doc__)
 Quick = Annotated[bool, typer.Option("--quick", help="Smaller, coarser, under a minute.")]
 Out = Annotated[Path | None, typer.Option("--out", help="Folder for NAME.json and NAME.md.")]
-Threads = Annotated[int | None, typer.Option("--threads", min=1, help="Of torch and of the kernels; torch's choice unless given.")]
+Threads = Annotated[
+    int | None, typer.Option("--threads", min=1, help="Of torch and of the kernels; torch's choice unless given.")
+]
 
 Model = Annotated[
-    list[str] | None, typer.Option("--model", help=f"One of {', '.join(MODELS)}; may be repeated; all unless given, in a quick run two.")
+    list[str] | None,
+    typer.Option("--model", help=f"One of {', '.join(MODELS)}; may be repeated; all unless given, in a quick run two."),
 ]
 
 MODEL_TESTS = ("tests/models/test_parity.py", "tests/unit/test_kernels.py", "tests/unit/test_state_kernels.py")
@@ -37,7 +40,12 @@ BOOK_TESTS = ("tests/unit/test_memory.py", "tests/unit/test_batch.py", "tests/un
 
 
 def _run(
-    measure: Callable[..., Report], tests: tuple[str, ...], quick: bool, out: Path | None, threads: int | None, **options: object
+    measure: Callable[..., Report],
+    tests: tuple[str, ...],
+    quick: bool,
+    out: Path | None,
+    threads: int | None,
+    **options: object,
 ) -> None:
     if tests:
         require_green(*tests, only="prompt_at_once or kernel" if quick and tests == MODEL_TESTS else None)
@@ -51,7 +59,8 @@ def _run(
 
 @app.command()
 def decode(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """A step of one token a sequence: against transformers, the step without mixers, a window of 0; and how it grows."""
+    """A step of one token a sequence: against transformers, the step without mixers, a window of 0; and
+    how it grows."""
     plot = None if out is None else out / "decode.png"
     _run(speed.decode, MODEL_TESTS, quick, out, threads, models=_known(model, quick=quick), plot=plot)
 
@@ -77,21 +86,32 @@ def kernels_(quick: Quick = False, out: Out = None, threads: Threads = None) -> 
 
 @app.command()
 def gpu(quick: Quick = False, out: Out = None) -> None:
-    """On an NVIDIA GPU: attention over pages and recurrent states, beside torch's copy; pages in host memory, beside swapping."""
+    """On an NVIDIA GPU: attention over pages and recurrent states, beside torch's copy; pages in host memory, beside
+    swapping.
+    """
     gpu_kernels.require_gpu()
-    tests = ("tests/kernels_cuda/test_attention.py", "tests/kernels_cuda/test_states.py", "tests/unit/test_host_pages.py")
+    tests = (
+        "tests/kernels_cuda/test_attention.py",
+        "tests/kernels_cuda/test_states.py",
+        "tests/unit/test_host_pages.py",
+    )
     _run(gpu_kernels.gpu, tests, quick, out, None)
 
 
 @app.command()
 def tune(
-    ship: Annotated[bool, typer.Option("--ship", help="Into the package, for all devices of this compute capability.")] = False,
+    ship: Annotated[
+        bool, typer.Option("--ship", help="Into the package, for all devices of this compute capability.")
+    ] = False,
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """On an NVIDIA GPU: tile sizes, warps and stages of the kernels, measured, for the user's cache; under eight minutes."""
+    """On an NVIDIA GPU: tile sizes, warps and stages of the kernels, measured, for the user's cache; under eight
+    minutes.
+    """
     gpu_kernels.require_gpu()
-    _run(gpu_tune.tune, (), quick, out, None, ship=ship)  # each result is compared with the default's before it is timed
+    # each result is compared with the default's before it is timed
+    _run(gpu_tune.tune, (), quick, out, None, ship=ship)
 
 
 @app.command()
@@ -126,14 +146,17 @@ def states_(quick: Quick = False, out: Out = None, threads: Threads = None) -> N
 
 @app.command()
 def sparse(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Attention that keeps, or reads, a budget of rows: answers of the embedded model, and the time of a decode step."""
+    """Attention that keeps, or reads, a budget of rows: answers of the embedded model, and the time of
+    a decode step."""
     tests = ("tests/unit/test_eviction.py", "tests/unit/test_page_selection.py")
     _run(sparse_attention.sparse, tests, quick, out, threads, plot=None if out is None else out / "sparse.png")
 
 
 @app.command()
 def speculative(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Drafts: prompt lookup on repetitive text against plain decoding, steps by length and quality of drafts, and bytes."""
+    """Drafts: prompt lookup on repetitive text against plain decoding, steps by length and quality of drafts, and
+    bytes.
+    """
     _run(speculative_decoding.speculative, ("tests/chat/test_speculative.py",), quick, out, threads)
 
 
@@ -151,12 +174,23 @@ def table_() -> None:
 
 @app.command(name="all")
 def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """All but `gpu` and `tune`, each command in a process of its own: what another has left of the heap changes a peer's time by half."""
-    options = [*(["--quick"] if quick else []), *(["--out", str(out)] if out else []), *(["--threads", str(threads)] if threads else [])]
+    """All but `gpu` and `tune`, each command in a process of its own: what another has left of the heap changes a
+    peer's time by half.
+    """
+    options = [
+        *(["--quick"] if quick else []),
+        *(["--out", str(out)] if out else []),
+        *(["--threads", str(threads)] if threads else []),
+    ]
     commands = (
-        "parity", "bookkeeping", "rollback", "memory", "prefixes", "kernels", "states", "sparse", "speculative", "prefill", "decode",
+        "parity", "bookkeeping", "rollback", "memory", "prefixes", "kernels", "states", "sparse", "speculative",
+        "prefill", "decode",
     )  # fmt: skip
-    failed = [name for name in commands if subprocess.run([sys.executable, "-m", "benchmarks", name, *options], check=False).returncode]
+    failed = [
+        name
+        for name in commands
+        if subprocess.run([sys.executable, "-m", "benchmarks", name, *options], check=False).returncode
+    ]
     if failed:
         typer.echo(f"failed: {', '.join(failed)}", err=True)
         raise typer.Exit(1)

@@ -1,4 +1,6 @@
-"""The architectures that load, as a table for the docs: what each remembers, in bytes, and how close its logits are to the peer's."""
+"""The architectures that load, as a table for the docs: what each remembers, in bytes, and how close its logits are to
+the peer's.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,17 @@ _NEMOTRON_H_8B = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
 PUBLISHED: dict[str, dict[str, Any]] = {
     "BambaForCausalLM": {"attn_layer_indices": [9, 18, 27], "mamba_d_state": 128},
     "DeepseekV2ForCausalLM": {
-        "hidden_size": 5120, "num_hidden_layers": 60, "num_attention_heads": 128, "n_routed_experts": 160, "num_experts_per_tok": 6,
-        "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "moe_intermediate_size": 1536, "first_k_dense_replace": 1,
+        "hidden_size": 5120, "num_hidden_layers": 60, "num_attention_heads": 128, "n_routed_experts": 160,
+        "num_experts_per_tok": 6,
+        "topk_method": "group_limited_greedy", "n_group": 8, "topk_group": 3, "moe_intermediate_size": 1536,
+        "first_k_dense_replace": 1,
         "intermediate_size": 12_288, "routed_scaling_factor": 16.0,
     },
     "GraniteMoeHybridForCausalLM": {
-        "num_hidden_layers": 40, "num_key_value_heads": 8, "num_local_experts": 72, "num_experts_per_tok": 10, "mamba_d_state": 128,
-        "layer_types": ["full_attention" if i in (5, 15, 25, 35) else "linear_attention" for i in range(40)], "vocab_size": 100_352,
+        "num_hidden_layers": 40, "num_key_value_heads": 8, "num_local_experts": 72, "num_experts_per_tok": 10,
+        "mamba_d_state": 128,
+        "layer_types": ["full_attention" if i in (5, 15, 25, 35) else "linear_attention" for i in range(40)],
+        "vocab_size": 100_352,
         "intermediate_size": 768, "shared_intermediate_size": 1536,
     },
     "Lfm2ForCausalLM": {
@@ -41,16 +47,22 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention" if i in (2, 6, 10, 14, 18, 21) else "conv" for i in range(24)],
     },
     "NemotronHForCausalLM": {
-        "hybrid_override_pattern": _NEMOTRON_H_8B, "hidden_size": 4096, "intermediate_size": 21_504, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128,
+        "hybrid_override_pattern": _NEMOTRON_H_8B, "hidden_size": 4096, "intermediate_size": 21_504,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8,
+        "ssm_state_size": 128,
     },
 }  # fmt: skip
 """Where the defaults of transformers' config are not a published model's: the fields that make it one, nearly."""
 
 
 def published_config(architecture: str) -> PreTrainedConfig:
-    """The config of a model of this architecture as it was published, nearly: transformers' defaults are one, with few exceptions."""
-    config_class = RWKV7Config if architecture == "RWKV7ForCausalLM" else getattr(transformers, architecture).config_class
+    """The config of a model of this architecture as it was published, nearly: transformers' defaults are one, with few
+    exceptions.
+    """
+    config_class = (
+        RWKV7Config if architecture == "RWKV7ForCausalLM" else getattr(transformers, architecture).config_class
+    )
     config: PreTrainedConfig = config_class(**PUBLISHED.get(architecture, {}))
     return config
 
@@ -74,8 +86,8 @@ def parity(*, quick: bool) -> Report:
                     logits.append(model(step))
             errors.append(float((torch.cat(logits) - expected).abs().max()))
         report.add("parity", {
-            "architecture": str((model.config.architectures or ["?"])[0]), "checkpoint": name, "std of logits": float(expected.std()),
-            "one shot": errors[0], "16 single steps": errors[1],
+            "architecture": str((model.config.architectures or ["?"])[0]), "checkpoint": name,
+            "std of logits": float(expected.std()), "one shot": errors[0], "16 single steps": errors[1],
         })  # fmt: skip
     return report
 
@@ -87,7 +99,8 @@ def table() -> str:
         f"| architecture | layers that remember | K/V a token | states | tails, {WINDOW} tokens | parity |",
         "|---|---|---|---|---|---|",
     ]
-    for architecture in sorted(name for name in ARCHITECTURES if name.endswith("ForCausalLM")):  # others load the same classes
+    # others load the same classes
+    for architecture in sorted(name for name in ARCHITECTURES if name.endswith("ForCausalLM")):
         spec = plan_memory(published_config(architecture), architecture, dtype="bfloat16")
         kinds = Counter(_kind(memory) for layer in spec.layers for memory in layer)
         bytes_of = HybridMemory(spec, "1TiB", rollback_window=WINDOW, page_tokens=16, fold="replay").usage().block_bytes

@@ -16,9 +16,9 @@ from models import weight_bytes
 
 WINDOW = 32
 PEERS = (
-    "Peers, measured elsewhere on two cores, not in this run: vLLM 0.33's KVCacheManager (1 full and 3 Mamba groups, 64 sequences) takes "
-    "28-50 µs a sequence and decode step and 36-236 µs to free one; SGLang's MambaSlotAllocator 9-10 µs to allocate and free. Neither is "
-    "installed by this project."
+    "Peers, measured elsewhere on two cores, not in this run: vLLM 0.33's KVCacheManager (1 full and 3 Mamba groups, "
+    "64 sequences) takes 28-50 µs a sequence and decode step and 36-236 µs to free one; SGLang's MambaSlotAllocator "
+    "9-10 µs to allocate and free. Neither is installed by this project."
 )
 
 
@@ -51,9 +51,9 @@ def bookkeeping(*, quick: bool) -> Report:
 
             n_repeats = 60 if quick else 400
             report.add("bookkeeping, µs a sequence", {
-                "layers": n_layers, "sequences": n, "decode step": _median_us(decode, n_repeats) / n, "asked": 5.0 if n >= 64 else "-",
-                "open + close": _median_us(open_close, n_repeats) / n, "asked ": 10.0 if n >= 64 else "-",
-                "close after a prompt": _close_us(memory, n, n_repeats // 10) / n,
+                "layers": n_layers, "sequences": n, "decode step": _median_us(decode, n_repeats) / n,
+                "asked": 5.0 if n >= 64 else "-", "open + close": _median_us(open_close, n_repeats) / n,
+                "asked ": 10.0 if n >= 64 else "-", "close after a prompt": _close_us(memory, n, n_repeats // 10) / n,
             })  # fmt: skip
     return report
 
@@ -80,7 +80,9 @@ def _close_us(memory: HybridMemory, n: int, n_repeats: int) -> float:
 
 
 def rollback(*, quick: bool) -> Report:
-    """Rollback by k tokens, fork, abort, checkpoint and reorder: bookkeeping against k, layers and context; then beside a decode step."""
+    """Rollback by k tokens, fork, abort, checkpoint and reorder: bookkeeping against k, layers and context; then beside
+    a decode step.
+    """
     report = Report("rollback")
     for n_layers in (4, 12, 48):
         for n_context in (1024, 16384):
@@ -96,7 +98,9 @@ def rollback(*, quick: bool) -> Report:
             ours.fill(draw(1, n_context))
             figures = _going_back_us(ours.memory, ours.sequences[0], 8, 5 if quick else 20, model)
             steps_us = _median_us(ours.decode, 5 if quick else 20)
-            report.add("beside a decode step of Jamba 120M, µs", {"context": n_context, "decode step": steps_us, **figures})
+            report.add(
+                "beside a decode step of Jamba 120M, µs", {"context": n_context, "decode step": steps_us, **figures}
+            )
     return report
 
 
@@ -154,7 +158,9 @@ def memory_bytes(*, quick: bool) -> Report:
     for name in MODELS[:2] if quick else MODELS:
         with both_models(name) as (model, peer):
             plain = sum(p.numel() * p.element_size() for p in peer.parameters())
-            report.add("weights, MiB", {"model": name, "of the checkpoint": plain / 2**20, "held": weight_bytes(model) / 2**20})
+            report.add(
+                "weights, MiB", {"model": name, "of the checkpoint": plain / 2**20, "held": weight_bytes(model) / 2**20}
+            )
             for n_tokens in (64,) if quick else (64, 512, 4096):
                 for window in (0, WINDOW, 64):
                     ours = Ours(model, 1, rollback_window=window, budget="1GiB")

@@ -1,9 +1,10 @@
 """Decoding from body and tail without writing the state, for comparison: what eager writes are measured against.
 
-A matrix-valued state after L tokens is S_L = S_0 diag(w_1 ... w_L) + sum of u_j (w_{j+1} ... w_L) k_j^T, where u_j is what token j
-wrote: dt x for SSD, beta (v - S k) for the delta rule. So y = S_L q needs S_0 once, to be read only, and the L rows (u_j, k_j) since
-(ReplaySSM, Dao AI Lab 2026). That the rows are here as they are written, convolved and scaled, flatters this side: a tail holds raw
-inputs, which would have to be convolved again at each step, or a second ring.
+A matrix-valued state after L tokens is S_L = S_0 diag(w_1 ... w_L) + sum of u_j (w_{j+1} ... w_L) k_j^T, where u_j is
+what token j
+wrote: dt x for SSD, beta (v - S k) for the delta rule. So y = S_L q needs S_0 once, to be read only, and the L rows
+(u_j, k_j) since (ReplaySSM, Dao AI Lab 2026). That the rows are here as they are written, convolved and scaled,
+flatters this side: a tail holds raw inputs, which would have to be convolved again at each step, or a second ring.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from memory.kernels import Erase, StateSlots, cpu
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
 
-SHAPES = {"SSD, 24 heads of 64 x 128": (24, 1, 64, 128, False), "delta rule, 12 heads of 128 x 128": (12, 6, 128, 128, True)}
+SHAPES = {
+    "SSD, 24 heads of 64 x 128": (24, 1, 64, 128, False),
+    "delta rule, 12 heads of 128 x 128": (12, 6, 128, 128, True),
+}
 N_BYTES = 300 << 20
 """States in turn, so that none is in a cache when its turn comes."""
 
 
 def deferred(report: Report, *, quick: bool) -> None:
-    """One decode step of one layer, eager and deferred, with the rows of half a window, of one, and of two since the last write."""
+    """One decode step of one layer, eager and deferred, with the rows of half a window, of one, and of two since the
+    last write.
+    """
     for name, shape in SHAPES.items():
         for n_sequences in (8,) if quick else (1, 8, 32):
             for n_rows in (16, 32, 64):
@@ -32,21 +38,30 @@ def deferred(report: Report, *, quick: bool) -> None:
                 times = interleave({"eager": work.eager, "deferred": work.deferred}, 10 if quick else 60, n_warm_up=3)
                 eager, late = times["eager"].median_ms, times["deferred"].median_ms
                 report.add("a decode step of one layer, ms: eager writes and deferred ones", {
-                    "layer": name, "sequences": n_sequences, "rows since the last write": n_rows, "eager": eager, "deferred": late,
-                    "deferred / eager": late / eager,
+                    "layer": name, "sequences": n_sequences, "rows since the last write": n_rows, "eager": eager,
+                    "deferred": late, "deferred / eager": late / eager,
                 })  # fmt: skip
 
 
 class Work:
     """A decode step on the states of many layers in turn, both ways, from the same numbers."""
 
-    def __init__(self, n_sequences: int, n_rows: int, n_heads: int, n_groups: int, value_dim: int, key_dim: int, erases: bool) -> None:
+    def __init__(
+        self, n_sequences: int, n_rows: int, n_heads: int, n_groups: int, value_dim: int, key_dim: int, erases: bool
+    ) -> None:
         n, size = n_sequences, n_heads * value_dim * key_dim
         self.shape, self.n_layers = (n_heads, value_dim, key_dim), max(1, N_BYTES // (4 * n * size))
         self.flat = torch.randn(self.n_layers * n * size)
         self.offsets = torch.arange(0, len(self.flat), size).view(self.n_layers, n)
-        self.q, self.k = torch.randn(n, n_groups, key_dim), torch.nn.functional.normalize(torch.randn(n, n_groups, key_dim), dim=-1)
-        self.v, self.beta, self.log_decay = torch.randn(n, n_heads, value_dim), torch.rand(n, n_heads), -torch.rand(n, n_heads) / 10
+        self.q, self.k = (
+            torch.randn(n, n_groups, key_dim),
+            torch.nn.functional.normalize(torch.randn(n, n_groups, key_dim), dim=-1),
+        )
+        self.v, self.beta, self.log_decay = (
+            torch.randn(n, n_heads, value_dim),
+            torch.rand(n, n_heads),
+            -torch.rand(n, n_heads) / 10,
+        )
         self.old_k = torch.nn.functional.normalize(torch.randn(n, n_rows, n_groups, key_dim), dim=-1)
         self.old_u = torch.randn(n, n_rows, n_heads, value_dim)
         self.old_log_decay = -torch.rand(n, n_rows, n_heads) / 10
@@ -57,7 +72,11 @@ class Work:
         self._turn += 1
         erase = None
         if self.erases:
-            erase = Erase(self.k, self.k.repeat_interleave(self.shape[0] // self.k.shape[1], 1) * -self.beta[:, :, None], after_decay=True)
+            erase = Erase(
+                self.k,
+                self.k.repeat_interleave(self.shape[0] // self.k.shape[1], 1) * -self.beta[:, :, None],
+                after_decay=True,
+            )
         slots = StateSlots(np.arange(len(offsets) + 1), self.flat, offsets, offsets, self.shape, 0.0)
         return cpu.matrix_scan(self.q, self.k, self.v * self.beta[:, :, None], self.log_decay, erase, slots)
 
@@ -73,8 +92,8 @@ class Work:
         kk = torch.einsum("sjgn,sgn->sjg", self.old_k, self.k).repeat_interleave(heads, 2) * left
         new = (self.q * self.k).sum(-1).repeat_interleave(heads, 1)
         _read(
-            self.flat.numpy(), offsets.numpy(), self.q.numpy(), self.k.numpy(), self.v.numpy(), self.beta.numpy(), body.numpy(),
-            self.old_u.numpy(), qk.numpy(), kk.numpy(), new.numpy(), self.erases, y.numpy(),
+            self.flat.numpy(), offsets.numpy(), self.q.numpy(), self.k.numpy(), self.v.numpy(), self.beta.numpy(),
+            body.numpy(), self.old_u.numpy(), qk.numpy(), kk.numpy(), new.numpy(), self.erases, y.numpy(),
         )  # fmt: skip
         return y
 

@@ -17,8 +17,14 @@ def gpu(*, quick: bool) -> Report:
     from benchmarks.gpu_tails import gpu_tails
 
     report = Report("gpu")
-    report.notes.append(f"device: {torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).multi_processor_count} processors")
-    report.notes.append("Asked for: attention and states at 0.8 of the copy or more, drafts at 1.25 of a step or less with 128 sequences.")
+    report.notes.append(
+        f"device: {torch.cuda.get_device_name()}, {torch.cuda.get_device_properties(0).multi_processor_count} "
+        "processors"
+    )
+    report.notes.append(
+        "Asked for: attention and states at 0.8 of the copy or more, drafts at 1.25 of a step or less with 128 "
+        "sequences."
+    )
     gpu_attention(report, quick=quick)
     gpu_prompts(report, quick=quick)
     gpu_states(report, quick=quick)
@@ -31,5 +37,7 @@ def gpu(*, quick: bool) -> Report:
 def require_gpu() -> None:
     """Say what is missing and leave, where there is no CUDA device."""
     if not torch.cuda.is_available():
-        typer.echo(f"this benchmark needs an NVIDIA GPU; torch {torch.__version__} sees none, so nothing is measured", err=True)
+        typer.echo(
+            f"this benchmark needs an NVIDIA GPU; torch {torch.__version__} sees none, so nothing is measured", err=True
+        )
         raise typer.Exit(1)

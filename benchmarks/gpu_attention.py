@@ -1,7 +1,7 @@
 """Attention over pages on a GPU: decode steps at a long context and drafts that are verified, beside what a copy moves.
 
-Keys and values of many layers are met in turn, so that none is in a cache when its turn comes; all layers are one CUDA graph, so that
-the host does not count.
+Keys and values of many layers are met in turn, so that none is in a cache when its turn comes; all layers are one CUDA
+graph, so that the host does not count.
 """
 
 from __future__ import annotations
@@ -53,7 +53,9 @@ def gpu_attention(report: Report, *, quick: bool) -> None:
         for n_sequences in (1, 128) if quick else (1, 32, 128, 256):
             n_rounds = 5 if quick else 20
             decode, verify = (_milliseconds(heads, n_sequences, n_new, n_rounds) for n_new in (1, 1 + N_DRAFTS))
-            report.add(f"attention over {CONTEXT} tokens, one layer, bfloat16", row(heads, n_sequences, decode, verify, copy))
+            report.add(
+                f"attention over {CONTEXT} tokens, one layer, bfloat16", row(heads, n_sequences, decode, verify, copy)
+            )
 
 
 def row(heads: Heads, n_sequences: int, decode_ms: float, verify_ms: float, copy: float) -> Row:
@@ -65,8 +67,9 @@ def row(heads: Heads, n_sequences: int, decode_ms: float, verify_ms: float, copy
     """
     gbytes = n_sequences * CONTEXT * heads.row_bytes / decode_ms / 1e6
     return {
-        "attention": heads.name, "sequences": n_sequences, "decode, µs": decode_ms * 1e3, "GB/s": gbytes, "of the copy": gbytes / copy,
-        f"{N_DRAFTS} drafts, µs": verify_ms * 1e3, f"{N_DRAFTS} drafts / step": verify_ms / decode_ms,
+        "attention": heads.name, "sequences": n_sequences, "decode, µs": decode_ms * 1e3, "GB/s": gbytes,
+        "of the copy": gbytes / copy, f"{N_DRAFTS} drafts, µs": verify_ms * 1e3,
+        f"{N_DRAFTS} drafts / step": verify_ms / decode_ms,
     }  # fmt: skip
 
 
@@ -77,7 +80,13 @@ def _milliseconds(heads: Heads, n_sequences: int, n_new: int, n_rounds: int) -> 
 
 
 def make_layers(
-    heads: Heads, n_sequences: int, n_new: int, *, context: int = CONTEXT, n_bytes: int = N_BYTES, storage: Storage | None = None
+    heads: Heads,
+    n_sequences: int,
+    n_new: int,
+    *,
+    context: int = CONTEXT,
+    n_bytes: int = N_BYTES,
+    storage: Storage | None = None,
 ) -> tuple[Callable[[], Tensor], int]:
     """A step through many layers, which returns what the last one does, and how many there are.
 
@@ -116,8 +125,15 @@ def _folded(heads: Heads, storage: Storage, n_layers: int, n_sequences: int, n_r
     ]
     places = np.cumsum([0, *(-(-math.prod(shape) * dtype.itemsize // 64) * 64 for shape, dtype in shapes)])
     n_each, n_block_bytes = -(-n_rows // storage.group), int(places[-1])
-    arena = (torch.rand(n_layers * n_sequences * n_each * n_block_bytes // 2, device="cuda") * 0.01).half().view(torch.uint8)
+    arena = (
+        (torch.rand(n_layers * n_sequences * n_each * n_block_bytes // 2, device="cuda") * 0.01)
+        .half()
+        .view(torch.uint8)
+    )
     flats = tuple(arena[place:].view(dtype) for (_, dtype), place in zip(shapes, places[:-1].tolist(), strict=True))
     blocks = np.random.default_rng(0).permutation(n_layers * n_sequences * n_each).reshape(n_layers, -1) * n_block_bytes
     cu_blocks, lengths = np.arange(n_sequences + 1) * n_each, np.full(n_sequences, n_rows)
-    return [FoldedRows(storage, tuple(s for s, _ in shapes), flats, own, cu_blocks, lengths, heads.head_dim) for own in blocks]
+    return [
+        FoldedRows(storage, tuple(s for s, _ in shapes), flats, own, cu_blocks, lengths, heads.head_dim)
+        for own in blocks
+    ]

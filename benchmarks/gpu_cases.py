@@ -1,4 +1,6 @@
-"""What `python -m benchmarks tune` chooses for: layers of Jamba, Granite 4 and Bamba, Qwen3.5 and DeepSeek, in bfloat16."""
+"""What `python -m benchmarks tune` chooses for: layers of Jamba, Granite 4 and Bamba, Qwen3.5 and DeepSeek, in
+bfloat16.
+"""
 
 from __future__ import annotations
 
@@ -75,10 +77,16 @@ def _choose_pages(heads: Heads, n_sequences: int) -> Run:
 
 def _matrix_states() -> list[Case]:
     reads = {f"decode behind a tail, {layer.name}": layer for layer in LAYERS}
-    cases = [Case(name, "read_states", tuple(partial(_read, layer, n) for n in (1, 128))) for name, layer in reads.items()]
+    cases = [
+        Case(name, "read_states", tuple(partial(_read, layer, n) for n in (1, 128))) for name, layer in reads.items()
+    ]
     for layer in LAYERS:
         cases.append(Case(f"decode, {layer.name}", "scan_tokens", tuple(partial(_scan, layer, n, 1) for n in (1, 128))))
-        cases.append(Case(f"prompts, {layer.name}", "scan_chunks", tuple(partial(_scan, layer, n, PROMPT_TOKENS) for n in (1, 8))))
+        cases.append(
+            Case(
+                f"prompts, {layer.name}", "scan_chunks", tuple(partial(_scan, layer, n, PROMPT_TOKENS) for n in (1, 8))
+            )
+        )
     return cases
 
 
@@ -104,14 +112,22 @@ def _scan(layer: Layer, n_sequences: int, n_new: int) -> Run:
 
 def _channels() -> list[Case]:
     return [
-        Case("prompts, RWKV-7, 40 heads of 64", "scan_columns", tuple(partial(_by_column, n, PROMPT_TOKENS) for n in (1, 8))),
+        Case(
+            "prompts, RWKV-7, 40 heads of 64",
+            "scan_columns",
+            tuple(partial(_by_column, n, PROMPT_TOKENS) for n in (1, 8)),
+        ),
         Case("decode, Mamba-1, 8192 channels", "selective_scan", (partial(_selective, 1), partial(_selective, 128))),
-        Case("decode and prompts, 8192 channels", "causal_conv", (partial(_convolve, 128, 1), partial(_convolve, 8, 256))),
+        Case(
+            "decode and prompts, 8192 channels", "causal_conv", (partial(_convolve, 128, 1), partial(_convolve, 8, 256))
+        ),
         Case("decode, RG-LRU, 2560 channels", "vectors", (partial(_linear, 1), partial(_linear, 128))),
     ]
 
 
-def _slots(shape: tuple[int, ...], n_sequences: int, n_new: int, dtype: torch.dtype = torch.float32) -> list[StateSlots]:
+def _slots(
+    shape: tuple[int, ...], n_sequences: int, n_new: int, dtype: torch.dtype = torch.float32
+) -> list[StateSlots]:
     """Of many layers, from states to others."""
     size = int(np.prod(shape))
     n_layers = min(_MOST_LAYERS, max(1, N_BYTES // (2 * dtype.itemsize * n_sequences * size)))
@@ -144,11 +160,17 @@ def _by_column(n_sequences: int, n_new: int, n_heads: int = 40, head_dim: int = 
 
 def _convolve(n_sequences: int, n_new: int, n_channels: int = 8192, n_taps: int = 4) -> Run:
     rows = torch.randn(n_sequences * n_new, n_channels, device="cuda").bfloat16()
-    weight, bias = torch.randn(n_taps, n_channels, device="cuda").bfloat16(), torch.randn(n_channels, device="cuda").bfloat16()
+    weight, bias = (
+        torch.randn(n_taps, n_channels, device="cuda").bfloat16(),
+        torch.randn(n_channels, device="cuda").bfloat16(),
+    )
     layers = _slots((n_taps - 1, n_channels), n_sequences, n_new, torch.bfloat16)
     return _through(layers[: 64 if n_new > 1 else None], cuda.causal_conv, rows, weight, bias)
 
 
 def _linear(n_sequences: int, n_channels: int = 2560) -> Run:
-    x, decay = torch.randn(n_sequences, n_channels, device="cuda").bfloat16(), torch.rand(n_sequences, n_channels, device="cuda").bfloat16()
+    x, decay = (
+        torch.randn(n_sequences, n_channels, device="cuda").bfloat16(),
+        torch.rand(n_sequences, n_channels, device="cuda").bfloat16(),
+    )
     return _through(_slots((n_channels,), n_sequences, 1), cuda.linear_scan, x, decay)

@@ -1,8 +1,8 @@
 """More sequences than the device holds: some with their keys and values in host memory, against turns on the device.
 
-All sequences take part in each step where pages are in host memory, wherever attention to them is computed. Where sequences take turns,
-some wait while the others decode, and after some steps they are swapped. Attention alone is measured: everything else in a model would
-take as long either way.
+All sequences take part in each step where pages are in host memory, wherever attention to them is computed. Where
+sequences take turns, some wait while the others decode, and after some steps they are swapped. Attention alone is
+measured: everything else in a model would take as long either way.
 """
 
 from __future__ import annotations
@@ -46,7 +46,9 @@ class Decoding:
     def __init__(self, sizes: Sizes, device: torch.device, *, n_on_device: int, **options: Any) -> None:
         self.sizes, self.device = sizes, device
         budget = (n_on_device + 1) * sizes.sequence_bytes
-        self.memory = HybridMemory(sizes.spec, budget, dtype=torch.bfloat16, device=device, rollback_window=sizes.turn_steps, **options)
+        self.memory = HybridMemory(
+            sizes.spec, budget, dtype=torch.bfloat16, device=device, rollback_window=sizes.turn_steps, **options
+        )
         self.sequences: deque[Sequence] = deque()
         self._inputs: dict[int, list[torch.Tensor]] = {}
 
@@ -99,7 +101,10 @@ def gpu_host(report: Report, *, quick: bool) -> None:
     """Needs a CUDA device, and 16 GiB of host memory."""
     for n_hosted in (4,) if quick else (2, 4, 8, 16):
         sizes = Sizes(n_sequences=32, n_hosted=n_hosted, context=2048 if quick else 8192, turn_steps=16)
-        report.add("decode steps of sequences that the device cannot hold all", row(sizes, torch.device("cuda"), 3 if quick else 10))
+        report.add(
+            "decode steps of sequences that the device cannot hold all",
+            row(sizes, torch.device("cuda"), 3 if quick else 10),
+        )
 
 
 def row(sizes: Sizes, device: torch.device, n_rounds: int) -> Row:
@@ -110,7 +115,13 @@ def row(sizes: Sizes, device: torch.device, n_rounds: int) -> Row:
     everything.fill(sizes.n_sequences)
     runs["all on the device"] = lambda: everything.decode(sizes.n_sequences)
     for attention in ("stream", "compute"):
-        hosted = Decoding(sizes, device, n_on_device=n_here, host_pages=(n_hosted + 1) * sizes.sequence_bytes, host_attention=attention)
+        hosted = Decoding(
+            sizes,
+            device,
+            n_on_device=n_here,
+            host_pages=(n_hosted + 1) * sizes.sequence_bytes,
+            host_attention=attention,
+        )
         hosted.fill(n_hosted, hosted.memory.to_host)
         hosted.fill(n_here)
         runs[attention] = lambda hosted=hosted: hosted.decode(sizes.n_sequences)  # type: ignore[misc]
@@ -125,7 +136,7 @@ def row(sizes: Sizes, device: torch.device, n_rounds: int) -> Row:
         for name, samples in found.items()
     }
     return {
-        "sequences": sizes.n_sequences, "in host memory": n_hosted, "context": sizes.context, "steps between swaps": sizes.turn_steps,
-        **{f"{name}, tokens/s": rate for name, rate in rates.items()},
+        "sequences": sizes.n_sequences, "in host memory": n_hosted, "context": sizes.context,
+        "steps between swaps": sizes.turn_steps, **{f"{name}, tokens/s": rate for name, rate in rates.items()},
         **{f"{name} / swapping": rates[name] / rates["swapping"] for name in ("stream", "compute")},
     }  # fmt: skip

@@ -22,7 +22,9 @@ _MOST_APART = 2e-2
 
 
 def gpu_prompts(report: Report, *, quick: bool) -> None:
-    """Needs a CUDA device. In turns, one layer a graph. Latent attention is left out: torch's flash takes no heads of 576."""
+    """Needs a CUDA device. In turns, one layer a graph.
+    Latent attention is left out: torch's flash takes no heads of 576.
+    """
     for heads in HEADS[: 1 if quick else 2]:
         for n_tokens in (2048,) if quick else (2048, 8192):
             runs, expected = dict[str, Callable[[], Tensor]](), None
@@ -32,11 +34,15 @@ def gpu_prompts(report: Report, *, quick: bool) -> None:
                 except Exception as error:  # a peer may lack a compiler, or not take such heads
                     if name == "ours":
                         raise
-                    report.notes.append(f"{name} is not measured with {heads.name}: {type(error).__name__}: {str(error)[:200]}")
+                    report.notes.append(
+                        f"{name} is not measured with {heads.name}: {type(error).__name__}: {str(error)[:200]}"
+                    )
                     continue
                 expected = out if expected is None else expected
                 if float((out - expected).abs().max()) > _MOST_APART * float(expected.abs().max()):
-                    raise ValueError(f"{name} and ours differ over {n_tokens} tokens of {heads.name}: no speed is measured")
+                    raise ValueError(
+                        f"{name} and ours differ over {n_tokens} tokens of {heads.name}: no speed is measured"
+                    )
                 runs[name] = run
             times = {name: samples.median_ms for name, samples in time_graphs(runs, 5 if quick else 20).items()}
             tflops = 2 * heads.n_heads * heads.head_dim * n_tokens**2 / 1e9  # two products, half of each is masked
@@ -49,7 +55,10 @@ def gpu_prompts(report: Report, *, quick: bool) -> None:
 
 def contestants(heads: Heads, n_tokens: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Ours first. Each returns (H, T, D) of the same numbers."""
-    q, k, v = (torch.randn(1, n, n_tokens, heads.head_dim, device="cuda").bfloat16() for n in (heads.n_heads, *[heads.n_kv_heads] * 2))
+    q, k, v = (
+        torch.randn(1, n, n_tokens, heads.head_dim, device="cuda").bfloat16()
+        for n in (heads.n_heads, *[heads.n_kv_heads] * 2)
+    )
     scale = heads.head_dim**-0.5
     yield "ours", partial(_attend_pages, q, *in_pages(k, v), heads, Scoring(scale))
     yield "torch, flash", partial(_attend_flash, q, k, v, scale)
@@ -66,12 +75,18 @@ def in_pages(k_1GTD: Tensor, v_1GTD: Tensor) -> tuple[Tensor, Tensor, PagedBatch
     order = torch.randperm(n_pages, device=k_1GTD.device)
     flat = torch.empty(n_pages, 2 * half, dtype=k_1GTD.dtype, device=k_1GTD.device)
     flat[order] = torch.cat(pages, 1)
-    batch = PagedBatch(np.array([0, n_tokens]), np.array([n_tokens]), order * (2 * half), np.array([0, n_pages]), PAGE_TOKENS)
+    batch = PagedBatch(
+        np.array([0, n_tokens]), np.array([n_tokens]), order * (2 * half), np.array([0, n_pages]), PAGE_TOKENS
+    )
     return flat.view(-1), flat.view(-1)[half:], batch
 
 
-def _attend_pages(q_1HTD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, heads: Heads, scoring: Scoring) -> Tensor:
-    return cuda.paged_attention(q_1HTD[0].transpose(0, 1), keys, values, batch, heads.n_kv_heads, scoring).transpose(0, 1)
+def _attend_pages(
+    q_1HTD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, heads: Heads, scoring: Scoring
+) -> Tensor:
+    return cuda.paged_attention(q_1HTD[0].transpose(0, 1), keys, values, batch, heads.n_kv_heads, scoring).transpose(
+        0, 1
+    )
 
 
 def _attend_flash(q_1HTD: Tensor, k_1GTD: Tensor, v_1GTD: Tensor, scale: float) -> Tensor:

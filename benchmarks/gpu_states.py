@@ -1,7 +1,7 @@
 """Recurrent states on a GPU: decode steps that only read them against steps that read and write, and prompts.
 
-States of many layers are met in turn, so that none is in a cache when its turn comes; all layers are one CUDA graph, so that the host
-does not count.
+States of many layers are met in turn, so that none is in a cache when its turn comes; all layers are one CUDA graph, so
+that the host does not count.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def make_tails(state: StateTensor, dtype: torch.dtype, n_layers: int, n_sequences: int, n_tail: int, n_new: int) -> list[Tail]:
+def make_tails(
+    state: StateTensor, dtype: torch.dtype, n_layers: int, n_sequences: int, n_tail: int, n_new: int
+) -> list[Tail]:
     """Of each layer: `n_tail` tokens that did little, and room for the new ones."""
     ring_rows, flats, offsets = n_tail + n_new, [], []
     for shape, of in state.ring or ():
@@ -114,11 +116,19 @@ def make_tails(state: StateTensor, dtype: torch.dtype, n_layers: int, n_sequence
 
 
 class Work:
-    """Steps of `n_new` tokens a sequence through so many layers, or as many as fill memory, both ways, from the same numbers."""
+    """Steps of `n_new` tokens a sequence through so many layers, or as many as fill memory, both ways, from the same
+    numbers.
+    """
 
-    def __init__(self, layer: Layer, dtype: torch.dtype, n_sequences: int, n_new: int, n_layers: int | None = None) -> None:
+    def __init__(
+        self, layer: Layer, dtype: torch.dtype, n_sequences: int, n_new: int, n_layers: int | None = None
+    ) -> None:
         n, device = n_sequences, torch.device("cuda")
-        self.layer, self.n_sequences, self.n_layers = layer, n, n_layers or max(1, N_BYTES // (4 * n * layer.state_elements))
+        self.layer, self.n_sequences, self.n_layers = (
+            layer,
+            n,
+            n_layers or max(1, N_BYTES // (4 * n * layer.state_elements)),
+        )
         self.shape = (layer.n_heads, layer.value_dim, layer.key_dim)
         self.cu_rows, n_rows = np.arange(n + 1) * n_new, n * n_new
         self.flat = torch.randn(self.n_layers * n * layer.state_elements, device=device)
@@ -134,7 +144,9 @@ class Work:
 
     def scan(self, slots: StateSlots) -> Tensor:
         erase = Erase(self.k, None, after_decay=True) if self.layer.erases else None
-        return cuda.matrix_scan(self.q, self.k, self.v, self.log_decay, erase, slots, strength_TH=self.strength, skip_H=self.skip)
+        return cuda.matrix_scan(
+            self.q, self.k, self.v, self.log_decay, erase, slots, strength_TH=self.strength, skip_H=self.skip
+        )
 
     def read(self) -> Tensor:
         """What the last layer returns."""
@@ -152,7 +164,9 @@ class Work:
         rate = torch.full((h,), -0.1, device=self.flat.device)[:, None, None].expand(h, p, s)
         skip = None if self.skip is None else self.skip[:, None].expand(h, p)
         for state in self.flat.view(self.n_layers, n, h, p, s):
-            update(state, self.v, self.strength.to(self.v.dtype)[:, :, None].expand(n, h, p), rate, self.k, self.q, skip)
+            update(
+                state, self.v, self.strength.to(self.v.dtype)[:, :, None].expand(n, h, p), rate, self.k, self.q, skip
+            )
 
     @property
     def read_bytes(self) -> int:
@@ -176,10 +190,10 @@ def _decode(report: Report, layer: Layer, dtype: torch.dtype, n_sequences: int, 
     verifying = time_graph(drafts.read, n_rounds).median_ms / drafts.n_layers
     step = reading.median_ms / n_layers
     report.add(f"a decode step of one layer behind a tail of {TAIL_TOKENS} tokens", {
-        "layer": layer.name, "rows": str(dtype).removeprefix("torch."), "sequences": n_sequences, "reads, µs": step * 1e3,
-        "GB/s": gbytes, "of the copy": gbytes / copy, "reads and writes, µs": writing.median_ms / n_layers * 1e3,
-        "peer": peer, "peer, µs": theirs / n_layers * 1e3, "peer / reads": theirs / reading.median_ms,
-        f"{N_DRAFTS} drafts / step": verifying / step,
+        "layer": layer.name, "rows": str(dtype).removeprefix("torch."), "sequences": n_sequences,
+        "reads, µs": step * 1e3, "GB/s": gbytes, "of the copy": gbytes / copy,
+        "reads and writes, µs": writing.median_ms / n_layers * 1e3, "peer": peer, "peer, µs": theirs / n_layers * 1e3,
+        "peer / reads": theirs / reading.median_ms, f"{N_DRAFTS} drafts / step": verifying / step,
     })  # fmt: skip
 
 
@@ -189,10 +203,15 @@ def _prompt(report: Report, layer: Layer, *, n_rounds: int) -> None:
     ours, peer, theirs = time_graph(lambda: work.scan(slots), n_rounds).median_ms, "-", 0.0
     scan = None if layer.erases else _theirs("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
     if scan is not None:
-        state, rate = work.flat[: layer.state_elements].view(1, *work.shape), torch.full((layer.n_heads,), -0.1, device="cuda")
+        state, rate = (
+            work.flat[: layer.state_elements].view(1, *work.shape),
+            torch.full((layer.n_heads,), -0.1, device="cuda"),
+        )
         x, dt, b, c = (t[None] for t in (work.v, work.strength, work.k, work.q))
         peer = "mamba-ssm"
-        theirs = time_graph(lambda: scan(x, dt, rate, b, c, 256, D=work.skip, initial_states=state, return_final_states=True), n_rounds)
+        theirs = time_graph(
+            lambda: scan(x, dt, rate, b, c, 256, D=work.skip, initial_states=state, return_final_states=True), n_rounds
+        )
         theirs = theirs.median_ms
     report.add(f"a prompt of {PROMPT_TOKENS} tokens, one layer, bfloat16", {
         "layer": layer.name, "ms": ours, "peer": peer, "peer, ms": theirs, "peer / ours": theirs / ours,

@@ -1,4 +1,6 @@
-"""Whole decode steps on a GPU: a hybrid of a billion parameters, recorded and not, beside transformers on the same device."""
+"""Whole decode steps on a GPU: a hybrid of a billion parameters, recorded and not, beside transformers on the same
+device.
+"""
 
 from __future__ import annotations
 
@@ -32,18 +34,21 @@ def gpu_step(report: Report, *, quick: bool) -> None:
     for name, decode in contestants.items():
         report.add(f"greedy decoding of a Bamba of a billion parameters, bfloat16, from {CONTEXT} tokens on", {
             "what": name, "sequences": n_sequences, "ms a step": medians[name] / n_tokens * 1e3,
-            "tokens/s": n_sequences * n_tokens / medians[name], "times transformers": medians["transformers"] / medians[name],
-            "device busy": _share_busy(decode, n_tokens),
+            "tokens/s": n_sequences * n_tokens / medians[name],
+            "times transformers": medians["transformers"] / medians[name], "device busy": _share_busy(decode, n_tokens),
         })  # fmt: skip
-    report.notes.append("Asked for a step of 64 sequences: the device busy for 0.95 of the time or more, and 5 times transformers' speed.")
+    report.notes.append(
+        "Asked for a step of 64 sequences: the device busy for 0.95 of the time or more, and 5 times transformers' "
+        "speed."
+    )
 
 
 def make_config(n_hidden: int, n_layers: int, attention_at: list[int]) -> BambaConfig:
     return BambaConfig(
         vocab_size=32_000, hidden_size=n_hidden, num_hidden_layers=n_layers, attn_layer_indices=attention_at,
         num_attention_heads=n_hidden // 64, num_key_value_heads=n_hidden // 256, intermediate_size=4 * n_hidden,
-        mamba_n_heads=n_hidden // 32, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128, mamba_expand=2, tie_word_embeddings=True,
-        pad_token_id=0, bos_token_id=1, eos_token_id=None,
+        mamba_n_heads=n_hidden // 32, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128, mamba_expand=2,
+        tie_word_embeddings=True, pad_token_id=0, bos_token_id=1, eos_token_id=None,
     )  # fmt: skip
 
 
@@ -61,7 +66,11 @@ def make_contestants(config: BambaConfig, n_sequences: int, n_context: int, devi
         for _ in range(n_tokens):
             theirs.decode()
 
-    return {"ours": _ours(model, model, prompts), "ours, recorded": _ours(model, RecordedModel(model), prompts), "transformers": decode}
+    return {
+        "ours": _ours(model, model, prompts),
+        "ours, recorded": _ours(model, RecordedModel(model), prompts),
+        "transformers": decode,
+    }
 
 
 def _ours(model: LanguageModel, stepped: Callable[..., Tensor], prompts: Tensor) -> Decode:

@@ -1,5 +1,6 @@
-"""Recurrences that run the tokens of a tail again, in registers (RWKV-7, Mamba-1), on a GPU: from which length of tail on it is better to
-write states. Bytes alone say: up to where what a step reads of rings is what writing the states would be (`memory.kinds.default_fold`).
+"""Recurrences that run the tokens of a tail again, in registers (RWKV-7, Mamba-1), on a GPU: from which length of tail
+on it is better to write states. Bytes alone say: up to where what a step reads of rings is what writing the states
+would be (`memory.kinds.default_fold`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def gpu_tails(report: Report, *, quick: bool) -> None:
                 report.add("a decode step of one layer whose tail runs again", row)
 
 
-def rows(layer: Layer, n_sequences: int, tail_tokens: tuple[int, ...], *, n_rounds: int) -> Iterator[dict[str, str | float]]:
+def rows(
+    layer: Layer, n_sequences: int, tail_tokens: tuple[int, ...], *, n_rounds: int
+) -> Iterator[dict[str, str | float]]:
     """One for each length of tail; times of a layer."""
     size, scan = math.prod(layer.state.shape), layer.make_scan(n_sequences)
     n_layers = max(1, N_BYTES // (4 * n_sequences * size))
@@ -82,7 +85,7 @@ def rows(layer: Layer, n_sequences: int, tail_tokens: tuple[int, ...], *, n_roun
         reading, writing = (found[name].median_ms for name in ("reads", "reads and writes"))
         ring = sum(math.prod(shape) * (2 if of is None else of.itemsize) for shape, of in layer.state.ring or ())
         yield {
-            "layer": layer.name, "sequences": n_sequences, "tail, tokens": n_tail, "reads, µs": reading / n_layers * 1e3,
-            "reads and writes, µs": writing / n_layers * 1e3, "reads and writes / reads": writing / reading,
-            "of bytes": 8 * size / (4 * size + n_tail * ring),
+            "layer": layer.name, "sequences": n_sequences, "tail, tokens": n_tail,
+            "reads, µs": reading / n_layers * 1e3, "reads and writes, µs": writing / n_layers * 1e3,
+            "reads and writes / reads": writing / reading, "of bytes": 8 * size / (4 * size + n_tail * ring),
         }  # fmt: skip

@@ -1,7 +1,8 @@
-"""Choices of the kernels for this GPU: from each default up the slope of measured time. What computes something else is never timed.
+"""Choices of the kernels for this GPU: from each default up the slope of measured time.
+What computes something else is never timed.
 
-A choice is made for the sizes of layers that models have, over steps of few and of many sequences together: it may not depend on which
-of them runs. It counts only if it beats the default in a second round too.
+A choice is made for the sizes of layers that models have, over steps of few and of many sequences together: it may not
+depend on which of them runs. It counts only if it beats the default in a second round too.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ Timer = Callable[[Run, int], float]
 
 @dataclass(frozen=True)
 class Case:
-    """A choice to make for the sizes that these runs ask for, the same in each. A run is made when it is needed: it fills gigabytes."""
+    """A choice to make for the sizes that these runs ask for, the same in each.
+    A run is made when it is needed: it fills gigabytes.
+    """
 
     name: str
     kernel: str
@@ -68,17 +71,25 @@ def tune(*, quick: bool, ship: bool) -> Report:
     made_on = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}"
     report = Report("tune", notes=[f"device: {made_on}", f"written to {path}"])
     tune_all(
-        cases[:: len(cases) // 4] if quick else cases, report,
-        timer=lambda run, n_rounds: time_graph(run, n_rounds).median_ms, clock=time.monotonic, seconds=SECONDS / 8 if quick else SECONDS,
+        cases[:: len(cases) // 4] if quick else cases, report, timer=lambda run,
+        n_rounds: time_graph(run, n_rounds).median_ms, clock=time.monotonic, seconds=SECONDS / 8 if quick else SECONDS,
         save=lambda made: choices.write(path, capability, before | made, made_on),
     )  # fmt: skip
     return report
 
 
 def tune_all(
-    cases: list[Case], report: Report, *, timer: Timer, clock: Callable[[], float], seconds: float, save: Callable[[dict[Any, Any]], None]
+    cases: list[Case],
+    report: Report,
+    *,
+    timer: Timer,
+    clock: Callable[[], float],
+    seconds: float,
+    save: Callable[[dict[Any, Any]], None],
 ) -> None:
-    """Time that one case leaves is the others'. Each result is saved at once; cases that time does not reach are left as they were."""
+    """Time that one case leaves is the others'.
+    Each result is saved at once; cases that time does not reach are left as they were.
+    """
     end, made, missed = clock() + seconds, dict[Any, Any](), list[str]()
     for i, case in enumerate(cases):
         if clock() >= end:
@@ -122,20 +133,26 @@ class Trial:
         with self.tunable.instead(ask):
             self._expected = [tuple(x.clone() for x in run()) for run in self._runs]
         if len(asked) != 1:
-            raise ValueError(f"{case.name} asks {case.kernel} for {sorted(asked)}; the runs of a case must ask for the same sizes")
+            raise ValueError(
+                f"{case.name} asks {case.kernel} for {sorted(asked)}; the runs of a case must ask for the same sizes"
+            )
         self.sizes = asked.pop()
         self.default = self.tunable.default(*self.sizes)
 
     def best(self, has_time: Callable[[], bool]) -> tuple[Any, float, int]:
         """The choice; its time, of the default's; and how many were tried."""
         base = self._times(self.default, 5)
-        shares = climb(self.default, lambda choice: neighbours(choice, self._options), lambda c: self._share(c, base, 5), has_time)
+        shares = climb(
+            self.default, lambda choice: neighbours(choice, self._options), lambda c: self._share(c, base, 5), has_time
+        )
         choice = min(shares, key=shares.__getitem__)
         share = 1.0 if choice == self.default else self._share(choice, self._times(self.default, 20), 20)
         return (choice, share, len(shares)) if share <= _GAIN else (self.default, 1.0, len(shares))
 
     def _share(self, choice: Any, base: list[float], n_rounds: int) -> float:
-        """Of the default's time, a geometric mean over all runs; infinite if one of them suffers, or gives something else."""
+        """Of the default's time, a geometric mean over all runs; infinite if one of them suffers, or gives something
+        else.
+        """
         try:
             found = [ours / default for ours, default in zip(self._times(choice, n_rounds), base, strict=True)]
         except _failures():  # too much shared memory, say
@@ -159,7 +176,9 @@ def _failures() -> tuple[type[Exception], ...]:
 def agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     """Whether all numbers are as close as two kernels must be, integers equal; a NaN is close to nothing."""
     return all(
-        bool((x.float() - y.float()).abs().max() <= _TOLERANCE * y.abs().max()) if y.is_floating_point() else torch.equal(x, y)
+        bool((x.float() - y.float()).abs().max() <= _TOLERANCE * y.abs().max())
+        if y.is_floating_point()
+        else torch.equal(x, y)
         for x, y in zip(found, expected, strict=True)
     )
 
@@ -175,7 +194,9 @@ def neighbours(choice: Any, options: dict[str, tuple[int, ...]]) -> Iterator[Any
 def climb(
     start: Any, around: Callable[[Any], Iterator[Any]], cost: Callable[[Any], float], has_time: Callable[[], bool]
 ) -> dict[Any, float]:
-    """Costs of what was tried, 1 for the start. Whatever is better is where the search goes on, until all around it was tried."""
+    """Costs of what was tried, 1 for the start.
+    Whatever is better is where the search goes on, until all around it was tried.
+    """
     best, costs = start, {start: 1.0}
     while has_time():
         untried = next((choice for choice in around(best) if choice not in costs), None)

@@ -127,7 +127,9 @@ def _processor() -> str:
 
 
 def require_green(*tests: str, only: str | None = None) -> None:
-    """Run the tests of what is about to be measured, or `only` those that match. If one fails, nothing is: a wrong result has no speed."""
+    """Run the tests of what is about to be measured, or `only` those that match.
+    If one fails, nothing is: a wrong result has no speed.
+    """
     console = Console(stderr=True)
     console.print(f"[dim]tests first: {' '.join(tests)}[/dim]")
     root = Path(__file__).parent.parent
@@ -139,5 +141,8 @@ def require_green(*tests: str, only: str | None = None) -> None:
     )
     if outcome.returncode != 0:
         console.print(outcome.stdout[-3000:] + outcome.stderr[-1000:], highlight=False, markup=False)
-        console.print("[red]the tests of this benchmark fail (they need the repository and its dev extra): no speed is measured[/red]")
+        console.print(
+            "[red]the tests of this benchmark fail (they need the repository and its dev extra): no speed is "
+            "measured[/red]"
+        )
         raise typer.Exit(1)

@@ -21,7 +21,9 @@ def kernels(*, quick: bool) -> Report:
     """Decode steps at batch 32: each state is read and written once, each key and value read once."""
     report = Report("kernels")
     copy = copy_gbytes_a_second()
-    report.notes.append(f"copy: torch's, 256 MiB, {copy:.3g} GB/s read + written. State update and attention are asked for 0.6 of it.")
+    report.notes.append(
+        f"copy: torch's, 256 MiB, {copy:.3g} GB/s read + written. State update and attention are asked for 0.6 of it."
+    )
     for n_sequences in (32,) if quick else (1, 8, 32):
         for name, (run, n_bytes) in _decode_kernels(n_sequences, 512).items():
             samples = interleave({name: run}, 50 if quick else 200, n_warm_up=3)[name]
@@ -37,10 +39,17 @@ def kernels(*, quick: bool) -> Report:
 def _decode_kernels(n: int, n_context: int) -> dict[str, tuple[Callable[[], object], int]]:
     """Kernel -> a call for n sequences of a token each, and the bytes it has to move."""
     x, dt, bias = torch.randn(n, N_CHANNELS), torch.randn(n, N_CHANNELS), torch.randn(N_CHANNELS)
-    b, c, a, d = torch.randn(n, N_STATES), torch.randn(n, N_STATES), -torch.rand(N_STATES, N_CHANNELS), torch.randn(N_CHANNELS)
+    b, c, a, d = (
+        torch.randn(n, N_STATES),
+        torch.randn(n, N_STATES),
+        -torch.rand(N_STATES, N_CHANNELS),
+        torch.randn(N_CHANNELS),
+    )
     weight = torch.randn(N_TAPS, N_CHANNELS)
     cu = np.arange(n + 1)
-    states, windows, rings = (_rotating(n, shape) for shape in ((N_STATES, N_CHANNELS), (N_TAPS - 1, N_CHANNELS), (1, N_CHANNELS)))
+    states, windows, rings = (
+        _rotating(n, shape) for shape in ((N_STATES, N_CHANNELS), (N_TAPS - 1, N_CHANNELS), (1, N_CHANNELS))
+    )
 
     row = N_KV_HEADS * HEAD_DIM
     n_pages, page = n * n_context // PAGE_TOKENS, 2 * PAGE_TOKENS * row
@@ -49,7 +58,8 @@ def _decode_kernels(n: int, n_context: int) -> dict[str, tuple[Callable[[], obje
     shuffled = torch.randperm(n_pools * n_pages).view(n_pools, n_pages) * page
     q = torch.randn(n, N_HEADS, HEAD_DIM)
     tables = [
-        PagedBatch(cu, np.full(n, n_context), pages, np.arange(n + 1) * (n_context // PAGE_TOKENS), PAGE_TOKENS) for pages in shuffled
+        PagedBatch(cu, np.full(n, n_context), pages, np.arange(n + 1) * (n_context // PAGE_TOKENS), PAGE_TOKENS)
+        for pages in shuffled
     ]
     turn = iter(range(1 << 60))
 
@@ -58,7 +68,10 @@ def _decode_kernels(n: int, n_context: int) -> dict[str, tuple[Callable[[], obje
         return cpu.paged_attention(q, keys, keys[PAGE_TOKENS * row :], batch, N_KV_HEADS, Scoring(HEAD_DIM**-0.5))
 
     return {
-        "state update": (lambda: cpu.selective_scan(x, dt, bias, b, c, a, d, states()), 2 * n * N_STATES * N_CHANNELS * 4),
+        "state update": (
+            lambda: cpu.selective_scan(x, dt, bias, b, c, a, d, states()),
+            2 * n * N_STATES * N_CHANNELS * 4,
+        ),
         "convolution": (lambda: cpu.causal_conv(x, weight, bias, windows()), 2 * n * (N_TAPS - 1) * N_CHANNELS * 4),
         "tail write": (lambda: cpu.write_rows_((slots := rings()).flat, slots.targets, x), 2 * n * N_CHANNELS * 4),
         f"attention over {n_context}": (attention, n * n_context * 2 * row * 4),
@@ -70,7 +83,8 @@ def _rotating(n: int, shape: tuple[int, int]) -> Callable[[], StateSlots]:
     size = shape[0] * shape[1]
     flat = torch.randn(N_LAYERS * n * size)
     layers = [
-        StateSlots(np.arange(n + 1), flat, offsets, offsets, shape, 0.0) for offsets in torch.arange(0, len(flat), size).view(N_LAYERS, n)
+        StateSlots(np.arange(n + 1), flat, offsets, offsets, shape, 0.0)
+        for offsets in torch.arange(0, len(flat), size).view(N_LAYERS, n)
     ]
     turn = iter(range(1 << 60))
     return lambda: layers[next(turn) % N_LAYERS]

@@ -15,15 +15,17 @@ from memory import HybridMemory, Sequence
 from memory.prefix.cache import PrefixCache
 
 _PEERS = (
-    "Peers, measured elsewhere on two cores, not in this run: a lookup and an insert in SGLang's radix tree with states take 16 and 247 µs "
-    "in Rust, 65 and 343 in Python; on the workload of vllm#45238 vLLM 0.33 reuses .698, .465 and .000 of the tokens, SGLang .705, .648 "
-    "and .789."
+    "Peers, measured elsewhere on two cores, not in this run: a lookup and an insert in SGLang's radix tree with "
+    "states take 16 and 247 µs in Rust, 65 and 343 in Python; on the workload of vllm#45238 vLLM 0.33 reuses .698, "
+    ".465 and .000 of the tokens, SGLang .705, .648 and .789."
 )
 _N_REQUESTS = 64
 
 
 def prefixes(*, quick: bool) -> Report:
-    """Microseconds of a lookup and an insert, the share of tokens reused on a known workload, and milliseconds of a swap."""
+    """Microseconds of a lookup and an insert, the share of tokens reused on a known workload, and milliseconds of a
+    swap.
+    """
     report = Report("prefixes")
     report.notes.append(_PEERS)
     _tree(report, n_repeats=200 if quick else 2000)
@@ -35,7 +37,9 @@ def prefixes(*, quick: bool) -> Report:
 
 
 def _tree(report: Report, *, n_repeats: int) -> None:
-    """64 sequences of 2,048 tokens, half of each shared with others: on a dry memory, so that nothing but bookkeeping is timed."""
+    """64 sequences of 2,048 tokens, half of each shared with others: on a dry memory, so that nothing but bookkeeping
+    is timed.
+    """
     rng, memory = np.random.default_rng(0), make_memory(12)
     stems = rng.integers(0, 32000, (8, 1024))
     keys = [np.concatenate([stems[i % 8], rng.integers(0, 32000, 1024)]) for i in range(_N_REQUESTS)]
@@ -67,7 +71,10 @@ def _tree(report: Report, *, n_repeats: int) -> None:
         ("lookup, all of it known", same, 20.0),
         ("insert, checkpoint included", inserts, 100.0),
     ):
-        report.add("a key of 2,048 tokens in a tree of 64 sequences, µs", {"what": what, "median": median(samples), "asked": asked})
+        report.add(
+            "a key of 2,048 tokens in a tree of 64 sequences, µs",
+            {"what": what, "median": median(samples), "asked": asked},
+        )
 
 
 def _prefill(cache: PrefixCache, key: np.ndarray, marks: tuple[int, ...] = ()) -> int:
@@ -92,7 +99,10 @@ def _replay(report: Report, shared: int, unique: int) -> None:
     for name, grid, marks in (("no hints", 512, ()), ("no hints, no grid", 0, ()), ("a mark", 0, (shared,))):
         cache = PrefixCache(make_memory(12), grid_tokens=grid)
         row[name] = sum(_prefill(cache, prompt, marks) for prompt in prompts) / total
-    report.add("share of tokens reused", row | {"asked": (_N_REQUESTS - 2) * shared / total, "ideal": (_N_REQUESTS - 1) * shared / total})
+    report.add(
+        "share of tokens reused",
+        row | {"asked": (_N_REQUESTS - 2) * shared / total, "ideal": (_N_REQUESTS - 1) * shared / total},
+    )
 
 
 def _swap(report: Report, *, n_tokens: int, n_rounds: int) -> None:

@@ -1,4 +1,6 @@
-"""Attention with a budget, or in few bits: answers of the embedded model against what it may keep, and what a long context costs."""
+"""Attention with a budget, or in few bits: answers of the embedded model against what it may keep, and what a long
+context costs.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,19 @@ from benchmarks.harness import Report, interleave
 from benchmarks.workloads import Ours, draw
 from chat.simulation.dialogues import make_dialogue, messages
 from memory import AttentionSpec, HybridMemory, MemorySpec, Step
-from memory.eviction import H2O, TOVA, Budget, EvictionPolicy, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
+from memory.eviction import (
+    H2O,
+    TOVA,
+    Budget,
+    EvictionPolicy,
+    ExpectedAttention,
+    KNorm,
+    PyramidKV,
+    Quest,
+    Recent,
+    Scissorhands,
+    SnapKV,
+)
 from memory.quantization import Float8, Quantized, Storage
 from models import EMBEDDED, LanguageModel, load_model
 
@@ -23,7 +37,9 @@ _WINDOW, _EVERY, _CHUNK = 8, 8, 64
 _STORAGES = (Quantized(8, group=16), Float8(group=16), Quantized(4, group=16), Quantized(2, group=16))
 _SHARE_IN_BITS = 0.2
 _UNEVEN = (0.05, 0.35)
-"""A budget for each attention layer, little for the first, which answers little. Chosen on other dialogues (seed 7): 96 % there."""
+"""A budget for each attention layer, little for the first, which answers little.
+Chosen on other dialogues (seed 7): 96 % there.
+"""
 _PAGE_TOKENS = 4  # of 16, a fifth of these dialogues would be three pages, two of them the newest
 _TABLE = "answers of the embedded model"
 
@@ -45,30 +61,34 @@ def _quality(report: Report, *, n_dialogues: int, shares: tuple[float, ...]) -> 
     mean_tokens = sum(len(prompt) for prompt, _ in dialogues) / n_dialogues
     dense_share, dense_bytes = _answer(model, model.memory_spec, dialogues)
     report.notes.append(
-        f"{n_dialogues} dialogues of {mean_tokens:.0f} tokens on average, with facts that training never showed. When the last question is "
-        f"asked, all but the newest {_WINDOW} to {_WINDOW + _EVERY} tokens have folded, {_EVERY} at a time. The model's recurrent layers "
-        "remember as ever. An answer is right if no token of it is wrong. Bytes are the arena's, tails included. Quest keeps every row, "
-        f"and reads pages of {_PAGE_TOKENS} when an answer is said. Exact numbers are float32; "
-        f"those in bits share scales by {_STORAGES[0].group}."
+        f"{n_dialogues} dialogues of {mean_tokens:.0f} tokens on average, with facts that training never showed. When "
+        f"the last question is asked, all but the newest {_WINDOW} to {_WINDOW + _EVERY} tokens have folded, {_EVERY} "
+        "at a time. The model's recurrent layers remember as ever. An answer is right if no token of it is wrong. "
+        f"Bytes are the arena's, tails included. Quest keeps every row, and reads pages of {_PAGE_TOKENS} when an "
+        f"answer is said. Exact numbers are float32; those in bits share scales by {_STORAGES[0].group}."
     )
     report.notes.append(
-        "Of this model's two attention layers the second answers, and reads mostly one row for it: the value that was told. The question "
-        "comes when that row has folded long ago, and nobody had asked for it. SnapKV, PyramidKV and TOVA judge rows by the last queries, "
-        "among which the benchmarks of the literature have the question. H2O and Scissorhands add up what a row received, so one that has "
-        "just folded competes, after two folds of queries, with sums over a whole dialogue. KNorm keeps short keys, and here the rows "
-        "that are read have long ones. ExpectedAttention asks each query about each row, and averages over folds."
+        "Of this model's two attention layers the second answers, and reads mostly one row for it: the value that was "
+        "told. The question comes when that row has folded long ago, and nobody had asked for it. SnapKV, PyramidKV "
+        "and TOVA judge rows by the last queries, among which the benchmarks of the literature have the question. H2O "
+        "and Scissorhands add up what a row received, so one that has just folded competes, after two folds of "
+        "queries, with sums over a whole dialogue. KNorm keeps short keys, and here the rows that are read have long "
+        "ones. ExpectedAttention asks each query about each row, and averages over folds."
     )
 
     def add(policy: Budget | None, storage: Storage | None, share: float) -> None:
         label = storage.label if storage else "exact"
         spec = model.memory_spec.with_policy(policy).with_storage(storage)
-        measure(type(policy).__name__ if policy else "dense", label, share, policy.budget_tokens if policy else "-", spec)
+        measure(
+            type(policy).__name__ if policy else "dense", label, share, policy.budget_tokens if policy else "-", spec
+        )
 
     def measure(policy: str, numbers: str, share: float, n_tokens: int | str, spec: MemorySpec) -> None:
         right, n_bytes = (dense_share, dense_bytes) if spec == model.memory_spec else _answer(model, spec, dialogues)
         report.add(_TABLE, {
-            "policy": policy, "numbers": numbers, "budget, share": share, "budget, tokens": n_tokens, "right, %": 100 * right,
-            "of dense, %": 100 * right / dense_share, "bytes of dense, %": 100 * n_bytes / dense_bytes,
+            "policy": policy, "numbers": numbers, "budget, share": share, "budget, tokens": n_tokens,
+            "right, %": 100 * right, "of dense, %": 100 * right / dense_share,
+            "bytes of dense, %": 100 * n_bytes / dense_bytes,
         })  # fmt: skip
 
     for storage in (None, *_STORAGES):
@@ -85,7 +105,9 @@ def _quality(report: Report, *, n_dialogues: int, shares: tuple[float, ...]) -> 
 
 
 def plot_quality(report: Report, path: Path) -> None:
-    """Answers against bytes, both as shares of dense attention's; a line a policy. Needs matplotlib (the `notebooks` extra)."""
+    """Answers against bytes, both as shares of dense attention's; a line a policy.
+    Needs matplotlib (the `notebooks` extra).
+    """
     try:
         import matplotlib.pyplot as plt
     except ImportError:
@@ -100,7 +122,9 @@ def plot_quality(report: Report, path: Path) -> None:
         lines.setdefault(name, []).append((float(row["bytes of dense, %"]), float(row["of dense, %"])))
     for name, points in lines.items():
         panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
-    panel.set(xlabel="bytes of attention, % of dense", ylabel="right answers, % of dense", xlim=(0, None), ylim=(0, 105))
+    panel.set(
+        xlabel="bytes of attention, % of dense", ylabel="right answers, % of dense", xlim=(0, None), ylim=(0, 105)
+    )
     panel.grid(alpha=0.3)
     panel.legend(fontsize="small")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,7 +184,8 @@ def _speed(report: Report, *, n_tokens: int, n_rounds: int) -> None:
     budget = n_tokens // 5
     kinds: list[tuple[Budget | None, Storage | None]] = [
         (None, None), (H2O(budget), None), (Recent(budget), None), (Quest(budget), None),
-        *((None, storage) for storage in (Quantized(8), Float8(), Quantized(4), Quantized(2))), (H2O(budget), Quantized(4)),
+        *((None, storage) for storage in (Quantized(8), Float8(), Quantized(4), Quantized(2))),
+        (H2O(budget), Quantized(4)),
     ]  # fmt: skip
     runs, asked = {}, {}
     for policy, storage in kinds:

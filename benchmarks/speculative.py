@@ -1,4 +1,6 @@
-"""Speculative decoding on the CPU: repetitive text with prompt lookup, steps with drafts of given lengths and quality, and the bytes."""
+"""Speculative decoding on the CPU: repetitive text with prompt lookup, steps with drafts of given lengths and quality,
+and the bytes.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +31,11 @@ SCALES = {"repeats itself": 16.0, "slips now and then": 6.0}
 """How far the embeddings of a token outweigh what the layers add; the smaller, the more often another token follows."""
 
 NOTE = (
-    "Random weights alone write text without any repetition. So the Jamba of 120M parameters is given a head of its own, in which the row "
-    f"of each token is the embedding of the token before it on a cycle of {PERIOD}, and larger embeddings: what it writes greedily runs "
-    "round such cycles, through all of its layers. A head of its own takes as long as a tied one. Real text repeats itself less, or not at "
-    "all; the table of given drafts says what a share of right tokens is worth."
+    "Random weights alone write text without any repetition. So the Jamba of 120M parameters is given a head of its "
+    f"own, in which the row of each token is the embedding of the token before it on a cycle of {PERIOD}, and larger "
+    "embeddings: what it writes greedily runs round such cycles, through all of its layers. A head of its own takes "
+    "as long as a tied one. Real text repeats itself less, or not at all; the table of given drafts says what a share "
+    "of right tokens is worth."
 )
 
 
@@ -68,7 +71,9 @@ class GivenDrafts:
         for sequence, request in requests.items():
             ahead = self._text[len(request.text) :][: min(request.most_tokens, self.n_draft)]
             if ahead:
-                drafts[sequence] = Draft([t if self._random.random() < self._share_right else (t + 1) % VOCAB for t in ahead])
+                drafts[sequence] = Draft(
+                    [t if self._random.random() < self._share_right else (t + 1) % VOCAB for t in ahead]
+                )
         return drafts
 
     def forget(self, sequence: Sequence) -> None: ...
@@ -154,8 +159,9 @@ def _repetitive(report: Report, name: str, decoding: Decoding, *, quick: bool) -
     assert isinstance(batch, SpeculativeBatch)
     plain, lookup = (times[run].median_ms / decoding.n_tokens for run in ("plain", "lookup"))
     report.add("repetitive text, jamba, 1 sequence, ms a token", {
-        "text": name, "tokens": decoding.n_tokens, "of which different": len(set(token_ids)), "plain": plain, "prompt lookup": lookup,
-        "ratio": plain / lookup, "asked": 1.5, "drafts accepted": batch.acceptance.rate, "tokens a step": batch.acceptance.tokens_per_step,
+        "text": name, "tokens": decoding.n_tokens, "of which different": len(set(token_ids)), "plain": plain,
+        "prompt lookup": lookup, "ratio": plain / lookup, "asked": 1.5, "drafts accepted": batch.acceptance.rate,
+        "tokens a step": batch.acceptance.tokens_per_step,
         "same text": "yes" if token_ids == decoding.text[len(decoding.prompt) :] else "NO",
     })  # fmt: skip
 
@@ -177,14 +183,16 @@ def _given(report: Report, decoding: Decoding, *, quick: bool) -> None:
     for case in cases:
         ms, n_steps = times[str(case)].median_ms, batches[case].stats.n_steps
         report.add("drafts of given length and quality, jamba, 1 sequence", {
-            "drafts a step": case[0], "each right with probability": case[1] if case[0] else "-", "ms a step": ms / n_steps,
-            "tokens a step": decoding.n_tokens / n_steps, "ms a token": ms / decoding.n_tokens,
-            "times plain speed": plain * decoding.n_tokens / ms,
+            "drafts a step": case[0], "each right with probability": case[1] if case[0] else "-",
+            "ms a step": ms / n_steps, "tokens a step": decoding.n_tokens / n_steps,
+            "ms a token": ms / decoding.n_tokens, "times plain speed": plain * decoding.n_tokens / ms,
         })  # fmt: skip
 
 
 def _bytes(report: Report, decoding: Decoding) -> None:
-    """What one sequence holds at most, without drafts and with; inside of a step in which the body moves, a tail may stand twice."""
+    """What one sequence holds at most, without drafts and with; inside of a step in which the body moves, a tail may
+    stand twice.
+    """
     state_bytes = decoding.memory.usage().block_bytes["states"]
     for n_draft in (0, *LENGTHS, WINDOW):
         between, inside = decoding.most_bytes(GivenDrafts(decoding.text, n_draft, 0.8) if n_draft else None)
@@ -196,9 +204,12 @@ def _bytes(report: Report, decoding: Decoding) -> None:
 
 
 def _dialogues(report: Report, n_users: int) -> None:
-    """The embedded model talks to users who state facts and ask for them later; what prompt lookup makes of its replies."""
+    """The embedded model talks to users who state facts and ask for them later; what prompt lookup makes of its
+    replies.
+    """
     model, tokenizer = load_model("embedded"), load_tokenizer(EMBEDDED)
-    dialogues = [make_dialogue(random.Random(i), 8) for i in range(n_users)]  # one after the other: speculation is for few sequences
+    # one after the other: speculation is for few sequences
+    dialogues = [make_dialogue(random.Random(i), 8) for i in range(n_users)]
     memory, plain = HybridMemory(model.memory_spec, "256MiB", rollback_window=WINDOW), list[list[Message]]()
     player = Player(Engine(model, memory, tokenizer), tokenizer, lambda *_: None)
     for turns in dialogues:
@@ -209,8 +220,9 @@ def _dialogues(report: Report, n_users: int) -> None:
     batch = SpeculativeBatch(model, memory, find_stop_ids(tokenizer, model), PromptLookup(2, 8), remembers_end=True)
     drafted = [_talk(batch, tokenizer, turns) for turns in dialogues]
     report.add("dialogues of the embedded model, one at a time", {
-        "drafts": "prompt lookup, n-grams of 2", "tokens": batch.acceptance.n_generated, "accepted": batch.acceptance.rate,
-        "tokens a step": batch.acceptance.tokens_per_step, "same replies": "yes" if drafted == plain else "NO",
+        "drafts": "prompt lookup, n-grams of 2", "tokens": batch.acceptance.n_generated,
+        "accepted": batch.acceptance.rate, "tokens a step": batch.acceptance.tokens_per_step,
+        "same replies": "yes" if drafted == plain else "NO",
     })  # fmt: skip
 
 

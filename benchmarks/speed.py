@@ -21,10 +21,10 @@ from models import LanguageModel
 ASKED = {
     ("jamba", "1 x 512"): 3.5, ("mamba", "1 x 512"): 4.5, ("jamba", "32 x 64"): 2.5, ("mamba", "32 x 64"): 4.0,
     ("jamba", 1): 1.5, ("mamba", 1): 1.8, ("jamba", 8): 2.3, ("mamba", 8): 3.0, ("jamba", 32): 2.3, ("mamba", 32): 2.7,
-    ("mamba2", "1 x 512"): 3.0, ("mamba2", "32 x 64"): 12.0, ("mamba2", 1): 2.4, ("mamba2", 8): 4.0, ("mamba2", 32): 4.5,
-    ("bamba", "1 x 512"): 1.8, ("bamba", "32 x 64"): 4.0, ("bamba", 1): 1.5, ("bamba", 8): 3.0, ("bamba", 32): 3.3,
-    ("qwen3_5", 1): 1.6, ("qwen3_5", 8): 3.0, ("qwen3_5", 32): 3.3,
-    ("lfm2", "1 x 512"): 1.0, ("lfm2", "32 x 64"): 1.0, ("lfm2", 1): 1.0, ("lfm2", 8): 1.0, ("lfm2", 32): 1.0,
+    ("mamba2", "1 x 512"): 3.0, ("mamba2", "32 x 64"): 12.0, ("mamba2", 1): 2.4, ("mamba2", 8): 4.0,
+    ("mamba2", 32): 4.5, ("bamba", "1 x 512"): 1.8, ("bamba", "32 x 64"): 4.0, ("bamba", 1): 1.5, ("bamba", 8): 3.0,
+    ("bamba", 32): 3.3, ("qwen3_5", 1): 1.6, ("qwen3_5", 8): 3.0, ("qwen3_5", 32): 3.3, ("lfm2", "1 x 512"): 1.0,
+    ("lfm2", "32 x 64"): 1.0, ("lfm2", 1): 1.0, ("lfm2", 8): 1.0, ("lfm2", 32): 1.0,
 }  # fmt: skip
 """Ratios that this project wants at least."""
 
@@ -47,9 +47,11 @@ def prefill(*, quick: bool, models: Sequence[str] = MODELS) -> Report:
                 times = interleave(runs, 2 if quick else 3 if name in _SLOW else 5)
                 work = f"{n_sequences} x {n_tokens}"
                 report.add("prefill, ms", {
-                    "model": name, "sequences x tokens": work, "ours": times["ours"].median_ms, "spread": times["ours"].spread,
-                    "transformers": times["transformers"].median_ms, "their spread": times["transformers"].spread,
-                    "ratio": times["transformers"].median_ms / times["ours"].median_ms, "asked": ASKED.get((name, work), "-"),
+                    "model": name, "sequences x tokens": work, "ours": times["ours"].median_ms,
+                    "spread": times["ours"].spread, "transformers": times["transformers"].median_ms,
+                    "their spread": times["transformers"].spread,
+                    "ratio": times["transformers"].median_ms / times["ours"].median_ms,
+                    "asked": ASKED.get((name, work), "-"),
                 })  # fmt: skip
     return report
 
@@ -74,16 +76,25 @@ def decode(*, quick: bool, models: Sequence[str] = MODELS, plot: Path | None = N
 
 
 def _against_transformers(
-    report: Report, name: str, model: LanguageModel, theirs: Transformers, n_sequences: int, n_tokens: int, *, quick: bool
+    report: Report,
+    name: str,
+    model: LanguageModel,
+    theirs: Transformers,
+    n_sequences: int,
+    n_tokens: int,
+    *,
+    quick: bool,
 ) -> None:
     tokens, ours = draw(n_sequences, n_tokens), Ours(model, n_sequences)
     ours.fill(tokens)
     theirs.prefill(tokens)
     times = interleave({"ours": ours.decode, "transformers": theirs.decode}, 5 if quick else 40, n_warm_up=2)
     report.add("decode, ms a step", {
-        "model": name, "sequences": n_sequences, "after": n_tokens, "ours": times["ours"].median_ms, "spread": times["ours"].spread,
-        "transformers": times["transformers"].median_ms, "their spread": times["transformers"].spread,
-        "ratio": times["transformers"].median_ms / times["ours"].median_ms, "asked": ASKED.get((name, n_sequences), "-"),
+        "model": name, "sequences": n_sequences, "after": n_tokens, "ours": times["ours"].median_ms,
+        "spread": times["ours"].spread, "transformers": times["transformers"].median_ms,
+        "their spread": times["transformers"].spread,
+        "ratio": times["transformers"].median_ms / times["ours"].median_ms,
+        "asked": ASKED.get((name, n_sequences), "-"),
     })  # fmt: skip
 
 
@@ -95,7 +106,8 @@ def _against_the_ceiling(report: Report, name: str, model: LanguageModel, n_sequ
     times = interleave({"whole": ours.decode, "ceiling": lambda: model(bare)}, 9 if quick else 60, n_warm_up=3)
     whole, ceiling = times["whole"].median_ms, times["ceiling"].median_ms
     row: Row = {
-        "model": name, "sequences": n_sequences, "whole step": whole, "without mixers": ceiling, "ratio": whole / ceiling, "asked": 1.35
+        "model": name, "sequences": n_sequences, "whole step": whole, "without mixers": ceiling,
+        "ratio": whole / ceiling, "asked": 1.35
     }  # fmt: skip
     n_steps = 5 if quick else 30
     with timed_kernels() as seconds:
@@ -131,20 +143,27 @@ def timed_kernels() -> Iterator[dict[str, float]]:
 
 
 def _window(report: Report, name: str, model: LanguageModel, n_sequences: int, *, quick: bool) -> None:
-    """Decoding with a window and without, over whole rings and at staggered lengths; means, because bodies move now and then."""
+    """Decoding with a window and without, over whole rings and at staggered lengths; means, because bodies move now and
+    then.
+    """
     subjects = {window: Ours(model, n_sequences, rollback_window=window) for window in (0, 32)}
     for ours in subjects.values():
         for i, sequence in enumerate(ours.sequences):
             ours.memory.run(model, {sequence: [3] * (64 + i)}, max_tokens=2048)
     n_steps = 8 if quick else 128
-    times = interleave({str(window): ours.decode for window, ours in subjects.items()}, n_steps, n_warm_up=2 if quick else 66)
+    times = interleave(
+        {str(window): ours.decode for window, ours in subjects.items()}, n_steps, n_warm_up=2 if quick else 66
+    )
     usage = subjects[32].memory.usage()
-    row_elements = sum(math.prod(m.row_shape) for layer in model.memory_spec.layers for m in layer if isinstance(m, RecurrentSpec))
+    row_elements = sum(
+        math.prod(m.row_shape) for layer in model.memory_spec.layers for m in layer if isinstance(m, RecurrentSpec)
+    )
     expected = n_sequences * (2 * 32 - 1) * row_elements * model.memory_spec.dtype.itemsize
     report.add("rollback_window=32 against 0, ms a step", {
         "model": name, "sequences": n_sequences, "without": times["0"].mean_ms, "with": times["32"].mean_ms,
-        "ratio of means": times["32"].mean_ms / times["0"].mean_ms, "of medians": times["32"].median_ms / times["0"].median_ms,
-        "asked": 1.05, "tails, MiB": usage.by_kind["tails"] / 2**20, "of 63 rows, MiB": expected / 2**20,
+        "ratio of means": times["32"].mean_ms / times["0"].mean_ms,
+        "of medians": times["32"].median_ms / times["0"].median_ms, "asked": 1.05,
+        "tails, MiB": usage.by_kind["tails"] / 2**20, "of 63 rows, MiB": expected / 2**20,
         "states a sequence": usage.by_kind["states"] / usage.block_bytes["states"] / n_sequences,
     })  # fmt: skip
 
@@ -157,7 +176,10 @@ def _growth(report: Report, name: str, model: LanguageModel) -> None:
         ours.fill(draw(8, n_tokens))
         by_context[f"8 x {n_tokens}"] = ours
     for key, samples in interleave({key: ours.decode for key, ours in by_context.items()}, 20, n_warm_up=2).items():
-        report.add("growth, ms a step", {"model": name, "sequences x context": key, "median": samples.median_ms, "spread": samples.spread})
+        report.add(
+            "growth, ms a step",
+            {"model": name, "sequences x context": key, "median": samples.median_ms, "spread": samples.spread},
+        )
     by_context.clear()
     by_batch = {}
     for n_sequences in (1, 2, 4, 8, 16, 32, 64):
@@ -165,7 +187,10 @@ def _growth(report: Report, name: str, model: LanguageModel) -> None:
         ours.fill(draw(n_sequences, 256))
         by_batch[f"{n_sequences} x 256"] = ours
     for key, samples in interleave({key: ours.decode for key, ours in by_batch.items()}, 20, n_warm_up=2).items():
-        report.add("growth, ms a step", {"model": name, "sequences x context": key, "median": samples.median_ms, "spread": samples.spread})
+        report.add(
+            "growth, ms a step",
+            {"model": name, "sequences x context": key, "median": samples.median_ms, "spread": samples.spread},
+        )
 
 
 def plot_growth(report: Report, path: Path) -> None:

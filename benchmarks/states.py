@@ -1,4 +1,6 @@
-"""Recurrent states: what a rollback window costs beside one, how far 16-bit states drift, and whether to defer writing them."""
+"""Recurrent states: what a rollback window costs beside one, how far 16-bit states drift, and whether to defer writing
+them.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,10 @@ LAYERS: dict[str, tuple[RecurrentSpec, float | None]] = {
 """One layer of each, and the part of a state that its window may take."""
 
 PEERS = (
-    "Peers, by their own formulas, for the same window of k = 64 tokens: llama.cpp keeps 1 + n_rs_seq state planes a sequence "
-    "(llama-memory-recurrent: rows = mem_size * (1 + n_rs_seq)), vLLM a state block for each speculative token "
-    "(num_speculative_blocks), SGLang intermediate_ssm of [layers, requests + 1, draft tokens, ...]: 64 states each."
+    "Peers, by their own formulas, for the same window of k = 64 tokens: llama.cpp keeps 1 + n_rs_seq state planes a "
+    "sequence (llama-memory-recurrent: rows = mem_size * (1 + n_rs_seq)), vLLM a state block for each speculative "
+    "token (num_speculative_blocks), SGLang intermediate_ssm of [layers, requests + 1, draft tokens, ...]: 64 states "
+    "each."
 )
 
 
@@ -61,13 +64,17 @@ def _windows(report: Report) -> None:
 
 
 DRIFTING: dict[str, PreTrainedConfig] = {
-    "mamba2": Mamba2Config(vocab_size=1000, hidden_size=128, num_hidden_layers=4, num_heads=8, head_dim=32, n_groups=1, state_size=64),
+    "mamba2": Mamba2Config(
+        vocab_size=1000, hidden_size=128, num_hidden_layers=4, num_heads=8, head_dim=32, n_groups=1, state_size=64
+    ),
     "bamba": BambaConfig(
-        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2,
         attn_layer_indices=[2], mamba_n_heads=8, mamba_d_head=32, mamba_d_state=64,
     ),
     "qwen3_5": Qwen3_5TextConfig(
-        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=1000, hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2,
         head_dim=32, linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,
     ),
 }  # fmt: skip
@@ -84,12 +91,19 @@ def _drift(report: Report, *, quick: bool) -> None:
             if name in DRIFTING:
                 write_checkpoint(Path(folder), DRIFTING[name])
             model = load_model("embedded" if name == "embedded" else folder, progress=False)
-        memories = [HybridMemory(model.memory_spec, "256MiB", rollback_window=0, state_dtype=dtype) for dtype in (None, torch.bfloat16)]
+        memories = [
+            HybridMemory(model.memory_spec, "256MiB", rollback_window=0, state_dtype=dtype)
+            for dtype in (None, torch.bfloat16)
+        ]
         sequences = [memory.open() for memory in memories]
-        tokens = torch.randint(4, model.memory_spec.vocab_size, (n_tokens,), generator=torch.Generator().manual_seed(3)).tolist()
+        tokens = torch.randint(
+            4, model.memory_spec.vocab_size, (n_tokens,), generator=torch.Generator().manual_seed(3)
+        ).tolist()
         worst = agreed = 0.0
         for n, token in enumerate(tokens, 1):
-            exact, rounded = (_step(model, memory, sequence, token) for memory, sequence in zip(memories, sequences, strict=True))
+            exact, rounded = (
+                _step(model, memory, sequence, token) for memory, sequence in zip(memories, sequences, strict=True)
+            )
             worst = max(worst, float((rounded - exact).abs().max() / exact.std()))
             agreed += float(exact.argmax() == rounded.argmax())
             if n in marks:

@@ -1,4 +1,5 @@
-"""The 120M-parameter models that are measured, ours and transformers' with the same random weights, and what they do."""
+"""The 120M-parameter models that are measured, ours and transformers' with the same random weights, and
+what they do."""
 
 from __future__ import annotations
 
@@ -27,11 +28,19 @@ from memory.recurrences import SSD, DeltaRule, Mamba1
 from models import LanguageModel, load_model
 
 VOCAB = 32_000
-_COMMON = {"vocab_size": VOCAB, "hidden_size": 768, "tie_word_embeddings": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None}
+_COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 768,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
 _ATTENTION = {"num_hidden_layers": 12, "num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 2048}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "jamba": lambda: JambaConfig(
-        **_COMMON, **_ATTENTION, attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1, num_experts=1,
+        **_COMMON, **_ATTENTION, attn_layer_period=4, attn_layer_offset=2, expert_layer_period=2, expert_layer_offset=1,
+        num_experts=1,
         num_experts_per_tok=1, mamba_d_state=16, mamba_d_conv=4, mamba_expand=2,
     ),
     "mamba": lambda: MambaConfig(**_COMMON, num_hidden_layers=24, state_size=16),
@@ -39,18 +48,21 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         **_COMMON, num_hidden_layers=24, state_size=128, num_heads=24, head_dim=64, n_groups=1, expand=2, chunk_size=256
     ),
     "bamba": lambda: BambaConfig(
-        **_COMMON, **_ATTENTION, attn_layer_indices=[2, 6, 10], mamba_n_heads=24, mamba_d_head=64, mamba_n_groups=1, mamba_d_state=128,
+        **_COMMON, **_ATTENTION, attn_layer_indices=[2, 6, 10], mamba_n_heads=24, mamba_d_head=64, mamba_n_groups=1,
+        mamba_d_state=128,
         mamba_expand=2, mamba_chunk_size=256,
     ),
     "qwen3_5": lambda: Qwen3_5TextConfig(
-        **_COMMON, **_ATTENTION, head_dim=64, linear_num_key_heads=6, linear_num_value_heads=12, linear_key_head_dim=128,
+        **_COMMON, **_ATTENTION, head_dim=64, linear_num_key_heads=6, linear_num_value_heads=12,
+        linear_key_head_dim=128,
         linear_value_head_dim=128,
     ),
     "lfm2": lambda: Lfm2Config(
         **_COMMON, **_ATTENTION, layer_types=["conv", "conv", "full_attention", "conv"] * 3, conv_L_cache=3
     ),
 }  # fmt: skip
-"""Models of about 120 million parameters, hidden size 768: attention at 2, 6 and 10 of 12 layers, or 24 layers without."""
+"""Models of about 120 million parameters, hidden size 768: attention at 2, 6 and 10 of 12 layers, or 24 layers without.
+"""
 MODELS = tuple(CONFIGS)
 
 
@@ -82,7 +94,9 @@ def draw(n_sequences: int, n_tokens: int) -> Tensor:
 class Ours:
     """Sequences of one memory, prefilled or stepped together."""
 
-    def __init__(self, model: LanguageModel, n_sequences: int, *, rollback_window: int = 32, budget: str = "6GiB") -> None:
+    def __init__(
+        self, model: LanguageModel, n_sequences: int, *, rollback_window: int = 32, budget: str = "6GiB"
+    ) -> None:
         self.model = model
         self.memory = HybridMemory(model.memory_spec, budget, rollback_window=rollback_window)
         self.sequences: list[Sequence] = [self.memory.open() for _ in range(n_sequences)]
@@ -135,7 +149,9 @@ class Transformers:
 
 @dataclass
 class Mixerless:
-    """A step that remembers nothing: what is left of a model is its matrix products, norms and gates. The ceiling of a real step."""
+    """A step that remembers nothing: what is left of a model is its matrix products, norms and gates.
+    The ceiling of a real step.
+    """
 
     token_ids: Tensor
 

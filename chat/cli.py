@@ -1,4 +1,5 @@
-"""The `hybrid-memory` command: `generate` for several prompts at once, `chat` with a model, a server, and the `demo` that checks itself.
+"""The `hybrid-memory` command: `generate` for several prompts at once, `chat` with a model, a server, and the `demo`
+that checks itself.
 
 The libraries behind a command are imported when it runs: torch and transformers would make `--help` wait for seconds.
 """
@@ -26,13 +27,16 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="hybrid-memory",
-    help="One memory for attention caches and recurrent states: generate with many prompts at once, watch the demo, or serve.",
+    help="One memory for attention caches and recurrent states: generate with many prompts at once, watch the demo, or "
+    "serve.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,
 )
 
-Model = Annotated[str, typer.Option(help='a checkpoint\'s folder, a hub id, or "embedded" for the small model that is included')]
+Model = Annotated[
+    str, typer.Option(help='a checkpoint\'s folder, a hub id, or "embedded" for the small model that is included')
+]
 Device = Annotated[str, typer.Option(help="where the model and its memory live, such as cpu or cuda")]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16")]
 Budget = Annotated[str, typer.Option(help="bytes that the memory may use at most, such as 512MiB")]
@@ -40,7 +44,10 @@ Budget = Annotated[str, typer.Option(help="bytes that the memory may use at most
 
 @app.command()
 def generate(
-    prompt: Annotated[list[str], typer.Option(help="what to continue or to reply to; repeat it for several at once", show_default=False)],
+    prompt: Annotated[
+        list[str],
+        typer.Option(help="what to continue or to reply to; repeat it for several at once", show_default=False),
+    ],
     model: Model = "embedded",
     max_tokens: Annotated[int, typer.Option(min=1, help="new tokens per prompt at most")] = 128,
     device: Device = "cpu",
@@ -48,7 +55,11 @@ def generate(
     budget: Budget = "1GiB",
     is_chat: Annotated[
         bool | None,
-        typer.Option("--chat/--raw", help="whether to use the chat template; unless given, if the model has one", show_default=False),
+        typer.Option(
+            "--chat/--raw",
+            help="whether to use the chat template; unless given, if the model has one",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Reply to several prompts at once, greedily, in one batch."""
@@ -70,15 +81,23 @@ def generate(
 def chat(
     model: Model = "embedded",
     system: Annotated[str | None, typer.Option(help="a first message that tells the model how to behave")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="tokens of a reply at most (256)", show_default=False)] = None,
-    temperature: Annotated[float | None, typer.Option(min=0, help="0 for the most likely reply, more for others (0)")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="tokens of a reply at most (256)", show_default=False)
+    ] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0 for the most likely reply, more for others (0)")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="draws the same replies again")] = None,
-    resume: Annotated[str | None, typer.Option(help="the folder of a conversation that /save wrote", metavar="FOLDER")] = None,
+    resume: Annotated[
+        str | None, typer.Option(help="the folder of a conversation that /save wrote", metavar="FOLDER")
+    ] = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     budget: Budget = "1GiB",
 ) -> None:
-    """Talk to a model. /edit, /undo, /regenerate and /branch take back what was said without computing the rest again; see /help."""
+    """Talk to a model. /edit, /undo, /regenerate and /branch take back what was said without computing the rest again;
+    see /help.
+    """
     with _one_line_errors():
         from chat.commands.terminal import Settings, run_terminal
 
@@ -123,7 +142,9 @@ def demo(
         console = make_console()
         language_model, tokenizer = _load(model, device, dtype)
         with live_stage(console) as on_word:
-            report = run_demo(language_model, tokenizer, n_users=users, n_turns=turns, seed=seed, budget=budget, on_word=on_word)
+            report = run_demo(
+                language_model, tokenizer, n_users=users, n_turns=turns, seed=seed, budget=budget, on_word=on_word
+            )
         print_report(console, report)
     if not report.is_ok:
         raise typer.Exit(1)
@@ -136,34 +157,58 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
     api_key: Annotated[
         str | None,
-        typer.Option(envvar="HYBRID_MEMORY_API_KEY", help="what clients must send; better set in the environment", show_default=False),
+        typer.Option(
+            envvar="HYBRID_MEMORY_API_KEY",
+            help="what clients must send; better set in the environment",
+            show_default=False,
+        ),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
-        typer.Option(help="name that clients may call the server by, beside loopback's; may be repeated", show_default=False),
+        typer.Option(
+            help="name that clients may call the server by, beside loopback's; may be repeated", show_default=False
+        ),
     ] = None,
     allowed_origin: Annotated[
-        list[str] | None, typer.Option(help="web page that may ask, such as https://example.com; may be repeated", show_default=False)
+        list[str] | None,
+        typer.Option(help="web page that may ask, such as https://example.com; may be repeated", show_default=False),
     ] = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     budget: Budget = "1GiB",
-    rollback_window: Annotated[int, typer.Option(min=0, help="tokens by which a cached prefix may be longer than what is reused")] = 32,
-    host_budget: Annotated[str | None, typer.Option(help="bytes in host memory for requests that make room; unless given, any")] = None,
-    swap_dir: Annotated[Path | None, typer.Option(help="folder for those that find no room there", show_default=False)] = None,
-    parse_special: Annotated[bool, typer.Option(help="let messages hold special tokens, so that clients can write turns")] = False,
+    rollback_window: Annotated[
+        int, typer.Option(min=0, help="tokens by which a cached prefix may be longer than what is reused")
+    ] = 32,
+    host_budget: Annotated[
+        str | None, typer.Option(help="bytes in host memory for requests that make room; unless given, any")
+    ] = None,
+    swap_dir: Annotated[
+        Path | None, typer.Option(help="folder for those that find no room there", show_default=False)
+    ] = None,
+    parse_special: Annotated[
+        bool, typer.Option(help="let messages hold special tokens, so that clients can write turns")
+    ] = False,
     max_body: Annotated[str, typer.Option(help="bytes of a request's body")] = "1MiB",
     max_tokens: Annotated[
-        int | None, typer.Option(min=2, help="tokens of a prompt and its reply; unless given, what the model and the budget allow")
+        int | None,
+        typer.Option(min=2, help="tokens of a prompt and its reply; unless given, what the model and the budget allow"),
     ] = None,
-    default_tokens: Annotated[int, typer.Option(min=1, help="tokens of a chat's reply, where the request does not say")] = 1024,
+    default_tokens: Annotated[
+        int, typer.Option(min=1, help="tokens of a chat's reply, where the request does not say")
+    ] = 1024,
     max_requests: Annotated[int, typer.Option(min=1, help="answered at once; others are told to come back")] = 64,
-    max_connections: Annotated[int, typer.Option(min=1, help="open at once; beyond, the longest idle one is closed")] = 768,
+    max_connections: Annotated[
+        int, typer.Option(min=1, help="open at once; beyond, the longest idle one is closed")
+    ] = 768,
     max_peer_connections: Annotated[int, typer.Option(min=1, help="of those, from one address")] = 384,
     max_running: Annotated[int, typer.Option(min=1, help="replies in one step of the model")] = 64,
     step_tokens: Annotated[int, typer.Option(min=2, help="tokens in one step of the model")] = 256,
-    prefix_cache: Annotated[bool, typer.Option(help="keep prompts and replies, for prompts that begin like them")] = True,
-    grace: Annotated[float, typer.Option(min=0, help="seconds that replies may still take when the server is to stop")] = 10.0,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="keep prompts and replies, for prompts that begin like them")
+    ] = True,
+    grace: Annotated[
+        float, typer.Option(min=0, help="seconds that replies may still take when the server is to stop")
+    ] = 10.0,
 ) -> None:
     """Answer OpenAI's clients: /v1/chat/completions and /v1/completions, /v1/models, /health and /metrics."""
     with _one_line_errors():
@@ -186,14 +231,26 @@ def serve(
         )
         with bind(host, port, has_key=api_key is not None) as listener:
             language_model, tokenizer = _load(model, device, dtype)
-            kept: dict[str, Any] = {"rollback_window": rollback_window, "host_budget": host_budget, "swap_dir": swap_dir}
+            kept: dict[str, Any] = {
+                "rollback_window": rollback_window,
+                "host_budget": host_budget,
+                "swap_dir": swap_dir,
+            }
             memory = HybridMemory(language_model.memory_spec, budget, **kept)
-            engine = _warm_engine(language_model, memory, tokenizer, prefix_cache, step_tokens=step_tokens, max_running=max_running)
+            engine = _warm_engine(
+                language_model, memory, tokenizer, prefix_cache, step_tokens=step_tokens, max_running=max_running
+            )
             name = _name_of(model)
-            run(make_app(engine, tokenizer, name, options), listener, lambda url: typer.echo(f"{name} answers at {url}/v1", err=True))
+            run(
+                make_app(engine, tokenizer, name, options),
+                listener,
+                lambda url: typer.echo(f"{name} answers at {url}/v1", err=True),
+            )
 
 
-def _warm_engine(model: LanguageModel, memory: HybridMemory, tokenizer: Tokenizer, has_prefixes: bool, **sizes: Any) -> Engine:
+def _warm_engine(
+    model: LanguageModel, memory: HybridMemory, tokenizer: Tokenizer, has_prefixes: bool, **sizes: Any
+) -> Engine:
     """An engine that has taken a step: kernels are compiled, and nobody's first request waits for that."""
     from chat.engine.engine import Engine
     from memory.prefix.cache import PrefixCache
@@ -248,7 +305,9 @@ def _stream_replies(engine: Engine, prompts: list[list[int]], max_tokens: int) -
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Turn what the library refuses into one line on stderr and exit code 1; anything else is a bug and keeps its traceback."""
+    """Turn what the library refuses into one line on stderr and exit code 1; anything else is a bug and keeps its
+    traceback.
+    """
     from memory import HybridMemoryError
 
     try:

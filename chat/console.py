@@ -34,8 +34,12 @@ def make_console() -> Console:
 
 
 def harmless(text: str) -> str:
-    """Text of files that anybody may have written, as a terminal may show it: control characters are named, and nothing is endless."""
-    shown = "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text[:MOST_CHARACTERS])
+    """Text of files that anybody may have written, as a terminal may show it: control characters are named, and nothing
+    is endless.
+    """
+    shown = "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text[:MOST_CHARACTERS]
+    )
     return shown + "…" * (len(text) > MOST_CHARACTERS)
 
 
@@ -51,7 +55,8 @@ def show_replies(console: Console, stream: Iterator[list[Reply]]) -> None:
     """Show replies in order: live on a terminal; else each as plain text as soon as it and all before it are complete.
 
     Args:
-        stream: yields all replies, again and again, until every one is complete. A single one is shown without a number.
+        stream: yields all replies, again and again, until every one is complete. A single one is shown without a
+            number.
     """
     if console.is_terminal:
         _show_live(console, stream)
@@ -171,7 +176,9 @@ def _reuse_table(report: Report) -> Table:
     for reuse in report.reuses:
         counts = (reuse.n_reused, reuse.n_recomputed, reuse.n_new)
         table.add_row(Text(reuse.scene), Text(reuse.means), *(f"{n:,}" for n in counts))
-    totals = (sum(column) for column in zip(*((r.n_reused, r.n_recomputed, r.n_new) for r in report.reuses), strict=True))
+    totals = (
+        sum(column) for column in zip(*((r.n_reused, r.n_recomputed, r.n_new) for r in report.reuses), strict=True)
+    )
     table.add_section()
     table.add_row("total", "", *(f"{n:,}" for n in totals))
     return table

@@ -21,17 +21,23 @@ Span = tuple[int, int]
 
 
 def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint, which is named as `load_model` takes it. Raises FormatError if it is missing or damaged."""
+    """The tokenizer of a checkpoint, which is named as `load_model` takes it.
+    Raises FormatError if it is missing or damaged.
+    """
     folder = find_folder(path_or_hub_id)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise FormatError(f"{folder} has no tokenizer that can be read ({reason}); put tokenizer.json beside config.json") from error
+        raise FormatError(
+            f"{folder} has no tokenizer that can be read ({reason}); put tokenizer.json beside config.json"
+        ) from error
 
 
 def find_stop_ids(tokenizer: Tokenizer, model: LanguageModel) -> tuple[int, ...]:
-    """The tokens that end a reply: the tokenizer's own end first, then what config.json adds. Empty if nothing names one."""
+    """The tokens that end a reply: the tokenizer's own end first, then what config.json adds.
+    Empty if nothing names one.
+    """
     configured = getattr(model.config, "eos_token_id", None)
     ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
     return tuple(dict.fromkeys(i for i in ids if i is not None))
@@ -41,7 +47,8 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, is_chat: bool | None) -> l
     """Token ids of a user's first message, or of plain text.
 
     Args:
-        is_chat: None uses the chat template if the tokenizer has one. Plain text is the whole prompt: special tokens may be written in it.
+        is_chat: None uses the chat template if the tokenizer has one. Plain text is the whole prompt: special tokens
+            may be written in it.
     Raises:
         FormatError: a chat was asked for and there is no template.
     """
@@ -65,10 +72,16 @@ def encode_turn(tokenizer: Tokenizer, history: list[Message], text: str) -> list
     rendered = render(tokenizer, messages)
     seen = render(tokenizer, history[:-1]) + history[-1]["content"] + tokenizer.eos_token if history else ""
     if not rendered.startswith(seen):
-        raise FormatError("this chat template rewrites earlier turns; its new turns cannot be fed to what is remembered")
+        raise FormatError(
+            "this chat template rewrites earlier turns; its new turns cannot be fed to what is remembered"
+        )
     spans = []
     if special_tokens_of(tokenizer).are_in(text):
-        spans = [(start - len(seen), end - len(seen)) for start, end in apart(tokenizer, rendered, messages) if start >= len(seen)]
+        spans = [
+            (start - len(seen), end - len(seen))
+            for start, end in apart(tokenizer, rendered, messages)
+            if start >= len(seen)
+        ]
     return _encode_around(tokenizer, rendered[len(seen) :], [(*span, "user") for span in spans])
 
 
@@ -76,9 +89,11 @@ def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special:
     """Token ids of a whole chat, up to where the reply begins.
 
     Args:
-        parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people say.
+        parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people
+            say.
     Raises:
-        FormatError: no chat template, or it refuses the messages, or so changes one that holds a special token that nobody can tell.
+        FormatError: no chat template, or it refuses the messages, or so changes one that holds a special token that
+            nobody can tell.
     """
     text = render(tokenizer, messages)
     spans = {} if parse_special else apart(tokenizer, text, messages)
@@ -86,7 +101,9 @@ def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special:
 
 
 def _encode_around(tokenizer: Tokenizer, text: str, spans: Seq[tuple[int, int, str]]) -> list[int]:
-    """Token ids of a text in which somebody of a role wrote these characters [start, end), ascending, and a template the others."""
+    """Token ids of a text in which somebody of a role wrote these characters [start, end), ascending, and a template
+    the others.
+    """
     ids, at = list[int](), 0
     for start, end, role in spans:
         ids += tokenizer.encode(text[at:start], add_special_tokens=False) if start > at else []
@@ -96,11 +113,13 @@ def _encode_around(tokenizer: Tokenizer, text: str, spans: Seq[tuple[int, int, s
 
 
 def apart(tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_reply: bool = True) -> dict[Span, int]:
-    """Contents that must be encoded by themselves, for special tokens are written in them: where they stand -> number of the message.
+    """Contents that must be encoded by themselves, for special tokens are written in them: where they stand -> number
+    of the message.
 
     Most often none are, and the text is encoded as a whole.
 
-    Raises FormatError: the template changes such a content, so that what it says cannot be told from what the template does.
+    Raises FormatError: the template changes such a content, so that what it says cannot be told from what the template
+    does.
     """
     contents = [message["content"] for message in messages]
     found = [i for i, m in enumerate(messages) if special_tokens_of(tokenizer, m["role"]).are_in(m["content"])]
@@ -117,17 +136,20 @@ def apart(tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_re
     n_own = special.count(marked) + sum(special.count(content) for i, content in enumerate(contents) if i not in found)
     if not shown & set(found) <= set(kept.values()) or special.count(rest + text[at:]) > n_own:
         raise FormatError(
-            "this chat template changes a message in which a special token is written, so nobody can tell its own from that; leave it out"
+            "this chat template changes a message in which a special token is written, so nobody can tell its own from "
+            "that; leave it out"
         )
     return kept
 
 
-def locate(tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_reply: bool) -> tuple[list[Span | None], str, set[int]]:
-    """Where each content stands, None where the template left it out or nobody can tell; the text with marks in their places, and of
-    which messages it has any.
+def locate(
+    tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_reply: bool
+) -> tuple[list[Span | None], str, set[int]]:
+    """Where each content stands, None where the template left it out or nobody can tell; the text with marks in their
+    places, and of which messages it has any.
 
-    To search for a content would find an "a" in "<|assistant|>": instead, the template renders marks that stand nowhere else, and what it
-    puts around them leads the way through the real text.
+    To search for a content would find an "a" in "<|assistant|>": instead, the template renders marks that stand nowhere
+    else, and what it puts around them leads the way through the real text.
     """
     marks = [uuid4().hex for _ in messages]
     dressed = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
@@ -138,10 +160,13 @@ def locate(tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_r
     for i, following in zip(shown, [*shown[1:], None], strict=False):
         before, _, marked = marked.partition(marks[i])
         after = marked if following is None else marked.partition(marks[following])[0]
-        if not text.startswith(before, at):  # the template decides by what is said: whatever follows is tokenised as it stands
+        # the template decides by what is said: whatever follows is tokenised as it stands
+        if not text.startswith(before, at):
             break
         start = at + len(before)
-        ends = (start + len(words) for words in _stripped(messages[i]["content"]) if text.startswith(words + after, start))
+        ends = (
+            start + len(words) for words in _stripped(messages[i]["content"]) if text.startswith(words + after, start)
+        )
         at = next(ends, text.find(after, start))  # word for word, or changed
         if at < 0:
             break
@@ -161,7 +186,10 @@ def render(tokenizer: Tokenizer, messages: list[Message], *, awaits_reply: bool 
         FormatError: there is no template, or it refuses the messages.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise FormatError("this tokenizer has no chat template; set tokenizer.chat_template to the one that the model was trained with")
+        raise FormatError(
+            "this tokenizer has no chat template; set tokenizer.chat_template to the one that the model was trained "
+            "with"
+        )
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=awaits_reply, tokenize=False))
     except (TemplateError, TypeError, ValueError) as error:

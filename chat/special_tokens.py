@@ -1,7 +1,8 @@
 """Special tokens that somebody has only written: text that reads like the end of a turn is text, and no end of a turn.
 
-A tokenizer finds the names of special tokens wherever they stand, in a user's message as in the chat template around it. Whoever writes
-them could forge a turn. So what people write is encoded by itself where it holds such a name, as the characters that it is made of.
+A tokenizer finds the names of special tokens wherever they stand, in a user's message as in the chat template around
+it. Whoever writes them could forge a turn. So what people write is encoded by itself where it holds such a name, as the
+characters that it is made of.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ class SpecialTokens:
     """The special tokens of a tokenizer, and a way around them.
 
     Attributes:
-        names: name -> id: of what the tokenizer calls special, and of what else the chat template writes. A reply's own tokens, such as
-            those around thoughts, are no more than the latter: in replies only the former count.
+        names: name -> id: of what the tokenizer calls special, and of what else the chat template writes. A reply's own
+            tokens, such as those around thoughts, are no more than the latter: in replies only the former count.
     """
 
     tokenizer: Tokenizer
     names: dict[str, int]
 
     def are_in(self, text: str) -> bool:
-        """Whether a name may be found in a text: in whatever case and form, for some tokenizers look for them in a text that they have
-        changed."""
+        """Whether a name may be found in a text: in whatever case and form, for some tokenizers look for them in a text
+        that they have changed."""
         return self.pattern is not None and self.pattern.search(_folded(text)) is not None
 
     def count(self, text: str) -> int:
@@ -48,7 +49,8 @@ class SpecialTokens:
         return re.compile("|".join(map(re.escape, names))) if names else None
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of text that people wrote: none is that of a special token, but for the one that stands for what is unknown.
+        """Token ids of text that people wrote: none is that of a special token, but for the one that stands for what is
+        unknown.
 
         Raises FormatError: the tokenizer knows no other way to write it.
         """
@@ -62,7 +64,9 @@ class SpecialTokens:
         pieces = [piece for piece in re.split("(?<=[" + re.escape("".join(sorted(firsts))) + "])", text) if piece]
         found = [i for piece in pieces for i in self._encode(piece)]
         if not self._special.isdisjoint(found):
-            raise FormatError(f"this tokenizer has no way to write {text[:100]!r} without its special tokens; leave them out")
+            raise FormatError(
+                f"this tokenizer has no way to write {text[:100]!r} without its special tokens; leave them out"
+            )
         return found
 
     def _encode(self, text: str) -> list[int]:
@@ -76,7 +80,9 @@ class SpecialTokens:
 
     @cached_property
     def _blind(self) -> tokenizers.Tokenizer | None:
-        """The same tokenizer, which finds none of the names. A copy: to switch one off and on again would be seen by other threads."""
+        """The same tokenizer, which finds none of the names.
+        A copy: to switch one off and on again would be seen by other threads.
+        """
         if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
             return None
         blind = tokenizers.Tokenizer.from_str(self.tokenizer.backend_tokenizer.to_str())
@@ -91,15 +97,21 @@ _known: WeakKeyDictionary[Any, tuple[str, SpecialTokens, SpecialTokens]] = WeakK
 
 
 def special_tokens_of(tokenizer: Tokenizer, role: str = "user") -> SpecialTokens:
-    """What must not be taken for special in a text of this role. Found out once for each tokenizer and chat template."""
-    tokenizer = getattr(tokenizer, "unbounded", tokenizer)  # a server's refuse long texts; what is known does not differ
+    """What must not be taken for special in a text of this role.
+    Found out once for each tokenizer and chat template."""
+    # a server's refuse long texts; what is known does not differ
+    tokenizer = getattr(tokenizer, "unbounded", tokenizer)
     template = tokenizer.chat_template if isinstance(getattr(tokenizer, "chat_template", None), str) else ""
     known = _known.get(tokenizer)
     if known is None or known[0] != template:
         added = {i: token for i, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
         special = {token.content: i for i, token in added.items() if token.special}
         written = {token.content: i for i, token in added.items() if token.content in template}
-        known = _known[tokenizer] = template, SpecialTokens(tokenizer, special | written), SpecialTokens(tokenizer, special)
+        known = _known[tokenizer] = (
+            template,
+            SpecialTokens(tokenizer, special | written),
+            SpecialTokens(tokenizer, special),
+        )
     return known[2] if role == "assistant" else known[1]
 
 

@@ -41,28 +41,40 @@ class House:
 
 
 def read_house(root: Path) -> House:
-    """The house as it stands. Raises ValueError if its source breaks the contract, or if a module stands on no floor."""
-    packages, *others = [c for c in read_configuration(str(root / "pyproject.toml"))["contracts_options"] if c["type"] == "layers"]
+    """The house as it stands.
+    Raises ValueError if its source breaks the contract, or if a module stands on no floor."""
+    packages, *others = [
+        c for c in read_configuration(str(root / "pyproject.toml"))["contracts_options"] if c["type"] == "layers"
+    ]
     (within,) = (contract for contract in others if contract["containers"] == ["memory"])
     floors = tuple(tuple(name.strip() for name in floor.split("|")) for floor in within["layers"])
     graph = grimp.build_graph(*packages["layers"], exclude_type_checking_imports=True, cache_dir=None)
     modules = {module.partition(".")[2] for module in graph.find_children("memory")}
     for module in modules:
         graph.squash_module(f"memory.{module}")
-    imports = {(a, b) for a in modules for b in modules - {a} if graph.direct_import_exists(importer=f"memory.{a}", imported=f"memory.{b}")}
+    imports = {
+        (a, b)
+        for a in modules
+        for b in modules - {a}
+        if graph.direct_import_exists(importer=f"memory.{a}", imported=f"memory.{b}")
+    }
     house = House(tuple(packages["layers"]), floors, frozenset(imports))
     check_house(house, modules)
     return house
 
 
 def check_house(house: House, modules: set[str]) -> None:
-    """Raise ValueError unless each of the modules of `memory` has a floor, and imports only modules of floors below its own."""
+    """Raise ValueError unless each of the modules of `memory` has a floor, and imports only modules of floors below its
+    own.
+    """
     if homeless := sorted(modules.symmetric_difference(house.modules)):
         raise ValueError(f"the layers in pyproject.toml and the modules of memory/ differ: {', '.join(homeless)}")
     floor_of = {module: number for number, floor in enumerate(house.floors) for module in floor}
     for importer, imported in sorted(house.imports):
         if floor_of[importer] >= floor_of[imported]:
-            raise ValueError(f"memory.{importer} imports memory.{imported}, which stands no lower in the layers of pyproject.toml")
+            raise ValueError(
+                f"memory.{importer} imports memory.{imported}, which stands no lower in the layers of pyproject.toml"
+            )
 
 
 def draw_house(house: House) -> str:
@@ -87,7 +99,9 @@ def draw_house(house: House) -> str:
 
 
 def draw_imports(house: House) -> str:
-    """A row for each module of memory, a column for each that it may import, a dot where it does. All dots lie right of the diagonal."""
+    """A row for each module of memory, a column for each that it may import, a dot where it does.
+    All dots lie right of the diagonal.
+    """
     modules, cell, left, top = house.modules, 16, 150, 136
     number = {module: i for i, module in enumerate(modules)}
     parts = []
@@ -99,16 +113,23 @@ def draw_imports(house: House) -> str:
         middle = i * cell + cell / 2
         parts.append(f'<text x="{left - 6}" y="{top + middle + 4}" text-anchor="end">{module}</text>')
         parts.append(f'<text transform="translate({left + middle + 4} {top - 6}) rotate(-90)">{module}</text>')
-        parts.append(f'<line x1="{left}" y1="{top + middle}" x2="{left + size}" y2="{top + middle}" stroke="{_FAINT}"/>')
-        parts.append(f'<line x1="{left + middle}" y1="{top}" x2="{left + middle}" y2="{top + size}" stroke="{_FAINT}"/>')
+        parts.append(
+            f'<line x1="{left}" y1="{top + middle}" x2="{left + size}" y2="{top + middle}" stroke="{_FAINT}"/>'
+        )
+        parts.append(
+            f'<line x1="{left + middle}" y1="{top}" x2="{left + middle}" y2="{top + size}" stroke="{_FAINT}"/>'
+        )
     for importer, imported in sorted(house.imports):
         x, y = left + number[imported] * cell + cell / 2, top + number[importer] * cell + cell / 2
-        parts.append(f'<circle cx="{x}" cy="{y}" r="4.5" fill="{_ACCENT}"><title>{importer} imports {imported}</title></circle>')
+        parts.append(
+            f'<circle cx="{x}" cy="{y}" r="4.5" fill="{_ACCENT}"><title>{importer} imports {imported}</title></circle>'
+        )
     return _svg(left + size + 8, top + size + 8, "Which module of memory imports which", parts)
 
 
 def describe_modules(root: Path, package: str) -> dict[str, str]:
-    """What each module of a package says of itself in its first paragraph, by dotted name. Modules without any code are left out.
+    """What each module of a package says of itself in its first paragraph, by dotted name.
+    Modules without any code are left out.
 
     Raises ValueError: a module that says nothing.
     """
@@ -120,14 +141,17 @@ def describe_modules(root: Path, package: str) -> dict[str, str]:
             continue
         sentence = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].replace("\n", " ")
         if not sentence:
-            raise ValueError(f"{path} has no docstring; its first paragraph is the module's line in docs/architecture.md")
+            raise ValueError(
+                f"{path} has no docstring; its first paragraph is the module's line in docs/architecture.md"
+            )
         found[name] = sentence
     return found
 
 
 def _box(x: float, y: float, width: float, height: float, name: str, *, link: str = "") -> str:
     middle = f'x="{x + width / 2:.1f}" y="{y + height / 2 + 4:.1f}" text-anchor="middle"'
-    rect = f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" rx="4" fill="{_WALL}" stroke="{_INK}" stroke-width="0.6"/>'
+    place = f'x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}"'
+    rect = f'<rect {place} rx="4" fill="{_WALL}" stroke="{_INK}" stroke-width="0.6"/>'
     box = f"{rect}<text {middle}>{name}</text>"
     return f'<a href="{link}">{box}</a>' if link else box
 
@@ -135,4 +159,5 @@ def _box(x: float, y: float, width: float, height: float, name: str, *, link: st
 def _svg(width: float, height: float, title: str, parts: list[str]) -> str:
     """One line, so that Markdown takes it as it is."""
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" role="img" class="drawing">'
-    return f'{head}<title>{escape(title)}</title><g font-family="monospace" font-size="11" fill="{_INK}">{"".join(parts)}</g></svg>'
+    group = f'<g font-family="monospace" font-size="11" fill="{_INK}">{"".join(parts)}</g>'
+    return f"{head}<title>{escape(title)}</title>{group}</svg>"

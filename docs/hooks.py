@@ -1,8 +1,9 @@
 """What the site's build adds to its pages: texts that stand elsewhere, once, and pictures of the source as it is.
 
-A page asks for one with a comment on a line of its own: `<!-- house -->`, `<!-- imports -->` or `<!-- modules PACKAGE -->`. The home page
-is the README; pages of the changelog, of the notebooks and of benchmarks/results are those files. What docs/signatures.py writes into the
-reference for who reads it in the repository is left out: on the site it stands in full.
+A page asks for one with a comment on a line of its own: `<!-- house -->`, `<!-- imports -->` or `<!-- modules PACKAGE
+-->`. The home page is the README; pages of the changelog, of the notebooks and of benchmarks/results are those files.
+What docs/signatures.py writes into the reference for who reads it in the repository is left out: on the site it stands
+in full.
 """
 
 from __future__ import annotations
@@ -35,7 +36,12 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8").replace("](docs/", "](").replace("](CHANGELOG.md)", "](changelog.md)")
+    readme = (
+        (ROOT / "README.md")
+        .read_text(encoding="utf-8")
+        .replace("](docs/", "](")
+        .replace("](CHANGELOG.md)", "](changelog.md)")
+    )
     files.append(File.generated(config, "index.md", content=readme))
     files.append(File.generated(config, "changelog.md", content=(ROOT / "CHANGELOG.md").read_text(encoding="utf-8")))
     for path in sorted(path for path in NOTEBOOKS.iterdir() if path.suffix in (".md", ".ipynb")):

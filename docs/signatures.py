@@ -1,4 +1,5 @@
-"""Writes a short reference into docs/reference/*.md, for those who read the pages in the repository and not on the site.
+"""Writes a short reference into docs/reference/*.md, for those who read the pages in the repository and not on the
+site.
 
     python docs/signatures.py      brings the pages up to date; a test compares
 
@@ -30,7 +31,9 @@ _BEGIN, _END = "<!-- signatures: made by docs/signatures.py -->\n", "<!-- end of
 MADE = re.compile(rf"\n{re.escape(_BEGIN)}.*?{re.escape(_END)}", re.DOTALL)
 """What the site leaves out."""
 _DIRECTIVE = re.compile(r"^::: ([\w.]+)\n((?:    .*\n)*)", re.MULTILINE)
-_COMMANDS = re.compile(r"(?<=<!-- commands: made by docs/signatures.py -->\n\n).*?(?=\n<!-- end of commands -->)", re.DOTALL)
+_COMMANDS = re.compile(
+    r"(?<=<!-- commands: made by docs/signatures.py -->\n\n).*?(?=\n<!-- end of commands -->)", re.DOTALL
+)
 
 
 def make_page(text: str) -> str:
@@ -85,9 +88,15 @@ def _describe(found: Any, indent: int) -> list[str]:
         signature = f"{found.name}: {found.annotation}" if found.annotation is not None else found.name
         lines = [signature]
     else:
-        parameters = [p for p in found.parameters if p.name not in ("self", "cls")] if hasattr(found, "parameters") else []
+        parameters = (
+            [p for p in found.parameters if p.name not in ("self", "cls")] if hasattr(found, "parameters") else []
+        )
         returns = "" if found.is_class or found.returns is None else f" -> {found.returns}"
-        lines = [found.name] if found.is_class and not parameters else _call(found.name, list(_arguments(parameters)), returns)
+        lines = (
+            [found.name]
+            if found.is_class and not parameters
+            else _call(found.name, list(_arguments(parameters)), returns)
+        )
     said = textwrap.wrap(_first_sentence(found), _COLUMNS - indent - 4)
     return textwrap.indent("\n".join([*lines, *(f"    {line}" for line in said)]), " " * indent).splitlines()
 
@@ -128,7 +137,16 @@ def list_commands() -> str:
     group = typer.main.get_command(app)
     lines: list[str] = []
     for name, command in sorted(group.commands.items()):  # type: ignore[attr-defined]
-        lines += [f"## hybrid-memory {name}", "", command.help, "", "| option | default | |", "|---|---|---|", *_options(command), ""]
+        lines += [
+            f"## hybrid-memory {name}",
+            "",
+            command.help,
+            "",
+            "| option | default | |",
+            "|---|---|---|",
+            *_options(command),
+            "",
+        ]
     return "\n".join(lines)
 
 

@@ -1,13 +1,15 @@
 """Keys and values of attention, in pages shared by all attention layers that see as far as each other.
 
-A page holds K and V of `page_tokens` consecutive tokens for each of these layers, head by head, so one table per sequence serves
-them all, and a head that reads some pages reads long stretches. A row is written in place: until the sequence's length moves past it,
-nobody reads it. A page that several sequences refer to is never written: the one that wants to append to it takes a copy.
+A page holds K and V of `page_tokens` consecutive tokens for each of these layers, head by head, so one table per
+sequence serves them all, and a head that reads some pages reads long stretches. A row is written in place: until the
+sequence's length moves past it, nobody reads it. A page that several sequences refer to is never written: the one that
+wants to append to it takes a copy.
 
-Layers with a window need the last `window` rows from wherever a rollback may lead: pages leave when every row of theirs is older.
+Layers with a window need the last `window` rows from wherever a rollback may lead: pages leave when every row of theirs
+is older.
 
-When tokens are dropped from the middle, the rows behind them are copied to where they stand now, their keys turned to the new positions.
-Pages before that stay.
+When tokens are dropped from the middle, the rows behind them are copied to where they stand now, their keys turned to
+the new positions. Pages before that stay.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ from memory.sequences.reads import AttentionPlan, Read, Selects, attend_each
 from memory.specs import AttentionSpec
 
 _ROWS_AT_ONCE = 4096
-"""Rows of a layer that are turned at once, so that what is dropped from a long sequence needs little memory beside its pages."""
+"""Rows of a layer that are turned at once, so that what is dropped from a long sequence needs little memory beside its
+pages.
+"""
 
 
 class AttentionCache:
@@ -64,16 +68,21 @@ class AttentionCache:
         self._dtype = dtype
         self.kernels: Kernels = select_kernels(store.device, dtype)
         remaining = iter(self.layout.fields)
-        self._flats = [] if store.is_dry else [[self.kernels.prepare(store.flat(next(remaining))) for _ in own] for own in fields]
+        self._flats = (
+            [] if store.is_dry else [[self.kernels.prepare(store.flat(next(remaining))) for _ in own] for own in fields]
+        )
         # Where values are a part of the keys, both are read from the same flat.
         self._keys_values = [(own[0], own[s.n_parts - 1]) for s, own in zip(specs, self._flats, strict=False)]
-        # The first page, of slots that have given up any, and the oldest row, of those whose first page may begin before it.
+        # The first page, of slots that have given up any, and the oldest row, of those whose first page may begin
+        # before it.
         self._table = BlockTable(self.pool, "pages", "first_page", "oldest")
         self._pages, self._first_page, self._oldest = self._table.ids, *self._table.numbers.values()
         self._open_plans: dict[int, AttentionPlan] = {}
 
     def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
-        """What a page holds of one attention: keys, then its own values, if it has any, (G, page_tokens, D) each, then bounds."""
+        """What a page holds of one attention: keys, then its own values, if it has any, (G, page_tokens, D) each, then
+        bounds.
+        """
         bounds = [] if self._selection is None else self._selection.bound_shapes(spec.n_kv_heads, spec.head_dim)
         return [(spec.n_kv_heads, self.page_tokens, spec.head_dim)] * spec.n_parts + bounds
 
@@ -93,7 +102,12 @@ class AttentionCache:
     def plan(self, packed: Packed) -> AttentionPlan:
         slots = packed.slots.tolist()
         tables = [self._pages.get(slot, EMPTY) for slot in slots]
-        held, wanted, lengths, positions = self.grid.pages(packed.starts), self.grid.pages(packed.ends), packed.ends, packed.positions
+        held, wanted, lengths, positions = (
+            self.grid.pages(packed.starts),
+            self.grid.pages(packed.ends),
+            packed.ends,
+            packed.positions,
+        )
         n_new = wanted - held
         if self._first_page:  # from here on, everything counts from the first page that is held
             first = np.array([self._first_page.get(slot, 0) for slot in slots], np.int64)
@@ -132,7 +146,10 @@ class AttentionCache:
         if self._selection is None:
             return (Read(batch),), None
         reads = self._selection.pages_read(packed, batch, pages, self.place)
-        full = ranges(batch.cu_pages[:-1] + packed.starts // self.page_tokens, batch.cu_pages[:-1] + packed.ends // self.page_tokens)
+        full = ranges(
+            batch.cu_pages[:-1] + packed.starts // self.page_tokens,
+            batch.cu_pages[:-1] + packed.ends // self.page_tokens,
+        )
         return reads, self.place(pages[full])
 
     def _addresses(
@@ -147,7 +164,13 @@ class AttentionCache:
         page_T += cu_pages[:-1] if packed.is_decode else np.repeat(cu_pages[:-1], packed.counts)
         page_T = pages[page_T]
         rows = {shape: self.place(self._row_offsets(shape, page_T, slot_T)) for shape in self._kv_shapes}
-        batch = PagedBatch(packed.cu_seqlens, lengths, pages=self.place(pages, room=True), cu_pages=cu_pages, page_tokens=self.page_tokens)
+        batch = PagedBatch(
+            packed.cu_seqlens,
+            lengths,
+            pages=self.place(pages, room=True),
+            cu_pages=cu_pages,
+            page_tokens=self.page_tokens,
+        )
         return batch, tuple(rows[s.kv_shape] for s in self._specs)
 
     def _row_offsets(self, kv_shape: tuple[int, int], page_T: Int64s, slot_T: Int64s) -> Int64s:
@@ -157,7 +180,9 @@ class AttentionCache:
         return (first_T[:, None] + np.arange(n_heads) * (self.page_tokens * head_dim)).ravel()
 
     def place(self, array: Int64s, *, room: bool = False) -> Prepared:
-        """Upload a plan's array for the kernels. With `room`, capacity is rounded up, so later plans keep the same addresses."""
+        """Upload a plan's array for the kernels.
+        With `room`, capacity is rounded up, so later plans keep the same addresses.
+        """
         return self.kernels.prepare(self._store.upload(array, room=room))
 
     def begin(self, plan: AttentionPlan) -> None:
@@ -180,13 +205,19 @@ class AttentionCache:
     def can_record(self, plan: AttentionPlan) -> bool:
         return self._selection is None  # the host counts how many pages are chosen
 
-    def attend(self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
-        """Write the step's keys and values for attention `index` and attend to everything up to each token: (T, H, D or value_dim)."""
+    def attend(
+        self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
+    ) -> Tensor:
+        """Write the step's keys and values for attention `index` and attend to everything up to each token: (T, H, D or
+        value_dim).
+        """
         self.write(plan, index, q_THD, k_TGD, v_TGD)
         if self._selection is None:
             return self.read(plan.batch, index, q_THD, scoring)
         if scoring.bias_HL is not None:
-            raise StepError(f"scores with a bias by distance need every row; take {self._selection.label} off this layer")
+            raise StepError(
+                f"scores with a bias by distance need every row; take {self._selection.label} off this layer"
+            )
         if plan.full is not None:
             self._bound(index, plan.full)
         return attend_each(plan.reads, q_THD, lambda read, q_QHD: self._read_chosen(read, index, q_QHD, scoring))
@@ -194,7 +225,9 @@ class AttentionCache:
     def _read_chosen(self, read: Read, index: int, q_QHD: Tensor, scoring: Scoring) -> Tensor:
         batch = read.batch
         if read.choice is not None:
-            batch = replace(batch, pages=self.kernels.prepare(self.choose(read.choice, index, q_QHD, self._flats[index][-2:])))
+            batch = replace(
+                batch, pages=self.kernels.prepare(self.choose(read.choice, index, q_QHD, self._flats[index][-2:]))
+            )
         return self.read(batch, index, q_QHD, scoring)
 
     def choose(self, choice: PageChoice, index: int, q_QHD: Tensor, bounds: Sequence[Prepared]) -> Tensor:
@@ -210,11 +243,13 @@ class AttentionCache:
         if v_TGD is not None:
             self.kernels.write_rows_(values, plan.rows[index], v_TGD.flatten(0, 1))
 
-    def read(self, batch: PagedBatch, index: int, q_THD: Tensor, scoring: Scoring, folded: FoldedRows | None = None) -> Tensor:
+    def read(
+        self, batch: PagedBatch, index: int, q_THD: Tensor, scoring: Scoring, folded: FoldedRows | None = None
+    ) -> Tensor:
         """Attend to the pages and, before them, to rows that have folded.
 
-        Where values are a part of the keys, the kernel mixes whole keys, D elements for value_dim wanted: for DeepSeek's sizes, 576 and
-        512, an eighth more work on values.
+        Where values are a part of the keys, the kernel mixes whole keys, D elements for value_dim wanted: for
+        DeepSeek's sizes, 576 and 512, an eighth more work on values.
         """
         spec, (keys, values) = self._specs[index], self._keys_values[index]
         scoring = scoring._replace(window=spec.window)
@@ -267,8 +302,8 @@ class AttentionCache:
         for spec in self._specs:
             if spec.rotation is None:
                 raise DropError(
-                    f"tokens behind [{dropped.start}, {dropped.end}) cannot move: the spec of {spec.name!r} does not say how its keys "
-                    "carry positions, or they do not; give AttentionSpec(rotation=...) if they do",
+                    f"tokens behind [{dropped.start}, {dropped.end}) cannot move: the spec of {spec.name!r} does not "
+                    "say how its keys carry positions, or they do not; give AttentionSpec(rotation=...) if they do",
                     start=dropped.start, end=dropped.end,
                 )  # fmt: skip
         oldest = self._oldest_row(dropped.slot)
@@ -297,11 +332,17 @@ class AttentionCache:
         """
         old_R = new_R + (new_R >= dropped.start) * dropped.n_tokens
         is_held, table = old_R >= oldest, self._pages[dropped.slot]
-        page_R, slot_R = np.divmod(np.maximum(old_R - self._first_page.get(dropped.slot, 0) * self.page_tokens, 0), self.page_tokens)
+        page_R, slot_R = np.divmod(
+            np.maximum(old_R - self._first_page.get(dropped.slot, 0) * self.page_tokens, 0), self.page_tokens
+        )
         sources = self.pool.addresses[table[page_R]] // self._dtype.itemsize
         new_page_R, new_slot_R = np.divmod(new_R - origin, self.page_tokens)
         targets = self.pool.addresses[fresh[new_page_R]] // self._dtype.itemsize
-        turns = {rotation: rotation.turns(old_R, new_R) for rotation in {s.rotation for s in self._specs} if rotation is not None}
+        turns = {
+            rotation: rotation.turns(old_R, new_R)
+            for rotation in {s.rotation for s in self._specs}
+            if rotation is not None
+        }
         for spec, (keys, values) in zip(self._specs, self._keys_values, strict=True):
             assert spec.rotation is not None, "`plan_drop` has looked"
             is_held_RG = np.repeat(is_held, spec.n_kv_heads)
@@ -362,7 +403,9 @@ class AttentionCache:
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
         n_pages, first_page = len(self._table[slot]), self._first_page.get(slot, 0)
-        positions = (first_page * self.page_tokens + np.arange(n_pages * self.page_tokens)).reshape(n_pages, self.page_tokens)
+        positions = (first_page * self.page_tokens + np.arange(n_pages * self.page_tokens)).reshape(
+            n_pages, self.page_tokens
+        )
         return {self.pool.name: (positions >= self._oldest_row(slot)) & (positions < length)}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
@@ -377,11 +420,17 @@ class AttentionCache:
     def check_slot(self, slot: int, length: int, peak: int) -> None:
         n_pages, first = len(self._table[slot]), self._first_page.get(slot, 0)
         if first != (expected := int(self.grid.first_page(np.array(peak)))):
-            raise IntegrityError(f"slot {slot} holds pages from {first} on, its furthest position {peak} makes it {expected}")
+            raise IntegrityError(
+                f"slot {slot} holds pages from {first} on, its furthest position {peak} makes it {expected}"
+            )
         if not 0 <= self._oldest.get(slot, 0) <= self.grid.oldest_wanted(np.array(peak)):
-            raise IntegrityError(f"slot {slot} has rows from {self._oldest[slot]} on, its furthest position {peak} wants more")
+            raise IntegrityError(
+                f"slot {slot} has rows from {self._oldest[slot]} on, its furthest position {peak} wants more"
+            )
         if n_pages + first != ceil_div(length, self.page_tokens):
-            raise IntegrityError(f"slot {slot} holds {length} tokens in {n_pages} pages of {self.page_tokens} from page {first} on")
+            raise IntegrityError(
+                f"slot {slot} holds {length} tokens in {n_pages} pages of {self.page_tokens} from page {first} on"
+            )
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         for slot, length in lengths.items():

@@ -62,18 +62,25 @@ def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec
     attention = [m for m in memories if isinstance(m, AttentionSpec)]
     for memory in attention:
         if not isinstance(memory.policy, EvictionPolicy | Quest | None):
-            raise SpecError(f"{memory.policy!r} is no EvictionPolicy and no Quest; give an instance of one, such as H2O(1024)")
+            raise SpecError(
+                f"{memory.policy!r} is no EvictionPolicy and no Quest; give an instance of one, such as H2O(1024)"
+            )
         if not isinstance(memory.storage, Storage | None):
             raise SpecError(f"{memory.storage!r} is no Storage; give an instance of one, such as Quantized(4)")
         if memory.policy is not None and not _is_hashable(memory.policy):
-            raise SpecError(f"{type(memory.policy).__name__} has a field that cannot be hashed; layers of equal policies share blocks")
+            raise SpecError(
+                f"{type(memory.policy).__name__} has a field that cannot be hashed; layers of equal policies share "
+                "blocks"
+            )
     n_layers = Counter(memory.policy for memory in attention)
     numbers: Counter[Budget | None] = Counter()
     for memory in attention:
         policy = memory.policy
         own = None if policy is None else policy.of_layer(numbers[policy], n_layers[policy])
         if policy is not None and not isinstance(own, EvictionPolicy if isinstance(policy, EvictionPolicy) else Quest):
-            raise SpecError(f"{type(policy).__name__}.of_layer gave {own!r}; it must give a policy of its kind, such as itself")
+            raise SpecError(
+                f"{type(policy).__name__}.of_layer gave {own!r}; it must give a policy of its kind, such as itself"
+            )
         yield memory, (memory.window, own, memory.storage)
         numbers[policy] += 1
 
@@ -87,7 +94,9 @@ def _is_hashable(x: object) -> bool:
 
 
 def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store) -> Kinds:
-    """One cache for the attention layers of each window, policy and storage; one for cross-attention, one for recurrences."""
+    """One cache for the attention layers of each window, policy and storage; one for cross-attention, one for
+    recurrences.
+    """
     kinds, flat = Kinds(), [memory for specs in spec.layers for memory in specs]
     groups: dict[_Group, list[AttentionSpec]] = {}
     places: list[tuple[_Group, int]] = []
@@ -104,7 +113,9 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
         elif isinstance(policy, Quest) and storage is not None:
             name = f"attention {len(caches)}, {policy.label} of {storage.label}"
             selection = Selection(policy, storage.group, store, f"{storage} a smaller group")
-            cache = QuantizedAttention(group, storage, spec.dtype, page_tokens, rules.rollback_window, store, name, selection=selection)
+            cache = QuantizedAttention(
+                group, storage, spec.dtype, page_tokens, rules.rollback_window, store, name, selection=selection
+            )
         elif isinstance(policy, Quest):
             name = f"attention {len(caches)}, {policy.label}"
             grid, selection = PageGrid(page_tokens, None, rules.rollback_window), Selection(policy, page_tokens, store)
@@ -118,7 +129,9 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
         caches[window, policy, storage], kinds.by_name[name] = (name, cache), cache
     kinds.attention = [(*caches[key], number) for key, number in places]
     if cross := [m for m in flat if isinstance(m, CrossAttentionSpec)]:
-        kinds.by_name["cross-attention"] = kinds.cross_attention = CrossAttentionCache(cross, spec.dtype, page_tokens, store)
+        kinds.by_name["cross-attention"] = kinds.cross_attention = CrossAttentionCache(
+            cross, spec.dtype, page_tokens, store
+        )
     if recurrent := [m for m in flat if isinstance(m, RecurrentSpec)]:
         table = TailTable([TailMember.of(m, deferred=rules.defers) for m in recurrent], spec.dtype, rules, store)
         reader = TailReader(recurrent, table) if rules.defers else HeadReader(recurrent, table)
@@ -129,14 +142,22 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
     return kinds
 
 
-def with_host_pages(kinds: Kinds, spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store, host_store: Store) -> HostPages:
-    """Give each attention cache of `kinds` a twin in the host's store. Raises SpecError: no attention, or no room there for a sequence."""
-    attention = replace(spec, layers=tuple(tuple(m for m in layer if isinstance(m, AttentionSpec)) for layer in spec.layers))
+def with_host_pages(
+    kinds: Kinds, spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store, host_store: Store
+) -> HostPages:
+    """Give each attention cache of `kinds` a twin in the host's store.
+    Raises SpecError: no attention, or no room there for a sequence.
+    """
+    attention = replace(
+        spec, layers=tuple(tuple(m for m in layer if isinstance(m, AttentionSpec)) for layer in spec.layers)
+    )
     host_kinds = make_kinds(attention, page_tokens, rules, host_store)
     if not host_kinds.attention:
         raise SpecError(f"{spec.model} has no attention whose pages could be in host memory; leave host_pages out")
     if (needed := host_kinds.by_name.least_bytes) > (given := host_store.arena.capacity_bytes):
-        raise SpecError(f"host_pages={given:,} bytes are too few for one sequence of {spec.model}; give {needed:,} or more")
+        raise SpecError(
+            f"host_pages={given:,} bytes are too few for one sequence of {spec.model}; give {needed:,} or more"
+        )
     hosted, near = dict[str, HostedAttention](), LayerMemories()
     for (name, cache, _), (_, twin, _) in zip(kinds.attention, host_kinds.attention, strict=True):
         specs = [member for _, member in host_kinds.by_name.members[name] if isinstance(member, AttentionSpec)]
@@ -156,7 +177,8 @@ def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fo
     recurrent = [m for _, m in spec.of_kind("recurrence") if isinstance(m, RecurrentSpec)]
     if device_type != "cuda" or not recurrent or not all(m.can_defer for m in recurrent):
         return "replay"
-    states = [state for m in recurrent for state in m.states if state.ring]  # windows of convolutions are read from rows, as many as ever
+    # windows of convolutions are read from rows, as many as ever
+    states = [state for m in recurrent for state in m.states if state.ring]
     state_bytes = sum(_bytes([(state.shape, state.dtype)], spec.dtype) for state in states)
     token_bytes = sum(_bytes(state.ring or (), spec.dtype) for state in states)
     mean_tokens = rollback_window + TailRules.of("defer", rollback_window).fold_tokens / 2
@@ -168,7 +190,10 @@ def _bytes(parts: Iterable[tuple[tuple[int, ...], torch.dtype | None]], dtype: t
 
 
 def resolved_spec(
-    spec: MemorySpec, device: str | torch.device | None, dtype: str | torch.dtype | None, state_dtype: str | torch.dtype | None
+    spec: MemorySpec,
+    device: str | torch.device | None,
+    dtype: str | torch.dtype | None,
+    state_dtype: str | torch.dtype | None,
 ) -> MemorySpec:
     """The spec with the device and the dtypes that its memory was asked to have. Raises SpecError."""
     if not isinstance(spec, MemorySpec):
@@ -184,7 +209,9 @@ def check_choices(fold: object, host_attention: object, host_pages: object) -> N
     if fold not in (None, *get_args(Fold)):
         raise SpecError(f"fold={fold!r}; choose 'keep', 'replay', 'defer', or None for what suits the device")
     if host_attention not in get_args(HostAttention) or (host_attention == "compute" and host_pages is None):
-        raise SpecError(f"host_attention={host_attention!r}; choose 'stream' or 'compute', and say how many bytes with host_pages=")
+        raise SpecError(
+            f"host_attention={host_attention!r}; choose 'stream' or 'compute', and say how many bytes with host_pages="
+        )
 
 
 def kernels_of(spec: MemorySpec, fold: Fold, rollback_window: int) -> dict[str, str]:
@@ -216,7 +243,10 @@ def build(
     store = Store(budget_bytes, spec.device, poison=poison)
     kinds = make_kinds(spec, page_tokens, rules, store)
     if (needed := kinds.by_name.least_bytes) > budget_bytes:
-        raise SpecError(f"a budget of {budget_bytes:,} bytes is too small for one sequence of {spec.model}; give it {needed:,} or more")
+        raise SpecError(
+            f"a budget of {budget_bytes:,} bytes is too small for one sequence of {spec.model}; give it {needed:,} or "
+            "more"
+        )
     pages_on_host = None
     if host_pages is not None:
         pinned = host_store(read_budget(host_pages, "host_pages"), spec.device, host_attention, poison=poison)

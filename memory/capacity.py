@@ -29,7 +29,8 @@ class SequencePlan:
         most_bytes: that it holds between two steps, at any length up to `n_tokens`.
         most_at: a length at which it holds them.
         by_kind, block_bytes: at that length, as `Usage` has them; by_kind's values sum to `most_bytes`.
-        step_bytes: that the steps of a prompt of `n_tokens` take on top of `most_bytes`, until blocks that they replace are given back.
+        step_bytes: that the steps of a prompt of `n_tokens` take on top of `most_bytes`, until blocks that they replace
+            are given back.
         least_bytes: a memory of this kind is not made with less.
     """
 
@@ -43,18 +44,27 @@ class SequencePlan:
     least_bytes: int
 
     def fit_into(self, budget_bytes: int) -> int:
-        """How many such sequences a budget holds at once, between steps; one more is refused. 0 if not even one can be fed."""
+        """How many such sequences a budget holds at once, between steps; one more is refused. 0 if not even one can be
+        fed.
+        """
         usable = budget_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         return usable // self.most_bytes if usable >= max(self.most_bytes + self.step_bytes, self.least_bytes) else 0
 
 
 def plan_sequence(
-    spec: MemorySpec, n_tokens: int, *, page_tokens: int = 16, step_tokens: int = 512, encoder_tokens: int = 0, **options: Any
+    spec: MemorySpec,
+    n_tokens: int,
+    *,
+    page_tokens: int = 16,
+    step_tokens: int = 512,
+    encoder_tokens: int = 0,
+    **options: Any,
 ) -> SequencePlan:
     """Measure a sequence of up to `n_tokens` in a memory of `spec`, without tensors, to the byte.
 
-    What a sequence holds follows from its length, not from the steps that led there, so all but its last tokens are fed at once. It may
-    hold more a little before its end than at it: old rows fold in groups, and a state that stands where the body moves next serves twice.
+    What a sequence holds follows from its length, not from the steps that led there, so all but its last tokens are fed
+    at once. It may hold more a little before its end than at it: old rows fold in groups, and a state that stands where
+    the body moves next serves twice.
 
     Args:
         step_tokens: of a prompt's steps: `max_tokens` of `HybridMemory.run`.
@@ -70,7 +80,9 @@ def plan_sequence(
     encoder_tokens = read_count("encoder_tokens", encoder_tokens, 0)
 
     def feed(ends: Iterable[int]) -> Iterator[tuple[HybridMemory, int, int]]:
-        """A sequence in a memory of its own, fed up to each of `ends`: the memory, the length, and the most bytes used in the last step."""
+        """A sequence in a memory of its own, fed up to each of `ends`: the memory, the length, and the most bytes used
+        in the last step.
+        """
         memory = HybridMemory(spec, _ROOM_BYTES, device="meta", page_tokens=page_tokens, **options)
         sequence = memory.open(encoder=_encoded(spec, encoder_tokens))
         for end in ends:
@@ -89,11 +101,15 @@ def plan_sequence(
     peak_bytes = max(in_step_bytes for _, length, in_step_bytes in feed(ends) if length > first)
     step_bytes = max(0, peak_bytes - most_bytes)
     least_bytes = memory.counters.least_bytes
-    return SequencePlan(n_tokens, page_tokens, most_bytes, most_at, usage.by_kind, usage.block_bytes, step_bytes, least_bytes)
+    return SequencePlan(
+        n_tokens, page_tokens, most_bytes, most_at, usage.by_kind, usage.block_bytes, step_bytes, least_bytes
+    )
 
 
 def _lengths_that_differ(spec: MemorySpec, page_tokens: int) -> int:
-    """How many lengths to look at to see a sequence at its largest: rows go in groups, and states exchange roles at single lengths."""
+    """How many lengths to look at to see a sequence at its largest: rows go in groups, and states exchange roles at
+    single lengths.
+    """
     attention = [m for layer in spec.layers for m in layer if isinstance(m, AttentionSpec)]
     groups = [m.storage.group for m in attention if m.storage is not None]
     every = [m.policy.every for m in attention if isinstance(m.policy, EvictionPolicy)]
@@ -104,7 +120,11 @@ def _encoded(spec: MemorySpec, n_rows: int) -> Encoded | None:
     """What an encoder would say, if the model has one."""
     cross = [m for _, m in spec.of_kind("cross-attention") if isinstance(m, CrossAttentionSpec)]
     if bool(cross) != bool(n_rows):
-        why = "decodes what an encoder said; say how many rows that are" if cross else "has no encoder; leave encoder_tokens out"
+        why = (
+            "decodes what an encoder said; say how many rows that are"
+            if cross
+            else "has no encoder; leave encoder_tokens out"
+        )
         raise SpecError(f"encoder_tokens={n_rows}: {spec.model} {why}")
     rows = [torch.empty(n_rows, m.n_kv_heads, m.head_dim, dtype=spec.dtype, device="meta") for m in cross]
     return [(r, r) for r in rows] if cross else None

@@ -37,9 +37,16 @@ class Steppable(Protocol):
 
 
 def run_in_chunks(
-    memory: Steppable, model: Model | None, requests: Requests, *, max_tokens: int, outputs: Outputs, held: uninterrupted_call
+    memory: Steppable,
+    model: Model | None,
+    requests: Requests,
+    *,
+    max_tokens: int,
+    outputs: Outputs,
+    held: uninterrupted_call,
 ) -> Tensor | None:
-    """See `HybridMemory.run`. Of several steps, a checkpoint of each sequence is held meanwhile; it is what a failure returns to.
+    """See `HybridMemory.run`.
+    Of several steps, a checkpoint of each sequence is held meanwhile; it is what a failure returns to.
 
     Args:
         held: entered before the last commit. From then on a Ctrl-C waits, for as long as the caller keeps this.
@@ -51,10 +58,12 @@ def run_in_chunks(
     if model is not None and not callable(model):
         raise StepError(f"{model!r} is no model; call memory.run(model, requests), with a model from load_model")
     sequences, values = read_pairs(requests)
-    memory.counters.require_room(sequences, count_tokens(values), max_tokens)  # their number is enough: a million tokens take long to read
+    # their number is enough: a million tokens take long to read
+    memory.counters.require_room(sequences, count_tokens(values), max_tokens)
     tokens = read_tokens(sequences, values, memory.spec.vocab_size)
     tokens.arrive(sequences, memory.spec.vocab_size)
-    memory.step([(sequence, 0) for sequence in sequences], outputs=outputs)  # refuses what no chunk could do; nothing is entered
+    # refuses what no chunk could do; nothing is entered
+    memory.step([(sequence, 0) for sequence in sequences], outputs=outputs)
     marks: dict[Sequence, Sequence] = {}
     rows: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}
     first, *later = split_requests(tokens.counts.tolist(), max_tokens)
@@ -82,7 +91,9 @@ def run_in_chunks(
             with ExitStack() as stack:
                 for chunk in (first, *later):
                     feed(chunk, stack)
-                outcome = None if model is None else torch.cat([part for sequence in sequences for part in rows[sequence]])
+                outcome = (
+                    None if model is None else torch.cat([part for sequence in sequences for part in rows[sequence]])
+                )
                 if marks:
                     held.deliver()
                 for sequence in [*marks]:
@@ -92,7 +103,9 @@ def run_in_chunks(
             _return_to(memory, marks)
     except CapacityError as error:
         if error.unit == BUDGET_UNIT and not is_in_model:  # it speaks of a chunk
-            raise memory.counters.lack_of_room(np.array([s.slot for s in sequences]), tokens.counts, max_tokens) from None
+            raise memory.counters.lack_of_room(
+                np.array([s.slot for s in sequences]), tokens.counts, max_tokens
+            ) from None
         raise
     finally:
         _return_to(memory, marks)  # a Ctrl-C may have come in the way of the first

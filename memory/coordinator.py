@@ -1,4 +1,6 @@
-"""The coordinator makes one memory out of many: it keeps the layer memories of a model, the ledger and the store in step."""
+"""The coordinator makes one memory out of many: it keeps the layer memories of a model, the ledger and the store in
+step.
+"""
 
 from __future__ import annotations
 
@@ -49,17 +51,25 @@ def _abort_abandoned_of(coordinator: Coordinator) -> Callable[[], bool]:
 class Coordinator(Lifetime):
     """Keeps all layer memories of one model in step, for `HybridMemory`, its steps and its sequences.
 
-    A step is plan -> begin -> commit or abort, in all layer memories or in none. Each sequence has one length, in the ledger.
+    A step is plan -> begin -> commit or abort, in all layer memories or in none. Each sequence has one length, in the
+    ledger.
 
     Args:
         places: where each layer's attention or recurrence is served.
-        swapped: where sequences wait that were swapped out. host_pages: of the attention among `layers`, in host memory.
+        swapped: where sequences wait that were swapped out. host_pages: of the attention among `layers`, in host
+            memory.
     """
 
     parts = ("layers", "places", "store", "ledger", "swapped", "host_pages", "room", "open_steps")
 
     def __init__(
-        self, spec: MemorySpec, layers: LayerMemories, places: Places, store: Store, swapped: SwappedOut, host_pages: PagesOnHost | None
+        self,
+        spec: MemorySpec,
+        layers: LayerMemories,
+        places: Places,
+        store: Store,
+        swapped: SwappedOut,
+        host_pages: PagesOnHost | None,
     ) -> None:
         super().__init__()
         self.spec = spec
@@ -92,7 +102,9 @@ class Coordinator(Lifetime):
             return self.layers.begin(packed, self.store.arena.free_bytes)
         except CapacityError as error:
             if error.unit == BUDGET_UNIT:  # layer memories that did not come to plan want room as well
-                raise self.room.lack(packed.slots, packed.counts, len(packed.token_ids), least_bytes=error.needed) from None
+                raise self.room.lack(
+                    packed.slots, packed.counts, len(packed.token_ids), least_bytes=error.needed
+                ) from None
             raise
 
     def commit(self, opened: OpenStep, kept: Int64s) -> None:
@@ -115,7 +127,8 @@ class Coordinator(Lifetime):
                 self._settle(opened)
 
     def _settle(self, opened: OpenStep) -> None:
-        """Forget an open step whose blocks have been committed or given back. The caller lets nothing interrupt this."""
+        """Forget an open step whose blocks have been committed or given back.
+        The caller lets nothing interrupt this."""
         del self.open_steps[opened]
         opened.is_settled = True
         self.ledger.vacate(opened.packed.slots)
@@ -123,7 +136,9 @@ class Coordinator(Lifetime):
             opened.stage.close()
 
     def abort_abandoned(self) -> bool:
-        """Abort steps whose block was left without their `__exit__`, because an interrupt came before it. True if there was any."""
+        """Abort steps whose block was left without their `__exit__`, because an interrupt came before it.
+        True if there was any.
+        """
         abandoned = [opened for opened in self.open_steps if opened.block() is None]
         for opened in abandoned:
             self.abort(opened)
@@ -201,7 +216,9 @@ class Coordinator(Lifetime):
             self.swapped.drop(sequence.slot)  # last: a file system may refuse
 
     def copy(self, sequence: Sequence, held: uninterrupted_call, *, is_checkpoint: bool) -> Sequence:
-        """Make a new sequence or checkpoint that stands where this one does and shares its blocks. Raises SequenceError."""
+        """Make a new sequence or checkpoint that stands where this one does and shares its blocks.
+        Raises SequenceError.
+        """
         self.ledger.check_usable(sequence, to_advance=False)
         copy = self.ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint)
         try:
@@ -277,7 +294,9 @@ class Coordinator(Lifetime):
         return self.nearest(sequence, to)[0]
 
     def nearest(self, sequence: Sequence, to: object) -> tuple[int, Sequence | None]:
-        """Find the nearest reachable position <= to, and the sequence or checkpoint whose blocks hold it; None for position 0."""
+        """Find the nearest reachable position <= to, and the sequence or checkpoint whose blocks hold it; None for
+        position 0.
+        """
         return nearest_position(self.ledger, sequence, to, self.horizon_of(sequence))
 
     def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool) -> None:
@@ -388,7 +407,9 @@ class Coordinator(Lifetime):
         self.abort_abandoned()
         self.ledger.check()
         slots = [slot for slot in self.ledger.handles if not self.ledger.is_away[slot]]
-        lengths, peaks = ({slot: int(column[slot]) for slot in slots} for column in (self.ledger.lengths, self.ledger.peaks))
+        lengths, peaks = (
+            {slot: int(column[slot]) for slot in slots} for column in (self.ledger.lengths, self.ledger.peaks)
+        )
         self.layers.check(lengths, peaks, self.store)
         if self.host_pages is not None:
             self.host_pages.check(slots)

@@ -1,8 +1,9 @@
 """Steps that are recorded once and replayed: CUDA graphs.
 
-A decode step is some hundreds of small kernels, and asking for them one by one takes the host longer than it takes the device to run them.
-A graph asks for all at once. It runs the same kernels at the same addresses again; what differs from step to step is the plan, and plans of
-one layout lie at one place (`memory.blocks.staging`). So a graph serves every step whose `Step.layout` is that of the step it was recorded
+A decode step is some hundreds of small kernels, and asking for them one by one takes the host longer than it takes the
+device to run them. A graph asks for all at once. It runs the same kernels at the same addresses again; what differs
+from step to step is the plan, and plans of one layout lie at one place (`memory.blocks.staging`). So a graph serves
+every step whose `Step.layout` is that of the step it was recorded
 from: as many requests, of as many tokens each, whose tables of pages have room for as much.
 """
 
@@ -63,28 +64,33 @@ class _State(Enum):
 
 
 class RecordedModel:
-    """A model whose steps are replayed where a step of their layout has come twice before: call it in place of the model.
+    """A model whose steps are replayed where a step of their layout has come twice before: call it in place of the
+    model.
 
-    The first step of a layout runs as ever, the second is recorded, all others are replayed. Logits are the same bits. Steps of a memory
-    on the CPU have no layout, nor have those whose requests differ in their number of tokens, or that read a choice of old rows (policies),
-    or fold rows into few bits: they run as ever. So do, after one warning, steps in which the model waits for the device, as a mixture of
-    experts does that counts on the host because there are fewer choices than experts, or in which a recurrence asks for positions there
-    (`States.begins`).
+    The first step of a layout runs as ever, the second is recorded, all others are replayed. Logits are the same bits.
+    Steps of a memory on the CPU have no layout, nor have those whose requests differ in their number of tokens, or that
+    read a choice of old rows (policies), or fold rows into few bits: they run as ever. So do, after one warning, steps
+    in which the model waits for the device, as a mixture of experts does that counts on the host because there are
+    fewer choices than experts, or in which a recurrence asks for positions there (`States.begins`).
 
-    For one thread at a time, whatever its memories: recordings share the place that they work in. Make one for each thread.
+    For one thread at a time, whatever its memories: recordings share the place that they work in. Make one for each
+    thread.
 
-    Weights may change in place between steps, not be replaced. What the model does may follow from the step's tensors and its numbers of
-    tokens, not from which sequences are in it: that is not looked at again.
+    Weights may change in place between steps, not be replaced. What the model does may follow from the step's tensors
+    and its numbers of tokens, not from which sequences are in it: that is not looked at again.
 
     Args:
         model: (step) -> logits, such as a `models.LanguageModel`; other attributes are its own.
         most: recordings kept; those not used for longest go.
         record: how a run is recorded, for tests.
 
-    Cost: a recording takes as long as two steps or three, and the memory of one step's activations for all of them; logits are copied once.
+    Cost: a recording takes as long as two steps or three, and the memory of one step's activations for all of them;
+        logits are copied once.
     """
 
-    def __init__(self, model: Callable[[Step], Tensor], *, most: int = 64, record: Callable[[Run], Recording] | None = None) -> None:
+    def __init__(
+        self, model: Callable[[Step], Tensor], *, most: int = 64, record: Callable[[Run], Recording] | None = None
+    ) -> None:
         if not is_integer(most, 1):
             raise SpecError(f"most={most!r} recordings; give an integer of at least 1, or use the model as it is")
         self.model = model
@@ -127,6 +133,9 @@ class RecordedModel:
                 return self._record(lambda: self.model(twin))
         except Exception as error:
             if not self._has_warned:
-                warnings.warn(f"steps of {self.model!r} cannot be recorded, and run one kernel after the other: {error}", stacklevel=3)
+                warnings.warn(
+                    f"steps of {self.model!r} cannot be recorded, and run one kernel after the other: {error}",
+                    stacklevel=3,
+                )
             self._has_warned = True
             return _State.CANNOT_BE

@@ -21,7 +21,8 @@ BUDGET_UNIT, HOST_UNIT = "bytes", "bytes of host memory"
 
 _REMEDIES = {
     BUDGET_UNIT: "close sequences or checkpoints, feed fewer tokens, or give the memory a larger budget",
-    HOST_UNIT: "close sequences or checkpoints that are there, bring one back with memory.to_device, or give the memory more host_pages",
+    HOST_UNIT: "close sequences or checkpoints that are there, bring one back with memory.to_device, or give the "
+    "memory more host_pages",
 }
 
 
@@ -35,7 +36,9 @@ class HybridMemoryError(Exception):
     def __init__(self, message: str = "") -> None:
         half = _MOST_CHARACTERS // 2
         n_left_out = len(message) - 2 * half
-        super().__init__(f"{message[:half]} ... {n_left_out:,} characters ... {message[-half:]}" if n_left_out > 0 else message)
+        super().__init__(
+            f"{message[:half]} ... {n_left_out:,} characters ... {message[-half:]}" if n_left_out > 0 else message
+        )
 
 
 class CapacityError(HybridMemoryError):
@@ -51,7 +54,9 @@ class CapacityError(HybridMemoryError):
     def of(what: str, needed: int, free: int, unit: str = BUDGET_UNIT) -> CapacityError:
         """`what` ("3 x pages need") does not fit into `free` bytes, or only in pieces."""
         why = "" if needed > free else ", but not in pieces large enough"
-        return CapacityError(f"{what} {needed:,} {unit}; {free:,} are free{why}: {_REMEDIES[unit]}", needed=needed, free=free, unit=unit)
+        return CapacityError(
+            f"{what} {needed:,} {unit}; {free:,} are free{why}: {_REMEDIES[unit]}", needed=needed, free=free, unit=unit
+        )
 
 
 class RollbackError(HybridMemoryError):

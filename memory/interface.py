@@ -50,7 +50,8 @@ class Dropped:
         """Raises DropError unless 0 <= start <= end <= length."""
         if not (is_integer(start) and is_integer(end)) or not 0 <= start <= end <= length:
             raise DropError(
-                f"start={start!r}, end={end!r} is no range of the {length} tokens remembered; give 0 <= start <= end <= {length}",
+                f"start={start!r}, end={end!r} is no range of the {length} tokens remembered; give 0 <= start <= end "
+                f"<= {length}",
                 start=start, end=end,
             )  # fmt: skip
         return Dropped(slot, int(start), int(end), length, peak, approximate)
@@ -64,7 +65,9 @@ class DropsTokens(Protocol):
     """What a kind of memory does when tokens go: part of `memory.interface.LayerMemory`."""
 
     def plan_drop(self, dropped: Dropped) -> Any:
-        """Copy what moves into fresh blocks, as it will be. Raises DropError or CapacityError with everything as before."""
+        """Copy what moves into fresh blocks, as it will be.
+        Raises DropError or CapacityError with everything as before.
+        """
         ...
 
     def drop(self, plan: Any) -> None:
@@ -77,15 +80,19 @@ class DropsTokens(Protocol):
 
 
 def refuse_to_copy(self: Any, protocol: object) -> NoReturn:
-    """`__reduce_ex__` of what means something in one place only: `copy`, `pickle` and so `multiprocessing` raise SequenceError.
+    """`__reduce_ex__` of what means something in one place only: `copy`, `pickle` and so `multiprocessing` raise
+    SequenceError.
 
     Its `_instead` says what to do.
     """
-    raise SequenceError(f"a {type(self).__name__} cannot be copied, pickled or sent to another process; {self._instead}")
+    raise SequenceError(
+        f"a {type(self).__name__} cannot be copied, pickled or sent to another process; {self._instead}"
+    )
 
 
 class NotCopied:
-    """Mixin of objects that mean something in one place only: they refuse `copy`, `deepcopy`, `pickle` and so `multiprocessing`.
+    """Mixin of objects that mean something in one place only: they refuse `copy`, `deepcopy`, `pickle` and so
+    `multiprocessing`.
 
     Attributes:
         instead: what to do.
@@ -95,7 +102,9 @@ class NotCopied:
     instead = ""
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise SequenceError(f"a {type(self).__name__} cannot be copied, pickled or sent to another process; {self.instead}")
+        raise SequenceError(
+            f"a {type(self).__name__} cannot be copied, pickled or sent to another process; {self.instead}"
+        )
 
 
 class SequenceOwner(Protocol):
@@ -135,7 +144,8 @@ class SequenceOwner(Protocol):
 
 
 class Sequence(NotCopied):
-    """A handle to one remembered sequence. It is made by a memory, means nothing to another one, and does not keep its memory alive.
+    """A handle to one remembered sequence.
+    It is made by a memory, means nothing to another one, and does not keep its memory alive.
 
     Attributes:
         id: unique within its memory, never used twice.
@@ -146,7 +156,9 @@ class Sequence(NotCopied):
 
     instead = "use memory.fork(sequence) here, and memory.save(sequence, path) and load to hand it over"
 
-    def __init__(self, owner: weakref.ref[SequenceOwner], id: int, slot: int, lineage: int, *, is_checkpoint: bool) -> None:
+    def __init__(
+        self, owner: weakref.ref[SequenceOwner], id: int, slot: int, lineage: int, *, is_checkpoint: bool
+    ) -> None:
         self._owner = owner
         self.id = id
         self.slot = slot
@@ -182,7 +194,9 @@ class Sequence(NotCopied):
 
     @property
     def is_on_host(self) -> bool:
-        """Whether its keys and values are in host memory: `HybridMemory.to_host` has moved them, or those it was forked from."""
+        """Whether its keys and values are in host memory: `HybridMemory.to_host` has moved them, or those it was forked
+        from.
+        """
         return not self.closed and self._open_owner().is_on_host(self)
 
     def _open_owner(self) -> SequenceOwner:
@@ -190,7 +204,9 @@ class Sequence(NotCopied):
             raise SequenceError(f"sequence {self.id} is closed; open or fork another one")
         owner = self._owner()
         if owner is None:
-            raise SequenceError(f"the memory of sequence {self.id} is gone; keep the memory as long as its sequences are used")
+            raise SequenceError(
+                f"the memory of sequence {self.id} is gone; keep the memory as long as its sequences are used"
+            )
         return owner
 
     def __repr__(self) -> str:
@@ -208,7 +224,9 @@ class Sequence(NotCopied):
 
 
 Encoded = Seq[tuple[Tensor, Tensor]]
-"""For each cross-attention of a model, in layer order: keys and values of all encoder rows, (R, n_kv_heads, head_dim) each."""
+"""For each cross-attention of a model, in layer order: keys and values of all encoder rows, (R, n_kv_heads, head_dim)
+each.
+"""
 Tokens = int | Seq[int] | Int64s | Tensor
 Requests = Mapping[Sequence, Tokens] | Iterable[tuple[Sequence, Tokens]]
 
@@ -277,7 +295,8 @@ class OpenStep:
     """What was set aside for a step, until the memory has committed or aborted it.
 
     Attributes:
-        block: what lives as long as the step is not left: of a `with` statement, what is on its stack; else the `Step` itself.
+        block: what lives as long as the step is not left: of a `with` statement, what is on its stack; else the `Step`
+            itself.
     """
 
     packed: Packed
@@ -307,12 +326,14 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         ...
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """(4, N) bytes that each sequence holds before, in and after the step: to the byte if nothing of it is shared and it has never
-        been taken back, else at least. And what of those before forks share for good, however far they go on. Cost: O(N)."""
+        """(4, N) bytes that each sequence holds before, in and after the step: to the byte if nothing of it is shared
+        and it has never been taken back, else at least. And what of those before forks share for good, however far they
+        go on. Cost: O(N)."""
         ...
 
     def can_record(self, plan: PlanT) -> bool:
-        """Whether another step whose uploads have the same shapes asks the same of the device: a recording serves both."""
+        """Whether another step whose uploads have the same shapes asks the same of the device: a
+        recording serves both."""
         ...
 
     def plan(self, packed: Packed) -> PlanT:
@@ -336,7 +357,9 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         ...
 
     def truncate(self, slot: int, to: int) -> None:
-        """Forget tokens from position `to` on: `to` >= horizon(slot), or 0, which forgets all that was fed. Copies no tensor."""
+        """Forget tokens from position `to` on: `to` >= horizon(slot), or 0, which forgets all that was fed.
+        Copies no tensor.
+        """
         ...
 
     def release(self, slot: int) -> None:
@@ -358,7 +381,8 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
     def live_rows(self, slot: int, length: int) -> LiveRows:
         """Of the blocks of `blocks_of`, in that order, what the slot's `length` tokens may still be read from.
 
-        All else in them was left by whoever had them before, or by tokens that were taken back: it does not leave the memory.
+        All else in them was left by whoever had them before, or by tokens that were taken back: it does not leave the
+        memory.
         """
         ...
 
@@ -371,7 +395,8 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         ...
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
-        """An empty slot becomes what `record` was taken of, over blocks with the same bytes; their references pass to it.
+        """An empty slot becomes what `record` was taken of, over blocks with the same bytes; their references pass to
+        it.
 
         A record that makes no sense may raise anything, before a reference has passed.
         """

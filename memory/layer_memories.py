@@ -47,7 +47,8 @@ class Snapshot:
 
     Attributes:
         records: kind of memory -> what it is beside its bytes.
-        blocks: pool -> (n, block_bytes) uint8 on the host, in the order of `LayerMemory.blocks_of`; on "meta" for a dry run.
+        blocks: pool -> (n, block_bytes) uint8 on the host, in the order of `LayerMemory.blocks_of`; on "meta" for a dry
+            run.
     """
 
     records: dict[str, Record]
@@ -113,7 +114,9 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     # Steps
 
     def begin(self, packed: Packed, free_bytes: int) -> Plans:
-        """Set blocks aside everywhere and copy what may not be written in place. Raises CapacityError with everything as before."""
+        """Set blocks aside everywhere and copy what may not be written in place.
+        Raises CapacityError with everything as before.
+        """
         plans: Plans = {}
         try:
             for name, memory in self.items():
@@ -124,7 +127,9 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
             self.abort(plans)
             # What it missed came on top of what this step had taken already.
             if isinstance(error, CapacityError) and error.unit == BUDGET_UNIT:
-                raise CapacityError.of("the step needs at least", error.needed + free_bytes - error.free, free_bytes) from None
+                raise CapacityError.of(
+                    "the step needs at least", error.needed + free_bytes - error.free, free_bytes
+                ) from None
             raise
         return plans
 
@@ -164,8 +169,10 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         return max([0, *[memory.horizon(slot) for memory in self.values()]])
 
     def drop(self, dropped: Dropped, free_bytes: int) -> None:
-        """Forget tokens from the middle of a slot, in all layer memories or in none. Raises DropError or CapacityError."""
-        drop_from_all(reversed(self.values()), dropped, free_bytes)  # recurrences refuse at once; attention may have much to copy before
+        """Forget tokens from the middle of a slot, in all layer memories or in none.
+        Raises DropError or CapacityError."""
+        # recurrences refuse at once; attention may have much to copy before
+        drop_from_all(reversed(self.values()), dropped, free_bytes)
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {name: ids for memory in self.values() for name, ids in memory.blocks_of(slot).items()}
@@ -197,7 +204,9 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         for slot in slots:
             for name, ids in self.blocks_of(slot).items():
                 held.setdefault(name, []).append(ids)
-        n_blocks = {name: len(ids[0]) if len(ids) == 1 else len(np.unique(np.concatenate(ids))) for name, ids in held.items()}
+        n_blocks = {
+            name: len(ids[0]) if len(ids) == 1 else len(np.unique(np.concatenate(ids))) for name, ids in held.items()
+        }
         return sum(n * self._pools_by_name[name].block_bytes for name, n in n_blocks.items())
 
     @cached_property
@@ -207,7 +216,8 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     # Out of the arena and back
 
     def snapshot(self, slot: int, length: int, store: Store) -> Snapshot:
-        """A copy of everything that a slot holds, what it shares included, and of nothing else: other bytes of its blocks are zeros.
+        """A copy of everything that a slot holds, what it shares included, and of nothing else: other bytes of its
+        blocks are zeros.
 
         Cost: its bytes, once.
         """
@@ -221,15 +231,27 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         return Snapshot({name: memory.record(slot) for name, memory in self.items()}, blocks)
 
     def restore(self, slot: int, snapshot: Snapshot, store: Store) -> None:
-        """An empty slot becomes what `snapshot` was taken of. Raises CapacityError with nothing changed. Cost: its bytes, once."""
+        """An empty slot becomes what `snapshot` was taken of. Raises CapacityError with nothing changed.
+        Cost: its bytes, once.
+        """
         for name, blocks in snapshot.blocks.items():
             if blocks.shape[1:] != (self._pools_by_name[name].block_bytes,):
-                raise ValueError(f"blocks of {name} have {tuple(blocks.shape)} bytes, not {self._pools_by_name[name].block_bytes} each")
+                raise ValueError(
+                    f"blocks of {name} have {tuple(blocks.shape)} bytes, not {self._pools_by_name[name].block_bytes} "
+                    "each"
+                )
         n_blocks = {name: len(blocks) for name, blocks in snapshot.blocks.items()}
-        self._fill(slot, snapshot.records, n_blocks, store, lambda pool, ids: store.write(pool.addresses[ids], snapshot.blocks[pool.name]))
+        self._fill(
+            slot,
+            snapshot.records,
+            n_blocks,
+            store,
+            lambda pool, ids: store.write(pool.addresses[ids], snapshot.blocks[pool.name]),
+        )
 
     def take_over(self, slot: int, store: Store, others: LayerMemories, others_store: Store) -> None:
-        """What a slot holds in the same kinds of another store moves into this one. Raises CapacityError with nothing changed.
+        """What a slot holds in the same kinds of another store moves into this one.
+        Raises CapacityError with nothing changed.
 
         What it shares there stays with the others as well; here it shares nothing. Cost: its bytes, once.
         """
@@ -244,7 +266,12 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         others.release(slot)
 
     def _fill(
-        self, slot: int, records: dict[str, Record], n_blocks: dict[str, int], store: Store, write: Callable[[BlockPool, Int64s], None]
+        self,
+        slot: int,
+        records: dict[str, Record],
+        n_blocks: dict[str, int],
+        store: Store,
+        write: Callable[[BlockPool, Int64s], None],
     ) -> None:
         """An empty slot adopts fresh blocks, so many of each pool, in which `write` puts what they are to hold."""
         pools, fresh, free_bytes = self._pools_by_name, dict[str, Int64s](), store.arena.free_bytes
@@ -275,7 +302,9 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
             raise
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:
-        """Raise IntegrityError unless what a slot holds suits these positions. Cost: that of one slot, however many there are."""
+        """Raise IntegrityError unless what a slot holds suits these positions.
+        Cost: that of one slot, however many there are.
+        """
         for memory in self.values():
             memory.check_slot(slot, length, peak)
 

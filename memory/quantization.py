@@ -1,7 +1,8 @@
 """Rows in few bits a number, for bodies: what is older than the rollback window and never written again.
 
-A storage turns rows into parts, tensors of small types, and back. Parts are made once, from exact rows, of a fixed group of them:
-whatever was in the batch, and whether tokens came one by one or at once, the same rows give the same bytes.
+A storage turns rows into parts, tensors of small types, and back. Parts are made once, from exact rows, of a fixed
+group of them: whatever was in the batch, and whether tokens came one by one or at once, the same rows give the same
+bytes.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from memory.errors import SpecError
 
 Shaped = tuple[tuple[int, ...], torch.dtype]
 Parts = tuple[Tensor, ...]
-"""What rows (..., G, R, D) of G heads are stored as: codes, and perhaps scales and lows, each (..., G, R or 1, some)."""
+"""What rows (..., G, R, D) of G heads are stored as: codes, and perhaps scales and lows, each (..., G, R or 1, some).
+"""
 
 _MOST = 60_000.0
 """Scales and lows are float16; numbers beyond this are clipped."""
@@ -68,11 +70,12 @@ class Storage(ABC):
 class Quantized(Storage):
     """Integer codes, x = code scale + low, with a scale and a low in float16 for each group (Liu et al. 2024, "KIVI").
 
-    Keys share them along a channel, for `group` tokens: a few channels of keys are much larger than the rest. Values share them along a
-    token, for `group` channels, or for the whole head where it is narrower. Under a policy, which lets rows go one by one, keys are
-    grouped as values are: rows move from fold to fold without being quantised again.
+    Keys share them along a channel, for `group` tokens: a few channels of keys are much larger than the rest. Values
+    share them along a token, for `group` channels, or for the whole head where it is narrower. Under a policy, which
+    lets rows go one by one, keys are grouped as values are: rows move from fold to fold without being quantised again.
 
-    4 bits in groups of 64 take 4.5 bits a number. The error is at most half a scale: (greatest - least) / (2**bits - 1) / 2.
+    4 bits in groups of 64 take 4.5 bits a number. The error is at most half a scale:
+    (greatest - least) / (2**bits - 1) / 2.
 
     Attributes:
         bits: 8, 4 or 2.
@@ -100,9 +103,14 @@ class Quantized(Storage):
     def check(self, head_dim: int) -> None:
         a_byte = 8 // self.bits
         if head_dim % a_byte:
-            raise SpecError(f"heads of {head_dim} channels do not fill bytes of {a_byte} codes; choose more bits than {self.bits}")
+            raise SpecError(
+                f"heads of {head_dim} channels do not fill bytes of {a_byte} codes; choose more bits than {self.bits}"
+            )
         if head_dim % self._channels(head_dim):
-            raise SpecError(f"groups of {self.group} do not divide heads of {head_dim} channels; choose a divisor, or {head_dim} or more")
+            raise SpecError(
+                f"groups of {self.group} do not divide heads of {head_dim} channels; choose a divisor, or {head_dim} "
+                "or more"
+            )
 
     def shapes(self, n_heads: int, n_rows: int, head_dim: int, *, by_channel: bool) -> tuple[Shaped, ...]:
         scales = (n_heads, 1, head_dim) if by_channel else (n_heads, n_rows, head_dim // self._channels(head_dim))
@@ -130,7 +138,8 @@ class Quantized(Storage):
 
 @dataclass(frozen=True)
 class Float8(Storage):
-    """Each number by itself in 8 bits, float8 e4m3: three bits of mantissa, clipped at 448 (Micikevicius et al. 2022)."""
+    """Each number by itself in 8 bits, float8 e4m3: three bits of mantissa, clipped at 448
+    (Micikevicius et al. 2022)."""
 
     @property
     def label(self) -> str:
@@ -156,7 +165,8 @@ class Float8(Storage):
 def _half_above(x: Tensor) -> Tensor:
     """The least float16 that is not below x: codes then reach both ends of a group."""
     half = x.half()
-    next_up = half.view(torch.int16) + torch.where(half.view(torch.int16) < 0, -1, 1).to(torch.int16)  # sign and magnitude
+    # sign and magnitude
+    next_up = half.view(torch.int16) + torch.where(half.view(torch.int16) < 0, -1, 1).to(torch.int16)
     return torch.where(half.float() < x, next_up.view(torch.float16), half)
 
 
@@ -166,7 +176,9 @@ def _spread(x: Tensor, head_dim: int) -> Tensor:
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """(..., D) codes -> (..., D bits / 8) bytes: the lowest bits of the bytes hold the first channels, the next the following ones."""
+    """(..., D) codes -> (..., D bits / 8) bytes: the lowest bits of the bytes hold the first channels, the next the
+    following ones.
+    """
     parts = codes.chunk(8 // bits, -1)
     packed = parts[0].clone()
     for i, part in enumerate(parts[1:], start=1):

@@ -85,8 +85,9 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
         if not dropped.approximate:
             families = ", ".join(sorted({spec.family for spec in self.reader.specs}))
             raise DropError(
-                f"tokens [{dropped.start}, {dropped.end}) cannot be taken out of recurrent states ({families}), which hold all in one; "
-                f"roll back to {dropped.start} and feed the rest again, or give approximate=True: then these layers go on remembering them",
+                f"tokens [{dropped.start}, {dropped.end}) cannot be taken out of recurrent states ({families}), which "
+                f"hold all in one; roll back to {dropped.start} and feed the rest again, or give approximate=True: "
+                "then these layers go on remembering them",
                 start=dropped.start, end=dropped.end,
             )  # fmt: skip
         return dropped

@@ -19,11 +19,13 @@ Turns = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Rotation:
-    """How keys carry positions: at position p a pair of elements is turned by p times the pair's frequency (Su et al. 2021, "RoFormer").
+    """How keys carry positions: at position p a pair of elements is turned by p times the pair's frequency (Su et al.
+    2021, "RoFormer").
 
     Attributes:
         frequencies: radians a token, one for each pair of elements.
-        layout: "half" pairs element i with element i + len(frequencies), as in Llama; "interleaved" 2i with 2i + 1, as in GPT-J.
+        layout: "half" pairs element i with element i + len(frequencies), as in Llama; "interleaved" 2i with 2i + 1, as
+            in GPT-J.
         start: the first element of a head that is turned, of 2 * len(frequencies); i counts from there.
     """
 
@@ -34,8 +36,13 @@ class Rotation:
     def __post_init__(self) -> None:
         if self.layout not in ("half", "interleaved"):
             raise SpecError(f"Rotation.layout is {self.layout!r}; choose 'half' or 'interleaved'")
-        if not isinstance(self.frequencies, tuple) or not all(isinstance(f, float) and math.isfinite(f) for f in self.frequencies):
-            raise SpecError(f"Rotation.frequencies are {self.frequencies!r}; give a tuple of finite floats, one for each pair of elements")
+        if not isinstance(self.frequencies, tuple) or not all(
+            isinstance(f, float) and math.isfinite(f) for f in self.frequencies
+        ):
+            raise SpecError(
+                f"Rotation.frequencies are {self.frequencies!r}; give a tuple of finite floats, one for each pair of "
+                "elements"
+            )
         if type(self.start) is not int or self.start < 0:
             raise SpecError(f"Rotation.start is {self.start!r}; it must be an integer of at least 0 elements")
 
@@ -50,11 +57,13 @@ class Rotation:
     def turns(self, old_R: NDArray[np.int64], new_R: NDArray[np.int64]) -> Turns:
         """Compute the angles that rotate keys from positions old_R to new_R.
 
-        A model rounds position times frequency to float32, which at position 10,000 is off by up to 5e-4. The difference of such angles
-        leads to the very key that the model would have computed at the new position.
+        A model rounds position times frequency to float32, which at position 10,000 is off by up to 5e-4. The
+        difference of such angles leads to the very key that the model would have computed at the new position.
         """
         frequencies = np.array(self.frequencies, np.float32)
-        old, new = (np.outer(positions.astype(np.float32), frequencies).astype(np.float64) for positions in (old_R, new_R))
+        old, new = (
+            np.outer(positions.astype(np.float32), frequencies).astype(np.float64) for positions in (old_R, new_R)
+        )
         cos, sin = (torch.from_numpy(f(new - old).astype(np.float32))[:, None] for f in (np.cos, np.sin))
         return cos, sin
 
@@ -63,7 +72,9 @@ class Rotation:
         start, end, middle = self.start, self.end, self.start + len(self.frequencies)
         out = keys_RGD.float()
         first, second = (
-            (slice(start, middle), slice(middle, end)) if self.layout == "half" else (slice(start, end, 2), slice(start + 1, end, 2))
+            (slice(start, middle), slice(middle, end))
+            if self.layout == "half"
+            else (slice(start, end, 2), slice(start + 1, end, 2))
         )
         cos, sin = (t.to(keys_RGD.device) for t in turns)
         a, b = out[..., first], out[..., second]
@@ -72,4 +83,6 @@ class Rotation:
 
 
 UNROTATED = Rotation(())
-"""Of keys that are the same wherever their token stands, as in Jamba, or in T5, whose scores count the rows between instead."""
+"""Of keys that are the same wherever their token stands, as in Jamba, or in T5, whose scores count the rows between
+instead.
+"""

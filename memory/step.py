@@ -45,7 +45,8 @@ class StepOwner(Protocol):
 class _Leave:
     """`Step.__exit__`. A `with` statement keeps what it finds here on its stack, and nobody else does.
 
-    So when that is gone, the block has been left, although an interrupt may have come before the first line of its `__exit__`.
+    So when that is gone, the block has been left, although an interrupt may have come before the first line of its
+    `__exit__`.
     """
 
     @overload
@@ -63,17 +64,19 @@ class _Leave:
 class Step(NotCopied):
     """Use as `with memory.step(requests) as step: logits = model(step)`.
 
-    Entering sets blocks aside and may refuse (CapacityError, BatchError, SequenceError). Leaving normally commits: every
-    sequence moves on at once. Leaving by an exception, from wherever, leaves every sequence as it was. A Ctrl-C that comes while the step
-    commits waits until it has.
+    Entering sets blocks aside and may refuse (CapacityError, BatchError, SequenceError). Leaving normally commits:
+    every sequence moves on at once. Leaving by an exception, from wherever, leaves every sequence as it was. A Ctrl-C
+    that comes while the step commits waits until it has.
 
     Attributes, once entered:
-        token_ids, positions: (T,) int64 on the memory's device, packed in the step's own order. Copy what is wanted after the step: on a
-            GPU, the next one's take their place.
-        cu_seqlens: (S + 1,) int64 on the host; request i of the step's order owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
+        token_ids, positions: (T,) int64 on the memory's device, packed in the step's own order. Copy what is wanted
+            after the step: on a GPU, the next one's take their place.
+        cu_seqlens: (S + 1,) int64 on the host; request i of the step's order owns tokens [cu_seqlens[i],
+            cu_seqlens[i + 1]).
         sequences: in the caller's order.
         notes: what a model's layers leave for later ones of the same step, by keys of their own, such as the angles of
-            its positions. A model that keeps it anywhere else mixes up the steps of two threads. Empty when the step ends.
+            its positions. A model that keeps it anywhere else mixes up the steps of two threads. Empty when the step
+            ends.
     """
 
     def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Outputs) -> None:
@@ -88,7 +91,8 @@ class Step(NotCopied):
         self._opened: OpenStep | None = None
         self._block: ref[Any] | None = None
         self._served: set[Place] = set()
-        self._begun: set[Place] = set()  # recurrences that were run, and may have written over the states that they began with
+        # recurrences that were run, and may have written over the states that they began with
+        self._begun: set[Place] = set()
         self._is_spent = False
 
     instead = "make a step where the memory is"
@@ -106,7 +110,8 @@ class Step(NotCopied):
         try:
             self._owner.begin(self)
             if self.tokens.late is not None:
-                last = self._owner.spec.vocab_size - 1  # on leaving they are looked at; a model must not go astray before
+                # on leaving they are looked at; a model must not go astray before
+                last = self._owner.spec.vocab_size - 1
                 self.token_ids[self._late_rows] = self.tokens.late.on_device.clamp(0, last).to(self.token_ids.device)
         except BaseException:
             self._abort()
@@ -115,7 +120,9 @@ class Step(NotCopied):
 
     __exit__ = _Leave()
 
-    def _leave(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def _leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         opened = self._entered()
         packed = opened.packed
         try:
@@ -163,27 +170,32 @@ class Step(NotCopied):
         self._entered()
         own = self._owner.spec
         if not own.same_memories(spec):
-            raise StepError(f"this memory was made for {own.model}, not for {spec.model}; make one from model.memory_spec")
+            raise StepError(
+                f"this memory was made for {own.model}, not for {spec.model}; make one from model.memory_spec"
+            )
         if (own.dtype, own.device.type) != (spec.dtype, spec.device.type):
             raise StepError(
-                f"this memory holds {own.dtype} on {own.device}, {spec.model} runs in {spec.dtype} on {spec.device}; make the memory with "
-                "the model's dtype and device (leave dtype= and device= of HybridMemory out), or load the model with those of the memory"
+                f"this memory holds {own.dtype} on {own.device}, {spec.model} runs in {spec.dtype} on {spec.device}; "
+                "make the memory with the model's dtype and device (leave dtype= and device= of HybridMemory out), or "
+                "load the model with those of the memory"
             )
 
     def attend(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float | None = None, softcap: float | None = None,
-        sinks: Tensor | None = None, bias: Tensor | None = None, name: str | None = None,
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor | None = None, *, scale: float | None = None,
+        softcap: float | None = None, sinks: Tensor | None = None, bias: Tensor | None = None, name: str | None = None,
     ) -> Tensor:  # fmt: skip
         """Remember keys and values, and attend to all of each request's tokens up to each query.
 
         Args:
             layer: index in `MemorySpec.layers`.
-            q: (T, n_query_heads, head_dim); k, v: (T, n_kv_heads, head_dim), rotated already where the model rotates. No v where the spec
-                has a `value_dim`: there values are the first elements of the keys.
+            q: (T, n_query_heads, head_dim); k, v: (T, n_kv_heads, head_dim), rotated already where the model rotates.
+                No v where the spec has a `value_dim`: there values are the first elements of the keys.
             scale: of the scores, above 0; 1 / sqrt(head_dim) unless given.
             softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
-            sinks: (n_query_heads,) float32, for each head a score that takes its share of the weight and has no value, as in gpt-oss.
-            bias: (n_query_heads, L) float32, added to the score of the row d tokens before a query: column min(d, L - 1), as in T5.
+            sinks: (n_query_heads,) float32, for each head a score that takes its share of the weight and has no value,
+                as in gpt-oss.
+            bias: (n_query_heads, L) float32, added to the score of the row d tokens before a query: column min(d,
+                L - 1), as in T5.
             name: which of the layer's attentions, if it has several.
         Returns:
             (T, n_query_heads, head_dim, or value_dim where the spec has one), before the output projection.
@@ -198,19 +210,27 @@ class Step(NotCopied):
                 raise StepError(f"softcap={softcap!r}; give a positive number, or None for no cap")
             for what, table in (("sinks", sinks), ("bias", bias)):
                 if table is not None and not (isinstance(table, Tensor) and table.dtype == torch.float32):
-                    raise StepError(f"{what} is no float32 tensor but {table if not isinstance(table, Tensor) else table.dtype!r}")
+                    raise StepError(
+                        f"{what} is no float32 tensor but {table if not isinstance(table, Tensor) else table.dtype!r}"
+                    )
             if sinks is not None and sinks.shape != q.shape[1:2]:
-                raise StepError(f"sinks have shape {tuple(sinks.shape)}; give one for each of the {q.shape[1]} query heads")
+                raise StepError(
+                    f"sinks have shape {tuple(sinks.shape)}; give one for each of the {q.shape[1]} query heads"
+                )
             if bias is not None and (bias.dim() != 2 or len(bias) != q.shape[1] or not bias.shape[1]):
                 raise StepError(f"bias has shape {tuple(bias.shape)}; give ({q.shape[1]} query heads, distances)")
-            scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks_H=sinks, bias_HL=bias)
+            scoring = Scoring(
+                q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks_H=sinks, bias_HL=bias
+            )
             v = None if v is None else v.detach()
             y: Tensor = place.memory.attend(plan, place.number, q.detach(), k.detach(), v, scoring)
         self._served.add(place)
         return y
 
     def cross_attend(self, layer: int, q: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
-        """Attend to everything that the encoder said of each request: q (T, n_query_heads, head_dim) -> as q. Arguments as `attend`."""
+        """Attend to everything that the encoder said of each request: q (T, n_query_heads, head_dim) -> as q.
+        Arguments as `attend`.
+        """
         place, plan = self._claim(layer, name, "cross-attention")
         _check_tensors(q=q)
         with _without_gradients():
@@ -231,7 +251,8 @@ class Step(NotCopied):
         Returns:
             The outputs, (T, ...).
         Raises:
-            StepError: as `attend`, or the recurrence did not write its end states; or it has raised in this step before.
+            StepError: as `attend`, or the recurrence did not write its end states; or it has raised in this step
+                before.
         """
         place, plan = self._claim(layer, name, "recurrence")
         _check_tensors(rows=rows)
@@ -239,9 +260,9 @@ class Step(NotCopied):
             raise StepError(f"recurrence={recurrence!r} cannot be called; give a function of (states, rows)")
         if place in self._begun:
             raise StepError(
-                f"the recurrence {name or place.position} of layer {layer} has begun in this step before, and may have written over the "
-                "states that it would begin with; leave the step by this error, which leaves every sequence as it was, and feed the tokens "
-                "again"
+                f"the recurrence {name or place.position} of layer {layer} has begun in this step before, and may have "
+                "written over the states that it would begin with; leave the step by this error, which leaves every "
+                "sequence as it was, and feed the tokens again"
             )
 
         def begin(states: States, rows: Tensor) -> tuple[Tensor, States]:
@@ -254,7 +275,9 @@ class Step(NotCopied):
         return y
 
     def select(self, hidden: Tensor) -> Tensor:
-        """The rows of hidden (T, ...) that are wanted as outputs, in the caller's order: the last of each request, or all."""
+        """The rows of hidden (T, ...) that are wanted as outputs, in the caller's order: the last of each request, or
+        all.
+        """
         self._entered()
         return hidden[self._output_rows.to(hidden.device)]
 
@@ -262,7 +285,9 @@ class Step(NotCopied):
 
     @property
     def layout(self) -> Hashable | None:
-        """Steps with the same layout ask the same of the device, at the same addresses; None if that cannot be said of this one."""
+        """Steps with the same layout ask the same of the device, at the same addresses; None if that cannot be said of
+        this one.
+        """
         opened = self._entered()
         counts, place = opened.packed.counts, None if opened.stage is None else opened.stage.layout
         is_of_few = counts[0] <= _FEW_TOKENS and (counts == counts[0]).all()
@@ -277,7 +302,9 @@ class Step(NotCopied):
 
     @contextmanager
     def while_recorded(self) -> Iterator[Step]:
-        """What stands for this step while it is recorded: nothing is computed then, so what a model remembers of it is not of this one."""
+        """What stands for this step while it is recorded: nothing is computed then, so what a model remembers of it is
+        not of this one.
+        """
         self._entered()
         twin = object.__new__(type(self))
         vars(twin).update(vars(self), _served=set(), _begun=set(), notes={})
@@ -316,13 +343,16 @@ class Step(NotCopied):
             i = packed.place[self.sequences.index(sequence)]
             n_fed, start = int(packed.counts[i]), int(packed.starts[i])
             if not is_integer(n_tokens, 0) or n_tokens > n_fed:
-                raise BatchError(f"accepting {n_tokens!r} of {n_fed} tokens of {sequence!r}; give an integer from 0 to {n_fed}")
+                raise BatchError(
+                    f"accepting {n_tokens!r} of {n_fed} tokens of {sequence!r}; give an integer from 0 to {n_fed}"
+                )
             n_tokens = int(n_tokens)
             if 0 < n_tokens < n_fed and start + n_tokens < horizons[i]:
                 horizon = int(horizons[i])
                 raise RollbackError(
-                    f"keeping {n_tokens} of {n_fed} tokens of {sequence!r} ends at {start + n_tokens}, before its horizon "
-                    f"{horizon}; keep at least {horizon - start}, or 0, or give the memory a larger rollback_window",
+                    f"keeping {n_tokens} of {n_fed} tokens of {sequence!r} ends at {start + n_tokens}, before its "
+                    f"horizon {horizon}; keep at least {horizon - start}, or 0, or give the memory a larger "
+                    "rollback_window",
                     to=start + n_tokens, horizon=horizon, resume_at=start,
                 )  # fmt: skip
         self._accepted |= {sequence: int(n) for sequence, n in accepted.items()}
@@ -356,8 +386,8 @@ class Step(NotCopied):
             raise StepError(f"layer {layer} has {len(names)} {kind} memories {names}; name={name!r} picks none of them")
         if place in self._served:
             raise StepError(
-                f"the {kind} memory {name or place.position} of layer {layer} was used twice in one step; a model runs once in each: make "
-                "another step for the next tokens"
+                f"the {kind} memory {name or place.position} of layer {layer} was used twice in one step; a model runs "
+                "once in each: make another step for the next tokens"
             )
         return place, opened.plans[place.group]
 
@@ -368,13 +398,15 @@ class Step(NotCopied):
         for (layer, kind, name), place in self._owner.places.items():
             if place not in self._served:
                 raise StepError(
-                    f"the step ended before the {kind} memory {name!r} of layer {layer} was used; run the whole model inside the step. "
-                    "Every sequence is as it was"
+                    f"the step ended before the {kind} memory {name!r} of layer {layer} was used; run the whole model "
+                    "inside the step. Every sequence is as it was"
                 )
 
 
 def _without_gradients() -> AbstractContextManager[object]:
-    """`torch.no_grad()`, or nothing where a model has it already, as is the rule: asking costs less than entering it again."""
+    """`torch.no_grad()`, or nothing where a model has it already, as is the rule: asking costs less than entering it
+    again.
+    """
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 

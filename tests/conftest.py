@@ -1,4 +1,6 @@
-"""Shared fixtures. Memory under test is poisoned: fresh and freed blocks are NaN, so whatever nobody wrote shows at once."""
+"""Shared fixtures.
+Memory under test is poisoned: fresh and freed blocks are NaN, so whatever nobody wrote shows at once.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,8 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest begins first, so that at the end no worker waits long for another.
 
-    With a cold cache, one worker compiles numba's kernels while another waits for Triton's interpreter, which needs none of them.
+    With a cold cache, one worker compiles numba's kernels while another waits for Triton's interpreter, which needs
+    none of them.
     """
     first = ["test_interpreted.py", "test_notebooks.py"]
     items.sort(key=lambda item: first.index(item.path.name) if item.path.name in first else len(first))

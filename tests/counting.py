@@ -8,7 +8,9 @@ from typing import Any
 
 
 class Calls:
-    """Use as `with Calls() as calls:`; `calls.n` is how often a function, Python's or built in, was called or was left by then."""
+    """Use as `with Calls() as calls:`; `calls.n` is how often a function, Python's or built in, was called or was left
+    by then.
+    """
 
     def __init__(self) -> None:
         self.n = 0

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 TYPES = {
-    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32", torch.uint8: "*u8",
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64", torch.int32: "*i32",
+    torch.uint8: "*u8",
 }  # fmt: skip
 SHARED_BYTES = 227 << 10
 """That a block of sm_90 may use."""
@@ -34,7 +35,9 @@ class Recorder:
     def __init__(self) -> None:
         self.compiled: list[Compiled] = []
 
-    def launch(self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 1, **constants: Any) -> None:
+    def launch(
+        self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int = 4, num_stages: int = 1, **constants: Any
+    ) -> None:
         import triton
         from triton.backends.compiler import GPUTarget
         from triton.compiler import ASTSource
@@ -43,7 +46,9 @@ class Recorder:
             return
         signature, attributes, values = dict[str, str](), dict[tuple[int, ...], list[list[object]]](), dict(constants)
         for i, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=False)):
-            signature[name] = TYPES[arg.dtype] if isinstance(arg, Tensor) else "fp32" if isinstance(arg, float) else "i32"
+            signature[name] = (
+                TYPES[arg.dtype] if isinstance(arg, Tensor) else "fp32" if isinstance(arg, float) else "i32"
+            )
             if isinstance(arg, int) and arg == 1:  # as a launch does
                 signature[name], values[name] = "constexpr", 1
             elif isinstance(arg, Tensor) or (isinstance(arg, int) and arg % 16 == 0):
@@ -63,5 +68,7 @@ def _spilled(cubin: bytes) -> int:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True).stdout
+        text = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
     return int(re.search(r"STACK:(\d+)", text)[1])  # type: ignore[index]

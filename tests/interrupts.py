@@ -1,7 +1,8 @@
-"""A Ctrl-C at every bytecode: what runs is traced, and at the chosen place the signal is raised as Python would raise it.
+"""A Ctrl-C at every bytecode: what runs is traced, and at the chosen place the signal is raised as Python would raise
+it.
 
-A place is a bytecode of the library that runs, the first time that it does. By default some of them are tried, and where functions of
-chosen files begin and end: there it is that no `try` helps. `INTERRUPTS=all` tries each.
+A place is a bytecode of the library that runs, the first time that it does. By default some of them are tried, and
+where functions of chosen files begin and end: there it is that no `try` helps. `INTERRUPTS=all` tries each.
 """
 
 from __future__ import annotations
@@ -76,7 +77,9 @@ def interrupted(call: Callable[[], Any], chosen: Place | None) -> tuple[Outcome,
 
 
 def try_places(
-    attempt: Callable[[], tuple[Callable[[], Any], Callable[[Outcome], None]]], n_default: int, edges: tuple[str, ...] = ()
+    attempt: Callable[[], tuple[Callable[[], Any], Callable[[Outcome], None]]],
+    n_default: int,
+    edges: tuple[str, ...] = (),
 ) -> int:
     """Interrupt a call at its places, one after the other.
 
@@ -91,7 +94,9 @@ def try_places(
     outcome, places = interrupted(call, None)
     assert outcome.has_returned and not outcome.was_interrupted
     verify(outcome)
-    chosen = places if TRIES_ALL else list(dict.fromkeys([*places[:: len(places) // n_default + 1], *_edges(places, edges)]))
+    chosen = (
+        places if TRIES_ALL else list(dict.fromkeys([*places[:: len(places) // n_default + 1], *_edges(places, edges)]))
+    )
     n_tried = 0
     for place in chosen:
         call, verify = attempt()

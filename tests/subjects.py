@@ -39,7 +39,14 @@ SUBJECTS = (
     *("toy", "toy-attention", "toy-recurrent", "toy-window", "jamba", "mamba", "toy replay", "mamba replay"),
     *("toy-sparse", "toy-attention-sparse", "toy-sparse replay", "toy-quest", "toy-attention-quest"),
     *("toy-4-bit", "toy-attention-8-bit", "toy-float8"),
-    *("toy-h2o", "toy-attention-recent-2-bit", "toy-knorm-float8", "toy-attention-tova-4-bit", "toy-scissorhands", "toy-snapkv-8-bit"),
+    *(
+        "toy-h2o",
+        "toy-attention-recent-2-bit",
+        "toy-knorm-float8",
+        "toy-attention-tova-4-bit",
+        "toy-scissorhands",
+        "toy-snapkv-8-bit",
+    ),
     *("toy-attention-pyramid", "toy-expected-4-bit", "toy-quest-4-bit", "toy-attention-quest-float8"),
     *(f"family:{name}" for name in FAMILIES),
     "family:gated_delta defer",
@@ -71,7 +78,8 @@ SUBJECTS = (
 """Models, and how their memories fold: "keep" unless named."""
 
 POLICIES: dict[str, Budget] = {
-    "sparse": H2O(512, every=4),  # rows fold and none is forgotten: what is remembered does not depend on when they fold
+    # rows fold and none is forgotten: what is remembered does not depend on when they fold
+    "sparse": H2O(512, every=4),
     "h2o": H2O(9, recent=2, every=4),
     "recent": Recent(9, sinks=2, every=4),
     "knorm": KNorm(9, every=4),
@@ -80,15 +88,24 @@ POLICIES: dict[str, Budget] = {
     "snapkv": SnapKV(9, recent=2, observed=3, kernel=3, every=4),
     "pyramid": PyramidKV(9, recent=1, observed=3, kernel=3, every=4),
     "expected": ExpectedAttention(9, recent=2, every=4),
-    "quest": Quest(16, recent=1, select_up_to=10**6),  # far less than everything, chosen by what a position and the rows up to it are
+    # far less than everything, chosen by what a position and the rows up to it are
+    "quest": Quest(16, recent=1, select_up_to=10**6),
 }
 
-STORAGES = {"8-bit": Quantized(8, group=4), "4-bit": Quantized(4, group=8), "2-bit": Quantized(2, group=8), "float8": Float8(group=4)}
+STORAGES = {
+    "8-bit": Quantized(8, group=4),
+    "4-bit": Quantized(4, group=8),
+    "2-bit": Quantized(2, group=8),
+    "float8": Float8(group=4),
+}
 
 IS_FULL = os.environ.get("CONFORMANCE") == "full"
-"""Whether products of parameters run whole, for an hour; else a part of them, which `tests/conformance/conftest.py` chooses."""
+"""Whether products of parameters run whole, for an hour; else a part of them, which `tests/conformance/conftest.py`
+chooses.
+"""
 
-if IS_FULL or os.environ.get("CONFORMANCE") == "kinds":  # every policy with every storage, on a hybrid and on attention alone
+# every policy with every storage, on a hybrid and on attention alone
+if IS_FULL or os.environ.get("CONFORMANCE") == "kinds":
     pairs = itertools.product(("toy", "toy-attention"), POLICIES, ("", *(f"-{storage}" for storage in STORAGES)))
     SUBJECTS = tuple(dict.fromkeys((*SUBJECTS, *(f"{toy}-{policy}{storage}" for toy, policy, storage in pairs))))
 
@@ -113,17 +130,21 @@ class Subject:
     def reaches_everything(self) -> bool:
         """Whether any position can be returned to: where attention alone remembers, and sees everything."""
         attention = [memory for layer in self.spec.layers for memory in layer if isinstance(memory, AttentionSpec)]
-        forgets = any(m.window is not None or isinstance(m.policy, EvictionPolicy) or m.storage is not None for m in attention)
+        forgets = any(
+            m.window is not None or isinstance(m.policy, EvictionPolicy) or m.storage is not None for m in attention
+        )
         return not forgets and len(attention) == sum(map(len, self.spec.layers))
 
     @property
     def is_lossy(self) -> bool:
-        """Whether old rows are not what they were: then outputs depend on when rows folded, and on nothing else that was dropped."""
+        """Whether old rows are not what they were: then outputs depend on when rows folded, and on nothing else that
+        was dropped.
+        """
         return self.storage is not None or (isinstance(self.policy, EvictionPolicy) and self.policy.budget_tokens < 512)
 
     @property
     def page_tokens(self) -> int:
-        """The usual number, or what divides the small groups of the storages above and suits a small budget of pages."""
+        """The usual number, or what divides the small groups of the storages above and suits a budget of few pages."""
         return 16 if self.storage is None and not isinstance(self.policy, Quest) else 4
 
     def memory(self, rollback_window: int = 8, budget: int | str = "2MiB", page_tokens: int = 4) -> HybridMemory:
@@ -143,15 +164,20 @@ class Subject:
             memory.check()
         return torch.cat(logits)
 
-    def feed_together(self, memory: HybridMemory, requests: Mapping[Sequence, StepsOf[list[int]]]) -> dict[Sequence, Tensor]:
+    def feed_together(
+        self, memory: HybridMemory, requests: Mapping[Sequence, StepsOf[list[int]]]
+    ) -> dict[Sequence, Tensor]:
         return feed_together(self.model, memory, requests)
 
-    def fresh(self, steps: list[list[int]], rollback_window: int = 8, *, detours: dict[int, int] | None = None) -> Tensor:
-        """Logits of a sequence in a memory of its own that saw only these steps; computed once, as many tests ask for the same ones.
+    def fresh(
+        self, steps: list[list[int]], rollback_window: int = 8, *, detours: dict[int, int] | None = None
+    ) -> Tensor:
+        """Logits of a sequence in a memory of its own that saw only these steps; computed once, as many tests ask for
+        the same ones.
 
         Args:
-            detours: position -> tokens that another sequence took back there. A lossy subject's oracle does so too, with other
-                tokens, for its rows to fold at the same points.
+            detours: position -> tokens that another sequence took back there. A lossy subject's oracle does so too,
+                with other tokens, for its rows to fold at the same points.
         """
         detours = detours if self.is_lossy and detours else {}
         asked = repr((steps, rollback_window, detours))
@@ -171,7 +197,9 @@ class Subject:
         return torch.cat(logits)
 
     def cut(self, steps: list[list[int]]) -> list[list[int]]:
-        """All tokens at once, where how they are cut into steps makes no difference: a step sees a body as it was before."""
+        """All tokens at once, where how they are cut into steps makes no difference: a step sees a body as it was
+        before.
+        """
         return steps if self.is_lossy else [[token for tokens in steps for token in tokens]]
 
     def assert_same(self, actual: Tensor, expected: Tensor, *, bits: bool = False) -> None:
@@ -186,7 +214,9 @@ class Subject:
         assert worst <= allowed, f"{worst} is more than {allowed}"
 
 
-def feed_together(model: LanguageModel, memory: HybridMemory, requests: Mapping[Sequence, StepsOf[list[int]]]) -> dict[Sequence, Tensor]:
+def feed_together(
+    model: LanguageModel, memory: HybridMemory, requests: Mapping[Sequence, StepsOf[list[int]]]
+) -> dict[Sequence, Tensor]:
     """Feed several sequences, the n-th steps of all of them in one; the logits of each one's tokens."""
     logits: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in requests}
     for n in range(max(map(len, requests.values()))):
@@ -202,14 +232,21 @@ def make_subject(name: str, folder: Path, device: torch.device = HOST, dtype: to
     name, _, fold = name.partition(" ")
     if name.startswith("family:"):
         family = FAMILIES[name.removeprefix("family:")]
-        is_exact = family.is_exact and device == HOST  # a GPU runs many tokens as products of matrices, and few one by one
+        # a GPU runs many tokens as products of matrices, and few one by one
+        is_exact = family.is_exact and device == HOST
         return Subject(name, fold or "keep", FamilyToy(family, device), is_exact=is_exact)  # type: ignore[arg-type]
     if name.startswith("model:"):
         checkpoints.write_checkpoint(folder, checkpoints.CONFIGS[name.removeprefix("model:")]())
         return Subject(name, fold or "keep", load_model(folder, device=device, dtype=dtype), is_exact=False)  # type: ignore[arg-type]
     if name.startswith("toy"):
         window = 5 if name == "toy-window" else None
-        model = Toy(attention=name != "toy-recurrent", recurrent="attention" not in name, window=window, dtype=dtype, device=device)
+        model = Toy(
+            attention=name != "toy-recurrent",
+            recurrent="attention" not in name,
+            window=window,
+            dtype=dtype,
+            device=device,
+        )
         policy = next((policy for label, policy in POLICIES.items() if f"-{label}" in name), None)
         storage = next((storage for label, storage in STORAGES.items() if label in name), None)
         return Subject(name, fold or "keep", model, is_exact=True, policy=policy, storage=storage)  # type: ignore[arg-type]
@@ -222,13 +259,16 @@ def write_checkpoint(name: str, folder: Path) -> None:
     """A small random checkpoint, its weights enlarged until states matter."""
     if name == "jamba":
         config = JambaConfig(
-            vocab_size=53, hidden_size=24, intermediate_size=32, num_hidden_layers=4, num_attention_heads=6, num_key_value_heads=2,
-            attn_layer_period=3, attn_layer_offset=1, expert_layer_period=2, expert_layer_offset=1, num_experts=3,
-            num_experts_per_tok=3, mamba_d_state=5, mamba_d_conv=4, mamba_dt_rank=3,
+            vocab_size=53, hidden_size=24, intermediate_size=32, num_hidden_layers=4, num_attention_heads=6,
+            num_key_value_heads=2, attn_layer_period=3, attn_layer_offset=1, expert_layer_period=2,
+            expert_layer_offset=1, num_experts=3, num_experts_per_tok=3, mamba_d_state=5, mamba_d_conv=4,
+            mamba_dt_rank=3,
         )  # fmt: skip
         hf: torch.nn.Module = JambaForCausalLM(config)
     else:
-        hf = MambaForCausalLM(MambaConfig(vocab_size=53, hidden_size=24, num_hidden_layers=3, state_size=5, conv_kernel=3))
+        hf = MambaForCausalLM(
+            MambaConfig(vocab_size=53, hidden_size=24, num_hidden_layers=3, state_size=5, conv_kernel=3)
+        )
     with torch.no_grad():
         for parameter_name, parameter in hf.named_parameters():
             if parameter.dim() >= 2 and "A_log" not in parameter_name:

@@ -14,7 +14,9 @@ SOURCES = sorted(p for package in ("memory", "models", "chat", "training") for p
 
 
 def test_imports_run_one_way() -> None:
-    found = subprocess.run([sys.executable, "-m", "importlinter.cli", "lint"], cwd=ROOT, capture_output=True, text=True, check=False)
+    found = subprocess.run(
+        [sys.executable, "-m", "importlinter.cli", "lint"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
     assert found.returncode == 0, found.stdout + found.stderr
 
 
@@ -29,7 +31,8 @@ def test_files_and_functions_stay_short(path: Path) -> None:
 
 def test_memory_imports_nothing_heavy() -> None:
     """`import memory` brings torch and numpy, not transformers, numba's compiler or triton."""
-    code = "import sys, memory; print([m for m in ('transformers', 'triton.language', 'safetensors', 'rich', 'typer') if m in sys.modules])"
+    heavy = ("transformers", "triton.language", "safetensors", "rich", "typer")
+    code = f"import sys, memory; print([m for m in {heavy} if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "[]"
 

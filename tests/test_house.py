@@ -1,4 +1,6 @@
-"""The house in numbers: how many flat files a folder may have, how long files are, and what the pages about the house name."""
+"""The house in numbers: how many flat files a folder may have, how long files are, and what the pages about the house
+name.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +52,8 @@ def test_pages_name_files_that_exist(page: str) -> None:
 
 
 def test_the_list_of_changes_and_the_glossary_are_whole() -> None:
-    rows = re.findall(r"^\| (?!to change|---)(.+?) \|", (ROOT / "docs" / "where-to-change.md").read_text(), re.MULTILINE)
+    rows = re.findall(
+        r"^\| (?!to change|---)(.+?) \|", (ROOT / "docs" / "where-to-change.md").read_text(), re.MULTILINE
+    )
     words = re.findall(r"^\| (?!word \||---)(.+?) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
     assert len(rows) == 20 and len(words) >= 48 and len(set(words)) == len(words)

@@ -1,4 +1,6 @@
-"""Each notebook runs from top to bottom in a kernel of its own and ends in assertions; the files hold source and nothing else."""
+"""Each notebook runs from top to bottom in a kernel of its own and ends in assertions; the files hold source and
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _CELL_SECONDS = 300
 
 @every_notebook
 def test_runs(path: Path, tmp_path: Path) -> None:
-    """In an empty folder, whether or not the library is installed, and without what the user's IPython would start with."""
+    """In an empty folder, whether or not the library is installed, and without what the user's IPython would start
+    with.
+    """
     (tmp_path / "work").mkdir()
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = os.environ | {

@@ -17,7 +17,8 @@ class Tolerance:
         parity: a logit against transformers' in float32, absolute; the logits of the tests have a std of at least 1.
         parity_rms: all logits against transformers' in float32, root mean square, of their std.
         split: logits of the same tokens fed in other steps, of the logits' spread.
-        replay: logits after a rollback where a replay runs a matrix product or steps differ in shape, of the logits' spread.
+        replay: logits after a rollback where a replay runs a matrix product or steps differ in shape, of the logits'
+            spread.
     """
 
     kernel: float

@@ -1,8 +1,8 @@
 """A tiny hybrid model on the public API, with every shape of memory that a model may have.
 
-Layer 0 is grouped-query attention; layer 1 owns two recurrences; layer 2 runs attention, over a window if there is one, and a
-recurrence side by side; layer 3 remembers nothing. There is no matrix product: each output row is computed from its own row
-alone, in the same order whatever else is in the batch, so that equal histories must give equal bits.
+Layer 0 is grouped-query attention; layer 1 owns two recurrences; layer 2 runs attention, over a window if there is one,
+and a recurrence side by side; layer 3 remembers nothing. There is no matrix product: each output row is computed from
+its own row alone, in the same order whatever else is in the batch, so that equal histories must give equal bits.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def delta(state: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], T
 
 
 class FamilyToy:
-    """A model around one recurrence: rows between -1 and 1 from the tokens and from a convolution-free mix of what came out before."""
+    """A model around one recurrence: rows between -1 and 1 from the tokens and from a convolution-free mix of what came
+    out before.
+    """
 
     def __init__(self, family: Family, device: torch.device = HOST) -> None:
         generator = torch.Generator().manual_seed(11)
@@ -87,8 +89,8 @@ class Toy:
     """`logits = model(step)` as any model of this library."""
 
     def __init__(
-        self, *, attention: bool = True, recurrent: bool = True, window: int | None = None, dtype: torch.dtype = torch.float32,
-        device: torch.device = HOST,
+        self, *, attention: bool = True, recurrent: bool = True, window: int | None = None,
+        dtype: torch.dtype = torch.float32, device: torch.device = HOST,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(7)
 
@@ -128,11 +130,15 @@ class Toy:
             q, k, v = project(x, self._qkv2).reshape(n_tokens, 3, 1, 4).unbind(1)
             parts[0] = step.attend(2, q, k, v).flatten(1)
         if self._has_recurrent:
-            parts[1] = step.recur(2, torch.tanh(project(x, self._delta)).reshape(n_tokens, 2, 4), Fold(delta)).to(x.dtype)
+            parts[1] = step.recur(2, torch.tanh(project(x, self._delta)).reshape(n_tokens, 2, 4), Fold(delta)).to(
+                x.dtype
+            )
         x = x + torch.tanh(project(torch.cat(parts, -1), self._out2))
         return project(step.select(x), self._head)
 
 
 def attention_at(memory: HybridMemory, position: int) -> Any:
     """The place of a model's attention of this number: `.memory` and, in it, `.number`."""
-    return next(p for (_, kind, _), p in memory._coordinator.places.items() if kind == "attention" and p.position == position)
+    return next(
+        p for (_, kind, _), p in memory._coordinator.places.items() if kind == "attention" and p.position == position
+    )

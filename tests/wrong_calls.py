@@ -40,5 +40,8 @@ def assert_refused(rows: Iterable[Row], names: dict[str, Any], memories: Iterabl
 def picture_of(memory: HybridMemory) -> Callable[[], tuple[Any, ...]]:
     """What a wrong call must leave as it is: bytes by place, and the length of each open sequence."""
     usage = memory.usage()
-    held = dict(usage.held), {id: (s.n_tokens, s.is_checkpoint, dict(s.held), s.swapped_bytes) for id, s in usage.by_sequence.items()}
+    held = (
+        dict(usage.held),
+        {id: (s.n_tokens, s.is_checkpoint, dict(s.held), s.swapped_bytes) for id, s in usage.by_sequence.items()},
+    )
     return lambda: held

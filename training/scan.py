@@ -1,7 +1,7 @@
 """A differentiable selective scan for training on a CPU.
 
-Same formula as `memory.recurrences.mamba1` (Gu & Dao 2023, eq. 2): h = exp(dt A) h + dt B x, y = C h, with a backward pass.
-States of all positions are kept for the backward pass: B * T * N * E float32 values.
+Same formula as `memory.recurrences.mamba1` (Gu & Dao 2023, eq. 2): h = exp(dt A) h + dt B x, y = C h, with a backward
+pass. States of all positions are kept for the backward pass: B * T * N * E float32 values.
 
 Shapes: B sequences, T positions, E channels, N states a channel.
 """

@@ -2,8 +2,9 @@
 
     python -m training.train_embedded --out models/embedded
 
-The model class and the file layout are transformers' own; only its selective scan, a Python loop, is replaced while training.
-Everything is seeded: 3,700 steps, about 45 minutes on 2 busy cores. Accuracy is measured on (topic, value) pairs never trained on.
+The model class and the file layout are transformers' own; only its selective scan, a Python loop, is replaced while
+training. Everything is seeded: 3,700 steps, about 45 minutes on 2 busy cores. Accuracy is measured on (topic, value)
+pairs never trained on.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Stage:
-    """`curriculum`: (until this share of the steps, tokens a dialogue, dialogues a batch); `invented`: share of made-up names."""
+    """`curriculum`: (until this share of the steps, tokens a dialogue, dialogues a batch); `invented`: share of made-up
+    names.
+    """
 
     steps: int
     peak_rate: float
@@ -57,16 +60,21 @@ DISTANCES = ((0, "unknown"), (100, "1-100"), (200, "101-200"), (400, "201-400"),
 
 
 def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 1,024 tokens, learnt from 3,000 dialogues: most words are one token, any text can be written."""
+    """A byte-level BPE of 1,024 tokens, learnt from 3,000 dialogues: most words are one token, any text
+    can be written."""
     rng = random.Random(seed)
     texts = (m["content"] for _ in range(3000) for m in messages(make_dialogue(rng, 20, held_out=None)))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=1024, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024, special_tokens=SPECIAL_TOKENS, initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(texts, trainer)
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|end|>")
+    wrapped = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|pad|>", bos_token="<|bos|>", eos_token="<|end|>"
+    )
     wrapped.chat_template = CHAT_TEMPLATE
     return wrapped
 
@@ -81,7 +89,8 @@ def make_model(vocab_size: int) -> JambaForCausalLM:
     )  # fmt: skip
     model = JambaForCausalLM(config)
     for layer in model.model.layers:
-        if hasattr(layer, "mamba"):  # time steps from 0.001 to 0.1, as mamba-ssm initialises them; transformers leaves them near 0.7
+        # time steps from 0.001 to 0.1, as mamba-ssm initialises them; transformers leaves them near 0.7
+        if hasattr(layer, "mamba"):
             dt = torch.exp(torch.empty_like(layer.mamba.dt_proj.bias).uniform_(-6.9, -2.3))
             layer.mamba.dt_proj.bias.data = dt + torch.log(-torch.expm1(-dt))
     return model
@@ -117,7 +126,9 @@ def make_batch(
 def measure(
     model: JambaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, n_dialogues: int, invented: float = 0.0
 ) -> dict[str, float]:
-    """Share of held-out questions answered without one wrong token, by distance in tokens from the last mention of the fact."""
+    """Share of held-out questions answered without one wrong token, by distance in tokens from the last mention of the
+    fact.
+    """
     rng, right, asked = random.Random(seed), {}, {}
     model.eval()
     for _ in range(n_dialogues):
@@ -167,7 +178,9 @@ def train(
     out: Annotated[Path, typer.Option(help="folder the checkpoint is written to")] = Path("models/embedded"),
     seed: int = 0,
     threads: int = 2,
-    resume: Annotated[Path | None, typer.Option(help="a checkpoint of the first stage; only the second one is run")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="a checkpoint of the first stage; only the second one is run")
+    ] = None,
 ) -> None:
     """Train, measure on held-out dialogues, and write the checkpoint (and one of the first stage beside it)."""
     torch.manual_seed(seed)
@@ -178,7 +191,10 @@ def train(
     first = 0 if resume is None else 1
     for i, stage in list(enumerate(STAGES))[first:]:
         run_stage(stage, model.train(), tokenizer, seed + 1 + i)
-        measured = {name: measure(model, tokenizer, 99, 300, invented) for name, invented in (("held_out", 0.0), ("made_up", 1.0))}
+        measured = {
+            name: measure(model, tokenizer, 99, 300, invented)
+            for name, invented in (("held_out", 0.0), ("made_up", 1.0))
+        }
         print(json.dumps(measured), flush=True)
         folder = out if i == len(STAGES) - 1 else out.with_name(f"{out.name}-stage-{i + 1}")
         model.save_pretrained(folder)

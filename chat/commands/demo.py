@@ -1,7 +1,7 @@
 """The demo: many users talk to one model at once, and every answer can be checked.
 
-A leak between users, a wrong rollback or a fork that shares too much turns into a wrong word. Nothing is scripted on the
-model's side: what is remembered and judged is what it generated, greedily, token by token.
+A leak between users, a wrong rollback or a fork that shares too much turns into a wrong word. Nothing is scripted on
+the model's side: what is remembered and judged is what it generated, greedily, token by token.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def run_demo(
         n_turns: of each user's dialogue; at least 2, a fact and a question.
         on_word: watches the replies grow.
     Raises:
-        SpecError, FormatError: numbers or a tokenizer that cannot work. Whatever the memory raises, IntegrityError included.
+        SpecError, FormatError: numbers or a tokenizer that cannot work. Whatever the memory raises, IntegrityError
+            included.
     """
     if n_users < 2 or n_turns < 2:
         raise SpecError(f"{n_users} users with {n_turns} turns each; the demo needs at least 2 of both")
@@ -106,7 +107,8 @@ class _Scenes:
         return self._player.play("dialogue", list(zip(users, dialogues, strict=True)))
 
     def edit(self, report: Report, user: Conversation, *strangers: Conversation, n_later: int) -> None:
-        """The user states a fact and chats on for `n_later` turns; all that is taken back, another value is stated and asked for.
+        """The user states a fact and chats on for `n_later` turns; all that is taken back, another value is stated and
+        asked for.
 
         Args:
             strangers: have not told anything about the topic either.
@@ -116,7 +118,9 @@ class _Scenes:
         first = choose_value(rng, topic, held_out=True)
         second = choose_value(rng, topic, held_out=True, but_not=first)
         before, mark = user.copy(user.name, user.sequence), self._memory.checkpoint(user.sequence)
-        self._player.play("taken back", [(user, [statement(rng, topic, first), *(small_talk(rng) for _ in range(n_later))])])
+        self._player.play(
+            "taken back", [(user, [statement(rng, topic, first), *(small_talk(rng) for _ in range(n_later))])]
+        )
 
         kept = mark.length
         is_in_window = kept >= user.sequence.horizon
@@ -139,7 +143,9 @@ class _Scenes:
         right = choose_value(rng, topic, held_out=True, but_not=left)
         kept, n_fed = user.sequence.length, self._player.engine.stats.n_fed
         forks = [user.copy(f"{user.name}, fork {name}", self._memory.fork(user.sequence)) for name in "AB"]
-        scripts = [(f, [statement(rng, topic, v), question(rng, topic, v)]) for f, v in zip(forks, (left, right), strict=True)]
+        scripts = [
+            (f, [statement(rng, topic, v), question(rng, topic, v)]) for f, v in zip(forks, (left, right), strict=True)
+        ]
         report.answers += self._player.play("forked", [*scripts, (user, [question(rng, topic, None)])])
         n_new = sum(c.sequence.length - kept for c in (*forks, user))
         n_fed = self._player.engine.stats.n_fed - n_fed

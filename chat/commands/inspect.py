@@ -15,10 +15,14 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="a saved sequence, the folder of a saved chat, a model's folder or its config.json")],
+    file: Annotated[
+        Path, typer.Argument(help="a saved sequence, the folder of a saved chat, a model's folder or its config.json")
+    ],
     is_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """What a file holds and whether it is whole: saved sequences and chats, models and their configs. Nothing is loaded or changed."""
+    """What a file holds and whether it is whole: saved sequences and chats, models and their configs.
+    Nothing is loaded or changed.
+    """
     from chat.commands.inspection import inspect_path
     from chat.console import make_console
 
@@ -30,7 +34,9 @@ def inspect(
 
 
 def _show(console: Console, finding: Finding) -> None:
-    """Every string may be another's, so none is read as markup, and none reaches the terminal with control characters in it."""
+    """Every string may be another's, so none is read as markup, and none reaches the terminal with control characters
+    in it.
+    """
     from rich.table import Table
     from rich.text import Text
 
@@ -61,7 +67,9 @@ def _show(console: Console, finding: Finding) -> None:
             table.add_column(heading)
         table.add_column("bytes", justify="right")
         for tensor in finding.largest:
-            table.add_row(text(tensor.name), text(tensor.dtype), "×".join(map(str, tensor.shape)), format_bytes(tensor.n_bytes))
+            table.add_row(
+                text(tensor.name), text(tensor.dtype), "×".join(map(str, tensor.shape)), format_bytes(tensor.n_bytes)
+            )
         console.print(table)
     for part in finding.parts:
         _show(console, part)

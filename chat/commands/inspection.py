@@ -1,4 +1,6 @@
-"""What a file is: a saved sequence, a saved chat, a model's checkpoint or its config; what it holds, and whether it is whole."""
+"""What a file is: a saved sequence, a saved chat, a model's checkpoint or its config; what it holds, and whether it is
+whole.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,10 @@ def inspect_path(path: Path) -> Finding:
             return _inspect_chat(path)
         if (path / "config.json").exists():
             return _inspect_model(path)
-        raise FormatError(f"{path} holds neither {SESSION_FILE} nor config.json; give a saved sequence, a saved chat, or a model's folder")
+        raise FormatError(
+            f"{path} holds neither {SESSION_FILE} nor config.json; give a saved sequence, a saved chat, or a model's "
+            "folder"
+        )
     if not path.exists():
         raise FormatError(f"there is no {path}; give a saved sequence, a saved chat, or a model's folder")
     if path.name == SESSION_FILE:
@@ -84,15 +89,19 @@ def _inspect_sequence(path: Path) -> Finding:
         if isinstance(layers := signature.get("layers"), list):
             signature["layers"] = len(layers)
         facts = {
-            "format": f"hybrid-memory sequence, version {about['version']}", "model": str(about.get("model")), "tokens": int(tokens.size),
-            "furthest position": int(about["peak"]), "dropped before": [int(x) for x in about["seams"]],
+            "format": f"hybrid-memory sequence, version {about['version']}", "model": str(about.get("model")),
+            "tokens": int(tokens.size), "furthest position": int(about["peak"]),
+            "dropped before": [int(x) for x in about["seams"]],
             **{str(name).replace("_", " "): value for name, value in signature.items()}, "positions": records,
         }  # fmt: skip
         by_kind = {"tokens": int(tokens.nbytes)}
         for name, blocks in snapshot.blocks.items():
             role = str(name).rpartition("/")[2]
             by_kind[role] = by_kind.get(role, 0) + int(blocks.nbytes)
-        tensors = [Stored(str(n), str(b.dtype).removeprefix("torch."), tuple(b.shape), int(b.nbytes)) for n, b in snapshot.blocks.items()]
+        tensors = [
+            Stored(str(n), str(b.dtype).removeprefix("torch."), tuple(b.shape), int(b.nbytes))
+            for n, b in snapshot.blocks.items()
+        ]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise FormatError(f"{path} contradicts itself ({error!r}); save the sequence again") from error
     return Finding("saved sequence", str(path), True, facts, by_kind, _largest(tensors))
@@ -104,10 +113,11 @@ def _inspect_chat(folder: Path) -> Finding:
         messages, name = list(about["messages"]), about["memory"]
         roles = Counter(str(message["role"]) for message in messages)
         facts = {
-            "format": f"{about['format']}, version {about['version']}", "model": str(about["model"]), "messages": len(messages),
-            **{f"by {role}": n for role, n in roles.items()}, "heard": int(about["n_heard"]),
+            "format": f"{about['format']}, version {about['version']}", "model": str(about["model"]),
+            "messages": len(messages), **{f"by {role}": n for role, n in roles.items()}, "heard": int(about["n_heard"]),
             "tokens chosen by the model": sum(len(message["token_ids"]) for message in messages),
-            "tokens a reply": int(about["max_tokens"]), "sampling": dict(about["sampling"]), "stop": list(about["stop"]),
+            "tokens a reply": int(about["max_tokens"]), "sampling": dict(about["sampling"]),
+            "stop": list(about["stop"]),
         }  # fmt: skip
         if name is not None and (not isinstance(name, str) or Path(name).name != name):
             raise ValueError(f"memory {name!r}")
@@ -115,7 +125,9 @@ def _inspect_chat(folder: Path) -> Finding:
         raise FormatError(f"{folder / SESSION_FILE} contradicts itself ({error!r}); save the session again") from error
     by_kind = {SESSION_FILE: (folder / SESSION_FILE).stat().st_size}
     parts = () if name is None else (_inspect_sequence(folder / name),)
-    return Finding("saved chat", str(folder), True, facts, by_kind | {p.path: sum(p.by_kind.values()) for p in parts}, parts=parts)
+    return Finding(
+        "saved chat", str(folder), True, facts, by_kind | {p.path: sum(p.by_kind.values()) for p in parts}, parts=parts
+    )
 
 
 def _inspect_model(path: Path) -> Finding:
@@ -125,7 +137,9 @@ def _inspect_model(path: Path) -> Finding:
     if "architectures" not in raw and "model_type" not in raw:
         raise FormatError(f"{config_path} describes no model: it names no architecture; give a model's config.json")
     names = raw.get("architectures")
-    facts: dict[str, Any] = {"architecture": str(names[0]) if isinstance(names, list) and names else f"unnamed ({raw.get('model_type')})"}
+    facts: dict[str, Any] = {
+        "architecture": str(names[0]) if isinstance(names, list) and names else f"unnamed ({raw.get('model_type')})"
+    }
     has_weights = path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")))
     checkpoint = UnreadCheckpoint(path, torch.float32) if has_weights else None
     try:
@@ -133,7 +147,8 @@ def _inspect_model(path: Path) -> Finding:
     except (UnsupportedModelError, FormatError) as error:
         facts["loads"] = f"no: {error}"
     stored = [] if checkpoint is None else [
-        Stored(name, dtype, shape, math.prod(shape) * _item_bits(dtype) // 8) for name, (dtype, shape) in checkpoint.stored.items()
+        Stored(name, dtype, shape, math.prod(shape) * _item_bits(dtype) // 8) for name,
+        (dtype, shape) in checkpoint.stored.items()
     ]  # fmt: skip
     by_kind: Counter[str] = Counter()
     for tensor in stored:
@@ -142,17 +157,27 @@ def _inspect_model(path: Path) -> Finding:
 
 
 def _describe_model(path: Path, raw: dict[str, Any], checkpoint: UnreadCheckpoint | None) -> dict[str, Any]:
-    """What a model of this config is. With weights, names and shapes of all tensors are compared with what it asks for."""
+    """What a model of this config is.
+    With weights, names and shapes of all tensors are compared with what it asks for."""
     config, model_class = read_config(path)
     spec = build(model_class, config, checkpoint or DryCheckpoint(config.architectures[0], torch.float32)).memory_spec
     if raw.get("quantization_config"):
         raise UnsupportedModelError("its weights are quantised; give a checkpoint that stores them in 16 or 32 bits")
     dtype = config.dtype or config.get_text_config().dtype
-    facts = {"dtype": str(dtype).removeprefix("torch."), "vocabulary": spec.vocab_size, "layers": len(spec.layers), **_layers_by_kind(spec)}
+    facts = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "vocabulary": spec.vocab_size,
+        "layers": len(spec.layers),
+        **_layers_by_kind(spec),
+    }
     if checkpoint is None:
         return facts | {"loads": "its config does; there are no weights beside it"}
     left = checkpoint.leftovers("lm_head.weight")
-    return facts | {"tensors": len(checkpoint), **({"tensors that nobody asks for": left[:MOST_TENSORS]} if left else {}), "loads": "yes"}
+    return facts | {
+        "tensors": len(checkpoint),
+        **({"tensors that nobody asks for": left[:MOST_TENSORS]} if left else {}),
+        "loads": "yes",
+    }
 
 
 def _layers_by_kind(spec: MemorySpec) -> dict[str, str]:

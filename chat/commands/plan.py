@@ -16,19 +16,29 @@ Option = typer.Option
 
 
 def plan(
-    model: Annotated[str, Option(help='a checkpoint\'s folder, a config.json, a hub id, or "embedded"; weights are not read')] = "embedded",
+    model: Annotated[
+        str, Option(help='a checkpoint\'s folder, a config.json, a hub id, or "embedded"; weights are not read')
+    ] = "embedded",
     budget: Annotated[str, Option(help="bytes for memories, such as 80GiB")] = "1GiB",
     context: Annotated[str, Option(help="tokens that a session may grow to, such as 32k (k is 1,024)")] = "32k",
-    window: Annotated[int, Option(min=0, help="tokens that can be taken back without a checkpoint: the rollback window")] = 64,
+    window: Annotated[
+        int, Option(min=0, help="tokens that can be taken back without a checkpoint: the rollback window")
+    ] = 64,
     keep: Annotated[str, Option(help="share of the context that eviction policies keep")] = "20%",
     device: Annotated[str, Option(help="where the memory would live; a CPU trades bytes for speed")] = "cuda",
     dtype: Annotated[str, Option(help="auto (the checkpoint's own), float32, bfloat16 or float16")] = "auto",
-    state_dtype: Annotated[str, Option(help="of recurrent states: auto (the model's own), float32, bfloat16 or float16")] = "auto",
-    encoder: Annotated[str | None, Option(help="tokens of an encoder's input, for models that have one", show_default=False)] = None,
+    state_dtype: Annotated[
+        str, Option(help="of recurrent states: auto (the model's own), float32, bfloat16 or float16")
+    ] = "auto",
+    encoder: Annotated[
+        str | None, Option(help="tokens of an encoder's input, for models that have one", show_default=False)
+    ] = None,
     weights: Annotated[bool, Option("--weights", help="the budget is for the weights as well, in --dtype")] = False,
     is_json: Annotated[bool, Option("--json", help="print JSON")] = False,
 ) -> None:
-    """How many sessions of a model fit into a budget, from its config alone; what eviction and few bits buy, and what others would take."""
+    """How many sessions of a model fit into a budget, from its config alone; what eviction and few bits buy, and what
+    others would take.
+    """
     from dataclasses import replace
 
     from chat.console import make_console
@@ -42,11 +52,16 @@ def plan(
     language_model, architecture = _read_model(model, dtype)
     budget_bytes, taken = read_budget(budget), weight_bytes(language_model) if weights else None
     if taken is not None and taken >= budget_bytes:
-        raise SpecError(f"weights of {taken:,} bytes leave nothing of a budget of {budget_bytes:,}; give more, or ask without --weights")
-    spec = replace(language_model.memory_spec, device=_read_device(device), model=model).with_state_dtype(_read_state_dtype(state_dtype))
+        raise SpecError(
+            f"weights of {taken:,} bytes leave nothing of a budget of {budget_bytes:,}; give more, or ask without "
+            "--weights"
+        )
+    spec = replace(language_model.memory_spec, device=_read_device(device), model=model).with_state_dtype(
+        _read_state_dtype(state_dtype)
+    )
     question = Question(
-        spec, architecture, budget_bytes - (taken or 0), read_tokens("--context", context), window, read_share("--keep", keep),
-        0 if encoder is None else read_tokens("--encoder", encoder), taken,
+        spec, architecture, budget_bytes - (taken or 0), read_tokens("--context", context), window,
+        read_share("--keep", keep), 0 if encoder is None else read_tokens("--encoder", encoder), taken,
     )  # fmt: skip
     report = make_report(question)
     if is_json:

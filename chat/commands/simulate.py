@@ -36,8 +36,12 @@ def simulate(
     branches: Annotated[float, Option(help="share of turns in which a user branches, once at most")] = 0.08,
     pauses: Annotated[float, Option(help="share of turns after which a user pauses")] = 0.12,
     openings: Annotated[int, Option(min=0, help="different beginnings that users share")] = 4,
-    system: Annotated[str | None, Option(help="one system prompt for all, if the chat template knows that role")] = None,
-    message_tokens: Annotated[int | None, Option(min=1, help="mean length of made-up messages, instead of dialogues")] = None,
+    system: Annotated[
+        str | None, Option(help="one system prompt for all, if the chat template knows that role")
+    ] = None,
+    message_tokens: Annotated[
+        int | None, Option(min=1, help="mean length of made-up messages, instead of dialogues")
+    ] = None,
     reply_tokens: Annotated[int | None, Option(min=1, help="mean length of the replies to them")] = None,
     trace: Annotated[Path | None, Option(help="replay the events of this JSONL file instead")] = None,
     save_trace: Annotated[Path | None, Option(help="write the events to this JSONL file")] = None,
@@ -45,43 +49,79 @@ def simulate(
     device: Annotated[str, Option(help="where the model and its memory live, such as cpu or cuda")] = "cpu",
     dtype: Annotated[str, Option(help="auto (the checkpoint's own), float32, bfloat16 or float16")] = "auto",
     budget: Annotated[str, Option(help="bytes that the memory may use at most; a small one makes users swap")] = "1GiB",
-    host_budget: Annotated[str | None, Option(help="bytes that may be swapped out to host memory; more goes to --swap-dir")] = None,
-    swap_dir: Annotated[Path | None, Option(help="folder for what is swapped out; without --host-budget for all of it")] = None,
+    host_budget: Annotated[
+        str | None, Option(help="bytes that may be swapped out to host memory; more goes to --swap-dir")
+    ] = None,
+    swap_dir: Annotated[
+        Path | None, Option(help="folder for what is swapped out; without --host-budget for all of it")
+    ] = None,
     rollback_window: Annotated[int, Option(min=0, help="tokens that can be taken back without a checkpoint")] = 32,
-    grid_tokens: Annotated[int, Option(min=0, help="new prompts leave a checkpoint at each multiple of this; 0 for none")] = 512,
+    grid_tokens: Annotated[
+        int, Option(min=0, help="new prompts leave a checkpoint at each multiple of this; 0 for none")
+    ] = 512,
     prefixes: Annotated[bool, Option(help="whether prompts go on from what was computed before")] = True,
-    max_running: Annotated[int | None, Option(min=1, help="replies in one step; unless given 64, in a dry run 512")] = None,
-    step_tokens: Annotated[int | None, Option(min=2, help="tokens in one step; unless given 256, in a dry run 4096")] = None,
+    max_running: Annotated[
+        int | None, Option(min=1, help="replies in one step; unless given 64, in a dry run 512")
+    ] = None,
+    step_tokens: Annotated[
+        int | None, Option(min=2, help="tokens in one step; unless given 256, in a dry run 4096")
+    ] = None,
     max_tokens: Annotated[int, Option(min=1, help="of a reply")] = 32,
-    speed: Annotated[str, Option(help='times the wall clock; or "max", by a virtual clock and as fast as it goes')] = "max",
-    is_dry: Annotated[bool, Option("--dry", help="no model: all bookkeeping on device=meta, with made-up replies")] = False,
-    alone: Annotated[str, Option(help='"wrong", "all" or "none": answers to compare with a model that serves nobody else')] = "wrong",
+    speed: Annotated[
+        str, Option(help='times the wall clock; or "max", by a virtual clock and as fast as it goes')
+    ] = "max",
+    is_dry: Annotated[
+        bool, Option("--dry", help="no model: all bookkeeping on device=meta, with made-up replies")
+    ] = False,
+    alone: Annotated[
+        str, Option(help='"wrong", "all" or "none": answers to compare with a model that serves nobody else')
+    ] = "wrong",
     json_file: Annotated[Path | None, Option("--json", help="write the whole report to this file")] = None,
     plots: Annotated[Path | None, Option(help="write plots (PNG) to this folder; needs matplotlib")] = None,
     is_quiet: Annotated[bool, Option("--quiet", help="no live view")] = False,
 ) -> None:
-    """Many users chat, edit, regenerate, branch, pause and leave; answers are checked, latency, tokens and bytes reported.
+    """Many users chat, edit, regenerate, branch, pause and leave; answers are checked, latency, tokens and bytes
+    reported.
 
-    Exits with 1 if an answer is wrong that is right when its user is served alone, if one names what only others told, if a reply
-    fails, or if bytes stay in use.
+    Exits with 1 if an answer is wrong that is right when its user is served alone, if one names what only others told,
+    if a reply fails, or if bytes stay in use.
     """
     running = max_running or (_DRY_RUNNING if is_dry else _RUNNING)
     tokens = step_tokens or max(_DRY_STEP_TOKENS if is_dry else _STEP_TOKENS, 4 * running)
-    habits = (users, turns, rate, think, pause, edits, regenerations, branches, pauses, openings, system, message_tokens, reply_tokens)
+    habits = (
+        users,
+        turns,
+        rate,
+        think,
+        pause,
+        edits,
+        regenerations,
+        branches,
+        pauses,
+        openings,
+        system,
+        message_tokens,
+        reply_tokens,
+    )
     workload, about = _find_workload(habits, seed, trace, save_trace)
     numbers: dict[str, Any] = {
         "budget": budget, "host_budget": host_budget, "swap_dir": swap_dir, "rollback_window": rollback_window,
-        "grid_tokens": grid_tokens if prefixes else None, "step_tokens": tokens, "max_running": running, "max_tokens": max_tokens,
-        "speed": None if is_dry else _read_speed(speed), "is_checked": model == "embedded", "seed": seed,
+        "grid_tokens": grid_tokens if prefixes else None, "step_tokens": tokens, "max_running": running,
+        "max_tokens": max_tokens, "speed": None if is_dry else _read_speed(speed), "is_checked": model == "embedded",
+        "seed": seed,
     }  # fmt: skip
     _check_outputs(alone, plots)
-    report = _play(_make_setup(model, device, dtype, numbers, is_dry=is_dry), workload, about, alone=alone, is_quiet=is_quiet)
+    report = _play(
+        _make_setup(model, device, dtype, numbers, is_dry=is_dry), workload, about, alone=alone, is_quiet=is_quiet
+    )
     _write(report, json_file, plots)
     if not report.is_ok:
         raise typer.Exit(1)
 
 
-def _find_workload(habits: tuple[Any, ...], seed: int, trace: Path | None, save_trace: Path | None) -> tuple[Workload, dict[str, object]]:
+def _find_workload(
+    habits: tuple[Any, ...], seed: int, trace: Path | None, save_trace: Path | None
+) -> tuple[Workload, dict[str, object]]:
     """The workload, and what the report says of it."""
     from chat.simulation.traces import read_trace, write_trace
     from chat.simulation.workload import Habits, make_workload

@@ -31,7 +31,9 @@ _SHOWN_CHARACTERS = 60
 
 @dataclass(frozen=True)
 class Settings:
-    """How a terminal begins. What is None is the saved session's own with `resume`, and the default of `ChatSession` without."""
+    """How a terminal begins.
+    What is None is the saved session's own with `resume`, and the default of `ChatSession` without.
+    """
 
     budget: str = "1GiB"
     system: str | None = None
@@ -42,10 +44,16 @@ class Settings:
 
 
 def run_terminal(model: LanguageModel, tokenizer: Tokenizer, settings: Settings) -> None:
-    """Talk to a model on standard input and output until the input ends. Raises as `ChatSession` does when it is made or resumed."""
+    """Talk to a model on standard input and output until the input ends.
+    Raises as `ChatSession` does when it is made or resumed.
+    """
     memory = HybridMemory(model.memory_spec, settings.budget)
     engine = Engine(model, memory, tokenizer, prefixes=PrefixCache(memory))
-    session = ChatSession(engine, system=settings.system) if settings.resume is None else ChatSession.resume(engine, settings.resume)
+    session = (
+        ChatSession(engine, system=settings.system)
+        if settings.resume is None
+        else ChatSession.resume(engine, settings.resume)
+    )
     if settings.max_tokens is not None:
         session.max_tokens = settings.max_tokens
     if settings.temperature is not None:
@@ -79,7 +87,11 @@ class Terminal:
             "/edit": (self._edit, "N text", "say your message number N otherwise, and go on from there"),
             "/undo": (self._undo, "", "take back your last message and its reply"),
             "/regenerate": (self._regenerate, "", "another reply to your last message"),
-            "/branch": (self._branch, "[name]", "a copy of this conversation, to be tried out; this one stays as it is"),
+            "/branch": (
+                self._branch,
+                "[name]",
+                "a copy of this conversation, to be tried out; this one stays as it is",
+            ),
             "/switch": (self._switch, "name", "go on with another branch"),
             "/history": (self._history, "", "what was said, with the numbers that /edit takes"),
             "/memory": (self._memory, "", "the bytes that are in use now"),
@@ -104,7 +116,9 @@ class Terminal:
             session.close()
 
     def take(self, line: str) -> None:
-        """Do what one line asks for. What the library or the file system refuses is one line on the notes, and nothing has changed."""
+        """Do what one line asks for.
+        What the library or the file system refuses is one line on the notes, and nothing has changed.
+        """
         line = line.strip()
         if not line:
             return
@@ -188,7 +202,9 @@ class Terminal:
         if name in self.sessions:
             raise BatchError(f"there is a branch {name} already; /switch {name} goes on with it")
         self.sessions[name] = self.session.branch()
-        self._notes.print(Text(f"{name} goes on from here; /switch {self.current} goes back", style="dim"), soft_wrap=True)
+        self._notes.print(
+            Text(f"{name} goes on from here; /switch {self.current} goes back", style="dim"), soft_wrap=True
+        )
         self.current = name
 
     def _switch(self, name: str) -> None:
@@ -204,7 +220,9 @@ class Terminal:
         for message in self.session.messages:
             is_user = message.role == "user"
             n_user += is_user
-            self._console.print(Text(f"{n_user if is_user else '':>3} {message.role}: {_shorten(message.content)}"), soft_wrap=True)
+            self._console.print(
+                Text(f"{n_user if is_user else '':>3} {message.role}: {_shorten(message.content)}"), soft_wrap=True
+            )
 
     def _memory(self, rest: str) -> None:
         memory, prefixes = self.engine.memory, self.engine.prefixes
@@ -216,7 +234,9 @@ class Terminal:
             live = session.sequence
             held = None if live is None else usage.by_sequence[live.id]
             n_tokens, *sizes = (0, 0, 0) if held is None else (held.n_tokens, held.total_bytes, held.private_bytes)
-            table.add_row(Text(f"{name}{' *' if name == self.current else ''}"), f"{n_tokens:,}", *map(format_bytes, sizes))
+            table.add_row(
+                Text(f"{name}{' *' if name == self.current else ''}"), f"{n_tokens:,}", *map(format_bytes, sizes)
+            )
         if prefixes is not None:
             stats = prefixes.stats()
             table.add_row(f"{stats.n_checkpoints} checkpoints", "", "", format_bytes(stats.private_bytes))

@@ -42,15 +42,19 @@ class Acceptance:
 def accept_likeliest(draft: Draft, rows_KV: Tensor) -> list[int]:
     """The leading tokens of a draft that are the likeliest, and the likeliest behind them."""
     best: list[int] = rows_KV.argmax(-1).tolist()
-    n_accepted = next((i for i, (a, b) in enumerate(zip(draft.token_ids, best, strict=False)) if a != b), len(draft.token_ids))
+    n_accepted = next(
+        (i for i, (a, b) in enumerate(zip(draft.token_ids, best, strict=False)) if a != b), len(draft.token_ids)
+    )
     return best[: n_accepted + 1]
 
 
 def accept_drawn(draft: Draft, rows_KV: Tensor, draws: Draws) -> list[int]:
-    """Leading tokens of a draft, and one more, distributed as if the sampler had chosen each of them (Leviathan et al. 2023).
+    """Leading tokens of a draft, and one more, distributed as if the sampler had chosen each of them (Leviathan et al.
+    2023).
 
-    A drafted token x, drawn from q, is accepted with probability min(1, p(x) / q(x)); else a token is drawn from max(0, p - q), normed,
-    and the rest of the draft is dropped. A drafter that had no other choice has q(x) = 1: x is accepted with p(x), or p without x remains.
+    A drafted token x, drawn from q, is accepted with probability min(1, p(x) / q(x)); else a token is drawn from max(0,
+    p - q), normed, and the rest of the draft is dropped. A drafter that had no other choice has q(x) = 1: x is accepted
+    with p(x), or p without x remains.
 
     Args:
         draws: is told of the tokens, one after the other.

@@ -1,7 +1,8 @@
-"""Several continuations of one prompt: beam search and n-best sampling, by forks of its sequence and by reordering them.
+"""Several continuations of one prompt: beam search and n-best sampling, by forks of its sequence and by reordering
+them.
 
-A beam is a fork: it shares all blocks with the others and copies what it writes, attention and recurrent states alike. Where beams
-change places, `memory.reorder` moves all of them at once and copies no tensor.
+A beam is a fork: it shares all blocks with the others and copies what it writes, attention and recurrent states alike.
+Where beams change places, `memory.reorder` moves all of them at once and copies no tensor.
 """
 
 from __future__ import annotations
@@ -46,9 +47,10 @@ class BeamOptions:
         n_beams: that go on at once, and that are returned.
         max_tokens: that a beam may have; one that is as long is complete.
         length_penalty: above 0 it favours long beams, below 0 short ones; 0 compares plain log probabilities.
-        early_stopping: True ends a search as soon as it has `n_beams` complete beams. False ends it once the best of those that go on
-            would, at its present length, score no better than the worst complete one: a guess where a longer one may still score better.
-            "never" asks for the best score that it could still reach, at full length where the penalty favours length.
+        early_stopping: True ends a search as soon as it has `n_beams` complete beams. False ends it once the best of
+            those that go on would, at its present length, score no better than the worst complete one: a guess where a
+            longer one may still score better. "never" asks for the best score that it could still reach, at full length
+            where the penalty favours length.
         stop_ids: tokens that complete a beam.
     Raises:
         BatchError: a number that is not a positive integer.
@@ -82,14 +84,17 @@ def beam_search(
     return beam_searches(model, memory, [prompt_ids], options)[0]
 
 
-def beam_searches(model: LanguageModel, memory: HybridMemory, prompts: Seq[list[int]], options: BeamOptions) -> list[list[Beam]]:
+def beam_searches(
+    model: LanguageModel, memory: HybridMemory, prompts: Seq[list[int]], options: BeamOptions
+) -> list[list[Beam]]:
     """Beam search for several prompts of any lengths, all beams of all of them in one batch.
 
-    At each step the (1 + stop ids) x n_beams, at least 2 x n_beams, likeliest continuations of the beams that go on are looked at. Those
-    that are complete count if they are among the first n_beams; the first n_beams others go on.
+    At each step the (1 + stop ids) x n_beams, at least 2 x n_beams, likeliest continuations of the beams that go on are
+    looked at. Those that are complete count if they are among the first n_beams; the first n_beams others go on.
 
     Returns:
-        For each prompt, in their order, up to `n_beams` complete beams, best first. Each search is what it would be alone.
+        For each prompt, in their order, up to `n_beams` complete beams, best first. Each search is what it would be
+        alone.
     Raises:
         As `HybridMemory.run`. All sequences are closed however it ends.
     """
@@ -120,7 +125,9 @@ def _search(
     for search, row_V in zip(searches, rows, strict=True):
         search.advance(row_V[None])
     while running := [search for search in searches if search.beams]:
-        with memory.step([pair for search in running for pair in zip(search.beams, search.last_ids, strict=True)]) as step:
+        with memory.step(
+            [pair for search in running for pair in zip(search.beams, search.last_ids, strict=True)]
+        ) as step:
             rows = model(step)
         for search, rows_BV in zip(running, torch.split(rows, [len(search.beams) for search in running]), strict=True):
             search.advance(rows_BV)
@@ -146,7 +153,8 @@ class _Search:
     """Beam search from one prompt.
 
     Attributes:
-        beams: sequences of those that go on, none once the search is over; last_ids: the token that each of them must be fed next.
+        beams: sequences of those that go on, none once the search is over; last_ids: the token that each of them must
+            be fed next.
         complete: the best complete beams so far, best first.
     """
 
@@ -179,13 +187,20 @@ class _Search:
         n_wanted = max(2, 1 + len(self._options.stop_ids)) * self._options.n_beams
         values, places = log_BV.flatten().topk(min(n_wanted, log_BV.numel()))
         vocab_size = log_BV.shape[1]
-        return [_Candidate(i // vocab_size, i % vocab_size, value) for i, value in zip(places.tolist(), values.tolist(), strict=True)]
+        return [
+            _Candidate(i // vocab_size, i % vocab_size, value)
+            for i, value in zip(places.tolist(), values.tolist(), strict=True)
+        ]
 
     def _is_complete(self, candidate: _Candidate) -> bool:
         return candidate.token_id in self._options.stop_ids or self._n_tokens == self._options.max_tokens
 
     def _completed(self, c: _Candidate) -> Beam:
-        return Beam([*self._texts[c.parent], c.token_id], c.log_probability, self._options.score(c.log_probability, self._n_tokens))
+        return Beam(
+            [*self._texts[c.parent], c.token_id],
+            c.log_probability,
+            self._options.score(c.log_probability, self._n_tokens),
+        )
 
     def _may_improve(self, best_log_probability: float) -> bool:
         """Whether a beam that goes on may still come out among the best, as `BeamOptions.early_stopping` guesses."""
@@ -195,7 +210,10 @@ class _Search:
         if options.early_stopping is True:
             return False
         reaches_end = options.early_stopping == "never" and options.length_penalty > 0
-        return options.score(best_log_probability, options.max_tokens if reaches_end else self._n_tokens) > self.complete[-1].score
+        return (
+            options.score(best_log_probability, options.max_tokens if reaches_end else self._n_tokens)
+            > self.complete[-1].score
+        )
 
     def _go_on(self, chosen: list[_Candidate]) -> None:
         """The chosen become the beams; there are none if nothing was chosen.

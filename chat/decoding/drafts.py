@@ -1,6 +1,7 @@
 """Drafts for speculative decoding: guesses at the next tokens of a text, from the text itself or from a smaller model.
 
-A drafter may guess anything: what it says changes how fast a text is decoded, never which text (`chat.decoding.speculative`).
+A drafter may guess anything: what it says changes how fast a text is decoded, never which text
+(`chat.decoding.speculative`).
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Draws:
 
     @staticmethod
     def of(sampling: Sampling, text: list[int]) -> Draws:
-        return Draws(Sampler(sampling, text), np.random.default_rng(None if sampling.seed is None else sampling.seed % 2**64))
+        return Draws(
+            Sampler(sampling, text), np.random.default_rng(None if sampling.seed is None else sampling.seed % 2**64)
+        )
 
     def ahead(self) -> Draws:
         """The same, to be told of tokens that may not come: this one does not hear of them."""
@@ -75,7 +78,8 @@ class Draft:
     """Tokens that may come next.
 
     Attributes:
-        chances: for each token, the probabilities (V,) that it was drawn from; None where nothing was drawn: there was no other choice.
+        chances: for each token, the probabilities (V,) that it was drawn from; None where nothing was drawn: there was
+            no other choice.
     """
 
     token_ids: list[int]
@@ -116,7 +120,9 @@ def check_counts(**counts: int) -> None:
 
 @dataclass
 class _Index:
-    """Where the n-grams of a text stand: n-gram -> the position behind its latest occurrence, leaving out the end of the text."""
+    """Where the n-grams of a text stand: n-gram -> the position behind its latest occurrence, leaving out the end of
+    the text.
+    """
 
     text: list[int]
     behind: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -140,7 +146,8 @@ class _Index:
 class PromptLookup:
     """Prompt lookup (Saxena 2023): where the last `n_gram` tokens stood before, what followed then may follow again.
 
-    It needs no model and holds no state of one. It pays where answers repeat their prompt or themselves: summaries, edits, code, loops.
+    It needs no model and holds no state of one. It pays where answers repeat their prompt or themselves: summaries,
+    edits, code, loops.
 
     Args:
         n_gram: tokens that must agree; with fewer there are more drafts and worse ones.
@@ -191,10 +198,11 @@ class _Follower:
 
 
 class DraftModel:
-    """A smaller model with the same vocabulary, on a memory of its own, decodes ahead: one small step for each token of a draft.
+    """A smaller model with the same vocabulary, on a memory of its own, decodes ahead: one small step for each token of
+    a draft.
 
-    Its sequences follow the texts by themselves: what was guessed wrong, or has been edited since, is rolled back within the memory's
-    window, and fed again from the nearest reachable position where it lies beyond.
+    Its sequences follow the texts by themselves: what was guessed wrong, or has been edited since, is rolled back
+    within the memory's window, and fed again from the nearest reachable position where it lies beyond.
 
     Args:
         memory: made from `model.memory_spec`; nobody else may advance the sequences that are opened here.
@@ -225,13 +233,17 @@ class DraftModel:
             feeds = {s: self._catch_up(s, request.text) for s, request in requests.items()}
             while feeds:
                 rows = self.memory.run(
-                    self.model, {self._followers[s].sequence: tokens for s, tokens in feeds.items()}, max_tokens=self._step_tokens
+                    self.model,
+                    {self._followers[s].sequence: tokens for s, tokens in feeds.items()},
+                    max_tokens=self._step_tokens,
                 )
                 assert rows is not None  # only a dry run has no logits
                 for sequence, row in zip(feeds, rows, strict=True):
                     self._guess(draws[sequence], drafts[sequence], row)
                 feeds = {
-                    s: drafts[s].token_ids[-1:] for s in feeds if len(drafts[s].token_ids) < min(requests[s].most_tokens, self.n_draft)
+                    s: drafts[s].token_ids[-1:]
+                    for s in feeds
+                    if len(drafts[s].token_ids) < min(requests[s].most_tokens, self.n_draft)
                 }
         except CapacityError:
             pass
@@ -248,7 +260,8 @@ class DraftModel:
         draws.sampler.add(draft.token_ids[-1])
 
     def _catch_up(self, sequence: Sequence, text: list[int]) -> list[int]:
-        """Take back what this memory holds beside the text; the tokens of it that it must still be fed, at least one."""
+        """Take back what this memory holds beside the text; the tokens of it that it must still be fed,
+        at least one."""
         follower = self._followers.get(sequence)
         if follower is None:
             with uninterrupted():
@@ -258,7 +271,10 @@ class DraftModel:
         own = follower.sequence
         start = min(follower.n_settled, own.length)
         held = own.tokens[start:].tolist()
-        n_same = next((i for i, (a, b) in enumerate(zip(held, text[start:], strict=False)) if a != b), min(len(held), len(text) - start))
+        n_same = next(
+            (i for i, (a, b) in enumerate(zip(held, text[start:], strict=False)) if a != b),
+            min(len(held), len(text) - start),
+        )
         reached = self.memory.resume_point(own, min(start + n_same, len(text) - 1))
         if reached < own.length:
             self.memory.rollback(own, to=reached)
@@ -274,11 +290,12 @@ class DraftModel:
 def check_window(n_draft: int, memory: HybridMemory) -> None:
     """Raise SpecError unless drafts of so many tokens can always be taken back.
 
-    A step of 1 + n_draft tokens may keep only its first: the horizon, at most rollback_window tokens before the furthest position that
-    was ever fed, then lies at or before that token.
+    A step of 1 + n_draft tokens may keep only its first: the horizon, at most rollback_window tokens before the
+    furthest position that was ever fed, then lies at or before that token.
     """
     if n_draft > memory.rollback_window:
         raise SpecError(
-            f"drafts of {n_draft} tokens cannot be taken back by a memory with rollback_window={memory.rollback_window}; "
-            f"choose n_draft of at most that, or give the memory a window of {n_draft} tokens"
+            f"drafts of {n_draft} tokens cannot be taken back by a memory with "
+            f"rollback_window={memory.rollback_window}; choose n_draft of at most that, or give the memory a window of "
+            f"{n_draft} tokens"
         )

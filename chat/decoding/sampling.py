@@ -29,8 +29,10 @@ class Sampling:
         temperature: 0 takes the most likely token, whatever top_k and top_p say.
         top_k: draw among the k most likely tokens only.
         top_p: draw among the most likely tokens whose probabilities sum to p.
-        repetition_penalty: above 1, tokens that occurred already, in the prompt or since, become less likely; greedy or not.
-        seed: draws depend on it, on the logits and on how many tokens were drawn before, on nothing else. None: another one each time.
+        repetition_penalty: above 1, tokens that occurred already, in the prompt or since, become less likely; greedy or
+            not.
+        seed: draws depend on it, on the logits and on how many tokens were drawn before, on nothing else. None: another
+            one each time.
     Raises:
         BatchError: naming the option and its value.
     """
@@ -42,12 +44,31 @@ class Sampling:
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        _check("temperature", self.temperature, _is_number(self.temperature) and self.temperature >= 0, "0 for greedy, or more")
-        _check("top_k", self.top_k, self.top_k is None or (is_integer(self.top_k) and self.top_k >= 1), "an integer >= 1, or None for all")
-        _check("top_p", self.top_p, self.top_p is None or (_is_number(self.top_p) and 0 < self.top_p <= 1), "0 < p <= 1, or None for all")
+        _check(
+            "temperature",
+            self.temperature,
+            _is_number(self.temperature) and self.temperature >= 0,
+            "0 for greedy, or more",
+        )
+        _check(
+            "top_k",
+            self.top_k,
+            self.top_k is None or (is_integer(self.top_k) and self.top_k >= 1),
+            "an integer >= 1, or None for all",
+        )
+        _check(
+            "top_p",
+            self.top_p,
+            self.top_p is None or (_is_number(self.top_p) and 0 < self.top_p <= 1),
+            "0 < p <= 1, or None for all",
+        )
         penalty = self.repetition_penalty
-        _check("repetition_penalty", penalty, _is_number(penalty) and penalty > 0, "a number above 0; 1 changes nothing")
-        _check("seed", self.seed, self.seed is None or is_integer(self.seed), "an integer, or None for a new one each time")
+        _check(
+            "repetition_penalty", penalty, _is_number(penalty) and penalty > 0, "a number above 0; 1 changes nothing"
+        )
+        _check(
+            "seed", self.seed, self.seed is None or is_integer(self.seed), "an integer, or None for a new one each time"
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -63,15 +84,19 @@ class Sampling:
 def check_sampling(sampling: object) -> None:
     """Raise BatchError unless this is a `Sampling`."""
     if not isinstance(sampling, Sampling):
-        meant = f"**{sampling!r}" if isinstance(sampling, dict) else f"temperature={sampling if _is_number(sampling) else 0.7}"
+        meant = (
+            f"**{sampling!r}"
+            if isinstance(sampling, dict)
+            else f"temperature={sampling if _is_number(sampling) else 0.7}"
+        )
         raise BatchError(f"sampling={sampling!r}; give a chat.sampling.Sampling, such as Sampling({meant})")
 
 
 class Sampler:
     """Chooses the tokens of one sequence, one after the other.
 
-    A draw is a function of the seed, the logits and the number of tokens so far: choosing again after a step that failed gives the
-    same token, and no other sequence of the batch has a say.
+    A draw is a function of the seed, the logits and the number of tokens so far: choosing again after a step that
+    failed gives the same token, and no other sequence of the batch has a say.
 
     Args:
         prompt_ids: all tokens that the sequence holds, for the repetition penalty.
@@ -95,7 +120,9 @@ class Sampler:
                 self._warpers.append(TopPLogitsWarper(float(sampling.top_p)))
 
     def choose(self, logits_V: Tensor) -> int:
-        """The next token, which counts from now on. Raises StepError, with nothing changed, if no logit is finite or one is NaN."""
+        """The next token, which counts from now on.
+        Raises StepError, with nothing changed, if no logit is finite or one is NaN.
+        """
         token_id = self.draw(logits_V)
         self.add(token_id)
         return token_id
@@ -110,8 +137,11 @@ class Sampler:
         cumulative_V = _softmax(scores_1V).double().cumsum(-1)
         total = float(cumulative_V[-1])
         uniform = float(np.random.Generator(np.random.Philox(key=self._key, counter=self._n_chosen)).random())
-        # The first token whose cumulative probability is beyond the point; below the total, so that it is never one that was ruled out.
-        point = torch.tensor([min(uniform * total, math.nextafter(total, 0))], dtype=torch.float64, device=cumulative_V.device)
+        # The first token whose cumulative probability is beyond the point; below the total, so that it is never one
+        # that was ruled out.
+        point = torch.tensor(
+            [min(uniform * total, math.nextafter(total, 0))], dtype=torch.float64, device=cumulative_V.device
+        )
         return int(torch.searchsorted(cumulative_V, point, right=True))
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
@@ -133,7 +163,8 @@ class Sampler:
         if self._penalty is not None and self._seen is not None and self._seen.numel():
             self._seen = self._seen.to(scores_1V.device)
             scores_1V = self._penalty(self._seen, scores_1V)
-        # Probabilities do not see a shift; without one, a temperature close to 0 would turn large logits into infinite ones.
+        # Probabilities do not see a shift; without one, a temperature close to 0 would turn large logits into infinite
+        # ones.
         shifted_1V = scores_1V - scores_1V.max() if self._warpers else scores_1V
         for warp in self._warpers:
             shifted_1V = warp(None, shifted_1V)
@@ -145,7 +176,11 @@ def _softmax(scores_1V: Tensor) -> Tensor:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and not isinstance(value, bool) and math.isfinite(value)
+    return (
+        isinstance(value, int | float | np.integer | np.floating)
+        and not isinstance(value, bool)
+        and math.isfinite(value)
+    )
 
 
 def _check(option: str, value: object, is_fine: bool, wanted: str) -> None:

@@ -1,8 +1,9 @@
-"""Speculative decoding: drafts are fed with the last token in one step, and `step.accept` keeps those that the model agrees with.
+"""Speculative decoding: drafts are fed with the last token in one step, and `step.accept` keeps those that the model
+agrees with.
 
-A step of a few tokens takes little longer than a step of one, because it reads the weights once. A hybrid model usually pays for the
-rest with a copy of its recurrent states for each token of a draft. Here rejected tokens only shorten the tail, so a draft of any length
-that fits the rollback window needs no state but those that plain decoding has.
+A step of a few tokens takes little longer than a step of one, because it reads the weights once. A hybrid model usually
+pays for the rest with a copy of its recurrent states for each token of a draft. Here rejected tokens only shorten the
+tail, so a draft of any length that fits the rollback window needs no state but those that plain decoding has.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ class NewToken:
 class SpeculativeBatch:
     """Decodes any number of sequences together, several tokens a sequence in a step; new ones may join before any step.
 
-    Sequences have drafts of their own lengths, or none, in the same step. The caller owns the sequences, and the memory has room for them:
-    nobody is made to wait here, as the engine does it.
+    Sequences have drafts of their own lengths, or none, in the same step. The caller owns the sequences, and the memory
+    has room for them: nobody is made to wait here, as the engine does it.
 
-    What it generates: unless sampled, each token is the likeliest after those before it, as without drafts. The texts are equal unless
-    - two logits are closer than a step of several tokens and steps of one round apart: in float32 up to 1e-4 of the logits' spread;
-    - the memory is lossy (sparse or quantised attention): rows leave the exact tail by the furthest position fed, and drafts feed further.
-    Sampled, every token has the distribution that it has without drafts (Leviathan et al. 2023), but not the same random numbers.
+    What it generates: unless sampled, each token is the likeliest after those before it, as without drafts. The texts
+    are equal unless
+    - two logits are closer than a step of several tokens and steps of one round apart: in float32 up to 1e-4 of the
+      logits' spread;
+    - the memory is lossy (sparse or quantised attention): rows leave the exact tail by the furthest position fed, and
+    drafts feed further. Sampled, every token has the distribution that it has without drafts (Leviathan et al. 2023),
+    but not the same random numbers.
 
     A step with a prompt in it has no drafts: it wants the logits of last tokens only.
 
@@ -53,7 +57,8 @@ class SpeculativeBatch:
         stop_ids: tokens that end a reply; the first is the one written where a reply is cut short.
         drafter: who guesses; see `chat.decoding.drafts`. It must not be shared with another batch.
         adapts: shorten drafts where they fail: to twice what was accepted of the sequence's last one, plus one.
-        remembers_end: also feed the token that ends a reply, so that the memory holds the whole turn and a next one can follow.
+        remembers_end: also feed the token that ends a reply, so that the memory holds the whole turn and a next one can
+            follow.
         step_tokens: a step with more tokens than these is run in chunks.
     Raises:
         SpecError: drafts longer than the memory's rollback window; a drafter of another vocabulary.
@@ -66,12 +71,16 @@ class SpeculativeBatch:
         check_parts(model, memory, "SpeculativeBatch(model, memory, stop_ids, drafter)")
         if isinstance(drafter, type) or not callable(getattr(drafter, "draft", None)):
             raise SpecError(
-                f"drafter={drafter!r} drafts nothing; give PromptLookup() or DraftModel(small_model, its_memory) of chat.drafts"
+                f"drafter={drafter!r} drafts nothing; give PromptLookup() or DraftModel(small_model, its_memory) of "
+                "chat.drafts"
             )
         check_counts(step_tokens=step_tokens)
         check_window(drafter.n_draft, memory)
         if drafter.vocab_size not in (None, memory.spec.vocab_size):
-            raise SpecError(f"the drafter has a vocabulary of {drafter.vocab_size} tokens, the model one of {memory.spec.vocab_size}")
+            raise SpecError(
+                f"the drafter has a vocabulary of {drafter.vocab_size} tokens, the model one of "
+                f"{memory.spec.vocab_size}"
+            )
         self.model = model
         self.memory = memory
         self.stats = EngineStats()
@@ -93,13 +102,16 @@ class SpeculativeBatch:
         """Nothing waits to be fed, or to be returned."""
         return not self._waiting and not self._untold
 
-    def add(self, sequence: Sequence, token_ids: list[int], max_tokens: int, *, sampling: Sampling | None = None) -> None:
+    def add(
+        self, sequence: Sequence, token_ids: list[int], max_tokens: int, *, sampling: Sampling | None = None
+    ) -> None:
         """Feed these tokens in the next step, behind what still waits, and then decode up to `max_tokens` more.
 
         Args:
             sampling: how this sequence's tokens are chosen; None: each is the likeliest.
         Raises:
-            SequenceError, BatchError: as `HybridMemory.step`, and for arguments that make no reply. Nothing has changed then.
+            SequenceError, BatchError: as `HybridMemory.step`, and for arguments that make no reply. Nothing has changed
+                then.
         """
         check_max_tokens(max_tokens)
         if sampling is not None:
@@ -136,8 +148,8 @@ class SpeculativeBatch:
         Returns:
             The new tokens: sequences in the order in which they were added, each one's tokens in the order of its text.
         Raises:
-            As `HybridMemory.run`; nothing has changed then, and the same step can be tried again. After a Ctrl-C while the step commits,
-            what it has found is what the next call returns.
+            As `HybridMemory.run`; nothing has changed then, and the same step can be tried again. After a Ctrl-C while
+            the step commits, what it has found is what the next call returns.
         """
         if self._waiting and not self._untold:
             self._advance()
@@ -156,7 +168,9 @@ class SpeculativeBatch:
                     raise
                 chosen = self._feed_plain(held, commit)
             self._waiting = {}
-            self._untold = [self._keep(sequence, token_id) for sequence, token_ids in chosen.items() for token_id in token_ids]
+            self._untold = [
+                self._keep(sequence, token_id) for sequence, token_ids in chosen.items() for token_id in token_ids
+            ]
             if not self._waiting:
                 self._drafter.draft({})  # nobody is left
 
@@ -203,7 +217,9 @@ class SpeculativeBatch:
                 chosen = self._choose(self.model(step))
                 commit.enter_context(held)
         else:  # this marks every sequence, which a step of single tokens should not pay for
-            rows_SV = run_in_chunks(self.memory, self.model, requests, max_tokens=self._step_tokens, outputs="last", held=held)
+            rows_SV = run_in_chunks(
+                self.memory, self.model, requests, max_tokens=self._step_tokens, outputs="last", held=held
+            )
             commit.push(held)
             assert rows_SV is not None  # only a dry run has no logits
             chosen = self._choose(rows_SV)
@@ -224,7 +240,9 @@ class SpeculativeBatch:
         self.stats.n_fed += n_tokens
         self.stats.n_steps += 1
 
-    def _feed_drafts(self, drafts: dict[Sequence, Draft], held: uninterrupted_call, commit: ExitStack) -> dict[Sequence, list[int]]:
+    def _feed_drafts(
+        self, drafts: dict[Sequence, Draft], held: uninterrupted_call, commit: ExitStack
+    ) -> dict[Sequence, list[int]]:
         """As `_feed_plain`, with drafts behind what waits, of which it keeps what the model agrees with."""
         requests = {s: [*tokens, *drafts.get(s, _NO_DRAFT).token_ids] for s, tokens in self._waiting.items()}
         started, chosen = time.perf_counter(), {}
@@ -243,7 +261,8 @@ class SpeculativeBatch:
         return chosen
 
     def _verify(self, sequence: Sequence, draft: Draft, rows_KV: Tensor) -> list[int]:
-        """The tokens that follow: the accepted part of the draft and one of the model's own, cut behind one that ends the reply.
+        """The tokens that follow: the accepted part of the draft and one of the model's own, cut behind one that ends
+        the reply.
 
         rows_KV: (1 + tokens of the draft, vocab) logits after the last token and after each of the draft.
         """
@@ -253,7 +272,8 @@ class SpeculativeBatch:
         return token_ids[:end]
 
     def _count(self, sequence: Sequence, draft: Draft, chosen: list[int]) -> None:
-        n_accepted = sum(a == b for a, b in zip(draft.token_ids, chosen, strict=False))  # the model's own token differs from the draft's
+        # the model's own token differs from the draft's
+        n_accepted = sum(a == b for a, b in zip(draft.token_ids, chosen, strict=False))
         self.acceptance.n_drafted += len(draft.token_ids)
         self.acceptance.n_accepted += n_accepted
         if self._adapts:

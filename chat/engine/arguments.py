@@ -30,7 +30,8 @@ def check_tokenizer(tokenizer: Any) -> None:
     """Raise SpecError unless this may be a tokenizer, or None."""
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise SpecError(
-            f"tokenizer={tokenizer!r} is none; give chat.prompts.load_tokenizer(folder), with the model's folder, or None for no text"
+            f"tokenizer={tokenizer!r} is none; give chat.prompts.load_tokenizer(folder), with the model's folder, or "
+            "None for no text"
         )
 
 

@@ -7,7 +7,9 @@ from chat.engine.scheduling import Scheduler
 
 
 class News:
-    """Text that nobody was told of yet, by job. Whose callback raises is told no more, and its generation ends with that error."""
+    """Text that nobody was told of yet, by job.
+    Whose callback raises is told no more, and its generation ends with that error.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -16,7 +16,9 @@ Choose = Callable[[Tensor, Plan], list[Choice]]
 
 
 def choose_tokens(logits_SV: Tensor, plan: Plan) -> list[Choice]:
-    """The next token of each job that wants one; what ends it where there is none. Nothing changes, so a failed step can be tried again."""
+    """The next token of each job that wants one; what ends it where there is none.
+    Nothing changes, so a failed step can be tried again.
+    """
     highest: list[float] = []
     best: list[int] = []
     if any(job.request.sampling.is_plain for job, _ in plan):

@@ -1,14 +1,17 @@
 """Continuous batching: many requests, one memory, one step of the model after the other.
 
-Each step feeds one token of every reply that is being decoded, and with what is left of `step_tokens` it goes on with prompts. Who
-finishes leaves, who waits joins, nobody waits for somebody else's prompt, but for one that begins alike: with a prefix cache it is
-computed once for all who come together. When the memory is full, the request that came in last is
-swapped out and comes back before anybody new: what it had computed is kept, and what it says is what it would have said.
+Each step feeds one token of every reply that is being decoded, and with what is left of `step_tokens` it goes on with
+prompts. Who finishes leaves, who waits joins, nobody waits for somebody else's prompt, but for one that begins alike:
+with a prefix cache it is computed once for all who come together. When the memory is full, the request that came in
+last is
+swapped out and comes back before anybody new: what it had computed is kept, and what it says is what it would have
+said.
 
 What a sequence holds when its generation has ended, for who keeps it (`keeps_sequence`):
-- "stop" or "length": the prompt and every chosen token but the last, which nobody had to feed; with `remembers_end` the last one too,
-  and behind a reply that was cut (by max_tokens or a stop string) the first of `stop_ids`. A stop string is found in tokens that were
-  chosen already: they stand in the sequence although the text ends before them. Roll back to go on from the text itself.
+- "stop" or "length": the prompt and every chosen token but the last, which nobody had to feed; with `remembers_end` the
+  last one too, and behind a reply that was cut (by max_tokens or a stop string) the first of `stop_ids`. A stop string
+  is found in tokens that were chosen already: they stand in the sequence although the text ends before them. Roll back
+  to go on from the text itself.
 - "cancelled", "deadline", "error": what had been fed by then, some prefix of the same. It may be swapped out.
 """
 
@@ -45,42 +48,52 @@ GREEDY = Sampling()
 def require_engine(engine: object, call: str) -> None:
     """Raise SpecError unless this is an engine; `call` says how the caller is called."""
     if not isinstance(engine, Engine):
-        raise SpecError(f"{engine!r} is no Engine; call {call}, with engine = Engine(model, memory, tokenizer), {HOW_TO_LOAD}")
+        raise SpecError(
+            f"{engine!r} is no Engine; call {call}, with engine = Engine(model, memory, tokenizer), {HOW_TO_LOAD}"
+        )
 
 
 def _check_parts(model: LanguageModel, memory: HybridMemory, prefixes: PrefixCache | None) -> None:
     """Raise SpecError unless they belong together: else every request would end with an error of its own."""
     spec, own = model.memory_spec, memory.spec
     if not own.same_memories(spec):
-        raise SpecError(f"this memory was made for {own.model}, not for {spec.model}; make it with HybridMemory(model.memory_spec)")
+        raise SpecError(
+            f"this memory was made for {own.model}, not for {spec.model}; make it with HybridMemory(model.memory_spec)"
+        )
     if own.device.type != "meta" and (own.dtype, own.device.type) != (spec.dtype, spec.device.type):
         raise SpecError(
-            f"this memory holds {own.dtype} on {own.device.type}, {spec.model} runs in {spec.dtype} on {spec.device.type}; make it with "
-            "HybridMemory(model.memory_spec), without device= and dtype=, or load the model so"
+            f"this memory holds {own.dtype} on {own.device.type}, {spec.model} runs in {spec.dtype} on "
+            f"{spec.device.type}; make it with HybridMemory(model.memory_spec), without device= and dtype=, or load "
+            "the model so"
         )
     if not isinstance(prefixes, PrefixCache | None):
         raise SpecError(f"prefixes={prefixes!r}; give PrefixCache(memory) of memory.prefix, or None for no cache")
     if prefixes is not None and prefixes.memory is not memory:
-        raise SpecError("prefixes= is the cache of another memory; give PrefixCache(memory) with the memory that the engine has")
+        raise SpecError(
+            "prefixes= is the cache of another memory; give PrefixCache(memory) with the memory that the engine has"
+        )
 
 
 class Engine(NotCopied, Serving):
-    """Generates for any number of requests at once. Drive it with `step` or `run`, or let `serve` do so beside an event loop.
+    """Generates for any number of requests at once.
+    Drive it with `step` or `run`, or let `serve` do so beside an event loop.
 
-    `submit`, `cancel` and the properties may be used from any thread at any time. The memory may not: while steps run in another
-    thread, hold `lock` to use it (or any of the engine's sequences). A step holds it from its beginning to its end.
+    `submit`, `cancel` and the properties may be used from any thread at any time. The memory may not: while steps run
+    in another thread, hold `lock` to use it (or any of the engine's sequences). A step holds it from its beginning to
+    its end.
 
     Args:
         tokenizer: None: generations have ids and no text.
-        stop_ids: tokens that end a reply; the first is written where one is cut short and to be remembered. Unless given, what the
-            tokenizer and the model's config name.
+        stop_ids: tokens that end a reply; the first is written where one is cut short and to be remembered. Unless
+            given, what the tokenizer and the model's config name.
         prefixes: prompts go on from what it knows, and it gets to know prompts and replies.
         step_tokens: fed in one step at most.
         max_running: requests in one step at most; fewer than `step_tokens`, so that prompts always go on.
         clock: seconds; for tests.
         choose: the next tokens from a step's logits; for dry runs, which have none.
     Raises:
-        SpecError: numbers that cannot work; a memory that was made for another model, or a prefix cache of another memory.
+        SpecError: numbers that cannot work; a memory that was made for another model, or a prefix cache of another
+            memory.
     """
 
     instead = "make one in each process, with a memory of its own"
@@ -104,7 +117,10 @@ class Engine(NotCopied, Serving):
         for name, value in (("step_tokens", step_tokens), ("max_running", max_running)):
             read_count(name, value, 1)
         if step_tokens <= max_running:
-            raise SpecError(f"step_tokens={step_tokens} leaves nothing to prompts beside max_running={max_running} replies; give more")
+            raise SpecError(
+                f"step_tokens={step_tokens} leaves nothing to prompts beside max_running={max_running} replies; give "
+                "more"
+            )
         _check_parts(model, memory, prefixes)
         self.model = model
         self.memory = memory
@@ -149,21 +165,25 @@ class Engine(NotCopied, Serving):
 
         Args:
             token_ids: to be fed; the reply follows them.
-            sequence: a live one to go on with, swapped out or not; nobody else may use it until the generation has ended. None: a new one.
+            sequence: a live one to go on with, swapped out or not; nobody else may use it until the generation has
+                ended. None: a new one.
             max_tokens: to choose at most, the one that ends the reply included. 0: only feed.
             stop: strings that end the reply; its text is cut before them.
             deadline_s: seconds from now after which it ends as it is.
             marks: positions in `token_ids` that the prefix cache should remember, such as the ends of messages.
-            keeps_sequence: leave the sequence open (`generation.sequence`); else it is closed at the end, a given one too.
-            remembers_end: also feed the tokens that end the reply, so that a next turn can follow. The generation ends after that.
-            on_token: see `OnToken`. It is called by the thread that steps, after the step. If it raises, its generation ends with
-                "error", and no other.
+            keeps_sequence: leave the sequence open (`generation.sequence`); else it is closed at the end, a given one
+                too.
+            remembers_end: also feed the tokens that end the reply, so that a next turn can follow. The generation ends
+                after that.
+            on_token: see `OnToken`. It is called by the thread that steps, after the step. If it raises, its generation
+                ends with "error", and no other.
             priority: larger ones come in first and are preempted last.
-            owner: of the prefixes that it goes on from and leaves behind: no other owner finds them. Whoever must not learn what others
-                have asked needs an owner of their own; see `PrefixCache`.
+            owner: of the prefixes that it goes on from and leaves behind: no other owner finds them. Whoever must not
+                learn what others have asked needs an owner of their own; see `PrefixCache`.
         Raises:
-            BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use. CapacityError: a prompt that
-            the memory's whole budget could not hold; the error says what it needs. Nothing has changed then.
+            BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use.
+            CapacityError: a prompt that the memory's whole budget could not hold; the error says what it needs. Nothing
+            has changed then.
         """
         self._require_possible(token_ids, sequence)
         request = Request(
@@ -185,14 +205,19 @@ class Engine(NotCopied, Serving):
         with uninterrupted_call() as _until_return, self._scheduler.lock:
             n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
             generation = Generation(self._n_submitted, len(ids), now)
-            stream, deadline = TextStream(self.tokenizer, request.stop), now + (float("inf") if deadline_s is None else deadline_s)
+            stream, deadline = (
+                TextStream(self.tokenizer, request.stop),
+                now + (float("inf") if deadline_s is None else deadline_s),
+            )
             self._scheduler.add(Job(request, generation, stream, deadline, sequence, list(ids), n_base=n_base))
             self._n_submitted += 1
             self.wake()
             return generation
 
     def _require_possible(self, token_ids: object, sequence: Sequence | None) -> None:
-        """Refuse tokens by their number alone, before they are looked at: in steps as short as those that they take in need."""
+        """Refuse tokens by their number alone, before they are looked at: in steps as short as those that they take in
+        need.
+        """
         n_base = 0
         if sequence is not None:
             with uninterrupted(), self._scheduler.lock:
@@ -202,12 +227,18 @@ class Engine(NotCopied, Serving):
 
     def _check(self, request: Request) -> None:
         if request.stop and self.tokenizer is None:
-            raise BatchError(f"stop={request.stop!r}, but this engine has no tokenizer to find text with; give it one, or stop_ids")
+            raise BatchError(
+                f"stop={request.stop!r}, but this engine has no tokenizer to find text with; give it one, or stop_ids"
+            )
         if request.sequence is None and self.memory.spec.of_kind("cross-attention"):
-            raise BatchError(f"{self.memory.spec.model} decodes what its encoder said; give sequence=memory.open(encoder=...)")
+            raise BatchError(
+                f"{self.memory.spec.model} decodes what its encoder said; give sequence=memory.open(encoder=...)"
+            )
 
     def cancel(self, generation: Generation) -> None:
-        """End a generation as it is; nothing happens if it has ended. Its bytes are free at once, or after the step that is running."""
+        """End a generation as it is; nothing happens if it has ended.
+        Its bytes are free at once, or after the step that is running.
+        """
         if not isinstance(generation, Generation):
             raise BatchError(f"{generation!r} is no generation; give what engine.submit(...) returned")
         if not self._scheduler.cancel(generation):
@@ -232,8 +263,8 @@ class Engine(NotCopied, Serving):
         return self._scheduler.load
 
     def waiting_sequences(self) -> list[Sequence]:
-        """Live ones, in the memory, of generations that take no part in the steps: those first that will wait for longest. Swap them out
-        where room is short (`HybridMemory.add_reclaimer`)."""
+        """Live ones, in the memory, of generations that take no part in the steps: those first that will wait for
+        longest. Swap them out where room is short (`HybridMemory.add_reclaimer`)."""
         return self._scheduler.waiting_sequences()
 
     # Steps
@@ -244,8 +275,8 @@ class Engine(NotCopied, Serving):
         Returns:
             The generations that ended since the last step returned, in the order in which they did.
         Raises:
-            StepError: called by one of its own callbacks. Whatever the model raises: every request is then where it was, and the same
-            step can be tried again.
+            StepError: called by one of its own callbacks. Whatever the model raises: every request is then where it
+            was, and the same step can be tried again.
         """
         with self.lock:
             if self._stepping.is_taken:
@@ -262,7 +293,8 @@ class Engine(NotCopied, Serving):
     def run(self) -> None:
         """Step until every generation has ended. Raises as `step`.
 
-        A request that fails raises nothing here, for the others go on: its `finish_reason` is "error", and its `error` says why.
+        A request that fails raises nothing here, for the others go on: its `finish_reason` is "error", and its `error`
+        says why.
         """
         while not self.is_idle:
             self.step()

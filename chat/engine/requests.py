@@ -32,10 +32,12 @@ class EngineStats:
     Attributes:
         n_fed: computed by the model: prompts and generated tokens.
         n_reused: of prompts, taken from the prefix cache instead.
-        recomputed: reason -> tokens of prompts that the cache had seen before and the model computed all the same: "no state" of a
-            recurrent layer was kept where attention could have gone on, or it was the "last token", which is fed for its output.
+        recomputed: reason -> tokens of prompts that the cache had seen before and the model computed all the same: "no
+            state" of a recurrent layer was kept where attention could have gone on, or it was the "last token", which
+            is fed for its output.
         n_steps: of the model.
-        n_preempted, n_swapped_in: times that a request had to leave, and that one came back from where it was swapped to.
+        n_preempted, n_swapped_in: times that a request had to leave, and that one came back from where it was swapped
+            to.
         finished: reason -> generations.
         seconds: in steps of the model, choosing tokens included.
     """
@@ -56,15 +58,17 @@ class EngineStats:
 
     def __str__(self) -> str:
         return (
-            f"{self.n_fed:,} tokens ({self.n_generated:,} of them generated) in {self.n_steps:,} steps and {self.seconds:.2f} s: "
-            f"{self.tokens_per_second:,.0f} tokens/s"
+            f"{self.n_fed:,} tokens ({self.n_generated:,} of them generated) in {self.n_steps:,} steps and "
+            f"{self.seconds:.2f} s: {self.tokens_per_second:,.0f} tokens/s"
         )
 
     def count_lookup(self, lookup: Lookup) -> None:
         """Count what a prompt had from the prefix cache, and what it could not have."""
         could_reuse = min(lookup.by_attention, lookup.n_tokens - 1)
         self.n_reused += lookup.reused
-        self.recomputed += Counter({"no state": could_reuse - lookup.reused, "last token": lookup.by_attention - could_reuse})
+        self.recomputed += Counter(
+            {"no state": could_reuse - lookup.reused, "last token": lookup.by_attention - could_reuse}
+        )
 
 
 @dataclass(eq=False)
@@ -74,12 +78,14 @@ class Generation:
     Attributes:
         n_prompt: tokens that were to be fed.
         token_ids: every token chosen, the one that ended the reply included.
-        text: of the chosen tokens, without one of the engine's `stop_ids` that ended it and up to a stop string. While it is running,
-            characters that are not complete and what may be the start of a stop string are left out.
-        finish_reason: "stop" (an end token or a stop string), "length" (max_tokens), "cancelled", "deadline" or "error"; None before.
+        text: of the chosen tokens, without one of the engine's `stop_ids` that ended it and up to a stop string. While
+            it is running, characters that are not complete and what may be the start of a stop string are left out.
+        finish_reason: "stop" (an end token or a stop string), "length" (max_tokens), "cancelled", "deadline" or
+            "error"; None before.
         stopped_by: the stop string that ended it, if one did.
         error: why it ended with "error".
-        sequence: the live sequence, once it has ended, if it was to be kept. It is still swapped out if it was swapped out at its end.
+        sequence: the live sequence, once it has ended, if it was to be kept. It is still swapped out if it was swapped
+            out at its end.
         lookup: what the prefix cache knew of the prompt, if it was asked.
         submitted_at, first_token_at, finished_at: seconds on the engine's clock.
     """
@@ -103,7 +109,8 @@ class Generation:
 
 
 OnToken = Callable[[Generation, str], None]
-"""Called with the text that became visible ("" if none), after each token, and exactly once when finish_reason is set."""
+"""Called with the text that became visible ("" if none), after each token, and exactly once when finish_reason is set.
+"""
 
 
 @dataclass(frozen=True)
@@ -127,7 +134,9 @@ class Request:
         check_max_tokens(self.max_tokens)
         check_sampling(self.sampling)
         deadline_s = self.deadline_s
-        if deadline_s is not None and not (isinstance(deadline_s, int | float) and deadline_s > 0 and not math.isnan(deadline_s)):
+        if deadline_s is not None and not (
+            isinstance(deadline_s, int | float) and deadline_s > 0 and not math.isnan(deadline_s)
+        ):
             raise BatchError(f"deadline_s={deadline_s!r}; give seconds from now, above 0, or None")
         for mark in self.marks:
             if not is_integer(mark) or not 0 < mark <= len(self.token_ids):
@@ -141,7 +150,8 @@ class Request:
 
 
 def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:
-    """A request's tokens as a list. Raises BatchError unless they are one or more integers with 0 <= id < vocab_size."""
+    """A request's tokens as a list.
+    Raises BatchError unless they are one or more integers with 0 <= id < vocab_size."""
     if isinstance(token_ids, Tensor | np.ndarray):
         if token_ids.ndim > 1:
             raise BatchError(f"token_ids have shape {tuple(token_ids.shape)}; give one axis, one request at a time")
@@ -166,7 +176,9 @@ def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:
 def check_max_tokens(max_tokens: object) -> None:
     """Raise BatchError unless this may be the length of a reply."""
     if not is_integer(max_tokens, 0):
-        raise BatchError(f"max_tokens={max_tokens!r}; give an integer of at least 0 (0 feeds the tokens and chooses none)")
+        raise BatchError(
+            f"max_tokens={max_tokens!r}; give an integer of at least 0 (0 feeds the tokens and chooses none)"
+        )
 
 
 def read_stop(stop: object) -> tuple[str, ...]:
@@ -191,11 +203,13 @@ class Job:
     """A request on its way through the engine.
 
     Attributes:
-        tokens: everything to be fed, in order: the prompt, what was chosen, and the end of the reply if it is to be remembered.
+        tokens: everything to be fed, in order: the prompt, what was chosen, and the end of the reply if it is to be
+            remembered.
         n_fed: how many of `tokens` the sequence holds; at an index i of `tokens` its length is n_base + i.
         n_reused: how many of them came from the prefix cache.
         lookup: what the cache said of them, until the first step with this sequence is counted.
-        cuts: indices into `tokens`, ascending, where a chunk of the prompt ends because the prefix cache wants to remember it.
+        cuts: indices into `tokens`, ascending, where a chunk of the prompt ends because the prefix cache wants to
+            remember it.
         leader: while it waits, whose prompt begins like its own and is being fed, and up to where.
         ending: why the reply is complete; what is left to be fed is its end.
         outcome: why it ends now, and the error if it is one; set first, the rest follows between steps.
@@ -255,7 +269,9 @@ class Job:
 
     @property
     def expected_tokens(self) -> int:
-        """How long its sequence will be, if it generates half of what it may and no long text: most replies end before they are cut."""
+        """How long its sequence will be, if it generates half of what it may and no long text: most replies end before
+        they are cut.
+        """
         n_reply = min(self.request.max_tokens // 2, EXPECTED_REPLY_TOKENS)
         return self.n_base + max(len(self.tokens), self.generation.n_prompt + n_reply)
 

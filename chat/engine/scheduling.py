@@ -16,7 +16,9 @@ from memory.prefix.cache import PrefixCache
 from memory.sequences.interrupts import uninterrupted
 
 LEAST_CHUNK_TOKENS = 16
-"""Prompts share a step in chunks no smaller than this, or than what they still want: below, each costs more than its tokens."""
+"""Prompts share a step in chunks no smaller than this, or than what they still want: below, each costs more than its
+tokens.
+"""
 _MOST_ASKED = 64
 """Of those who wait, the next: whether they should be let in is asked at every step."""
 _REGAINED_SHARE = 32
@@ -26,8 +28,9 @@ _REGAINED_SHARE = 32
 def plan_step(jobs: list[Job], step_tokens: int) -> Plan:
     """How many tokens each job is fed in a step; those that get none are left out.
 
-    One for each that decodes. What is left goes in equal parts to the prompts: a short one is soon done, a long one goes on at every
-    step. Where there are too many prompts for all to get a chunk, those that have waited for the longest do.
+    One for each that decodes. What is left goes in equal parts to the prompts: a short one is soon done, a long one
+    goes on at every step. Where there are too many prompts for all to get a chunk, those that have waited for the
+    longest do.
 
     Args:
         step_tokens: of the step, more than there are decodes.
@@ -77,11 +80,15 @@ def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan) -> Step | 
 
 
 class Sizes:
-    """Bytes that sequences of some length take in a memory, looked up once: by themselves, and what of these forks share for good."""
+    """Bytes that sequences of some length take in a memory, looked up once: by themselves, and what of these forks
+    share for good.
+    """
 
     def __init__(self, memory: HybridMemory) -> None:
         self.budget_bytes = memory.budget_bytes
-        self._of, self._shared = (lru_cache(maxsize=4096)(f) for f in (memory.counters.bytes_at, memory.counters.shared_bytes_at))
+        self._of, self._shared = (
+            lru_cache(maxsize=4096)(f) for f in (memory.counters.bytes_at, memory.counters.shared_bytes_at)
+        )
 
     def of(self, n_tokens: int) -> int:
         return self._of(n_tokens)
@@ -113,15 +120,20 @@ class Scheduler:
     """All requests that have not ended: who waits, who runs, and who ran and had to leave.
 
     Attributes:
-        lock: held for a moment by whoever reads or writes `jobs` or `waiting`. Everything else belongs to the thread that steps.
+        lock: held for a moment by whoever reads or writes `jobs` or `waiting`. Everything else belongs to the thread
+            that steps.
         jobs: all of them, by generation.
         waiting: not in yet, who is next first.
         running: take part in the steps.
-        parked: had to leave, who comes back next first. They are swapped out, or stay in place if there is nowhere to swap to.
-        most_bytes: that those who run may be expected to take: the budget, less after somebody had to leave, more again as others end.
+        parked: had to leave, who comes back next first. They are swapped out, or stay in place if there is nowhere to
+            swap to.
+        most_bytes: that those who run may be expected to take: the budget, less after somebody had to leave, more again
+            as others end.
     """
 
-    def __init__(self, memory: HybridMemory, prefixes: PrefixCache | None, stats: EngineStats, max_running: int) -> None:
+    def __init__(
+        self, memory: HybridMemory, prefixes: PrefixCache | None, stats: EngineStats, max_running: int
+    ) -> None:
         self.lock = threading.Lock()
         self.jobs: dict[Generation, Job] = {}
         self.waiting: list[Job] = []
@@ -224,7 +236,9 @@ class Scheduler:
                     self.waiting.remove(job)
 
     def admit(self) -> None:
-        """Let in who fits: first those who had to leave, then new ones; but not who would only compute what another one is computing."""
+        """Let in who fits: first those who had to leave, then new ones; but not who would only compute what another one
+        is computing.
+        """
         while len(self.running) < self._max_running:
             job = self._next()
             if job is None or not self._has_room(job):
@@ -238,7 +252,10 @@ class Scheduler:
                 if self.restart():
                     continue
                 self.end(job, "error", error)  # nobody is left who could make room
-            except (HybridMemoryError, OSError) as error:  # a handle that was spoilt from outside, a swap file that is gone
+            except (
+                HybridMemoryError,
+                OSError,
+            ) as error:  # a handle that was spoilt from outside, a swap file that is gone
                 self.end(job, "error", error)
 
     def _next(self) -> Job | None:
@@ -247,7 +264,8 @@ class Scheduler:
         return next((job for job in waiting if not self._follows(job)), None)
 
     def _follows(self, job: Job) -> bool:
-        """Whether a new request should wait for one that runs: it will find in the prefix cache what that one is about to compute.
+        """Whether a new request should wait for one that runs: it will find in the prefix cache what that one is about
+        to compute.
 
         Whom it follows runs, and does so until it has fed that or runs no more, so nobody waits in vain.
         """
@@ -261,7 +279,9 @@ class Scheduler:
         return leader.n_fed < n_common
 
     def _find_leader(self, job: Job) -> tuple[Job, int] | None:
-        """The one that runs and is about to feed most of what this request begins with, up to a checkpoint that it will leave there."""
+        """The one that runs and is about to feed most of what this request begins with, up to a checkpoint that it will
+        leave there.
+        """
         assert self._prefixes is not None
         n_common, leader = 0, None
         for other in self.running:
@@ -278,7 +298,9 @@ class Scheduler:
         return leader, n_common
 
     def _taken_bytes(self) -> int:
-        """What is expected of those who run. What they have from the prefix cache they share: it counts once for all that begin alike."""
+        """What is expected of those who run.
+        What they have from the prefix cache they share: it counts once for all that begin alike.
+        """
         prefixes: dict[object, int] = {}
         taken = 0
         for job in self.running:
@@ -332,7 +354,9 @@ class Scheduler:
                 job.generation.lookup = job.lookup
         if self._prefixes is not None:
             marks = [job.n_base + mark for mark in request.marks]
-            job.cuts = [cut - job.n_base for cut in self._prefixes.cuts(known, job.n_base + job.n_fed, marks, request.owner)]
+            job.cuts = [
+                cut - job.n_base for cut in self._prefixes.cuts(known, job.n_base + job.n_fed, marks, request.owner)
+            ]
         job.sampler = job.sampler or Sampler(request.sampling, known)
 
     def preempt(self) -> None:
@@ -356,7 +380,9 @@ class Scheduler:
             insort(self.parked, job, key=lambda job: job.rank)
 
     def restart(self) -> bool:
-        """Take the bytes of the last of those who wait in place, to be computed again; whether there was one. What was chosen stays."""
+        """Take the bytes of the last of those who wait in place, to be computed again; whether there was one.
+        What was chosen stays.
+        """
         for job in reversed(self.parked):
             if job.request.sequence is None and job.sequence is not None and not job.sequence.is_swapped:
                 with uninterrupted():

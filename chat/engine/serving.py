@@ -36,7 +36,8 @@ class Serving(ABC):
     def end_all(self, error: Exception) -> None: ...
 
     async def stream(self, token_ids: Any, **options: Any) -> AsyncIterator[str]:
-        """The text of a reply, piece by piece; arguments and errors as `submit`. Somebody must step: `serve`, most often.
+        """The text of a reply, piece by piece; arguments and errors as `submit`.
+        Somebody must step: `serve`, most often.
 
         Who stops listening (`aclose`, a cancelled task) cancels the generation.
 
@@ -65,10 +66,12 @@ class Serving(ABC):
     async def serve(self) -> None:
         """Step while there is something to do, in a thread of its own, and sleep otherwise; until it is cancelled.
 
-        A step that runs when it is cancelled is finished first. Generations stay where they are: serve again to go on with them.
+        A step that runs when it is cancelled is finished first. Generations stay where they are: serve again to go on
+        with them.
 
         Raises:
-            StepError: it is being served already. Whatever the model raises: every generation has ended with that error then.
+            StepError: it is being served already. Whatever the model raises: every generation has ended with that error
+                then.
         """
         if self._server is not None:
             raise StepError("this engine is being served already; one loop is enough for any number of streams")

@@ -11,8 +11,8 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 class TextStream:
     """The text of a reply that grows token by token.
 
-    Text is held back while a later token could still change it (the bytes of a character that came in part) or prove it to be the
-    start of a stop string. Special tokens have no text.
+    Text is held back while a later token could still change it (the bytes of a character that came in part) or prove it
+    to be the start of a stop string. Special tokens have no text.
 
     Args:
         tokenizer: None: there is no text at all.
@@ -49,7 +49,9 @@ class TextStream:
         return self._show(new)
 
     def flush(self) -> str:
-        """The text that was held back; no token follows. Bytes that are no character show as replacement characters then."""
+        """The text that was held back; no token follows.
+        Bytes that are no character show as replacement characters then.
+        """
         if self._tokenizer is None or self.stopped_by is not None:
             return ""
         rest = self._decode(self._window)[self._n_taken :]
@@ -74,4 +76,7 @@ class TextStream:
     def _n_suspect(self) -> int:
         """Characters at the end that may be the start of a stop string: the most that any of them explains."""
         held = self._held
-        return max((n for stop in self._stop for n in range(1, min(len(stop), len(held) + 1)) if held.endswith(stop[:n])), default=0)
+        return max(
+            (n for stop in self._stop for n in range(1, min(len(stop), len(held) + 1)) if held.endswith(stop[:n])),
+            default=0,
+        )

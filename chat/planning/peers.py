@@ -1,7 +1,8 @@
-"""What the same sessions take in other engines, by the formulas that these document; `tests/chat/test_peers.py` checks each against figures
-that they publish.
+"""What the same sessions take in other engines, by the formulas that these document; `tests/chat/test_peers.py` checks
+each against figures that they publish.
 
-Attention is kept in the model's dtype there as here, states in the plan's (llama.cpp: in float32), and nothing is shared between sessions.
+Attention is kept in the model's dtype there as here, states in the plan's (llama.cpp: in float32), and nothing is
+shared between sessions.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class Model:
     Attributes:
         token_elements: of each attention: elements that it remembers a token by.
         windows: the rows it sees, None for all.
-        row_bytes: of each recurrence: old rows in its state, such as a convolution's window: how many columns, and bytes of one.
+        row_bytes: of each recurrence: old rows in its state, such as a convolution's window: how many columns, and
+            bytes of one.
         fixed_bytes: of each recurrence: its state without these.
         float32_bytes: of each recurrence: its whole state in float32.
         itemsize: bytes of an element of the model's dtype.
@@ -72,10 +74,12 @@ def _rows_of(states: tuple[StateTensor, ...], itemsize: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """What an engine takes for a session, and how many fit; `why_not` says why its documents give no answer, else the rest is known.
+    """What an engine takes for a session, and how many fit; `why_not` says why its documents give no answer, else the
+    rest is known.
 
     Attributes:
-        window_bytes, n_window_sessions: the same, if the newest tokens of every session can be taken back; None if they cannot at all.
+        window_bytes, n_window_sessions: the same, if the newest tokens of every session can be taken back; None if they
+            cannot at all.
         sources: where the formulas are documented.
     """
 
@@ -98,12 +102,14 @@ def plan_peers(model: Model, budget_bytes: int, context_tokens: int, window_toke
 # llama.cpp
 
 _LLAMA_SOURCES = (
-    "llama.cpp, August 2026: src/llama-memory-recurrent.cpp (states in F32, a row for each sequence and for each token to take back), "
-    "src/llama-kv-cache.cpp (K and V for all cells of all sequences, in F16), src/llama-arch.cpp (llm_arch_supports_rs_rollback)",
+    "llama.cpp, August 2026: src/llama-memory-recurrent.cpp (states in F32, a row for each sequence and for each token "
+    "to take back), src/llama-kv-cache.cpp (K and V for all cells of all sequences, in F16), src/llama-arch.cpp "
+    "(llm_arch_supports_rs_rollback)",
 )
 _LLAMA_ROLLS_BACK = frozenset(
     {
-        "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+        "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
         "NemotronHForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM",
     }
 )  # fmt: skip
@@ -125,9 +131,14 @@ def llama_cpp(model: Model, budget_bytes: int, context_tokens: int, window_token
     notes = ["llama.cpp sets all of it aside for every slot when it starts"]
     if not state_bytes or model.architecture in _LLAMA_ROLLS_BACK:
         window_bytes = kv_bytes + (1 + window_tokens) * state_bytes
-        notes += ["llama.cpp takes tokens back from states once, right after the step that read them"] if state_bytes else []
+        notes += (
+            ["llama.cpp takes tokens back from states once, right after the step that read them"] if state_bytes else []
+        )
     else:
-        notes.append("llama.cpp takes no tokens back from states of this architecture; it reads the prompt again, or restores a host copy")
+        notes.append(
+            "llama.cpp takes no tokens back from states of this architecture; it reads the prompt again, or restores a "
+            "host copy"
+        )
     return _plan("llama.cpp", _LLAMA_SOURCES, notes, budget_bytes, session_bytes, window_bytes)
 
 
@@ -142,12 +153,16 @@ VLLM_BLOCK_TOKENS = 16
 
 
 def vllm_block_tokens(token_bytes: int, state_bytes: int) -> int:
-    """Tokens of an attention block: at least 16, and so many that a page holds one layer's state. Bytes are those of one layer."""
+    """Tokens of an attention block: at least 16, and so many that a page holds one layer's state.
+    Bytes are those of one layer.
+    """
     return max(VLLM_BLOCK_TOKENS, _up(ceil_div(state_bytes, token_bytes), VLLM_BLOCK_TOKENS))
 
 
 def vllm_group_layers(*counts: int) -> int:
-    """Layers of a group, given how many there are of each kind: the fewest, or the most where that is less than half as many more."""
+    """Layers of a group, given how many there are of each kind: the fewest, or the most where that is less than half as
+    many more.
+    """
     present = [n for n in counts if n]
     return max(present) if max(present) < 1.5 * min(present) else min(present)
 
@@ -155,7 +170,9 @@ def vllm_group_layers(*counts: int) -> int:
 def vllm(model: Model, budget_bytes: int, context_tokens: int, window_tokens: int) -> PeerPlan:
     if any(model.windows) or len(set(model.token_elements)) > 1 or len(set(model.state_bytes)) > 1:
         return PeerPlan(
-            "vLLM", _VLLM_SOURCES, why_not="layers of several sizes, or windows; its documented formula is for one of each kind"
+            "vLLM",
+            _VLLM_SOURCES,
+            why_not="layers of several sizes, or windows; its documented formula is for one of each kind",
         )
     n_attention, n_states = len(model.token_elements), len(model.state_bytes)
     group = vllm_group_layers(n_attention, n_states)
@@ -177,8 +194,9 @@ def vllm(model: Model, budget_bytes: int, context_tokens: int, window_tokens: in
 # SGLang
 
 _SGLANG_SOURCES = (
-    "SGLang 0.5.23: srt/mem_cache/memory_pool.py (HybridReqToTokenPool, MambaPool.SpeculativeState), _calculate_mamba_ratio (3 state slots "
-    "a running request with the radix cache), --mamba-full-memory-ratio 0.9; sgl-project/sglang#29678 (--enable-unified-memory)",
+    "SGLang 0.5.23: srt/mem_cache/memory_pool.py (HybridReqToTokenPool, MambaPool.SpeculativeState), "
+    "_calculate_mamba_ratio (3 state slots a running request with the radix cache), --mamba-full-memory-ratio 0.9; "
+    "sgl-project/sglang#29678 (--enable-unified-memory)",
 )
 SGLANG_SLOTS = 3
 SGLANG_RATIO = Fraction(9, 10)
@@ -194,7 +212,9 @@ def sglang_draft_bytes(model: Model, n_drafts: int) -> int:
 
 def sglang(model: Model, budget_bytes: int, context_tokens: int, window_tokens: int) -> PeerPlan:
     if any(model.windows) or not model.token_elements:
-        return PeerPlan("SGLang", _SGLANG_SOURCES, why_not="windows, or no attention; its documented formula is for neither")
+        return PeerPlan(
+            "SGLang", _SGLANG_SOURCES, why_not="windows, or no attention; its documented formula is for neither"
+        )
     kv_bytes, slot_bytes = context_tokens * model.token_bytes, SGLANG_SLOTS * sum(model.state_bytes)
     if not slot_bytes:
         return _plan("SGLang", _SGLANG_SOURCES, [], budget_bytes, kv_bytes, kv_bytes)
@@ -202,21 +222,27 @@ def sglang(model: Model, budget_bytes: int, context_tokens: int, window_tokens: 
     sessions, counts = [], []
     for n_drafts in (0, window_tokens):
         draft_bytes = sglang_draft_bytes(model, n_drafts)
-        # Drafts are taken off first; what is left is divided once, so each part must do: share (budget - n drafts) >= n part.
+        # Drafts are taken off first; what is left is divided once, so each part must do: share (budget - n drafts) >= n
+        # part.
         parts = ((for_kv, kv_bytes), (for_slots, slot_bytes))
         counts.append(min(int(budget_bytes * share // (part + share * draft_bytes)) for share, part in parts))
         sessions.append(kv_bytes + slot_bytes + draft_bytes)
     shared = " and ".join(dict.fromkeys(f"{budget_bytes // n:,}" for n in sessions))
     notes = (
-        "SGLang divides memory between attention and states when it starts; with --enable-unified-memory both share one buffer, as here: "
-        f"up to {shared} sessions",
+        "SGLang divides memory between attention and states when it starts; with --enable-unified-memory both share "
+        f"one buffer, as here: up to {shared} sessions",
         "SGLang takes back draft tokens of one step, a state each",
     )
     return PeerPlan("SGLang", _SGLANG_SOURCES, notes, sessions[0], counts[0], sessions[1], counts[1])
 
 
 def _plan(
-    name: str, sources: tuple[str, ...], notes: list[str], budget_bytes: int, session_bytes: int, window_bytes: int | None
+    name: str,
+    sources: tuple[str, ...],
+    notes: list[str],
+    budget_bytes: int,
+    session_bytes: int,
+    window_bytes: int | None,
 ) -> PeerPlan:
     n_window = None if window_bytes is None else budget_bytes // window_bytes
     return PeerPlan(name, sources, tuple(notes), session_bytes, budget_bytes // session_bytes, window_bytes, n_window)

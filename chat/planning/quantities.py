@@ -14,7 +14,9 @@ def read_tokens(option: str, text: str) -> int:
     match = re.fullmatch(r"\s*(\d{1,9}(?:\.\d{1,6})?)\s*([kKmM]?)\s*", text, re.ASCII)
     n_tokens = float(match[1]) * 1024 ** " km".index(match[2].lower() or " ") if match else 0.0
     if not (1 <= n_tokens <= _MOST_TOKENS and n_tokens == int(n_tokens)):
-        raise SpecError(f"{option} {text!r}; give a whole number of tokens from 1 to 16M, such as 8000, 32k or 1M (k is 1,024)")
+        raise SpecError(
+            f"{option} {text!r}; give a whole number of tokens from 1 to 16M, such as 8000, 32k or 1M (k is 1,024)"
+        )
     return int(n_tokens)
 
 

@@ -12,7 +12,17 @@ from memory.capacity import SequencePlan, plan_sequence
 from memory.eviction import H2O, TOVA, Budget, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
 from memory.quantization import Float8, Quantized, Storage
 
-POLICIES: tuple[type[Budget], ...] = (Recent, KNorm, H2O, Scissorhands, TOVA, SnapKV, PyramidKV, ExpectedAttention, Quest)
+POLICIES: tuple[type[Budget], ...] = (
+    Recent,
+    KNorm,
+    H2O,
+    Scissorhands,
+    TOVA,
+    SnapKV,
+    PyramidKV,
+    ExpectedAttention,
+    Quest,
+)
 STORAGES: tuple[Storage, ...] = (Quantized(8), Float8(), Quantized(4), Quantized(2))
 
 
@@ -41,7 +51,9 @@ class Question:
 
     def measure(self, spec: MemorySpec) -> SequencePlan:
         """A session in a memory of this spec, which may keep old rows in another way."""
-        return plan_sequence(spec, self.context_tokens, encoder_tokens=self.encoder_tokens, rollback_window=self.window_tokens)
+        return plan_sequence(
+            spec, self.context_tokens, encoder_tokens=self.encoder_tokens, rollback_window=self.window_tokens
+        )
 
 
 @dataclass(frozen=True)
@@ -60,7 +72,8 @@ class Report:
 
     Attributes:
         attention_token_bytes: that a token adds to K/V pages that keep all; None if there are none.
-        overtakes_at: tokens from which on these pages hold more than a session's states and tails; None if one of both is missing.
+        overtakes_at: tokens from which on these pages hold more than a session's states and tails; None if one of both
+            is missing.
     """
 
     question: Question
@@ -76,13 +89,13 @@ class Report:
         """As JSON can say it."""
         question, session = self.question, self.session
         return {
-            "model": question.spec.model, "device": str(question.spec.device), "dtype": str(question.spec.dtype).removeprefix("torch."),
-            "weight_bytes": question.weight_bytes, "budget_bytes": question.budget_bytes, "context_tokens": question.context_tokens,
-            "rollback_window": question.window_tokens,
-            "n_sessions": self.n_sessions, "session": asdict(session),
+            "model": question.spec.model, "device": str(question.spec.device),
+            "dtype": str(question.spec.dtype).removeprefix("torch."), "weight_bytes": question.weight_bytes,
+            "budget_bytes": question.budget_bytes, "context_tokens": question.context_tokens,
+            "rollback_window": question.window_tokens, "n_sessions": self.n_sessions, "session": asdict(session),
             "attention_token_bytes": self.attention_token_bytes, "attention_overtakes_states_at": self.overtakes_at,
-            "policies": [asdict(choice) for choice in self.policies], "storages": [asdict(choice) for choice in self.storages],
-            "peers": [asdict(peer) for peer in self.peers],
+            "policies": [asdict(choice) for choice in self.policies],
+            "storages": [asdict(choice) for choice in self.storages], "peers": [asdict(peer) for peer in self.peers],
         }  # fmt: skip
 
 
@@ -95,7 +108,11 @@ def make_report(question: Question) -> Report:
     policies = [(kind.__name__, _with_policy(question, kind)) for kind in POLICIES] if page_bytes else []
     storages = [(storage.label, _with_storage(question, storage)) for storage in STORAGES] if page_bytes else []
     # An encoder's rows are kept for decoders only, which those formulas do not describe.
-    peers = () if question.spec.of_kind("cross-attention") else plan_peers(Model.of(question.spec, question.architecture), *sizes)
+    peers = (
+        ()
+        if question.spec.of_kind("cross-attention")
+        else plan_peers(Model.of(question.spec, question.architecture), *sizes)
+    )
     return Report(
         question, session, session.fit_into(question.budget_bytes),
         attention_token_bytes=page_bytes // page_tokens if page_bytes else None,

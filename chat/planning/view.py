@@ -18,7 +18,9 @@ def print_plan(console: Console, report: Report) -> None:
     title = f"{question.spec.model} in {dtype} on {question.spec.device}: {question.context_tokens:,} tokens a session"
     console.print(Text(harmless(title), style="bold"))
     console.print(_session_table(report))
-    console.print(Text(f"{report.n_sessions:,} sessions fit into {format_bytes(question.budget_bytes)}.", style="bold green"))
+    console.print(
+        Text(f"{report.n_sessions:,} sessions fit into {format_bytes(question.budget_bytes)}.", style="bold green")
+    )
     for line in _remarks(report):
         console.print(Text(line))
     for heading, choices in (
@@ -29,7 +31,9 @@ def print_plan(console: Console, report: Report) -> None:
             console.print(_choices_table(heading, choices, report))
     if report.peers:
         console.print(_peers_table(report))
-        for line in [note for peer in report.peers for note in peer.notes] + [source for peer in report.peers for source in peer.sources]:
+        for line in [note for peer in report.peers for note in peer.notes] + [
+            source for peer in report.peers for source in peer.sources
+        ]:
             console.print(Text(line, style="dim"))
 
 
@@ -77,7 +81,9 @@ def _choices_table(heading: str, choices: tuple[Choice, ...], report: Report) ->
             table.add_row(Text(", ".join(choice.names)), Text(choice.why_not, style="dim"), "", "")
             continue
         times = f"{choice.n_sessions / report.n_sessions:.2f}" if report.n_sessions else ""
-        table.add_row(Text(", ".join(choice.names)), format_bytes(choice.session_bytes), f"{choice.n_sessions:,}", times)
+        table.add_row(
+            Text(", ".join(choice.names)), format_bytes(choice.session_bytes), f"{choice.n_sessions:,}", times
+        )
     return table
 
 
@@ -94,6 +100,10 @@ def _peers_table(report: Report) -> Table:
         if peer.why_not:
             table.add_row(peer.name, Text(peer.why_not, style="dim"), "", "", "")
             continue
-        window = ("not possible", "") if peer.window_bytes is None else (format_bytes(peer.window_bytes), f"{peer.n_window_sessions:,}")
+        window = (
+            ("not possible", "")
+            if peer.window_bytes is None
+            else (format_bytes(peer.window_bytes), f"{peer.n_window_sessions:,}")
+        )
         table.add_row(peer.name, format_bytes(peer.session_bytes), f"{peer.n_sessions:,}", *window)
     return table

@@ -17,8 +17,9 @@ _OPEN_TO_ALL = "/health"
 class Admission:
     """The rules for hosts, origins and keys.
 
-    A web page can make its visitor's browser send requests to this machine: under a name of its own that it has pointed here (DNS
-    rebinding), or as requests whose answers it may not read. A key keeps both out; without one, hosts and origins are checked.
+    A web page can make its visitor's browser send requests to this machine: under a name of its own that it has pointed
+    here (DNS rebinding), or as requests whose answers it may not read. A key keeps both out; without one, hosts and
+    origins are checked.
     """
 
     def __init__(self, options: ServerOptions) -> None:

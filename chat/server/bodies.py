@@ -1,4 +1,6 @@
-"""What the signs of a JSON body say of it before it is parsed. numpy counts them, which lets other threads run meanwhile."""
+"""What the signs of a JSON body say of it before it is parsed. numpy counts them, which lets other threads run
+meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def has_more_values(body: bytes, most: int) -> bool:
 def count_longest_list(body: bytes, least: int) -> int:
     """Count the numbers that the longest array begins with; 0 if they are fewer than `least`.
 
-    They are as many as the commas behind its bracket, and one more; no string and no other bracket stands between those.
+    They are as many as the commas behind its bracket, and one more; no string and no other bracket stands between
+    those.
     """
     if _count(np.frombuffer(body, np.uint8), b",") < least - 1:
         return 0

@@ -1,7 +1,7 @@
 """Connections: how many there may be, how long their clients may take, and what is refused before there is a request.
 
-uvicorn's h11 protocol waits for a head without end and answers what is malformed in plain text; this one does neither. Heads
-are collected here and handed to h11 when they are whole and `check_head` has nothing against them.
+uvicorn's h11 protocol waits for a head without end and answers what is malformed in plain text; this one does neither.
+Heads are collected here and handed to h11 when they are whole and `check_head` has nothing against them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ log.addFilter(Seldom())
 class Connections:
     """The open connections, bounded in number and per peer address.
 
-    Where there are too many, the one that waits longest for its client is closed: half-sent requests cannot keep others out.
+    Where there are too many, the one that waits longest for its client is closed: half-sent requests cannot keep others
+    out.
     """
 
     def __init__(self, options: ServerOptions, metrics: Metrics) -> None:

@@ -31,7 +31,13 @@ class ApiError(Exception):
     """
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None, headers: dict[str, str] | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(clip(message, _MOST_MESSAGE))
         self.status = status
@@ -64,7 +70,12 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, StoppingError):
         return stopping()
     if isinstance(error, CapacityError):
-        return ApiError(503, "The memory cannot hold this now; try again, or send a shorter request.", code="out_of_memory", headers=RETRY)
+        return ApiError(
+            503,
+            "The memory cannot hold this now; try again, or send a shorter request.",
+            code="out_of_memory",
+            headers=RETRY,
+        )
     if isinstance(error, BatchError):
         return ApiError(400, str(error))
     log.error("a request failed", exc_info=error)

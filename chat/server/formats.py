@@ -75,7 +75,10 @@ class CompletionFormat:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]:
-        choices = [self._choice(i, self.echoes[i] + generation.text, generation.finish_reason) for i, generation in enumerate(generations)]
+        choices = [
+            self._choice(i, self.echoes[i] + generation.text, generation.finish_reason)
+            for i, generation in enumerate(generations)
+        ]
         return self._head() | {"choices": choices, "usage": usage}
 
     def opening(self, index: int) -> dict[str, Any] | None:

@@ -1,4 +1,5 @@
-"""What every request passes on its way in and out: admission, limits, counters, and its end when its client goes away."""
+"""What every request passes on its way in and out: admission, limits, counters, and its end when its
+client goes away."""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ _DRAIN_SECONDS = 2.0
 _PATIENCE_SECONDS = 5.0
 """For a body to come in before its rate is looked at."""
 _LARGE_BYTES_PER_SECOND = 8_000_000
-"""Of all large bodies together, while somebody is answered: a step of decoding waits for the event loop that reads them."""
+"""Of all large bodies together, while somebody is answered: a step of decoding waits for the event loop that reads
+them.
+"""
 CLIENT_GONE = 499
 """What is counted for a client that did not wait for its answer; nobody is sent it."""
 
@@ -94,8 +97,9 @@ def exchange_of(scope: Mapping[str, object]) -> Exchange:
 class Guard:
     """ASGI middleware that runs the app behind it as a task.
 
-    The task is cancelled when the client goes, and what it left in `at_end` is called. A request takes a place among those that are
-    answered when it is known to be possible, and not before: who sends slowly, too much or what makes no sense keeps nobody out.
+    The task is cancelled when the client goes, and what it left in `at_end` is called. A request takes a place among
+    those that are answered when it is known to be possible, and not before: who sends slowly, too much or what makes no
+    sense keeps nobody out.
     """
 
     def __init__(self, app: ASGIApp, service: Guarded) -> None:
@@ -131,7 +135,9 @@ class Guard:
         name = path if path in _PATHS else "/v1/models" if path.startswith("/v1/models/") else "other"
         self._service.metrics.requests.labels(name, str(exchange.status or CLIENT_GONE)).inc()
 
-    async def _answer(self, exchange: Exchange, headers: Headers, scope: Scope, incoming: _Incoming, send: Send) -> None:
+    async def _answer(
+        self, exchange: Exchange, headers: Headers, scope: Scope, incoming: _Incoming, send: Send
+    ) -> None:
         try:
             try:
                 self._admission.check(scope["method"], scope["path"], headers)
@@ -257,7 +263,9 @@ class Guard:
 
 
 class _Turnstile:
-    """Lets one piece of a large body through at a time, of whatever client, and no faster than others can be answered meanwhile."""
+    """Lets one piece of a large body through at a time, of whatever client, and no faster than others can be answered
+    meanwhile.
+    """
 
     def __init__(self, places: Places) -> None:
         self._places = places

@@ -1,7 +1,7 @@
 """The head of a request as bytes: what makes its end ambiguous is refused before anything parses it.
 
-A proxy in front and this server must agree on where each request ends, or the rest of one client's request is answered as a
-request of another client. RFC 9112 leaves a server free to repair several forms; none of them is repaired here.
+A proxy in front and this server must agree on where each request ends, or the rest of one client's request is answered
+as a request of another client. RFC 9112 leaves a server free to repair several forms; none of them is repaired here.
 """
 
 from __future__ import annotations

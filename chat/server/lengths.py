@@ -12,7 +12,8 @@ _DRY_STEPS = 64
 
 
 def find_context_tokens(engine: Engine, wanted: int | None) -> int:
-    """How long a sequence may become: what is wanted, what the model's config names, what the budget holds; the least of them.
+    """How long a sequence may become: what is wanted, what the model's config names, what the budget holds; the least
+    of them.
 
     Cost: a dry run of about 64 steps.
     """
@@ -43,15 +44,18 @@ def check_length(n_prompt: int, wanted: int | None, default: int, limit: int, *,
     elif n_prompt + wanted <= limit:
         return wanted
     asked = f"{n_prompt:,} tokens" + (f" and asks for {wanted:,} more" if wanted is not None else "")
-    message = f"This server takes {limit:,} tokens at most, prompt and reply together; the prompt has {asked}. Shorten either."
+    message = (
+        f"This server takes {limit:,} tokens at most, prompt and reply together; the prompt has {asked}. Shorten "
+        "either."
+    )
     raise ApiError(400, message, param=param, code="context_length_exceeded")
 
 
 def check_lists(body: bytes, limit: int, *, param: str) -> None:
     """Refuse a list of too many token ids before it is parsed. Raises ApiError 400.
 
-    No other list of numbers can be as long, so whatever is refused here would be refused later; unless a key is given twice, and its
-    first value is such a list.
+    No other list of numbers can be as long, so whatever is refused here would be refused later; unless a key is given
+    twice, and its first value is such a list.
     """
     n_listed = count_longest_list(body, limit + 1)
     if n_listed:

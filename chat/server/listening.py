@@ -33,8 +33,8 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
         if not has_key and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
             raise SpecError(
-                f"host={host!r} can be reached from other machines, and there is no API key; set HYBRID_MEMORY_API_KEY (or --api-key), or "
-                "listen on 127.0.0.1"
+                f"host={host!r} can be reached from other machines, and there is no API key; set HYBRID_MEMORY_API_KEY "
+                "(or --api-key), or listen on 127.0.0.1"
             )
         return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
     except (OSError, OverflowError) as error:
@@ -42,7 +42,9 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which tells the service when it is to stop: what runs may end in its own time, and is told so if it cannot."""
+    """uvicorn's, which tells the service when it is to stop: what runs may end in its own time, and is told so if it
+    cannot.
+    """
 
     def __init__(self, app: FastAPI) -> None:
         service = app.state.service

@@ -24,12 +24,20 @@ class Metrics:
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
         self.requests = Counter(
-            f"{_PREFIX}_requests", "Requests answered; 499: the client went away.", ["path", "code"], registry=self.registry
+            f"{_PREFIX}_requests",
+            "Requests answered; 499: the client went away.",
+            ["path", "code"],
+            registry=self.registry,
         )
         self.refused_connections = Counter(
-            f"{_PREFIX}_refused_connections", "Connections closed without a request, by the reason.", ["code"], registry=self.registry
+            f"{_PREFIX}_refused_connections",
+            "Connections closed without a request, by the reason.",
+            ["code"],
+            registry=self.registry,
         )
-        self.prompt_tokens = Counter(f"{_PREFIX}_prompt_tokens", "Tokens of prompts, reused ones included.", registry=self.registry)
+        self.prompt_tokens = Counter(
+            f"{_PREFIX}_prompt_tokens", "Tokens of prompts, reused ones included.", registry=self.registry
+        )
         self.first_token_seconds = Histogram(
             f"{_PREFIX}_time_to_first_token_seconds",
             "From a request's arrival to the first token of a choice.",
@@ -67,12 +75,17 @@ class _EngineCollector(Collector):
             "computed": (stats.n_fed, "Tokens that the model computed: of prompts and generated ones."),
             "generated": (stats.n_generated, "Tokens generated."),
             "reused": (stats.n_reused, "Tokens of prompts that were taken from the prefix cache."),
-            "recomputed": (sum(stats.recomputed.values()), "Tokens that the prefix cache knew and that were computed again."),
+            "recomputed": (
+                sum(stats.recomputed.values()),
+                "Tokens that the prefix cache knew and that were computed again.",
+            ),
         }
         for name, (n, what) in counts.items():
             yield CounterMetricFamily(f"{_PREFIX}_{name}_tokens", what, value=n)
         yield CounterMetricFamily(f"{_PREFIX}_steps", "Steps of the model.", value=stats.n_steps)
-        yield CounterMetricFamily(f"{_PREFIX}_preemptions", "Times that a generation had to make room.", value=stats.n_preempted)
+        yield CounterMetricFamily(
+            f"{_PREFIX}_preemptions", "Times that a generation had to make room.", value=stats.n_preempted
+        )
 
     def _generations(self) -> Iterator[Metric]:
         engine = self._engine
@@ -82,19 +95,25 @@ class _EngineCollector(Collector):
         for state, n in counts.items():
             now.add_metric([state], n)
         yield now
-        ended = CounterMetricFamily(f"{_PREFIX}_generations_ended", "Generations that have ended, by the reason.", labels=["reason"])
+        ended = CounterMetricFamily(
+            f"{_PREFIX}_generations_ended", "Generations that have ended, by the reason.", labels=["reason"]
+        )
         for reason, n in self._engine.stats.finished.items():
             ended.add_metric([reason], n)
         yield ended
 
     def _bytes(self) -> Iterator[Metric]:
         usage = self._engine.memory.usage()
-        by_kind = GaugeMetricFamily(f"{_PREFIX}_used_bytes", "Bytes of the budget in use, cached prefixes included.", labels=["kind"])
+        by_kind = GaugeMetricFamily(
+            f"{_PREFIX}_used_bytes", "Bytes of the budget in use, cached prefixes included.", labels=["kind"]
+        )
         for kind, n_bytes in usage.by_kind.items():
             by_kind.add_metric([kind], n_bytes)
         yield by_kind
         yield GaugeMetricFamily(f"{_PREFIX}_budget_bytes", "Bytes that the memory may use.", value=usage.budget_bytes)
-        yield GaugeMetricFamily(f"{_PREFIX}_free_bytes", "Bytes of the budget that nothing holds.", value=self._engine.memory.free_bytes)
+        yield GaugeMetricFamily(
+            f"{_PREFIX}_free_bytes", "Bytes of the budget that nothing holds.", value=self._engine.memory.free_bytes
+        )
         swapped = GaugeMetricFamily(f"{_PREFIX}_swapped_bytes", "Bytes swapped out of the budget.", labels=["place"])
         swapped.add_metric(["host"], usage.host_bytes)
         swapped.add_metric(["disk"], usage.disk_bytes)

@@ -21,11 +21,12 @@ class ServerOptions:
 
     Attributes:
         api_key: what clients must send as `Authorization: Bearer KEY`; None: nothing.
-        allowed_hosts: names that a request's Host may have beside those of loopback, without port. None given: any with a key.
-        allowed_origins: of web pages that may ask, such as "https://example.com", and read the answer; "*": all. None given: any may
-            ask with a key, and none may read.
-        parse_special: special tokens may be written in messages, so that clients can write turns. In prompts of /v1/completions they
-            always may.
+        allowed_hosts: names that a request's Host may have beside those of loopback, without port. None given: any with
+            a key.
+        allowed_origins: of web pages that may ask, such as "https://example.com", and read the answer; "*": all. None
+            given: any may ask with a key, and none may read.
+        parse_special: special tokens may be written in messages, so that clients can write turns. In prompts of
+            /v1/completions they always may.
         max_body_bytes: of a request's body.
         max_tokens: of a prompt and its reply together; None: what the model's config and the memory's budget allow.
         default_tokens: of a chat's reply, where the request names no number.

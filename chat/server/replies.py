@@ -43,7 +43,8 @@ class Piece:
 class Replies:
     """Asks the engine for all choices of all prompts. Whoever makes it calls `cancel` in the end, whatever happens.
 
-    The first choice of a prompt goes ahead; the others follow when it has its first token, and find its prompt in the prefix cache.
+    The first choice of a prompt goes ahead; the others follow when it has its first token, and find its prompt in the
+    prefix cache.
 
     Args:
         started: when the request came in, in seconds of time.perf_counter.
@@ -82,7 +83,12 @@ class Replies:
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
         self.generations[index] = self._engine.submit(
-            ask.token_ids, max_tokens=ask.max_tokens, stop=ask.stop, sampling=ask.samplings[choice], on_token=hear, owner=ask.owner
+            ask.token_ids,
+            max_tokens=ask.max_tokens,
+            stop=ask.stop,
+            sampling=ask.samplings[choice],
+            on_token=hear,
+            owner=ask.owner,
         )
 
     async def next(self) -> Piece | None:

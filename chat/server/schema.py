@@ -1,7 +1,8 @@
 """What clients may ask for, in OpenAI's words.
 
-No parameter is ignored in silence: one that is not supported is refused by name, unless its value changes nothing. `user` and
-`safety_identifier` say who asks: they are read, change nothing and are kept nowhere. `prompt_cache_key` separates cached prefixes.
+No parameter is ignored in silence: one that is not supported is refused by name, unless its value changes nothing.
+`user` and `safety_identifier` say who asks: they are read, change nothing and are kept nowhere. `prompt_cache_key`
+separates cached prefixes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,10 @@ ModelT = TypeVar("ModelT", bound="_Checked")
 def read_request(model: type[ModelT], body: bytes) -> ModelT:
     """A request's body. Raises ApiError 400, naming the parameter."""
     if has_more_values(body, MOST_VALUES):
-        message = f"The body has more than {MOST_VALUES:,} objects, arrays and keys; send fewer messages, or join their parts."
+        message = (
+            f"The body has more than {MOST_VALUES:,} objects, arrays and keys; send fewer messages, or join their "
+            "parts."
+        )
         raise ApiError(400, message, code="invalid_json")
     try:
         value = from_json(body, allow_inf_nan=False)
@@ -57,7 +61,9 @@ def _explain(detail: ErrorDetails) -> ApiError:
     if kind == "missing":
         return ApiError(400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     if kind == "unsupported":
-        return ApiError(400, f"Unsupported parameter: '{param}' {detail['msg']}.", param=param, code="unsupported_parameter")
+        return ApiError(
+            400, f"Unsupported parameter: '{param}' {detail['msg']}.", param=param, code="unsupported_parameter"
+        )
     why = str(detail["ctx"]["error"]) if kind == "value_error" else detail["msg"]
     return ApiError(400, f"Invalid '{param}': {why}; got {given}.", param=param, code="invalid_value")
 
@@ -88,7 +94,9 @@ class _Checked(BaseModel):
 def _read_stop(value: object) -> object:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or len(stops) > MOST_STOPS or not all(_is_stop(stop) for stop in stops):
-        raise ValueError(f"it must be a string or up to {MOST_STOPS} of them, each of 1 to {MOST_STOP_CHARACTERS} characters")
+        raise ValueError(
+            f"it must be a string or up to {MOST_STOPS} of them, each of 1 to {MOST_STOP_CHARACTERS} characters"
+        )
     return tuple(stops)
 
 
@@ -118,7 +126,9 @@ def _read_prompts(value: object) -> list[Prompt]:
     if isinstance(value, str) or _are_ids(value):
         return [value]  # type: ignore[list-item]
     if isinstance(value, list) and len(value) > MOST_CHOICES and not isinstance(value[0], int):
-        raise ValueError(f"more than {MOST_CHOICES} prompts ask for more than {MOST_CHOICES} replies; send several requests")
+        raise ValueError(
+            f"more than {MOST_CHOICES} prompts ask for more than {MOST_CHOICES} replies; send several requests"
+        )
     if isinstance(value, list) and value and all(isinstance(v, str) or _are_ids(v) for v in value):
         return value
     raise ValueError("it must be a string, a list of token ids, or a list of either")
@@ -135,7 +145,14 @@ class StreamOptions(_Checked):
 
 
 class Message(_Checked):
-    neutral: ClassVar[Neutral] = {"name": (), "refusal": (), "tool_calls": ([],), "function_call": (), "audio": (), "annotations": ([],)}
+    neutral: ClassVar[Neutral] = {
+        "name": (),
+        "refusal": (),
+        "tool_calls": ([],),
+        "function_call": (),
+        "audio": (),
+        "annotations": ([],),
+    }
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[str, BeforeValidator(_read_content)]
 
@@ -171,7 +188,9 @@ class _Request(_Checked):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def owner(self, authorization: str | None) -> bytes:
-        """Who shares cached prefixes with this request: those with the same API key and `prompt_cache_key`, and nobody else."""
+        """Who shares cached prefixes with this request: those with the same API key and `prompt_cache_key`, and nobody
+        else.
+        """
         return hashlib.sha256(repr((authorization, self.prompt_cache_key)).encode()).digest()
 
     def sampling(self, choice: int) -> Sampling:
@@ -240,7 +259,10 @@ class CompletionRequest(_Request):
     @model_validator(mode="after")
     def check_n_choices(self) -> CompletionRequest:
         if len(self.prompt) * self.n > MOST_CHOICES:
-            message = f"{len(self.prompt)} prompts with n={self.n} ask for more than {MOST_CHOICES} replies; send several requests."
+            message = (
+                f"{len(self.prompt)} prompts with n={self.n} ask for more than {MOST_CHOICES} replies; send several "
+                "requests."
+            )
             raise ApiError(400, message, param="prompt", code="invalid_value")
         return self
 

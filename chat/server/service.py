@@ -103,14 +103,18 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         body = await request.body()
-        asked, token_ids = await self._texts.run(len(body), lambda texts: self._read_chat(texts, body), param="messages")
+        asked, token_ids = await self._texts.run(
+            len(body), lambda texts: self._read_chat(texts, body), param="messages"
+        )
         owner = asked.owner(request.headers.get("authorization"))
         ask = self._ask(asked, token_ids, asked.wanted_tokens, owner, param="messages")
         return await self._reply(exchange_of(request.scope), asked, [ask], ChatFormat(self.model_id))
 
     async def complete(self, request: Request) -> Response:
         body = await request.body()
-        asked, encoded = await self._texts.run(len(body), lambda texts: self._read_completion(texts, body), param="prompt")
+        asked, encoded = await self._texts.run(
+            len(body), lambda texts: self._read_completion(texts, body), param="prompt"
+        )
         owner = asked.owner(request.headers.get("authorization"))
         asks = [self._ask(asked, token_ids, asked.max_tokens, owner, param="prompt") for token_ids in encoded]
         echoes = [""] * len(asks)
@@ -156,7 +160,9 @@ class Service:
         token_ids = list(texts.encode(prompt)) if isinstance(prompt, str) else prompt
         vocab_size = self.engine.memory.spec.vocab_size
         if not token_ids:
-            raise ApiError(400, "Invalid 'prompt': it has no tokens; give some text.", param="prompt", code="invalid_value")
+            raise ApiError(
+                400, "Invalid 'prompt': it has no tokens; give some text.", param="prompt", code="invalid_value"
+            )
         if not (0 <= min(token_ids) and max(token_ids) < vocab_size):
             message = f"Invalid 'prompt': token ids must be 0 ... {vocab_size - 1}."
             raise ApiError(400, message, param="prompt", code="invalid_value")
@@ -166,7 +172,8 @@ class Service:
         return prompt if isinstance(prompt, str) else str(texts.decode(token_ids, skip_special_tokens=True))
 
     def _ask(
-        self, asked: ChatRequest | CompletionRequest, token_ids: list[int], wanted: int | None, owner: bytes, *, param: str
+        self, asked: ChatRequest | CompletionRequest, token_ids: list[int], wanted: int | None, owner: bytes, *,
+        param: str
     ) -> Ask:  # fmt: skip
         n_reply = self._reply_tokens(len(token_ids), wanted, param=param)
         return Ask(token_ids, n_reply, asked.stop, tuple(asked.sampling(choice) for choice in range(asked.n)), owner)
@@ -175,7 +182,11 @@ class Service:
         return check_length(n_prompt, wanted, self.options.default_tokens, self.context_tokens, param=param)
 
     async def _reply(
-        self, exchange: Exchange, asked: ChatRequest | CompletionRequest, asks: list[Ask], style: ChatFormat | CompletionFormat
+        self,
+        exchange: Exchange,
+        asked: ChatRequest | CompletionRequest,
+        asks: list[Ask],
+        style: ChatFormat | CompletionFormat,
     ) -> Response:
         """Generate. The status is not known before the first token is there, or the error instead of it."""
         if not self.is_open:

@@ -1,8 +1,8 @@
 """Where texts become tokens: off the event loop, and no short text waits for a long one.
 
-The tokenizers of transformers let other threads run while they work, so two threads are enough: one for short texts, and one in which
-long ones wait for each other. Each has a tokenizer of its own, since a tokenizer is not made for two threads. In each, who came first
-goes first, but for who brings more: so many bytes count as a second of waiting.
+The tokenizers of transformers let other threads run while they work, so two threads are enough: one for short texts,
+and one in which long ones wait for each other. Each has a tokenizer of its own, since a tokenizer is not made for two
+threads. In each, who came first goes first, but for who brings more: so many bytes count as a second of waiting.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class Texts:
         """Refuse a text by its length. Raises ApiError 400."""
         if n_bytes > self.most_bytes:
             message = (
-                f"This server takes {self.context_tokens:,} tokens at most, prompt and reply together; the prompt has at least "
-                f"{n_bytes:,} bytes, and no token has more than {self.longest_token_bytes}, so at most {self.most_bytes:,} fit. Shorten it."
+                f"This server takes {self.context_tokens:,} tokens at most, prompt and reply together; the prompt has "
+                f"at least {n_bytes:,} bytes, and no token has more than {self.longest_token_bytes}, so at most "
+                f"{self.most_bytes:,} fit. Shorten it."
             )
             raise ApiError(400, message, param=param, code="context_length_exceeded")
 
@@ -150,6 +151,7 @@ class _Bounded:
 def find_longest_token(tokenizer: Tokenizer) -> int:
     """The most bytes of text that one token stands for: a token's name has no fewer, in whatever way it writes them.
 
-    What a tokenizer leaves out of a text (spaces that it joins, runs of characters that it does not know) is not considered.
+    What a tokenizer leaves out of a text (spaces that it joins, runs of characters that it does not know) is not
+    considered.
     """
     return max(len(name.encode(errors="surrogatepass")) for name in tokenizer.get_vocab())

@@ -83,7 +83,9 @@ class Player:
         return [answer for line in lines for answer in line.answers]
 
     def _start(self, line: _Line) -> Generation:
-        """Feed the next turn's user text, and the end of the reply to it, so that memories hold what the chat template would render."""
+        """Feed the next turn's user text, and the end of the reply to it, so that memories hold what the chat template
+        would render.
+        """
         conversation, turn = line.conversation, line.turns[0]
         return self.engine.submit(
             encode_turn(self._tokenizer, conversation.messages, turn.user),
@@ -91,7 +93,9 @@ class Player:
             max_tokens=MAX_REPLY_TOKENS,
             keeps_sequence=True,
             remembers_end=True,
-            on_token=lambda generation, _: self._on_word(conversation, turn.user, generation.text, generation.is_finished),
+            on_token=lambda generation, _: self._on_word(
+                conversation, turn.user, generation.text, generation.is_finished
+            ),
         )
 
     def _finish(self, scene: str, line: _Line, generation: Generation) -> None:

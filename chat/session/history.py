@@ -1,8 +1,9 @@
 """What was said, as tokens: the chat template's text, in which the model's own words stand as it chose them.
 
-A template renders a whole history as text, and the text is tokenised. But a model may have chosen its words in other tokens than a
-tokenizer would: "Okay" as "O" and "kay". The memory holds the tokens that were chosen, so they are to be found again: wherever the
-rendered text shows a reply word for word, the tokens chosen for it stand for it. Text, and so meaning, is the template's in any case.
+A template renders a whole history as text, and the text is tokenised. But a model may have chosen its words in other
+tokens than a tokenizer would: "Okay" as "O" and "kay". The memory holds the tokens that were chosen, so they are to be
+found again: wherever the rendered text shows a reply word for word, the tokens chosen for it stand for it. Text, and so
+meaning, is the template's in any case.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Utterance:
     Attributes:
         role: "system", "user" or "assistant", as far as the chat template knows them.
         content: its text.
-        token_ids: of a reply: what the model chose, without the token that ended it. Empty: nobody chose, it was given as text.
+        token_ids: of a reply: what the model chose, without the token that ended it. Empty: nobody chose, it was given
+            as text.
     Raises:
         BatchError: a role or a content that is no string.
     """
@@ -76,7 +78,8 @@ def _is_text(part: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Segment:
-    """Characters from `start` on that were tokenised by themselves, or a reply's own tokens; `first` is the number of the first token.
+    """Characters from `start` on that were tokenised by themselves, or a reply's own tokens; `first` is the number of
+    the first token.
 
     `encode` has found them; None of a reply's.
     """
@@ -94,7 +97,8 @@ class Rendering:
 
     Attributes:
         token_ids: of all of it.
-        spans: where each message's content stands in the text; None where the template left it out, or so changed that nobody can tell.
+        spans: where each message's content stands in the text; None where the template left it out, or so changed that
+            nobody can tell.
     """
 
     token_ids: list[int]
@@ -102,7 +106,9 @@ class Rendering:
     segments: tuple[_Segment, ...]
 
     def position(self, character: int) -> int:
-        """How many tokens stand before this character, whatever follows it: what two texts that agree so far have in common at least."""
+        """How many tokens stand before this character, whatever follows it: what two texts that agree so far have in
+        common at least.
+        """
         for segment in self.segments:
             n = character - segment.start
             if n == len(segment.text):
@@ -120,8 +126,10 @@ def encode_history(
     """Token ids of a whole history, with the opening of a reply behind it unless told otherwise.
 
     Args:
-        parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people say.
-    Raises FormatError: no template, or it refuses the messages, or so changes one that holds a special token that nobody can tell.
+        parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people
+            say.
+    Raises FormatError: no template, or it refuses the messages, or so changes one that holds a special token that
+    nobody can tell.
     Cost: the template twice, the tokenizer once.
     """
     dicts = [_as_dict(m) for m in messages]
@@ -170,9 +178,15 @@ def _as_dict(message: Utterance) -> Message:
 
 
 def choose_marks(prompt: Rendering, messages: Iterable[Utterance], n_kept: int) -> list[int]:
-    """Positions, from `n_kept` on, where the latest user messages begin. Where replies begin, the engine leaves a checkpoint anyway."""
+    """Positions, from `n_kept` on, where the latest user messages begin.
+    Where replies begin, the engine leaves a checkpoint anyway.
+    """
     marks: list[int] = []
-    users = [span for span, message in zip(prompt.spans, messages, strict=True) if message.role == "user" and span is not None]
+    users = [
+        span
+        for span, message in zip(prompt.spans, messages, strict=True)
+        if message.role == "user" and span is not None
+    ]
     for start, _ in reversed(users[-_MOST_MARKS:]):
         mark = prompt.position(start) - n_kept
         if mark < _LEAST_MARK_TOKENS:

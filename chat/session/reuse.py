@@ -18,8 +18,8 @@ class Start:
 
     Attributes:
         sequence: holds the first `n_kept` tokens of the list; feed it the others, one at least.
-        n_known: leading tokens that were seen before, by the sequence or by the prefix cache. Those that are not kept must be computed
-            again: no state was kept that near.
+        n_known: leading tokens that were seen before, by the sequence or by the prefix cache. Those that are not kept
+            must be computed again: no state was kept that near.
     """
 
     sequence: Sequence
@@ -31,8 +31,9 @@ def resume(engine: Engine, sequence: Sequence | None, token_ids: Seq[int], owner
     """Go on from whatever keeps more of `token_ids`: the live sequence, rolled back, or a fork from the prefix cache.
 
     Args:
-        sequence: live, and the caller's no longer: it is rolled back, or closed where the cache has more. None: only the cache is asked.
-            One that was swapped out comes back; if its file was damaged, it is given up, and what the cache does not have is computed.
+        sequence: live, and the caller's no longer: it is rolled back, or closed where the cache has more. None: only
+            the cache is asked. One that was swapped out comes back; if its file was damaged, it is given up, and what
+            the cache does not have is computed.
         token_ids: at least one.
         owner: of the prefixes that it may go on from.
     Raises:

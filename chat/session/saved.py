@@ -3,8 +3,8 @@
     session.json                 messages, options, the name of the other file, and a checksum over all of this
     memory-<number>.safetensors  what `HybridMemory.save` writes; none if nothing was computed yet
 
-The JSON is written last and replaced in one go: whoever reads it finds either the session of before or the new one, never half of each.
-Only their owner can read the files.
+The JSON is written last and replaced in one go: whoever reads it finds either the session of before or the new one,
+never half of each. Only their owner can read the files.
 """
 
 from __future__ import annotations
@@ -48,7 +48,13 @@ def write_session(folder: Path, saved: SavedSession, memory: HybridMemory, live:
         with written_whole(folder / SESSION_FILE) as file:
             if live is not None and name is not None:
                 memory.save(live, folder / name)
-            about = {"format": _FORMAT, "version": _VERSION, "model": memory.spec.model, "memory": name, **asdict(saved)}
+            about = {
+                "format": _FORMAT,
+                "version": _VERSION,
+                "model": memory.spec.model,
+                "memory": name,
+                **asdict(saved),
+            }
             file.write(json.dumps({**about, "sha256": _digest(about)}, indent=1).encode())
     except BaseException:
         if name is not None:
@@ -60,7 +66,8 @@ def write_session(folder: Path, saved: SavedSession, memory: HybridMemory, live:
 def _remove_others(folder: Path) -> None:
     """Remove the memory of sessions that were saved there before, and what was left by whoever was killed while saving.
 
-    Files are listed before anybody is asked who is writing, and the session is read last: what another process has just written stays.
+    Files are listed before anybody is asked who is writing, and the session is read last: what another process has just
+    written stays.
     """
     found = [path for path in folder.iterdir() if _MEMORY_FILE.fullmatch(path.name)]
     if not remove_abandoned(folder, f"{re.escape(SESSION_FILE)}|{_MEMORY_FILE.pattern}"):
@@ -71,16 +78,25 @@ def _remove_others(folder: Path) -> None:
 
 
 def read_session(folder: Path, memory: HybridMemory) -> tuple[SavedSession, Callable[[], Sequence | None]]:
-    """What was saved, and what loads its memory when called. Raises FormatError; loading raises it as well, and CapacityError."""
+    """What was saved, and what loads its memory when called.
+    Raises FormatError; loading raises it as well, and CapacityError.
+    """
     path = folder / SESSION_FILE
     about = read_about(path)
     try:
-        messages = tuple(Utterance(str(m["role"]), str(m["content"]), tuple(map(int, m["token_ids"]))) for m in about["messages"])
+        messages = tuple(
+            Utterance(str(m["role"]), str(m["content"]), tuple(map(int, m["token_ids"]))) for m in about["messages"]
+        )
         ids = [i for m in messages for i in m.token_ids]
         if ids and not 0 <= min(ids) <= max(ids) < memory.spec.vocab_size:
             n_vocab = memory.spec.vocab_size
-            raise FormatError(f"{path} has token ids {min(ids)} ... {max(ids)}, this model has {n_vocab}; resume it with its own")
-        name, options = about["memory"], (int(about["max_tokens"]), Sampling(**about["sampling"]), tuple(map(str, about["stop"])))
+            raise FormatError(
+                f"{path} has token ids {min(ids)} ... {max(ids)}, this model has {n_vocab}; resume it with its own"
+            )
+        name, options = (
+            about["memory"],
+            (int(about["max_tokens"]), Sampling(**about["sampling"]), tuple(map(str, about["stop"]))),
+        )
         saved = SavedSession(messages, int(about["n_heard"]), *options)
         if not (name is None or _MEMORY_FILE.fullmatch(name)) or not 0 <= saved.n_heard <= len(messages):
             raise ValueError(f"memory {name!r}, {saved.n_heard} messages heard")
@@ -100,7 +116,10 @@ def read_about(path: Path) -> dict[str, Any]:
     if not isinstance(about, dict) or about.get("format") != _FORMAT:
         raise FormatError(f"{path} holds no saved session; give a folder that ChatSession.save wrote")
     if about.get("version") != _VERSION:
-        raise FormatError(f"{path} has format version {about.get('version')!r}, this library reads {_VERSION}; use the one that wrote it")
+        raise FormatError(
+            f"{path} has format version {about.get('version')!r}, this library reads {_VERSION}; use the one that "
+            "wrote it"
+        )
     if about.pop("sha256", None) != _digest(about):
         raise FormatError(f"{path} is damaged: its checksum is not that of its content; save the session again")
     return about

@@ -1,8 +1,9 @@
 """A chat with one model, in which everything said can be taken back: say, regenerate, edit, undo, branch, save.
 
-Every call works the same way. The history is rendered by the chat template as a whole, tokenised, and compared, token by token, with
-what the memory holds. What both have in common is kept, by rollback or from a checkpoint; the rest is fed. So it does not matter why a
-history differs: because the user edited it, or because the template strips the thoughts of earlier replies.
+Every call works the same way. The history is rendered by the chat template as a whole, tokenised, and compared, token
+by token, with what the memory holds. What both have in common is kept, by rollback or from a checkpoint; the rest is
+fed. So it does not matter why a history differs: because the user edited it, or because the template strips the
+thoughts of earlier replies.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from typing import Any
 from chat.decoding.sampling import check_sampling
 from chat.engine.engine import GREEDY, Engine, Generation, Sampling, require_engine
 from chat.engine.requests import check_max_tokens, read_stop
-from chat.session.history import Rendering, Utterance, choose_marks, common_tokens, count_old, decode, encode_history, read_messages
+from chat.session.history import (
+    Rendering,
+    Utterance,
+    choose_marks,
+    common_tokens,
+    count_old,
+    decode,
+    encode_history,
+    read_messages,
+)
 from chat.session.reuse import resume
 from chat.session.saved import SavedSession, read_folder, read_session, write_session
 from chat.session.turn import EDITED, NEW, explain
@@ -30,23 +40,25 @@ OnText = Callable[[str], None]
 class ChatSession:
     """One conversation. Its messages are what counts; the live sequence only saves computing them again.
 
-    A call that fails leaves the messages as they were. Checkpoints that edits and regenerations return to are the prefix cache's, if the
-    engine has one; without, they return as far as the rollback window reaches, or to the beginning.
+    A call that fails leaves the messages as they were. Checkpoints that edits and regenerations return to are the
+    prefix cache's, if the engine has one; without, they return as far as the rollback window reaches, or to the
+    beginning.
 
-    Calls wait for their reply and step the engine meanwhile, so other requests go on too. A session is used by one thread at a time;
-    several sessions of one engine may be used by several threads.
+    Calls wait for their reply and step the engine meanwhile, so other requests go on too. A session is used by one
+    thread at a time; several sessions of one engine may be used by several threads.
 
     Args:
         engine: with a tokenizer.
         system: the first message, if the template knows such a role.
-        messages: a history to begin with, oldest first: each an `Utterance`, or {"role": "user", "content": "Hello"} as OpenAI's clients
-            write it.
+        messages: a history to begin with, oldest first: each an `Utterance`, or {"role": "user", "content": "Hello"} as
+            OpenAI's clients write it.
         max_tokens, sampling, stop: of replies, as `Engine.submit` takes them, unless a call says otherwise.
-        parse_special: special tokens may be written in messages. Otherwise they are text there, and nobody can forge a turn.
+        parse_special: special tokens may be written in messages. Otherwise they are text there, and nobody can forge a
+            turn.
         owner: of what the prefix cache keeps of it: sessions of other owners find nothing of that. See `PrefixCache`.
     Raises:
-        SpecError: no engine. BatchError: arguments that make no chat. FormatError: no tokenizer, no chat template, or one that refuses the
-        messages.
+        SpecError: no engine. BatchError: arguments that make no chat. FormatError: no tokenizer, no chat template, or
+        one that refuses the messages.
     """
 
     def __init__(
@@ -91,27 +103,32 @@ class ChatSession:
 
     @property
     def sequence(self) -> Sequence | None:
-        """The live sequence, to be looked at: its tokens are what the memory holds of this session. None: nothing yet, or no more.
+        """The live sequence, to be looked at: its tokens are what the memory holds of this session.
+        None: nothing yet, or no more.
 
         Who closes it loses nothing but time: the next call computes the history again.
         """
         return None if self._live is None or self._live.closed else self._live
 
     def say(
-        self, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
+        self, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None,
+        on_text: OnText | None = None
     ) -> Turn:  # fmt: skip
         """Say something and get the reply.
 
         Args:
             on_text: called with each piece of the reply. What it raises ends the call.
         Raises:
-            BatchError: arguments that make no request. CapacityError: no room. SequenceError: the session is closed. Whatever the model
-            or `on_text` raises. The messages are as they were then.
+            BatchError: arguments that make no request. CapacityError: no room. SequenceError: the session is closed.
+            Whatever the model or `on_text` raises. The messages are as they were then.
         """
-        return self._answer(NEW, len(self._messages), [Utterance("user", _checked(text))], max_tokens, sampling, on_text)
+        return self._answer(
+            NEW, len(self._messages), [Utterance("user", _checked(text))], max_tokens, sampling, on_text
+        )
 
     def edit(
-        self, index: int, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
+        self, index: int, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None,
+        on_text: OnText | None = None
     ) -> Turn:  # fmt: skip
         """Say `messages[index]` otherwise, forget what followed, and get the reply.
 
@@ -119,18 +136,23 @@ class ChatSession:
         """
         users = [i for i, message in enumerate(self._messages) if message.role == "user"]
         if not is_integer(index) or index not in users:
-            raise BatchError(f"message {index!r} is none of the user's; edit one of {', '.join(map(str, users)) or 'those to come'}")
+            raise BatchError(
+                f"message {index!r} is none of the user's; edit one of {', '.join(map(str, users)) or 'those to come'}"
+            )
         return self._answer(EDITED, index, [Utterance("user", _checked(text))], max_tokens, sampling, on_text)
 
     def regenerate(
         self, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
     ) -> Turn:  # fmt: skip
-        """Another reply in place of the last one. Greedy sampling, or the same seed, gives the same again. Raises as `say`."""
+        """Another reply in place of the last one. Greedy sampling, or the same seed, gives the same again.
+        Raises as `say`.
+        """
         self._check_exchange("regenerate")
         return self._answer(NEW, len(self._messages) - 1, [], max_tokens, sampling, on_text)
 
     def undo(self) -> tuple[Utterance, ...]:
-        """Take back the last thing the user said, and the reply; what was taken back. Nothing is computed, now or for it later.
+        """Take back the last thing the user said, and the reply; what was taken back.
+        Nothing is computed, now or for it later.
 
         Raises BatchError: there is none.
         """
@@ -142,7 +164,8 @@ class ChatSession:
         return undone
 
     def _give_back(self) -> None:
-        """Let go of tokens behind the messages, if that costs nothing; else the next call decides what to go on from."""
+        """Let go of tokens behind the messages, if that costs nothing; else the next call decides what
+        to go on from."""
         live, memory = self._live, self.engine.memory
         if live is None or live.is_swapped or not self._messages:
             return
@@ -152,7 +175,8 @@ class ChatSession:
                 memory.rollback(live, to=n_said)
 
     def _n_said(self, live: Sequence) -> int:
-        """How many leading tokens of the live sequence stand for the messages; all of them, if the template cannot say."""
+        """How many leading tokens of the live sequence stand for the messages; all of them, if the
+        template cannot say."""
         try:
             said = self._encode(self._messages, awaits_reply=False).token_ids if self._messages else []
         except FormatError:  # some templates need a message of the user
@@ -162,7 +186,8 @@ class ChatSession:
     def branch(self) -> ChatSession:
         """Another session that has heard the same and goes its own way. It shares all memory until either goes on.
 
-        Raises CapacityError: this one sleeps, and there is no room to wake it. Cost: no layer runs; no tensor is copied.
+        Raises CapacityError: this one sleeps, and there is no room to wake it. Cost: no layer runs; no tensor is
+        copied.
         """
         self._check_free()
         options = {"max_tokens": self.max_tokens, "sampling": self.sampling, "stop": self.stop}
@@ -180,7 +205,8 @@ class ChatSession:
     # Waiting, staying, ending
 
     def sleep(self) -> None:
-        """Give the memory's bytes back while nobody talks: they wait in host memory or in files, and the next call brings them back.
+        """Give the memory's bytes back while nobody talks: they wait in host memory or in files, and the next call
+        brings them back.
 
         Raises CapacityError: no room there. Prefixes and branches that share them keep theirs.
         """
@@ -190,17 +216,20 @@ class ChatSession:
                 self.engine.memory.swap_out(self._live)
 
     def wake(self) -> None:
-        """Undo `sleep` before the next call does. Raises CapacityError, or FormatError if the file was damaged: it sleeps on then."""
+        """Undo `sleep` before the next call does.
+        Raises CapacityError, or FormatError if the file was damaged: it sleeps on then.
+        """
         self._check_free()
         with self.engine.lock:
             if self._live is not None and self._live.is_swapped:
                 self.engine.memory.swap_in(self._live)
 
     def save(self, folder: str | Path) -> None:
-        """Write the messages and all that is remembered of them to a folder of their own, which `resume` reads in any process.
+        """Write the messages and all that is remembered of them to a folder of their own, which `resume` reads in any
+        process.
 
-        A session that was saved there before is replaced when the new one is complete, and not before. Checkpoints stay behind, and so
-        does what was taken back: of tokens that no message has, nothing is written.
+        A session that was saved there before is replaced when the new one is complete, and not before. Checkpoints stay
+        behind, and so does what was taken back: of tokens that no message has, nothing is written.
 
         Raises OSError: from the file system. SpecError: a dry run, or what can be no folder.
         """
@@ -222,9 +251,12 @@ class ChatSession:
                     memory.close(said)
 
     @staticmethod
-    def resume(engine: Engine, folder: str | Path, *, owner: Hashable = None, parse_special: bool = False) -> ChatSession:
-        """The session that was saved there, which goes on bit for bit. The engine's model, tokenizer and memory must be like those that
-        wrote it; weights are not compared. The owner, and whether special tokens may be written, are not saved.
+    def resume(
+        engine: Engine, folder: str | Path, *, owner: Hashable = None, parse_special: bool = False
+    ) -> ChatSession:
+        """The session that was saved there, which goes on bit for bit.
+        The engine's model, tokenizer and memory must be like those that wrote it; weights are not compared. The owner,
+        and whether special tokens may be written, are not saved.
 
         Raises FormatError: no session there, or a damaged or unsuitable one; nothing has changed. CapacityError.
         """
@@ -266,11 +298,15 @@ class ChatSession:
     # How
 
     def _answer(
-        self, why: str, n_kept: int, new: list[Utterance], max_tokens: int | None, sampling: Sampling | None, on_text: OnText | None
+        self, why: str, n_kept: int, new: list[Utterance], max_tokens: int | None, sampling: Sampling | None,
+        on_text: OnText | None
     ) -> Turn:  # fmt: skip
         """Reply to the first `n_kept` messages and to `new` ones."""
         self._check_free()
-        max_tokens, sampling = self.max_tokens if max_tokens is None else max_tokens, self.sampling if sampling is None else sampling
+        max_tokens, sampling = (
+            self.max_tokens if max_tokens is None else max_tokens,
+            self.sampling if sampling is None else sampling,
+        )
         check_max_tokens(max_tokens)
         check_sampling(sampling)
         if on_text is not None and not callable(on_text):
@@ -327,8 +363,9 @@ class ChatSession:
             self._on_text(piece)
 
     def _read_reply(self, generation: Generation) -> Utterance:
-        """The reply as a message. Where a stop string cut it in the middle of a token, the tokens are not those of the text, and a
-        tokenizer will have to find others."""
+        """The reply as a message.
+        Where a stop string cut it in the middle of a token, the tokens are not those of the text, and a tokenizer will
+        have to find others."""
         if generation.stopped_by is not None:
             return Utterance("assistant", generation.text, tuple(generation.token_ids))
         ids = generation.token_ids
@@ -348,7 +385,9 @@ class ChatSession:
     def _check_exchange(self, what: str) -> None:
         self._check_free()
         if [message.role for message in self._messages[-2:]] != ["user", "assistant"]:
-            raise BatchError(f"there is nothing to {what}: the last two messages are no question and its reply; say something first")
+            raise BatchError(
+                f"there is nothing to {what}: the last two messages are no question and its reply; say something first"
+            )
 
 
 def _checked(text: str) -> str:

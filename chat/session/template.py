@@ -1,12 +1,12 @@
 """Templates with several holes: what is given is fed, what is not is generated, and many are filled in one batch.
 
-    article = Template("Q: {question}\\nA: {answer:max_tokens=20,stop='\\n'}\\nConfidence: {score:choices=['low','high']}")
-    filled = fill(engine, article, [{"question": question} for question in questions])
+    article = Template("Q: {question}\\nA: {answer:max_tokens=20,stop='\\n'}\\nConfidence:
+    {score:choices=['low','high']}") filled = fill(engine, article, [{"question": question} for question in questions])
     filled[0].values["answer"]
 
-Each text and each value is tokenised by itself, so a token never reaches across a seam, and what a hole is given makes no difference to
-the tokens around it. Special tokens may be written in texts and choices; in given values they are text, unless they are asked for. Those
-that the tokenizer puts in front of any text stand there once.
+Each text and each value is tokenised by itself, so a token never reaches across a seam, and what a hole is given makes
+no difference to the tokens around it. Special tokens may be written in texts and choices; in given values they are
+text, unless they are asked for. Those that the tokenizer puts in front of any text stand there once.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Filled:
         values: hole -> words, given ones included.
         reasons: hole -> "given", "choice", or why the engine ended it: "stop" or "length".
         scores: hole with choices -> choice -> log probability.
-        token_ids: as the model read them, up to the last hole that was not given; what stands behind it is not even tokenised.
+        token_ids: as the model read them, up to the last hole that was not given; what stands behind it is not even
+            tokenised.
         n_generated: tokens that were chosen one by one. Choices are compared, not generated.
     """
 
@@ -64,25 +65,29 @@ def fill(
 ) -> list[Filled]:
     """Fill templates, all at once.
 
-    What several begin with is computed once, wherever they part; what the prefix cache knows is not computed at all. From there on each
-    token of a text or a given value is fed once, however many holes follow. Only the last token before a hole may be fed again, for its
+    What several begin with is computed once, wherever they part; what the prefix cache knows is not computed at all.
+    From there on each token of a text or a given value is fed once, however many holes follow. Only the last token
+    before a hole may be fed again, for its
     output: where no text stands between two holes, and where two templates are the same up to a hole.
 
     Args:
         templates: one for all values, or as many as there are.
         values: hole -> words that are given, for each filled template. None: nothing is given.
         sampling: of holes that have none of their own. With a seed, all of them draw from the same.
-        parse_special: special tokens may be written in values, as in the template's texts. Otherwise they are text there.
+        parse_special: special tokens may be written in values, as in the template's texts. Otherwise they are text
+            there.
         owner: of the prefixes that they go on from and leave behind; see `PrefixCache`.
     Returns:
         In the order of `values`.
     Raises:
-        BatchError: values that are no text or fill no hole, or a hole that nothing stands before. FormatError: an engine without a
-        tokenizer. CapacityError: no room. Whatever the model raises. Nothing is left behind then.
+        BatchError: values that are no text or fill no hole, or a hole that nothing stands before. FormatError: an
+        engine without a tokenizer. CapacityError: no room. Whatever the model raises. Nothing is left behind then.
     """
     require_engine(engine, "fill(engine, templates, values)")
     check_sampling(sampling)
-    jobs = [_Job(template, dict(given), engine, parse_special=parse_special) for template, given in _pair(templates, values)]
+    jobs = [
+        _Job(template, dict(given), engine, parse_special=parse_special) for template, given in _pair(templates, values)
+    ]
     filler = _Filler(engine, jobs, sampling, owner)
     try:
         filler.share()
@@ -107,11 +112,15 @@ def _pair(templates: Template | Iterable[Template], values: Any) -> list[tuple[T
     else:
         given = [values] if isinstance(values, Mapping) else list(values)
         if wrong := [row for row in given if not isinstance(row, Mapping)]:
-            raise BatchError(f"{wrong[0]!r} fills no template; give {{hole: words}}, or a list with one for each template")
+            raise BatchError(
+                f"{wrong[0]!r} fills no template; give {{hole: words}}, or a list with one for each template"
+            )
     if isinstance(wanted, Template):
         wanted = [wanted] * len(given)
     if len(wanted) != len(given):
-        raise BatchError(f"{len(wanted)} templates and {len(given)} rows of values; give one template, or as many as rows")
+        raise BatchError(
+            f"{len(wanted)} templates and {len(given)} rows of values; give one template, or as many as rows"
+        )
     return list(zip(wanted, given, strict=True))
 
 
@@ -142,7 +151,9 @@ class _Job:
         if self.tokens[: len(lead)] != lead:  # else the template begins with it already
             self.tokens = [*lead, *self.tokens]
         if self.hole is not None and not self.tokens:
-            raise BatchError(f"nothing stands before hole {self.hole.name!r}, so there is nothing to go on from; begin with a text")
+            raise BatchError(
+                f"nothing stands before hole {self.hole.name!r}, so there is nothing to go on from; begin with a text"
+            )
 
     @property
     def hole(self) -> Hole | None:
@@ -153,12 +164,16 @@ class _Job:
     def advance(self) -> None:
         """Go on to the next hole whose words nobody knows; behind the last one, nothing is to be read any more."""
         rest = self._template.parts[self._at :]
-        n_known = next((i for i, part in enumerate(rest) if isinstance(part, Hole) and part.name not in self.words), None)
+        n_known = next(
+            (i for i, part in enumerate(rest) if isinstance(part, Hole) and part.name not in self.words), None
+        )
         if n_known is None:
             self._at = len(self._template.parts)
             return
         for part in rest[:n_known]:
-            self.tokens += self.encode(part.text) if isinstance(part, Text) else self.encode_words(self.words[part.name])
+            self.tokens += (
+                self.encode(part.text) if isinstance(part, Text) else self.encode_words(self.words[part.name])
+            )
         self._at += n_known
 
     def put(self, words: str, token_ids: Seq[int], reason: str) -> None:
@@ -200,30 +215,46 @@ class _Filler:
     # What several begin with
 
     def share(self) -> None:
-        """Feed what jobs have in common once, and give each a fork of it, level by level of the tree that their tokens make."""
-        groups: list[tuple[list[_Job], Sequence | None, int]] = [([job for job in self.jobs if job.hole is not None], None, 0)]
+        """Feed what jobs have in common once, and give each a fork of it, level by level of the tree that their tokens
+        make.
+        """
+        groups: list[tuple[list[_Job], Sequence | None, int]] = [
+            ([job for job in self.jobs if job.hole is not None], None, 0)
+        ]
         while groups:
-            trunks = [(group, sequence, n_held, _n_shared(group)) for group, sequence, n_held in groups if len(group) > 1]
+            trunks = [
+                (group, sequence, n_held, _n_shared(group)) for group, sequence, n_held in groups if len(group) > 1
+            ]
             for group, sequence, _ in groups:
                 if len(group) == 1:
                     group[0].sequence = sequence
             fed = [self._feed(group[0].tokens[:n], sequence, n_held) for group, sequence, n_held, n in trunks]
             self._wait()
-            groups = [part for (group, _, _, n), sequence in zip(trunks, fed, strict=True) for part in self._split(group, sequence, n)]
+            groups = [
+                part
+                for (group, _, _, n), sequence in zip(trunks, fed, strict=True)
+                for part in self._split(group, sequence, n)
+            ]
 
     def _feed(self, tokens: list[int], sequence: Sequence | None, n_held: int) -> Sequence | None:
-        """Let a sequence that holds `n_held` of these tokens have all of them. None: a new one, or none at all if there are no tokens."""
+        """Let a sequence that holds `n_held` of these tokens have all of them.
+        None: a new one, or none at all if there are no tokens.
+        """
         if len(tokens) == n_held:
             return sequence
         if sequence is None:
             start = resume(self.engine, None, tokens, self.owner)
             sequence, n_held = start.sequence, start.n_kept
             self.open.add(sequence)
-        generation = self.engine.submit(tokens[n_held:], sequence=sequence, max_tokens=0, keeps_sequence=True, owner=self.owner)
+        generation = self.engine.submit(
+            tokens[n_held:], sequence=sequence, max_tokens=0, keeps_sequence=True, owner=self.owner
+        )
         self.running.append(generation)
         return sequence
 
-    def _split(self, group: list[_Job], trunk: Sequence | None, n: int) -> list[tuple[list[_Job], Sequence | None, int]]:
+    def _split(
+        self, group: list[_Job], trunk: Sequence | None, n: int
+    ) -> list[tuple[list[_Job], Sequence | None, int]]:
         """Those who go on alike behind n tokens, each with a fork of the trunk; the last ones have the trunk itself."""
         alike: dict[object, list[_Job]] = {}
         for job in group:
@@ -272,7 +303,13 @@ class _Filler:
         sequence, rest = self._resume(job)
         sampling = self.sampling if hole.sampling is None else hole.sampling
         job.generation = self.engine.submit(
-            rest, sequence=sequence, max_tokens=hole.max_tokens, stop=hole.stop, sampling=sampling, keeps_sequence=True, owner=self.owner
+            rest,
+            sequence=sequence,
+            max_tokens=hole.max_tokens,
+            stop=hole.stop,
+            sampling=sampling,
+            keeps_sequence=True,
+            owner=self.owner,
         )
         self.running.append(job.generation)
 
@@ -303,13 +340,17 @@ class _Filler:
                     if len(ids) > 1:
                         forks[i, j] = memory.fork(job.sequence)
                         self.open.add(forks[i, j])
-            scores = [[float(firsts_V[ids[0]]) for ids in row] for firsts_V, row in zip(firsts_JV, choices, strict=True)]
+            scores = [
+                [float(firsts_V[ids[0]]) for ids in row] for firsts_V, row in zip(firsts_JV, choices, strict=True)
+            ]
             if forks:
                 rows_TV = self._run({fork: choices[i][j][:-1] for (i, j), fork in forks.items()}, "all").log_softmax(-1)
                 at = 0
                 for i, j in forks:
                     ids = choices[i][j][1:]
-                    scores[i][j] += float(rows_TV[at : at + len(ids)].gather(1, torch.tensor(ids, device=rows_TV.device)[:, None]).sum())
+                    scores[i][j] += float(
+                        rows_TV[at : at + len(ids)].gather(1, torch.tensor(ids, device=rows_TV.device)[:, None]).sum()
+                    )
                     at += len(ids)
             for i, job in enumerate(jobs):
                 self._settle(job, choices[i], scores[i], {j: fork for (k, j), fork in forks.items() if k == i})
@@ -328,7 +369,9 @@ class _Filler:
 
     def _run(self, requests: dict[Sequence, list[int]], outputs: Any) -> Tensor:
         """The rows' logits, in float64. They count among what the engine fed."""
-        logits = self.engine.memory.run(self.engine.model, requests, max_tokens=self.engine.step_tokens, outputs=outputs)
+        logits = self.engine.memory.run(
+            self.engine.model, requests, max_tokens=self.engine.step_tokens, outputs=outputs
+        )
         assert logits is not None, "only a dry run has none"
         self.engine.stats.n_fed += sum(map(len, requests.values()))
         return logits.double()
@@ -341,7 +384,9 @@ def _n_shared(jobs: list[_Job]) -> int:
 
 
 def _tokens_of(job: _Job, text: str, ids: Seq[int]) -> list[int]:
-    """The chosen tokens as far as they are those of the text; where a stop string cut one in two, the text's rest tokenised."""
+    """The chosen tokens as far as they are those of the text; where a stop string cut one in two, the text's rest
+    tokenised.
+    """
     for n in range(len(ids), -1, -1):
         words = decode(job.tokenizer, ids[:n])
         if text.startswith(words):

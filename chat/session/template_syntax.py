@@ -3,8 +3,8 @@
 Q: {question}\\nA: {answer:max_tokens=20,stop='\\n'}\\nConfidence: {score:choices=['low','high']}
 
 {name}           a hole; {name} again is the same words again
-{name:options}   as arguments of `Hole` are written in Python, on one line: max_tokens=20, stop='x' or stop=['x','y'], choices=['a','b']
-{{ and }}        braces
+{name:options}   as arguments of `Hole` are written in Python, on one line: max_tokens=20, stop='x' or stop=['x','y'],
+choices=['a','b'] {{ and }}        braces
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Hole:
         name: an identifier. A second hole of the same name gets the words of the first.
         max_tokens: to choose at most.
         stop: strings before which the words end. An end token of the model ends them too.
-        choices: if any, the words are the one of these that the model finds most likely: the sum of the log probabilities of its tokens is
-            the highest, the first wins a tie. A choice that another one begins with is never less likely than that one.
+        choices: if any, the words are the one of these that the model finds most likely: the sum of the log
+            probabilities of its tokens is the highest, the first wins a tie. A choice that another one begins with is
+            never less likely than that one.
         sampling: None: what `fill` was told. Choices are not drawn.
     Raises:
         BatchError: options that make no hole.
@@ -63,7 +64,9 @@ class Hole:
         if not isinstance(self.name, str) or not self.name.isidentifier():
             raise BatchError(f"{self.name!r} names no hole; give letters, digits and underscores, a letter first")
         if not is_integer(self.max_tokens, 1):
-            raise BatchError(f"max_tokens={self.max_tokens!r} of hole {self.name!r}; it must be an integer of at least 1")
+            raise BatchError(
+                f"max_tokens={self.max_tokens!r} of hole {self.name!r}; it must be an integer of at least 1"
+            )
         if len(set(self.choices)) < len(self.choices):
             raise BatchError(f"choices={list(self.choices)} of hole {self.name!r} repeat themselves; name each once")
         if self.sampling is not None:
@@ -78,21 +81,27 @@ class Template:
     """Texts and holes, as a list of them or as a string; see above for how a string is written.
 
     Raises:
-        BatchError: a string that cannot be read, something that is no part, or two holes of one name that want different things.
+        BatchError: a string that cannot be read, something that is no part, or two holes of one name that want
+            different things.
     """
 
     parts: tuple[Part, ...]
 
     def __init__(self, template: str | Iterable[Part]) -> None:
         if not isinstance(template, Iterable):
-            raise BatchError(f"{template!r} is no template; give a string with {{holes}}, or a list of Text(...) and Hole(...)")
+            raise BatchError(
+                f"{template!r} is no template; give a string with {{holes}}, or a list of Text(...) and Hole(...)"
+            )
         parts = tuple(parse(template) if isinstance(template, str) else template)
         holes: dict[str, Hole] = {}
         for part in parts:
             if not isinstance(part, Text | Hole):
                 raise BatchError(f"{part!r} is no part of a template; give Text(...) and Hole(...)")
             if isinstance(part, Hole) and part not in (holes.setdefault(part.name, part), Hole(part.name)):
-                raise BatchError(f"hole {part.name!r} stands twice with other options; leave them out the second time, it says the same")
+                raise BatchError(
+                    f"hole {part.name!r} stands twice with other options; leave them out the second time, it says the "
+                    "same"
+                )
         object.__setattr__(self, "parts", parts)
 
     @property
@@ -124,7 +133,9 @@ def parse(template: str) -> Iterator[Part]:
 
 
 def _parse_hole(template: str, start: int) -> tuple[Hole, int]:
-    """The hole whose brace opens at `start`, and where it ends: at the first brace that makes sense, for strings may hold braces too."""
+    """The hole whose brace opens at `start`, and where it ends: at the first brace that makes sense, for strings may
+    hold braces too.
+    """
     reason, end = "it is not closed", template.find("}", start)
     while end >= 0:
         name, has_options, options = template[start + 1 : end].partition(":")
@@ -133,11 +144,16 @@ def _parse_hole(template: str, start: int) -> tuple[Hole, int]:
         except SyntaxError as error:
             reason = f"its options cannot be read: {error.msg}"
         end = template.find("}", end + 1)
-    raise BatchError(f"the hole at character {start} of the template is none: {reason}; write {{name:max_tokens=20,stop='.'}} or {{{{")
+    raise BatchError(
+        f"the hole at character {start} of the template is none: {reason}; write {{name:max_tokens=20,stop='.'}} or "
+        "{{"
+    )
 
 
 def _read_options(options: str) -> dict[str, Any]:
-    """Keyword arguments as Python writes them, literals only. Raises SyntaxError where they are not complete, BatchError where wrong."""
+    """Keyword arguments as Python writes them, literals only.
+    Raises SyntaxError where they are not complete, BatchError where wrong.
+    """
     # A line break in a string, as "{a:stop='\n'}" has it once Python has read it, is meant as one.
     call = ast.parse(f"f({options})".replace("\n", "\\n"), mode="eval").body
     if not isinstance(call, ast.Call) or call.args or isinstance(call.func, ast.Call):
@@ -149,5 +165,7 @@ def _read_options(options: str) -> dict[str, Any]:
         try:
             found[keyword.arg] = ast.literal_eval(keyword.value)
         except ValueError as error:
-            raise BatchError(f"{keyword.arg} in {options!r} is no literal; give a number, a string or a list of strings") from error
+            raise BatchError(
+                f"{keyword.arg} in {options!r} is no literal; give a number, a string or a list of strings"
+            ) from error
     return found

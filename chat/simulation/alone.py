@@ -10,7 +10,8 @@ from chat.simulation.workload import Family, Workload
 
 
 def serve_alone(setup: Setup, family: Family, user: str) -> dict[int, str]:
-    """What a user is told when nobody else is there: a fresh memory, nothing cached or swapped, one conversation, the same words.
+    """What a user is told when nobody else is there: a fresh memory, nothing cached or swapped, one conversation, the
+    same words.
 
     A branch is served from the beginning of the conversation that it grew from.
 
@@ -36,7 +37,9 @@ def compare_alone(setup: Setup, workload: Workload, report: Report, *, which: st
     for number, family in enumerate(workload) if wanted else ():
         for user in sorted(name for n, name in wanted if n == number):
             alone |= {(number, i): text for i, text in serve_alone(setup, family, user).items()}
-    report.tally.answers = [replace(a, alone=alone.get((a.family, a.index)) if (a.family, a.user) in wanted else None) for a in answers]
+    report.tally.answers = [
+        replace(a, alone=alone.get((a.family, a.index)) if (a.family, a.user) in wanted else None) for a in answers
+    ]
     report.n_checked_alone = sum(a.alone is not None for a in report.tally.answers)
 
 

@@ -1,7 +1,7 @@
 """Dialogues with a checkable memory: users state facts, chat, change facts, and ask later.
 
-The embedded checkpoint is trained on these and the demo plays them, so an answer is right or wrong by construction: a leak
-between users, a wrong rollback or a dropped state turns into a wrong word.
+The embedded checkpoint is trained on these and the demo plays them, so an answer is right or wrong by construction: a
+leak between users, a wrong rollback or a dropped state turns into a wrong word.
 
 Some (topic, value) pairs are held out: they never occur in training, so an answer that names one was read from the
 dialogue, not from the weights.
@@ -17,14 +17,14 @@ UNKNOWN = "You have not told me that."
 NOTED = "Okay, noted."
 
 _NAMES = (
-    "Milo Otis Luna Bella Rocky Simba Nala Felix Oscar Ruby Jasper Hazel Pepper Ginger Shadow Smokey Anna Boris Clara David "
-    "Elena Frank Greta Henry Irene Jonas Karin Leo Maria Nora Oliver Paula Quinn Rosa Stefan Tina Ulrich Vera Walter Xenia "
-    "Yusuf Zoe Amir Bruno Carla Diego Emma Fatima"
+    "Milo Otis Luna Bella Rocky Simba Nala Felix Oscar Ruby Jasper Hazel Pepper Ginger Shadow Smokey Anna Boris Clara "
+    "David Elena Frank Greta Henry Irene Jonas Karin Leo Maria Nora Oliver Paula Quinn Rosa Stefan Tina Ulrich Vera "
+    "Walter Xenia Yusuf Zoe Amir Bruno Carla Diego Emma Fatima"
 ).split()
 _COLOURS = "red blue green yellow purple orange black white brown pink grey silver gold turquoise violet beige".split()
 _CITIES = (
-    "Paris London Berlin Madrid Rome Vienna Prague Warsaw Lisbon Oslo Dublin Athens Cairo Tokyo Delhi Lima Quito Havana "
-    "Toronto Boston Chicago Sydney Nairobi Kyoto"
+    "Paris London Berlin Madrid Rome Vienna Prague Warsaw Lisbon Oslo Dublin Athens Cairo Tokyo Delhi Lima Quito "
+    "Havana Toronto Boston Chicago Sydney Nairobi Kyoto"
 ).split()
 _FOODS = "pizza pasta rice soup salad curry bread cheese sushi tacos noodles pancakes apples beans eggs fish".split()
 _NUMBERS = [str(n) for n in range(11, 100, 3)]
@@ -46,7 +46,11 @@ def _named(thing: str) -> Topic:
         values=tuple(_NAMES),
         say=(f"My {thing} is called {{}}.", f"The name of my {thing} is {{}}.", f"I have a {thing} called {{}}."),
         change=(f"Actually my {thing} is called {{}}.", f"Sorry, the name of my {thing} is {{}}."),
-        ask=(f"What is my {thing} called?", f"What is the name of my {thing}?", f"Do you remember the name of my {thing}?"),
+        ask=(
+            f"What is my {thing} called?",
+            f"What is the name of my {thing}?",
+            f"Do you remember the name of my {thing}?",
+        ),
         answer=f"Your {thing} is called {{}}.",
     )
 
@@ -72,12 +76,15 @@ TOPICS: dict[str, Topic] = {
 }
 
 _SMALL_TALK = (
-    ("It {} all {}.", ("rained", "snowed", "was sunny", "was windy"), ("morning", "day", "week"), "The weather keeps changing."),
+    ("It {} all {}.",
+     ("rained", "snowed", "was sunny", "was windy"), ("morning", "day", "week"), "The weather keeps changing."),
     ("I {} a {} today.", ("read", "bought", "found"), ("book", "map", "lamp", "chair"), "That sounds nice."),
-    ("I went {} with {}.", ("swimming", "running", "shopping", "hiking"), ("friends", "family", "nobody"), "I hope you had fun."),
+    ("I went {} with {}.",
+     ("swimming", "running", "shopping", "hiking"), ("friends", "family", "nobody"), "I hope you had fun."),
     ("The {} was {}.", ("train", "bus", "plane"), ("late", "early", "full", "empty"), "Travel is never boring."),
     ("I am {} and a bit {}.", ("tired", "busy", "happy"), ("hungry", "cold", "bored"), "Take good care of yourself."),
-    ("We {} the {} yesterday.", ("cleaned", "painted", "sold"), ("house", "garden", "kitchen"), "That was a lot of work."),
+    ("We {} the {} yesterday.",
+     ("cleaned", "painted", "sold"), ("house", "garden", "kitchen"), "That was a lot of work."),
     ("I will {} on {}.", ("travel", "rest", "work"), ("Monday", "Friday", "Sunday"), "Good luck with your plans."),
 )  # fmt: skip
 

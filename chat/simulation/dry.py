@@ -1,4 +1,6 @@
-"""What a simulation needs beside an engine: a model that computes nothing, replies made up beforehand, and token ids for texts."""
+"""What a simulation needs beside an engine: a model that computes nothing, replies made up beforehand, and token ids
+for texts.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +65,8 @@ class NoModel:
 class Words:
     """Token ids of what users say and, in a dry run, of what they are told.
 
-    In a dry run a message's ids are looked up by its text once it was encoded in some conversation: how many tokens there are is what
-    counts then.
+    In a dry run a message's ids are looked up by its text once it was encoded in some conversation: how many tokens
+    there are is what counts then.
 
     Args:
         tokenizer: None: only made-up tokens can be said.
@@ -72,7 +74,9 @@ class Words:
         is_dry: remember encodings, as above.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: tuple[int, ...], seed: int, *, is_dry: bool) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer | None, vocab_size: int, stop_ids: tuple[int, ...], seed: int, *, is_dry: bool
+    ) -> None:
         self._tokenizer = tokenizer
         self._seed = seed
         self._is_dry = is_dry
@@ -90,7 +94,9 @@ class Words:
         key = ("opening", arrival.opening)
         if key not in self._known:
             a, b = (self._encode_first(arrival, text) for text in ("a", "b"))
-            n_common = next((i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b)))
+            n_common = next(
+                (i for i, pair in enumerate(zip(a, b, strict=False)) if pair[0] != pair[1]), min(len(a), len(b))
+            )
             self._known[key] = a[:n_common]
         return self._known[key]
 
@@ -98,14 +104,20 @@ class Words:
         """A user's first message, behind the opening."""
         if event.text is None:
             return self.opening(arrival) + self._made_up_of(event)
-        return self._remembered(("first", arrival.opening, event.text), lambda: self._encode_first(arrival, str(event.text)))
+        return self._remembered(
+            ("first", arrival.opening, event.text), lambda: self._encode_first(arrival, str(event.text))
+        )
 
     def later(self, messages: list[Message], event: Event) -> list[int]:
         """What another message adds to a conversation. Raises FormatError as `encode_turn`."""
         if event.text is None:
             return self._made_up_of(event)
-        history = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] if self._is_dry else messages
-        return self._remembered(("later", event.text), lambda: encode_turn(self._some_tokenizer(), history, str(event.text)))
+        history = (
+            [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}] if self._is_dry else messages
+        )
+        return self._remembered(
+            ("later", event.text), lambda: encode_turn(self._some_tokenizer(), history, str(event.text))
+        )
 
     def reply(self, event: Event) -> list[int]:
         """A dry run's reply, without its end: the right one if that is known, else one made up."""
@@ -119,9 +131,14 @@ class Words:
         return self._make_up(f"reply to {event.user} at {event.at}", n_tokens)
 
     def _encode_first(self, arrival: Event, text: str) -> list[int]:
-        messages = [*({"role": role, "content": content} for role, content in arrival.opening), {"role": "user", "content": text}]
+        messages = [
+            *({"role": role, "content": content} for role, content in arrival.opening),
+            {"role": "user", "content": text},
+        ]
         try:
-            return list(self._some_tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False))
+            return list(
+                self._some_tokenizer().apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            )
         except TemplateError as error:
             raise FormatError(f"this chat template refuses the opening: {error}") from error
 
@@ -132,7 +149,9 @@ class Words:
         """Token ids that are the same wherever they stand for the same thing."""
         start = zlib.crc32(f"{self._seed} {what}".encode()) % _POOL_TOKENS
         n_rounds = (start + n_tokens) // _POOL_TOKENS + 1
-        return (self._pool * n_rounds)[start : start + n_tokens] if n_rounds > 1 else self._pool[start : start + n_tokens]
+        return (
+            (self._pool * n_rounds)[start : start + n_tokens] if n_rounds > 1 else self._pool[start : start + n_tokens]
+        )
 
     def _remembered(self, key: tuple[object, ...], encode: Any) -> list[int]:
         if not self._is_dry:
@@ -143,5 +162,8 @@ class Words:
 
     def _some_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None or not self._tokenizer.chat_template:
-            raise FormatError("this workload says texts, which needs a tokenizer with a chat template; make up messages instead (n_tokens)")
+            raise FormatError(
+                "this workload says texts, which needs a tokenizer with a chat template; make up messages instead "
+                "(n_tokens)"
+            )
         return self._tokenizer

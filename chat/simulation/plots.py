@@ -20,11 +20,17 @@ _MIB = 1 << 20
 
 
 def write_plots(report: Report, folder: Path) -> list[Path]:
-    """Write latency.png, bytes.png, tokens.png and users.png. Raises SpecError if matplotlib is not installed; OSError."""
+    """Write latency.png, bytes.png, tokens.png and users.png. Raises SpecError if matplotlib is not installed;
+    OSError."""
     need_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
-    for name, draw in (("latency", _draw_latency), ("bytes", _draw_bytes), ("tokens", _draw_tokens), ("users", _draw_users)):
+    for name, draw in (
+        ("latency", _draw_latency),
+        ("bytes", _draw_bytes),
+        ("tokens", _draw_tokens),
+        ("users", _draw_users),
+    ):
         figure = new_figure(_WIDTH_INCHES, _HEIGHT_INCHES)
         draw(figure.subplots(), report)
         written.append(folder / f"{name}.png")
@@ -33,7 +39,9 @@ def write_plots(report: Report, folder: Path) -> list[Path]:
 
 
 def timeline(report: Report) -> Figure:
-    """What conversations were doing, tokens and bytes, over the time of a simulation. Raises SpecError if matplotlib is not installed."""
+    """What conversations were doing, tokens and bytes, over the time of a simulation.
+    Raises SpecError if matplotlib is not installed.
+    """
     figure = new_figure(_WIDTH_INCHES, 2 * _HEIGHT_INCHES)
     for axes, draw in zip(figure.subplots(3, 1, sharex=True), (_draw_users, _draw_tokens, _draw_bytes), strict=True):
         draw(axes, report)
@@ -53,7 +61,9 @@ def _draw_latency(axes: Axes, report: Report) -> None:
         seconds = np.sort(np.asarray(values, np.float64))
         if len(seconds):
             shares = np.arange(1, len(seconds) + 1) / len(seconds)
-            axes.step(seconds, shares, where="post", label=f"{label} (median {1000 * float(np.median(seconds)):.3g} ms)")
+            axes.step(
+                seconds, shares, where="post", label=f"{label} (median {1000 * float(np.median(seconds)):.3g} ms)"
+            )
     axes.set_xscale("log")
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("seconds" + (f", at {STEP_SECONDS} s a step" if tally.is_dry else ""))
@@ -67,7 +77,11 @@ def _draw_bytes(axes: Axes, report: Report) -> None:
     seconds = _seconds(rows)
     kinds = list(rows[0].by_kind) if rows else []
     axes.stackplot(
-        seconds, [[row.by_kind[kind] / _MIB for row in rows] for kind in kinds], labels=[*map(literal, kinds)], colors=PALETTE, alpha=0.8
+        seconds,
+        [[row.by_kind[kind] / _MIB for row in rows] for kind in kinds],
+        labels=[*map(literal, kinds)],
+        colors=PALETTE,
+        alpha=0.8,
     )
     for label, values, style in (
         ("swapped to host memory", [row.host_bytes / _MIB for row in rows], "--"),

@@ -58,7 +58,9 @@ class Answer:
 
 @dataclass
 class Sample:
-    """How things stood after a step. `seconds` are of the clock that the simulation runs by; `swapped` are sequences, whoever has them."""
+    """How things stood after a step.
+    `seconds` are of the clock that the simulation runs by; `swapped` are sequences, whoever has them.
+    """
 
     step: int
     seconds: float
@@ -76,7 +78,8 @@ class Sample:
 
 
 class Samples:
-    """Samples at equal distances in steps; whenever they are too many, every second one goes, and the distance doubles."""
+    """Samples at equal distances in steps; whenever they are too many, every second one goes, and the
+    distance doubles."""
 
     def __init__(self) -> None:
         self.rows: list[Sample] = []
@@ -235,7 +238,10 @@ class Report:
                 "recomputed": nest(tally.recomputed),
             },
             "steps": engine.n_steps,
-            "latency in steps": {"first token": percentiles(tally.first_steps), "between tokens": percentiles(tally.gap_steps)},
+            "latency in steps": {
+                "first token": percentiles(tally.first_steps),
+                "between tokens": percentiles(tally.gap_steps),
+            },
             "scheduling": {
                 "preemptions": engine.n_preempted,
                 "swapped out by reason": dict(tally.swaps),
@@ -245,7 +251,10 @@ class Report:
                 "checkpoints evicted": self.n_evicted,
             },
             "bytes": {"start": self.start_bytes, "end": self.end_bytes, "peak": self.peak_bytes},
-            "samples": [asdict(sample) | {"seconds": 0.0 if self.clock == "wall" else sample.seconds} for sample in tally.samples.rows],
+            "samples": [
+                asdict(sample) | {"seconds": 0.0 if self.clock == "wall" else sample.seconds}
+                for sample in tally.samples.rows
+            ],
             "timings": self._timings(),
         }
 

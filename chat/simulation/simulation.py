@@ -1,10 +1,11 @@
 """The chat simulation: many users, one engine, one memory, and every answer that can be checked is.
 
-Users come and go as a workload says (`chat.simulation.workload`). Their actions wait for their time, and for the reply before them. Time is
+Users come and go as a workload says (`chat.simulation.workload`). Their actions wait for their time, and for the reply
+before them. Time is
 
 - the wall clock, `speed` times faster, if a speed is given: users arrive as they would at a server;
-- else a virtual one: each step of the engine takes `STEP_SECONDS`, and where nobody has anything to do, it jumps to the next event. Then
-  everything but the timings is a function of the workload and the setup. Dry runs always go by it.
+- else a virtual one: each step of the engine takes `STEP_SECONDS`, and where nobody has anything to do, it jumps to the
+  next event. Then everything but the timings is a function of the workload and the setup. Dry runs always go by it.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ class Setup:
         model: None for a dry run: all bookkeeping on device="meta", and replies that are made up.
         tokenizer: None: users can only say made-up tokens.
         stop_ids: those of a dry run without tokenizer; else found as `find_stop_ids` does.
-        budget, host_budget, swap_dir, rollback_window, poison: of the memory. With a swap_dir and no host_budget, all go to files.
+        budget, host_budget, swap_dir, rollback_window, poison: of the memory. With a swap_dir and no host_budget, all
+            go to files.
         grid_tokens: of the prefix cache; None for no cache.
         max_tokens: of replies of which the workload does not say it.
         speed: of the wall clock; None for the virtual one.
-        is_checked: judge the answers, word for word: for the embedded model, or any other that was trained on `chat.simulation.dialogues`.
+        is_checked: judge the answers, word for word: for the embedded model, or any other that was trained on
+            `chat.simulation.dialogues`.
         seed: of made-up tokens.
     """
 
@@ -137,8 +140,9 @@ class Simulation:
         swaps = self.memory.counters.swaps
         counts = {"host": swaps.n_to_host, "disk": swaps.n_to_disk, "back": swaps.n_back}
         return Report(
-            self.tally, self.n_families, "virtual" if self.setup.speed is None else "wall", start_bytes, self.memory.usage().used_bytes,
-            self._peak_bytes, n_evicted, counts, seconds, self.seconds, self._n_given_up, self.setup.is_checked,
+            self.tally, self.n_families, "virtual" if self.setup.speed is None else "wall", start_bytes,
+            self.memory.usage().used_bytes, self._peak_bytes, n_evicted, counts, seconds, self.seconds,
+            self._n_given_up, self.setup.is_checked,
         )  # fmt: skip
 
     def _set_time(self, started: float) -> None:
@@ -251,7 +255,11 @@ class Simulation:
         if last.event.asks and self.setup.is_checked and not self.setup.is_dry:
             self._judge(user, reply)
         self.latest.append(
-            (user.name, last.event.text or f"({last.event.n_tokens} tokens)", reply or f"({len(generation.token_ids)} tokens)")
+            (
+                user.name,
+                last.event.text or f"({last.event.n_tokens} tokens)",
+                reply or f"({len(generation.token_ids)} tokens)",
+            )
         )
         self._room.here[user] = None
         self._schedule(user)
@@ -259,7 +267,9 @@ class Simulation:
     def _judge(self, user: SimulatedUser, reply: str) -> None:
         last = user.said[-1]
         foreign = self.tally.foreign_values(reply, user.told)
-        answer = Answer(user.name, user.family, last.index, last.event.text or "", reply, last.event.reply or "", foreign)
+        answer = Answer(
+            user.name, user.family, last.index, last.event.text or "", reply, last.event.reply or "", foreign
+        )
         self.tally.answers.append(answer)
 
     def _count_lookup(self, user: SimulatedUser, generation: Generation) -> None:
@@ -295,7 +305,8 @@ class Simulation:
         reused, recomputed = self.tally.reused.total(), self.tally.recomputed.total()
         self.tally.samples.add(
             Sample(
-                stats.n_steps, self.seconds, load.running, load.waiting + load.preempted, n_silent, self.n_paused, len(counters.swaps),
+                stats.n_steps, self.seconds, load.running, load.waiting + load.preempted, n_silent, self.n_paused,
+                len(counters.swaps),
                 by_kind,
                 host_bytes, disk_bytes, stats.n_generated, reused, recomputed,
             )
@@ -305,7 +316,9 @@ class Simulation:
         return 0 if self.cache is None else self.cache.stats().n_evicted
 
 
-def simulate(setup: Setup, workload: Workload, on_step: Callable[[Simulation], None] = lambda simulation: None) -> Report:
+def simulate(
+    setup: Setup, workload: Workload, on_step: Callable[[Simulation], None] = lambda simulation: None
+) -> Report:
     """Play a workload. Arguments and errors as `Simulation`."""
     return Simulation(setup, workload).run(on_step)
 
@@ -313,10 +326,13 @@ def simulate(setup: Setup, workload: Workload, on_step: Callable[[Simulation], N
 def _make_memory(setup: Setup) -> HybridMemory:
     host_budget = 1 if setup.swap_dir is not None and setup.host_budget is None else setup.host_budget
     if setup.is_dry and setup.swap_dir is not None:
-        raise SpecError(f"swap_dir={setup.swap_dir}: a dry run has no bytes to write; leave it out, and read what host memory would hold")
+        raise SpecError(
+            f"swap_dir={setup.swap_dir}: a dry run has no bytes to write; leave it out, and read what host memory "
+            "would hold"
+        )
     return HybridMemory(
-        setup.spec, setup.budget, rollback_window=setup.rollback_window, device="meta" if setup.is_dry else None, poison=setup.poison,
-        host_budget=host_budget, swap_dir=setup.swap_dir,
+        setup.spec, setup.budget, rollback_window=setup.rollback_window, device="meta" if setup.is_dry else None,
+        poison=setup.poison, host_budget=host_budget, swap_dir=setup.swap_dir,
     )  # fmt: skip
 
 
@@ -331,7 +347,12 @@ def _find_stop_ids(setup: Setup) -> tuple[int, ...]:
 def _make_engine(
     setup: Setup, memory: HybridMemory, cache: PrefixCache | None, stop_ids: tuple[int, ...], script: Script | None
 ) -> Engine:  # fmt: skip
-    options: dict[str, Any] = {"stop_ids": stop_ids, "prefixes": cache, "step_tokens": setup.step_tokens, "max_running": setup.max_running}
+    options: dict[str, Any] = {
+        "stop_ids": stop_ids,
+        "prefixes": cache,
+        "step_tokens": setup.step_tokens,
+        "max_running": setup.max_running,
+    }
     if script is None:
         return Engine(setup.model, memory, setup.tokenizer, **options)  # type: ignore[arg-type]
     return Engine(NoModel(memory.spec), memory, None, choose=script.choose, **options)  # type: ignore[arg-type]

@@ -1,4 +1,5 @@
-"""Workloads as files: JSONL, one event a line, in the order of their times. Fields are those of `chat.simulation.workload.Event`.
+"""Workloads as files: JSONL, one event a line, in the order of their times.
+Fields are those of `chat.simulation.workload.Event`.
 
 {"at": 0.0, "user": "anna", "action": "arrive", "opening": [{"role": "system", "content": "Be brief."}]}
 {"at": 1.5, "user": "anna", "action": "say", "text": "My cat is called Milo.", "value": "Milo"}
@@ -30,7 +31,9 @@ def write_trace(path: Path, workload: Workload) -> None:
 
 
 def _as_fields(event: Event) -> dict[str, Any]:
-    fields = {name: value for name, value in asdict(event).items() if value is not None and value is not False and value != ()}
+    fields = {
+        name: value for name, value in asdict(event).items() if value is not None and value is not False and value != ()
+    }
     if event.opening:
         fields["opening"] = [{"role": role, "content": content} for role, content in event.opening]
     return fields
@@ -94,7 +97,8 @@ def _is_time(value: object) -> bool:
 
 def _are_messages(value: object) -> bool:
     return isinstance(value, list) and all(
-        isinstance(m, dict) and set(m) == {"role", "content"} and all(isinstance(x, str) for x in m.values()) for m in value
+        isinstance(m, dict) and set(m) == {"role", "content"} and all(isinstance(x, str) for x in m.values())
+        for m in value
     )
 
 
@@ -183,7 +187,9 @@ def _follow(users: dict[str, _User], event: Event) -> None:
     if user is None or user.is_gone:
         raise _FieldError("user", event.user, 'this user is not there; begin with "arrive", and end with "leave"')
     if event.at < user.at:
-        raise _FieldError("at", event.at, f"the same user's event before is later, at {user.at}; sort the events by time")
+        raise _FieldError(
+            "at", event.at, f"the same user's event before is later, at {user.at}; sort the events by time"
+        )
     user.at = event.at
     if event.action == "say":
         user.n_turns += 1
@@ -192,7 +198,9 @@ def _follow(users: dict[str, _User], event: Event) -> None:
             raise _FieldError("turn", event.turn, f"{event.user!r} has {user.n_turns} messages then, counted from 0")
         user.n_turns = event.turn + 1
     elif event.action == "regenerate" and not user.n_turns:
-        raise _FieldError("action", event.action, f"{event.user!r} has said nothing yet that a reply could be regenerated for")
+        raise _FieldError(
+            "action", event.action, f"{event.user!r} has said nothing yet that a reply could be regenerated for"
+        )
     elif event.action == "branch" and event.into is not None:
         if event.into in users:
             raise _FieldError("into", event.into, "this user is there already; give each their own name")

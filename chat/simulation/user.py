@@ -1,4 +1,5 @@
-"""One simulated user: what was said, the sequence that remembers it, and how each action goes on from the right place."""
+"""One simulated user: what was said, the sequence that remembers it, and how each action goes on from
+the right place."""
 
 from __future__ import annotations
 
@@ -76,7 +77,16 @@ class Room:
         here: users whose live sequence nobody uses at the moment, those first that have been silent for longest.
     """
 
-    def __init__(self, engine: Engine, memory: HybridMemory, words: Words, tally: Tally, *, max_tokens: int, script: Script | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        memory: HybridMemory,
+        words: Words,
+        tally: Tally,
+        *,
+        max_tokens: int,
+        script: Script | None,
+    ) -> None:
         self.engine = engine
         self.memory = memory
         self.words = words
@@ -155,8 +165,8 @@ class Room:
             user.n_known = start or user.n_opening
             ids, marks = [*user.tokens, *ids], [user.n_known] if user.n_known else []
         generation = self.engine.submit(
-            ids, sequence=user.sequence, max_tokens=event.n_reply or self._max_tokens, marks=marks, keeps_sequence=True, remembers_end=True,
-            on_token=self.tally.clock_of(self.engine.stats.n_steps).hear,
+            ids, sequence=user.sequence, max_tokens=event.n_reply or self._max_tokens, marks=marks, keeps_sequence=True,
+            remembers_end=True, on_token=self.tally.clock_of(self.engine.stats.n_steps).hear,
         )  # fmt: skip
         if self._script is not None:
             self._script.expect(generation, self.words.reply(event))

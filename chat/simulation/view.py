@@ -24,7 +24,8 @@ OnStep = Callable[[Simulation], None]
 
 
 class _Dashboard:
-    """Counts, a bar of bytes and the last replies. It is redrawn between steps, from what was noted after the last one."""
+    """Counts, a bar of bytes and the last replies.
+    It is redrawn between steps, from what was noted after the last one."""
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -73,7 +74,9 @@ def _bars(simulation: Simulation) -> list[Text]:
     bar.append("░" * max(0, _BAR_COLUMNS - n_drawn), style="dim")
     bar.append(f" of {format_bytes(budget_bytes)}")
     host_bytes, disk_bytes = simulation.memory.counters.swapped_bytes
-    legend.append(f"swapped out: {format_bytes(host_bytes)} in host memory, {format_bytes(disk_bytes)} in files", style="dim")
+    legend.append(
+        f"swapped out: {format_bytes(host_bytes)} in host memory, {format_bytes(disk_bytes)} in files", style="dim"
+    )
     return [bar, legend]
 
 
@@ -118,8 +121,9 @@ def _actions_line(report: Report) -> Text:
     engine = report.tally.engine
     actions = ", ".join(f"{n:,} {action}" for action, n in sorted(report.tally.actions.items()))
     return Text(
-        f"{report.n_families:,} users ({actions}) in {engine.n_steps:,} steps and {report.seconds:.1f} s: {engine.n_fed:,} tokens fed, "
-        f"{engine.n_generated:,} generated, {timings['fed tokens/s']:,.0f} and {timings['generated tokens/s']:,.0f} a second"
+        f"{report.n_families:,} users ({actions}) in {engine.n_steps:,} steps and {report.seconds:.1f} s: "
+        f"{engine.n_fed:,} tokens fed, {engine.n_generated:,} generated, {timings['fed tokens/s']:,.0f} and "
+        f"{timings['generated tokens/s']:,.0f} a second"
     )
 
 
@@ -178,7 +182,9 @@ def _wrong_table(report: Report) -> Table:
     for answer in sorted(report.wrong, key=lambda a: not (a.is_lost or a.is_leak))[:_MOST_WRONG]:
         alone = "(not asked)" if answer.alone is None else answer.alone
         style = "red" if answer.is_lost or answer.is_leak else None
-        table.add_row(*(Text(t, style=style or "") for t in (answer.user, answer.question, answer.answer, answer.expected, alone)))
+        table.add_row(
+            *(Text(t, style=style or "") for t in (answer.user, answer.question, answer.answer, answer.expected, alone))
+        )
     if len(report.wrong) > _MOST_WRONG:
         table.caption = f"and {len(report.wrong) - _MOST_WRONG:,} more"
     return table
@@ -190,7 +196,11 @@ def _verdict(report: Report) -> list[tuple[str, str]]:
     if report.is_checked and not report.tally.is_dry:
         n_right = n_answers - len(report.wrong)
         lines.append(
-            (f"{n_right:,} of {n_answers:,} answers are right; {report.n_checked_alone:,} were compared with the model alone.", "")
+            (
+                f"{n_right:,} of {n_answers:,} answers are right; {report.n_checked_alone:,} were compared with the "
+                "model alone.",
+                "",
+            )
         )
         if report.lost:
             lines.append((f"{len(report.lost)} answers are wrong here and right when the user is served alone.", bad))
@@ -200,8 +210,12 @@ def _verdict(report: Report) -> list[tuple[str, str]]:
         failures = "; ".join(f"{n} x {error}" for error, n in report.tally.failed.most_common(3))
         lines.append((f"{report.tally.failed.total()} replies failed: {failures}", bad))
     if report.end_bytes != report.start_bytes:
-        lines.append((f"{report.end_bytes:,} bytes are in use at the end, {report.start_bytes:,} were at the start.", bad))
+        lines.append(
+            (f"{report.end_bytes:,} bytes are in use at the end, {report.start_bytes:,} were at the start.", bad)
+        )
     if report.is_ok:
-        checked = "Nobody lost or overheard anything" if report.is_checked and not report.tally.is_dry else "Every reply came"
+        checked = (
+            "Nobody lost or overheard anything" if report.is_checked and not report.tally.is_dry else "Every reply came"
+        )
         lines.append((f"{checked}, all bytes came back, and the memory's books balance.", "bold green"))
     return lines

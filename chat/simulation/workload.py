@@ -1,7 +1,8 @@
 """What simulated users do and when, made from a seed. `chat.simulation.traces` writes it to files and reads it back.
 
-A workload is an iterable of families, in the order in which they arrive: all events of a user and of the branches that grew from their
-conversation, in the order of their times. It can be walked any number of times, and one made from a seed is never held as a whole.
+A workload is an iterable of families, in the order in which they arrive: all events of a user and of the branches that
+grew from their conversation, in the order of their times. It can be walked any number of times, and one made from a
+seed is never held as a whole.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ ACTIONS: tuple[Action, ...] = ("arrive", "say", "edit", "regenerate", "branch", 
 
 _TOPICS = sorted(TOPICS)
 _CARDS = 4
-"""Values that a user takes from each deck before the next user's begin: so the names of users who arrive together differ."""
+"""Values that a user takes from each deck before the next user's begin: so the names of users who arrive together
+differ.
+"""
 _SPREAD = 0.6
 """Sigma of the log of made-up lengths."""
 
@@ -32,8 +35,8 @@ class Event:
     Attributes:
         at: seconds from the start.
         user: whose conversation it is; a branch is a user of its own.
-        text, n_tokens: of "say" and "edit", one of the two: what is said, or how many made-up tokens. With "arrive", `n_tokens` makes up
-            an opening that is the same wherever `opening` is.
+        text, n_tokens: of "say" and "edit", one of the two: what is said, or how many made-up tokens. With "arrive",
+            `n_tokens` makes up an opening that is the same wherever `opening` is.
         n_reply: of "say" and "edit", tokens that the reply has at most; in a dry run exactly.
         reply: the reply that is right, if that is known.
         asks: whether the reply shows what the model remembers, so that it is worth judging.
@@ -72,7 +75,8 @@ class Habits:
         edits, regenerations, branches, pauses: how likely each is at a turn. A user branches once at most.
         n_openings: different beginnings (system prompts) that users share; 0 for none.
         system: one system prompt for all users instead, for models whose chat template knows that role.
-        message_tokens, reply_tokens: mean lengths of made-up messages and replies, instead of dialogues that can be checked.
+        message_tokens, reply_tokens: mean lengths of made-up messages and replies, instead of dialogues that can be
+            checked.
     Raises:
         SpecError: naming the habit and its value.
     """
@@ -101,11 +105,20 @@ class Habits:
                 raise SpecError(f"{name}={value!r}; give a number above 0")
         shares = (self.edits, self.regenerations, self.branches)
         if min(*shares, self.pauses) < 0 or sum(shares) > 1 or self.pauses > 1:
-            raise SpecError(f"edits, regenerations and branches are {shares}, pauses {self.pauses}; give shares, the first three within 1")
+            raise SpecError(
+                f"edits, regenerations and branches are {shares}, pauses {self.pauses}; give shares, the first three "
+                "within 1"
+            )
         if (self.message_tokens is None) != (self.reply_tokens is None):
             raise SpecError("message_tokens and reply_tokens go together; give both or none")
-        if self.message_tokens is not None and self.reply_tokens is not None and min(self.message_tokens, self.reply_tokens) < 1:
-            raise SpecError(f"message_tokens={self.message_tokens}, reply_tokens={self.reply_tokens}; give at least 1 token")
+        if (
+            self.message_tokens is not None
+            and self.reply_tokens is not None
+            and min(self.message_tokens, self.reply_tokens) < 1
+        ):
+            raise SpecError(
+                f"message_tokens={self.message_tokens}, reply_tokens={self.reply_tokens}; give at least 1 token"
+            )
 
 
 @dataclass(frozen=True)
@@ -151,7 +164,11 @@ class _Talker:
     @property
     def known(self) -> dict[str, str]:
         """topic -> the value that was stated last."""
-        return {turn.topic: turn.value for turn in self.turns if turn.topic is not None and turn.value is not None and not turn.is_question}
+        return {
+            turn.topic: turn.value
+            for turn in self.turns
+            if turn.topic is not None and turn.value is not None and not turn.is_question
+        }
 
 
 class _Writer:
@@ -229,10 +246,14 @@ class _Writer:
         self._talk(branch, n_turns // 2)
 
     def _deal(self, topic: str) -> str:
-        """A value that this family has not told before; those of families that arrive together differ where the values suffice."""
+        """A value that this family has not told before; those of families that arrive together differ where the values
+        suffice.
+        """
         values = TOPICS[topic].values
         first = _CARDS * self._number
-        value = next((v for i in range(len(values)) if (v := values[(first + i) % len(values)]) not in self._taken), None)
+        value = next(
+            (v for i in range(len(values)) if (v := values[(first + i) % len(values)]) not in self._taken), None
+        )
         if value is None:
             return self._rng.choice(values)
         self._taken.add(value)
@@ -249,7 +270,8 @@ class _Writer:
             return
         self._events.append(
             Event(
-                talker.at, talker.name, action, text=turn.user, reply=turn.reply, asks=turn.is_question, value=turn.value, turn=edits,
+                talker.at, talker.name, action, text=turn.user, reply=turn.reply, asks=turn.is_question,
+                value=turn.value, turn=edits,
             )
         )  # fmt: skip
 

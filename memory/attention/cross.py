@@ -1,7 +1,7 @@
 """Keys and values of what an encoder said: written once when a sequence is opened, read by every step, never changed.
 
-They belong to the sequence, not to its tokens: forks share them, a rollback does not touch them, closing gives them back. Pages are
-as those of `attention_cache`, but as many as the encoder's rows need.
+They belong to the sequence, not to its tokens: forks share them, a rollback does not touch them, closing gives them
+back. Pages are as those of `attention_cache`, but as many as the encoder's rows need.
 """
 
 from __future__ import annotations
@@ -88,26 +88,40 @@ class CrossAttentionCache:
     def _check(self, encoded: Encoded) -> int:
         """The number of rows, the same in every layer."""
         if not isinstance(encoded, tuple | list):
-            raise BatchError(f"encoder={type(encoded).__name__}; give what model.encode returned for one input: model.encode([ids])[0]")
+            raise BatchError(
+                f"encoder={type(encoded).__name__}; give what model.encode returned for one input: "
+                "model.encode([ids])[0]"
+            )
         if len(encoded) != len(self._specs):
             raise BatchError(
-                f"encoder= holds {len(encoded)} pairs of keys and values; this model has {len(self._specs)} cross-attentions; "
-                "give model.encode([ids])[0]"
+                f"encoder= holds {len(encoded)} pairs of keys and values; this model has {len(self._specs)} "
+                "cross-attentions; give model.encode([ids])[0]"
             )
         for pair in encoded:
-            if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(t, Tensor) and t.dim() == 3 for t in pair):
-                raise BatchError("encoder= holds something else than pairs of (rows, heads, head_dim); give model.encode([ids])[0]")
+            if (
+                not isinstance(pair, tuple | list)
+                or len(pair) != 2
+                or not all(isinstance(t, Tensor) and t.dim() == 3 for t in pair)
+            ):
+                raise BatchError(
+                    "encoder= holds something else than pairs of (rows, heads, head_dim); give model.encode([ids])[0]"
+                )
         n_rows = len(encoded[0][0])
         if not n_rows:
             raise BatchError("encoder= holds no rows; encode at least one")
         for i, (spec, tensors) in enumerate(zip(self._specs, encoded, strict=True)):
             for name, tensor in zip(("keys", "values"), tensors, strict=True):
                 expected = (n_rows, spec.n_kv_heads, spec.head_dim)
-                is_ours = tensor.dtype == self._dtype and tensor.device.type == self._store.device.type and tensor.layout == torch.strided
+                is_ours = (
+                    tensor.dtype == self._dtype
+                    and tensor.device.type == self._store.device.type
+                    and tensor.layout == torch.strided
+                )
                 if tensor.shape != expected or not (is_ours or self._store.is_dry):
                     raise BatchError(
-                        f"{name} of cross-attention {i} are {tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}; "
-                        f"this memory expects {self._dtype} of shape {expected} on {self._store.device}"
+                        f"{name} of cross-attention {i} are {tensor.dtype} of shape {tuple(tensor.shape)} on "
+                        f"{tensor.device}; this memory expects {self._dtype} of shape {expected} on "
+                        f"{self._store.device}"
                     )
         return n_rows
 
@@ -120,7 +134,9 @@ class CrossAttentionCache:
         slots = packed.slots.tolist()
         for slot in slots:
             if slot not in self._table.ids:
-                raise SequenceError("a sequence of this model needs what its encoder said; open it with memory.open(encoder=...)")
+                raise SequenceError(
+                    "a sequence of this model needs what its encoder said; open it with memory.open(encoder=...)"
+                )
         repeats = packed.counts.tolist()
         tables = [self._table[slot] for slot, n in zip(slots, repeats, strict=True) for _ in range(n)]
         n_rows = np.repeat(np.array([self._n_rows[slot] for slot in slots], np.int64), packed.counts)
@@ -134,8 +150,8 @@ class CrossAttentionCache:
         expected = (plan.n_tokens, spec.n_query_heads, spec.head_dim)
         if q_THD.shape != expected or q_THD.dtype != self._dtype or q_THD.device.type != self._store.device.type:
             raise StepError(
-                f"q is {q_THD.dtype} of shape {tuple(q_THD.shape)} on {q_THD.device}; this cross-attention expects {self._dtype} "
-                f"of shape {expected} on {self._store.device}"
+                f"q is {q_THD.dtype} of shape {tuple(q_THD.shape)} on {q_THD.device}; this cross-attention expects "
+                f"{self._dtype} of shape {expected} on {self._store.device}"
             )
         keys, values = self._flats[2 * index : 2 * index + 2]
         return self._kernels.paged_attention(q_THD, keys, values, plan.batch, spec.n_kv_heads, scoring)

@@ -80,8 +80,8 @@ class EvictingAttention(CannotDrop, TailMemory):
     """
 
     def __init__(
-        self, specs: list[AttentionSpec], policy: EvictionPolicy, storage: Storage | None, dtype: torch.dtype, rollback_window: int,
-        store: Store, name: str,
+        self, specs: list[AttentionSpec], policy: EvictionPolicy, storage: Storage | None, dtype: torch.dtype,
+        rollback_window: int, store: Store, name: str,
     ) -> None:  # fmt: skip
         for spec in specs:
             if storage is not None:
@@ -97,8 +97,8 @@ class EvictingAttention(CannotDrop, TailMemory):
         self._access = access = BlockAccess(self.table, self._kernels)
         self._sizes = [(n_row, _kept_elements(s)) for n_row, s in zip(access.row_elements, specs, strict=True)]
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
-        # Each row holds its keys and then its values: found from one offset, in a flat of the whole arena and in one that
-        # starts later. Where values are a part of the keys, later is at once.
+        # Each row holds its keys and then its values: found from one offset, in a flat of the whole arena and in one
+        # that starts later. Where values are a part of the keys, later is at once.
         self._all: dict[int, Prepared] = {}
         if not store.is_dry:
             for first in {0, *(_values_at(s) for s in specs)}:
@@ -140,11 +140,14 @@ class EvictingAttention(CannotDrop, TailMemory):
             old_rows[i] = self._access.ring(np.full(len(old), before.tail[i]), old)
             if packed.starts[i] < after.body_at[i]:
                 n_rows = np.minimum(before.body_at[i : i + 1], self.policy.budget_tokens) + len(old) + packed.counts[i]
-                beside[i] = PagedBatch(starts_of(packed.counts[i : i + 1]), n_rows, EMPTY, starts_of(n_rows), page_tokens=1)
+                beside[i] = PagedBatch(
+                    starts_of(packed.counts[i : i + 1]), n_rows, EMPTY, starts_of(n_rows), page_tokens=1
+                )
         return Reads(
             PagedBatch(starts_of(counts), lengths.sum(1), EMPTY, starts_of(lengths.sum(1)), page_tokens=1), tokens,
-            {sizes: upload(blocks + rows * np.where(is_tail, *sizes)) for sizes in set(self._sizes)}, upload(is_tail.astype(np.int64)),
-            bodies, starts_of((n_kept > 0).astype(np.int64)), n_kept, beside, old_rows,
+            {sizes: upload(blocks + rows * np.where(is_tail, *sizes)) for sizes in set(self._sizes)},
+            upload(is_tail.astype(np.int64)), bodies, starts_of((n_kept > 0).astype(np.int64)), n_kept, beside,
+            old_rows,
         )  # fmt: skip
 
     def begin(self, plan: EvictingPlan) -> None:
@@ -158,12 +161,16 @@ class EvictingAttention(CannotDrop, TailMemory):
             for heads in self._heads:
                 self._kernels.plan_attention(batch, heads, self._dtype, self._store.device, None, folded)
 
-    def attend(self, plan: EvictingPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
+    def attend(
+        self, plan: EvictingPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
+    ) -> Tensor:
         """Attend to what each sequence has kept, its tail and the step's rows up to each token. Then fold.
 
         Returns (T, H, D or value_dim).
         """
-        self._specs[index].check_rows(len(plan.step.packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
+        self._specs[index].check_rows(
+            len(plan.step.packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD
+        )
         if scoring.bias_HL is not None:
             raise StepError(f"scores with a bias by distance need every row; take {self.policy.label} off this layer")
         reads = plan.reads
@@ -182,7 +189,9 @@ class EvictingAttention(CannotDrop, TailMemory):
                 parts, tail_RXD, n = self._kept(plan, index, i)[0], self._tail(reads, index, i), k_TGD.shape[1]
                 k_GRD, v_GRD = self._rows(parts)
                 k_RGD = torch.cat([k_GRD.transpose(0, 1), tail_RXD[:, :n], k_TGD[own]])
-                v_RGD = k_RGD if v_TGD is None else torch.cat([v_GRD.transpose(0, 1), tail_RXD[:, n : 2 * n], v_TGD[own]])
+                v_RGD = (
+                    k_RGD if v_TGD is None else torch.cat([v_GRD.transpose(0, 1), tail_RXD[:, n : 2 * n], v_TGD[own]])
+                )
                 out_THD[own] = self._kernels.attend_rows(q_THD[own], k_RGD, v_RGD, scoring, batch)
         for i in reads.old_rows:
             own = slice(*plan.step.packed.cu_seqlens[i : i + 2].tolist())
@@ -223,14 +232,18 @@ class EvictingAttention(CannotDrop, TailMemory):
         rows = torch.add(reads.rows[self._sizes[index]], reads.is_tail, alpha=tail - body).add_(body)
         batch = replace(reads.in_place, pages=self._kernels.prepare(rows))
         keys, values = self._all[0], self._all[_values_at(spec)]
-        return self._kernels.paged_attention(q_THD, keys, values, batch, spec.n_kv_heads, scoring, self._folded(reads, index))
+        return self._kernels.paged_attention(
+            q_THD, keys, values, batch, spec.n_kv_heads, scoring, self._folded(reads, index)
+        )
 
     def _folded(self, reads: Reads, index: int) -> FoldedRows | None:
         if self.storage is None or not len(reads.bodies):
             return None
         shapes = tuple(s.shape for s in self.table.members[index].states[:_POSITIONS])
         flats = tuple(self._access.states[index][:_POSITIONS])
-        return FoldedRows(self.storage, shapes, flats, reads.bodies, reads.cu_bodies, reads.n_kept, self._specs[index].head_dim)
+        return FoldedRows(
+            self.storage, shapes, flats, reads.bodies, reads.cu_bodies, reads.n_kept, self._specs[index].head_dim
+        )
 
     # Bodies. Parts are what rows (G, R, D) are stored as: keys and values, or each of them as a storage encodes it.
 
@@ -280,11 +293,15 @@ class EvictingAttention(CannotDrop, TailMemory):
             sizes = [n_heads] * n_parts + [len(chunk_NXD[0]) - n_parts * n_heads]
             *kv_GND, q_HND = torch.split(chunk_NXD.transpose(0, 1), sizes)
             parts = tuple(torch.cat(pair, 1) for pair in zip(parts, self._parts(kv_GND), strict=True))
-            positions = torch.cat([positions, torch.arange(begin, begin + every, device=rows_NXD.device).expand(n_heads, -1)], 1)
+            positions = torch.cat(
+                [positions, torch.arange(begin, begin + every, device=rows_NXD.device).expand(n_heads, -1)], 1
+            )
             scores = F.pad(scores, (0, every))
             queries = q_HND.transpose(0, 1) if self.policy.needs_queries else None
             k_GRD, v_GRD = self._rows(parts)
-            chosen_GB, scores = _kept_by(self.policy, Candidates(k_GRD, v_GRD[..., : spec.value_dim], positions, scores, queries, scoring))
+            chosen_GB, scores = _kept_by(
+                self.policy, Candidates(k_GRD, v_GRD[..., : spec.value_dim], positions, scores, queries, scoring)
+            )
             parts = tuple(part.gather(1, chosen_GB[:, :, None].expand(-1, -1, part.shape[2])) for part in parts)
             positions, scores = positions.gather(1, chosen_GB), scores.gather(1, chosen_GB)
         n_kept = positions.shape[1]
@@ -310,8 +327,8 @@ def _kept_by(policy: EvictionPolicy, rows: Candidates) -> tuple[Tensor, Tensor]:
     n_kept = min(n_rows, policy.budget_tokens)
     if chosen_GB.shape != (n_heads, n_kept) or chosen_GB.dtype != torch.int64 or scores_GR.shape != (n_heads, n_rows):
         raise SpecError(
-            f"{type(policy).__name__}.keep must give int64 indices {(n_heads, n_kept)} and scores {(n_heads, n_rows)}, and gave "
-            f"{tuple(chosen_GB.shape)} of {chosen_GB.dtype} and {tuple(scores_GR.shape)}"
+            f"{type(policy).__name__}.keep must give int64 indices {(n_heads, n_kept)} and scores {(n_heads, n_rows)}, "
+            f"and gave {tuple(chosen_GB.shape)} of {chosen_GB.dtype} and {tuple(scores_GR.shape)}"
         )
     is_own = type(policy).keep is not EvictionPolicy.keep and not is_apart(chosen_GB.device)
     if is_own and not ((chosen_GB >= 0) & (chosen_GB < n_rows)).all():
@@ -322,7 +339,8 @@ def _kept_by(policy: EvictionPolicy, rows: Candidates) -> tuple[Tensor, Tensor]:
 def _member(spec: AttentionSpec, policy: EvictionPolicy, storage: Storage | None) -> TailMember:
     """Return what the blocks hold for an attention.
 
-    A row holds keys, own values and, where the policy observes them, queries; a body kept rows, their positions and scores.
+    A row holds keys, own values and, where the policy observes them, queries; a body kept rows, their positions and
+    scores.
     """
     n_heads, budget = spec.n_kv_heads, policy.budget_tokens
     if storage is None:

@@ -1,7 +1,7 @@
 """Keeps keys and values of chosen sequences in host memory, in a budget of their own, and moves them there and back.
 
-Pages are what grows with a sequence, and what attention reads once a step; states stay on the device. A sequence whose pages are in host
-memory can be used as ever, unlike one that is swapped out.
+Pages are what grows with a sequence, and what attention reads once a step; states stay on the device. A sequence whose
+pages are in host memory can be used as ever, unlike one that is swapped out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class HostPages:
     """
 
     def __init__(
-        self, store: Store, host_store: Store, near: LayerMemories, far: LayerMemories, hosted: dict[str, HostedAttention]
+        self, store: Store, host_store: Store, near: LayerMemories, far: LayerMemories,
+        hosted: dict[str, HostedAttention]
     ) -> None:  # fmt: skip
         self._store, self._host_store = store, host_store
         self._near, self._far = near, far
@@ -35,7 +36,9 @@ class HostPages:
         return self._hosted[0].is_far(slot)
 
     def move(self, slot: int, *, to_host: bool) -> None:
-        """Move a slot's pages into host memory or back, unless they are there. Raises CapacityError with nothing changed."""
+        """Move a slot's pages into host memory or back, unless they are there.
+        Raises CapacityError with nothing changed.
+        """
         if self.has(slot) == to_host:
             return
         if to_host:
@@ -53,8 +56,12 @@ class HostPages:
         return Inventory.of(self._host_store.arena, sequences, lengths, slots * 0, self._far, slots)
 
     def check(self, slots: list[int]) -> None:
-        """Raise IntegrityError unless kinds agree on who is there, and no byte is lost. Pages are checked with the other kinds."""
+        """Raise IntegrityError unless kinds agree on who is there, and no byte is lost.
+        Pages are checked with the other kinds.
+        """
         for slot in slots:
             if len({kind.is_far(slot) for kind in self._hosted}) > 1:
-                raise IntegrityError(f"slot {slot} has its pages in host memory for some layers, and on the device for others")
+                raise IntegrityError(
+                    f"slot {slot} has its pages in host memory for some layers, and on the device for others"
+                )
         self._host_store.arena.check([used for pool, _ in self._far.pools for used in pool.used_ranges()])

@@ -1,8 +1,9 @@
-"""Attention whose keys and values lie on the device or, of chosen sequences, in host memory (after He & Zhai 2024, "FastDecode").
+"""Attention whose keys and values lie on the device or, of chosen sequences, in host memory (after He & Zhai 2024,
+"FastDecode").
 
-Two attention memories of the same layers, one in each place, of whichever kind. A sequence is in one of them whole, so each does for its
-own sequences what it would do alone; a step with sequences of both is a step of each. Forks stay where their source is: pages are never
-shared between the two.
+Two attention memories of the same layers, one in each place, of whichever kind. A sequence is in one of them whole, so
+each does for its own sequences what it would do alone; a step with sequences of both is a step of each. Forks stay
+where their source is: pages are never shared between the two.
 """
 
 from __future__ import annotations
@@ -30,7 +31,9 @@ from memory.specs import AttentionSpec
 class Attention(LayerMemory[Any], Protocol):
     """Any kind of memory of attention layers."""
 
-    def attend(self, plan: Any, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
+    def attend(
+        self, plan: Any, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
+    ) -> Tensor:
         """Remember the step's keys and values for attention `index`, and attend: (T, H, D or value_dim)."""
         ...
 
@@ -65,7 +68,13 @@ class HostedAttention:
     """
 
     def __init__(
-        self, near: Attention, far: Attention, store: Store, host_store: Store, specs: list[AttentionSpec], dtype: torch.dtype
+        self,
+        near: Attention,
+        far: Attention,
+        store: Store,
+        host_store: Store,
+        specs: list[AttentionSpec],
+        dtype: torch.dtype,
     ) -> None:
         self.near, self.far = near, far
         self._stores = store, host_store
@@ -125,7 +134,9 @@ class HostedAttention:
         return HostedPlan(packed, parts)
 
     def can_record(self, plan: HostedPlan) -> bool:
-        """Not where the host attends; nor where all are in host memory, whose plan looks like that of as many on the device."""
+        """Not where the host attends; nor where all are in host memory, whose plan looks like that of as many on the
+        device.
+        """
         is_told_apart = len(plan.parts) == 2 or plan.parts[0].memory is self.near
         is_near_by = all(part.store.device.type == self._stores[0].device.type for part in plan.parts)
         return is_told_apart and is_near_by and all(part.memory.can_record(part.plan) for part in plan.parts)
@@ -134,12 +145,20 @@ class HostedAttention:
         for part in plan.parts:
             part.memory.begin(part.plan)
 
-    def attend(self, plan: HostedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
-        """As each of the two. Where the host attends, it waits for its rows; while it is busy with them the device is with the others."""
+    def attend(
+        self, plan: HostedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
+    ) -> Tensor:
+        """As each of the two.
+        Where the host attends, it waits for its rows; while it is busy with them the device is with the others.
+        """
         device, spec = self._stores[0].device, self._specs[index]
         spec.check_rows(len(plan.packed.token_ids), self._dtype, device, q_THD, k_TGD, v_TGD)
-        given = [_given(part, (q_THD, k_TGD, v_TGD), scoring) for part in plan.parts]  # to the host before the device has more to do
-        found = [part.memory.attend(part.plan, index, *own).to(q_THD.device) for part, own in zip(plan.parts, given, strict=True)]
+        # to the host before the device has more to do
+        given = [_given(part, (q_THD, k_TGD, v_TGD), scoring) for part in plan.parts]
+        found = [
+            part.memory.attend(part.plan, index, *own).to(q_THD.device)
+            for part, own in zip(plan.parts, given, strict=True)
+        ]
         if len(found) == 1:
             return found[0]
         out_THD = q_THD.new_empty(*q_THD.shape[:2], spec.value_dim or spec.head_dim)
@@ -215,13 +234,18 @@ class HostedAttention:
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         for memory, is_far in ((self.near, False), (self.far, True)):
-            of_lengths, of_peaks = ({s: n for s, n in of.items() if self.is_far(s) == is_far} for of in (lengths, peaks))
+            of_lengths, of_peaks = (
+                {s: n for s, n in of.items() if self.is_far(s) == is_far} for of in (lengths, peaks)
+            )
             memory.check(of_lengths, of_peaks)
 
 
 def _given(part: PartPlan, rows: tuple[Tensor, Tensor, Tensor | None], scoring: Scoring) -> tuple[Any, ...]:
     """Queries, keys and values of a part's tokens, and how they are scored, where its kernels are."""
-    own, place = rows if part.tokens is None else tuple(None if x is None else x[part.tokens] for x in rows), part.store.device
+    own, place = (
+        rows if part.tokens is None else tuple(None if x is None else x[part.tokens] for x in rows),
+        part.store.device,
+    )
     if place.type == rows[0].device.type:
         return *own, scoring
     return *_moved(own, place), Scoring(*_moved(scoring, place))

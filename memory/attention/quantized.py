@@ -1,8 +1,9 @@
 """Attention whose old rows are kept in few bits: the body is quantised pages, the tail exact ones.
 
-The tail is an `AttentionCache` that gives pages up as one with a window does. When the `group` oldest of its rows have become older than
-the rollback window they fold: a quantised page takes their place. Groups lie at fixed positions, so forks, reruns and prefixes agree on
-them, and each is quantised once, from exact rows. A step sees the body as it was before the step.
+The tail is an `AttentionCache` that gives pages up as one with a window does. When the `group` oldest of its rows have
+become older than the rollback window they fold: a quantised page takes their place. Groups lie at fixed positions, so
+forks, reruns and prefixes agree on them, and each is quantised once, from exact rows. A step sees the body as it was
+before the step.
 
     position 0 ............................. body_at ............... start ......... end
              quantised pages of `group` rows  |  exact pages, verbatim | rows of the step
@@ -85,13 +86,13 @@ class QuantizedAttention(CannotDrop):
     """
 
     def __init__(
-        self, specs: list[AttentionSpec], storage: Storage, dtype: torch.dtype, page_tokens: int, rollback_window: int, store: Store,
-        name: str, *, selection: Selection | None = None,
+        self, specs: list[AttentionSpec], storage: Storage, dtype: torch.dtype, page_tokens: int, rollback_window: int,
+        store: Store, name: str, *, selection: Selection | None = None,
     ) -> None:  # fmt: skip
         if storage.group % page_tokens:
             raise SpecError(
-                f"groups of {storage.group} tokens are no whole number of pages of {page_tokens}; give {storage} another group, or the "
-                "memory page_tokens= that divide it"
+                f"groups of {storage.group} tokens are no whole number of pages of {page_tokens}; give {storage} "
+                "another group, or the memory page_tokens= that divide it"
             )
         self.storage, self._selection, self._dtype = storage, selection, dtype
         self.grid = FoldGrid(page_tokens, None, rollback_window, storage.group)
@@ -100,7 +101,11 @@ class QuantizedAttention(CannotDrop):
         for spec in specs:
             storage.check(spec.head_dim)
         shapes = [
-            [part for is_key in (True, False) for part in storage.shapes(s.n_kv_heads, storage.group, s.head_dim, by_channel=is_key)]
+            [
+                part
+                for is_key in (True, False)
+                for part in storage.shapes(s.n_kv_heads, storage.group, s.head_dim, by_channel=is_key)
+            ]
             for s in specs
         ]
         own_fields = [[*own, *self._bound_fields(spec)] for spec, own in zip(specs, shapes, strict=True)]
@@ -110,7 +115,9 @@ class QuantizedAttention(CannotDrop):
         fields = [self.layout.fields[i : i + n_fields] for i in range(0, len(self.layout.fields), n_fields)]
         self._part_sizes = {field.dtype.itemsize for field in self.layout.fields}
         self._shapes = [tuple(shape for shape, _ in own) for own in shapes]
-        self._flats: list[tuple[Prepared, ...]] = [() if store.is_dry else tuple(map(store.flat, own)) for own in fields]
+        self._flats: list[tuple[Prepared, ...]] = [
+            () if store.is_dry else tuple(map(store.flat, own)) for own in fields
+        ]
         self._table = BlockTable(self.bodies, "quantised pages")
         self._open_plans: dict[int, QuantizedPlan] = {}
 
@@ -131,7 +138,9 @@ class QuantizedAttention(CannotDrop):
         return self.exact.least_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        before, after = (self.grid.n_groups(peaks) for peaks in (stretch.peaks, np.maximum(stretch.peaks, stretch.ends)))
+        before, after = (
+            self.grid.n_groups(peaks) for peaks in (stretch.peaks, np.maximum(stretch.peaks, stretch.ends))
+        )
         return self.exact.bytes_for(stretch) + np.stack([before, after, after, before]) * self.bodies.block_bytes
 
     # Steps
@@ -163,21 +172,27 @@ class QuantizedAttention(CannotDrop):
     def _reads(self, packed: Packed, exact: AttentionPlan, body: Body) -> tuple[Read, ...]:
         if self._selection is None:
             return (Read(exact.batch, body=body),)
-        return self._selection.groups_read(packed, exact.batch, exact.pages, self.exact.place, body, self._dtype.itemsize)
+        return self._selection.groups_read(
+            packed, exact.batch, exact.pages, self.exact.place, body, self._dtype.itemsize
+        )
 
     def begin(self, plan: QuantizedPlan) -> None:
         self.exact.copy_shared(plan.exact)
         for read in plan.reads:
             self.exact.plan_read(read, self._folded(0, read.body))
 
-    def attend(self, plan: QuantizedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring) -> Tensor:
+    def attend(
+        self, plan: QuantizedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
+    ) -> Tensor:
         """Write the step's keys and values, attend to everything up to each token: (T, H, D). Then fold."""
         self.exact.write(plan.exact, index, q_THD, k_TGD, v_TGD)
         out_THD = attend_each(plan.reads, q_THD, lambda read, q_QHD: self._read(read, index, q_QHD, scoring))
         taken = 0
         for i in plan.n_new.nonzero()[0].tolist():
             n_new = int(plan.n_new[i])
-            self._fold(plan, index, i, {size: targets[taken : taken + n_new] for size, targets in plan.targets.items()}, n_new)
+            self._fold(
+                plan, index, i, {size: targets[taken : taken + n_new] for size, targets in plan.targets.items()}, n_new
+            )
             taken += n_new
         return out_THD
 
@@ -193,13 +208,17 @@ class QuantizedAttention(CannotDrop):
             return None
         shapes = self._shapes[index]
         flats = self._flats[index][: len(shapes)]
-        return FoldedRows(self.storage, shapes, flats, body.blocks, body.cu_blocks, body.lengths, self._specs[index].head_dim)
+        return FoldedRows(
+            self.storage, shapes, flats, body.blocks, body.cu_blocks, body.lengths, self._specs[index].head_dim
+        )
 
     def _fold(self, plan: QuantizedPlan, index: int, request: int, targets: dict[int, Tensor], n_new: int) -> None:
         """Quantise the oldest exact rows of a request, a group into each block."""
         n_pages = n_new * self.storage.group // self.grid.page_tokens
         parts, bounds = list[Tensor](), list[Tensor]()
-        for rows, is_key in zip(self.exact.oldest_rows(plan.exact, index, request, n_pages), (True, False), strict=True):
+        for rows, is_key in zip(
+            self.exact.oldest_rows(plan.exact, index, request, n_pages), (True, False), strict=True
+        ):
             rows_BGRD = rows.view(n_new, -1, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
             parts += self.storage.encode(rows_BGRD, by_channel=is_key)
             if is_key and self._selection is not None:
@@ -276,7 +295,9 @@ class QuantizedAttention(CannotDrop):
         self.exact.check_slot(slot, length, peak)
         n_blocks, expected = len(self._table[slot]), int(self.grid.n_groups(np.array(peak)))
         if n_blocks != expected:
-            raise IntegrityError(f"slot {slot} holds {n_blocks} quantised pages, its furthest position {peak} makes it {expected}")
+            raise IntegrityError(
+                f"slot {slot} holds {n_blocks} quantised pages, its furthest position {peak} makes it {expected}"
+            )
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         self.exact.check(lengths, peaks)

@@ -1,12 +1,13 @@
-"""Attention that keeps every row and reads some blocks: those that may hold what a query looks for (Tang et al. 2024, "Quest").
+"""Attention that keeps every row and reads some blocks: those that may hold what a query looks for (Tang et al. 2024,
+"Quest").
 
-A block is a page, or a group of rows that were quantised together. Beside its rows it holds the least and the greatest of its keys,
-element by element. They are written when the block's last row is, from exact keys, and looked at only while the block is full: what they
-say follows from its rows and from nothing else. So a rollback has nothing to undo (a page that is cut is read whole until it is full
-again, and bounded anew), and a fork shares bounds as it shares rows.
+A block is a page, or a group of rows that were quantised together. Beside its rows it holds the least and the greatest
+of its keys, element by element. They are written when the block's last row is, from exact keys, and looked at only
+while the block is full: what they say follows from its rows and from nothing else. So a rollback has nothing to undo (a
+page that is cut is read whole until it is full again, and bounded anew), and a fork shares bounds as it shares rows.
 
-Which blocks a query reads depends on its position and on the rows up to it. Over quantised groups, exact rows are read by every query, on
-top of the policy's budget, as with policies that evict.
+Which blocks a query reads depends on its position and on the rows up to it. Over quantised groups, exact rows are read
+by every query, on top of the policy's budget, as with policies that evict.
 
     position 0 ............................................................ query
      blocks of sinks | old blocks, the best for each head of keys | recent blocks
@@ -59,14 +60,19 @@ class Selection:
         if not len(tokens):
             return (Read(batch),)
         n_rows = packed.positions[tokens] + 1
-        begins, n_pages = np.repeat(batch.cu_pages[:-1][chosen], packed.counts[chosen]), ceil_div(n_rows, self._block_tokens)
+        begins, n_pages = (
+            np.repeat(batch.cu_pages[:-1][chosen], packed.counts[chosen]),
+            ceil_div(n_rows, self._block_tokens),
+        )
         choice = self._choice(place(pages[ranges(begins, begins + n_pages)]), n_pages, n_rows)
         lengths = n_rows - (n_pages - np.diff(choice.cu_chosen)) * self._block_tokens
         best = PagedBatch(np.arange(len(tokens) + 1), lengths, choice.pages, choice.cu_chosen, self._block_tokens)
         rest = [Read(_part_of(batch, pages, others, place), self._tokens_of(packed, others))] if len(others) else []
         return (*rest, Read(best, self._store.upload(tokens), choice))
 
-    def groups_read(self, packed: Packed, batch: PagedBatch, pages: Int64s, place: Place, body: Body, itemsize: int) -> tuple[Read, ...]:
+    def groups_read(
+        self, packed: Packed, batch: PagedBatch, pages: Int64s, place: Place, body: Body, itemsize: int
+    ) -> tuple[Read, ...]:
         n_groups = np.diff(body.cu_blocks)
         chosen, others, tokens = self._divide(packed, n_groups)
         if not len(tokens):
@@ -87,7 +93,8 @@ class Selection:
         return tuple(reads)
 
     def _divide(self, packed: Packed, n_blocks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """Requests whose queries choose of these many blocks, all others, and the packed index of the former's tokens."""
+        """Requests whose queries choose of these many blocks, all others, and the packed index of the
+        former's tokens."""
         selects = (packed.counts <= self.policy.select_up_to) & (n_blocks > self._n_read)
         chosen = selects.nonzero()[0]
         return chosen, (~selects).nonzero()[0], ranges(packed.cu_seqlens[:-1][chosen], packed.cu_seqlens[1:][chosen])
@@ -99,9 +106,13 @@ class Selection:
         """What queries that see `n_rows` choose from: `n_blocks` each."""
         n_last = np.maximum(0, n_blocks - np.maximum(0, n_rows - self.policy.recent) // self._block_tokens)
         cu_chosen = starts_of(np.minimum(n_blocks, self._n_read))
-        return PageChoice(blocks, starts_of(n_blocks), ceil_div(self.policy.sinks, self._block_tokens), n_last, cu_chosen)
+        return PageChoice(
+            blocks, starts_of(n_blocks), ceil_div(self.policy.sinks, self._block_tokens), n_last, cu_chosen
+        )
 
-    def _exact_up_to(self, batch: PagedBatch, pages: Int64s, request: Int64s, tokens: Int64s, place: Place) -> PagedBatch:
+    def _exact_up_to(
+        self, batch: PagedBatch, pages: Int64s, request: Int64s, tokens: Int64s, place: Place
+    ) -> PagedBatch:
         """The exact rows up to each of these tokens, of these requests."""
         lengths = batch.kv_lengths[request] - (batch.cu_seqlens[1:][request] - 1 - tokens)
         begins, n_pages = batch.cu_pages[:-1][request], ceil_div(lengths, batch.page_tokens)

@@ -1,7 +1,8 @@
 """The arena hands out byte ranges of one budget to blocks of every size.
 
-The arena is one address space. Pages are taken from its low end, states and tails from its high end, each at its natural
-size, lowest (highest) free address first; so the split between kinds follows demand, nothing is padded, moved or sized ahead.
+The arena is one address space. Pages are taken from its low end, states and tails from its high end, each at its
+natural size, lowest (highest) free address first; so the split between kinds follows demand, nothing is padded, moved
+or sized ahead.
 
 The bookkeeping half (`Arena`, `BlockPool`) knows no tensors; `Store` holds the bytes.
 """
@@ -35,7 +36,9 @@ def read_budget(budget: float | str, option: str = "budget") -> int:
         wanted = budget.item() if isinstance(budget, np.generic) else budget
         if math.isfinite(wanted) and wanted != int(wanted):
             raise SpecError(f"{option}={budget!r}; give a whole number of bytes, or text such as '2.5GiB'")
-    elif isinstance(budget, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", budget, re.ASCII | re.I)):
+    elif isinstance(budget, str) and (
+        match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?))?b?\s*", budget, re.ASCII | re.I)
+    ):
         number, prefix, binary = match.groups()
         wanted = float(number) * (1024 if binary else 1000) ** " kmgt".index((prefix or " ").lower())
     if 1 <= wanted <= _MOST_BYTES:
@@ -47,8 +50,9 @@ def read_budget(budget: float | str, option: str = "budget") -> int:
 class Arena:
     """Keeps the free byte ranges of [0, capacity_bytes), coalesced.
 
-    Ranges are found by either end, so that neighbours join at once. For each size and side asked for, a heap says where the first range
-    lies that is long enough; it may also name ranges that are no more, which are passed over when they come up.
+    Ranges are found by either end, so that neighbours join at once. For each size and side asked for, a heap says where
+    the first range lies that is long enough; it may also name ranges that are no more, which are passed over when they
+    come up.
 
     Args:
         unit: what refusals count: `CapacityError.unit`.
@@ -69,7 +73,9 @@ class Arena:
         return self.capacity_bytes - self.free_bytes
 
     def allocate(self, n_bytes: int, *, from_top: bool) -> int | None:
-        """Address of `n_bytes` (a multiple of ALIGNMENT_BYTES), or None if no free range is that long. Cost: as `allocate_many`."""
+        """Address of `n_bytes` (a multiple of ALIGNMENT_BYTES), or None if no free range is that long.
+        Cost: as `allocate_many`.
+        """
         return next(iter(self.allocate_many(1, n_bytes, from_top=from_top)), None)
 
     def allocate_many(self, n: int, n_bytes: int, *, from_top: bool) -> list[int]:
@@ -133,13 +139,22 @@ class Arena:
         position = 0
         for start, end in sorted([*used_ranges, *self._ends.items()]):
             if start != position:
-                raise IntegrityError(f"bytes [{position}, {start}) of the arena are {'lost' if start > position else 'owned twice'}")
+                raise IntegrityError(
+                    f"bytes [{position}, {start}) of the arena are {'lost' if start > position else 'owned twice'}"
+                )
             position = end
         if position != self.capacity_bytes:
             raise IntegrityError(f"the arena's ranges end at byte {position}, its capacity is {self.capacity_bytes}")
-        names = {side: {-end if side else start: end - start for start, end in self._ends.items()} for side in (False, True)}
+        names = {
+            side: {-end if side else start: end - start for start, end in self._ends.items()} for side in (False, True)
+        }
         named = {key: frozenset(heap) for key, heap in self._heaps.items()}
-        lost = [n for (size, side), own in named.items() for n, length in names[side].items() if length >= size and n not in own]
+        lost = [
+            n
+            for (size, side), own in named.items()
+            for n, length in names[side].items()
+            if length >= size and n not in own
+        ]
         if lost or self._starts != {end: start for start, end in self._ends.items()}:
             raise IntegrityError(f"the arena's free ranges contradict each other, or cannot be found: {lost}")
         n_free = sum(end - start for start, end in self._ends.items())

@@ -20,7 +20,9 @@ def is_integer(value: Any, least: int | None = None) -> TypeGuard[int]:
     return is_one and (least is None or bool(value >= least))
 
 
-def read_count(option: str, value: Any, least: int, unit: str = "", *, error: type[HybridMemoryError] = SpecError) -> int:
+def read_count(
+    option: str, value: Any, least: int, unit: str = "", *, error: type[HybridMemoryError] = SpecError
+) -> int:
     """Read an integer of at least `least`. Raises `error`."""
     if not is_integer(value, least):
         raise error(f"{option}={value!r}; it must be an integer of at least {least}{unit and ' ' + unit}")
@@ -53,4 +55,6 @@ def check_usable(option: str, device: torch.device) -> None:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).partition("\n")[0]
-        raise SpecError(f"{option}={str(device)!r} cannot be used on this machine ({why}); give device='cpu'") from error
+        raise SpecError(
+            f"{option}={str(device)!r} cannot be used on this machine ({why}); give device='cpu'"
+        ) from error

@@ -23,7 +23,8 @@ def ceil_div(n: _NumberT, divisor: int) -> _NumberT:
 
 
 def starts_of(counts: Int64s) -> Int64s:
-    """Return (n + 1,) where each of n parts of these lengths starts, one after the other, and where the last one ends."""
+    """Return (n + 1,) where each of n parts of these lengths starts, one after the other, and where the
+    last one ends."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts

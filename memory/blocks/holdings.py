@@ -19,7 +19,9 @@ Record = dict[str, list[int]]
 
 
 LiveRows = dict[str, NDArray[np.bool_]]
-"""Pool -> which rows of a slot's blocks mean anything to it, (blocks, rows a block); of a block that is one whole, one row."""
+"""Pool -> which rows of a slot's blocks mean anything to it, (blocks, rows a block); of a block that is one whole, one
+row.
+"""
 
 
 Part = Literal["body", "tail", "head"]
@@ -33,8 +35,8 @@ class Holding:
     Attributes:
         counts: (S,) blocks of each slot.
         ids: (counts.sum(),) slot after slot.
-        starts, ends: (S,) the tokens [start, end) that each slot's blocks stand for; ends None: up to its newest. Of cross-attention the
-            encoder's tokens. Negative: none, the state is stale.
+        starts, ends: (S,) the tokens [start, end) that each slot's blocks stand for; ends None: up to its newest. Of
+            cross-attention the encoder's tokens. Negative: none, the state is stale.
         fold_tokens: distance of the positions at which rows fold into a body; None: they do not.
     """
 
@@ -49,4 +51,11 @@ class Holding:
     @staticmethod
     def of_tables(pool: str, part: Part, tables: list[Int64s], starts: Int64s, ends: Int64s | None = None) -> Holding:
         """Make a holding of slots with any number of blocks."""
-        return Holding(pool, part, np.array([len(t) for t in tables], np.int64), np.concatenate([starts[:0], *tables]), starts, ends)
+        return Holding(
+            pool,
+            part,
+            np.array([len(t) for t in tables], np.int64),
+            np.concatenate([starts[:0], *tables]),
+            starts,
+            ends,
+        )

@@ -50,7 +50,8 @@ class BlockLayout:
     """How a block is divided into fields. `padding_bytes` is what alignment adds to their sizes.
 
     Attributes:
-        shares: bytes of a block that each member of its layer memory has, in the order of their numbers; together the whole block.
+        shares: bytes of a block that each member of its layer memory has, in the order of their numbers; together the
+            whole block.
     """
 
     fields: tuple[Field, ...]
@@ -59,7 +60,9 @@ class BlockLayout:
 
     @staticmethod
     def of(tensors: Seq[tuple[tuple[int, ...], torch.dtype]], row_axes: Seq[int | None] | None = None) -> BlockLayout:
-        """Lay (shape, dtype) tensors out one after the other. Args: row_axes: `Field.row_axis` of each, None unless given."""
+        """Lay (shape, dtype) tensors out one after the other.
+        Args: row_axes: `Field.row_axis` of each, None unless given.
+        """
         fields, offset = list[Field](), 0
         for (shape, dtype), row_axis in zip(tensors, row_axes or [None] * len(tensors), strict=True):
             fields.append(Field(offset, shape, dtype, row_axis))
@@ -69,7 +72,9 @@ class BlockLayout:
     def shared_by(self, n_fields: Seq[int]) -> BlockLayout:
         """Return the same layout, of which the first member has n_fields[0] fields, the next n_fields[1], and so on."""
         bounds = [*(f.offset_bytes for f in self.fields), self.block_bytes]
-        shares = [bounds[end] - bounds[end - n] for n, end in zip(n_fields, itertools.accumulate(n_fields), strict=True)]
+        shares = [
+            bounds[end] - bounds[end - n] for n, end in zip(n_fields, itertools.accumulate(n_fields), strict=True)
+        ]
         return replace(self, shares=tuple(shares))
 
     @property
@@ -79,9 +84,12 @@ class BlockLayout:
     def blank_(self, blocks: Tensor, is_live: NDArray[np.bool_]) -> None:
         """Zero every byte of blocks (n, block_bytes) that holds no live row: is_live (n, rows a block).
 
-        A field that describes all rows of a block at once stays only where all of them are live. Cost: O(blocks with a row to clear).
+        A field that describes all rows of a block at once stays only where all of them are live. Cost: O(blocks with a
+        row to clear).
         """
-        for field, next_bytes in zip(self.fields, [*(f.offset_bytes for f in self.fields[1:]), self.block_bytes], strict=True):
+        for field, next_bytes in zip(
+            self.fields, [*(f.offset_bytes for f in self.fields[1:]), self.block_bytes], strict=True
+        ):
             blocks[:, field.end_bytes : next_bytes] = 0
         for i in (~is_live.all(1)).nonzero()[0].tolist():
             dead_R = torch.from_numpy(~is_live[i])

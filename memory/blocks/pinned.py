@@ -1,6 +1,7 @@
 """Host memory that a CUDA device reads and writes where it is, over the bus.
 
-Ordinary memory is registered with CUDA: pinned memory of torch's own would take the next power of two of the bytes asked for.
+Ordinary memory is registered with CUDA: pinned memory of torch's own would take the next power of two of the bytes
+asked for.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from memory.blocks.store import Store, reserve
 from memory.errors import HOST_UNIT
 
 HostAttention = Literal["stream", "compute"]
-"""Who attends to pages in host memory: the device, which reads them over the bus, or the host's processor, which sends it what it found."""
+"""Who attends to pages in host memory: the device, which reads them over the bus, or the host's processor, which sends
+it what it found.
+"""
 
 _HOST = torch.device("cpu")
 _PORTABLE_AND_MAPPED = 1 | 2
@@ -37,7 +40,9 @@ def host_store(n_bytes: int, device: torch.device, attention: HostAttention, *, 
 
 
 def _reserve_pinned(n_bytes: int, place: torch.device, index: int) -> Tensor:
-    """(n_bytes,) uint8 in host memory that CUDA device `index` reaches: as a tensor of the device's, or of the host's own."""
+    """(n_bytes,) uint8 in host memory that CUDA device `index` reaches: as a tensor of the device's, or of the host's
+    own.
+    """
     pinned = _Pinned(reserve(n_bytes, _HOST), index)
     return torch.from_numpy(np.asarray(pinned)) if place == _HOST else torch.as_tensor(pinned, device=place)
 
@@ -55,7 +60,12 @@ class _Pinned:
         if error:
             raise RuntimeError(f"cudaHostRegister answers with error {error}")
         # With unified addressing the device finds them where the host does.
-        self.__array_interface__ = {"shape": tuple(host.shape), "typestr": "|u1", "data": (host.data_ptr(), False), "version": 3}
+        self.__array_interface__ = {
+            "shape": tuple(host.shape),
+            "typestr": "|u1",
+            "data": (host.data_ptr(), False),
+            "version": 3,
+        }
         self.__cuda_array_interface__: dict[str, Any] = self.__array_interface__
         weakref.finalize(self, _unpin, host, index, os.getpid())  # which holds the bytes until then
 

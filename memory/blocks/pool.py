@@ -13,7 +13,9 @@ from memory.errors import CapacityError, IntegrityError
 
 
 def _runs(block_bytes: int, *addresses: Int64s) -> Iterator[tuple[int, int, list[int]]]:
-    """(first, end, addresses) of blocks [first, end) that lie one behind the other everywhere: what was allocated together mostly does."""
+    """(first, end, addresses) of blocks [first, end) that lie one behind the other everywhere: what was allocated
+    together mostly does.
+    """
     if len(addresses[0]) == 1:
         yield 0, 1, [int(of[0]) for of in addresses]
         return
@@ -35,7 +37,9 @@ class BlockPool:
         counts: (n_ids,) references to each block, 0 when free.
     """
 
-    def __init__(self, arena: Arena, name: str, block_bytes: int, *, from_top: bool, on_change: Callable[[int, int], None]) -> None:
+    def __init__(
+        self, arena: Arena, name: str, block_bytes: int, *, from_top: bool, on_change: Callable[[int, int], None]
+    ) -> None:
         self.name = name
         self.block_bytes = block_bytes
         self.n_used = 0
@@ -51,12 +55,15 @@ class BlockPool:
         return self.n_used * self.block_bytes
 
     def allocate(self, n: int) -> Int64s:
-        """`n` fresh blocks with one reference each: ids (n,). Raises CapacityError and takes none if they do not fit."""
+        """`n` fresh blocks with one reference each: ids (n,).
+        Raises CapacityError and takes none if they do not fit."""
         addresses = self._arena.allocate_many(n, self.block_bytes, from_top=self._from_top)
         if len(addresses) < n:
             for address in addresses:
                 self._arena.free(address, self.block_bytes)
-            raise CapacityError.of(f"{n} x {self.name} need", n * self.block_bytes, self._arena.free_bytes, self._arena.unit)
+            raise CapacityError.of(
+                f"{n} x {self.name} need", n * self.block_bytes, self._arena.free_bytes, self._arena.unit
+            )
         ids = np.array(self._take_ids(n), np.int64)
         self.addresses[ids], self.counts[ids] = addresses, 1
         self.n_used += n
@@ -98,12 +105,16 @@ class BlockPool:
     def check(self, references: Int64s) -> None:
         """Raise IntegrityError unless `references`, one id for each reference held anywhere, matches the counts."""
         if len(references) and not 0 <= references.min() <= references.max() < len(self.counts):
-            raise IntegrityError(f"{self.name} block ids {references.min()} ... {references.max()} are held, {len(self.counts)} exist")
+            raise IntegrityError(
+                f"{self.name} block ids {references.min()} ... {references.max()} are held, {len(self.counts)} exist"
+            )
         expected = np.bincount(references, minlength=len(self.counts))
         wrong = np.flatnonzero(expected != self.counts)
         if len(wrong):
             block = int(wrong[0])
-            raise IntegrityError(f"{self.name} block {block} counts {self.counts[block]} references, {expected[block]} are held")
+            raise IntegrityError(
+                f"{self.name} block {block} counts {self.counts[block]} references, {expected[block]} are held"
+            )
         if sorted(self._free_ids) != np.flatnonzero(self.counts == 0).tolist():
             raise IntegrityError(f"{self.name} blocks are free and in use at once, or neither")
         if self.n_used != int((self.counts > 0).sum()):
@@ -112,7 +123,9 @@ class BlockPool:
     def _take_ids(self, n: int) -> list[int]:
         while len(self._free_ids) < n:
             n_ids = len(self.counts)
-            self.addresses, self.counts = (np.concatenate([column, np.zeros(n_ids, np.int64)]) for column in (self.addresses, self.counts))
+            self.addresses, self.counts = (
+                np.concatenate([column, np.zeros(n_ids, np.int64)]) for column in (self.addresses, self.counts)
+            )
             self._free_ids[:0] = range(2 * n_ids - 1, n_ids - 1, -1)
         left = len(self._free_ids) - n
         taken = self._free_ids[left:][::-1]

@@ -1,10 +1,11 @@
 """Uploads the host arrays of a step's plan to the device in one copy, and downloads numbers from it.
 
-What a step's plan says is uploaded in one copy, from pinned memory: the host never waits for the device, which reads an array when all that
-was asked of it before is done. Arrays of a plan do not change, so what was uploaded once is found again.
+What a step's plan says is uploaded in one copy, from pinned memory: the host never waits for the device, which reads an
+array when all that was asked of it before is done. Arrays of a plan do not change, so what was uploaded once is found
+again.
 
-Plans go to the same place, one after the other. Two plans of arrays of the same shapes therefore lie at the same addresses, which is what
-lets a step be recorded once and replayed for others (`memory.cuda_graphs`).
+Plans go to the same place, one after the other. Two plans of arrays of the same shapes therefore lie at the same
+addresses, which is what lets a step be recorded once and replayed for others (`memory.cuda_graphs`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Stage:
     """Holds the place on a device where one step after the other has its plan.
 
     Attributes:
-        layout: what two steps have in common if all their arrays lie at the same addresses; None if a plan has outgrown the place.
+        layout: what two steps have in common if all their arrays lie at the same addresses; None if a plan has outgrown
+            the place.
     """
 
     def __init__(self, device: torch.device, stages: Stages) -> None:
@@ -58,7 +60,9 @@ class Stage:
     def open(self) -> None:
         """The plan that lay here has been carried out, or is about to be, by what was asked of the device before."""
         if self._n_elements > len(self._place) or not len(self._place):
-            self._place = torch.empty(max(_LEAST_ELEMENTS, 2 * self._n_elements), dtype=torch.int64, device=self._device)
+            self._place = torch.empty(
+                max(_LEAST_ELEMENTS, 2 * self._n_elements), dtype=torch.int64, device=self._device
+            )
         self._sizes.clear()
         self._n_elements = 0
         self._use(self._place)
@@ -107,7 +111,8 @@ class Stage:
 
 
 class Stages:
-    """The places of a memory's plans: one for each step that is open at the same time. None on a device that is not apart.
+    """The places of a memory's plans: one for each step that is open at the same time.
+    None on a device that is not apart.
 
     Attributes:
         idle: those that no step uses.
@@ -159,7 +164,8 @@ def together(stages: Stages) -> Iterator[Stage | None]:
 
 @contextmanager
 def forbidden() -> Iterator[None]:
-    """Forbid uploads inside of the block: a captured graph would read other data when it is replayed. Raises StepError."""
+    """Forbid uploads inside of the block: a captured graph would read other data when it is replayed.
+    Raises StepError."""
     token = _is_recording.set(True)
     try:
         yield
@@ -200,7 +206,8 @@ _remembered: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], dict[object, An
 
 
 def remember(anchors: tuple[object, ...], key: object, make: Callable[[], T]) -> T:
-    """Return what `make` gave for this key, made once for as long as all anchors live, none of which it may refer to."""
+    """Return what `make` gave for this key, made once for as long as all anchors live, none of which it
+    may refer to."""
     ids = tuple(map(id, anchors))
     if ids not in _remembered:
         _remembered[ids] = ([weakref.ref(anchor, lambda _: _remembered.pop(ids, None)) for anchor in anchors], {})
@@ -226,7 +233,9 @@ class Download:
             self._arrival.record(torch.cuda.current_stream(numbers.device))
 
     def wait(self) -> Int64s:
-        """The numbers. The host waits for what was asked of the device before they were, and for nothing that came after."""
+        """The numbers.
+        The host waits for what was asked of the device before they were, and for nothing that came after.
+        """
         if self._arrival is not None:
             self._arrival.synchronize()
         numbers: Int64s = self._on_host.numpy()

@@ -23,7 +23,8 @@ _mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictio
 def reserve(n_bytes: int, device: torch.device) -> Tensor:
     """(n_bytes,) uint8, of any content. On the CPU, bytes that are never touched take no memory.
 
-    Linux is asked for large pages: what a step touches first then costs one page fault in 2 MiB instead of one in 4 KiB.
+    Linux is asked for large pages: what a step touches first then costs one page fault in 2 MiB instead of one in 4
+    KiB.
     """
     if n_bytes and device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
         pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -40,8 +41,8 @@ class Store:
     Args:
         reserve: (bytes, device) -> that tensor, uint8; what the device has unless given.
         unit: of the arena.
-        poison: fill every block with NaN when it is handed out and when it is freed, so that reading memory nobody wrote
-            shows at once. For tests: it costs a write of every block.
+        poison: fill every block with NaN when it is handed out and when it is freed, so that reading memory nobody
+            wrote shows at once. For tests: it costs a write of every block.
     """
 
     def __init__(
@@ -60,14 +61,20 @@ class Store:
         self._poison = poison and not self.is_dry
         try:
             with torch.inference_mode(False):  # or the bytes could be written inside of inference mode only
-                self._bytes = reserve(0 if self.is_dry else self.arena.capacity_bytes, torch.device("cpu") if self.is_dry else device)
+                self._bytes = reserve(
+                    0 if self.is_dry else self.arena.capacity_bytes, torch.device("cpu") if self.is_dry else device
+                )
         except (RuntimeError, AssertionError, OSError) as error:
-            raise SpecError(f"{device} cannot hold a budget of {capacity_bytes:,} {unit}; choose a smaller one") from error
+            raise SpecError(
+                f"{device} cannot hold a budget of {capacity_bytes:,} {unit}; choose a smaller one"
+            ) from error
         if self._poison:
             self._bytes.fill_(0xFF)
 
     def give_back(self) -> None:
-        """Nobody uses the bytes any more: they go now, whatever still refers to them, such as the frames of a traceback."""
+        """Nobody uses the bytes any more: they go now, whatever still refers to them, such as the frames of a
+        traceback.
+        """
         if self.device.type == "cuda":
             self._bytes.untyped_storage().resize_(0)
         elif (pages := _mappings.get(self._bytes.data_ptr())) is not None:

@@ -62,7 +62,9 @@ class BlockTable:
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
         """Let each target refer to what its source does, all at once. Copies no block."""
-        held = [(self.ids.get(slot), [column.get(slot, 0) for column in self.numbers.values()]) for slot in sources.tolist()]
+        held = [
+            (self.ids.get(slot), [column.get(slot, 0) for column in self.numbers.values()]) for slot in sources.tolist()
+        ]
         for ids, _ in held:
             if ids is not None:
                 self.pool.retain(ids)
@@ -80,7 +82,9 @@ class BlockTable:
         return {name: [column.get(slot, 0)] for name, column in self.numbers.items()}
 
     def adopt(self, slot: int, record: Record, ids: Int64s) -> None:
-        """Let an empty slot refer to blocks with the bytes of a saved file. Raises KeyError or ValueError for a bad record."""
+        """Let an empty slot refer to blocks with the bytes of a saved file.
+        Raises KeyError or ValueError for a bad record.
+        """
         numbers = {name: int(record[name][0]) for name in self.numbers}
         self.set(slot, ids, **numbers)
 

@@ -15,7 +15,9 @@ from memory.eviction.policy import Candidates, EvictionPolicy
 
 @dataclass(frozen=True)
 class Recent(EvictionPolicy):
-    """The newest rows, and the first `sinks` (Xiao et al. 2023, "StreamingLLM"; positions stay absolute). sinks=0: last-recent."""
+    """The newest rows, and the first `sinks` (Xiao et al. 2023, "StreamingLLM"; positions stay absolute). sinks=0:
+    last-recent.
+    """
 
     _: KW_ONLY
     sinks: int = 4
@@ -34,7 +36,8 @@ class KNorm(EvictionPolicy):
 
 @dataclass(frozen=True)
 class H2O(EvictionPolicy):
-    """Heavy hitters (Zhang et al. 2023): rows by the weight they have received since they came, averaged over a group's heads.
+    """Heavy hitters (Zhang et al. 2023): rows by the weight they have received since they came, averaged over a group's
+    heads.
 
     Attributes:
         decay: what a score is multiplied by for each fold, so that heavy hitters of the past make room.
@@ -84,7 +87,9 @@ class Scissorhands(EvictionPolicy):
 
 @dataclass(frozen=True)
 class TOVA(EvictionPolicy):
-    """Rows by the weight in what the last query read, averaged over all heads: each head keeps the same rows (Oren et al. 2024)."""
+    """Rows by the weight in what the last query read, averaged over all heads: each head keeps the same rows (Oren et
+    al. 2024).
+    """
 
     needs_queries: ClassVar[bool] = True
 
@@ -94,19 +99,23 @@ class TOVA(EvictionPolicy):
 
 @dataclass(frozen=True)
 class ExpectedAttention(EvictionPolicy):
-    """Rows by the weight that queries to come are expected to pay them, times the length of their values (Devoto et al. 2025).
+    """Rows by the weight that queries to come are expected to pay them, times the length of their values (Devoto et al.
+    2025).
 
-    Queries to come are taken for normal, with the mean mu and the covariance Sigma of those that fold, so a row with key k expects
-    exp(z), z = scale k.mu + scale^2 / 2 k^T Sigma k, of each head: mean plus half the variance of its scores, which is how it is computed
-    here. A softmax over the rows makes shares of it, learned sinks taking theirs, and they are averaged over a group's heads. Each
-    query counts for each row, also for those behind it: it stands for others to come, and a row that has just folded needs judges.
+    Queries to come are taken for normal, with the mean mu and the covariance Sigma of those that fold, so a row with
+    key k expects exp(z), z = scale k.mu + scale^2 / 2 k^T Sigma k, of each head: mean plus half the variance of its
+    scores, which is how it is computed here. A softmax over the rows makes shares of it, learned sinks taking theirs,
+    and they are averaged over a group's heads. Each query counts for each row, also for those behind it: it stands for
+    others to come, and a row that has just folded needs judges.
 
-    Two things differ from the paper. It knows queries before their rotation and averages the rotation of the next 512 positions; a
-    memory sees them rotated already, or never, so here those to come are as those just seen, where those just stood. And it
-    compresses once, with a whole prompt's queries; here each fold has only `every`, so what a row expects is averaged over folds.
+    Two things differ from the paper. It knows queries before their rotation and averages the rotation of the next 512
+    positions; a memory sees them rotated already, or never, so here those to come are as those just seen, where those
+    just stood. And it compresses once, with a whole prompt's queries; here each fold has only `every`, so what a row
+    expects is averaged over folds.
 
     Attributes:
-        decay: how much of that average stays at each fold, from the row's own first one on; 0 for what the last queries say alone.
+        decay: how much of that average stays at each fold, from the row's own first one on; 0 for what the last queries
+            say alone.
     """
 
     _: KW_ONLY

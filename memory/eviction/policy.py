@@ -42,7 +42,8 @@ class Candidates:
 
     @cached_property
     def weights(self) -> Tensor:
-        """(G, H / G, N, R) float32: the share of each row, up to its own, in what each query read; over R they sum to one, sinks apart.
+        """(G, H / G, N, R) float32: the share of each row, up to its own, in what each query read; over R they sum to
+        one, sinks apart.
 
         N is at most `EvictionPolicy.every`, so no matrix of all queries and all rows is ever made.
         """
@@ -54,7 +55,9 @@ class Candidates:
 
     @property
     def query_scores(self) -> Tensor:
-        """(G, H / G, N, R) float32: what each query would score each row, also those behind it; capped where the layer caps."""
+        """(G, H / G, N, R) float32: what each query would score each row, also those behind it; capped where the layer
+        caps.
+        """
         queries = self._observed
         q_GSND = queries.float().transpose(0, 1).view(len(self.keys), -1, *queries.shape[::2])
         scores_GSNR = q_GSND @ self.keys.float()[:, None].transpose(2, 3) * self.scoring.scale
@@ -64,13 +67,20 @@ class Candidates:
     @property
     def _observed(self) -> Tensor:
         if self.queries is None:
-            raise SpecError("a policy reads the weights of queries that nobody remembers; give it `needs_queries: ClassVar[bool] = True`")
+            raise SpecError(
+                "a policy reads the weights of queries that nobody remembers; give it `needs_queries: ClassVar[bool] = "
+                "True`"
+            )
         return self.queries
 
     @property
     def are_finite(self) -> bool:
         """Whether a policy can be asked for sensible numbers."""
-        given = (self.keys, self.values, self.scores) if self.queries is None else (self.keys, self.values, self.scores, self.queries)
+        given = (
+            (self.keys, self.values, self.scores)
+            if self.queries is None
+            else (self.keys, self.values, self.scores, self.queries)
+        )
         return all(bool(x.isfinite().all()) for x in given)
 
 
@@ -85,21 +95,27 @@ class Budget(ABC):
 
     @classmethod
     def of_ratio(cls: type[PolicyT], ratio: float, *, max_tokens: int, **options: Any) -> PolicyT:
-        """The policy whose budget is `ratio` of the longest sequence that is planned for: `H2O.of_ratio(0.2, max_tokens=8192)`.
+        """The policy whose budget is `ratio` of the longest sequence that is planned for: `H2O.of_ratio(0.2,
+        max_tokens=8192)`.
 
-        How long a sequence will become is not known when its first rows fold, and its body has one size from the first fold on, so
-        a ratio needs a length to refer to. Shorter sequences are compressed less, longer ones more.
+        How long a sequence will become is not known when its first rows fold, and its body has one size from the first
+        fold on, so a ratio needs a length to refer to. Shorter sequences are compressed less, longer ones more.
 
         Args:
-            ratio: rows that stay or are read / max_tokens, in (0, 1]. What others call a compression ratio is 1 - this in kvpress.
+            ratio: rows that stay or are read / max_tokens, in (0, 1]. What others call a compression ratio is 1 - this
+                in kvpress.
             options: the policy's other arguments.
         Raises:
             SpecError: a ratio or a length that makes no budget.
         """
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
-            raise SpecError(f"{cls.__name__}.of_ratio({ratio!r}): a ratio must lie in (0, 1]; for tokens write {cls.__name__}(n)")
+            raise SpecError(
+                f"{cls.__name__}.of_ratio({ratio!r}): a ratio must lie in (0, 1]; for tokens write {cls.__name__}(n)"
+            )
         if isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or max_tokens < 1:
-            raise SpecError(f"max_tokens={max_tokens!r}; it must be an integer of at least 1 token: the longest sequence planned")
+            raise SpecError(
+                f"max_tokens={max_tokens!r}; it must be an integer of at least 1 token: the longest sequence planned"
+            )
         return cls(max(1, round(ratio * max_tokens)), **options)
 
     def of_layer(self, number: int, n_layers: int) -> Budget:
@@ -116,7 +132,8 @@ class Budget(ABC):
             if name == "budget_tokens" and isinstance(value, float) and 0 < value < 1:
                 own = type(self).__name__
                 raise SpecError(
-                    f"{own}({value!r}) is a share; give tokens, or {own}.of_ratio({value!r}, max_tokens=...) of the longest sequence"
+                    f"{own}({value!r}) is a share; give tokens, or {own}.of_ratio({value!r}, max_tokens=...) of the "
+                    "longest sequence"
                 )
             read_count(f"{type(self).__name__}.{name}", value, lowest, "tokens")
 
@@ -132,7 +149,8 @@ class EvictionPolicy(Budget):
     """How rows compete for `budget_tokens` places a head.
 
     Attributes:
-        budget_tokens: rows that are kept of those that have folded. Newer ones come on top, at most rollback_window + every.
+        budget_tokens: rows that are kept of those that have folded. Newer ones come on top, at most
+            rollback_window + every.
         sinks: the first rows of a sequence, kept whatever their rank (Xiao et al. 2023, "StreamingLLM").
         recent: of the rows that have folded, the newest that are kept whatever their rank.
         every: tokens between two folds.
@@ -152,8 +170,8 @@ class EvictionPolicy(Budget):
             raise SpecError(f"{type(self).__name__}.needs_queries is {self.needs_queries!r}; it must be True or False")
         if self.sinks + self.recent > self.budget_tokens:
             raise SpecError(
-                f"{type(self).__name__} protects {self.sinks} sinks and {self.recent} recent rows, more than its budget of "
-                f"{self.budget_tokens} tokens; raise the budget or protect fewer"
+                f"{type(self).__name__} protects {self.sinks} sinks and {self.recent} recent rows, more than its "
+                f"budget of {self.budget_tokens} tokens; raise the budget or protect fewer"
             )
 
     def score(self, rows: Candidates) -> Tensor:
@@ -162,7 +180,8 @@ class EvictionPolicy(Budget):
 
     @abstractmethod
     def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
-        """(G, R): the rows with the highest ranks are kept, of equal ones the newest. Asked only when there are too many.
+        """(G, R): the rows with the highest ranks are kept, of equal ones the newest.
+        Asked only when there are too many.
 
         Below inf, which protected rows have; -inf is the lowest.
         """
@@ -182,16 +201,23 @@ class EvictionPolicy(Budget):
         return (n_rows - 1 - newest_first[:, : self.budget_tokens]).sort(dim=-1).values, scores
 
     def _numbers(self, method: str, x: Tensor, rows: Candidates) -> Tensor:
-        """What a method gave, one number a row. On a device that is apart, numbers are not looked at: the host would have to wait."""
+        """What a method gave, one number a row.
+        On a device that is apart, numbers are not looked at: the host would have to wait.
+        """
         if x is rows.scores:
             return x
-        wanted = f"{type(self).__name__}.{method} must give (key/value heads, rows) = {tuple(rows.positions.shape)} numbers"
+        wanted = (
+            f"{type(self).__name__}.{method} must give (key/value heads, rows) = {tuple(rows.positions.shape)} numbers"
+        )
         if not isinstance(x, Tensor):
             raise SpecError(f"{wanted}, a tensor, and gave {x!r}")
         if x.shape != rows.positions.shape or x.is_complex() or x.device != rows.positions.device:
-            raise SpecError(f"{wanted} on {rows.positions.device}, and gave {tuple(x.shape)} of {x.dtype} on {x.device}")
+            raise SpecError(
+                f"{wanted} on {rows.positions.device}, and gave {tuple(x.shape)} of {x.dtype} on {x.device}"
+            )
         x = x if x.is_floating_point() else x.float()
-        # A model that gives NaN, or a sequence of it, is none of the policy's fault, and no reason to fail the others of a step.
+        # A model that gives NaN, or a sequence of it, is none of the policy's fault, and no reason to fail the others
+        # of a step.
         if not is_apart(x.device) and not (x < torch.inf).all() and rows.are_finite:
             raise SpecError(f"{wanted} below inf, and gave NaN or inf; give -inf to what should go first")
         return x

@@ -1,7 +1,9 @@
-"""Kernels: `reference` (plain torch, the oracle), `cpu` (numba) and `cuda` (Triton), one signature, chosen by device and dtype.
+"""Kernels: `reference` (plain torch, the oracle), `cpu` (numba) and `cuda` (Triton), one signature, chosen by device
+    and dtype.
 
-The environment variable HYBRID_MEMORY_KERNELS overrides the choice: `reference`, `cpu`, `cuda`, or `triton`, which is `cuda` without the
-libraries that it otherwise asks for prompts where they are installed. `chosen_kernels` says what was chosen.
+The environment variable HYBRID_MEMORY_KERNELS overrides the choice: `reference`, `cpu`, `cuda`, or `triton`, which is
+`cuda` without the libraries that it otherwise asks for prompts where they are installed. `chosen_kernels` says what was
+chosen.
 """
 
 from __future__ import annotations
@@ -15,7 +17,17 @@ from torch import Tensor
 
 from memory.errors import SpecError
 from memory.kernels import reference
-from memory.kernels.signature import Erase, FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, StateSlots, Tail
+from memory.kernels.signature import (
+    Erase,
+    FoldedRows,
+    Kernels,
+    PageChoice,
+    PagedBatch,
+    Prepared,
+    Scoring,
+    StateSlots,
+    Tail,
+)
 from memory.kernels.weights import Weights
 
 __all__ = [
@@ -71,7 +83,8 @@ def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
 
 
 def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tails: bool = False) -> dict[str, str]:
-    """What `select_kernels` would give: function -> the set that it is from, and the library that prompts are left to, if one is.
+    """What `select_kernels` would give: function -> the set that it is from, and the library that prompts are left to,
+    if one is.
 
     A set may leave a function to another set, as those of the CPU do `behind_tails`. Raises as `select_kernels`.
     """
@@ -83,7 +96,8 @@ def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tail
     functions = [name for name in vars(Kernels) if not name.startswith("_")]
     sets = {name: getattr(kernels, name).__module__.split(".")[2] for name in functions}
     if behind_tails:
-        sets |= {name: "reference" for name in OF_STATES if sets[name] == "cpu"}  # see `memory.kernels.cpu.rows.as_tensors`
+        # see `memory.kernels.cpu.rows.as_tensors`
+        sets |= {name: "reference" for name in OF_STATES if sets[name] == "cpu"}
         helpers = {}
     return {name: sets[name] + (f", prompts by {helpers[name]}" if name in helpers else "") for name in functions}
 
@@ -99,12 +113,19 @@ def _choice(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
         return "reference"
     on = f"on {device} in {', '.join(str(dtype).removeprefix('torch.') for dtype in sorted(set(dtypes), key=str))}"
     if wanted == "cpu" and not is_numba:
-        raise SpecError(f"{_OVERRIDE}=cpu cannot work {on}: those kernels are for float32 on the CPU; choose 'reference', or unset it")
+        raise SpecError(
+            f"{_OVERRIDE}=cpu cannot work {on}: those kernels are for float32 on the CPU; choose 'reference', or unset "
+            "it"
+        )
     if wanted in ("cuda", "triton"):
         if not _has_triton():
-            raise SpecError(f"{_OVERRIDE}={wanted} needs triton, which is not installed; install hybrid-memory[cuda], or unset it")
+            raise SpecError(
+                f"{_OVERRIDE}={wanted} needs triton, which is not installed; install hybrid-memory[cuda], or unset it"
+            )
         if device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-            raise SpecError(f"{_OVERRIDE}={wanted} cannot work {on} but in Triton's interpreter (TRITON_INTERPRET=1); unset it")
+            raise SpecError(
+                f"{_OVERRIDE}={wanted} cannot work {on} but in Triton's interpreter (TRITON_INTERPRET=1); unset it"
+            )
     return wanted
 
 

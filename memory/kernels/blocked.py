@@ -1,7 +1,8 @@
-"""Attention in plain torch, so many queries and rows at a time that what it needs beside them has one size, however long both are.
+"""Attention in plain torch, so many queries and rows at a time that what it needs beside them has one size, however
+long both are.
 
-The softmax goes on from block to block (Milakov & Gimelshein 2018). Where blocks begin follows from the request alone, so its result does
-not depend on who shares its step.
+The softmax goes on from block to block (Milakov & Gimelshein 2018). Where blocks begin follows from the request alone,
+so its result does not depend on who shares its step.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ _SCORES = 1 << 18
 def blocks(
     n_queries: int, n_rows: int, window: int | None, queries_at_once: int, rows_at_once: int
 ) -> Iterator[tuple[slice, int, list[tuple[int, int]]]]:
-    """Queries of the last of `n_rows` rows, block by block: which they are, the rows before the first, and the rows that they see.
+    """Queries of the last of `n_rows` rows, block by block: which they are, the rows before the first, and the rows
+    that they see.
 
-    Rows come in blocks [begin, end), oldest first. Few are one block; of more, the queries' own rows are the last. Each query sees a row
-    of each block if `rows_at_once` is no less than `queries_at_once`: where a window is so narrow that it would not, all rows are one
-    block, of less than twice as many as there are queries.
+    Rows come in blocks [begin, end), oldest first. Few are one block; of more, the queries' own rows are the last. Each
+    query sees a row of each block if `rows_at_once` is no less than `queries_at_once`: where a window is so narrow that
+    it would not, all rows are one block, of less than twice as many as there are queries.
     """
     for begin in range(0, n_queries, queries_at_once):
         own = slice(begin, min(begin + queries_at_once, n_queries))
@@ -45,7 +47,9 @@ def attend(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Sco
     """Queries of the last T of `n_rows` rows, computed in float32: (T, H, D) as q."""
     n_heads, head_dim = q_THD.shape[1:]
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-    for own, first, rows in blocks(len(q_THD), n_rows, scoring.window, max(64, min(_ROWS, _SCORES // (n_heads * _ROWS))), _ROWS):
+    for own, first, rows in blocks(
+        len(q_THD), n_rows, scoring.window, max(64, min(_ROWS, _SCORES // (n_heads * _ROWS))), _ROWS
+    ):
         q_GXD = q_THD[own].float().transpose(0, 1).reshape(n_kv_heads, -1, head_dim)
         mixed_HTD = q_GXD.new_zeros(n_heads, own.stop - own.start, head_dim)
         highest_HT1, total_HT1 = _start(scoring.sinks_H, mixed_HTD)
@@ -73,7 +77,9 @@ def _start(sinks_H: Tensor | None, mixed_HTD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scored(products_HTR: Tensor, scoring: Scoring, n_before: int) -> Tensor:
-    """Scores of products q . k, of which rows [0, n_before] stand before the first query or are its own. May overwrite them."""
+    """Scores of products q . k, of which rows [0, n_before] stand before the first query or are its own.
+    May overwrite them.
+    """
     scores_HTR = products_HTR.mul_(scoring.scale)
     if scoring.softcap is not None:
         scores_HTR = scores_HTR.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
@@ -92,7 +98,9 @@ def sees_all(n_queries: int, n_rows: int, window: int | None, n_before: int) -> 
     return n_before >= n_rows - 1 and (window is None or n_before + n_queries <= window)
 
 
-def causal_mask(n_queries: int, n_rows: int, window: int | None, device: torch.device, n_before: int | None = None) -> Tensor:
+def causal_mask(
+    n_queries: int, n_rows: int, window: int | None, device: torch.device, n_before: int | None = None
+) -> Tensor:
     """(n_queries, n_rows), 0 or -inf. Query i sees rows up to n_before + i, or the last `window` of these.
 
     Unless `n_before` is given it is aligned at the bottom right: the last query sees every row.

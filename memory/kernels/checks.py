@@ -21,7 +21,9 @@ _Dtypes = frozenset[torch.dtype]
 _Shapes = Iterable[tuple[int, ...]]
 
 
-def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, dtypes: _Dtypes) -> None:
+def causal_conv(
+    rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, dtypes: _Dtypes
+) -> None:
     rows, weight = rows_TR.shape, weight_WE.shape
     if len(rows) != 2 or len(weight) != 2 or rows[1] < weight[1]:
         shapes = f"rows {tuple(rows)} and taps {tuple(weight)}"
@@ -52,8 +54,8 @@ def softplus(x_TH: Tensor, bias_H: Prepared, dtypes: _Dtypes) -> None:
 
 
 def selective_scan(
-    x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Prepared, b_TN: Tensor, c_TN: Tensor, a_NE: Prepared, d_E: Prepared, state: StateSlots,
-    dtypes: _Dtypes,
+    x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Prepared, b_TN: Tensor, c_TN: Tensor, a_NE: Prepared, d_E: Prepared,
+    state: StateSlots, dtypes: _Dtypes,
 ) -> None:  # fmt: skip
     x, b, n_tokens = x_TE.shape, b_TN.shape, _tokens(state)
     row, key, sizes, channels = (n_tokens, x[-1]), (n_tokens, b[-1]), (b[-1], x[-1]), (x[-1],)
@@ -65,8 +67,8 @@ def selective_scan(
 
 
 def matrix_scan(
-    q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots, strength_TH: Tensor | None,
-    skip_H: Prepared | None, dtypes: _Dtypes,
+    q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots,
+    strength_TH: Tensor | None, skip_H: Prepared | None, dtypes: _Dtypes,
 ) -> None:  # fmt: skip
     q, k, v, decay = q_TGN.shape, k_TGN.shape, v_THV.shape, log_decay.shape
     if len(q) != 3 or len(k) != 3 or len(v) != 3:
@@ -79,8 +81,8 @@ def matrix_scan(
     strength, skip = head if strength_TH is None else strength_TH.shape, (n_heads,) if skip_H is None else skip_H.shape
     found = (q, k, v, decay, state.shape, strength, skip)
     expected = (
-        (n_tokens, q[1], n_columns), (n_tokens, k[1], n_columns), (n_tokens, n_heads, v[2]), head if len(decay) == 2 else column,
-        (n_heads, v[2], n_columns), head, (n_heads,),
+        (n_tokens, q[1], n_columns), (n_tokens, k[1], n_columns), (n_tokens, n_heads, v[2]),
+        head if len(decay) == 2 else column, (n_heads, v[2], n_columns), head, (n_heads,),
     )  # fmt: skip
     if found != expected:
         _refuse("matrix_scan", ("queries", "keys", "values", "log_decay", "state", "strength", "skip"), found, expected)
@@ -110,7 +112,9 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots, dtypes: _Dtyp
     _require_dtypes("linear_scan", dtypes, x_TE.dtype, decay_TE.dtype)
 
 
-def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...], dtypes: _Dtypes) -> None:
+def wkv4(
+    k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...], dtypes: _Dtypes
+) -> None:
     if len(states) != 3:
         raise StepError(f"wkv4: {len(states)} states; give numerator, denominator and exponent")
     k, v, n_tokens = k_TE.shape, v_TE.shape, [_tokens(state) for state in states]
@@ -186,6 +190,6 @@ def _refuse(what: str, names: Iterable[str], found: _Shapes, expected: _Shapes) 
     for name, own, wanted in zip(names, found, expected, strict=True):
         if own != wanted:
             raise StepError(
-                f"{what}: {name} has shape {tuple(own)}, not {tuple(wanted)}; there must be a row for each token, and a "
-                "layer's weights must fit its spec and its rows"
+                f"{what}: {name} has shape {tuple(own)}, not {tuple(wanted)}; there must be a row for each token, and "
+                "a layer's weights must fit its spec and its rows"
             )

@@ -42,7 +42,13 @@ def _elements(offsets_T: Tensor, n_elements: int) -> Tensor:
 
 
 def paged_attention(
-    q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scoring: Scoring, folded: FoldedRows | None = None
+    q_THD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PagedBatch,
+    n_kv_heads: int,
+    scoring: Scoring,
+    folded: FoldedRows | None = None,
 ) -> Tensor:
     checks.paged_attention(q_THD, batch, n_kv_heads, scoring, checks.FLOATS)
     out_THD = torch.empty_like(q_THD)
@@ -54,10 +60,12 @@ def paged_attention(
 
 
 def row_reader(
-    gather: Callable[..., Tensor], keys: Prepared, values: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int,
-    folded: FoldedRows | None,
+    gather: Callable[..., Tensor], keys: Prepared, values: Prepared, batch: PagedBatch, request: int, n_kv_heads: int,
+    head_dim: int, folded: FoldedRows | None,
 ) -> tuple[int, Rows]:  # fmt: skip
-    """How many rows a request sees, and what reads them: those that have folded, then those in pages, by a `gather_rows`."""
+    """How many rows a request sees, and what reads them: those that have folded, then those in pages, by a
+    `gather_rows`.
+    """
     n_folded = 0 if folded is None else int(folded.lengths[request])
 
     def read_pages(begin: int, end: int) -> tuple[Tensor, Tensor]:
@@ -71,7 +79,9 @@ def row_reader(
         old = gather_folded(folded, request, begin, min(end, n_folded))
         if end <= n_folded:
             return old
-        k_RGD, v_RGD = (torch.cat([x.to(new.dtype), new]) for x, new in zip(old, read_pages(0, end - n_folded), strict=True))
+        k_RGD, v_RGD = (
+            torch.cat([x.to(new.dtype), new]) for x, new in zip(old, read_pages(0, end - n_folded), strict=True)
+        )
         return k_RGD, v_RGD
 
     return n_folded + int(batch.kv_lengths[request]), read
@@ -81,19 +91,25 @@ def gather_folded(folded: FoldedRows, request: int, begin: int = 0, end: int | N
     """Keys and values [begin, end) of a request that a storage keeps, in order: (rows, G, D) float32 each."""
     begin, end = slice(begin, end).indices(int(folded.lengths[request]))[:2]
     first, last = begin // folded.block_rows, ceil_div(end, folded.block_rows)
-    blocks = torch.as_tensor(folded.blocks)[..., folded.cu_blocks[request] : folded.cu_blocks[request + 1]][..., first:last]
+    blocks = torch.as_tensor(folded.blocks)[..., folded.cu_blocks[request] : folded.cu_blocks[request + 1]][
+        ..., first:last
+    ]
     parts = []
     for flat, (n_heads, n_rows, size) in zip(map(torch.as_tensor, folded.flats), folded.shapes, strict=True):
         of_head_G1 = torch.arange(n_heads)[:, None] * (n_rows * size)
         offsets_GB = (blocks // flat.element_size()).to(flat.device) + of_head_G1.to(flat.device)
-        parts.append(flat[_elements(offsets_GB.flatten(), n_rows * size)].view(n_heads, -1, n_rows, size).transpose(0, 1))
+        parts.append(
+            flat[_elements(offsets_GB.flatten(), n_rows * size)].view(n_heads, -1, n_rows, size).transpose(0, 1)
+        )
     halves = parts[: len(parts) // 2], parts[len(parts) // 2 :]
     k_BGRD, v_BGRD = (folded.storage.decode(tuple(half)) for half in halves)
     own = slice(begin - first * folded.block_rows, end - first * folded.block_rows)
     return k_BGRD.transpose(1, 2).flatten(0, 1)[own], v_BGRD.transpose(1, 2).flatten(0, 1)[own]
 
 
-def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
+def attend_rows(
+    q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None
+) -> Tensor:
     checks.attend_rows(q_THD, k_RGD, v_RGD, scoring, checks.FLOATS)
     return attend(q_THD, len(k_RGD), k_RGD.shape[1], lambda begin, end: (k_RGD[begin:end], v_RGD[begin:end]), scoring)
 
@@ -108,7 +124,13 @@ def attention_weights(q_HTD: Tensor, k_HRD: Tensor, scoring: Scoring) -> Tensor:
 
 
 def gather_rows(
-    flat: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int, begin: int = 0, end: int | None = None
+    flat: Tensor,
+    batch: PagedBatch,
+    request: int,
+    n_kv_heads: int,
+    head_dim: int,
+    begin: int = 0,
+    end: int | None = None,
 ) -> Tensor:
     """Rows [begin, end) in pages of those that a request can see, in order: (rows, G, D), a copy."""
     begin, end = slice(begin, end).indices(int(batch.kv_lengths[request]))[:2]
@@ -130,7 +152,9 @@ def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageCho
             parts.append(pages.expand(n_kv_heads, -1))
             continue
         first, middle, last = torch.split(pages, [choice.n_first, len(pages) - choice.n_first - n_last, n_last])
-        scores_GN = page_scores(q_HD, *(read_rows(flat, middle, (n_kv_heads, q_HD.shape[1]), 0.0) for flat in (least, greatest)))
+        scores_GN = page_scores(
+            q_HD, *(read_rows(flat, middle, (n_kv_heads, q_HD.shape[1]), 0.0) for flat in (least, greatest))
+        )
         best_first = scores_GN.sort(dim=-1, descending=True, stable=True).indices
         best = middle[best_first[:, : n_chosen - choice.n_first - n_last].sort(dim=-1).values]
         parts.append(torch.cat([first.expand(n_kv_heads, -1), best, last.expand(n_kv_heads, -1)], 1))
@@ -138,14 +162,18 @@ def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageCho
 
 
 def page_scores(q_HD: Tensor, least_NGD: Tensor, greatest_NGD: Tensor) -> Tensor:
-    """(G, N) float32: what `Kernels.choose_pages` goes by. Elements above zero meet the greatest key, those below the least."""
+    """(G, N) float32: what `Kernels.choose_pages` goes by.
+    Elements above zero meet the greatest key, those below the least.
+    """
     q_GSD = q_HD.float().view(least_NGD.shape[1], -1, q_HD.shape[1])
     least_GDN, greatest_GDN = (x.float().permute(1, 2, 0) for x in (least_NGD, greatest_NGD))
     scores_GSN = q_GSD.clamp(min=0) @ greatest_GDN + q_GSD.clamp(max=0) @ least_GDN
     return scores_GSN.amax(1)
 
 
-def causal_conv(rows_TR: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots, *, activation: bool = True) -> Tensor:
+def causal_conv(
+    rows_TR: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots, *, activation: bool = True
+) -> Tensor:
     checks.causal_conv(rows_TR, weight_WE, bias_E, window, checks.FLOATS)
     before = read_rows(window.flat, window.sources, window.shape, window.initial)
     if window.tail is not None:
@@ -167,7 +195,13 @@ def _convolved(x_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, activatio
 
 
 def _causal_conv_behind(
-    before: Tensor, rows_TR: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots, tail: Tail, activation: bool
+    before: Tensor,
+    rows_TR: Tensor,
+    weight_WE: Tensor,
+    bias_E: Tensor | None,
+    window: StateSlots,
+    tail: Tail,
+    activation: bool,
 ) -> Tensor:
     """Runs that come behind a tail, whose ring holds whole rows."""
     n_before, n_channels = window.shape
@@ -209,7 +243,9 @@ def write_tail_rows_(tail: Tail, run: int, *rows: Tensor, first: int = 0) -> Non
         write_rows_(flat, target[run] + slots * x[0].numel(), x[first:].flatten(1))
 
 
-def rms_norm(x_TE: Tensor, weight_E: Tensor | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x_TE: Tensor, weight_E: Tensor | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None
+) -> Tensor:
     checks.rms_norm(x_TE, weight_E, n_groups, gate_TE, checks.FLOATS)
     z_TE = x_TE.float() if gate_TE is None else x_TE.float() * gate_TE.float()
     z_TGE = z_TE.reshape(len(z_TE), n_groups, -1)
@@ -223,14 +259,24 @@ def softplus(x_TH: Tensor, bias_H: Tensor) -> Tensor:
 
 
 def selective_scan(
-    x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor, state: StateSlots
+    x_TE: Tensor,
+    dt_TE: Tensor,
+    dt_bias_E: Tensor,
+    b_TN: Tensor,
+    c_TN: Tensor,
+    a_NE: Tensor,
+    d_E: Tensor,
+    state: StateSlots,
 ) -> Tensor:
     checks.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state, checks.FLOATS)
     y_TE = torch.empty_like(x_TE, dtype=torch.float32)
     rings = [x.shape[1:] for x in (x_TE, dt_TE, b_TN)]
     for i, h_NE in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
         start, end = state.cu_rows[i : i + 2].tolist()
-        own, past = [x[start:end] for x in (x_TE, dt_TE, b_TN)], [] if state.tail is None else tail_rows(state.tail, i, rings)
+        own, past = (
+            [x[start:end] for x in (x_TE, dt_TE, b_TN)],
+            [] if state.tail is None else tail_rows(state.tail, i, rings),
+        )
         tokens = [torch.cat(pair) for pair in zip(past, own, strict=True)] if past else own
         first, body_at = end - len(tokens[0]), _body_at(state, i)
         for t, x_E, dt_E, b_N in zip(range(first, end), *(x.float() for x in tokens), strict=True):
@@ -265,7 +311,9 @@ def matrix_scan(
                 write_rows_(state.flat, state.targets[i : i + 1], s_HVN.reshape(1, -1))
             if t >= start:
                 deed = _deed(s_HVN, t, k_TGN, v_THV, log_decay, erase, strength_TH)
-                deeds.append(deed if tail is None else tuple(x.to(flat.dtype) for x, flat in zip(deed, tail.flats, strict=True)))
+                deeds.append(
+                    deed if tail is None else tuple(x.to(flat.dtype) for x, flat in zip(deed, tail.flats, strict=True))
+                )
             s_HVN = _done(s_HVN, *deeds[t - first])
             if t >= start:
                 y_THV[t] = (s_HVN * q_THN[t, :, None]).sum(-1)
@@ -276,9 +324,17 @@ def matrix_scan(
 
 
 def _deed(
-    s_HVN: Tensor, t: int, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, strength_TH: Tensor | None
+    s_HVN: Tensor,
+    t: int,
+    k_TGN: Tensor,
+    v_THV: Tensor,
+    log_decay: Tensor,
+    erase: Erase | None,
+    strength_TH: Tensor | None,
 ) -> tuple[Tensor, ...]:
-    """What token t does to a matrix state: its key, what it writes to it, its decays; and, where it erases elsewhere, b and S a."""
+    """What token t does to a matrix state: its key, what it writes to it, its decays; and, where it erases elsewhere, b
+    and S a.
+    """
     u_HV, strength_H1 = v_THV[t].float(), 1.0 if strength_TH is None else strength_TH[t, :, None].float()
     if erase is None:
         return k_TGN[t], u_HV * strength_H1, log_decay[t]
@@ -306,7 +362,9 @@ def _to_heads(x_TGN: Tensor, n_heads: int) -> Tensor:
 
 
 def _body_at(state: StateSlots, run: int) -> int:
-    """The position, counted from a run's source state on, whose state is to be written: its end, or where its tail folds; -1 for none."""
+    """The position, counted from a run's source state on, whose state is to be written: its end, or where its tail
+    folds; -1 for none.
+    """
     n_rows = int(state.cu_rows[run + 1] - state.cu_rows[run])
     if state.tail is None:
         return n_rows

@@ -1,7 +1,8 @@
 """The one signature that every set of kernels has. Shape legend: `memory.interface`.
 
-A "flat" is all bytes of the arena seen as one dtype; rows and states are found in it by element offset. Flats, offsets and weights
-are used many times: what `Kernels.prepare` makes of them saves a conversion at each call. Tensors will do as well.
+A "flat" is all bytes of the arena seen as one dtype; rows and states are found in it by element offset. Flats, offsets
+and weights are used many times: what `Kernels.prepare` makes of them saves a conversion at each call. Tensors will do
+as well.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ Prepared = Any
 class PagedBatch:
     """What attention needs to know of a step; the same for all layers.
 
-    A page holds `page_tokens` rows head by head, (G, page_tokens, D): row r of head g begins (g page_tokens + r) D after the page does.
+    A page holds `page_tokens` rows head by head, (G, page_tokens, D): row r of head g begins (g page_tokens + r) D
+    after the page does.
 
     Attributes:
         cu_seqlens: (S + 1,) request i owns queries [cu_seqlens[i], cu_seqlens[i + 1]); host. Short requests come first.
         kv_lengths: (S,) rows each request can see, its new ones included; host.
-        pages: (all pages,) element offset of each page, request after request; (G, all pages) where each key/value head reads others.
+        pages: (all pages,) element offset of each page, request after request; (G, all pages) where each key/value head
+            reads others.
         cu_pages: (S + 1,) request i has pages [cu_pages[i], cu_pages[i + 1]); host.
         page_tokens: rows a page.
     """
@@ -48,7 +51,8 @@ class PageChoice:
         pages: (all pages,) element offset of each page up to its query, query after query.
         cu_pages: (Q + 1,) query i chooses from pages [cu_pages[i], cu_pages[i + 1]); host.
         n_first, n_last: pages that are chosen whatever they score: the first ones, and (Q,) the last ones; host.
-        cu_chosen: (Q + 1,) query i chooses cu_chosen[i + 1] - cu_chosen[i] pages, n_first + n_last[i] or more, or all; host.
+        cu_chosen: (Q + 1,) query i chooses cu_chosen[i + 1] - cu_chosen[i] pages, n_first + n_last[i] or more, or all;
+            host.
     """
 
     pages: Prepared
@@ -61,15 +65,16 @@ class PageChoice:
 class Scoring(NamedTuple):
     """How queries and keys become weights: softmax of scores s = scale q . k.
 
-    A row whose score is -inf has no weight. A query none of whose rows has another score gets NaN, which is 0 / 0; beside a sink, zeros.
+    A row whose score is -inf has no weight. A query none of whose rows has another score gets NaN, which is 0 / 0;
+    beside a sink, zeros.
 
     Attributes:
         window: rows that a query sees, the newest its own; None for all.
         softcap: scores become cap tanh(s / cap) (Gemma Team 2024, "Gemma 2"); None for no cap.
-        sinks_H: for each query head the score of a row that has no value and takes its share of the weight ("learned sinks",
-            Xiao et al. 2023, as in gpt-oss); None for none.
-        bias_HL: (H, L) float32, added to the score of a row that stands d before the query: column min(d, L - 1) (Raffel et al. 2020,
-            "T5"); None for none.
+        sinks_H: for each query head the score of a row that has no value and takes its share of the weight ("learned
+            sinks", Xiao et al. 2023, as in gpt-oss); None for none.
+        bias_HL: (H, L) float32, added to the score of a row that stands d before the query: column min(d, L - 1)
+            (Raffel et al. 2020, "T5"); None for none.
     """
 
     scale: float
@@ -85,10 +90,11 @@ class FoldedRows:
 
     Attributes:
         storage: how they are kept.
-        shapes: of the parts of a block: those of its keys, then as many of its values; n_rows a block, some of them perhaps not in use.
+        shapes: of the parts of a block: those of its keys, then as many of its values; n_rows a block, some of them
+            perhaps not in use.
         flats: of each part, the arena as its dtype from the part's place in a block on.
-        blocks: (all blocks,) byte address of each block, request after request; host. A tensor (G, all blocks) where each key/value head
-            reads others.
+        blocks: (all blocks,) byte address of each block, request after request; host. A tensor (G, all blocks) where
+            each key/value head reads others.
         cu_blocks: (S + 1,); host.
         lengths: (S,) rows of each request; host.
         head_dim: channels a row.
@@ -108,17 +114,21 @@ class FoldedRows:
 
 
 class Tail(NamedTuple):
-    """Tokens that came after the states of S runs and before the runs: rings remember what they did, so that states need not move.
+    """Tokens that came after the states of S runs and before the runs: rings remember what they did, so that states
+    need not move.
 
-    Position p of run i counts from its source state on: its ring has tokens [0, counts[i]), the run's own rows follow. Position p is
-    in slot (firsts[i] + p) % ring_rows.
+    Position p of run i counts from its source state on: its ring has tokens [0, counts[i]), the run's own rows follow.
+    Position p is in slot (firsts[i] + p) % ring_rows.
 
     Attributes:
-        flats: of each ring, the arena as its dtype from the ring's place in a block on; the rings of a block have equally many slots.
-        sources, targets: of each ring, (S,) element offsets of the blocks to read and to write; those may be one if no new token needs
-            the slot of an old one. What a matrix state's tokens do is written, at least from the fold on; rows are only read.
+        flats: of each ring, the arena as its dtype from the ring's place in a block on; the rings of a block have
+            equally many slots.
+        sources, targets: of each ring, (S,) element offsets of the blocks to read and to write; those may be one if no
+            new token needs the slot of an old one. What a matrix state's tokens do is written, at least from the fold
+            on; rows are only read.
         firsts, counts: (S,).
-        folds: (S,) the state written to a target of `StateSlots` is that before position folds[i], at most that behind the run.
+        folds: (S,) the state written to a target of `StateSlots` is that before position folds[i], at most that behind
+            the run.
     """
 
     flats: tuple[Prepared, ...]
@@ -179,8 +189,8 @@ class Kernels(Protocol):
         ...
 
     def plan_attention(
-        self, batch: PagedBatch, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device, window: int | None,
-        folded: FoldedRows | None = None,
+        self, batch: PagedBatch, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device,
+        window: int | None, folded: FoldedRows | None = None,
     ) -> None:  # fmt: skip
         """Said before, while a step's plan is being uploaded: `paged_attention` of this batch is to come.
 
@@ -193,7 +203,8 @@ class Kernels(Protocol):
         self, q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scoring: Scoring,
         folded: FoldedRows | None = None,
     ) -> Tensor:  # fmt: skip
-        """Causal grouped-query attention over pages: (T, H, D). The last query of a request sees all its rows, or the last `window`.
+        """Causal grouped-query attention over pages: (T, H, D).
+        The last query of a request sees all its rows, or the last `window`.
 
         Rows that are `folded` come before those in pages, are seen by every query, and go with no window.
         """
@@ -203,34 +214,51 @@ class Kernels(Protocol):
         """Said before, while a step's plan is being uploaded: `choose_pages` of this choice is to come."""
         ...
 
-    def choose_pages(self, q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: PageChoice, n_kv_heads: int) -> Tensor:
-        """Element offsets of the pages that each key/value head should read, (G, all chosen), query after query, oldest first.
+    def choose_pages(
+        self, q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: PageChoice, n_kv_heads: int
+    ) -> Tensor:
+        """Element offsets of the pages that each key/value head should read, (G, all chosen), query after query, oldest
+        first.
 
-        A page's score is the most that any query head of the group could score a key between the page's bounds, the (G, D) elements of
-        `least` and of `greatest` from its offset on: max_s sum_d max(q_sd least_d, q_sd greatest_d). Of equal pages the older is chosen,
-        and one whose score is NaN before all others (Tang et al. 2024, "Quest", Alg. 1).
+        A page's score is the most that any query head of the group could score a key between the page's bounds, the (G,
+        D) elements of `least` and of `greatest` from its offset on: max_s sum_d max(q_sd least_d, q_sd greatest_d). Of
+        equal pages the older is chosen, and one whose score is NaN before all others (Tang et al. 2024, "Quest", Alg.
+        1).
         """
         ...
 
-    def attend_rows(self, q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
+    def attend_rows(
+        self, q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None
+    ) -> Tensor:
         """`paged_attention` for one request whose rows are at hand, R >= T: (T, H, D).
 
         Args:
-            batch: of this request with a page a row, as `plan_attention` was told, if it was: where pages are is not looked at.
+            batch: of this request with a page a row, as `plan_attention` was told, if it was: where pages are is not
+                looked at.
         """
         ...
 
     def causal_conv(
-        self, rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True
+        self,
+        rows_TR: Tensor,
+        weight_WE: Prepared,
+        bias_E: Prepared | None,
+        window: StateSlots,
+        *,
+        activation: bool = True,
     ) -> Tensor:
-        """Causal depthwise convolution over the first E elements of each row, then silu unless `activation` is off: (T, E).
+        """Causal depthwise convolution over the first E elements of each row, then silu unless `activation` is off: (T,
+        E).
 
         `window` is (W - 1, E), the rows before; W >= 2. Tap W - 1 meets the newest row, as in causal-conv1d.
         """
         ...
 
-    def rms_norm(self, x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None) -> Tensor:
-        """z / sqrt(mean(z^2) + eps) * weight with z = x gate, the mean over each of `n_groups` equal parts of a row: (T, E) as x.
+    def rms_norm(
+        self, x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None
+    ) -> Tensor:
+        """z / sqrt(mean(z^2) + eps) * weight with z = x gate, the mean over each of `n_groups` equal parts of a row:
+        (T, E) as x.
 
         Computed in float32 (Zhang & Sennrich 2019). The same bits wherever a row stands.
         """
@@ -241,7 +269,15 @@ class Kernels(Protocol):
         ...
 
     def selective_scan(
-        self, x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Prepared, b_TN: Tensor, c_TN: Tensor, a_NE: Prepared, d_E: Prepared, state: StateSlots
+        self,
+        x_TE: Tensor,
+        dt_TE: Tensor,
+        dt_bias_E: Prepared,
+        b_TN: Tensor,
+        c_TN: Tensor,
+        a_NE: Prepared,
+        d_E: Prepared,
+        state: StateSlots,
     ) -> Tensor:
         """dt = softplus(dt + bias);  h = exp(dt A) h + dt B x;  y = C h + D x: (T, E), float32. `state` is h, (N, E).
 
@@ -257,8 +293,8 @@ class Kernels(Protocol):
 
             S = S diag(w) + (S a) b^T + strength v k^T      w = exp(log_decay)      y = S q + skip v
 
-        Query and key of group h // (H / G) serve head h. Covers linear attention with decay, SSD (Dao & Gu 2024), the delta rules
-        (Yang et al. 2024) and RWKV-7 (Peng et al. 2025).
+        Query and key of group h // (H / G) serve head h. Covers linear attention with decay, SSD (Dao & Gu 2024), the
+        delta rules (Yang et al. 2024) and RWKV-7 (Peng et al. 2025).
 
         Args:
             log_decay: (T, H), or (T, H, N) for one decay a column.
@@ -271,10 +307,13 @@ class Kernels(Protocol):
         """h = decay h + x, y = h: (T, E), float32. `state` is h, (E,)."""
         ...
 
-    def wkv4(self, k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...]) -> Tensor:
-        """The average of v so far, weighted by exp(k) and fading, the newest weighted by exp(first + k): (T, E), float32.
+    def wkv4(
+        self, k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...]
+    ) -> Tensor:
+        """The average of v so far, weighted by exp(k) and fading, the newest weighted by exp(first + k): (T, E),
+        float32.
 
-        `states` are numerator, denominator and the exponent that both are scaled by, (E,) each; `decay` is added to the exponent a
-        token. Peng et al. 2023, eq. 16 and appendix D.
+        `states` are numerator, denominator and the exponent that both are scaled by, (E,) each; `decay` is added to the
+        exponent a token. Peng et al. 2023, eq. 16 and appendix D.
         """
         ...

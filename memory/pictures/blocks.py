@@ -10,7 +10,19 @@ import numpy as np
 
 from memory.blocks.arrays import EMPTY, Int64s, ceil_div
 from memory.hybrid import require_memory
-from memory.pictures.canvas import FREE, INK, PALETTE, Colour, entitle, ink_on, legend, lighter, literal, new_figure, plain
+from memory.pictures.canvas import (
+    FREE,
+    INK,
+    PALETTE,
+    Colour,
+    entitle,
+    ink_on,
+    legend,
+    lighter,
+    literal,
+    new_figure,
+    plain,
+)
 from memory.views.text_tables import count, format_bytes
 from memory.views.usage import Inventory
 
@@ -56,7 +68,17 @@ class Runs:
         for i, pool in enumerate(pools):
             used = np.flatnonzero(pool.counts) if pool.block_bytes else EMPTY
             starts = pool.addresses[used]
-            columns.append(np.stack([starts, starts + pool.block_bytes, np.full_like(used, i), owners[pool.name][used], pool.counts[used]]))
+            columns.append(
+                np.stack(
+                    [
+                        starts,
+                        starts + pool.block_bytes,
+                        np.full_like(used, i),
+                        owners[pool.name][used],
+                        pool.counts[used],
+                    ]
+                )
+            )
         table = np.concatenate(columns, axis=1)
         table = table[:, table[0].argsort()]
         joins = (table[0, 1:] == table[1, :-1]) & (table[2:, 1:] == table[2:, :-1]).all(0)
@@ -77,10 +99,11 @@ class Runs:
 
 
 def arena_map(memory: HybridMemory) -> Figure:
-    """Every block of the budget: its colour is its kind, its shade and number its sequence, hatched where several share it.
+    """Every block of the budget: its colour is its kind, its shade and number its sequence, hatched where several share
+    it.
 
-    On top the whole budget to scale; below it, row after row as text is read, the bytes at both ends of the budget without what is free
-    between them. Cost: O(blocks). Raises SpecError without matplotlib.
+    On top the whole budget to scale; below it, row after row as text is read, the bytes at both ends of the budget
+    without what is free between them. Cost: O(blocks). Raises SpecError without matplotlib.
     """
     require_memory(memory, "arena_map(memory)")
     inventory = memory.counters.inventory()
@@ -89,9 +112,12 @@ def arena_map(memory: HybridMemory) -> Figure:
     row_bytes = _row_bytes(sum(end - start for start, end in regions), runs)
     n_rows = [ceil_div(end - start, row_bytes) for start, end in regions]
     used, budget = format_bytes(arena.used_bytes), format_bytes(arena.capacity_bytes)
-    title = f"{used} of {budget} in use, {count(len(inventory.sequences), 'sequence or checkpoint', 'sequences and checkpoints')}"
+    held = count(len(inventory.sequences), "sequence or checkpoint", "sequences and checkpoints")
+    title = f"{used} of {budget} in use, {held}"
     figure = new_figure(_WIDTH_INCHES, 1.7 + _ROW_INCHES * sum(n_rows) + 0.55 * len(regions), title)
-    top, *others = figure.subplots(1 + len(regions), 1, height_ratios=[1.3, *(n + 0.3 for n in n_rows)], squeeze=False)[:, 0]
+    top, *others = figure.subplots(1 + len(regions), 1, height_ratios=[1.3, *(n + 0.3 for n in n_rows)], squeeze=False)[
+        :, 0
+    ]
     _draw(top, runs, (0, arena.capacity_bytes), max(1, arena.capacity_bytes))
     entitle(top, "the whole budget")
     for ax, (start, end) in zip(others, regions, strict=True):
@@ -132,12 +158,18 @@ def _draw(ax: Axes, runs: Runs, region: tuple[int, int], row_bytes: int) -> None
     inside = np.flatnonzero((runs.starts >= start) & (runs.ends <= end)).tolist()
     least = 0 if n_rows > 1 else row_bytes // 500  # to be seen at all in a large budget
     ends = np.maximum(runs.ends, runs.starts + least)
-    pieces = [(i, *piece) for i in inside for piece in _rows(int(runs.starts[i]) - start, int(ends[i]) - start, row_bytes)]
+    pieces = [
+        (i, *piece) for i in inside for piece in _rows(int(runs.starts[i]) - start, int(ends[i]) - start, row_bytes)
+    ]
     is_coarse = len(pieces) > _MOST_NUMBERS  # lines between blocks would hide these
     for label, own in (("used", pieces), ("shared", [piece for piece in pieces if runs.n_owners[piece[0]] > 1])):
         boxes = PolyCollection([_box(left, right, y) for _, left, right, y in own], label=label)
         if label == "used":
-            boxes.set(facecolors=[runs.colour(i) for i, *_ in own], edgecolors=(1, 1, 1, 0.6), linewidths=0 if is_coarse or least else 0.5)
+            boxes.set(
+                facecolors=[runs.colour(i) for i, *_ in own],
+                edgecolors=(1, 1, 1, 0.6),
+                linewidths=0 if is_coarse or least else 0.5,
+            )
         else:
             boxes.set(facecolors="none", edgecolors=_SHARED, linewidths=0, hatch="/////")
         ax.add_collection(boxes)
@@ -145,7 +177,17 @@ def _draw(ax: Axes, runs: Runs, region: tuple[int, int], row_bytes: int) -> None
         text, colour = runs.label(i), runs.colour(i)
         if (right - left) / row_bytes * _WIDTH_INCHES > _CHARACTER_INCHES * (len(text) + 1.5):
             box = {"facecolor": colour, "edgecolor": "none", "pad": 1}
-            ax.text((left + right) / 2, y + 0.5, text, ha="center", va="center", fontsize=7, color=ink_on(colour), bbox=box, clip_on=True)
+            ax.text(
+                (left + right) / 2,
+                y + 0.5,
+                text,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=ink_on(colour),
+                bbox=box,
+                clip_on=True,
+            )
 
 
 def _rows(start: int, end: int, row_bytes: int) -> list[tuple[int, int, int]]:
@@ -163,10 +205,14 @@ def _explain(figure: Figure, runs: Runs, names: list[str]) -> None:
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
-    handles: list[Artist] = [Patch(color=PALETTE[k % len(PALETTE)], label=literal(names[k])) for k in sorted(set(runs.pools.tolist()))]
+    handles: list[Artist] = [
+        Patch(color=PALETTE[k % len(PALETTE)], label=literal(names[k])) for k in sorted(set(runs.pools.tolist()))
+    ]
     if (runs.n_owners > 1).any():
         label = "shared by several (3, …: by sequence 3 and others)"
-        handles.append(Patch(facecolor=(0.5, 0.5, 0.5, 0.4), edgecolor=_SHARED, linewidth=0, hatch="/////", label=label))
+        handles.append(
+            Patch(facecolor=(0.5, 0.5, 0.5, 0.4), edgecolor=_SHARED, linewidth=0, hatch="/////", label=label)
+        )
     handles.append(Patch(facecolor=FREE, edgecolor=INK, linewidth=0.5, label="free"))
     if 0 < len(runs) <= _MOST_NUMBERS:
         handles.append(Line2D([], [], linestyle="none", marker="$n$", color=INK, label="id of its sequence"))

@@ -33,7 +33,9 @@ def need_matplotlib() -> None:
 
 
 def new_figure(width_inches: float, height_inches: float, title: str = "") -> Figure:
-    """A figure without a background that a notebook shows once, as the value of a cell. Raises SpecError without matplotlib."""
+    """A figure without a background that a notebook shows once, as the value of a cell.
+    Raises SpecError without matplotlib.
+    """
     need_matplotlib()
     from io import BytesIO
 
@@ -77,7 +79,9 @@ def legend(figure: Figure, handles: list[Artist]) -> None:
     """Below everything."""
     if handles:
         columns = min(4, len(handles))
-        figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=8, frameon=False, labelcolor=INK)
+        figure.legend(
+            handles=handles, loc="outside lower left", ncols=columns, fontsize=8, frameon=False, labelcolor=INK
+        )
 
 
 def lighter(colour: str, share: float) -> Colour:

@@ -1,6 +1,7 @@
 """Which sequences and checkpoints come from each other, and what they share.
 
-Nobody writes down who was forked from whom, and the one may be closed that others were forked from. What says it as well is what is
+Nobody writes down who was forked from whom, and the one may be closed that others were forked from. What says it as
+well is what is
 there: within a family the tokens on which sequences agree, and the blocks to which several refer.
 """
 
@@ -69,7 +70,9 @@ def _agree(a: Int64s, b: Int64s) -> int:
 
 
 def share_out(root: Node, inventory: Inventory) -> None:
-    """Give each block's bytes to the node that all who refer to it are below; those that strangers refer to as well, to the root."""
+    """Give each block's bytes to the node that all who refer to it are below; those that strangers refer to as well, to
+    the root.
+    """
     bits = {s.id: 1 << i for i, s in enumerate(root.sequences)}
     bits_S = np.array([bits[s.id] for s in inventory.sequences], np.int64)
     for group in inventory.groups:
@@ -92,10 +95,12 @@ def _lowest(node: Node, pattern: int, bits: dict[int, int]) -> Node:
 
 
 def fork_tree(memory: HybridMemory) -> Figure:
-    """Sequences and checkpoints along their tokens, drawn as one as far as they agree, with the bytes that each stretch adds.
+    """Sequences and checkpoints along their tokens, drawn as one as far as they agree, with the bytes that each stretch
+    adds.
 
-    What all stretches add is what the memory uses, in host memory too. Families with most sequences come first; of more than 40 sequences
-    the rest is only counted. Cost: O(blocks and tokens of those shown). Raises SpecError without matplotlib.
+    What all stretches add is what the memory uses, in host memory too. Families with most sequences come first; of more
+    than 40 sequences the rest is only counted. Cost: O(blocks and tokens of those shown). Raises SpecError without
+    matplotlib.
     """
     require_memory(memory, "fork_tree(memory)")
     need_matplotlib()
@@ -143,7 +148,9 @@ def _draw(ax: Axes, memory: HybridMemory, node: Node, y: int, colour: str) -> No
     if s := node.sequence:
         fill = "none" if s.is_swapped else colour
         ax.plot([node.end], [y], marker=_marker(s), color=colour, markerfacecolor=fill, markersize=6, clip_on=False)
-    ax.annotate(_label(node, memory), (node.end, y), (8, 0), textcoords="offset points", va="center", color=INK, fontsize=8)
+    ax.annotate(
+        _label(node, memory), (node.end, y), (8, 0), textcoords="offset points", va="center", color=INK, fontsize=8
+    )
     row = y + 1
     for below in node.below:
         ax.plot([node.end, node.end], [y, row], color=colour, linewidth=1)
@@ -177,7 +184,11 @@ def _explain(figure: Figure, roots: list[Node]) -> None:
             found = [s for s in shown if s.is_checkpoint == is_checkpoint and s.is_swapped == is_swapped]
             if found:
                 fill, label = ("none", f"{name}, swapped out") if is_swapped else (INK, name)
-                handles.append(Line2D([], [], linestyle="none", marker=_marker(found[0]), color=INK, markerfacecolor=fill, label=label))
+                handles.append(
+                    Line2D(
+                        [], [], linestyle="none", marker=_marker(found[0]), color=INK, markerfacecolor=fill, label=label
+                    )
+                )
     if any(root.below for root in roots):
         handles.append(Line2D([], [], color=INK, linewidth=3, label="tokens on which several agree"))
     legend(figure, handles)

@@ -66,7 +66,9 @@ class LayerRow:
 
 
 def layer_rows(memory: HybridMemory, sequence: Sequence) -> list[LayerRow]:
-    """The memories of all layers in order, and what they hold of one sequence; their bytes sum to those that it refers to."""
+    """The memories of all layers in order, and what they hold of one sequence; their bytes sum to those that it refers
+    to.
+    """
     groups, length = {group.name: group for group in memory.counters.inventory(sequence).groups}, sequence.length
     if (there := memory.counters.host_inventory(sequence)) is not None and there.sequences:  # and then not here
         groups |= {group.name: group for group in there.groups}
@@ -86,15 +88,23 @@ def layer_rows(memory: HybridMemory, sequence: Sequence) -> list[LayerRow]:
 def _stretch(holding: Holding, length: int, block_bytes: int, folds: bool) -> Stretch:
     end = length if holding.ends is None else int(holding.ends[0])
     start = int(holding.starts[0]) if end >= 0 else -1
-    return Stretch(holding.part, start, end, int(holding.counts[0]) * block_bytes, holding.fold_tokens, folds and holding.part == "body")
+    return Stretch(
+        holding.part,
+        start,
+        end,
+        int(holding.counts[0]) * block_bytes,
+        holding.fold_tokens,
+        folds and holding.part == "body",
+    )
 
 
 def layer_map(memory: HybridMemory, sequence: Sequence) -> Figure:
     """The layers of a model in order: which tokens of a sequence each holds as body and tail, and in how many bytes.
 
-    White lines in a tail are positions at which rows fold into the body; the dashed line is the horizon, the earliest position to which
-    a rollback reaches by itself. A hollow diamond is a state that a rollback has left stale: its bytes are held, and the next step computes
-    it again. Where a tail is short beside the sequence, a second picture shows the newest tokens.
+    White lines in a tail are positions at which rows fold into the body; the dashed line is the horizon, the earliest
+    position to which a rollback reaches by itself. A hollow diamond is a state that a rollback has left stale: its
+    bytes are held, and the next step computes it again. Where a tail is short beside the sequence, a second picture
+    shows the newest tokens.
 
     Raises SpecError without matplotlib; SequenceError: a closed sequence, or one of another memory.
     """
@@ -109,7 +119,9 @@ def layer_map(memory: HybridMemory, sequence: Sequence) -> Figure:
     if not sequence.is_swapped:
         held = f"{format_bytes(sum(row.bytes_of('all') for row in rows))} in all layers"
         held += ", keys and values in host memory" * sequence.is_on_host
-    figure = new_figure(9.5, 1.5 + 0.27 * max(1, len(rows)), f"{name} of {memory.spec.model}: {length:,} tokens, {held}")
+    figure = new_figure(
+        9.5, 1.5 + 0.27 * max(1, len(rows)), f"{name} of {memory.spec.model}: {length:,} tokens, {held}"
+    )
     spans = _spans(rows, length)
     axes = figure.subplots(1, len(spans), sharey=True, squeeze=False)[0]
     for ax, span in zip(axes, spans, strict=True):
@@ -142,7 +154,15 @@ def _draw(ax: Axes, y: int, row: LayerRow, length: int) -> None:
     if isinstance(row.memory, CrossAttentionSpec):
         n_rows = sum(s.end for s in row.stretches)
         ax.barh(y, max(1, length), height=0.7, color=PART_COLOURS["body"], alpha=0.35, linewidth=0, gid=f"{y} body")
-        ax.annotate(f"{n_rows:,} tokens of the encoder", (0, y), (6, 0), textcoords="offset points", va="center", fontsize=7, color=INK)
+        ax.annotate(
+            f"{n_rows:,} tokens of the encoder",
+            (0, y),
+            (6, 0),
+            textcoords="offset points",
+            va="center",
+            fontsize=7,
+            color=INK,
+        )
         return
     if first > 0:
         ax.barh(y, first, height=0.7, color=FREE, linewidth=0)
@@ -150,23 +170,39 @@ def _draw(ax: Axes, y: int, row: LayerRow, length: int) -> None:
         colour = PART_COLOURS[s.part]
         if s.part == "head":
             at, edge, fill = (s.end, "white", colour) if s.end >= 0 else (length, colour, "none")
-            ax.plot([at], [y], marker="D", color=colour, markeredgecolor=edge, markerfacecolor=fill, markersize=6, clip_on=False, zorder=5)
+            ax.plot(
+                [at],
+                [y],
+                marker="D",
+                color=colour,
+                markeredgecolor=edge,
+                markerfacecolor=fill,
+                markersize=6,
+                clip_on=False,
+                zorder=5,
+            )
             continue
         hatch = _HATCH if s.is_folded else None
         ax.barh(
-            y, s.end - s.start, left=s.start, height=0.7, color=colour, hatch=hatch, edgecolor=(1, 1, 1, 0.55), linewidth=0,
-            gid=f"{y} {s.part}",
+            y, s.end - s.start, left=s.start, height=0.7, color=colour, hatch=hatch, edgecolor=(1, 1, 1, 0.55),
+            linewidth=0, gid=f"{y} {s.part}",
         )  # fmt: skip
         if s.fold_tokens and s.end - s.start > s.fold_tokens > 1:
             grid = range(s.start - s.start % s.fold_tokens + s.fold_tokens, s.end, s.fold_tokens)
             ax.vlines(grid, y - 0.35, y + 0.35, color="white", linewidth=0.8)
     if isinstance(row.memory, AttentionSpec) and row.memory.window is not None and length:
-        ax.plot([max(0, length - row.memory.window), length], [y, y], color="white", linewidth=1.5, marker="|", markersize=5)
+        ax.plot(
+            [max(0, length - row.memory.window), length], [y, y], color="white", linewidth=1.5, marker="|", markersize=5
+        )
 
 
 def _write_bytes(ax: Axes, rows: list[LayerRow]) -> None:
     """In columns to the right of the bars."""
-    parts = [part for part in ("body", "tail", "head", "all") if part in ("body", "all") or any(row.bytes_of(part) for row in rows)]
+    parts = [
+        part
+        for part in ("body", "tail", "head", "all")
+        if part in ("body", "all") or any(row.bytes_of(part) for row in rows)
+    ]
     for i, part in enumerate(parts):
         offset: dict[str, Any] = {
             "xytext": (62 + 52 * i, 0),
@@ -192,13 +228,20 @@ def _explain(figure: Figure, rows: list[LayerRow], horizon: int) -> None:
         handles.append(Patch(color=PART_COLOURS["body"], label="body: rows as they came"))
     if any(s.is_folded for s in stretches):
         label = "body: folded into less"
-        handles.append(Patch(facecolor=PART_COLOURS["body"], hatch=_HATCH, edgecolor=(1, 1, 1, 0.55), linewidth=0, label=label))
+        handles.append(
+            Patch(facecolor=PART_COLOURS["body"], hatch=_HATCH, edgecolor=(1, 1, 1, 0.55), linewidth=0, label=label)
+        )
     if any(s.part == "tail" for s in stretches):
         handles.append(Patch(color=PART_COLOURS["tail"], label="tail: the newest rows"))
-    for is_stale, label in ((False, "head: a state kept ready"), (True, "head: stale, computed again by the next step")):
+    for is_stale, label in (
+        (False, "head: a state kept ready"),
+        (True, "head: stale, computed again by the next step"),
+    ):
         if any(s.part == "head" and (s.end < 0) == is_stale for s in stretches):
             colour, fill = PART_COLOURS["head"], "none" if is_stale else PART_COLOURS["head"]
-            handles.append(Line2D([], [], linestyle="none", marker="D", color=colour, markerfacecolor=fill, label=label))
+            handles.append(
+                Line2D([], [], linestyle="none", marker="D", color=colour, markerfacecolor=fill, label=label)
+            )
     if any(isinstance(row.memory, AttentionSpec) and row.memory.window for row in rows):
         handles.append(Line2D([], [], color=INK, marker="|", label="what the newest token sees"))
         handles.append(Patch(color=FREE, label="no longer kept"))

@@ -1,13 +1,15 @@
 """Prefixes that several sequences have in common: a radix tree over token ids whose nodes hold checkpoints.
 
-Attention could go on from wherever two prompts part; a recurrent layer only from a position whose state somebody kept. So the tree knows
+Attention could go on from wherever two prompts part; a recurrent layer only from a position whose state somebody kept.
+So the tree knows
 both: which tokens were seen, and where checkpoints stand.
 
     You are a helpful ... | system prompt ends *  | What is my dog called? *
                                                   | My cat is called Zoe. *       * a checkpoint
 
-A hit is a fork of the nearest checkpoint, taken back by at most the rollback window. Checkpoints live in the memory's own budget, and go
-when it lacks room: first those that save the least recomputation a byte, and were not used for long (after Pan et al. 2024, "Marconi").
+A hit is a fork of the nearest checkpoint, taken back by at most the rollback window. Checkpoints live in the memory's
+own budget, and go when it lacks room: first those that save the least recomputation a byte, and were not used for long
+(after Pan et al. 2024, "Marconi").
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ from memory.sequences.token_buffer import common_prefix
 
 _CLOSED = "this prefix cache is closed; make another one"
 _RECLAIMED_SHARE = 64
-"""Checkpoints go in lots of one part in so many of the budget: to find those of least worth costs a look at all of them, and a full
-memory asks for a little room at almost every step."""
+"""Checkpoints go in lots of one part in so many of the budget: to find those of least worth costs a look at all of
+them, and a full memory asks for a little room at almost every step."""
 
 
 @dataclass(frozen=True)
@@ -86,13 +88,14 @@ class PrefixStats:
 class PrefixCache(NotCopied):
     """Checkpoints of a memory by the tokens that led to them.
 
-    Whoever may ask for prompts and see how many of their tokens were reused, or how soon they are answered, can find out what was asked
-    before. So prefixes have owners, any hashable values: what was inserted under one is found under the same one and under no other, as if
-    each had a cache alone. They share the budget. Unless given, the owner is None, and all prompts are found by all.
+    Whoever may ask for prompts and see how many of their tokens were reused, or how soon they are answered, can find
+    out what was asked before. So prefixes have owners, any hashable values: what was inserted under one is found under
+    the same one and under no other, as if each had a cache alone. They share the budget. Unless given, the owner is
+    None, and all prompts are found by all.
 
     Args:
-        grid_tokens: `cuts` asks for a checkpoint at each multiple of this, so that a prompt that parts from others where none has parted
-            before recomputes no more than that; 0 for none.
+        grid_tokens: `cuts` asks for a checkpoint at each multiple of this, so that a prompt that parts from others
+            where none has parted before recomputes no more than that; 0 for none.
     Raises:
         SpecError: a model whose sequences depend on more than their tokens (an encoder), or a grid that cannot be.
     """
@@ -102,7 +105,9 @@ class PrefixCache(NotCopied):
             raise SpecError(f"grid_tokens={grid_tokens!r}; give a number of tokens, or 0 for no grid")
         require_memory(memory, "PrefixCache(memory)")
         if memory.spec.of_kind("cross-attention"):
-            raise SpecError(f"sequences of {memory.spec.model} depend on what an encoder said, so equal tokens are no equal prefix")
+            raise SpecError(
+                f"sequences of {memory.spec.model} depend on what an encoder said, so equal tokens are no equal prefix"
+            )
         self._memory: HybridMemory | None = memory
         self.grid_tokens = grid_tokens
         self._lot_bytes = memory.budget_bytes // _RECLAIMED_SHARE
@@ -130,7 +135,8 @@ class PrefixCache(NotCopied):
         return self._find(_as_tokens(token_ids), owner)[0]
 
     def open(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> tuple[Sequence, Lookup]:
-        """A new sequence that holds the longest reusable prefix of a prompt; feed it `token_ids[lookup.reused:]`, one token at least.
+        """A new sequence that holds the longest reusable prefix of a prompt; feed it `token_ids[lookup.reused:]`, one
+        token at least.
 
         Raises BatchError: no tokens. Cost: `find` and a fork; no tensor is copied.
         """
@@ -166,7 +172,9 @@ class PrefixCache(NotCopied):
         return Lookup(len(tokens), n_matched, by_recurrent, reused, _why(len(tokens), n_matched, reused)), best
 
     def _walk(self, tokens: Int64s, owner: Hashable) -> tuple[int, list[Node], Node | None]:
-        """How many tokens match, the nodes that end within them, and the node below that they end inside of, or next to."""
+        """How many tokens match, the nodes that end within them, and the node below that they end inside of, or next
+        to.
+        """
         node, at = self._roots.get(owner, NOTHING_SEEN), 0
         path: list[Node] = []
         while at < len(tokens):
@@ -195,7 +203,9 @@ class PrefixCache(NotCopied):
             raise BatchError(f"marks={marks!r}; give a list of positions in the prompt")
         for mark in marks:
             if not is_integer(mark, 0) or mark > len(tokens):
-                raise BatchError(f"mark {mark!r} is no position of a prompt of {len(tokens)} tokens; give 0 <= mark <= {len(tokens)}")
+                raise BatchError(
+                    f"mark {mark!r} is no position of a prompt of {len(tokens)} tokens; give 0 <= mark <= {len(tokens)}"
+                )
         n_matched = self._walk(tokens, owner)[0]
         wanted = {int(mark) for mark in marks} | {n_matched}
         if self.grid_tokens:
@@ -203,8 +213,9 @@ class PrefixCache(NotCopied):
         return sorted(position for position in wanted if start < position < len(tokens))
 
     def insert(self, sequence: Sequence, owner: Hashable = None) -> None:
-        """Remember a sequence where it stands, for this owner. Nothing happens at position 0, where a checkpoint stands already, and for a
-        sequence from whose middle tokens were dropped: it is not what its tokens would give.
+        """Remember a sequence where it stands, for this owner.
+        Nothing happens at position 0, where a checkpoint stands already, and for a sequence from whose middle tokens
+        were dropped: it is not what its tokens would give.
 
         Raises SequenceError. Cost: O(tokens) and a checkpoint, which copies no tensor.
         """
@@ -256,8 +267,8 @@ class PrefixCache(NotCopied):
     def reclaim(self, missing_bytes: int) -> bool:
         """Close checkpoints, those of least worth first, until `missing_bytes` more are free; whether any was closed.
 
-        More of them go at once, up to 1/64 of the budget, so that the next calls find room. What shares all its bytes frees none: it goes
-        last, and only for `missing_bytes`.
+        More of them go at once, up to 1/64 of the budget, so that the next calls find room. What shares all its bytes
+        frees none: it goes last, and only for `missing_bytes`.
         """
         free_bytes, n_before = self.memory.free_bytes, len(self._marked)
         lot_bytes = max(missing_bytes, self._lot_bytes)
@@ -268,7 +279,8 @@ class PrefixCache(NotCopied):
             chosen.append(mark)
             n_promised += n_bytes
         for mark in chosen:
-            if self.memory.free_bytes - free_bytes >= lot_bytes:  # two that share with each other alone free more than promised
+            # two that share with each other alone free more than promised
+            if self.memory.free_bytes - free_bytes >= lot_bytes:
                 break
             self._evict(mark)
         self._n_evicted += n_before - len(self._marked)
@@ -300,7 +312,8 @@ class PrefixCache(NotCopied):
                 self._evict(mark)
 
     def close(self) -> None:
-        """Close all checkpoints and let go of the memory, which goes on without the cache. Later use raises SequenceError.
+        """Close all checkpoints and let go of the memory, which goes on without the cache.
+        Later use raises SequenceError.
 
         Closing it again does nothing. `with PrefixCache(memory) as cache:` closes it at the end.
         """
@@ -329,8 +342,12 @@ class PrefixCache(NotCopied):
         return f"<PrefixCache {where}>"
 
 
-def _reclaimer(cache: weakref.ref[PrefixCache], memory: weakref.ref[HybridMemory], marked: dict[Sequence, Node]) -> Callable[[int], bool]:
-    """What a memory asks for room, which keeps no cache alive: checkpoints of one that is gone, which nobody can find again, all go."""
+def _reclaimer(
+    cache: weakref.ref[PrefixCache], memory: weakref.ref[HybridMemory], marked: dict[Sequence, Node]
+) -> Callable[[int], bool]:
+    """What a memory asks for room, which keeps no cache alive: checkpoints of one that is gone, which nobody can find
+    again, all go.
+    """
 
     def reclaim(missing_bytes: int) -> bool:
         if (living := cache()) is not None:
@@ -354,7 +371,8 @@ def _as_tokens(token_ids: Seq[int] | Int64s) -> Int64s:
         raise BatchError(f"token ids have shape {tokens.shape}; give one axis, one prompt at a time")
     if not tokens.ndim or (len(tokens) and tokens.dtype.kind not in "iu"):
         raise BatchError(
-            f"token_ids={token_ids!r}; give a list or array of integer token ids: encode text with the model's tokenizer first"
+            f"token_ids={token_ids!r}; give a list or array of integer token ids: encode text with the model's "
+            "tokenizer first"
         )
     return tokens.astype(np.int64, copy=False)
 

@@ -15,10 +15,12 @@ _ASKED_AT_ONCE = 256
 
 
 class Ranking:
-    """Checkpoints by what they are worth: tokens that they save, by the byte that closing them frees, less the longer they were not used.
+    """Checkpoints by what they are worth: tokens that they save, by the byte that closing them frees, less the longer
+    they were not used.
 
-    What a checkpoint shares changes whenever anybody else moves on, so that its private bytes must be asked for. But they are never more
-    than all that it holds, which is known for good: a bound on its worth, and only those that it does not rule out are asked.
+    What a checkpoint shares changes whenever anybody else moves on, so that its private bytes must be asked for. But
+    they are never more than all that it holds, which is known for good: a bound on its worth, and only those that it
+    does not rule out are asked.
     """
 
     def __init__(self) -> None:
@@ -62,8 +64,11 @@ class Ranking:
         """From now on it saves so many tokens."""
         self._saved[self._places[mark]] = saved
 
-    def ascending(self, clock: int, private_bytes: Callable[[list[Sequence]], Int64s]) -> Iterator[tuple[Sequence, int]]:
-        """Those of least worth first, the older ones of equals, each with its private bytes. Nothing may change meanwhile.
+    def ascending(
+        self, clock: int, private_bytes: Callable[[list[Sequence]], Int64s]
+    ) -> Iterator[tuple[Sequence, int]]:
+        """Those of least worth first, the older ones of equals, each with its private bytes.
+        Nothing may change meanwhile.
 
         Cost: sorting all bounds, and asking for what they do not rule out.
         """

@@ -1,4 +1,5 @@
-"""Short causal convolution over channels: a fold that remembers its last inputs, alone (LFM2) or before another recurrence.
+"""Short causal convolution over channels: a fold that remembers its last inputs, alone (LFM2) or before another
+recurrence.
 
 y_t = sum over w of weight_w x_{t - W + 1 + w}, a tap for each channel: "depthwise". The state is the last W - 1 rows.
 """

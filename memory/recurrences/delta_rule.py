@@ -1,7 +1,8 @@
 """The gated delta rule: each token erases what its key finds in the state before it writes, after a short convolution.
 
-Yang et al. 2024, "Gated Delta Networks", eq. 10, one decay a head (Qwen3-Next, Qwen3.5), and Kimi Team 2025, "Kimi Linear", eq. 1,
-one decay a key channel. For each head, with S as (V, N), k and q of length 1 and q scaled by 1 / sqrt(N):
+Yang et al. 2024, "Gated Delta Networks", eq. 10, one decay a head (Qwen3-Next, Qwen3.5), and Kimi Team 2025, "Kimi
+Linear", eq. 1, one decay a key channel. For each head, with S as (V, N), k and q of length 1 and q scaled by
+1 / sqrt(N):
 
     q, k, v = silu(conv(row))     w = exp(-exp(A_log) softplus(a + b_a))
     S = S diag(w)                 S = S + beta (v - S k) k^T     y = S q
@@ -27,7 +28,8 @@ from memory.state.access import Recurrence, States
 
 @dataclass(frozen=True)
 class DeltaRuleShape:
-    """Sizes: queries and keys of `key_dim` for `n_key_heads`, values of `value_dim` for `n_heads`, a multiple; `d_conv` taps.
+    """Sizes: queries and keys of `key_dim` for `n_key_heads`, values of `value_dim` for `n_heads`, a multiple; `d_conv`
+        taps.
 
     `decays_keys` gives each key channel a decay of its own.
     """
@@ -60,8 +62,12 @@ class DeltaRuleShape:
         return self.n_heads * (self.key_dim if self.decays_keys else 1)
 
     def spec(self, name: str = "recurrence") -> RecurrentSpec:
-        """Row: q, k and v before the convolution, beta, and a before its bias. State: the convolution's window, and S, (H, V, N)."""
-        s = matrix_tensor("delta", self.n_heads, self.value_dim, self.key_dim, self.n_key_heads, decays_keys=self.decays_keys)
+        """Row: q, k and v before the convolution, beta, and a before its bias.
+        State: the convolution's window, and S, (H, V, N).
+        """
+        s = matrix_tensor(
+            "delta", self.n_heads, self.value_dim, self.key_dim, self.n_key_heads, decays_keys=self.decays_keys
+        )
         family = "kimi_delta" if self.decays_keys else "gated_delta"
         row = self.n_channels + self.n_heads + self.n_decays
         return RecurrentSpec(family, (row,), (*window_tensors(self.n_channels, self.d_conv), s), name)
@@ -102,13 +108,16 @@ class DeltaRule:
     @cached_property
     def _weights(self) -> Weights:
         n, key_dim = self.shape.n_keys, self.shape.key_dim
-        to_length = torch.cat([torch.full((n,), 1.0 / key_dim), torch.full((n,), key_dim**-0.5)])  # of q: 1 / sqrt(N), of k: 1
+        # of q: 1 / sqrt(N), of k: 1
+        to_length = torch.cat([torch.full((n,), 1.0 / key_dim), torch.full((n,), key_dim**-0.5)])
         return Weights(self.a_bias_A, to_length.to(self.a_bias_A.device))
 
 
 def _example(generator: Generator, *, decays_keys: bool) -> tuple[RecurrentSpec, Recurrence]:
     n_key_heads = 6 if decays_keys else 3
-    shape = DeltaRuleShape(n_heads=6, n_key_heads=n_key_heads, value_dim=4, key_dim=5, d_conv=3, decays_keys=decays_keys)
+    shape = DeltaRuleShape(
+        n_heads=6, n_key_heads=n_key_heads, value_dim=4, key_dim=5, d_conv=3, decays_keys=decays_keys
+    )
 
     def weights(*sizes: int) -> Tensor:
         return torch.randn(*sizes, generator=generator)

@@ -16,11 +16,12 @@ Formula = Callable[[tuple[Tensor, ...], Tensor], tuple[tuple[Tensor, ...], Tenso
 
 
 class Fold:
-    """Runs `state, y = f(state, row)` token by token in plain torch: a new family in five lines, and the oracle for kernels.
+    """Runs `state, y = f(state, row)` token by token in plain torch: a new family in five lines, and the oracle for
+    kernels.
 
     Args:
-        f: takes states, (S, *shape) each, and rows (S, *row_shape); returns the next states and outputs (S, ...). Runs of
-            unequal length meet it with fewer and fewer sequences.
+        f: takes states, (S, *shape) each, and rows (S, *row_shape); returns the next states and outputs (S, ...). Runs
+            of unequal length meet it with fewer and fewer sequences.
 
     Cost: one call of `f` for each row of the longest run.
     """
@@ -42,11 +43,15 @@ class Fold:
             advanced, y = self._f(tuple(tensor[:n] for tensor in current), rows[at])
             if len(advanced) != len(current) or y.shape[:1] != (n,):
                 raise StepError(
-                    f"the formula of {states.spec.family!r} gives {len(advanced)} states and outputs of shape {tuple(y.shape)}; give "
-                    f"{len(current)} states, and outputs whose first axis is {n} sequences"
+                    f"the formula of {states.spec.family!r} gives {len(advanced)} states and outputs of shape "
+                    f"{tuple(y.shape)}; give {len(current)} states, and outputs whose first axis is {n} sequences"
                 )
             advanced = tuple(new.to(old.dtype) for new, old in zip(advanced, current, strict=True))
-            current = advanced if n == len(counts) else tuple(torch.cat([a, b[n:]]) for a, b in zip(advanced, current, strict=True))
+            current = (
+                advanced
+                if n == len(counts)
+                else tuple(torch.cat([a, b[n:]]) for a, b in zip(advanced, current, strict=True))
+            )
             outputs = y.new_empty(len(rows), *y.shape[1:]) if outputs is None else outputs
             outputs[at] = y
         assert outputs is not None, "a run has at least one row"

@@ -1,7 +1,7 @@
 """Mamba-1: short convolution, small projections and selective scan, as one fold over the convolution's input.
 
-Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Alg. 2 and section 3.6; the optional norms
-of dt, B and C are Jamba's (Lieber et al. 2024, section 3.1).
+Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Alg. 2 and section 3.6; the optional
+norms of dt, B and C are Jamba's (Lieber et al. 2024, section 3.1).
 
     x = silu(conv(row))        dt, B, C = split(W_x x)        dt = softplus(W_dt norm(dt) + b_dt)
     h = exp(dt A) h + dt B x   y = C h + D x
@@ -84,5 +84,7 @@ def example(generator: Generator) -> tuple[RecurrentSpec, Recurrence]:
     x_proj, dt_proj = weights(2 + 2 * 3, 6) / 6**0.5, weights(6, 2) / 2**0.5
     conv = CausalConv(weights(4, 6), weights(6))
     decays = -weights(3, 6).exp() / 4
-    layer = Mamba1(conv, lambda x: F.linear(x, x_proj), lambda dt: F.linear(dt, dt_proj), weights(6), decays, weights(6))
+    layer = Mamba1(
+        conv, lambda x: F.linear(x, x_proj), lambda dt: F.linear(dt, dt_proj), weights(6), decays, weights(6)
+    )
     return mamba1_spec(6, 3, 4), layer

@@ -25,8 +25,8 @@ class Family:
     Attributes:
         name: as `RecurrentSpec.family`.
         example: a small layer; the conformance suite runs on it.
-        is_exact: whether a replay gives the bits of the first run. Not so where the fold holds a matrix product, whose sums depend on
-            how many rows it is given.
+        is_exact: whether a replay gives the bits of the first run. Not so where the fold holds a matrix product, whose
+            sums depend on how many rows it is given.
     """
 
     name: str

@@ -5,7 +5,8 @@ De et al. 2024, "Griffin", eq. 1-4. For each channel, with gates from block-diag
     x = conv(row)               r = sigmoid(W_r x + b_r)     i = sigmoid(W_i x + b_i)
     a = exp(-8 r softplus(p))   h = a h + sqrt(1 - a^2) i x      y = h
 
-The first token of a sequence enters whole, without the square root. The gates are part of the fold, so a replay repeats their products.
+The first token of a sequence enters whole, without the square root. The gates are part of the fold, so a replay repeats
+their products.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ _SHARPNESS = 8.0
 
 def rg_lru_spec(n_channels: int, d_conv: int, name: str = "recurrence") -> RecurrentSpec:
     """Row: the channels before the convolution. State: the convolution's window, and h in float32."""
-    return RecurrentSpec("rg_lru", (n_channels,), (*window_tensors(n_channels, d_conv), StateTensor("lru", (n_channels,))), name)
+    return RecurrentSpec(
+        "rg_lru", (n_channels,), (*window_tensors(n_channels, d_conv), StateTensor("lru", (n_channels,))), name
+    )
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,8 @@ class RGLRU:
     """A layer's weights, and the fold.
 
     Attributes:
-        gate_weight_BIO, gate_bias_BO: the block-diagonal projections to both gates: B blocks of width I, O = 2 I outputs each, those of
-            the input gate first.
+        gate_weight_BIO, gate_bias_BO: the block-diagonal projections to both gates: B blocks of width I, O = 2 I
+            outputs each, those of the input gate first.
         decay_E: softplus(p), float32.
     """
 

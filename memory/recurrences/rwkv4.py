@@ -25,7 +25,12 @@ _LOWEST = -1e38
 def rwkv4_spec(n_channels: int, name: str = "recurrence") -> RecurrentSpec:
     """Row: k and v. State: numerator, denominator and the exponent that both are scaled by, float32."""
     sums = (StateTensor("numerator", (n_channels,)), StateTensor("denominator", (n_channels,)))
-    return RecurrentSpec("rwkv4", (2, n_channels), (*sums, StateTensor("exponent", (n_channels,), initial=_LOWEST, keeps_dtype=True)), name)
+    return RecurrentSpec(
+        "rwkv4",
+        (2, n_channels),
+        (*sums, StateTensor("exponent", (n_channels,), initial=_LOWEST, keeps_dtype=True)),
+        name,
+    )
 
 
 @dataclass(frozen=True)
@@ -54,12 +59,15 @@ class RWKV4:
 
 def token_shift_spec(n_channels: int, name: str = "token_shift") -> RecurrentSpec:
     """Row: a layer's input. State: the last one."""
-    return RecurrentSpec("token_shift", (n_channels,), (StateTensor("last", (1, n_channels), dtype=None, ring=()),), name)
+    return RecurrentSpec(
+        "token_shift", (n_channels,), (StateTensor("last", (1, n_channels), dtype=None, ring=()),), name
+    )
 
 
 @dataclass(frozen=True)
 class TokenShift:
-    """The row before each row, zeros before the first: a convolution of two taps, of which only the older one counts."""
+    """The row before each row, zeros before the first: a convolution of two taps, of which only the
+    older one counts."""
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Rows (T, E) -> (T, E)."""

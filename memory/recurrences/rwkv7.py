@@ -4,8 +4,8 @@ Peng et al. 2025, "RWKV-7 Goose", eq. 16-17. For each head, with S as (V, N):
 
     S = S diag(w) - (S kappa) (a * kappa)^T + v k^T     y = S r
 
-Everything that makes the rows (token shift, low-rank projections) comes before, everything after y (group norm, bonus, gate) holds
-no state. A replay holds no matrix product.
+Everything that makes the rows (token shift, low-rank projections) comes before, everything after y (group norm, bonus,
+gate) holds no state. A replay holds no matrix product.
 """
 
 from __future__ import annotations

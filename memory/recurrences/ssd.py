@@ -1,7 +1,8 @@
-"""Mamba-2's state space duality: one decay a head, keys and queries shared by a group of heads, after a short convolution.
+"""Mamba-2's state space duality: one decay a head, keys and queries shared by a group of heads, after a short
+convolution.
 
-Dao & Gu 2024, "Transformers are SSMs", eq. 16 and section 7; in the words of the paper, for each head with its x, dt and A, and
-its group's B and C:
+Dao & Gu 2024, "Transformers are SSMs", eq. 16 and section 7; in the words of the paper, for each head with its x, dt
+and A, and its group's B and C:
 
     x, B, C = silu(conv(row))     dt = clamp(softplus(dt + b_dt))
     h = exp(dt A) h + dt x B^T    y = h C + D x
@@ -28,7 +29,9 @@ from memory.state.access import Recurrence, States
 
 @dataclass(frozen=True)
 class SSDShape:
-    """Sizes of a Mamba-2 layer: `n_heads` heads of `head_dim` channels, B and C of `d_state` for each of `n_groups`, `d_conv` taps."""
+    """Sizes of a Mamba-2 layer: `n_heads` heads of `head_dim` channels, B and C of `d_state` for each of `n_groups`,
+    `d_conv` taps.
+    """
 
     n_heads: int
     head_dim: int
@@ -53,9 +56,13 @@ class SSDShape:
         return self.n_inner + 2 * self.n_groups * self.d_state
 
     def spec(self, name: str = "recurrence") -> RecurrentSpec:
-        """Row: x, B and C before the convolution, and dt before its bias. State: the convolution's window, and h, (H, P, N) in float32."""
+        """Row: x, B and C before the convolution, and dt before its bias.
+        State: the convolution's window, and h, (H, P, N) in float32.
+        """
         h = matrix_tensor("ssm", self.n_heads, self.head_dim, self.d_state, self.n_groups)
-        return RecurrentSpec("ssd", (self.n_channels + self.n_heads,), (*window_tensors(self.n_channels, self.d_conv), h), name)
+        return RecurrentSpec(
+            "ssd", (self.n_channels + self.n_heads,), (*window_tensors(self.n_channels, self.d_conv), h), name
+        )
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,9 @@ class SSD:
         dt_TH = states.kernels.softplus(rows[:, shape.n_channels :], dt_bias)
         if self.dt_limits != (0.0, math.inf):
             dt_TH = dt_TH.clamp(*self.dt_limits)
-        y_THP = states.kernels.matrix_scan(c_TGN, b_TGN, x_THP, dt_TH * self.a_H, None, states.slots(-1), strength_TH=dt_TH, skip_H=skip)
+        y_THP = states.kernels.matrix_scan(
+            c_TGN, b_TGN, x_THP, dt_TH * self.a_H, None, states.slots(-1), strength_TH=dt_TH, skip_H=skip
+        )
         return y_THP.flatten(1).to(rows.dtype), states.written()
 
     @cached_property

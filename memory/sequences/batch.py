@@ -41,7 +41,9 @@ class TokenLists:
     def on_their_way(parts: list[Tensor]) -> TokenLists:
         """Of tensors of integers on the device, (n,) or () each."""
         late = Download(torch.cat([part.reshape(-1) for part in parts]).to(torch.int64))
-        return TokenLists(np.zeros(len(late.on_device), np.int64), np.array([part.numel() for part in parts], np.int64), late)
+        return TokenLists(
+            np.zeros(len(late.on_device), np.int64), np.array([part.numel() for part in parts], np.int64), late
+        )
 
     def arrive(self, sequences: list[Sequence], vocab_size: int) -> None:
         """Late tokens take their places. Raises BatchError if one is outside the vocabulary."""
@@ -65,7 +67,9 @@ class TokenLists:
 
 
 def read_pairs(requests: Requests) -> tuple[list[Sequence], list[Tokens]]:
-    """Sequences and, unread, what each is to be fed. Raises BatchError: no requests, something that is none, or a sequence twice."""
+    """Sequences and, unread, what each is to be fed.
+    Raises BatchError: no requests, something that is none, or a sequence twice.
+    """
     if not isinstance(requests, Iterable):
         raise BatchError(f"{requests!r} are no requests; give {{sequence: tokens}} or (sequence, tokens) pairs")
     if isinstance(requests, dict) and set(map(type, requests)) == {Sequence}:
@@ -76,7 +80,13 @@ def read_pairs(requests: Requests) -> tuple[list[Sequence], list[Tokens]]:
 def count_tokens(values: list[Any]) -> Int64s:
     """(S,) how many each is, by its length alone: whether they are tokens is not looked at."""
     counts = [
-        x.numel() if isinstance(x, Tensor) else x.size if isinstance(x, np.ndarray) else len(x) if isinstance(x, Sized) else 1
+        x.numel()
+        if isinstance(x, Tensor)
+        else x.size
+        if isinstance(x, np.ndarray)
+        else len(x)
+        if isinstance(x, Sized)
+        else 1
         for x in values
     ]
     return np.maximum(np.array(counts, np.int64), 1)
@@ -85,9 +95,11 @@ def count_tokens(values: list[Any]) -> Int64s:
 def read_tokens(sequences: list[Sequence], values: list[Any], vocab_size: int) -> TokenLists:
     """Token ids of each request.
 
-    Raises BatchError, naming the request and the value: no tokens, or tokens that are not integers with 0 <= id < vocab_size.
+    Raises BatchError, naming the request and the value: no tokens, or tokens that are not integers with 0 <= id <
+    vocab_size.
     """
-    if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:  # a decode step: all tokens at once
+    # a decode step: all tokens at once
+    if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:
         return TokenLists(np.array(values, np.int64), np.ones(len(values), np.int64))
     if set(map(type, values)) == {list} and all(values):  # as an engine has them: lists, most of one token
         flat = list(chain.from_iterable(values))
@@ -101,7 +113,8 @@ def read_tokens(sequences: list[Sequence], values: list[Any], vocab_size: int) -
 def _are_late(values: list[Tokens]) -> TypeGuard[list[Tensor]]:
     """Whether all tokens are where the host would have to wait for them. Others, and wrong ones, are read at once."""
     return all(
-        isinstance(x, Tensor) and is_apart(x.device) and x.dtype in _INTEGERS and x.dim() <= 1 and x.numel() for x in values
+        isinstance(x, Tensor) and is_apart(x.device) and x.dtype in _INTEGERS and x.dim() <= 1 and x.numel()
+        for x in values
     )  # fmt: skip
 
 
@@ -157,7 +170,9 @@ def why_no_ids(tokens: object, vocab_size: int) -> str:
         return "what a tokenizer returns has the ids as its ['input_ids']; give those"
     if isinstance(tokens, Set):
         return "a set has no order; give a list of token ids"
-    parts = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens if isinstance(tokens, list | tuple) else [tokens]
+    parts = (
+        tokens.tolist() if isinstance(tokens, np.ndarray) else tokens if isinstance(tokens, list | tuple) else [tokens]
+    )
     for part in parts if isinstance(parts, list | tuple) else [parts]:
         if isinstance(part, str | bytes):
             return "that is text; encode it with the model's tokenizer first"

@@ -19,8 +19,8 @@ class CannotDrop(ABC):
 
     def plan_drop(self, dropped: Dropped) -> NoReturn:
         raise DropError(
-            f"tokens [{dropped.start}, {dropped.end}) cannot be dropped: {self.why_not()}; roll back to {dropped.start} and feed the rest "
-            "again",
+            f"tokens [{dropped.start}, {dropped.end}) cannot be dropped: {self.why_not()}; roll back to "
+            f"{dropped.start} and feed the rest again",
             start=dropped.start, end=dropped.end,
         )  # fmt: skip
 
@@ -43,7 +43,9 @@ def drop_from_all(kinds: Iterable[DropsTokens], dropped: Dropped, free_bytes: in
         # What it missed came on top of what other kinds had taken already.
         if isinstance(error, CapacityError) and error.unit == BUDGET_UNIT:
             needed = error.needed + free_bytes - error.free
-            raise CapacityError.of("the rows behind the dropped tokens are copied and need at least", needed, free_bytes) from None
+            raise CapacityError.of(
+                "the rows behind the dropped tokens are copied and need at least", needed, free_bytes
+            ) from None
         raise
     for kind, plan in plans:
         kind.drop(plan)

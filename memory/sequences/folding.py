@@ -300,7 +300,10 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
     """
     starts, ends, fold = packed.starts, packed.ends, after.body_at
     from_kept = before.kept_at > before.body_at
-    at, source = np.where(from_kept, before.kept_at, before.body_at), np.where(from_kept, states.old_kept, states.old_body)
+    at, source = (
+        np.where(from_kept, before.kept_at, before.body_at),
+        np.where(from_kept, states.old_kept, states.old_body),
+    )
     from_head = (before.head_at >= at) & (before.head_at <= starts)
     at, source = np.where(from_head, before.head_at, at), np.where(from_head, states.old_head, source)
     passes: list[Pass] = []
@@ -308,8 +311,8 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
     def add(is_replay: bool, mask: NDArray[np.bool_], begin: Int64s, end: Int64s, target: Int64s) -> None:
         passes.append(Pass(is_replay, mask.nonzero()[0], begin[mask], end[mask], source[mask], target[mask]))
 
-    # 1. Old rows up to the new body, unless it was kept. States beyond it cannot help: they run from the old body, beside
-    #    the rest.
+    # 1. Old rows up to the new body, unless it was kept. States beyond it cannot help: they run from the old body,
+    #    beside the rest.
     mask = fold > before.body_at
     if np.count_nonzero(mask) and (mask := mask & (fold <= starts) & (before.kept_at != fold)).any():
         is_beside = mask & (at >= fold)

@@ -1,12 +1,14 @@
 """Holds a Ctrl-C back while tables are being written.
 
-Python runs the handler of a signal between two bytecodes of the main thread, so an interrupt may come anywhere: also between the last write
-of a function and its return, and before the first line of an `__exit__`. Three ways to be whole nevertheless:
+Python runs the handler of a signal between two bytecodes of the main thread, so an interrupt may come anywhere: also
+between the last write of a function and its return, and before the first line of an `__exit__`. Three ways to be whole
+nevertheless:
 
 - `uninterrupted`: nothing is raised inside of the block; what came is raised at its end, when all is done.
-- `uninterrupted_call`: nor on the way from the block to the caller, so that a result is never lost. What can still be undone asks with
-  `deliver` at the end of the block, and is undone if that raises.
-- `Lease`: for what may be interrupted. Whether its block still runs is asked, not written down by its last line, which may never run.
+- `uninterrupted_call`: nor on the way from the block to the caller, so that a result is never lost. What can still be
+  undone asks with `deliver` at the end of the block, and is undone if that raises.
+- `Lease`: for what may be interrupted. Whether its block still runs is asked, not written down by its last line, which
+  may never run.
 """
 
 from __future__ import annotations
@@ -33,13 +35,16 @@ _SIGINT = int(signal.SIGINT)  # an enum takes its time
 
 
 def _current_handler() -> Any:
-    """Only the main thread is ever interrupted, and where another program owns the signal, there is nothing to be called."""
+    """Only the main thread is ever interrupted, and where another program owns the signal, there is nothing to be
+    called.
+    """
     handler = _get_handler(_SIGINT) if threading.current_thread() is threading.main_thread() else None
     return handler if callable(handler) else None
 
 
 class uninterrupted:
-    """Let a Ctrl-C wait until the block is done, so that bookkeeping is never left half-way. Cost: some two microseconds.
+    """Let a Ctrl-C wait until the block is done, so that bookkeeping is never left half-way.
+    Cost: some two microseconds.
 
     Only the main thread is ever interrupted; elsewhere, and where another program owns the signal, nothing is changed.
     """
@@ -61,7 +66,9 @@ class uninterrupted:
 
 
 class _End(weakref.ref[Any]):
-    """A weak reference on which callbacks find functions of C: they run when the block dies, with no bytecode of Python between them."""
+    """A weak reference on which callbacks find functions of C: they run when the block dies, with no bytecode of Python
+    between them.
+    """
 
     __slots__ = ()
     set_handler = _set_handler
@@ -98,10 +105,11 @@ class _Waiting:
 
 
 class uninterrupted_call:
-    """Let a Ctrl-C wait until the function that keeps this block in a variable has returned: `with uninterrupted_call() as held: ...`.
+    """Let a Ctrl-C wait until the function that keeps this block in a variable has returned: `with uninterrupted_call()
+    as held: ...`.
 
-    What has come by then is raised where the caller goes on, who has the result. If the block raises, there is none, and the wait ends with
-    the block. Cost: some three microseconds.
+    What has come by then is raised where the caller goes on, who has the result. If the block raises, there is none,
+    and the wait ends with the block. Cost: some three microseconds.
     """
 
     __slots__ = ("__weakref__", "_handler")
@@ -133,7 +141,8 @@ class uninterrupted_call:
 class Lease:
     """Whether a block runs: `with lease.take(): ...`, and `lease.is_taken` inside of it and nowhere else.
 
-    What is taken lives on the stack of the `with` statement alone, so it is gone when the block has been left, in whatever way.
+    What is taken lives on the stack of the `with` statement alone, so it is gone when the block has been left, in
+    whatever way.
     """
 
     def __init__(self) -> None:

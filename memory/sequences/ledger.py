@@ -32,14 +32,16 @@ class Ledger:
         self.is_away = np.zeros(16, np.bool_)
         self.handles: dict[int, Sequence] = {}
         self._owner = weakref.ref(owner)
-        self._buffers: dict[int, TokenBuffer] = {}  # slot -> its tokens and those of its forks; of sequences that ever had any
+        # slot -> its tokens and those of its forks; of sequences that ever had any
+        self._buffers: dict[int, TokenBuffer] = {}
         self._writable = np.zeros(16, np.int64)  # up to where a slot may write into its buffer; 0: to be found out
         self._reserved: dict[int, Int64s] = {}  # slot -> larger arrays for the tokens of open steps
         self._is_mark = np.zeros(16, np.bool_)
         self._free_slots = list(range(15, -1, -1))
         self._n_opened = 0
         self._families: dict[int, dict[TokenBuffer, None]] = {}  # lineage -> the buffers with checkpoints
-        self._seams: dict[int, tuple[tuple[int, int], ...]] = {}  # slot -> (the first position that a drop has changed, which drop)
+        # slot -> (the first position that a drop has changed, which drop)
+        self._seams: dict[int, tuple[tuple[int, int], ...]] = {}
         self._n_drops = 0
         self._away: dict[int, tuple[int, int]] = {}  # slot -> its horizon and its bytes, of those swapped out
         self._found_usable: tuple[list[Sequence], Int64s] = [], EMPTY
@@ -101,7 +103,8 @@ class Ledger:
         return max([buffer.checkpoint_tokens, *(int(self.lengths[slot]) for slot in buffer.live if slot != but)])
 
     def _place(self, slot: int, ids: Int64s) -> None:
-        """The slot's tokens stand in `ids` from now on; others who hold them too go with it only if it is their writer."""
+        """The slot's tokens stand in `ids` from now on; others who hold them too go with it only if it
+        is their writer."""
         buffer = self._buffers.get(slot)
         if buffer is not None and buffer.writer == slot:
             buffer.ids = ids
@@ -141,23 +144,36 @@ class Ledger:
 
     def _trim(self, buffer: TokenBuffer, at_least: int = 0) -> None:
         """Give memory back if all holders, of whom one has so many tokens, need far less."""
-        if buffer.writer is None and is_roomy(buffer.ids, at_least) and is_roomy(buffer.ids, n_tokens := self._reach(buffer)):
+        if (
+            buffer.writer is None
+            and is_roomy(buffer.ids, at_least)
+            and is_roomy(buffer.ids, n_tokens := self._reach(buffer))
+        ):
             buffer.ids = buffer.ids[:n_tokens].copy()
 
     def append(self, packed: Packed, kept: Int64s) -> None:
         """Move the sequences of a step on by kept[i] tokens each. Fed tokens count as reached, kept or not."""
         moved = kept.nonzero()[0]
-        slots, starts, begins, n_tokens = packed.slots[moved], packed.starts[moved], packed.cu_seqlens[moved], kept[moved]
+        slots, starts, begins, n_tokens = (
+            packed.slots[moved],
+            packed.starts[moved],
+            packed.cu_seqlens[moved],
+            kept[moved],
+        )
         self.lengths[slots] = starts + n_tokens
         self.peaks[slots] = packed.peaks[moved]
         for slot in self._reserved.keys() & slots.tolist() if self._reserved else ():
             self._place(slot, self._reserved.pop(slot))
         buffers = self._buffers
         if packed.is_decode:
-            for slot, start, token in zip(slots.tolist(), starts.tolist(), packed.token_ids[moved].tolist(), strict=True):
+            for slot, start, token in zip(
+                slots.tolist(), starts.tolist(), packed.token_ids[moved].tolist(), strict=True
+            ):
                 buffers[slot].ids[start] = token
             return
-        for slot, start, begin, n in zip(slots.tolist(), starts.tolist(), begins.tolist(), n_tokens.tolist(), strict=True):
+        for slot, start, begin, n in zip(
+            slots.tolist(), starts.tolist(), begins.tolist(), n_tokens.tolist(), strict=True
+        ):
             buffers[slot].ids[start : start + n] = packed.token_ids[begin : begin + n]
 
     def occupy(self, slots: Int64s) -> None:
@@ -183,7 +199,9 @@ class Ledger:
         self._seams.pop(slot, None)
 
     def drop(self, dropped: Dropped, changed_from: int) -> None:
-        """Tokens leave from the middle; at positions from `changed_from` on the memory is no longer what feeding the tokens would give."""
+        """Tokens leave from the middle; at positions from `changed_from` on the memory is no longer what feeding the
+        tokens would give.
+        """
         slot, tokens = dropped.slot, self.tokens(dropped.slot)
         left = np.concatenate([tokens[: dropped.start], tokens[dropped.end :]])
         self._leave_buffer(self.handles[slot])
@@ -195,7 +213,9 @@ class Ledger:
         self._seams[slot] = (*before, (changed_from, self._n_drops))
 
     def seams(self, slot: int) -> list[int]:
-        """Return the positions behind which the memory is not what feeding the tokens would give, because others were dropped."""
+        """Return the positions behind which the memory is not what feeding the tokens would give, because others were
+        dropped.
+        """
         return [position for position, _ in self._seams.get(slot, ())]
 
     def record(self, slot: int) -> dict[str, Any]:
@@ -203,8 +223,14 @@ class Ledger:
         return {"tokens": self.tokens(slot), "peak": int(self.peaks[slot]), "seams": self.seams(slot)}
 
     def restore(self, slot: int, record: dict[str, Any], vocab_size: int) -> None:
-        """An empty record becomes that of another sequence, perhaps of another process. Raises ValueError, KeyError or TypeError."""
-        tokens, peak, seams = np.asarray(record["tokens"], np.int64).ravel(), int(record["peak"]), [int(x) for x in record["seams"]]
+        """An empty record becomes that of another sequence, perhaps of another process.
+        Raises ValueError, KeyError or TypeError.
+        """
+        tokens, peak, seams = (
+            np.asarray(record["tokens"], np.int64).ravel(),
+            int(record["peak"]),
+            [int(x) for x in record["seams"]],
+        )
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise ValueError(f"token ids {tokens.min()} ... {tokens.max()} are not in a vocabulary of {vocab_size}")
         self._place(slot, tokens.copy())
@@ -239,7 +265,14 @@ class Ledger:
         """
         before = [(target, self._buffers.get(target.slot)) for target in targets]
         records = [
-            (int(self.lengths[s.slot]), self.peaks[s.slot], self._buffers.get(s.slot), s.lineage, self._seams.get(s.slot)) for s in sources
+            (
+                int(self.lengths[s.slot]),
+                self.peaks[s.slot],
+                self._buffers.get(s.slot),
+                s.lineage,
+                self._seams.get(s.slot),
+            )
+            for s in sources
         ]
         for (target, own), (length, peak, buffer, lineage, seams) in zip(before, records, strict=True):
             slot = target.slot
@@ -273,13 +306,18 @@ class Ledger:
         ]  # fmt: skip
 
     def nearest_checkpoint(self, sequence: Sequence, to: int) -> tuple[int, Sequence | None]:
-        """The furthest position <= `to` <= length that a checkpoint of the family can be taken back to, and that checkpoint; or 0, None.
+        """The furthest position <= `to` <= length that a checkpoint of the family can be taken back to, and that
+        checkpoint; or 0, None.
 
         Its tokens must be the sequence's own up to there, remembered as in the sequence or as if fed anew.
-        Cost: O(log checkpoints) for each buffer that they are in, and O(to) for those in which the sequence's own tokens go on for longer
-        than in the buffers before.
+        Cost: O(log checkpoints) for each buffer that they are in, and O(to) for those in which the sequence's own
+        tokens go on for longer than in the buffers before.
         """
-        tokens, own, family = self.tokens(sequence.slot)[:to], self._buffers.get(sequence.slot), self._families.get(sequence.lineage, {})
+        tokens, own, family = (
+            self.tokens(sequence.slot)[:to],
+            self._buffers.get(sequence.slot),
+            self._families.get(sequence.lineage, {}),
+        )
         best: tuple[int, Sequence | None] = (0, None)
         for buffer in sorted(family, key=lambda buffer: buffer is not own):
             limit = min(to, buffer.checkpoint_tokens)
@@ -287,14 +325,17 @@ class Ledger:
                 continue  # which one token tells of most buffers
             if buffer is not own:
                 limit = common_prefix(tokens, buffer.ids[:limit])
-            # What has been dropped from the longest checkpoint was dropped from the others, too, if they are long enough.
+            # What has been dropped from the longest checkpoint was dropped from the others, too, if they are long
+            # enough.
             foreign = {*self._seams.get(buffer.checkpoints[-1].handle.slot, ())} - {*self._seams.get(sequence.slot, ())}
             found = buffer.nearest(min([limit, *(position - 1 for position, _ in foreign)]), self.is_away)
             best = found if found[0] > best[0] else best
         return best
 
     def check_usable(self, sequence: Sequence, *, to_advance: bool = True, may_be_away: bool = False) -> None:
-        """Raise SequenceError unless the handle is open, of this memory, not in an open step, here and, `to_advance`, no checkpoint."""
+        """Raise SequenceError unless the handle is open, of this memory, not in an open step, here and, `to_advance`,
+        no checkpoint.
+        """
         self.check_open(sequence)
         if self.is_busy[sequence.slot] and (owner := self._owner()) is not None:
             owner.abort_abandoned()
@@ -318,7 +359,9 @@ class Ledger:
         """Raise SequenceError unless the mark is an open checkpoint of the sequence's family."""
         self.check_usable(mark, to_advance=False)
         if not mark.is_checkpoint:
-            raise SequenceError(f"{mark!r} is no checkpoint; to continue as another live sequence does, use reorder or fork")
+            raise SequenceError(
+                f"{mark!r} is no checkpoint; to continue as another live sequence does, use reorder or fork"
+            )
         if mark.lineage != sequence.lineage:
             raise SequenceError(f"{mark!r} was not taken from {sequence!r} or its family; fork the checkpoint instead")
 
@@ -331,7 +374,10 @@ class Ledger:
             return self._found_usable[1]
         numbers = [s.slot for s in sequences]
         slots = np.array(numbers, np.int64)
-        if list(map(self.handles.get, numbers)) != sequences or (self.is_busy[slots] | self.is_away[slots] | self._is_mark[slots]).any():
+        if (
+            list(map(self.handles.get, numbers)) != sequences
+            or (self.is_busy[slots] | self.is_away[slots] | self._is_mark[slots]).any()
+        ):
             for sequence in sequences:
                 self.check_usable(sequence)
         self._found_usable = sequences.copy(), slots
@@ -358,7 +404,8 @@ class Ledger:
             raise IntegrityError(f"the record of slot {slot} contradicts itself: {handle!r}, furthest {peak}")
 
     def _check_buffers(self) -> None:
-        """Raise IntegrityError unless holders and buffers know each other, and nobody reaches further than the writer."""
+        """Raise IntegrityError unless holders and buffers know each other, and nobody reaches further
+        than the writer."""
         live, marks = dict[TokenBuffer, set[int]](), dict[TokenBuffer, list[Sequence]]()
         for slot, buffer in self._buffers.items():
             live.setdefault(buffer, set())
@@ -370,10 +417,16 @@ class Ledger:
         for buffer, slots in live.items():
             held = [(int(self.lengths[mark.slot]), mark.id) for mark in marks[buffer]]
             if buffer.live != slots or sorted(held) != [checkpoint[:2] for checkpoint in buffer.checkpoints]:
-                raise IntegrityError(f"the tokens of {sorted(slots)} and of checkpoints {marks[buffer]} are held by others")
-            if buffer.writer is not None and (buffer.writer not in slots or self._reach(buffer) > self.lengths[buffer.writer]):
+                raise IntegrityError(
+                    f"the tokens of {sorted(slots)} and of checkpoints {marks[buffer]} are held by others"
+                )
+            if buffer.writer is not None and (
+                buffer.writer not in slots or self._reach(buffer) > self.lengths[buffer.writer]
+            ):
                 raise IntegrityError(f"slot {buffer.writer} may overwrite tokens that others hold")
-        wrong = [slot for slot in self._writable.nonzero()[0].tolist() if self._writable[slot] != self._may_write_to(slot)]
+        wrong = [
+            slot for slot in self._writable.nonzero()[0].tolist() if self._writable[slot] != self._may_write_to(slot)
+        ]
         if wrong or self._reserved.keys() - set(self.is_busy.nonzero()[0].tolist()):
             raise IntegrityError(f"slots {wrong} may write where they must not, or tokens are reserved for nobody")
         with_marks = {(mark.lineage, buffer) for buffer, held in marks.items() for mark in held}

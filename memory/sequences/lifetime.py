@@ -9,8 +9,8 @@ from typing import NoReturn
 from memory.errors import SequenceError
 
 _ELSEWHERE = (
-    "this memory was made in another process, of which this one is a fork; make a memory in each process, in processes started by 'spawn', "
-    "and hand sequences over by save and load"
+    "this memory was made in another process, of which this one is a fork; make a memory in each process, in processes "
+    "started by 'spawn', and hand sequences over by save and load"
 )
 
 
@@ -55,7 +55,9 @@ _alive: weakref.WeakSet[Lifetime] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """In a child made by `fork`: threads of kernels do not exist there, a CUDA device cannot be used, and files are the parent's."""
+    """In a child made by `fork`: threads of kernels do not exist there, a CUDA device cannot be used, and files are the
+    parent's.
+    """
     for memory in list(_alive):
         memory.end(_ELSEWHERE, keeps=True)
 

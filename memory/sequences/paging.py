@@ -31,7 +31,9 @@ class PageGrid:
         return ceil_div(positions, self.page_tokens)
 
     def held_pages(self, stretch: Stretch) -> Int64s:
-        """(4, N) pages that sequences hold before, in and after a step: old ones leave when it is over. And full ones that never leave."""
+        """(4, N) pages that sequences hold before, in and after a step: old ones leave when it is over.
+        And full ones that never leave.
+        """
         before, after = (self.first_page(peaks) for peaks in (stretch.peaks, np.maximum(stretch.peaks, stretch.ends)))
         wanted, stays = self.pages(stretch.ends), stretch.starts // self.page_tokens * (not self.leaves)
         return np.stack([self.pages(stretch.starts) - before, wanted - before, wanted - after, stays])
@@ -42,7 +44,9 @@ class PageGrid:
         return self.window is not None
 
     def first_page(self, peaks: Int64s) -> Int64s:
-        """The oldest page that a sequence keeps that has reached `peaks`. It depends on nothing else, as a body's position does."""
+        """The oldest page that a sequence keeps that has reached `peaks`.
+        It depends on nothing else, as a body's position does.
+        """
         if self.window is None:
             return np.zeros_like(peaks)
         return FoldPoints(self.rollback_window + self.window - 1, self.page_tokens).count(peaks)
@@ -56,7 +60,8 @@ class PageGrid:
         return np.where(oldest > 0, oldest + (self.window or 1) - 1, 0)
 
     def after_drop(self, dropped: Dropped, oldest: int) -> tuple[int, int]:
-        """The first page and the oldest row, at its new position, of a sequence that holds rows from `oldest` on and drops tokens.
+        """The first page and the oldest row, at its new position, of a sequence that holds rows from `oldest` on and
+        drops tokens.
 
         Raises DropError: then tokens would see rows that have left the window.
         """
@@ -70,8 +75,8 @@ class PageGrid:
             most = wanted_before - min(oldest, dropped.start)
             remedy = f"drop at most {most} tokens there" if 0 < most < n else "feed what is to stay to a new sequence"
             raise DropError(
-                f"without tokens [{dropped.start}, {dropped.end}) a window of {self.window} tokens would reach back to rows before "
-                f"{oldest}, which have left it; {remedy}",
+                f"without tokens [{dropped.start}, {dropped.end}) a window of {self.window} tokens would reach back to "
+                f"rows before {oldest}, which have left it; {remedy}",
                 start=dropped.start, end=dropped.end,
             )  # fmt: skip
         return first, held

@@ -20,10 +20,14 @@ def position_before(sequence: Sequence, length: int, n_tokens: object, to: objec
 
 
 def nearest_position(ledger: Ledger, sequence: Sequence, to: object, horizon: int) -> tuple[int, Sequence | None]:
-    """Find the nearest reachable position <= to, and the sequence or checkpoint whose blocks hold it; None for position 0."""
+    """Find the nearest reachable position <= to, and the sequence or checkpoint whose blocks hold it; None for position
+    0.
+    """
     length = int(ledger.lengths[sequence.slot])
     if not is_integer(to, 0):
-        raise RollbackError(f"to={to!r} is no position; give 0 <= to <= {length} or a checkpoint", to=to, horizon=horizon, resume_at=0)
+        raise RollbackError(
+            f"to={to!r} is no position; give 0 <= to <= {length} or a checkpoint", to=to, horizon=horizon, resume_at=0
+        )
     if to >= horizon:
         return min(int(to), length), sequence
     return ledger.nearest_checkpoint(sequence, int(to))
@@ -34,7 +38,10 @@ def out_of_reach(sequence: Sequence, to: int, reached: int, length: int, horizon
     why = (
         f"it holds only {reached} tokens"
         if to > reached and reached == length
-        else f"its tail reaches back to {horizon}, and no checkpoint holds {to}. The nearest reachable position is {reached}: "
+        else f"its tail reaches back to {horizon}, and no checkpoint holds {to}. The nearest reachable position is "
+        f"{reached}: "
         f"roll back to it and feed tokens {reached} ... {to - 1} again"
     )
-    return RollbackError(f"{sequence!r} cannot return to position {to}: {why}", to=to, horizon=horizon, resume_at=reached)
+    return RollbackError(
+        f"{sequence!r} cannot return to position {to}: {why}", to=to, horizon=horizon, resume_at=reached
+    )

@@ -1,4 +1,6 @@
-"""This module says which pages and quantised blocks the queries of a step read: all, or those that a selection chooses for them."""
+"""This module says which pages and quantised blocks the queries of a step read: all, or those that a selection chooses
+for them.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Read(NamedTuple):
 
 
 class Selects(Protocol):
-    """Plans which pages the queries of a step read, by bounds that each page holds of its keys: `memory.attention.selection`."""
+    """Plans which pages the queries of a step read, by bounds that each page holds of its keys:
+    `memory.attention.selection`.
+    """
 
     label: str
 
@@ -48,7 +52,9 @@ class Selects(Protocol):
         """The bounds of full blocks that have these keys."""
         ...
 
-    def pages_read(self, packed: Packed, batch: PagedBatch, pages: Int64s, place: Callable[[Int64s], Prepared]) -> tuple[Read, ...]:
+    def pages_read(
+        self, packed: Packed, batch: PagedBatch, pages: Int64s, place: Callable[[Int64s], Prepared]
+    ) -> tuple[Read, ...]:
         """What the queries of a step read of its pages, which lie at element offsets `pages`."""
         ...
 

@@ -1,4 +1,6 @@
-"""Finds room in the budget: computes what requests need before their tokens are read, and frees what is optional for them."""
+"""Finds room in the budget: computes what requests need before their tokens are read, and frees what is optional for
+them.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _T = TypeVar("_T")
 _MANY_TOKENS = 4096
 """In a step: reading them, and planning for them, takes longer than to ask whether they can fit."""
 _MOST_STEPS = 1024
-"""That are looked at, the last ones: sequences hold the more the longer they are, but for what comes and goes within few steps."""
+"""That are looked at, the last ones: sequences hold the more the longer they are, but for what comes and goes within
+few steps.
+"""
 
 
 class Holders(Protocol):
@@ -61,15 +65,16 @@ class Need:
         if self.total_bytes > budget_bytes:
             least = self.total_bytes + self.spare_bytes
             return CapacityError(
-                f"{what} need {least:,} bytes, what is held of the same included: a budget of {budget_bytes:,} can never hold them. Feed "
-                f"fewer tokens, or give the memory a larger budget, of {least:,} bytes",
+                f"{what} need {least:,} bytes, what is held of the same included: a budget of {budget_bytes:,} can "
+                f"never hold them. Feed fewer tokens, or give the memory a larger budget, of {least:,} bytes",
                 needed=least, free=free_bytes,
             )  # fmt: skip
         why = "" if self.new_bytes > free_bytes else ", but not in pieces large enough"
         least = budget_bytes + max(0, self.new_bytes - free_bytes) + self.spare_bytes
         return CapacityError(
-            f"{what} do not fit now: they need {self.new_bytes:,} bytes more, and {free_bytes:,} of {budget_bytes:,} are free{why}. Close "
-            f"sequences or checkpoints, feed fewer tokens, or give the memory a larger budget, of {least:,} bytes",
+            f"{what} do not fit now: they need {self.new_bytes:,} bytes more, and {free_bytes:,} of {budget_bytes:,} "
+            f"are free{why}. Close sequences or checkpoints, feed fewer tokens, or give the memory a larger budget, of "
+            f"{least:,} bytes",
             needed=self.new_bytes, free=free_bytes,
         )  # fmt: skip
 
@@ -80,7 +85,8 @@ def need_of(holders: Holders, slots: Int64s, lengths: Int64s, peaks: Int64s, cou
     Cost: O(steps), no more than so many, and O(requests).
 
     Args:
-        slots: (S,) of their sequences; -1 for one that is yet to be opened. lengths, peaks: (S,) as the ledger has them.
+        slots: (S,) of their sequences; -1 for one that is yet to be opened. lengths, peaks: (S,) as the ledger has
+            them.
         counts: (S,) tokens of each request.
     """
     order = counts.argsort(kind="stable")
@@ -92,7 +98,9 @@ def need_of(holders: Holders, slots: Int64s, lengths: Int64s, peaks: Int64s, cou
     request, step = ends.searchsorted(cuts, side="right"), (cuts - first) // max_tokens
     starts = lengths[request] + cuts - begins[request]
     piece_ends = lengths[request] + np.append(cuts[1:], n_tokens) - begins[request]
-    before, inside, after, _ = holders.bytes_for(Stretch(slots[request], starts, piece_ends, np.maximum(peaks[request], starts)))
+    before, inside, after, _ = holders.bytes_for(
+        Stretch(slots[request], starts, piece_ends, np.maximum(peaks[request], starts))
+    )
     # What is done holds all its tokens, and what goes on holds what its last step has left.
     is_done = ends <= first
     done = lengths[is_done] + counts[is_done]
@@ -110,7 +118,9 @@ def need_of(holders: Holders, slots: Int64s, lengths: Int64s, peaks: Int64s, cou
 
 
 def _spare_bytes(holders: Holders, n_requests: int, total_bytes: int) -> int:
-    """Estimate the bytes lost in gaps between blocks of several sizes: more sequences leave more, but never a large part."""
+    """Estimate the bytes lost in gaps between blocks of several sizes: more sequences leave more, but never a large
+    part.
+    """
     sizes = holders.block_bytes
     gaps_bytes = max(sum(sizes) + max(sizes, default=0), min(n_requests * sum(sizes), total_bytes // 4))
     return aligned_bytes(gaps_bytes) if len(set(sizes)) > 1 else 0
@@ -124,7 +134,8 @@ class Room:
     """Finds room in the budget for what is asked of a memory, or refuses it.
 
     Attributes:
-        reclaimers: called with the bytes that are missing; each frees what is only optional, and says whether it has freed anything.
+        reclaimers: called with the bytes that are missing; each frees what is only optional, and says whether it has
+            freed anything.
     Args:
         abort_abandoned: aborts steps that were left without being told, and says whether there was any.
     """
@@ -145,11 +156,15 @@ class Room:
         return need.refusal(self.arena.capacity_bytes, self.arena.free_bytes)
 
     def lack(self, slots: Int64s, counts: Int64s, max_tokens: int, *, least_bytes: int = 0) -> CapacityError:
-        """Return the error for requests without room; it names the bytes of all of them, at least `least_bytes` new ones."""
+        """Return the error for requests without room; it names the bytes of all of them, at least `least_bytes` new
+        ones.
+        """
         return self.refusal(self.need(slots, counts, max_tokens).at_least(least_bytes))
 
     def refuse_hopeless(self, sequences: list[Sequence], values: list[Any]) -> None:
-        """Raise CapacityError if these are thousands of tokens, of which nothing but their number was read, that never fit."""
+        """Raise CapacityError if these are thousands of tokens, of which nothing but their number was read, that never
+        fit.
+        """
         if set(map(type, values)) != {int} and (counts := count_tokens(values)).sum() > _MANY_TOKENS:
             need = self.need(self._ledger.check_all_usable(sequences), counts, int(counts.sum()))
             if need.total_bytes > self.arena.capacity_bytes:
@@ -189,5 +204,7 @@ class Room:
                     if error.unit != HOST_UNIT
                     else any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
                 )
-                if not can_help or not any(reclaim(max(1, error.needed - error.free)) for reclaim in [*self.reclaimers]):
+                if not can_help or not any(
+                    reclaim(max(1, error.needed - error.free)) for reclaim in [*self.reclaimers]
+                ):
                     raise

@@ -31,8 +31,8 @@ def _order(checkpoint: Checkpoint) -> tuple[int, int]:
 class TokenBuffer:
     """Token ids from position 0 on. Each holder holds as many of them as it is long.
 
-    One live holder at most, the writer, appends in place: no other one reaches further than it does. All others copy what they hold before
-    they append. So a checkpoint or a fork costs no tokens, and appending stays O(1) a token.
+    One live holder at most, the writer, appends in place: no other one reaches further than it does. All others copy
+    what they hold before they append. So a checkpoint or a fork costs no tokens, and appending stays O(1) a token.
 
     Attributes:
         ids: (capacity,) of which as many are valid as the longest holder has.
@@ -69,7 +69,8 @@ class TokenBuffer:
         return self.checkpoints[-1].n_tokens if self.checkpoints else 0
 
     def nearest(self, position: int, is_away: np.ndarray) -> tuple[int, Sequence | None]:
-        """The furthest position <= `position` that a checkpoint of this buffer can be taken back to, and that checkpoint.
+        """The furthest position <= `position` that a checkpoint of this buffer can be taken back to, and that
+        checkpoint.
 
         Args:
             position: up to which the buffer is what the caller needs.
@@ -77,7 +78,10 @@ class TokenBuffer:
         Cost: O(log checkpoints), and those whose tail may reach the position.
         """
         first = bisect_right(self.checkpoints, position, key=lambda checkpoint: checkpoint.n_tokens)
-        below = next((self.checkpoints[i] for i in range(first - 1, -1, -1) if not is_away[self.checkpoints[i].handle.slot]), None)
+        below = next(
+            (self.checkpoints[i] for i in range(first - 1, -1, -1) if not is_away[self.checkpoints[i].handle.slot]),
+            None,
+        )
         if below is not None and below.n_tokens == position:
             return position, below.handle
         for above in islice(self.checkpoints, first, None):

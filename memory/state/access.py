@@ -29,7 +29,9 @@ class States:
 
     __slots__ = ("_begins", "cu_rows", "flats", "is_written", "kernels", "sources", "spec", "tails", "targets")
 
-    def __init__(self, spec: RecurrentSpec, kernels: Kernels, flats: list[Prepared], run: Run, tails: list[Tail] | None = None) -> None:
+    def __init__(
+        self, spec: RecurrentSpec, kernels: Kernels, flats: list[Prepared], run: Run, tails: list[Tail] | None = None
+    ) -> None:
         self.spec = spec
         self.kernels = kernels
         self.flats = flats
@@ -47,7 +49,9 @@ class States:
         Raises StepError while a step is recorded, which stands for others.
         """
         if is_recording():
-            raise StepError(f"{self.spec.family!r} asks the host for positions, and a step that is recorded serves others as well")
+            raise StepError(
+                f"{self.spec.family!r} asks the host for positions, and a step that is recorded serves others as well"
+            )
         return self._begins
 
     def slots(self, index: int) -> StateSlots:
@@ -63,12 +67,16 @@ class States:
         Those that name a dtype come in float32, however few bits they are kept in.
         """
         if self.tails is not None:
-            raise StepError(f"states of {self.spec.family!r} stand behind a tail; take `slots`, or give its StateTensors no `ring`")
+            raise StepError(
+                f"states of {self.spec.family!r} stand behind a tail; take `slots`, or give its StateTensors no `ring`"
+            )
         tensors = (
             self.kernels.read_rows(flat, source, state.shape, state.initial)
             for flat, source, state in zip(self.flats, self.sources, self.spec.states, strict=True)
         )
-        return tuple(t if state.dtype is None else t.float() for t, state in zip(tensors, self.spec.states, strict=True))
+        return tuple(
+            t if state.dtype is None else t.float() for t, state in zip(tensors, self.spec.states, strict=True)
+        )
 
     def end(self, *tensors: Tensor) -> States:
         """Write the end states, (S, *shape) each."""
@@ -77,7 +85,9 @@ class States:
             raise StepError(f"{self.spec.family!r} ends in {len(tensors)} states; give all of {names}, in this order")
         for flat, target, state, tensor in zip(self.flats, self.targets, self.spec.states, tensors, strict=True):
             if tensor.shape != (len(target), *state.shape):
-                raise StepError(f"end state {state.name!r} has shape {tuple(tensor.shape)}, not {(len(target), *state.shape)}")
+                raise StepError(
+                    f"end state {state.name!r} has shape {tuple(tensor.shape)}, not {(len(target), *state.shape)}"
+                )
             self.kernels.write_rows_(flat, target, tensor.reshape(len(target), -1))
         return self.written()
 

@@ -137,7 +137,10 @@ class TailReader:
 
     def __init__(self, specs: list[RecurrentSpec], table: TailTable, kernels: Kernels | None = None) -> None:
         if unable := sorted({spec.family for spec in specs if not spec.can_defer}):
-            raise SpecError(f"fold='defer' is not for {', '.join(unable)}: a state of theirs is needed at each token; choose 'replay'")
+            raise SpecError(
+                f"fold='defer' is not for {', '.join(unable)}: a state of theirs is needed at each token; choose "
+                "'replay'"
+            )
         self.specs = specs
         self.access = BlockAccess(table, kernels)
         self._table = table
@@ -187,9 +190,12 @@ def _run_one(states: States, rows: Tensor, recurrence: Recurrence) -> Tensor:
     """Call a recurrence. Raises StepError: it has written no end states, or not one output for each row."""
     y, ended = recurrence(states, rows)
     if ended is not states or not states.is_written:
-        raise StepError(f"the recurrence {states.spec.family!r} did not write its end states; return `y, states.end(...)`")
+        raise StepError(
+            f"the recurrence {states.spec.family!r} did not write its end states; return `y, states.end(...)`"
+        )
     if y.shape[:1] != rows.shape[:1]:
         raise StepError(
-            f"the recurrence {states.spec.family!r} gives outputs of shape {tuple(y.shape)} for {len(rows)} rows; give one for each"
+            f"the recurrence {states.spec.family!r} gives outputs of shape {tuple(y.shape)} for {len(rows)} rows; give "
+            "one for each"
         )
     return y

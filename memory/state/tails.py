@@ -154,7 +154,9 @@ class TailTable:
             after.kept_at[leaves] = kept_at[leaves]
         own_head = (before.head >= 0) & (self.states.counts[before.head] == 1)
         fits = (ends - before.body_at <= self.rules.tail_rows) & (before.tail >= 0)
-        own_tail = fits & (self.tails.counts[before.tail] == 1) if self.rules.tail_rows else np.ones(len(ends), np.bool_)
+        own_tail = (
+            fits & (self.tails.counts[before.tail] == 1) if self.rules.tail_rows else np.ones(len(ends), np.bool_)
+        )
         masks = (moves, has_head & ~own_head, leaves, ~own_tail)
         try:
             for pool, row, mask in zip(self._pools, range(4), masks, strict=True):
@@ -312,7 +314,10 @@ class TailTable:
         )
         states = [of(self.states, "body", held.body, start, body_at)]
         if self.rules.has_heads:
-            states += [of(self.states, "head", held.head, start, head_at), of(self.states, "head", held.kept, start, kept_at)]
+            states += [
+                of(self.states, "head", held.head, start, head_at),
+                of(self.states, "head", held.kept, start, kept_at),
+            ]
         return [*states, of(self.tails, "tail", held.tail, body_at)]
 
     def record(self, slot: int) -> Record:
@@ -349,7 +354,9 @@ class TailTable:
     # Checks
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
-        """Raise IntegrityError unless the given slots, and no others, hold all blocks of the pools, each where it belongs."""
+        """Raise IntegrityError unless the given slots, and no others, hold all blocks of the pools, each where it
+        belongs.
+        """
         for slot, length in lengths.items():
             self.check_slot(slot, length, peaks[slot])
         strangers = np.setdiff1d(np.arange(len(self.slots)), np.fromiter(lengths, np.int64, len(lengths)))
@@ -374,15 +381,21 @@ class TailTable:
         length, peak = length + offset, peak + offset
         expected = int(self.rules.body_at(np.array(peak)))
         if body_at != expected:
-            raise IntegrityError(f"slot {slot} has its body at {body_at}, its furthest position {peak} puts it at {expected}")
+            raise IntegrityError(
+                f"slot {slot} has its body at {body_at}, its furthest position {peak} puts it at {expected}"
+            )
         if not body_at <= length <= peak or (body >= 0) != (body_at > 0):
             raise IntegrityError(f"slot {slot} has length {length}, furthest {peak}, body {body} at {body_at}")
         if length > body_at and (tail < 0 or length - body_at > self.rules.tail_rows):
             raise IntegrityError(f"slot {slot} cannot hold rows [{body_at}, {length}) in tail {tail}")
         if head_at > length or (head_at >= 0 and head < 0):
             raise IntegrityError(f"slot {slot} has length {length} and head {head} at {head_at}")
-        if (kept_at >= 0) != (kept >= 0) or (kept >= 0 and not (body_at < kept_at <= length and kept_at % self.rules.fold_tokens == 0)):
-            raise IntegrityError(f"slot {slot} has length {length}, its body at {body_at}, and state {kept} kept for {kept_at}")
+        if (kept_at >= 0) != (kept >= 0) or (
+            kept >= 0 and not (body_at < kept_at <= length and kept_at % self.rules.fold_tokens == 0)
+        ):
+            raise IntegrityError(
+                f"slot {slot} has length {length}, its body at {body_at}, and state {kept} kept for {kept_at}"
+            )
 
 
 def _as_states_count(packed: Packed, offsets: Int64s) -> Packed:

@@ -1,12 +1,13 @@
 """A sequence as a file: safetensors with one tensor of blocks for each pool, and everything else as JSON in its header.
 
     tensors    tokens (n,) int64; blocks/NAME OF A POOL (n, block_bytes) uint8
-    metadata   format, version, records, about (of the sequence, and the signature of its memory), sha256 over all of this
+    metadata   format, version, records, about (of the sequence, and the signature of its memory), sha256 over this
 
-Bytes are the arena's own, so a loaded sequence goes on bit for bit as the saved one would; a memory of another signature refuses them.
-A file is a function of what it holds: equal sequences make equal bytes. So the header is written here, its names sorted; safetensors' own
-writer puts metadata in an order that changes from call to call.
-Paths are those of fsspec: a local file, or a URL such as s3://bucket/name. It and safetensors are imported by who saves or loads.
+Bytes are the arena's own, so a loaded sequence goes on bit for bit as the saved one would; a memory of another
+signature refuses them. A file is a function of what it holds: equal sequences make equal bytes. So the header is
+written here, its names sorted; safetensors' own writer puts metadata in an order that changes from call to call.
+Paths are those of fsspec: a local file, or a URL such as s3://bucket/name. It and safetensors are imported by who saves
+or loads.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any]) -> None
     Args:
         about: what JSON can say of the sequence; `tokens` may be an array.
     Raises:
-        SpecError: a dry run's memory has no bytes to write; or the path is a folder, or leads into one that does not exist. OSError: as the
-        file system has it.
+        SpecError: a dry run's memory has no bytes to write; or the path is a folder, or leads into one that does not
+        exist. OSError: as the file system has it.
     """
     from fsspec.core import url_to_fs
 
@@ -60,7 +61,9 @@ def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any]) -> None
     about = dict(about)
     tensors = {_BLOCKS + name: blocks for name, blocks in snapshot.blocks.items()}
     tensors["tokens"] = torch.from_numpy(np.asarray(about.pop("tokens", ()), np.int64))
-    texts = {name: json.dumps(value, sort_keys=True) for name, value in (("records", snapshot.records), ("about", about))}
+    texts = {
+        name: json.dumps(value, sort_keys=True) for name, value in (("records", snapshot.records), ("about", about))
+    }
     metadata = {"format": _FORMAT, "version": str(_VERSION), **texts}
     parts = _serialized(tensors, metadata | {"sha256": _digest(tensors, metadata)})
     if not is_local:
@@ -74,7 +77,8 @@ def _check_place(path: str, place: str) -> None:
     """Raise SpecError unless a file can stand at this place of a local disk."""
     folder, name = os.path.split(place)
     if os.path.isdir(place):  # noqa: PTH112 - a URL's place may be no Path
-        raise SpecError(f"{path} is a folder; give the path of a file in it, such as {os.path.join(place, 'alice.safetensors')}")  # noqa: PTH118
+        example = os.path.join(place, "alice.safetensors")  # noqa: PTH118
+        raise SpecError(f"{path} is a folder; give the path of a file in it, such as {example}")
     if folder and not os.path.isdir(folder):  # noqa: PTH112
         raise SpecError(f"there is no folder {folder} to save {name} in; make it first")
 
@@ -94,17 +98,30 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
     except IsADirectoryError as error:
         raise FormatError(f"{path} is a folder; give the path of a saved sequence, a file") from error
     except (OSError, ValueError, ImportError) as error:
-        raise FormatError(f"{path} cannot be read: {str(error) or type(error).__name__}; give the path of a saved sequence") from error
+        raise FormatError(
+            f"{path} cannot be read: {str(error) or type(error).__name__}; give the path of a saved sequence"
+        ) from error
     try:
         metadata = dict(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {}))
         tensors = load(data)
-    except (SafetensorError, ValueError, AttributeError, TypeError, MemoryError, OverflowError, RecursionError) as error:
-        raise FormatError(f"{path} is no safetensors file, or a damaged one ({error}); save the sequence again") from error
+    except (
+        SafetensorError,
+        ValueError,
+        AttributeError,
+        TypeError,
+        MemoryError,
+        OverflowError,
+        RecursionError,
+    ) as error:
+        raise FormatError(
+            f"{path} is no safetensors file, or a damaged one ({error}); save the sequence again"
+        ) from error
     if metadata.get("format") != _FORMAT:
         raise FormatError(f"{path} holds no sequence of a HybridMemory; give a file that memory.save wrote")
     if (version := metadata.get("version")) not in _READ_VERSIONS:
         raise FormatError(
-            f"{path} has format version {version}, this library reads {' and '.join(_READ_VERSIONS)}; use the one that wrote it"
+            f"{path} has format version {version}, this library reads {' and '.join(_READ_VERSIONS)}; use the one that "
+            "wrote it"
         )
     try:
         digest = _digest(tensors, {k: v for k, v in metadata.items() if k != "sha256"})
@@ -113,7 +130,11 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
     if digest != metadata.get("sha256"):
         raise FormatError(f"{path} is damaged: its checksum is not that of its content; save the sequence again")
     try:
-        records, about, tokens = json.loads(metadata["records"]), json.loads(metadata["about"]), tensors["tokens"].numpy()
+        records, about, tokens = (
+            json.loads(metadata["records"]),
+            json.loads(metadata["about"]),
+            tensors["tokens"].numpy(),
+        )
         about = {**about, "tokens": tokens, "version": int(version)}
     except (KeyError, ValueError) as error:
         raise FormatError(f"{path} lacks {error}, which memory.save always writes; save the sequence again") from error
@@ -124,9 +145,11 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
 
 
 def _serialized(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    """The pieces of a safetensors file: the header's length, the header, and tensors, those of the widest elements first.
+    """The pieces of a safetensors file: the header's length, the header, and tensors, those of the widest elements
+    first.
 
-    https://huggingface.co/docs/safetensors describes the format; elements are aligned in it as in the files of its own writer.
+    https://huggingface.co/docs/safetensors describes the format; elements are aligned in it as in the files of its own
+    writer.
     """
     header, at = dict[str, Any](__metadata__=metadata), 0
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))

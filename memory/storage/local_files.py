@@ -1,9 +1,10 @@
-"""Files that are whole or not there, that only their owner can read, and that do not outlive whoever was killed while writing them.
+"""Files that are whole or not there, that only their owner can read, and that do not outlive whoever was killed while
+writing them.
 
-A file is written beside its place, under a name that ends in ".part", and then renamed. Meanwhile its writer holds a lock on it, which the
-operating system takes away from a process that ends: so one that is left behind is told from one that is being written. A folder of files
-that belong to running processes is told from one of those that are gone in the same way. Where there are no such locks (on Windows, on
-some network file systems) nothing is removed.
+A file is written beside its place, under a name that ends in ".part", and then renamed. Meanwhile its writer holds a
+lock on it, which the operating system takes away from a process that ends: so one that is left behind is told from one
+that is being written. A folder of files that belong to running processes is told from one of those that are gone in the
+same way. Where there are no such locks (on Windows, on some network file systems) nothing is removed.
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ _OWNER_ONLY = 0o600
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Write a new file with mode 0600, which takes the place of the old one when the block is left, and not if it raises.
+    """Write a new file with mode 0600, which takes the place of the old one when the block is left, and not if it
+    raises.
 
-    File and folder have reached the disk then. What others left half-written on the way to this path is removed. Raises OSError.
+    File and folder have reached the disk then. What others left half-written on the way to this path is removed. Raises
+    OSError.
     """
     remove_abandoned(path.parent, re.escape(path.name))
     beside, file = _open_beside(path)
@@ -46,7 +49,8 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_abandoned(folder: Path, names: str) -> bool:
-    """Remove half-written files on the way to paths in `folder` whose names match the pattern `names`, if their writers are gone.
+    """Remove half-written files on the way to paths in `folder` whose names match the pattern `names`, if their writers
+    are gone.
 
     Returns whether any is still being written.
     """
@@ -68,8 +72,8 @@ def remove_abandoned(folder: Path, names: str) -> bool:
 def share_folder(folder: Path, names: str) -> int | None:
     """Make a folder, or join those who have files in one, until the descriptor that is returned is closed.
 
-    If nobody else has any, those whose names match the pattern `names` were left by processes that are gone: they are removed. None where
-    folders cannot be locked.
+    If nobody else has any, those whose names match the pattern `names` were left by processes that are gone: they are
+    removed. None where folders cannot be locked.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if fcntl is None:

@@ -9,7 +9,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from memory.eviction import H2O, TOVA, EvictionPolicy, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
+from memory.eviction import (
+    H2O,
+    TOVA,
+    EvictionPolicy,
+    ExpectedAttention,
+    KNorm,
+    PyramidKV,
+    Quest,
+    Recent,
+    Scissorhands,
+    SnapKV,
+)
 from memory.layer_memories import LayerMemories, Snapshot
 from memory.quantization import Float8, Quantized
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec

@@ -33,8 +33,9 @@ Signature = dict[str, Any]
 def signature_of(spec: MemorySpec, page_tokens: int, rules: TailRules) -> Signature:
     """Return what decides whether the bytes of one memory mean the same to another one. Weights are not part of it."""
     return {
-        "vocab_size": spec.vocab_size, "dtype": _dtype(spec.dtype), "page_tokens": page_tokens, "rollback_window": rules.rollback_window,
-        "fold": rules.mode.value, "layers": [[_memory(memory, rules) for memory in layer] for layer in spec.layers],
+        "vocab_size": spec.vocab_size, "dtype": _dtype(spec.dtype), "page_tokens": page_tokens,
+        "rollback_window": rules.rollback_window, "fold": rules.mode.value,
+        "layers": [[_memory(memory, rules) for memory in layer] for layer in spec.layers],
     }  # fmt: skip
 
 
@@ -45,7 +46,8 @@ def _memory(memory: LayerSpec, rules: TailRules) -> dict[str, Any]:
         return about | {
             "family": memory.family, "row_shape": list(memory.row_shape),
             "states": [  # in the order of their bytes
-                {"name": s.name, "shape": list(s.shape), "dtype": _dtype(s.dtype), "initial": s.initial} for s in memory.states
+                {"name": s.name, "shape": list(s.shape), "dtype": _dtype(s.dtype), "initial": s.initial}
+                for s in memory.states
             ],
             "tail": [{"shape": list(shape), "dtype": _dtype(dtype)} for shape, dtype in parts],
         }  # fmt: skip
@@ -54,17 +56,24 @@ def _memory(memory: LayerSpec, rules: TailRules) -> dict[str, Any]:
         return about
     assert isinstance(memory, AttentionSpec)
     return about | {
-        "value_dim": memory.value_dim, "window": memory.window, "has_bias": memory.has_bias, "rotation": _rotation(memory.rotation),
-        "policy": _choice(memory.policy), "storage": _choice(memory.storage),
+        "value_dim": memory.value_dim, "window": memory.window, "has_bias": memory.has_bias,
+        "rotation": _rotation(memory.rotation), "policy": _choice(memory.policy), "storage": _choice(memory.storage),
     }  # fmt: skip
 
 
 def _rotation(rotation: Rotation | None) -> dict[str, Any] | None:
-    """Keys are kept rotated, so the angles count; there may be many, and a digest of them says whether they are the same."""
+    """Keys are kept rotated, so the angles count; there may be many, and a digest of them says whether they are the
+    same.
+    """
     if rotation is None:
         return None
     digest = hashlib.sha256(json.dumps(rotation.frequencies).encode()).hexdigest()
-    return {"pairing": rotation.layout, "start": rotation.start, "n_pairs": len(rotation.frequencies), "frequencies": digest}
+    return {
+        "pairing": rotation.layout,
+        "start": rotation.start,
+        "n_pairs": len(rotation.frequencies),
+        "frequencies": digest,
+    }
 
 
 def _choice(choice: Any) -> Any:
@@ -86,7 +95,11 @@ def _choice(choice: Any) -> Any:
     if is_dataclass(choice):
         names = [field.name for field in fields(choice) if field.compare]
     else:  # cached properties are there once they have been read
-        names = [n for n in sorted(vars(choice)) if n[0] != "_" and not isinstance(getattr(owner, n, None), functools.cached_property)]
+        names = [
+            n
+            for n in sorted(vars(choice))
+            if n[0] != "_" and not isinstance(getattr(owner, n, None), functools.cached_property)
+        ]
     return {"class": _qualified(owner)} | {name: _value(getattr(choice, name)) for name in names}
 
 
@@ -105,7 +118,11 @@ def _value(value: Any) -> Any:
         return value.hex()
     if isinstance(value, Tensor):
         elements = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return {"dtype": _dtype(value.dtype), "shape": list(value.shape), "elements": hashlib.sha256(elements).hexdigest()}
+        return {
+            "dtype": _dtype(value.dtype),
+            "shape": list(value.shape),
+            "elements": hashlib.sha256(elements).hexdigest(),
+        }
     if isinstance(value, np.ndarray):
         return _value(value.tolist()) if value.dtype.hasobject else _value(torch.as_tensor(value))
     if isinstance(value, list | tuple):
@@ -134,9 +151,17 @@ def _text(value: Any) -> str:
 
 
 def fitted(
-    path: str, snapshot: Snapshot, about: dict[str, Any], spec: MemorySpec, page_tokens: int, rules: TailRules, layers: LayerMemories
+    path: str,
+    snapshot: Snapshot,
+    about: dict[str, Any],
+    spec: MemorySpec,
+    page_tokens: int,
+    rules: TailRules,
+    layers: LayerMemories,
 ) -> Snapshot:
-    """Return a file's snapshot with the names of a memory. Raises FormatError, naming what differs, if the file does not suit it."""
+    """Return a file's snapshot with the names of a memory.
+    Raises FormatError, naming what differs, if the file does not suit it.
+    """
     if about["version"] == 2:
         version_2.check_layout(path, about, spec, page_tokens, rules)
         return version_2.with_own_names(snapshot, layers)
@@ -147,15 +172,25 @@ def fitted(
 def _check(path: str, about: dict[str, Any], ours: Signature) -> None:
     theirs = about.get("signature")
     if not isinstance(theirs, dict):
-        raise FormatError(f"{path} does not say of what memory it is a part: it is a swapped-out one; give a file that memory.save wrote")
+        raise FormatError(
+            f"{path} does not say of what memory it is a part: it is a swapped-out one; give a file that memory.save "
+            "wrote"
+        )
     found = _difference(theirs, ours)
     if found is None:
         return
     where, their_value, our_value = found
     if where in ours and where != "layers":
-        remedy = "load it with that model's memory_spec" if where == "vocab_size" else f"make a memory with {where} like that"
+        remedy = (
+            "load it with that model's memory_spec"
+            if where == "vocab_size"
+            else f"make a memory with {where} like that"
+        )
     else:
-        where, remedy = f"other layers, policies or storages: {where}", "load it with that model's memory_spec, policies and storages"
+        where, remedy = (
+            f"other layers, policies or storages: {where}",
+            "load it with that model's memory_spec, policies and storages",
+        )
     what = f"{where}={_short(their_value)}, not {_short(our_value)} as here"
     raise FormatError(f"{path} was saved from a memory of {about.get('model')} with {what}; {remedy}")
 

@@ -1,7 +1,7 @@
 """Keeps swapped-out sequences: in host memory, and where that is full, in files.
 
-What a sequence holds is copied whole, what it shares with others included: it needs nobody to come back, and others may go. On its return
-it shares nothing.
+What a sequence holds is copied whole, what it shares with others included: it needs nobody to come back, and others may
+go. On its return it shares nothing.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ class Tiers:
     """What was swapped out, by slot. Its length is how many sequences are.
 
     Attributes:
-        n_to_host, n_to_disk: sequences that were swapped out so far so that files did not grow, or did. n_back: swapped in.
+        n_to_host, n_to_disk: sequences that were swapped out so far so that files did not grow, or did. n_back: swapped
+            in.
 
     Args:
         host_bytes: that may wait in host memory; None for any number.
-        folder: where the others go, those first that have waited longest; None for nowhere. What processes left there that were killed is
-            removed when the first file is written, unless another one that still runs has files there.
+        folder: where the others go, those first that have waited longest; None for nowhere. What processes left there
+            that were killed is removed when the first file is written, unless another one that still runs has files
+            there.
     """
 
     def __init__(self, host_bytes: int | None, folder: Path | None) -> None:
@@ -40,7 +42,8 @@ class Tiers:
         self._waiting_bytes = self._file_bytes = 0
         self._has_joined = False
         self.n_to_host = self.n_to_disk = self.n_back = 0
-        weakref.finalize(self, _unlink_all, self._files, os.getpid())  # without the memory nobody could come back from them
+        # without the memory nobody could come back from them
+        weakref.finalize(self, _unlink_all, self._files, os.getpid())
 
     def __len__(self) -> int:
         return len(self._waiting) + len(self._files)
@@ -51,7 +54,9 @@ class Tiers:
         return self._waiting_bytes, self._file_bytes
 
     def put(self, slot: int, snapshot: Snapshot) -> None:
-        """Raises CapacityError: no room in either, nothing has changed. Whatever writing a file raises, with nothing lost."""
+        """Raises CapacityError: no room in either, nothing has changed.
+        Whatever writing a file raises, with nothing lost.
+        """
         free_bytes, file_bytes = self._free_host_bytes(), self._file_bytes
         while snapshot.n_bytes > free_bytes and self._waiting and self.folder is not None:
             oldest = next(iter(self._waiting))
@@ -65,8 +70,8 @@ class Tiers:
             self._to_file(slot, snapshot)
         else:
             raise CapacityError(
-                f"what the sequence holds, {snapshot.n_bytes:,} bytes, does not fit into {free_bytes:,} bytes of host memory; give the "
-                "memory a larger host_budget, or a swap_dir",
+                f"what the sequence holds, {snapshot.n_bytes:,} bytes, does not fit into {free_bytes:,} bytes of host "
+                "memory; give the memory a larger host_budget, or a swap_dir",
                 needed=snapshot.n_bytes, free=int(free_bytes),
             )  # fmt: skip
         self.n_to_disk += self._file_bytes > file_bytes

@@ -23,21 +23,33 @@ def check_layout(path: str, about: dict[str, Any], spec: MemorySpec, page_tokens
     """Raise FormatError unless a file with these contents suits a memory of this spec."""
     theirs = about.get("layout")
     if not isinstance(theirs, dict):
-        raise FormatError(f"{path} does not say of what memory it is a part: it is a swapped-out one; give a file that memory.save wrote")
+        raise FormatError(
+            f"{path} does not say of what memory it is a part: it is a swapped-out one; give a file that memory.save "
+            "wrote"
+        )
     for name, value in _layout(spec, page_tokens, rules).items():
         if theirs.get(name) != value:
             what = "other layers, policies or storages" if name == "layers" else f"{name}={theirs.get(name)!r}"
-            remedy = "load it with that model's memory_spec" if name in ("layers", "vocab_size") else f"make a memory with {name} like that"
-            raise FormatError(f"{path} was saved from a memory of {about.get('model')} with {what}, not {value!r} as here; {remedy}")
+            remedy = (
+                "load it with that model's memory_spec"
+                if name in ("layers", "vocab_size")
+                else f"make a memory with {name} like that"
+            )
+            raise FormatError(
+                f"{path} was saved from a memory of {about.get('model')} with {what}, not {value!r} as here; {remedy}"
+            )
 
 
 def _layout(spec: MemorySpec, page_tokens: int, rules: TailRules) -> dict[str, int | str]:
     layers = text_of(spec)
     if rules.defers:  # then tails hold what tokens did, of which the text of a state says nothing
-        layers += repr([m.tail_parts(deferred=True) for specs in spec.layers for m in specs if isinstance(m, RecurrentSpec)])
+        layers += repr(
+            [m.tail_parts(deferred=True) for specs in spec.layers for m in specs if isinstance(m, RecurrentSpec)]
+        )
     return {
-        "vocab_size": spec.vocab_size, "dtype": str(spec.dtype), "page_tokens": page_tokens, "rollback_window": rules.rollback_window,
-        "fold": rules.mode.value, "layers": hashlib.sha256(layers.encode()).hexdigest(),
+        "vocab_size": spec.vocab_size, "dtype": str(spec.dtype), "page_tokens": page_tokens,
+        "rollback_window": rules.rollback_window, "fold": rules.mode.value,
+        "layers": hashlib.sha256(layers.encode()).hexdigest(),
     }  # fmt: skip
 
 
@@ -50,13 +62,16 @@ def text_of(spec: MemorySpec) -> str:
 def _memory(memory: LayerSpec) -> str:
     if isinstance(memory, RecurrentSpec):
         states = _tuple(_state(state) for state in memory.states)
-        return f"RecurrentSpec(family={memory.family!r}, row_shape={memory.row_shape!r}, states={states}, name={memory.name!r})"
-    heads = f"n_query_heads={memory.n_query_heads!r}, n_kv_heads={memory.n_kv_heads!r}, head_dim={memory.head_dim!r}, name={memory.name!r}"
+        shape = f"row_shape={memory.row_shape!r}, states={states}"
+        return f"RecurrentSpec(family={memory.family!r}, {shape}, name={memory.name!r})"
+    heads = f"n_query_heads={memory.n_query_heads!r}, n_kv_heads={memory.n_kv_heads!r}"
+    heads = f"{heads}, head_dim={memory.head_dim!r}, name={memory.name!r}"
     if isinstance(memory, CrossAttentionSpec):
         return f"CrossAttentionSpec({heads})"
     return (
-        f"AttentionSpec({heads}, window={memory.window!r}, policy={_choice(memory.policy)}, storage={_choice(memory.storage)}, "
-        f"value_dim={memory.value_dim!r}, rotation={_rotation(memory.rotation)}, has_bias={memory.has_bias!r})"
+        f"AttentionSpec({heads}, window={memory.window!r}, policy={_choice(memory.policy)}, "
+        f"storage={_choice(memory.storage)}, value_dim={memory.value_dim!r}, rotation={_rotation(memory.rotation)}, "
+        f"has_bias={memory.has_bias!r})"
     )
 
 

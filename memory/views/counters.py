@@ -52,7 +52,9 @@ class Counted(Protocol):
 
 
 class Counters:
-    """Counts the bytes of a memory. Every count is read when it is asked for; none costs more than O(1) unless it says so."""
+    """Counts the bytes of a memory.
+    Every count is read when it is asked for; none costs more than O(1) unless it says so.
+    """
 
     def __init__(self, memory: Counted) -> None:
         self._memory = memory
@@ -85,7 +87,8 @@ class Counters:
 
     @property
     def swaps(self) -> CountedSwaps:
-        """Sequences swapped out so far, in host memory alone or so that files grew (`n_to_host`, `n_to_disk`), and swapped in (`n_back`).
+        """Sequences swapped out so far, in host memory alone or so that files grew (`n_to_host`, `n_to_disk`), and
+        swapped in (`n_back`).
 
         Its length is how many are swapped out now.
         """
@@ -100,18 +103,23 @@ class Counters:
     # Of sequences
 
     def held_bytes(self, sequence: Sequence) -> int:
-        """Bytes of the budget that a sequence or a checkpoint refers to, shared with others or not. Raises SequenceError."""
+        """Bytes of the budget that a sequence or a checkpoint refers to, shared with others or not.
+        Raises SequenceError.
+        """
         self._memory.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         return self._layers.held_bytes(sequence.slot)
 
     def private_bytes(self, sequences: list[Sequence]) -> Int64s:
-        """(S,) bytes that closing each of these alone would give back, for little more than asking for one. Raises SequenceError."""
+        """(S,) bytes that closing each of these alone would give back, for little more than asking for one.
+        Raises SequenceError.
+        """
         for sequence in sequences:
             self._memory.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         return self._layers.private_bytes(np.array([sequence.slot for sequence in sequences], np.int64))
 
     def inventory(self, *sequences: Sequence) -> Inventory:
-        """Which blocks these sequences, or all, refer to: what `usage` counts and `memory.pictures` draws. Valid until the memory changes.
+        """Which blocks these sequences, or all, refer to: what `usage` counts and `memory.pictures` draws.
+        Valid until the memory changes.
 
         Raises SequenceError: a closed sequence, or one of another memory.
         """
@@ -120,7 +128,9 @@ class Counters:
         return self._memory.inventory(*sequences)
 
     def host_inventory(self, *sequences: Sequence) -> Inventory | None:
-        """As `inventory`, of pages in host memory and of those sequences that have theirs there; None without `host_pages`."""
+        """As `inventory`, of pages in host memory and of those sequences that have theirs there; None without
+        `host_pages`.
+        """
         return self._memory.host_inventory(*sequences)
 
     # Before they are there
@@ -135,13 +145,17 @@ class Counters:
         return self._need(n_tokens, n_held, max_tokens).total_bytes
 
     def require_possible(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> None:
-        """Raise CapacityError if this budget could never hold that. Arguments and cost as `needed_bytes`. From any thread."""
+        """Raise CapacityError if this budget could never hold that. Arguments and cost as `needed_bytes`.
+        From any thread.
+        """
         need = self._need(n_tokens, n_held, max_tokens)
         if need.total_bytes > self.budget_bytes:
             raise self._memory.room.refusal(need)
 
     def require_room(self, sequences: list[Sequence], counts: Int64s, max_tokens: int) -> None:
-        """Raise CapacityError, naming bytes, unless counts (S,) tokens of these fit; what is optional goes if that helps."""
+        """Raise CapacityError, naming bytes, unless counts (S,) tokens of these fit; what is optional goes if that
+        helps.
+        """
         self._memory.room.require(sequences, counts, max_tokens)
 
     def lack_of_room(self, slots: Int64s, counts: Int64s, max_tokens: int) -> CapacityError:

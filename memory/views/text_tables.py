@@ -1,7 +1,7 @@
 """Small tables of text and numbers, shown as plain text, in a terminal by rich, and as HTML in a notebook.
 
-The HTML stands alone: no script, no style sheet, nothing to load. It takes the text colour of the page around it and lays translucent
-grey over its background, so it is as readable on dark as on light. Every string is escaped.
+The HTML stands alone: no script, no style sheet, nothing to load. It takes the text colour of the page around it and
+lays translucent grey over its background, so it is as readable on dark as on light. Every string is escaped.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 PART_COLOURS = {
-    "body": "#0072B2", "tail": "#E69F00", "head": "#009E73", "checkpoints": "#CC79A7", "steps": "#56B4E9", "shared": "#999999",
+    "body": "#0072B2", "tail": "#E69F00", "head": "#009E73", "checkpoints": "#CC79A7", "steps": "#56B4E9",
+    "shared": "#999999",
 }  # fmt: skip
 """What tells parts apart for everybody: colours of Okabe and Ito (2008)."""
 
@@ -55,21 +56,33 @@ class Table:
     def __str__(self) -> str:
         widths = [max(map(len, column)) for column in zip(self.columns, *self.rows, strict=True)]
         lines = [
-            "  ".join(cell.ljust(width) if i == 0 else cell.rjust(width) for i, (cell, width) in enumerate(zip(row, widths, strict=True)))
+            "  ".join(
+                cell.ljust(width) if i == 0 else cell.rjust(width)
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
             for row in (self.columns, *self.rows)
         ]
         return "\n".join([line.rstrip() for line in lines] + [self.note] * bool(self.note))
 
     def html(self) -> str:
         aligns = ("left", *["right"] * (len(self.columns) - 1))
-        cell = f"padding:.15em .7em;border:0;border-bottom:{_LINE};background:transparent;white-space:nowrap;text-align:"
-        head = "".join(f'<th style="{cell}{a};opacity:.75">{escape(name)}</th>' for a, name in zip(aligns, self.columns, strict=True))
+        cell = (
+            f"padding:.15em .7em;border:0;border-bottom:{_LINE};background:transparent;white-space:nowrap;text-align:"
+        )
+        head = "".join(
+            f'<th style="{cell}{a};opacity:.75">{escape(name)}</th>'
+            for a, name in zip(aligns, self.columns, strict=True)
+        )
         body = "".join(
-            "<tr>" + "".join(f'<td style="{cell}{a}">{escape(text)}</td>' for a, text in zip(aligns, row, strict=True)) + "</tr>"
+            "<tr>"
+            + "".join(f'<td style="{cell}{a}">{escape(text)}</td>' for a, text in zip(aligns, row, strict=True))
+            + "</tr>"
             for row in self.rows
         )
         note = f'<div style="opacity:.75">{escape(self.note)}</div>' if self.note else ""
-        style = "border-collapse:collapse;margin:.4em 0;color:inherit;font-size:inherit;font-variant-numeric:tabular-nums"
+        style = (
+            "border-collapse:collapse;margin:.4em 0;color:inherit;font-size:inherit;font-variant-numeric:tabular-nums"
+        )
         return f'<table style="{style}"><tr>{head}</tr>{body}</table>{note}'
 
 
@@ -82,7 +95,9 @@ def as_rich(heading: str, tables: list[Table]) -> Group:
 
     shown: list[Text | RichTable] = [Text(heading, style="bold")]
     for table in tables:
-        rich_table = RichTable(box=box.SIMPLE_HEAD, caption=Text(table.note) if table.note else None, caption_justify="left")
+        rich_table = RichTable(
+            box=box.SIMPLE_HEAD, caption=Text(table.note) if table.note else None, caption_justify="left"
+        )
         for i, name in enumerate(table.columns):
             rich_table.add_column(Text(name), justify="right" if i else "left", no_wrap=True)
         for row in table.rows:
@@ -103,14 +118,20 @@ def as_html(title: str, lines: list[str], bar: dict[str, int], total_bytes: int,
         if not n_bytes:
             continue
         colour, label = PART_COLOURS[part], f"{part} {format_bytes(n_bytes)}"
-        pieces.append(f'<div title="{escape(label)}" style="width:{100 * n_bytes / total_bytes:.3f}%;background:{colour}"></div>')
+        pieces.append(
+            f'<div title="{escape(label)}" style="width:{100 * n_bytes / total_bytes:.3f}%;background:{colour}"></div>'
+        )
         keys.append(
-            f'<span style="white-space:nowrap;margin-right:1em"><span style="display:inline-block;width:.7em;height:.7em;'
+            f'<span style="white-space:nowrap;margin-right:1em">'
+            f'<span style="display:inline-block;width:.7em;height:.7em;'
             f'margin-right:.35em;background:{colour}"></span>{escape(label)}</span>'
         )
-    frame = f"display:flex;height:.8em;max-width:40em;margin:.4em 0 .2em;border:{_LINE};background:rgba(128,128,128,.15)"
+    frame = (
+        f"display:flex;height:.8em;max-width:40em;margin:.4em 0 .2em;border:{_LINE};background:rgba(128,128,128,.15)"
+    )
     return (
         '<div style="color:inherit;font-size:.9em;line-height:1.5;overflow-x:auto">'
         f"<b>{escape(title)}</b>{''.join(f'<div>{escape(line)}</div>' for line in lines)}"
-        f'<div style="{frame}">{"".join(pieces)}</div><div>{"".join(keys)}</div>{"".join(t.html() for t in tables)}</div>'
+        f'<div style="{frame}">{"".join(pieces)}</div><div>{"".join(keys)}</div>'
+        f"{''.join(t.html() for t in tables)}</div>"
     )

@@ -34,8 +34,8 @@ class Place(NamedTuple):
 
     group: the layers that share blocks: "attention", "recurrence" ...
     kind: of block: "pages", "states", "tails" ...
-    part: "body", "tail" or "head", which are states that only save work. Of a whole memory also "checkpoints", what no live sequence refers
-        to, and "steps", what open steps have set aside.
+    part: "body", "tail" or "head", which are states that only save work. Of a whole memory also "checkpoints", what no
+        live sequence refers to, and "steps", what open steps have set aside.
     """
 
     group: str
@@ -87,7 +87,9 @@ class Inventory:
     groups: list[Group]
 
     @staticmethod
-    def of(arena: Arena, sequences: list[Sequence], lengths: Int64s, away_bytes: Int64s, layers: Layers, slots: Int64s) -> Inventory:
+    def of(
+        arena: Arena, sequences: list[Sequence], lengths: Int64s, away_bytes: Int64s, layers: Layers, slots: Int64s
+    ) -> Inventory:
         """Of sequences in slots (S,), layer memory by layer memory."""
         groups = [Group(name, layers.members[name], m.pools, m.holdings(slots)) for name, m in layers.items()]
         return Inventory(arena, sequences, lengths, away_bytes, groups)
@@ -166,7 +168,9 @@ class BySequence(Mapping[int, SequenceUsage]):
     def __getitem__(self, id: int) -> SequenceUsage:
         i = self.index[id]
         held = dict(zip(self.places, self.held_SP[i].tolist(), strict=True))
-        return SequenceUsage(id, int(self.lengths[i]), bool(self.is_mark[i]), held, int(self.shared[i]), int(self.swapped[i]))
+        return SequenceUsage(
+            id, int(self.lengths[i]), bool(self.is_mark[i]), held, int(self.shared[i]), int(self.swapped[i])
+        )
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.index)
@@ -188,17 +192,17 @@ class Usage(_Held):
 
     Attributes:
         budget_bytes: what the memory may use at most; used_bytes + free_bytes.
-        held: bytes by place. A block that is several things to several sequences counts as the first in body, tail, head. Rows of attention
-            stay in their pages when they leave the tail, so all of its pages count as body; policies and storages move them, and have
-            tails.
+        held: bytes by place. A block that is several things to several sequences counts as the first in body, tail,
+            head. Rows of attention stay in their pages when they leave the tail, so all of its pages count as body;
+            policies and storages move them, and have tails.
         shared: kind -> bytes of blocks that several refer to.
         block_bytes: of one block of each kind.
         padding_bytes: part of `used_bytes` that alignment adds.
         layers: group -> layers.
         by_sequence: open sequences and checkpoints by id.
         host_bytes, disk_bytes: what was swapped out holds outside of the budget.
-        on_host: of pages in host memory, which have a budget of their own, and of the sequences whose pages are there; None without
-            `host_pages`.
+        on_host: of pages in host memory, which have a budget of their own, and of the sequences whose pages are there;
+            None without `host_pages`.
     """
 
     budget_bytes: int
@@ -252,7 +256,11 @@ class Usage(_Held):
         own = [*([self._places("kind")] if self.held else []), *self._sequences(_MOST_ROWS[medium], "sequence")]
         if self.on_host is None or not self.on_host.by_sequence:
             return own
-        return [*own, self.on_host._places("in host memory"), *self.on_host._sequences(_MOST_ROWS[medium], "in host memory")]
+        return [
+            *own,
+            self.on_host._places("in host memory"),
+            *self.on_host._sequences(_MOST_ROWS[medium], "in host memory"),
+        ]
 
     def _places(self, title: str) -> Table:
         by_part = self.by_part
@@ -275,7 +283,13 @@ class Usage(_Held):
         for s in shown:
             name = f"{'checkpoint' if s.is_checkpoint else 'sequence'} {s.id}"
             by_part = s.by_part
-            sizes = (*(by_part[part] for part in parts), s.total_bytes, s.shared_bytes, s.private_bytes, *[s.swapped_bytes] * is_away)
+            sizes = (
+                *(by_part[part] for part in parts),
+                s.total_bytes,
+                s.shared_bytes,
+                s.private_bytes,
+                *[s.swapped_bytes] * is_away,
+            )
             rows.append((name, f"{s.n_tokens:,}", *map(_cell, sizes)))
         columns = (title, "tokens", *parts, "total", "shared", "private", *["swapped out"] * is_away)
         yield Table(columns, rows, len(self.by_sequence) - len(shown))
@@ -359,7 +373,10 @@ def sequence_html(inventory: Inventory, marks: list[Sequence], host_inventory: I
     (sequence,) = inventory.sequences
     usage = measure(inventory, (0, 0)).by_sequence[sequence.id]
     parts = [part for part in ("body", "tail", "head") if part != "head" or usage.by_part.get(part)]
-    tables, facts = [_blocks("kind", inventory, usage, parts)] if inventory.groups else [], list(_facts(sequence, usage, marks))
+    tables, facts = (
+        [_blocks("kind", inventory, usage, parts)] if inventory.groups else [],
+        list(_facts(sequence, usage, marks)),
+    )
     if host_inventory is not None and host_inventory.sequences:
         there = measure(host_inventory, (0, 0)).by_sequence[sequence.id]
         tables.append(_blocks("in host memory", host_inventory, there, parts))

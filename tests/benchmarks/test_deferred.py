@@ -22,7 +22,9 @@ def test_deferred_is_eager(erases: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     slots = StateSlots(np.arange(n + 1) * n_rows, work.flat, work.offsets[0], work.offsets[0], work.shape, 0.0)
     k, u, log_decay = (t.flatten(0, 1) for t in (work.old_k, work.old_u, work.old_log_decay))
     reference.matrix_scan(torch.zeros_like(k), k, u, log_decay, None, slots)
-    erase = Erase(work.k, work.k.repeat_interleave(heads, 1) * -work.beta[:, :, None], after_decay=True) if erases else None
+    erase = (
+        Erase(work.k, work.k.repeat_interleave(heads, 1) * -work.beta[:, :, None], after_decay=True) if erases else None
+    )
     slots = slots._replace(cu_rows=np.arange(n + 1))
     expected = reference.matrix_scan(work.q, work.k, work.v * work.beta[:, :, None], work.log_decay, erase, slots)
     assert_kernel_close(late, expected)

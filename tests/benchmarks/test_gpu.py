@@ -21,7 +21,10 @@ def test_sequences_that_take_turns_do_so_on_any_device() -> None:
     """On the CPU, at sizes that mean nothing: what is measured runs, and all sequences get their turn."""
     from benchmarks.gpu_host import Decoding, Sizes, row
 
-    sizes, cpu = Sizes(n_sequences=5, n_hosted=2, context=20, turn_steps=3, n_layers=1, heads=(2, 1, 8)), torch.device("cpu")
+    sizes, cpu = (
+        Sizes(n_sequences=5, n_hosted=2, context=20, turn_steps=3, n_layers=1, heads=(2, 1, 8)),
+        torch.device("cpu"),
+    )
     found = row(sizes, cpu, n_rounds=2)
     assert all(value > 0 for value in found.values() if not isinstance(value, str))
     assert found["stream / swapping"] == pytest.approx(found["stream, tokens/s"] / found["swapping, tokens/s"])  # type: ignore[operator]

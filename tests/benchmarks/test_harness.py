@@ -40,13 +40,16 @@ def test_a_report_is_written_twice(tmp_path: Path) -> None:
     report.write(tmp_path / "new")
     found = json.loads((tmp_path / "new" / "speed.json").read_text())
     assert found["tables"] == {"times": [{"model": "jamba", "ms": 1.23, "n": 1234}]}
-    assert found["machine"]["torch"] == torch.__version__ and found["machine"]["torch threads"] == torch.get_num_threads()
+    assert (
+        found["machine"]["torch"] == torch.__version__ and found["machine"]["torch threads"] == torch.get_num_threads()
+    )
     text = (tmp_path / "new" / "speed.md").read_text()
     assert "| jamba | 1.23 | 1,234 |" in text and "a note" in text and torch.__version__ in text
 
 
 def test_red_tests_have_no_speed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PYTEST_ADDOPTS", "-n 0")  # a process for each processor takes longer to start than such tests take
+    # a process for each processor takes longer to start than such tests take
+    monkeypatch.setenv("PYTEST_ADDOPTS", "-n 0")
     (tmp_path / "test_red.py").write_text("def test_red():\n    assert False\n")
     with pytest.raises(typer.Exit) as caught:
         require_green(str(tmp_path / "test_red.py"))
@@ -81,7 +84,9 @@ def test_kernels_are_timed_and_then_left_alone() -> None:
     assert cpu.selective_scan is plain and n_bytes == 2 * 16 * 1536 * 4
 
 
-def test_all_runs_each_command_in_a_process_of_its_own_and_says_which_failed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_all_runs_each_command_in_a_process_of_its_own_and_says_which_failed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     ran: list[list[str]] = []
 
     def run(command: list[str], check: bool) -> subprocess.CompletedProcess[str]:

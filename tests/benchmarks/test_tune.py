@@ -1,4 +1,5 @@
-"""What of tuning can be seen without a GPU: how choices are searched for, compared, timed and saved. Times are made up."""
+"""What of tuning can be seen without a GPU: how choices are searched for, compared, timed and saved.
+Times are made up."""
 
 from __future__ import annotations
 
@@ -41,7 +42,13 @@ def toy(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 class Toy:
     """Runs of the kernel, which take as long as `milliseconds` says of each choice and run; on a clock of its own."""
 
-    def __init__(self, toy: Any, milliseconds: Callable[[Pair, int], float], wrong: tuple[Pair, ...] = (), broken: tuple[Pair, ...] = ()):
+    def __init__(
+        self,
+        toy: Any,
+        milliseconds: Callable[[Pair, int], float],
+        wrong: tuple[Pair, ...] = (),
+        broken: tuple[Pair, ...] = (),
+    ):
         self._toy, self._milliseconds, self._wrong, self._broken = toy, milliseconds, wrong, broken
         self.seconds, self.timed = 0.0, list[Pair]()
         self.chosen, self.run_index, self.size = Pair(0, 0), 0, 0
@@ -88,7 +95,9 @@ def test_without_a_gpu_nothing_is_tuned() -> None:
 
 def test_neighbours_differ_by_one_option() -> None:
     assert set(neighbours(Pair(2, 1), OPTIONS["toy"])) == {Pair(1, 1), Pair(4, 1), Pair(2, 2)}
-    assert set(neighbours(Pair(3, 9), OPTIONS["toy"])) == {Pair(2, 9), Pair(4, 9), Pair(3, 4)}, "a default need not be an option"
+    assert set(neighbours(Pair(3, 9), OPTIONS["toy"])) == {Pair(2, 9), Pair(4, 9), Pair(3, 4)}, (
+        "a default need not be an option"
+    )
 
 
 def test_a_climb_finds_the_least_tries_nothing_twice_and_ends() -> None:
@@ -155,7 +164,14 @@ def test_outputs_agree_or_do_not() -> None:
 def test_each_result_is_saved_at_once_and_time_is_shared(toy: Any) -> None:
     work, saved, report = Toy(toy, bowl), list[dict[Any, Any]](), Report("tune")
     cases = [work.case(size=lambda i, size=size: size) for size in range(5)]  # type: ignore[misc]
-    tune_all(cases, report, timer=work.timer, clock=lambda: work.seconds, seconds=21, save=lambda made: saved.append(dict(made)))
+    tune_all(
+        cases,
+        report,
+        timer=work.timer,
+        clock=lambda: work.seconds,
+        seconds=21,
+        save=lambda made: saved.append(dict(made)),
+    )
     assert [sorted(made) for made in saved] == [[("toy", (i,)) for i in range(n + 1)] for n in range(len(saved))]
     assert len(saved) == 5
     assert set(saved[-1].values()) <= {Pair(2, 2), Pair(8, 1), Pair(4, 2), Pair(8, 2), Pair(2, 1), Pair(4, 1)}
@@ -168,7 +184,14 @@ def test_each_result_is_saved_at_once_and_time_is_shared(toy: Any) -> None:
 def test_cases_that_time_does_not_reach_are_named_and_left(toy: Any) -> None:
     work, saved, report = Toy(toy, bowl), list[dict[Any, Any]](), Report("tune")
     cases = [work.case(size=lambda i, size=size: size) for size in range(4)]  # type: ignore[misc]
-    tune_all(cases, report, timer=work.timer, clock=lambda: work.seconds, seconds=5, save=lambda made: saved.append(dict(made)))
+    tune_all(
+        cases,
+        report,
+        timer=work.timer,
+        clock=lambda: work.seconds,
+        seconds=5,
+        save=lambda made: saved.append(dict(made)),
+    )
     assert 1 <= len(saved) < 4
     (note,) = report.notes
     assert note.startswith("no time for " + "; ".join(["a toy"] * (4 - len(saved))) + ":")
@@ -195,7 +218,9 @@ def test_all_kernels_are_tuned_and_no_case_fills_a_gpu() -> None:
     assert found == OPTIONS.keys() - {"toy"}
 
 
-def test_what_is_tuned_counts_in_the_package_or_in_the_cache(toy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+def test_what_is_tuned_counts_in_the_package_or_in_the_cache(
+    toy: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
     """The whole command but its cases and its clock."""
     from benchmarks import gpu_cases, gpu_states
     from memory.kernels.cuda import choices

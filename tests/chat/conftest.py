@@ -21,7 +21,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 @pytest.fixture(scope="module")
 def single_thread() -> Iterator[None]:
-    """The model is tiny: threads gain nothing, and waiting for each other on a busy machine they lose a factor of 50."""
+    """The model is tiny: threads gain nothing, and waiting for each other on a busy machine they lose a
+    factor of 50."""
     n_torch, n_numba = torch.get_num_threads(), numba.get_num_threads()
     torch.set_num_threads(1)
     numba.set_num_threads(1)

@@ -1,4 +1,6 @@
-"""What the tests of the engine share: models, memories that are poisoned, and the oracle, a sequence that decodes alone."""
+"""What the tests of the engine share: models, memories that are poisoned, and the oracle, a sequence that decodes
+alone.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ def decode_alone(
 
 
 def choose_alone(model: Any, prompt: list[int], said: list[int], sampling: Sampling) -> list[int]:
-    """What a sequence in a memory of its own would say after the prompt and after each of these tokens but the last, read at once.
+    """What a sequence in a memory of its own would say after the prompt and after each of these tokens but the last,
+    read at once.
 
     As long as it agrees with what was said, it is what `decode_alone` returns, for one step instead of one a token.
     """
@@ -63,8 +66,12 @@ def private_bytes(model: Any, n_tokens: int) -> int:
     return memory.usage().used_bytes
 
 
-def run_checked(engine: Engine, before_step: Callable[[int], None] = lambda n: None, *, most_steps: int = 2000) -> list[Generation]:
-    """Step until the engine is idle, and check the memory after every step; the generations in the order in which they ended."""
+def run_checked(
+    engine: Engine, before_step: Callable[[int], None] = lambda n: None, *, most_steps: int = 2000
+) -> list[Generation]:
+    """Step until the engine is idle, and check the memory after every step; the generations in the order in which they
+    ended.
+    """
     finished: list[Generation] = []
     for n in range(most_steps):
         before_step(n)
@@ -76,7 +83,8 @@ def run_checked(engine: Engine, before_step: Callable[[int], None] = lambda n: N
 
 
 class Scripted:
-    """A model that says what it is told to, over memories that a real one uses: token i of the script follows prompt and i tokens.
+    """A model that says what it is told to, over memories that a real one uses: token i of the script follows prompt
+    and i tokens.
 
     Attributes:
         fails: raise in the middle of the next step.
@@ -109,11 +117,18 @@ Wanted = list[tuple[Generation, list[int], int, Sampling]]
 def draw_sampling(generator: random.Random) -> Sampling:
     seed = generator.randrange(1000)
     return generator.choice(
-        [Sampling(), Sampling(repetition_penalty=1.3), Sampling(1.0, seed=seed), Sampling(0.8, top_k=5, top_p=0.9, seed=seed)]
+        [
+            Sampling(),
+            Sampling(repetition_penalty=1.3),
+            Sampling(1.0, seed=seed),
+            Sampling(0.8, top_k=5, top_p=0.9, seed=seed),
+        ]
     )
 
 
-def submit_some(engine: Engine, model: Any, generator: random.Random, n: int, most_prompt: int, most_tokens: int, **options: Any) -> Wanted:
+def submit_some(
+    engine: Engine, model: Any, generator: random.Random, n: int, most_prompt: int, most_tokens: int, **options: Any
+) -> Wanted:
     wanted = []
     for _ in range(n):
         prompt = draw_prompt(generator, generator.randint(1, most_prompt), model.memory_spec.vocab_size)

@@ -99,7 +99,9 @@ class Running:
         try:
             if isinstance(body, dict | list | str | int | float):
                 body = json.dumps(body).encode()
-            connection.request(method, path, body=body, headers={"Content-Type": "application/json", **self.headers, **(headers or {})})
+            connection.request(
+                method, path, body=body, headers={"Content-Type": "application/json", **self.headers, **(headers or {})}
+            )
             response = connection.getresponse()
             return Answer(response.status, response.headers, response.read())
         finally:
@@ -107,12 +109,17 @@ class Running:
 
     def chat(self, text: str = "My cat is called Zoe.", **options: Any) -> Answer:
         message = {"role": "user", "content": text}
-        return self.call("POST", "/v1/chat/completions", {"model": MODEL, "messages": [message], "temperature": 0} | options)
+        return self.call(
+            "POST", "/v1/chat/completions", {"model": MODEL, "messages": [message], "temperature": 0} | options
+        )
 
     def metric(self, name: str) -> float:
         """One line of /metrics; 0 if it is not there yet."""
         lines = self.call("GET", "/metrics").body.decode().splitlines()
-        return next((float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == f"hybrid_memory_{name}"), 0.0)
+        return next(
+            (float(line.rpartition(" ")[2]) for line in lines if line.rpartition(" ")[0] == f"hybrid_memory_{name}"),
+            0.0,
+        )
 
     def forget(self) -> None:
         """Empty the prefix cache."""
@@ -120,7 +127,9 @@ class Running:
             self.prefixes.clear()
 
     def settle(self) -> None:
-        """Everything has ended: no request, no generation, and nothing is left in the memory but what the prefix cache holds."""
+        """Everything has ended: no request, no generation, and nothing is left in the memory but what the prefix cache
+        holds.
+        """
         wait_until(lambda: self.engine.is_idle)
         with self.engine.lock:
             self.memory.check()

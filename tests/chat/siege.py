@@ -1,7 +1,7 @@
 """Clients who mean ill, as a program of its own: `python siege.py PORT N_HEADS N_TRICKLING N_LARGE`.
 
-Each keeps at it: half-sent heads and trickling bodies begin anew when they are cut off, large bodies are sent again after a pause. How
-each large body was answered goes to stdout, a status in a line.
+Each keeps at it: half-sent heads and trickling bodies begin anew when they are cut off, large bodies are sent again
+after a pause. How each large body was answered goes to stdout, a status in a line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What the tests of sessions and templates share: models that read the embedded tokenizer's tokens, counted, and told what to say."""
+"""What the tests of sessions and templates share: models that read the embedded tokenizer's tokens, counted, and told
+what to say.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,9 @@ class Counted:
         self.says = {at + i: token for i, token in enumerate(token_ids)}
 
 
-def make_engine(model: Any, tokenizer: Any, *, rollback_window: int = 8, has_prefixes: bool = True, budget: str = "16MiB") -> Engine:
+def make_engine(
+    model: Any, tokenizer: Any, *, rollback_window: int = 8, has_prefixes: bool = True, budget: str = "16MiB"
+) -> Engine:
     memory = HybridMemory(model.memory_spec, budget, rollback_window=rollback_window, page_tokens=4, poison=True)
     prefixes = PrefixCache(memory, grid_tokens=0) if has_prefixes else None
     return Engine(Counted(model), memory, tokenizer, prefixes=prefixes)

@@ -1,4 +1,4 @@
-"""Beam search: transformers' beams and scores, exhaustive search where beams are wide enough, and nothing left behind."""
+"""Beam search gives transformers' beams and scores, finds what exhaustive search finds, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ class Pair:
     """One checkpoint in both libraries.
 
     Attributes:
-        likely: tokens that stand in the best continuations of TEXTS, the most frequent first: as stop tokens they end some beams.
+        likely: tokens that stand in the best continuations of TEXTS, the most frequent first: as stop tokens they end
+            some beams.
     """
 
     model: LanguageModel
@@ -75,7 +76,9 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 @pytest.mark.parametrize("early_stopping", [False, True, "never"])
-@pytest.mark.parametrize(("n_beams", "length_penalty", "n_stops"), [(4, 1.0, 3), (3, 0.0, 6), (5, 2.0, 2), (2, -1.0, 4), (4, 1.0, 0)])
+@pytest.mark.parametrize(
+    ("n_beams", "length_penalty", "n_stops"), [(4, 1.0, 3), (3, 0.0, 6), (5, 2.0, 2), (2, -1.0, 4), (4, 1.0, 0)]
+)
 def test_beams_and_scores_are_those_of_transformers(
     pair: Pair, n_beams: int, length_penalty: float, n_stops: int, early_stopping: bool | str
 ) -> None:
@@ -114,7 +117,7 @@ def log_probabilities(model: Toy, prompt: list[int], texts: Seq[Seq[int]]) -> li
 
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, 3.0])
 def test_beams_as_wide_as_everything_find_the_best(length_penalty: float) -> None:
-    """Every text of up to two tokens, all complete in the end: the one stop token, or it behind another, or two tokens."""
+    """Every text of up to two tokens, all complete in the end: the stop token, or it behind another, or two tokens."""
     model, memory, prompt, stop_id = Toy(), make_memory(Toy()), PROMPTS[0], 5
     options = BeamOptions(VOCAB**2, 2, length_penalty, "never", (stop_id,))
     beams = beam_searches(model, memory, [prompt], options)[0]
@@ -164,7 +167,9 @@ def test_scores_are_those_of_the_texts() -> None:
     """What a beam was reordered through leaves no trace in its log probability."""
     model = Toy()
     beams = beam_search(model, make_memory(model), PROMPTS[0], 6, 25, length_penalty=0.5)
-    for beam, expected in zip(beams, log_probabilities(model, PROMPTS[0], [beam.token_ids for beam in beams]), strict=True):
+    for beam, expected in zip(
+        beams, log_probabilities(model, PROMPTS[0], [beam.token_ids for beam in beams]), strict=True
+    ):
         assert beam.log_probability == pytest.approx(expected, abs=1e-3)
         assert beam.score == beam.log_probability / len(beam.token_ids) ** 0.5
 
@@ -224,7 +229,8 @@ def test_a_memory_too_small_for_all_beams_refuses_and_stays_as_it_was() -> None:
 
 
 @pytest.mark.parametrize(("n_beams", "max_tokens", "stopping", "word"), [
-    (0, 3, False, "n_beams"), (2, 0, False, "max_tokens"), (True, 3, False, "n_beams"), (2, 3, "soon", "early_stopping"),
+    (0, 3, False, "n_beams"), (2, 0, False, "max_tokens"), (True, 3, False, "n_beams"),
+    (2, 3, "soon", "early_stopping"),
 ])  # fmt: skip
 def test_options_that_cannot_work(n_beams: int, max_tokens: int, stopping: bool, word: str) -> None:
     with pytest.raises(BatchError, match=word):
@@ -241,7 +247,9 @@ def test_n_best_are_sorted_and_repeat_with_their_seed() -> None:
     assert_nothing_left(memory)
     assert len(beams) == 8 and len({tuple(beam.token_ids) for beam in beams}) > 4
     assert [beam.score for beam in beams] == sorted((beam.score for beam in beams), reverse=True)
-    for beam, expected in zip(beams, log_probabilities(model, PROMPTS[0], [beam.token_ids for beam in beams]), strict=True):
+    for beam, expected in zip(
+        beams, log_probabilities(model, PROMPTS[0], [beam.token_ids for beam in beams]), strict=True
+    ):
         assert beam.log_probability == pytest.approx(expected, abs=1e-3)
         assert beam.score == beam.log_probability / len(beam.token_ids)
         assert 3 not in beam.token_ids[:-1] and (len(beam.token_ids) == 15 or beam.token_ids[-1] == 3)

@@ -77,7 +77,8 @@ def test_a_tokenizer_that_cannot_be_read_is_one_line(damage: str, tmp_path: Path
     [
         (["--raw", "--prompt", ""], "token"),
         (["--prompt", "hello", "--budget", "1KiB"], "budget"),
-        (["--prompt", "My cat is called Zoe. " * 400, "--budget", "1MiB"], "bytes"),  # of what the engine ends with an error
+        # of what the engine ends with an error
+        (["--prompt", "My cat is called Zoe. " * 400, "--budget", "1MiB"], "bytes"),
         (["--prompt", "hello", "--dtype", "int7"], "int7"),
         (["--prompt", "hello", "--device", "abacus"], "abacus"),
     ],
@@ -87,7 +88,8 @@ def test_what_the_library_refuses_is_one_line(arguments: list[str], word: str) -
 
 
 @pytest.mark.parametrize(
-    ("arguments", "word"), [(["generate"], "prompt"), (["demo", "--users", "1"], "users"), (["demo", "--turns", "1"], "turns")]
+    ("arguments", "word"),
+    [(["generate"], "prompt"), (["demo", "--users", "1"], "users"), (["demo", "--turns", "1"], "turns")],
 )
 def test_usage_errors(arguments: list[str], word: str) -> None:
     result = CliRunner().invoke(app, arguments)
@@ -135,7 +137,16 @@ def test_the_memory_holds_what_the_chat_template_renders(
 def test_the_demo_prints_its_table_and_succeeds() -> None:
     result = CliRunner().invoke(app, ["demo", "--users", "3", "--turns", "4"])
     assert result.exit_code == 0, result.output
-    for words in ("expected", "user 3", "fork A", "rollback within the window", "rollback to a checkpoint", "pages", "tokens/s", "All "):
+    for words in (
+        "expected",
+        "user 3",
+        "fork A",
+        "rollback within the window",
+        "rollback to a checkpoint",
+        "pages",
+        "tokens/s",
+        "All ",
+    ):
         assert words in result.stdout
     assert "✗" not in result.stdout and "\x1b" not in result.stdout
 

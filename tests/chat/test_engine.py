@@ -94,14 +94,17 @@ def test_preemption_loses_no_work_and_changes_no_word(model: LanguageModel, monk
     run_checked(engine)
     assert_as_alone(model, wanted)
     assert engine.stats.n_preempted > 0
-    assert engine.stats.n_fed == sum(g.n_prompt + len(g.token_ids) - 1 for g, *_ in wanted), "something was computed twice"
+    assert engine.stats.n_fed == sum(g.n_prompt + len(g.token_ids) - 1 for g, *_ in wanted), (
+        "something was computed twice"
+    )
     assert engine.memory.usage().used_bytes == 0
 
 
 def test_those_who_had_to_leave_come_back_before_new_ones() -> None:
     model = Toy(recurrent=False)
     engine = make_engine(model, int(2.6 * private_bytes(model, 80)))
-    first = [engine.submit([i], max_tokens=100) for i in range(3)]  # expected: half of that, and so there seems to be room
+    # expected: half of that, and so there seems to be room
+    first = [engine.submit([i], max_tokens=100) for i in range(3)]
     late: list[Generation] = []
 
     def arrive(n: int) -> None:
@@ -147,7 +150,9 @@ def test_large_limits_on_replies_keep_nobody_out() -> None:
     engine = make_engine(Toy())
     generations = [engine.submit([i], max_tokens=10**6) for i in range(3)]
     engine.step()
-    assert engine.load.running == 3 and [len(g.token_ids) for g in generations] == [1, 1, 1], "prompts of one token share a step"
+    assert engine.load.running == 3 and [len(g.token_ids) for g in generations] == [1, 1, 1], (
+        "prompts of one token share a step"
+    )
 
 
 @pytest.mark.parametrize("fold", ["keep", "replay"])
@@ -171,7 +176,9 @@ def test_budgets_of_two_small_pages_work() -> None:
 
 
 def test_what_can_never_fit_is_refused_at_once_and_touches_nothing() -> None:
-    """A million tokens within 20 ms, by their number alone: no checkpoint goes, nobody else notices, and what is named is enough."""
+    """A million tokens within 20 ms, by their number alone: no checkpoint goes, nobody else notices, and what is named
+    is enough.
+    """
     model = Toy(recurrent=False)
     engine = make_engine(model, private_bytes(model, 100))
     engine.prefixes = PrefixCache(engine.memory, grid_tokens=8)
@@ -182,7 +189,9 @@ def test_what_can_never_fit_is_refused_at_once_and_touches_nothing() -> None:
     for n_tokens in (400, 10**6):
         prompt = [4] * n_tokens
         started = time.perf_counter()
-        with pytest.raises(CapacityError, match=f"{n_tokens:,} tokens for 1 sequence need .* can never hold them") as caught:
+        with pytest.raises(
+            CapacityError, match=f"{n_tokens:,} tokens for 1 sequence need .* can never hold them"
+        ) as caught:
             engine.submit(prompt, max_tokens=20)
         assert time.perf_counter() - started < 0.02
     assert engine.load.total == 1 and engine.prefixes.stats().n_checkpoints == n_before > 0 and known.is_finished
@@ -287,7 +296,9 @@ def test_short_prompts_do_not_wait_for_long_ones_nor_long_ones_for_ever() -> Non
         finished += engine.step()
         if long.is_finished:
             break
-    assert long.is_finished and n < 110, "of 8 who share a step 3 get a part of it, of 20 tokens or so: 600 tokens take 3 times 30 steps"
+    assert long.is_finished and n < 110, (
+        "of 8 who share a step 3 get a part of it, of 20 tokens or so: 600 tokens take 3 times 30 steps"
+    )
     assert len(finished) > 20 and finished[0] is not long
 
 
@@ -330,7 +341,10 @@ def test_a_deadline_ends_who_waits_and_who_runs() -> None:
         finished += engine.step()
         now += 1
     assert finished == [waits, runs]
-    assert (runs.finish_reason, len(runs.token_ids)) == ("deadline", 3) and (waits.finish_reason, waits.token_ids) == ("deadline", [])
+    assert (runs.finish_reason, len(runs.token_ids)) == ("deadline", 3) and (waits.finish_reason, waits.token_ids) == (
+        "deadline",
+        [],
+    )
     assert (runs.submitted_at, runs.first_token_at, runs.finished_at) == (100.0, 100.0, 103.0)
 
 
@@ -373,7 +387,10 @@ def test_callbacks_may_cancel_and_submit_but_not_step() -> None:
 
 def test_an_engine_is_made_of_what_belongs_together_or_not_at_all() -> None:
     model, memory = Toy(), make_memory(Toy())
-    for prefixes, what in ((True, "prefixes=True; give PrefixCache"), (PrefixCache(make_memory(model)), "cache of another memory")):
+    for prefixes, what in (
+        (True, "prefixes=True; give PrefixCache"),
+        (PrefixCache(make_memory(model)), "cache of another memory"),
+    ):
         with pytest.raises(SpecError, match=what):
             Engine(model, memory, None, stop_ids=(), prefixes=prefixes)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="made for toy, not for toy; make it with"):

@@ -1,4 +1,6 @@
-"""Single requests: what goes wrong ends one of them alone, what text they show, what their sequences hold, what prefixes save."""
+"""Single requests: what goes wrong ends one of them alone, what text they show, what their sequences hold, what
+prefixes save.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +145,12 @@ def test_arguments_that_make_no_request_are_refused(options: dict[str, Any], wor
 def test_sequences_that_cannot_be_gone_on_with_are_refused() -> None:
     engine = make_engine(Toy())
     memory = engine.memory
-    closed, live, mark, foreign = memory.open(), memory.open(), memory.checkpoint(memory.open()), make_memory(Toy()).open()
+    closed, live, mark, foreign = (
+        memory.open(),
+        memory.open(),
+        memory.checkpoint(memory.open()),
+        make_memory(Toy()).open(),
+    )
     away, other = memory.checkpoint(live), make_memory(Toy())
     away_elsewhere = other.open()
     memory.close(closed)
@@ -159,7 +166,11 @@ def test_sequences_that_cannot_be_gone_on_with_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "words"),
-    [({"step_tokens": 0}, "step_tokens=0"), ({"max_running": True}, "max_running=True"), ({"step_tokens": 6}, "leaves nothing to prompts")],
+    [
+        ({"step_tokens": 0}, "step_tokens=0"),
+        ({"max_running": True}, "max_running=True"),
+        ({"step_tokens": 6}, "leaves nothing to prompts"),
+    ],
 )
 def test_engines_that_cannot_work_are_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(SpecError, match=words):
@@ -233,7 +244,10 @@ def test_what_kept_sequences_hold() -> None:
         assert generation.sequence is None
         run_checked(engine)
         assert generation.sequence is not None and generation.sequence.tokens.tolist() == held
-        assert generation.finish_reason == ("stop" if stop_ids == (6,) else "length") and len(generation.token_ids) <= max_tokens
+        assert (
+            generation.finish_reason == ("stop" if stop_ids == (6,) else "length")
+            and len(generation.token_ids) <= max_tokens
+        )
         assert other.sequence is None
         engine.memory.close(generation.sequence)
         assert engine.memory.usage().used_bytes == 0
@@ -247,7 +261,9 @@ def test_turns_on_one_sequence_are_one_conversation(model: LanguageModel) -> Non
         if turn == 2:
             engine.memory.swap_out(sequence)
         sampling = Sampling(repetition_penalty=1.2)
-        generation = engine.submit(prompt, sequence=sequence, max_tokens=6, sampling=sampling, keeps_sequence=True, remembers_end=True)
+        generation = engine.submit(
+            prompt, sequence=sequence, max_tokens=6, sampling=sampling, keeps_sequence=True, remembers_end=True
+        )
         run_checked(engine)
         assert generation.sequence is sequence
         history += prompt
@@ -274,7 +290,9 @@ def test_cancelled_generations_leave_kept_sequences_open() -> None:
 # Prefixes
 
 
-def with_prefixes(model: Any, budget: int | str = "4MiB", *, rollback_window: int = 8, **options: Any) -> tuple[Engine, PrefixCache]:
+def with_prefixes(
+    model: Any, budget: int | str = "4MiB", *, rollback_window: int = 8, **options: Any
+) -> tuple[Engine, PrefixCache]:
     memory = make_memory(model, budget, rollback_window=rollback_window)
     prefixes = PrefixCache(memory, grid_tokens=16)
     return Engine(model, memory, None, prefixes=prefixes, **({"step_tokens": 24, "max_running": 6} | options)), prefixes
@@ -296,7 +314,10 @@ def test_prompts_go_on_from_what_was_said_before(model: LanguageModel) -> None:
         assert generation.lookup is not None and generation.lookup.reused >= len(shared) - 1
     assert again.lookup is not None and again.lookup.reused == len(shared) + 7, "the end of a reply was not remembered"
     assert engine.stats.n_reused == sum(g.lookup.reused for g in (*generations, again) if g.lookup is not None)
-    assert engine.stats.n_fed == sum(g.n_prompt + len(g.token_ids) - 1 for g in (fresh, *generations, again)) - engine.stats.n_reused
+    assert (
+        engine.stats.n_fed
+        == sum(g.n_prompt + len(g.token_ids) - 1 for g in (fresh, *generations, again)) - engine.stats.n_reused
+    )
     known = [g.lookup for g in (*generations, again) if g.lookup is not None]
     assert engine.stats.recomputed.total() == sum(lookup.by_attention - lookup.reused for lookup in known)
     prefixes.clear()

@@ -68,7 +68,9 @@ def forge(path: Path, **changes: Any) -> Path:
     """The file with another `about` or other metadata, and a checksum that is right."""
     tensors, data = load_file(path), path.read_bytes()
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
-    metadata = {name: value for name, value in metadata.items() if name != "sha256"} | {n: json.dumps(v) for n, v in changes.items()}
+    metadata = {name: value for name, value in metadata.items() if name != "sha256"} | {
+        n: json.dumps(v) for n, v in changes.items()
+    }
     forged = path.with_name("forged.safetensors")
     forged.write_bytes(save(tensors, metadata | {"sha256": _digest(tensors, metadata)}))
     return forged
@@ -82,7 +84,12 @@ def test_a_saved_sequence(saved: tuple[Path, dict[str, int]]) -> None:
     found = inspect(path)
     facts = found["facts"]
     assert (found["kind"], found["is_verified"]) == ("saved sequence", True)
-    assert (facts["tokens"], facts["furthest position"], facts["rollback window"], facts["dtype"]) == (100, 100, 8, "torch.float32")
+    assert (facts["tokens"], facts["furthest position"], facts["rollback window"], facts["dtype"]) == (
+        100,
+        100,
+        8,
+        "torch.float32",
+    )
     assert found["by_kind"] == {"tokens": 800, **by_kind}
     assert found["largest"][0]["n_bytes"] == max(by_kind.values())
     shown = CliRunner().invoke(app, ["inspect", str(path)])
@@ -102,14 +109,21 @@ def test_a_saved_chat(chat: Path) -> None:
             1,
             8,
         )
-        assert memory["kind"] == "saved sequence" and memory["facts"]["tokens"] > facts["tokens chosen by the model"] > 0
+        assert (
+            memory["kind"] == "saved sequence" and memory["facts"]["tokens"] > facts["tokens chosen by the model"] > 0
+        )
     assert "a saved sequence" in " ".join(CliRunner().invoke(app, ["inspect", str(chat)]).stdout.split())
 
 
 def test_a_model() -> None:
     found = inspect(EMBEDDED)
     facts = found["facts"]
-    assert (found["kind"], facts["architecture"], facts["loads"], facts["layers"]) == ("model", "JambaForCausalLM", "yes", 6)
+    assert (found["kind"], facts["architecture"], facts["loads"], facts["layers"]) == (
+        "model",
+        "JambaForCausalLM",
+        "yes",
+        6,
+    )
     assert facts["mamba1"].startswith("4 × ") and facts["attention"] == "2 × 4 query and 2 key heads of 32"
     assert found["by_kind"] == {"F32": sum(t.nbytes for t in load_file(EMBEDDED / "model.safetensors").values())}
     assert found["by_kind"]["F32"] <= weight_bytes(load_model("embedded"))
@@ -183,7 +197,9 @@ def test_forged_contents_are_one_line(saved: tuple[Path, dict[str, int]], about:
 
 def test_a_forged_chat_does_not_lead_out_of_its_folder(chat: Path, tmp_path: Path) -> None:
     for memory in ("../session/secret", "/etc/passwd", 5):
-        about = {n: v for n, v in json.loads((chat / "session.json").read_text()).items() if n != "sha256"} | {"memory": memory}
+        about = {n: v for n, v in json.loads((chat / "session.json").read_text()).items() if n != "sha256"} | {
+            "memory": memory
+        }
         (tmp_path / "session.json").write_text(json.dumps(about | {"sha256": session_digest(about)}))
         assert_refused(tmp_path, "contradicts itself")
 
@@ -198,4 +214,8 @@ def test_hostile_strings_are_shown_harmlessly(saved: tuple[Path, dict[str, int]]
     result = CliRunner().invoke(app, ["inspect", str(tmp_path)])
     assert result.exit_code == 0 and not {"\x1b", "\x07", "\u202e"} & set(result.stdout)
     result = CliRunner().invoke(app, ["plan", "--model", str(tmp_path)])
-    assert result.exit_code == 1 and not {"\x1b", "\x07", "\u202e"} & set(result.stderr) and len(result.stderr.splitlines()) == 1
+    assert (
+        result.exit_code == 1
+        and not {"\x1b", "\x07", "\u202e"} & set(result.stderr)
+        and len(result.stderr.splitlines()) == 1
+    )

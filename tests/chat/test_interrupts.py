@@ -1,4 +1,6 @@
-"""A Ctrl-C anywhere in a batch, a search, an engine or a chat: no token is lost or fed twice, no sequence is left behind."""
+"""A Ctrl-C anywhere in a batch, a search, an engine or a chat: no token is lost or fed twice, no sequence is left
+behind.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ def test_a_speculative_step_can_be_tried_again(n_steps: int, drafter: str, step_
     def attempt() -> Attempt:
         own = make_memory(model)
         guesses = PromptLookup(1, 4) if drafter == "lookup" else DraftModel(model, own, 3)
-        batch = SpeculativeBatch(model, make_memory(model), (STOP,), guesses, step_tokens=step_tokens, remembers_end=True)
+        batch = SpeculativeBatch(
+            model, make_memory(model), (STOP,), guesses, step_tokens=step_tokens, remembers_end=True
+        )
         texts: dict[Sequence, list[int]] = {batch.memory.open(): [] for _ in PROMPTS}
         for sequence, prompt in zip(texts, PROMPTS, strict=True):
             batch.add(sequence, prompt, 7)
@@ -89,7 +93,14 @@ def test_a_speculative_step_can_be_tried_again(n_steps: int, drafter: str, step_
             for sequence in texts:
                 batch.memory.close(sequence)
             assert_nothing_left(batch.memory)
-            for book in (batch._waiting, batch._n_left, batch._texts, batch._n_draft, batch._untold, getattr(guesses, "_indices", {})):
+            for book in (
+                batch._waiting,
+                batch._n_left,
+                batch._texts,
+                batch._n_draft,
+                batch._untold,
+                getattr(guesses, "_indices", {}),
+            ):
                 assert not book, "a finished sequence is still in the books"
             if isinstance(guesses, DraftModel):
                 guesses.draft({})
@@ -213,7 +224,9 @@ def test_an_interrupted_chat_goes_on(name: str, tokenizer: Tokenizer) -> None:
 
         def verify(outcome: Outcome) -> None:
             done[:] = done or [session.messages]
-            assert session.messages in ([done[0]] if outcome.has_returned else [before] if name in ("say", "edit") else [before, done[0]])
+            assert session.messages in (
+                [done[0]] if outcome.has_returned else [before] if name in ("say", "edit") else [before, done[0]]
+            )
             engine.memory.check()
             if name == "branch" and outcome.has_returned:
                 outcome.result.say("Who?")

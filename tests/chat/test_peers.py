@@ -29,7 +29,9 @@ CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 MIB, GIB = 1 << 20, 1 << 30
 
 
-def model_of(recurrence: RecurrentSpec | None, n_states: int, attention: AttentionSpec, n_attention: int, architecture: str = "") -> Model:
+def model_of(
+    recurrence: RecurrentSpec | None, n_states: int, attention: AttentionSpec, n_attention: int, architecture: str = ""
+) -> Model:
     layers = [*([(recurrence,)] * n_states if recurrence else []), *[(attention,)] * n_attention]
     return Model.of(MemorySpec(tuple(layers), 1000, torch.bfloat16), architecture)
 
@@ -41,9 +43,15 @@ def qwen3_5(n_heads: int, n_states: int, n_kv_heads: int, n_attention: int) -> M
 
 
 QWEN_9B, QWEN_27B, QWEN_35B = qwen3_5(32, 24, 4, 8), qwen3_5(48, 48, 4, 16), qwen3_5(32, 30, 2, 10)
-GRANITE_350M = model_of(SSDShape(n_heads=48, head_dim=32, n_groups=1, d_state=128, d_conv=4).spec(), 28, AttentionSpec(12, 4, 64), 4)
-NEMOTRON_9B = model_of(SSDShape(n_heads=128, head_dim=80, n_groups=8, d_state=128, d_conv=4).spec(), 27, AttentionSpec(40, 8, 128), 4)
-NEMOTRON_SUPER = model_of(SSDShape(n_heads=128, head_dim=64, n_groups=8, d_state=128, d_conv=4).spec(), 40, AttentionSpec(32, 2, 128), 8)
+GRANITE_350M = model_of(
+    SSDShape(n_heads=48, head_dim=32, n_groups=1, d_state=128, d_conv=4).spec(), 28, AttentionSpec(12, 4, 64), 4
+)
+NEMOTRON_9B = model_of(
+    SSDShape(n_heads=128, head_dim=80, n_groups=8, d_state=128, d_conv=4).spec(), 27, AttentionSpec(40, 8, 128), 4
+)
+NEMOTRON_SUPER = model_of(
+    SSDShape(n_heads=128, head_dim=64, n_groups=8, d_state=128, d_conv=4).spec(), 40, AttentionSpec(32, 2, 128), 8
+)
 
 
 @cache
@@ -61,7 +69,12 @@ def from_config(name: str) -> Model:
         pytest.param(QWEN_9B, 1, 50.25, id="Qwen3.5-9B: log in ggml-org/llama.cpp#22546, 2.25 MiB of R and 48.00 of S"),
         pytest.param(QWEN_27B, 1, 149.6, id="Qwen3.6-27B: size of a checkpoint in ggml-org/llama.cpp threads"),
         pytest.param(QWEN_35B, 1, 63, id="Qwen3.6-35B-A3B: the same"),
-        pytest.param(QWEN_35B, 4, 251, id="Qwen3.5-35B-A3B, 4 slots: lilting.ch/en/articles/qwen35-ctx-kv-cache-vulkan-optimization"),
+        pytest.param(
+            QWEN_35B,
+            4,
+            251,
+            id="Qwen3.5-35B-A3B, 4 slots: lilting.ch/en/articles/qwen35-ctx-kv-cache-vulkan-optimization",
+        ),
     ],
 )
 def test_llama_cpp_states(model: Model, n_sequences: int, published_mib: float) -> None:
@@ -101,28 +114,42 @@ def test_llama_cpp_takes_back_with_a_state_a_token_where_it_can() -> None:
         pytest.param(QWEN_35B, (2, 4), 1056, 0.76, id="Qwen3.6-35B-A3B: vllm-project/vllm#51250"),
         pytest.param(QWEN_35B, (1, 4), 2096, 0.0, id="Qwen3.5-35B-A3B with K and V in fp8: log of vLLM 0.17.1"),
         pytest.param(GRANITE_350M, (2, 2), 400, 1.39, id="granite-4.0-h-350m, states in bfloat16: log of vLLM 0.11.1"),
-        pytest.param(NEMOTRON_9B, (2, 2), 672, None, id="Nemotron-Nano-9B-v2, states in bfloat16: vllm-project/vllm#24280"),
-        pytest.param(NEMOTRON_SUPER, (1, 4), 8320, None, id="Nemotron-3-Super, K and V in fp8: vllm-project/vllm#48401"),
+        pytest.param(
+            NEMOTRON_9B, (2, 2), 672, None, id="Nemotron-Nano-9B-v2, states in bfloat16: vllm-project/vllm#24280"
+        ),
+        pytest.param(
+            NEMOTRON_SUPER, (1, 4), 8320, None, id="Nemotron-3-Super, K and V in fp8: vllm-project/vllm#48401"
+        ),
     ],
 )
-def test_vllm_blocks(model: Model, itemsizes: tuple[int, int], published_tokens: int, padding_percent: float | None) -> None:
-    """Which dtypes they had follows from the models' configs and the time: states in float32 where a config asks for that."""
+def test_vllm_blocks(
+    model: Model, itemsizes: tuple[int, int], published_tokens: int, padding_percent: float | None
+) -> None:
+    """Which dtypes they had follows from the models' configs and the time: states in float32 where a config asks for
+    that.
+    """
     kv_itemsize, state_itemsize = itemsizes
     (columns, column_bytes), fixed_bytes = model.row_bytes[0], model.fixed_bytes[0]
-    token_bytes, state_bytes = model.token_elements[0] * kv_itemsize, columns * column_bytes + fixed_bytes * state_itemsize // 4
+    token_bytes, state_bytes = (
+        model.token_elements[0] * kv_itemsize,
+        columns * column_bytes + fixed_bytes * state_itemsize // 4,
+    )
     assert vllm_block_tokens(token_bytes, state_bytes) == published_tokens
     if padding_percent is not None:
         assert 100 * (published_tokens * token_bytes / state_bytes - 1) == pytest.approx(padding_percent, abs=0.005)
 
 
 def test_vllm_groups() -> None:
-    """docs/design/hybrid_kv_cache_manager.md: groups as large as the smallest kind; 12 and 13 layers are padded to 13."""
+    """docs/design/hybrid_kv_cache_manager.md: groups as large as the smallest kind; 12 and 13 layers
+    are padded to 13."""
     assert vllm_group_layers(10, 20) == 10 and vllm_group_layers(13, 12) == 13 and vllm_group_layers(0, 7) == 7
     assert vllm_group_layers(10, 30) == 10  # Qwen3.5-35B: four groups of ten, as its users count them
 
 
 def test_vllm_sessions() -> None:
-    """Qwen3.5-35B in fp8 has 304 blocks in 6.08 GiB, says a user's log; here with K and V in bfloat16, so a block is as large."""
+    """Qwen3.5-35B in fp8 has 304 blocks in 6.08 GiB, says a user's log; here with K and V in bfloat16, so a block is as
+    large.
+    """
     plan = vllm(QWEN_35B, 10 * 1056 * 2048 * 304, 2 * 1056, 4)
     block_bytes = 10 * 1056 * 2048
     assert block_bytes / MIB / 10 == pytest.approx(2.05, rel=0.02)
@@ -144,10 +171,13 @@ def test_sglang_slots() -> None:
 def test_sglang_drafts() -> None:
     """sgl-project/sglang#23643: 64 slots for 5 drafts in 36 layers are about 12 GB.
 
-    The model is not named. 36 such layers are those of Qwen3-Next-80B, and 12 GB means 1 MiB a state: its own on each of two GPUs.
+    The model is not named. 36 such layers are those of Qwen3-Next-80B, and 12 GB means 1 MiB a state: its own on each
+    of two GPUs.
     """
     half = DeltaRuleShape(n_heads=16, n_key_heads=8, value_dim=128, key_dim=128, d_conv=4).spec()
-    assert 64 * sglang_draft_bytes(model_of(half, 36, AttentionSpec(8, 1, 256), 12), 5) / 1e9 == pytest.approx(12, rel=0.02)
+    assert 64 * sglang_draft_bytes(model_of(half, 36, AttentionSpec(8, 1, 256), 12), 5) / 1e9 == pytest.approx(
+        12, rel=0.02
+    )
 
 
 def test_sglang_divides_memory_once() -> None:
@@ -155,8 +185,12 @@ def test_sglang_divides_memory_once() -> None:
     plan = sglang(model, budget, 32768, 0)
     for_kv = budget * 10 // 19
     assert plan.n_sessions == min(for_kv // (32768 * 24576), (budget - for_kv) // (3 * sum(model.state_bytes)))
-    # One buffer for both, from both ends (sgl-project/sglang#29678): what a session takes divides the budget, and nothing is left over.
-    assert f"--enable-unified-memory both share one buffer, as here: up to {budget // plan.session_bytes:,} sessions" in plan.notes[0]
+    # One buffer for both, from both ends (sgl-project/sglang#29678): what a session takes divides the budget, and
+    # nothing is left over.
+    assert (
+        f"--enable-unified-memory both share one buffer, as here: up to {budget // plan.session_bytes:,} sessions"
+        in plan.notes[0]
+    )
     assert budget // plan.session_bytes > plan.n_sessions
     drafting = sglang(model, budget, 32768, 4)
     assert drafting.n_window_sessions is not None and drafting.n_window_sessions < plan.n_sessions
@@ -168,7 +202,8 @@ def test_sglang_divides_memory_once() -> None:
 @pytest.mark.parametrize(
     ("name", "published"),
     [
-        ("jamba-1.5-mini", 52e9), ("jamba-1.5-large", 398e9), ("granite-4.0-h-tiny", 7e9), ("granite-4.0-h-small", 32e9),
+        ("jamba-1.5-mini", 52e9), ("jamba-1.5-large", 398e9), ("granite-4.0-h-tiny", 7e9),
+        ("granite-4.0-h-small", 32e9),
         ("qwen3-next-80b-a3b", 80e9), ("nemotron-h-8b", 8_100_852_736), ("falcon-h1-7b", 7.6e9), ("mamba-2.8b", 2.8e9),
         ("mamba2-2.7b", 2.7e9),
     ],
@@ -199,5 +234,7 @@ def test_layers_that_a_formula_does_not_describe_get_no_figure() -> None:
     assert by_name["vLLM"].why_not and by_name["SGLang"].why_not and not by_name["llama.cpp"].why_not
     attention = model_of(None, 0, AttentionSpec(8, 4, 64), 3)
     for plan in plan_peers(attention, GIB, 1024, 8):
-        assert (plan.session_bytes, plan.window_bytes) == (1024 * 3 * 2 * 4 * 64 * 2,) * 2, "attention takes tokens back for nothing"
+        assert (plan.session_bytes, plan.window_bytes) == (1024 * 3 * 2 * 4 * 64 * 2,) * 2, (
+            "attention takes tokens back for nothing"
+        )
         assert plan.n_sessions == plan.n_window_sessions == GIB // plan.session_bytes

@@ -49,7 +49,9 @@ def held_bytes(spec: MemorySpec, n_tokens: int, window: int, **options: Any) -> 
         ("mamba-2.8b", "1k", 1024, 64, "cpu"), ("mamba2-2.7b", "1k", 1024, 64, "cuda"),
     ],
 )  # fmt: skip
-def test_figures_are_those_of_a_memory_that_is_fed(name: str, context: str, n_tokens: int, window: int, device: str) -> None:
+def test_figures_are_those_of_a_memory_that_is_fed(
+    name: str, context: str, n_tokens: int, window: int, device: str
+) -> None:
     found = plan(name, "--budget", "80GiB", "--context", context, "--window", str(window), "--device", device)
     session = found["session"]
     assert session["by_kind"] == held_bytes(spec_of(name, device), session["most_at"], window)
@@ -65,7 +67,11 @@ def test_where_attention_overtakes_states() -> None:
         held = held_bytes(spec, n_tokens, 64)
         assert (held["pages"] > held["states"] + held["tails"]) is is_more
     alone = plan("mamba-2.8b", "--context", "1k")
-    assert alone["attention_overtakes_states_at"] is None and alone["attention_token_bytes"] is None and alone["policies"] == []
+    assert (
+        alone["attention_overtakes_states_at"] is None
+        and alone["attention_token_bytes"] is None
+        and alone["policies"] == []
+    )
 
 
 def test_what_policies_and_few_bits_buy() -> None:
@@ -75,7 +81,17 @@ def test_what_policies_and_few_bits_buy() -> None:
     )
     policies = {name: choice for choice in found["policies"] for name in choice["names"]}
     storages = {name: choice for choice in found["storages"] for name in choice["names"]}
-    assert policies.keys() == {"Recent", "KNorm", "H2O", "Scissorhands", "TOVA", "SnapKV", "PyramidKV", "ExpectedAttention", "Quest"}
+    assert policies.keys() == {
+        "Recent",
+        "KNorm",
+        "H2O",
+        "Scissorhands",
+        "TOVA",
+        "SnapKV",
+        "PyramidKV",
+        "ExpectedAttention",
+        "Quest",
+    }
     assert storages.keys() == {"8 bits", "4 bits", "2 bits", "float8"}
     h2o = sum(held_bytes(spec.with_policy(H2O(200)), 2000, 64).values())
     assert (policies["H2O"]["session_bytes"], policies["H2O"]["n_sessions"]) == (h2o, 8 * GIB // h2o)
@@ -103,7 +119,16 @@ def test_a_terminal_gets_tables(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["plan", "--model", str(hostile), "--budget", "8GiB", "--context", "2k"])
     assert result.exit_code == 0
     assert "\x1b" not in result.stdout and "[bold]\\x1b[31mred.json" in result.stdout.replace("\n", "")
-    for word in ("states (body, head)", "sessions fit into 8 GiB", "H2O", "4 bits", "llama.cpp", "vLLM", "SGLang", "not possible"):
+    for word in (
+        "states (body, head)",
+        "sessions fit into 8 GiB",
+        "H2O",
+        "4 bits",
+        "llama.cpp",
+        "vLLM",
+        "SGLang",
+        "not possible",
+    ):
         assert word in result.stdout
     encoder = CliRunner().invoke(app, ["plan", "--context", "1k", "--encoder", "10"])
     assert encoder.exit_code == 1 and "no encoder" in encoder.stderr
@@ -135,8 +160,10 @@ def test_shares() -> None:
     [
         (["--budget", "many"], "budget"), (["--context", "long"], "--context"), (["--keep", "all"], "--keep"),
         (["--device", "moon"], "--device"),
-        (["--dtype", "int3"], "int3"), (["--state-dtype", "int3"], "--state-dtype"), (["--model", "nowhere"], "nowhere"),
-        (["--model", "."], "config.json"), (["--budget", "1MiB", "--weights"], "--weights"), (["--encoder", "9"], "no encoder"),
+        (["--dtype", "int3"], "int3"), (["--state-dtype", "int3"], "--state-dtype"),
+        (["--model", "nowhere"], "nowhere"),
+        (["--model", "."], "config.json"), (["--budget", "1MiB", "--weights"], "--weights"),
+        (["--encoder", "9"], "no encoder"),
     ],
 )  # fmt: skip
 def test_nonsense_is_one_line(options: list[str], word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,7 +28,8 @@ def softmax_of(kept: list[int], temperature: float = 1.0) -> Tensor:
         (Sampling(temperature=0.4), softmax_of(list(range(8)), 0.4)),
         (Sampling(temperature=2, top_k=3), softmax_of([0, 3, 6], 2.0)),
         (Sampling(temperature=1.0, top_k=99), softmax_of(list(range(8)))),
-        (Sampling(temperature=1.0, top_p=0.6), softmax_of([0, 3])),  # probabilities 0.42 and 0.26 of the two most likely ones
+        # probabilities 0.42 and 0.26 of the two most likely ones
+        (Sampling(temperature=1.0, top_p=0.6), softmax_of([0, 3])),
         (Sampling(temperature=1.0, top_p=0.01), softmax_of([0])),
         (Sampling(temperature=1.0, top_k=4, top_p=1.0), softmax_of([0, 3, 6, 2])),
         (Sampling(), softmax_of([0])),
@@ -43,7 +44,8 @@ def test_draws_are_as_frequent_as_probabilities_say(sampling: Sampling, expected
     assert counts[~possible].sum() == 0
     means = expected[possible].double() * n_draws
     chi_square = float(((counts[possible] - means) ** 2 / means).sum())
-    assert chi_square < 30, f"{counts.tolist()} instead of {means.tolist()}"  # 7 degrees of freedom: beyond 30 once in 10,000 seeds
+    # 7 degrees of freedom: beyond 30 once in 10,000 seeds
+    assert chi_square < 30, f"{counts.tolist()} instead of {means.tolist()}"
 
 
 def test_a_temperature_close_to_zero_is_greedy() -> None:
@@ -86,7 +88,8 @@ def test_repetition_penalty_counts_the_prompt_and_what_was_chosen_once_each() ->
 
 def test_a_penalty_changes_greedy_choices_too() -> None:
     sampler = Sampler(Sampling(repetition_penalty=1.5))
-    assert [sampler.choose(LOGITS) for _ in range(3)] == [0, 3, 0]  # 2.0; then 1.5 beats 2.0 / 1.5; then 1.5 is 1.0 and they are in order
+    # 2.0; then 1.5 beats 2.0 / 1.5; then 1.5 is 1.0 and they are in order
+    assert [sampler.choose(LOGITS) for _ in range(3)] == [0, 3, 0]
     assert not Sampling(repetition_penalty=1.5).is_plain and Sampling().is_plain
 
 
@@ -97,7 +100,9 @@ def test_logits_of_any_dtype_are_left_as_they_were() -> None:
         assert torch.equal(logits, LOGITS.to(dtype))
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), Sampling(temperature=1.0, seed=0), Sampling(temperature=1.0, top_k=3, top_p=0.5)])
+@pytest.mark.parametrize(
+    "sampling", [Sampling(), Sampling(temperature=1.0, seed=0), Sampling(temperature=1.0, top_k=3, top_p=0.5)]
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_logits_that_are_not_finite_are_refused(sampling: Sampling, bad: float) -> None:
     logits = LOGITS.clone()

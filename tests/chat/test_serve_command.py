@@ -67,7 +67,9 @@ def test_what_cannot_work_is_one_line(arguments: list[str], word: str) -> None:
 
 
 def test_the_key_may_be_in_the_environment() -> None:
-    assert_one_line_error(["--host", "0.0.0.0", "--port", "0", "--model", "/nowhere/at/all"], "nowhere", HYBRID_MEMORY_API_KEY="secret")
+    assert_one_line_error(
+        ["--host", "0.0.0.0", "--port", "0", "--model", "/nowhere/at/all"], "nowhere", HYBRID_MEMORY_API_KEY="secret"
+    )
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,7 +79,8 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("api_key", ""), ("max_body_bytes", 0), ("max_tokens", 1), ("max_requests", True), ("grace_seconds", -1)]
+    ("name", "value"),
+    [("api_key", ""), ("max_body_bytes", 0), ("max_tokens", 1), ("max_requests", True), ("grace_seconds", -1)],
 )
 def test_options_that_cannot_work(name: str, value: object) -> None:
     with pytest.raises(SpecError, match="key" if name == "api_key" else name):
@@ -87,7 +90,18 @@ def test_options_that_cannot_work(name: str, value: object) -> None:
 def test_from_start_to_signal(tmp_path: Path) -> None:
     """The command as it is: its line on stderr says where, the key is asked for, and SIGTERM ends it in peace."""
     program = [sys.executable, "-c", "from chat.cli import app; app()"]
-    command = [*program, "serve", "--port", "0", "--budget", "32MiB", "--swap-dir", str(tmp_path), "--host-budget", "1MiB"]
+    command = [
+        *program,
+        "serve",
+        "--port",
+        "0",
+        "--budget",
+        "32MiB",
+        "--swap-dir",
+        str(tmp_path),
+        "--host-budget",
+        "1MiB",
+    ]
     environment = os.environ | {"HYBRID_MEMORY_API_KEY": "secret", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         killer = threading.Timer(120, process.kill)
@@ -102,7 +116,10 @@ def test_from_start_to_signal(tmp_path: Path) -> None:
                     model="embedded", messages=[{"role": "user", "content": "My cat is called Zoe."}], temperature=0
                 )
             assert reply.choices[0].message.content == "Okay, noted."
-            with openai.OpenAI(base_url=url[0], api_key="wrong", max_retries=0) as stranger, pytest.raises(openai.AuthenticationError):
+            with (
+                openai.OpenAI(base_url=url[0], api_key="wrong", max_retries=0) as stranger,
+                pytest.raises(openai.AuthenticationError),
+            ):
                 stranger.models.list()
             process.send_signal(signal.SIGTERM)
             assert "Traceback" not in process.stderr.read()

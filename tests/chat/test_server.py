@@ -1,4 +1,6 @@
-"""The server as OpenAI's own client sees it: what it answers, what it refuses and how, and that it keeps nothing behind."""
+"""The server as OpenAI's own client sees it: what it answers, what it refuses and how, and that it keeps nothing
+behind.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,11 @@ def test_a_chat(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
         reply = client.chat.completions.create(model=MODEL, messages=asked, temperature=0)  # type: ignore[arg-type]
         assert (reply.object, reply.model) == ("chat.completion", MODEL)
         (choice,) = reply.choices
-        assert (choice.message.role, choice.message.content, choice.finish_reason) == ("assistant", "Your cat is called Zoe.", "stop")
+        assert (choice.message.role, choice.message.content, choice.finish_reason) == (
+            "assistant",
+            "Your cat is called Zoe.",
+            "stop",
+        )
         assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
         assert reply.usage.prompt_tokens == len(prompt)
         assert reply.usage.completion_tokens == len(tokenizer.encode("Your cat is called Zoe.")) + 1
@@ -77,7 +83,11 @@ def test_a_chat(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
 def test_a_reply_can_be_given_back_as_a_message(client: openai.OpenAI) -> None:
     """As the client has it, with all the fields that stand for nothing."""
     first = client.chat.completions.create(model=MODEL, messages=CAT, temperature=0).choices[0].message  # type: ignore[arg-type]
-    asked = [*CAT, first, {"role": "user", "content": [{"type": "text", "text": "What is my "}, {"type": "text", "text": "cat called?"}]}]
+    asked = [
+        *CAT,
+        first,
+        {"role": "user", "content": [{"type": "text", "text": "What is my "}, {"type": "text", "text": "cat called?"}]},
+    ]
     reply = client.chat.completions.create(model=MODEL, messages=asked, temperature=0)  # type: ignore[arg-type]
     assert reply.choices[0].message.content == "Your cat is called Zoe."
     assert reply.usage is not None and reply.usage.prompt_tokens_details is not None
@@ -95,16 +105,24 @@ def first_turn_tokens(n_prompt: int, client: openai.OpenAI) -> int:
 def test_a_stream_says_what_the_whole_reply_says(client: openai.OpenAI) -> None:
     whole = client.chat.completions.create(model=MODEL, messages=CAT, temperature=0)  # type: ignore[arg-type]
     stream = client.chat.completions.create(
-        model=MODEL, messages=CAT, temperature=0, stream=True, stream_options={"include_usage": True}  # type: ignore[arg-type]
+        model=MODEL, messages=CAT, temperature=0, stream=True,
+        stream_options={"include_usage": True}  # type: ignore[arg-type]
     )  # fmt: skip
     *chunks, last = list(stream)
-    assert {chunk.id for chunk in chunks} == {last.id} and {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
+    assert {chunk.id for chunk in chunks} == {last.id} and {chunk.object for chunk in chunks} == {
+        "chat.completion.chunk"
+    }
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content == NOTED
+    assert (
+        "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == whole.choices[0].message.content == NOTED
+    )
     assert len([chunk for chunk in chunks if chunk.choices[0].delta.content]) > 1
     assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
     assert last.choices == [] and last.usage is not None and whole.usage is not None
-    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (whole.usage.prompt_tokens, whole.usage.completion_tokens)
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (
+        whole.usage.prompt_tokens,
+        whole.usage.completion_tokens,
+    )
 
 
 def test_many_at_once_are_told_their_own(server: Running) -> None:
@@ -137,7 +155,9 @@ def cached(server: Running, prompt: str, key: str | None = None, **options: Any)
     return int(answer.json["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-@pytest.mark.parametrize("mine", [{"key": "mine"}, {"prompt_cache_key": "mine"}, {"key": "a", "prompt_cache_key": "mine"}])
+@pytest.mark.parametrize(
+    "mine", [{"key": "mine"}, {"prompt_cache_key": "mine"}, {"key": "a", "prompt_cache_key": "mine"}]
+)
 def test_guesses_of_what_others_have_asked_look_all_the_same(server: Running, mine: dict[str, Any]) -> None:
     """A right guess finds as little as a wrong one; who asks again as the same finds it."""
     secret = "My cat is called Zoe. My dog is called Rex."
@@ -187,13 +207,21 @@ def test_a_reply_ends_where_it_is_told_to(client: openai.OpenAI, is_stream: bool
 def test_completions_of_texts_and_tokens(client: openai.OpenAI, tokenizer: Tokenizer) -> None:
     def texts(prompt: Any, **options: Any) -> list[str]:
         reply = client.completions.create(model=MODEL, prompt=prompt, temperature=0, **options)
-        assert reply.object == "text_completion" and [choice.index for choice in reply.choices] == list(range(len(reply.choices)))
+        assert reply.object == "text_completion" and [choice.index for choice in reply.choices] == list(
+            range(len(reply.choices))
+        )
         return [choice.text for choice in reply.choices]
 
-    cat, dog = (f"<|bos|><|user|>{text}<|end|><|assistant|>" for text in ("My cat is called Zoe.", "What is my dog called?"))
+    cat, dog = (
+        f"<|bos|><|user|>{text}<|end|><|assistant|>" for text in ("My cat is called Zoe.", "What is my dog called?")
+    )
     assert texts(cat) == [NOTED] and texts([cat, dog]) == [NOTED, UNKNOWN]
     ids = [tokenizer.encode(text) for text in (cat, dog)]
-    assert texts(ids[0]) == [NOTED] and texts(ids) == [NOTED, UNKNOWN] and texts([ids[0], dog], n=2) == [NOTED] * 2 + [UNKNOWN] * 2
+    assert (
+        texts(ids[0]) == [NOTED]
+        and texts(ids) == [NOTED, UNKNOWN]
+        and texts([ids[0], dog], n=2) == [NOTED] * 2 + [UNKNOWN] * 2
+    )
     assert texts(cat, echo=True) == [cat + NOTED]
     plain = "My cat is called Zoe."
     assert texts(tokenizer.encode(plain), echo=True, max_tokens=0) == [plain] == texts(plain, echo=True, max_tokens=0)
@@ -232,7 +260,10 @@ def test_the_clients_errors_are_those_it_knows(client: openai.OpenAI) -> None:
         ({"messages": [*CAT, {"role": "user"}]}, "messages[1].content"),
         ({"messages": [{"role": "king", "content": "a"}]}, "messages[0].role"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages[0].content",
+        ),
         ({"messages": [{"role": "user", "content": "a", "name": "Bob"}]}, "messages[0].name"),
         ({"messages": [{"role": "user", "content": "a", "mood": "bad"}]}, "messages[0].mood"),
         ({"messages": [{"role": "system", "content": "This model's template knows no systems."}]}, "messages"),
@@ -309,7 +340,13 @@ def test_a_wrong_parameter_of_a_completion_is_named(server: Running, change: dic
 
 
 def test_what_changes_nothing_is_accepted(server: Running) -> None:
-    no_tools = {"tools": [], "tool_choice": "none", "logprobs": False, "response_format": {"type": "text"}, "store": False}
+    no_tools = {
+        "tools": [],
+        "tool_choice": "none",
+        "logprobs": False,
+        "response_format": {"type": "text"},
+        "store": False,
+    }
     no_bias = {"logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0}
     harmless = no_tools | no_bias | {"user": "me", "n": 1, "stop": None, "seed": None, "max_tokens": None}
     assert post(server, BASE | harmless | {"temperature": 0}).json["choices"][0]["message"]["content"] == NOTED
@@ -318,7 +355,8 @@ def test_what_changes_nothing_is_accepted(server: Running) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"{", b"nonsense", b'{"model": NaN}', b'"\\ud800"', b"\xff\xfe", b"[" * 100_0, b"1" * 5000, b"[]", b"null", b"5",
+        b"", b"{", b"nonsense", b'{"model": NaN}', b'"\\ud800"', b"\xff\xfe", b"[" * 100_0, b"1" * 5000, b"[]", b"null",
+        b"5",
         b'{"model": "embedded", "messages": [{"role": "user", "content": "\\ud800"}]}',
     ],
 )  # fmt: skip
@@ -330,16 +368,30 @@ def test_what_is_no_json_object_is_a_bad_request(server: Running, body: bytes) -
 
 def test_too_many_tokens(server: Running) -> None:
     long = "cat " * LIMIT
-    for answer in (server.chat(long), server.chat(max_tokens=LIMIT), post(server, {"model": MODEL, "prompt": long}, "/v1/completions")):
+    for answer in (
+        server.chat(long),
+        server.chat(max_tokens=LIMIT),
+        post(server, {"model": MODEL, "prompt": long}, "/v1/completions"),
+    ):
         assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
         assert str(LIMIT) in answer.error["message"]
 
 
 def test_paths_and_methods(server: Running) -> None:
-    for method, path in (("GET", "/"), ("POST", "/v1/embeddings"), ("GET", "/v1/models/"), ("GET", "/docs"), ("GET", "/v1/models/a/b")):
+    for method, path in (
+        ("GET", "/"),
+        ("POST", "/v1/embeddings"),
+        ("GET", "/v1/models/"),
+        ("GET", "/docs"),
+        ("GET", "/v1/models/a/b"),
+    ):
         answer = server.call(method, path, b"{}" if method == "POST" else None)
         assert answer.status == 404 and answer.error["type"] == "invalid_request_error"
-    for method, path, allowed in (("GET", "/v1/chat/completions", "POST"), ("DELETE", "/v1/models", "GET"), ("POST", "/health", "GET")):
+    for method, path, allowed in (
+        ("GET", "/v1/chat/completions", "POST"),
+        ("DELETE", "/v1/models", "GET"),
+        ("POST", "/health", "GET"),
+    ):
         answer = server.call(method, path)
         assert (answer.status, answer.headers["Allow"], answer.error["code"]) == (405, allowed, "method_not_allowed")
 
@@ -347,7 +399,9 @@ def test_paths_and_methods(server: Running) -> None:
 @pytest.mark.parametrize("n_bytes", [(1 << 16) + 1, 1 << 18, 1 << 23])
 @pytest.mark.parametrize("is_declared", [True, False])
 def test_a_body_that_is_too_large(server: Running, n_bytes: int, is_declared: bool) -> None:
-    """Also where nobody says how large it will be. Who is told after a little more than that may find the connection closed."""
+    """Also where nobody says how large it will be.
+    Who is told after a little more than that may find the connection closed.
+    """
     body = b'{"model": "' + b"a" * (n_bytes - 13) + b'"}'
     try:
         answer = post(server, body if is_declared else (body[i : i + 5000] for i in range(0, n_bytes, 5000)))
@@ -365,8 +419,23 @@ def test_keys(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
         server.headers = {}
         assert server.call("GET", "/health").json == {"status": "ok"}
         key = "sésame".encode().decode("latin-1")
-        for header in (None, "", "Bearer", "Bearer ", "Bearer wrong", f"Basic {key}", key, f"Bearer {key}x", "Bearer \x80"):
-            for method, path in (("GET", "/v1/models"), ("GET", "/metrics"), ("POST", "/v1/chat/completions"), ("GET", "/nowhere")):
+        for header in (
+            None,
+            "",
+            "Bearer",
+            "Bearer ",
+            "Bearer wrong",
+            f"Basic {key}",
+            key,
+            f"Bearer {key}x",
+            "Bearer \x80",
+        ):
+            for method, path in (
+                ("GET", "/v1/models"),
+                ("GET", "/metrics"),
+                ("POST", "/v1/chat/completions"),
+                ("GET", "/nowhere"),
+            ):
                 answer = server.call(method, path, headers={} if header is None else {"Authorization": header})
                 assert (answer.status, answer.headers["WWW-Authenticate"]) == (401, "Bearer"), header
                 assert answer.error["type"] == "authentication_error" and "sésame" not in answer.error["message"]
@@ -385,7 +454,9 @@ def gated(embedded: LanguageModel) -> Iterator[Gated]:
 def send(server: Running, body: dict[str, Any]) -> http.client.HTTPConnection:
     """A request whose answer nobody has read yet."""
     connection = server.connect()
-    connection.request("POST", "/v1/chat/completions", json.dumps(BASE | {"temperature": 0} | body), JSON | server.headers)
+    connection.request(
+        "POST", "/v1/chat/completions", json.dumps(BASE | {"temperature": 0} | body), JSON | server.headers
+    )
     return connection
 
 
@@ -410,7 +481,9 @@ def test_who_goes_frees_its_bytes(gated: Gated, tokenizer: Tokenizer, is_stream:
     """Before the first token, and later; the generation does not go on."""
     with running(gated, tokenizer) as server:
         gated.is_open = False
-        connection = send(server, {"stream": is_stream, "messages": [{"role": "user", "content": "What is my dog called?"}], "n": 2})
+        connection = send(
+            server, {"stream": is_stream, "messages": [{"role": "user", "content": "What is my dog called?"}], "n": 2}
+        )
         wait_until(lambda: server.engine.load.running == 1)
         for n in range(n_steps):
             gated.may_step.release()
@@ -450,11 +523,19 @@ def test_who_sends_too_slowly(embedded: LanguageModel, tokenizer: Tokenizer) -> 
 
 
 def test_who_does_not_listen_counts_as_gone(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Its connection stays, its place does not. Sockets hold so much that they hide it for long, so there is none here."""
+    """Its connection stays, its place does not.
+    Sockets hold so much that they hide it for long, so there is none here."""
     memory = HybridMemory(embedded.memory_spec, "16MiB", poison=True)
     app = make_app(Engine(embedded, memory, tokenizer), tokenizer, MODEL, ServerOptions(stall_seconds=0.05))
     body = json.dumps(BASE | {"stream": True}).encode()
-    scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": RAW_JSON, "query_string": b"", "asgi": {}}
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/chat/completions",
+        "headers": RAW_JSON,
+        "query_string": b"",
+        "asgi": {},
+    }
 
     async def receive() -> dict[str, Any]:
         return incoming.pop() if incoming else await asyncio.Event().wait()  # type: ignore[return-value]
@@ -507,7 +588,9 @@ def test_a_server_that_does_not_run_says_so(embedded: LanguageModel, tokenizer: 
 # What breaks
 
 
-def test_a_step_that_fails_ends_its_requests_and_no_others(gated: Gated, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_fails_ends_its_requests_and_no_others(
+    gated: Gated, tokenizer: Tokenizer, caplog: pytest.LogCaptureFixture
+) -> None:
     with running(gated, tokenizer) as server:
         gated.error = RuntimeError("a secret of the house")
         answer = server.chat()
@@ -538,8 +621,12 @@ def test_a_memory_that_cannot_hold_it(embedded: LanguageModel, tokenizer: Tokeni
         answer = server.chat("cat " * limit)
         assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded")
         n_before = server.chat().status == 200 and server.prefixes.stats().n_checkpoints
-        answer = post(server, {"model": MODEL, "prompt": [10**9] * 50_000}, "/v1/completions")  # whether they are tokens, nobody asks
-        assert (answer.status, answer.error["code"]) == (400, "context_length_exceeded") and "50,000 tokens" in answer.error["message"]
+        # whether they are tokens, nobody asks
+        answer = post(server, {"model": MODEL, "prompt": [10**9] * 50_000}, "/v1/completions")
+        assert (answer.status, answer.error["code"]) == (
+            400,
+            "context_length_exceeded",
+        ) and "50,000 tokens" in answer.error["message"]
         assert server.prefixes.stats().n_checkpoints == n_before > 0
         n_tokens = limit * 3 // 4
         with server.engine.lock:
@@ -591,11 +678,19 @@ def test_metrics(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
         assert server.metric('requests_total{code="400",path="/v1/chat/completions"}') == 1
         assert server.metric('requests_total{code="404",path="other"}') == 1
         assert server.metric("prompt_tokens_total") == sum(usage["prompt_tokens"] for usage in usages)
-        assert server.metric("reused_tokens_total") == sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages) > 0
+        assert (
+            server.metric("reused_tokens_total")
+            == sum(usage["prompt_tokens_details"]["cached_tokens"] for usage in usages)
+            > 0
+        )
         assert server.metric("generated_tokens_total") == sum(usage["completion_tokens"] for usage in usages)
         assert server.metric("time_to_first_token_seconds_count") == 3
         assert server.metric("inter_token_seconds_count") == server.metric("generated_tokens_total") - 3
-        assert [server.metric(f'generations{{state="{state}"}}') for state in ("running", "waiting", "swapped")] == [0, 0, 0]
+        assert [server.metric(f'generations{{state="{state}"}}') for state in ("running", "waiting", "swapped")] == [
+            0,
+            0,
+            0,
+        ]
         usage = server.memory.usage()
         assert {kind: server.metric(f'used_bytes{{kind="{kind}"}}') for kind in usage.by_kind} == usage.by_kind
         assert "process_resident_memory_bytes" in server.call("GET", "/metrics").body.decode()

@@ -1,4 +1,6 @@
-"""What reaches the server before there is a request: half-sent and malformed ones, too many connections, and pages of strangers."""
+"""What reaches the server before there is a request: half-sent and malformed ones, too many connections, and pages of
+strangers.
+"""
 
 from __future__ import annotations
 
@@ -149,8 +151,14 @@ def test_what_follows_while_an_answer_is_made_is_not_answered(embedded: Language
 def test_requests_one_after_another_share_a_connection(shared: Running) -> None:
     connection = shared.connect()
     for _ in range(3):
-        for method, path, body in (("POST", "/v1/completions", BODY), ("GET", "/health", None), ("POST", "/nowhere", b"{}")):
-            connection.request(method, path, body, {"Content-Type": "application/json", "Upgrade": "h2c", "Connection": "Upgrade"})
+        for method, path, body in (
+            ("POST", "/v1/completions", BODY),
+            ("GET", "/health", None),
+            ("POST", "/nowhere", b"{}"),
+        ):
+            connection.request(
+                method, path, body, {"Content-Type": "application/json", "Upgrade": "h2c", "Connection": "Upgrade"}
+            )
             response = connection.getresponse()
             assert response.status == (404 if path == "/nowhere" else 200) and response.read()
             assert not response.will_close
@@ -168,7 +176,10 @@ def test_a_body_in_very_many_chunks_is_refused(shared: Running) -> None:
     """Each would cost the event loop as much as a request."""
     n_chunks = len(BODY)
     body = b"".join(b"1\r\n%c\r\n" % byte for byte in BODY) + b"0\r\n\r\n"
-    assert n_chunks < MOST_CHUNKS and send(shared, post("Transfer-Encoding: chunked", "Connection: close", body=body)).status == 200
+    assert (
+        n_chunks < MOST_CHUNKS
+        and send(shared, post("Transfer-Encoding: chunked", "Connection: close", body=body)).status == 200
+    )
     assert send(shared, post("Transfer-Encoding: chunked", body=b"1\r\n \r\n" * (MOST_CHUNKS + 1))).status == 400
 
 
@@ -204,12 +215,17 @@ def test_malformed_requests_do_not_fill_the_log(shared: Running, caplog: pytest.
     n_before = shared.metric('refused_connections_total{code="malformed_http"}')
     for _ in range(20):
         assert send(shared, b"nonsense\r\n\r\n").status == 400
-        send(shared, b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n")
+        send(
+            shared,
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n",
+        )
     assert len(caplog.records) <= 1
     assert shared.metric('refused_connections_total{code="malformed_http"}') == n_before + 20
 
 
-def test_a_message_is_written_seldom_and_with_its_number(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_message_is_written_seldom_and_with_its_number(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 0.0
     monkeypatch.setattr("chat.server.connections.time.monotonic", lambda: now)
     log = logging.getLogger("tests.seldom")
@@ -242,7 +258,9 @@ def test_a_head_has_its_time(embedded: LanguageModel, tokenizer: Tokenizer) -> N
         wait_until(lambda: len(server.server.connections) == 0)
 
 
-def test_a_body_must_keep_coming(embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_must_keep_coming(
+    embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(guard, "_PATIENCE_SECONDS", 0.1)
     with running(embedded, tokenizer, ServerOptions(body_bytes_per_second=1000)) as server:
         assert send(server, post("Content-Length: 1000", body=b"{")).status == 408
@@ -262,18 +280,26 @@ def test_half_sent_bodies_keep_nobody_out(shared: Running, path: str, n_sent: in
             assert shared.call("POST", "/v1/completions", BODY).status == 200
 
 
-def test_a_body_without_the_key_is_not_waited_for(embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_without_the_key_is_not_waited_for(
+    embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(guard, "_DRAIN_SECONDS", 0.05)
     with running(embedded, tokenizer, ServerOptions(api_key="secret")) as server:
         assert send(server, post("Content-Length: 100", body=b"{")).status == 401
-        assert send(server, post("Content-Length: 100", "Authorization: Bearer secret", body=b"{", path="/nowhere")).status == 404
+        assert (
+            send(server, post("Content-Length: 100", "Authorization: Bearer secret", body=b"{", path="/nowhere")).status
+            == 404
+        )
 
 
 # How many connections
 
 
 def test_half_open_connections_give_way(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
-    with running(embedded, tokenizer, ServerOptions(max_connections=6, max_peer_connections=4)) as server, ExitStack() as held:
+    with (
+        running(embedded, tokenizer, ServerOptions(max_connections=6, max_peer_connections=4)) as server,
+        ExitStack() as held,
+    ):
         oldest, *_ = [held.enter_context(connect(server, b"GET /", f"127.0.0.{i % 5 + 2}")) for i in range(20)]
         assert b"too_many_connections" in read_all(oldest)
         wait_until(lambda: len(server.server.server_state.connections) <= 6)
@@ -317,14 +343,16 @@ def test_half_sent_requests_do_not_hold_up_the_end(embedded: LanguageModel, toke
 
 
 @pytest.mark.parametrize(
-    "host", ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:1", "127.9.9.9", "[::1]", "[::1]:80", "a.localhost."]
+    "host",
+    ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:1", "127.9.9.9", "[::1]", "[::1]:80", "a.localhost."],
 )
 def test_loopbacks_names_may_be_used(host: str) -> None:
     Admission(ServerOptions()).check("GET", "/v1/models", {b"host": host.encode()})
 
 
 @pytest.mark.parametrize(
-    "host", ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "", ":80", "8.8.8.8", "[::2]", "local\xff"]
+    "host",
+    ["evil.example", "127.0.0.1.evil.example", "localhost.evil.example", "", ":80", "8.8.8.8", "[::2]", "local\xff"],
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
 def test_a_name_that_somebody_pointed_here_is_refused(host: str, method: str) -> None:
@@ -340,35 +368,60 @@ def test_rebinding_and_drive_by_requests_are_refused(shared: Running) -> None:
     sent = f"Content-Length: {len(BODY)}\r\n\r\n".encode() + BODY
     n_before = shared.metric('requests_total{code="200",path="/v1/completions"}')
     as_form = f"POST /v1/completions HTTP/1.1\r\n{head}Content-Type: text/plain\r\n".encode() + sent
-    as_page = f"POST /v1/completions HTTP/1.1\r\n{head}Origin: https://evil.example\r\nContent-Type: application/json\r\n".encode() + sent
+    as_page = (
+        f"POST /v1/completions HTTP/1.1\r\n{head}Origin: https://evil.example\r\n"
+        "Content-Type: application/json\r\n".encode()
+        + sent
+    )
     as_null = as_page.replace(b"https://evil.example", b"null")
     rebinding = f"POST /v1/completions HTTP/1.1\r\n{rebound}Content-Type: application/json\r\n".encode() + sent
     preflight = (
-        f"OPTIONS /v1/completions HTTP/1.1\r\n{head}Origin: https://evil.example\r\nAccess-Control-Request-Method: POST\r\n\r\n"
+        f"OPTIONS /v1/completions HTTP/1.1\r\n{head}Origin: https://evil.example\r\nAccess-Control-Request-Method: "
+        "POST\r\n\r\n"
     ).encode()
     for request, status in ((as_form, 415), (as_page, 403), (as_null, 403), (rebinding, 403), (preflight, 403)):
         answer = send(shared, request)
-        assert answer.status == status and answer.error["code"] in ("unsupported_media_type", "origin_not_allowed", "host_not_allowed")
+        assert answer.status == status and answer.error["code"] in (
+            "unsupported_media_type",
+            "origin_not_allowed",
+            "host_not_allowed",
+        )
         assert not [name for name in answer.headers if name.startswith("access-control")]
     assert send(shared, f"GET /v1/models HTTP/1.1\r\n{rebound}\r\n".encode()).status == 403
     assert shared.metric('requests_total{code="200",path="/v1/completions"}') == n_before
 
 
 def test_pages_that_are_allowed_may_ask_and_read(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
-    page, names = "https://good.example", {"access-control-allow-origin", "access-control-allow-methods", "access-control-allow-headers"}
+    page, names = (
+        "https://good.example",
+        {"access-control-allow-origin", "access-control-allow-methods", "access-control-allow-headers"},
+    )
     options = ServerOptions(api_key="secret", allowed_origins=(page,), allowed_hosts=("model.example",))
     with running(embedded, tokenizer, options) as server:
-        asks = {"Origin": page, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+        asks = {
+            "Origin": page,
+            "Access-Control-Request-Method": "POST",
+            "Access-Control-Request-Headers": "authorization,x-stainless-os",
+        }
         answer = server.call("OPTIONS", "/v1/completions", None, asks | {"Authorization": ""})
         assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (204, page)
         assert answer.headers["Access-Control-Allow-Headers"] == "authorization,x-stainless-os" and names <= set(
             map(str.lower, answer.headers)
         )
-        for headers, status in ((asks, 200), ({}, 200), (asks | {"Authorization": ""}, 401), (asks | {"Host": "model.example:443"}, 200)):
+        for headers, status in (
+            (asks, 200),
+            ({}, 200),
+            (asks | {"Authorization": ""}, 401),
+            (asks | {"Host": "model.example:443"}, 200),
+        ):
             answer = server.call("POST", "/v1/completions", BODY, headers)
             assert (answer.status, answer.headers["Access-Control-Allow-Origin"]) == (status, headers.get("Origin"))
             assert answer.headers["Vary"] == "Origin"
-        for headers in ({"Origin": "https://evil.example"}, {"Host": "evil.example"}, {"Origin": f"{page}.evil.example"}):
+        for headers in (
+            {"Origin": "https://evil.example"},
+            {"Host": "evil.example"},
+            {"Origin": f"{page}.evil.example"},
+        ):
             answer = server.call("POST", "/v1/completions", BODY, headers)
             assert answer.status == 403 and answer.headers["Access-Control-Allow-Origin"] is None
             assert server.call("OPTIONS", "/v1/completions", None, asks | headers).status == 403
@@ -382,12 +435,19 @@ def test_a_key_is_enough_where_no_names_are_given() -> None:
     admission.check("POST", "/v1/completions", headers)
     assert admission.headers_for(headers) == []
     with pytest.raises(ApiError, match="API key"):
-        admission.check("OPTIONS", "/v1/completions", headers | {b"access-control-request-method": b"POST", b"authorization": b""})
+        admission.check(
+            "OPTIONS", "/v1/completions", headers | {b"access-control-request-method": b"POST", b"authorization": b""}
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("allowed_hosts", "http://a"), ("allowed_hosts", "a:80"), ("allowed_origins", "a.example"), ("allowed_origins", "https://a/")],
+    [
+        ("allowed_hosts", "http://a"),
+        ("allowed_hosts", "a:80"),
+        ("allowed_origins", "a.example"),
+        ("allowed_origins", "https://a/"),
+    ],
 )
 def test_names_that_cannot_match_are_refused(name: str, value: str) -> None:
     with pytest.raises(SpecError, match="allowed"):

@@ -1,6 +1,8 @@
-"""Others' clients while somebody holds connections half open, trickles bodies and sends large ones: they are answered as before.
+"""Others' clients while somebody holds connections half open, trickles bodies and sends large ones: they are answered
+as before.
 
-By default a short form runs, which only counts. `SIEGE_SECONDS=30` runs the long form, which measures how long others wait.
+By default a short form runs, which only counts. `SIEGE_SECONDS=30` runs the long form, which measures how long others
+wait.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Many clients at once, most of them rude: nobody is told what another said, nothing is left behind, and nothing is our fault.
+"""Many clients at once, most of them rude: nobody is told what another said, nothing is left behind, and nothing is our
+fault.
 
 The storm lasts five seconds; `STORM_SECONDS=60` makes it a minute.
 """
@@ -60,13 +61,16 @@ def make_questions(model: LanguageModel, tokenizer: Tokenizer, n_clients: int, n
     engine = Engine(model, HybridMemory(model.memory_spec, "256MiB"), tokenizer)
     said = [engine.submit(encode_chat(tokenizer, question.messages), max_tokens=32) for question in drawn]
     engine.run()
-    known = [[drawn[i] for i in range(c, len(drawn), n_clients) if said[i].text == drawn[i].answer] for c in range(n_clients)]
+    known = [
+        [drawn[i] for i in range(c, len(drawn), n_clients) if said[i].text == drawn[i].answer] for c in range(n_clients)
+    ]
     assert all(known), "the model should know nearly all of them"
     return known
 
 
 async def exchange(port: int, path: str, body: bytes, *, leave_after: int | None = None) -> tuple[int, bytes]:
-    """A request in HTTP/1.0, whose answer ends with its connection. Who leaves does so after that many lines; status 0."""
+    """A request in HTTP/1.0, whose answer ends with its connection.
+    Who leaves does so after that many lines; status 0."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         head = f"POST {path} HTTP/1.0\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
@@ -105,7 +109,8 @@ RUDE: dict[str, tuple[str, bytes, int]] = {
 
 
 async def client(port: int, number: int, questions: list[Question], tally: Tally, end: float) -> None:
-    """Asks and leaves, and is rude in between, until the time is over; once in each way even where the time is short."""
+    """Asks and leaves, and is rude in between, until the time is over; once in each way even where the
+    time is short."""
     rng = random.Random(number)
     first = ["leave", "ask", sorted(RUDE)[number % len(RUDE)], "draw"]
     while first or time.monotonic() < end:
@@ -149,7 +154,14 @@ def test_a_storm(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
         asyncio.run(storm())
         server.settle()
         stats = server.engine.stats
-        logging.info("%s; %s answers, %s left; %s; %s", dict(tally.statuses), tally.n_answers, tally.n_left, stats, server.prefixes.stats())
+        logging.info(
+            "%s; %s answers, %s left; %s; %s",
+            dict(tally.statuses),
+            tally.n_answers,
+            tally.n_left,
+            stats,
+            server.prefixes.stats(),
+        )
         assert tally.wrong == []
         expected = {kind: status for kind, (_, _, status) in RUDE.items()} | {"ask": 200, "draw": 200, "leave": 0}
         assert set(tally.statuses) == set(expected.items())
@@ -161,15 +173,22 @@ def test_a_storm(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
 # Requests that nobody would think of
 
 ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from([MODEL, "user", "system", "text"]),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from([MODEL, "user", "system", "text"]),
     lambda inner: (
-        st.lists(inner, max_size=4) | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "x"]), inner, max_size=4)
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "x"]), inner, max_size=4)
     ),
     max_leaves=8,
 )
 PARAMETERS = (
-    "model messages prompt max_tokens max_completion_tokens temperature top_p top_k repetition_penalty seed stop stream stream_options n "
-    "user echo best_of logprobs tools response_format logit_bias frequency_penalty suffix modalities nonsense"
+    "model messages prompt max_tokens max_completion_tokens temperature top_p top_k repetition_penalty seed stop "
+    "stream stream_options n user echo best_of logprobs tools response_format logit_bias frequency_penalty suffix "
+    "modalities nonsense"
 ).split()
 LIKELY = st.fixed_dictionaries(
     {},
@@ -184,8 +203,12 @@ LIKELY = st.fixed_dictionaries(
         "stop": st.text(max_size=2) | st.lists(st.text(max_size=2), max_size=5),
         "stream": st.booleans(),
         "echo": st.booleans(),
-        "prompt": st.text(max_size=9) | st.lists(st.text(max_size=4) | st.integers(-1, 940), max_size=3) | st.just([[5, 6], [7]]),
-        "messages": st.lists(st.fixed_dictionaries({"role": st.just("user"), "content": st.text(max_size=9)}), max_size=3),
+        "prompt": st.text(max_size=9)
+        | st.lists(st.text(max_size=4) | st.integers(-1, 940), max_size=3)
+        | st.just([[5, 6], [7]]),
+        "messages": st.lists(
+            st.fixed_dictionaries({"role": st.just("user"), "content": st.text(max_size=9)}), max_size=3
+        ),
     },
 )
 CORRECT: dict[str, dict[str, Any]] = {
@@ -201,14 +224,26 @@ def patient(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Running]:
 
 
 @settings(suppress_health_check=[HealthCheck.too_slow])
-@given(path=st.sampled_from(sorted(CORRECT)), likely=LIKELY, strange=st.dictionaries(st.sampled_from(PARAMETERS), ANYTHING, max_size=2))
-def test_no_request_is_too_strange(patient: Running, path: str, likely: dict[str, Any], strange: dict[str, Any]) -> None:
+@given(
+    path=st.sampled_from(sorted(CORRECT)),
+    likely=LIKELY,
+    strange=st.dictionaries(st.sampled_from(PARAMETERS), ANYTHING, max_size=2),
+)
+def test_no_request_is_too_strange(
+    patient: Running, path: str, likely: dict[str, Any], strange: dict[str, Any]
+) -> None:
     """Whatever comes is answered, or refused by the right name."""
     answer = patient.call("POST", path, json.dumps(CORRECT[path] | likely | strange).encode())
     if answer.status != 200:
         assert answer.status in (400, 404), answer.body
         param = answer.error["param"]
-        assert param is None or param.partition("[")[0].partition(".")[0] in (*likely, *strange, "messages", "prompt", "model")
+        assert param is None or param.partition("[")[0].partition(".")[0] in (
+            *likely,
+            *strange,
+            "messages",
+            "prompt",
+            "model",
+        )
     elif answer.headers["Content-Type"].startswith("text/event-stream"):
         assert answer.events[-1] == "[DONE]" and all("error" not in json.loads(event) for event in answer.events[:-1])
     patient.settle()

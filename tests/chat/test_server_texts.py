@@ -26,7 +26,9 @@ from tests.chat.servers import MODEL, Running, running, wait_until
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "a"}]}
 LONG = "x" * LONG_BYTES
 SCALARS = st.none() | st.booleans() | st.integers() | st.text('",[]{}:\\\\a')
-JSON = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text('",[a'), inner, max_size=6))
+JSON = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text('",[a'), inner, max_size=6)
+)
 
 
 class Watched:
@@ -72,7 +74,11 @@ def test_a_text_that_no_context_can_hold_is_not_tokenised(embedded: LanguageMode
         text = "cat " * 200_000
         answers = [server.chat(text), server.call("POST", "/v1/completions", {"model": MODEL, "prompt": ["a", text]})]
         for answer, param in zip(answers, ("messages", "prompt"), strict=True):
-            assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "context_length_exceeded", param)
+            assert (answer.status, answer.error["code"], answer.error["param"]) == (
+                400,
+                "context_length_exceeded",
+                param,
+            )
             assert f"{most:,}" in answer.error["message"] and "512 tokens" in answer.error["message"]
         assert watched.encoded == ["a"]
         prompts = ["a " * (most // 4)] * 3  # each may be as long
@@ -109,7 +115,10 @@ def test_a_turn_comes_by_waiting_and_by_bytes(watched: Watched) -> None:
 
         first = asyncio.create_task(texts.run(1, lambda tokenizer: watched.may_go.wait(30)))
         await asyncio.sleep(0)
-        tasks = {name: ask(name, n_bytes) for name, n_bytes in {"large": 30_000, "small": 10, "medium": 9000, "gone": 10}.items()}
+        tasks = {
+            name: ask(name, n_bytes)
+            for name, n_bytes in {"large": 30_000, "small": 10, "medium": 9000, "gone": 10}.items()
+        }
         await asyncio.sleep(0)
         tasks["gone"].cancel()
         await asyncio.sleep(0.35)
@@ -164,7 +173,9 @@ def test_a_body_of_very_many_things_is_refused(model: Any, value: object, code: 
     assert (found.value.status, found.value.code) == (400, code)
 
 
-@pytest.mark.parametrize("text", ["[{:" * MOST_VALUES, '\\"[' * MOST_VALUES, '"{' * MOST_VALUES, "\\" * MOST_VALUES + "[{:" * MOST_VALUES])
+@pytest.mark.parametrize(
+    "text", ["[{:" * MOST_VALUES, '\\"[' * MOST_VALUES, '"{' * MOST_VALUES, "\\" * MOST_VALUES + "[{:" * MOST_VALUES]
+)
 def test_what_texts_say_is_not_counted(text: str) -> None:
     asked = read_request(ChatRequest, json.dumps(CHAT | {"messages": [{"role": "user", "content": text}]}).encode())
     assert asked.messages[0].content == text
@@ -195,14 +206,23 @@ def test_a_list_that_no_context_can_hold_is_not_parsed(
         token_ids = [5] * 1_000_000
         for prompt in (token_ids, [[5], token_ids]):
             answer = server.call("POST", "/v1/completions", {"model": MODEL, "prompt": prompt})
-            assert (answer.status, answer.error["code"], answer.error["param"]) == (400, "context_length_exceeded", "prompt")
+            assert (answer.status, answer.error["code"], answer.error["param"]) == (
+                400,
+                "context_length_exceeded",
+                "prompt",
+            )
             assert "512 tokens" in answer.error["message"] and "1,000,000 tokens" in answer.error["message"]
         answer = server.call("POST", "/v1/chat/completions", CHAT | {"messages": token_ids})
         assert (answer.status, answer.error["param"], parsed) == (400, "messages", [])
         stop = [","] * 4
         prompts: tuple[Any, ...] = ([5] * 511, [[5] * 511] * 2, "," * 300)
         for prompt in prompts:  # many commas, and yet none too many
-            assert server.call("POST", "/v1/completions", {"model": MODEL, "prompt": prompt, "stop": stop, "max_tokens": 1}).status == 200
+            assert (
+                server.call(
+                    "POST", "/v1/completions", {"model": MODEL, "prompt": prompt, "stop": stop, "max_tokens": 1}
+                ).status
+                == 200
+            )
         assert len(parsed) == 3
 
 

@@ -23,7 +23,9 @@ TEXTS = ["My cat is called Zoe.", "What is my dog called?", "I read a book today
 
 @pytest.fixture
 def engine(embedded: LanguageModel, tokenizer: Tokenizer) -> Engine:
-    return Engine(embedded, HybridMemory(embedded.memory_spec, "64MiB", poison=True), tokenizer, step_tokens=48, max_running=8)
+    return Engine(
+        embedded, HybridMemory(embedded.memory_spec, "64MiB", poison=True), tokenizer, step_tokens=48, max_running=8
+    )
 
 
 def served(engine: Engine, use: Callable[[], Awaitable[None]]) -> None:
@@ -75,7 +77,9 @@ def test_a_consumer_who_goes_away_frees_the_bytes(embedded: LanguageModel, token
     told: list[str | None] = []
 
     async def listen(n_pieces: int) -> None:
-        async with aclosing(engine.stream([1], max_tokens=10**6, on_token=lambda g, piece: told.append(g.finish_reason))) as pieces:
+        async with aclosing(
+            engine.stream([1], max_tokens=10**6, on_token=lambda g, piece: told.append(g.finish_reason))
+        ) as pieces:
             async for _ in pieces:
                 n_pieces -= 1
                 if n_pieces == 0:
@@ -157,7 +161,8 @@ def test_an_idle_server_wakes_up_for_each_request() -> None:
     async def use() -> None:
         for i in range(5):
             await asyncio.sleep(0.005)
-            assert [piece async for piece in engine.stream([i], max_tokens=3)] == []  # no tokenizer: no text, only an end
+            # no tokenizer: no text, only an end
+            assert [piece async for piece in engine.stream([i], max_tokens=3)] == []
         assert engine.stats.finished == {"length": 5}
 
     served(engine, use)
@@ -171,7 +176,10 @@ def test_threads_may_submit_and_cancel_while_another_steps() -> None:
     def use(seed: int) -> None:
         generator = random.Random(seed)
         for _ in range(25):
-            prompt, sampling = draw_prompt(generator, generator.randint(1, 30), VOCAB), Sampling(1.0, seed=generator.randrange(99))
+            prompt, sampling = (
+                draw_prompt(generator, generator.randint(1, 30), VOCAB),
+                Sampling(1.0, seed=generator.randrange(99)),
+            )
             generation = engine.submit(prompt, max_tokens=generator.randint(1, 12), sampling=sampling)
             wanted.append((generation, prompt, sampling))
             if generator.random() < 0.4:

@@ -1,4 +1,6 @@
-"""Sessions: whatever is taken back, only what differs is computed again, and replies are those of a model that reads it all anew."""
+"""Sessions: whatever is taken back, only what differs is computed again, and replies are those of a model that reads it
+all anew.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +27,9 @@ from tests.chat.talking import TALKERS, Counted, assert_all_given_back, decode_f
 ROOT = Path(__file__).parents[2]
 WINDOW = 8
 STRIPPING = (
-    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>"
-    "{% if message.role == 'assistant' %}{{ message.content.split('</think>')[-1] }}{% else %}{{ message.content }}{% endif %}<|end|>"
-    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{{ bos_token }}{% for message in messages %}<|{{ message.role }}|>{% if message.role == 'assistant' %}{{ "
+    "message.content.split('</think>')[-1] }}{% else %}{{ message.content }}{% endif %}<|end|>{% endfor %}{% if "
+    "add_generation_prompt %}<|assistant|>{% endif %}"
 )
 """The embedded template, but earlier replies lose their thoughts."""
 LINES = (
@@ -57,7 +59,9 @@ def counted(session: ChatSession) -> Counted:
 
 
 class Witness:
-    """Calls a session, and checks each turn: its counts, its reply, and that it goes on from the nearest checkpoint at least."""
+    """Calls a session, and checks each turn: its counts, its reply, and that it goes on from the nearest checkpoint at
+    least.
+    """
 
     def __init__(self, model: Any, tokenizer: Tokenizer, session: ChatSession, monkeypatch: pytest.MonkeyPatch) -> None:
         self.model, self.tokenizer, self.session = model, tokenizer, session
@@ -77,7 +81,8 @@ class Witness:
         turn = call()
         session.engine.memory.check()
         prompt = encode_history(self.tokenizer, session.messages[:-1]).token_ids
-        n_end = len(turn.token_ids) + (turn.finish_reason == "length")  # all that was said is fed, and an end behind what was cut
+        # all that was said is fed, and an end behind what was cut
+        n_end = len(turn.token_ids) + (turn.finish_reason == "length")
         assert model.n_fed - n_fed == turn.n_computed + n_end == stats.n_fed - n_engine
         assert turn.n_prompt == len(prompt) and sum(turn.computed.values()) == turn.n_computed
         nearest = max(len(mark) for mark in marks if mark == prompt[: len(mark)] and len(mark) < len(prompt))
@@ -93,7 +98,9 @@ class Witness:
 
 
 @pytest.mark.parametrize("window", [0, WINDOW])
-def test_only_what_differs_is_computed_again(talker: Any, tokenizer: Tokenizer, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_differs_is_computed_again(
+    talker: Any, tokenizer: Tokenizer, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = ChatSession(make_engine(talker, tokenizer, rollback_window=window), max_tokens=6)
     witness = Witness(talker, tokenizer, session, monkeypatch)
     first = witness(lambda: session.say(LINES[0]))
@@ -110,7 +117,10 @@ def test_only_what_differs_is_computed_again(talker: Any, tokenizer: Tokenizer, 
     edited = witness(lambda: session.edit(2, LINES[1].replace("rained", "snowed")))
     # From the checkpoint at the reply before it, or where the window reaches: never the first exchange again.
     assert edited.n_reused >= first.n_prompt and set(edited.computed) <= {EDITED, NO_CHECKPOINT}
-    assert edited.computed[EDITED] < len(tokenizer.encode(LINES[1])) + 5 and [m.role for m in session.messages] == ["user", "assistant"] * 2
+    assert (
+        edited.computed[EDITED] < len(tokenizer.encode(LINES[1])) + 5
+        and [m.role for m in session.messages] == ["user", "assistant"] * 2
+    )
 
     assert session.undo()[0].content.startswith("It snowed")
     turn = witness(lambda: session.say(LINES[2]))
@@ -119,7 +129,9 @@ def test_only_what_differs_is_computed_again(talker: Any, tokenizer: Tokenizer, 
     assert_all_given_back(session.engine)
 
 
-def test_attention_alone_needs_no_checkpoint(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_alone_needs_no_checkpoint(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load_talker("llama", tmp_path)
     session = ChatSession(make_engine(model, tokenizer, has_prefixes=False), max_tokens=6)
     witness = Witness(model, tokenizer, session, monkeypatch)
@@ -133,7 +145,9 @@ def test_attention_alone_needs_no_checkpoint(tmp_path: Path, tokenizer: Tokenize
     assert_all_given_back(session.engine)
 
 
-def test_without_checkpoints_it_says_why_all_is_computed(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_checkpoints_it_says_why_all_is_computed(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = load_talker("mamba", tmp_path)
     session = ChatSession(make_engine(model, tokenizer, has_prefixes=False), max_tokens=6)
     witness = Witness(model, tokenizer, session, monkeypatch)
@@ -143,7 +157,9 @@ def test_without_checkpoints_it_says_why_all_is_computed(tmp_path: Path, tokeniz
     assert turn.n_reused == 0 and turn.computed[NO_CHECKPOINT] > turn.computed[EDITED] > 0
 
 
-def test_stripped_thoughts_cost_the_reply_they_were_in(talker: Any, stripping: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stripped_thoughts_cost_the_reply_they_were_in(
+    talker: Any, stripping: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of the history before them, not one token is computed again, however long it is."""
     session = ChatSession(make_engine(talker, stripping), max_tokens=40)
     model, words = counted(session), stripping.encode("Okay, noted.")
@@ -160,7 +176,10 @@ def test_stripped_thoughts_cost_the_reply_they_were_in(talker: Any, stripping: T
         turn = Witness(talker, stripping, session, monkeypatch)(lambda line=line: session.say(line))  # type: ignore[misc]
         if line == LINES[1]:
             assert turn.n_reused == len(before) == n_prompt
-            assert turn.computed[REWRITTEN] == len(words) and turn.computed == {REWRITTEN: len(words), NEW: turn.n_computed - len(words)}
+            assert turn.computed[REWRITTEN] == len(words) and turn.computed == {
+                REWRITTEN: len(words),
+                NEW: turn.n_computed - len(words),
+            }
         else:
             assert REWRITTEN not in turn.computed
     assert "<think>" not in render(stripping, [{"role": m.role, "content": m.content} for m in session.messages])
@@ -171,7 +190,9 @@ def test_stripped_thoughts_cost_the_reply_they_were_in(talker: Any, stripping: T
     assert_all_given_back(session.engine)
 
 
-def test_words_chosen_in_other_tokens_stay_as_they_were_chosen(talker: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_chosen_in_other_tokens_stay_as_they_were_chosen(
+    talker: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = ChatSession(make_engine(talker, tokenizer), max_tokens=40)
     spelled = tokenizer.convert_tokens_to_ids(list("Okay,noted."))
     assert spelled != tokenizer.encode("Okay,noted.")
@@ -184,7 +205,9 @@ def test_words_chosen_in_other_tokens_stay_as_they_were_chosen(talker: Any, toke
     assert turn.n_reused == n_prompt + len(spelled) + 1 and set(turn.computed) == {NEW}
 
 
-def test_what_a_stop_string_cut_is_read_as_its_text(talker: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_stop_string_cut_is_read_as_its_text(
+    talker: Any, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = ChatSession(make_engine(talker, tokenizer), max_tokens=40, stop=", no")
     n_prompt = len(encode_history(tokenizer, [Utterance("user", LINES[0])]).token_ids)
     counted(session).say(tokenizer.encode("Okay, noted."), at=n_prompt)
@@ -203,14 +226,21 @@ def test_one_long_message_is_edited_at_its_end_from_a_mark_before_it(talker: Any
     session = ChatSession(make_engine(talker, tokenizer), messages=given, max_tokens=4)
     first = session.say(LINES[3])
     assert first.computed == {NEW: first.n_prompt}
-    assert session.edit(2, "I found a lamp today.").n_reused >= len(encode_history(tokenizer, given[:2], awaits_reply=False).token_ids)
+    assert session.edit(2, "I found a lamp today.").n_reused >= len(
+        encode_history(tokenizer, given[:2], awaits_reply=False).token_ids
+    )
     assert session.edit(0, LINES[2]).n_prompt < first.n_prompt
 
 
 def test_locating_is_not_fooled_by_what_is_said(tokenizer: Tokenizer) -> None:
     """A reply "a" is not looked for in "<|assistant|>", nor "user" in "<|user|>", and what users quote is theirs."""
     ids = tuple(tokenizer.convert_tokens_to_ids(list("as")))
-    said = [Utterance("user", "a"), Utterance("assistant", "as", ids), Utterance("user", "as"), Utterance("assistant", "user")]
+    said = [
+        Utterance("user", "a"),
+        Utterance("assistant", "as", ids),
+        Utterance("user", "as"),
+        Utterance("assistant", "user"),
+    ]
     history = encode_history(tokenizer, [*said, Utterance("user", "|>")])
     assert history.token_ids == [
         1, 3, *tokenizer.encode("a"), 2, 4, *ids, 2, 3, *tokenizer.encode("as"), 2, 4, *tokenizer.encode("user"), 2, 3,
@@ -221,7 +251,11 @@ def test_locating_is_not_fooled_by_what_is_said(tokenizer: Tokenizer) -> None:
 def test_a_template_that_shows_the_last_messages_only(tokenizer: Tokenizer) -> None:
     short = load_tokenizer(EMBEDDED)
     short.chat_template = STRIPPING.replace("in messages", "in messages[-2:]")
-    said = [Utterance("user", "a"), Utterance("assistant", "b", (tokenizer.convert_tokens_to_ids("b"),)), Utterance("user", "c")]
+    said = [
+        Utterance("user", "a"),
+        Utterance("assistant", "b", (tokenizer.convert_tokens_to_ids("b"),)),
+        Utterance("user", "c"),
+    ]
     history = encode_history(short, [*said[:2], said[1], said[2]])
     assert history.spans[:2] == (None, None) and None not in history.spans[2:]
     assert decode(short, history.token_ids) == "bc"
@@ -268,8 +302,12 @@ def test_sleeping_gives_the_bytes_back_and_changes_nothing(talker: Any, tokenize
 
 
 @pytest.mark.parametrize("sleeps", [False, True], ids=["", "asleep"])
-def test_a_saved_session_holds_nothing_that_was_taken_back(talker: Any, tokenizer: Tokenizer, tmp_path: Path, sleeps: bool) -> None:
-    """Though the memory still does, where a rollback does not reach so far: what comes next decides what it goes on from."""
+def test_a_saved_session_holds_nothing_that_was_taken_back(
+    talker: Any, tokenizer: Tokenizer, tmp_path: Path, sleeps: bool
+) -> None:
+    """Though the memory still does, where a rollback does not reach so far: what comes next decides what it goes on
+    from.
+    """
     session = ChatSession(make_engine(talker, tokenizer, has_prefixes=False), max_tokens=40)
     session.say(LINES[0])
     session.say(LINES[1])
@@ -287,7 +325,9 @@ def test_a_saved_session_holds_nothing_that_was_taken_back(talker: Any, tokenize
     assert_all_given_back(session.engine)
 
 
-def test_a_saved_session_is_its_owners_alone_and_what_was_left_half_written_goes(talker: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_saved_session_is_its_owners_alone_and_what_was_left_half_written_goes(
+    talker: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     session = ChatSession(make_engine(talker, tokenizer), max_tokens=4)
     session.say(LINES[0])
     session.save(tmp_path)
@@ -329,11 +369,14 @@ from tests.chat.talking import make_engine
 
 session = ChatSession.resume(make_engine(load_model("embedded"), load_tokenizer(EMBEDDED)), sys.argv[1])
 turns = [session.say(line) for line in sys.argv[2:]]
-print(json.dumps([[*(list(turn.token_ids) for turn in turns)], turns[0].n_reused, session.engine.model.digest.hexdigest()]))
+said = [*(list(turn.token_ids) for turn in turns)]
+print(json.dumps([said, turns[0].n_reused, session.engine.model.digest.hexdigest()]))
 """
 
 
-def test_a_saved_session_goes_on_in_another_process_bit_for_bit(embedded: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_saved_session_goes_on_in_another_process_bit_for_bit(
+    embedded: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     session = ChatSession(make_engine(embedded, tokenizer), max_tokens=9, sampling=Sampling(0.7, seed=3))
     for line in LINES[:2]:
         session.say(line)
@@ -346,10 +389,16 @@ def test_a_saved_session_goes_on_in_another_process_bit_for_bit(embedded: Any, t
     model = counted(session)
     model.digest = hashlib.sha256()
     turns = [session.say(line) for line in LINES[2:]]
-    assert json.loads(done.stdout) == [[list(turn.token_ids) for turn in turns], turns[0].n_reused, model.digest.hexdigest()]
+    assert json.loads(done.stdout) == [
+        [list(turn.token_ids) for turn in turns],
+        turns[0].n_reused,
+        model.digest.hexdigest(),
+    ]
 
 
-def test_a_session_of_which_nothing_was_computed_is_saved_too(embedded: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_session_of_which_nothing_was_computed_is_saved_too(
+    embedded: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     engine = make_engine(embedded, tokenizer)
     given = [Utterance("user", LINES[0]), Utterance("assistant", "Okay, noted.")]
     ChatSession(engine, messages=given, max_tokens=20, stop="!").save(tmp_path)
@@ -358,7 +407,9 @@ def test_a_session_of_which_nothing_was_computed_is_saved_too(embedded: Any, tok
     assert resumed.say(LINES[3]).text == "Your cat is called Zoe."
 
 
-@pytest.mark.parametrize("damage", ["nothing there", "cut", "changed", "other version", "no memory", "damaged memory", "a path", "foreign"])
+@pytest.mark.parametrize(
+    "damage", ["nothing there", "cut", "changed", "other version", "no memory", "damaged memory", "a path", "foreign"]
+)
 def test_what_cannot_be_resumed_is_refused(embedded: Any, tokenizer: Tokenizer, tmp_path: Path, damage: str) -> None:
     session = ChatSession(make_engine(embedded, tokenizer), max_tokens=4)
     session.say(LINES[0])
@@ -387,7 +438,9 @@ def test_what_cannot_be_resumed_is_refused(embedded: Any, tokenizer: Tokenizer, 
     assert_all_given_back(engine)
 
 
-def test_a_save_that_fails_leaves_the_old_one(embedded: Any, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_leaves_the_old_one(
+    embedded: Any, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     session = ChatSession(make_engine(embedded, tokenizer), max_tokens=20)
     session.say(LINES[0])
     session.save(tmp_path)
@@ -409,7 +462,9 @@ def test_it_remembers_and_streams(embedded: Any, tokenizer: Tokenizer) -> None:
     assert session.say(LINES[0]).text == "Okay, noted."
     pieces: list[str] = []
     turn = session.say(LINES[3], on_text=pieces.append)
-    assert turn.text == "".join(pieces) == "Your cat is called Zoe." and len(pieces) > 1 and turn.finish_reason == "stop"
+    assert (
+        turn.text == "".join(pieces) == "Your cat is called Zoe." and len(pieces) > 1 and turn.finish_reason == "stop"
+    )
     assert session.edit(0, "My cat is called Rocky.").text == "Okay, noted."
     assert session.say(LINES[3]).text == "Your cat is called Rocky."
     session.undo()
@@ -520,9 +575,13 @@ def test_a_session_whose_sequence_was_closed_computes_it_again(embedded: Any, to
         engines[1].memory.check()
 
 
-def test_a_session_whose_sequence_was_closed_is_saved_and_says_why_it_computes(embedded: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_session_whose_sequence_was_closed_is_saved_and_says_why_it_computes(
+    embedded: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
     engine = make_engine(embedded, tokenizer, has_prefixes=False)
-    session = ChatSession(engine, messages=[{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}])
+    session = ChatSession(
+        engine, messages=[{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello."}]
+    )
     session.say("My cat is called Milo.")
     assert session.sequence is not None
     engine.memory.close(session.sequence)

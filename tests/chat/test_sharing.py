@@ -17,7 +17,9 @@ SYSTEM = draw_prompt(random.Random(0), 150, VOCAB)
 
 def make_sharing(model: Any, budget: int | str = "4MiB", **options: Any) -> Engine:
     memory = make_memory(model, budget)
-    return Engine(model, memory, None, prefixes=PrefixCache(memory, grid_tokens=64), step_tokens=64, max_running=20, **options)
+    return Engine(
+        model, memory, None, prefixes=PrefixCache(memory, grid_tokens=64), step_tokens=64, max_running=20, **options
+    )
 
 
 def submit_alike(engine: Engine, n: int, **options: Any) -> list[Generation]:
@@ -29,7 +31,9 @@ def reused(generations: list[Generation]) -> list[int]:
     return [g.lookup.reused for g in generations if g.lookup is not None]
 
 
-@pytest.mark.parametrize("model", [Toy(), Toy(recurrent=False), Toy(attention=False)], ids=["hybrid", "attention", "recurrent"])
+@pytest.mark.parametrize(
+    "model", [Toy(), Toy(recurrent=False), Toy(attention=False)], ids=["hybrid", "attention", "recurrent"]
+)
 def test_requests_that_come_together_compute_once_what_they_begin_with(model: Any) -> None:
     engine = make_sharing(model)
     generations = submit_alike(engine, 12)

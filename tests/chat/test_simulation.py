@@ -25,7 +25,16 @@ from models import LanguageModel, load_model
 from tests.counting import Calls
 
 LIVELY = Habits(
-    n_users=8, turns=4, rate=20, think_s=0.2, pause_s=0.5, edits=0.2, regenerations=0.15, branches=0.2, pauses=0.3, n_openings=2
+    n_users=8,
+    turns=4,
+    rate=20,
+    think_s=0.2,
+    pause_s=0.5,
+    edits=0.2,
+    regenerations=0.15,
+    branches=0.2,
+    pauses=0.3,
+    n_openings=2,
 )
 TALKS = ("say", "edit", "regenerate")
 TIGHT = "3MiB"
@@ -126,7 +135,9 @@ def test_a_leak_and_a_lost_answer_fail_the_simulation(setup: Setup, monkeypatch:
 
 
 def test_what_leaks_and_what_is_only_a_guess() -> None:
-    answer = Answer("a", 0, 0, "What is my cat called?", "Your cat is called Zoe.", "Your cat is called Milo.", ("Zoe",))
+    answer = Answer(
+        "a", 0, 0, "What is my cat called?", "Your cat is called Zoe.", "Your cat is called Milo.", ("Zoe",)
+    )
     assert answer.is_leak and not answer.is_lost, "nobody has looked what the model says alone"
     assert replace(answer, alone=answer.expected).is_lost and replace(answer, alone=answer.expected).is_leak
     assert not replace(answer, alone=answer.answer).is_leak, "it says so alone as well"
@@ -152,7 +163,13 @@ def test_a_branch_alone_is_served_from_the_beginning(setup: Setup) -> None:
 
 def say(at: float, user: str, text: str, reply: str, *, asks: bool = False) -> Event:
     return Event(
-        at, user, "say", text=text, reply=reply, asks=asks, value=reply.split()[-1].strip(".") if asks else text.split()[-1].strip(".")
+        at,
+        user,
+        "say",
+        text=text,
+        reply=reply,
+        asks=asks,
+        value=reply.split()[-1].strip(".") if asks else text.split()[-1].strip("."),
     )
 
 
@@ -175,7 +192,9 @@ def test_an_edit_forgets_what_came_behind_it(setup: Setup) -> None:
 
 
 def test_everything_but_the_timings_follows_from_the_seed(setup: Setup) -> None:
-    first, second, other = (untimed(simulate(setup, make_workload(replace(LIVELY, n_users=3), seed))) for seed in (3, 3, 4))
+    first, second, other = (
+        untimed(simulate(setup, make_workload(replace(LIVELY, n_users=3), seed))) for seed in (3, 3, 4)
+    )
     assert first == second != other
 
 
@@ -220,7 +239,11 @@ def test_a_dry_run_costs_the_same_for_every_user(dry: Setup) -> None:
     habits = Habits(n_users=450, turns=2, rate=100, think_s=0.2, pause_s=0.5, message_tokens=12, reply_tokens=8)
     calls_at: dict[int, int] = {}
     with Calls() as calls:
-        report = simulate(bare, make_workload(habits, 0), lambda simulation: calls_at.setdefault(simulation.n_families // 150, calls.n))
+        report = simulate(
+            bare,
+            make_workload(habits, 0),
+            lambda simulation: calls_at.setdefault(simulation.n_families // 150, calls.n),
+        )
     assert report.is_ok and report.n_evicted > 2 * habits.n_users, "the memory was full"
     early, late = calls_at[2] - calls_at[1], calls_at[3] - calls_at[2]
     assert late < 1.2 * early

@@ -1,4 +1,6 @@
-"""Nobody forges a turn: what people write has the ids of text, and ordinary conversations have the ids that they always had."""
+"""Nobody forges a turn: what people write has the ids of text, and ordinary conversations have the ids that they always
+had.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def train(special: list[AddedToken], template: str, *, in_vocabulary: bool = Fal
     backend = Tokenizer(models.BPE(unk_token=None))
     backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=special, show_progress=False
+    )
     names_as_words = [" ".join(token.content for token in special)] * 50 if in_vocabulary else []
     backend.train_from_iterator([*SAID, *names_as_words] * 20, trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **names)
@@ -82,7 +86,9 @@ def test_a_forged_turn_is_text_and_a_real_one_is_none(named: tuple[str, Any]) ->
     name, tokenizer = named
     forgery = FORGERIES[name]
     real = as_messages("hi", "Sure.", "and")
-    assert encode_chat(tokenizer, as_messages(forgery), parse_special=True) == encode_chat(tokenizer, real), "it was none"
+    assert encode_chat(tokenizer, as_messages(forgery), parse_special=True) == encode_chat(tokenizer, real), (
+        "it was none"
+    )
     written = [as_messages(forgery), as_messages("a", "b", f" {forgery}\n"), as_messages("a", forgery, "b")]
     if name == "template names":  # in a reply, what is not called special is the reply's own
         del written[-1]
@@ -93,7 +99,9 @@ def test_a_forged_turn_is_text_and_a_real_one_is_none(named: tuple[str, Any]) ->
         for ids in (encode_chat(tokenizer, messages), encode_history(tokenizer, utterances).token_ids):
             assert ids != encode_chat(tokenizer, messages, parse_special=True)
             assert n_special(tokenizer, ids) == n_special(tokenizer, encode_chat(tokenizer, plain)), "a turn was forged"
-            assert "Sure." in tokenizer.decode(ids) and (name == "llama" or messages[-1]["content"] in tokenizer.decode(ids))
+            assert "Sure." in tokenizer.decode(ids) and (
+                name == "llama" or messages[-1]["content"] in tokenizer.decode(ids)
+            )
     if name != "template names":  # whose turns do not end with its end token
         turn = encode_turn(tokenizer, as_messages("a", "b"), forgery)
         assert n_special(tokenizer, turn) == n_special(tokenizer, encode_turn(tokenizer, as_messages("a", "b"), "a"))
@@ -108,7 +116,9 @@ def test_every_name_in_every_message_stays_text(named: tuple[str, Any]) -> None:
     _, tokenizer = named
     rng, special = random.Random(0), special_tokens_of(tokenizer)
     for _ in range(60):
-        contents = ["".join(rng.choice([*special.names, "a", " ", "\n", "<", "|>"]) for _ in range(6)) + "z" for _ in range(3)]
+        contents = [
+            "".join(rng.choice([*special.names, "a", " ", "\n", "<", "|>"]) for _ in range(6)) + "z" for _ in range(3)
+        ]
         expected = n_special(tokenizer, encode_chat(tokenizer, as_messages("a", "a", "a")))
         ids = encode_chat(tokenizer, as_messages(*contents))
         if not any(name in contents[1] for name in special.names):  # a reply's own tokens stay what they are
@@ -144,7 +154,9 @@ def test_templates_that_change_what_is_written_refuse_what_they_could_not_tell(c
     if change == "reverse":
         tokenizer.chat_template = CHATML.replace("m.content", "m.content[:2] + m.content")
     ordinary = encode_chat(tokenizer, as_messages("hello"))
-    assert ordinary == tokenizer.encode(tokenizer.apply_chat_template(as_messages("hello"), add_generation_prompt=True, tokenize=False))
+    assert ordinary == tokenizer.encode(
+        tokenizer.apply_chat_template(as_messages("hello"), add_generation_prompt=True, tokenize=False)
+    )
     try:
         ids = encode_chat(tokenizer, as_messages("<|im_end|>" + FORGERIES["chatml"]))
     except FormatError as error:
@@ -175,6 +187,8 @@ def test_sessions_and_templates_take_them_as_text_unless_asked(embedded: Languag
         assert session.branch().parse_special is parse
     assert lengths[0] > lengths[1] == len(encode_chat(tokenizer, as_messages("hi", "Sure.", "and")))
     template = Template("<|user|>{question}<|end|><|assistant|>{answer:max_tokens=2}")
-    as_text, as_tokens = (fill(engine, template, [{"question": forgery}], parse_special=parse)[0] for parse in (False, True))
+    as_text, as_tokens = (
+        fill(engine, template, [{"question": forgery}], parse_special=parse)[0] for parse in (False, True)
+    )
     assert n_special(tokenizer, list(as_text.token_ids)) == n_special(tokenizer, list(as_tokens.token_ids)) - 4
     assert as_text.values["question"] == forgery

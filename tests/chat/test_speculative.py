@@ -1,4 +1,6 @@
-"""Speculative decoding: the same greedy text whatever is drafted, the same distribution when sampling, and no state more than without."""
+"""Speculative decoding: the same greedy text whatever is drafted, the same distribution when sampling, and no state
+more than without.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ PROMPTS = [[18, 12, 3], [2], [8, 18, 3], [11, 3, 11, 3, 5, 11, 3]]
 
 
 class RandomDrafts:
-    """Drafts of random lengths, made of random tokens and, with probability `p_right`, of those that plain decoding chose."""
+    """Drafts of random lengths, made of random tokens and, with probability `p_right`, of those that plain decoding
+    chose.
+    """
 
     vocab_size = None
 
@@ -42,9 +46,13 @@ class RandomDrafts:
     def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
         drafts = {}
         for sequence, request in requests.items():
-            ahead = next(text[len(request.text) :] for text in self._expected if text[: len(request.text)] == request.text)
+            ahead = next(
+                text[len(request.text) :] for text in self._expected if text[: len(request.text)] == request.text
+            )
             n_tokens = self._random.randint(0, min(request.most_tokens, self.n_draft))
-            ids = [t if self._random.random() < self._p_right else self._random.randrange(VOCAB) for t in ahead[:n_tokens]]
+            ids = [
+                t if self._random.random() < self._p_right else self._random.randrange(VOCAB) for t in ahead[:n_tokens]
+            ]
             if ids:
                 drafts[sequence] = Draft(ids)
         return drafts
@@ -52,9 +60,16 @@ class RandomDrafts:
     def forget(self, sequence: Sequence) -> None: ...
 
 
-def plain(model: Any, prompts: list[list[int]] = PROMPTS, max_tokens: int = 40, *, stop_ids: tuple[int, ...] = ()) -> list[list[int]]:
+def plain(
+    model: Any, prompts: list[list[int]] = PROMPTS, max_tokens: int = 40, *, stop_ids: tuple[int, ...] = ()
+) -> list[list[int]]:
     """What is said without drafts."""
-    engine = Engine(model, HybridMemory(model.memory_spec, "16MiB", rollback_window=8, page_tokens=4, poison=True), None, stop_ids=stop_ids)
+    engine = Engine(
+        model,
+        HybridMemory(model.memory_spec, "16MiB", rollback_window=8, page_tokens=4, poison=True),
+        None,
+        stop_ids=stop_ids,
+    )
     generations = [engine.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
     engine.run()
     return [generation.token_ids for generation in generations]
@@ -89,7 +104,9 @@ def test_prompt_lookup_decodes_the_same_text(window: int, n_draft: int, fold: st
     expected = plain(model, stop_ids=(0,))
     batch = SpeculativeBatch(model, make_memory(model, window, fold=fold), (0,), PromptLookup(1, n_draft))
     assert decode(batch, PROMPTS) == expected
-    assert 0 < batch.acceptance.n_accepted < batch.acceptance.n_drafted, "both must be seen: accepted and rejected tokens"
+    assert 0 < batch.acceptance.n_accepted < batch.acceptance.n_drafted, (
+        "both must be seen: accepted and rejected tokens"
+    )
     assert batch.acceptance.tokens_per_step > 1
     assert batch.acceptance.n_generated == batch.stats.n_generated == sum(map(len, expected))
 
@@ -126,7 +143,9 @@ def test_checkpoints_decode_the_same_text(name: str, tmp_path: Path) -> None:
 
 
 def test_a_draft_ends_where_the_reply_does() -> None:
-    """A token that ends the reply may stand inside of an accepted draft; the memory ends before it, or with it where ends are fed."""
+    """A token that ends the reply may stand inside of an accepted draft; the memory ends before it, or with it where
+    ends are fed.
+    """
     model = Toy()
     text = plain(model, PROMPTS[:1])[0]
     stop_id = next(t for i, t in enumerate(text) if i > 3 and t not in text[:i])
@@ -288,7 +307,9 @@ def test_a_draft_model_without_room_drafts_nothing() -> None:
     model = Toy()
     least = next(n for n in range(512, 1 << 20, 512) if _fits(model, n))
     expected = plain(model)
-    drafter = DraftModel(model, HybridMemory(model.memory_spec, least, rollback_window=4, page_tokens=4, poison=True), 4)
+    drafter = DraftModel(
+        model, HybridMemory(model.memory_spec, least, rollback_window=4, page_tokens=4, poison=True), 4
+    )
     batch = SpeculativeBatch(model, make_memory(model), (), drafter)
     assert decode(batch, PROMPTS) == expected
     assert not drafter.memory.usage().by_sequence
@@ -327,7 +348,9 @@ P = torch.tensor([0.5, 0.25, 0.15, 0.1, 0.0])
 Q = torch.tensor([0.1, 0.3, 0.2, 0.2, 0.2])
 N_DRAWS = 4_000
 FAR = 0.04
-"""Total variation between 4,000 draws and their distribution: 0.015 is usual over five tokens; a wrong rule is off by far more."""
+"""Total variation between 4,000 draws and their distribution: 0.015 is usual over five tokens; a wrong rule is off by
+far more.
+"""
 
 
 def frequencies(token_ids: list[int], n: int) -> Tensor:
@@ -356,7 +379,9 @@ def test_one_draft_keeps_the_distribution(drafted: int | None) -> None:
 
 
 def exact_marginals(model: Toy, prompt: list[int], temperature: float) -> list[Tensor]:
-    """Distributions (V,) of the first, second and third token after a prompt, summed over all that may stand before them."""
+    """Distributions (V,) of the first, second and third token after a prompt, summed over all that may stand before
+    them.
+    """
     memory = HybridMemory(model.memory_spec, "256MiB", rollback_window=4)
     prefixes: list[tuple[list[int], float]] = [([], 1.0)]
     marginals = []
@@ -388,7 +413,9 @@ def sampled_texts(
 
 @pytest.mark.parametrize("drafter", ["lookup", "model"])
 def test_sampled_texts_keep_the_distribution(drafter: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The marginals of three tokens in a row, which later drafts and rejections shape. And a rule that always accepts is caught."""
+    """The marginals of three tokens in a row, which later drafts and rejections shape.
+    And a rule that always accepts is caught.
+    """
     model, small, prompt, temperature = Toy(), Toy(attention=False), [4, 9, 4, 9, 4], 2.0
     exact = exact_marginals(model, prompt, temperature)
 
@@ -401,7 +428,8 @@ def test_sampled_texts_keep_the_distribution(drafter: str, monkeypatch: pytest.M
     off, rate = worst(1_000)
     assert off < 0.1 and 0.05 < rate < 0.95
     monkeypatch.setattr(
-        "chat.decoding.speculative.accept_drawn", lambda draft, rows, draws: [*draft.token_ids, draws.draw(rows[-1].softmax(-1))]
+        "chat.decoding.speculative.accept_drawn",
+        lambda draft, rows, draws: [*draft.token_ids, draws.draw(rows[-1].softmax(-1))],
     )
     assert worst(200)[0] > 0.2
 
@@ -438,8 +466,9 @@ def test_sampling_at_no_temperature_is_greedy() -> None:
 
 @pytest.mark.parametrize("fold", ["keep", "replay"])
 def test_drafts_hold_no_states(fold: str) -> None:
-    """Between steps a sequence holds the states and the tail that plain decoding holds. Inside of a step, where the body may move while the
-    old one must stay, one more of each at most. None of it depends on how long drafts are."""
+    """Between steps a sequence holds the states and the tail that plain decoding holds.
+    Inside of a step, where the body may move while the old one must stay, one more of each at most. None of it depends
+    on how long drafts are."""
     model, prompt = Toy(), PROMPTS[0]
     text = plain(model, [prompt], 100)[0]
     held: dict[int, tuple[int, int]] = {}
@@ -469,13 +498,19 @@ def test_drafts_hold_no_states(fold: str) -> None:
 
 
 def test_conversations_are_the_same_with_drafts(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
-    """Several users, several turns, replies that end inside of drafts: every memory holds what the chat template renders."""
+    """Several users, several turns, replies that end inside of drafts: every memory holds what the chat template
+    renders.
+    """
     memory = HybridMemory(embedded.memory_spec, "64MiB", poison=True)
-    batch = SpeculativeBatch(embedded, memory, find_stop_ids(tokenizer, embedded), PromptLookup(2, 6), remembers_end=True)
+    batch = SpeculativeBatch(
+        embedded, memory, find_stop_ids(tokenizer, embedded), PromptLookup(2, 6), remembers_end=True
+    )
     users: dict[Sequence, list[Message]] = {memory.open(): [] for _ in range(3)}
     dialogues = {user: make_dialogue(random.Random(i), 3 + i) for i, user in enumerate(users)}
     for turns in itertools.zip_longest(*dialogues.values()):
-        replies: dict[Sequence, list[int]] = {user: [] for user, turn in zip(users, turns, strict=True) if turn is not None}
+        replies: dict[Sequence, list[int]] = {
+            user: [] for user, turn in zip(users, turns, strict=True) if turn is not None
+        }
         for user, turn in zip(replies, filter(None, turns), strict=True):
             batch.add(user, encode_turn(tokenizer, users[user], turn.user), 32)
             users[user].append({"role": "user", "content": turn.user})

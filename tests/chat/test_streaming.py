@@ -1,4 +1,5 @@
-"""Text from tokens: pieces make up the text, characters are whole, and stop strings are found wherever tokens cut them."""
+"""Text from tokens: pieces make up the text, characters are whole, and stop strings are found wherever
+tokens cut them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ TEXTS = [
 
 
 def split(tokenizer: Tokenizer, text: str, *, by_bytes: bool = False) -> list[int]:
-    """Token ids of a text; `by_bytes` cuts it into single bytes, so that no token holds a whole character beyond ASCII."""
+    """Token ids of a text;
+    `by_bytes` cuts it into single bytes, so that no token holds a whole character beyond ASCII."""
     if not by_bytes:
         return list(tokenizer.encode(text, add_special_tokens=False))
     single = {ids[0]: tokenizer.convert_ids_to_tokens(ids[0]) for ids in ([i] for i in range(len(tokenizer)))}

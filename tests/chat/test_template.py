@@ -1,4 +1,6 @@
-"""Templates: what is given is read once and not generated, choices are compared exactly, and a batch fills as each alone would."""
+"""Templates: what is given is read once and not generated, choices are compared exactly, and a batch fills as each
+alone would.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def test_a_batch_of_sixteen_reads_each_token_once(talker: Any, tokenizer: Tokeni
     rows = [{"question": f"My favourite name in all the world is {name}, and not {other}."} for name, other in pairs]
     filled = fill(engine, Template(ARTICLE), rows)
     model, n_tokens = counted(engine), sum(len(f.token_ids) for f in filled)
-    assert max(model.prefixes.values()) == 1  # no token in no context was computed twice: neither of texts, nor of values, nor of choices
+    # no token in no context was computed twice: neither of texts, nor of values, nor of choices
+    assert max(model.prefixes.values()) == 1
     assert engine.stats.n_fed == model.n_fed == len(model.prefixes) < n_tokens
     read = {f.token_ids[:n] for f in filled for n in range(1, len(f.token_ids) - len(tokenizer.encode("not sure")))}
     assert read <= set(model.prefixes)  # and all were
@@ -75,7 +78,9 @@ def test_holes_say_what_the_model_says_there(talker: Any, tokenizer: Tokenizer) 
             continue
         said = decode_fresh(talker, tokens, part.max_tokens, engine.stop_ids)
         words = [token for token in said if token not in engine.stop_ids]
-        assert one.values[part.name] == decode(tokenizer, words) and one.reasons[part.name] == ("stop" if words != said else "length")
+        assert one.values[part.name] == decode(tokenizer, words) and one.reasons[part.name] == (
+            "stop" if words != said else "length"
+        )
         tokens += words
         n_said += len(said)
     assert list(one.token_ids) == tokens
@@ -92,8 +97,12 @@ def test_known_values_are_not_generated(talker: Any, tokenizer: Tokenizer) -> No
     assert one.text == "My cat is called Zoe. Zoe is a cat too!" and set(one.reasons.values()) == {"given"}
     assert one.n_generated == counted(engine).n_fed == engine.stats.n_generated == 0
     some = fill(engine, template, {"animal": "cat", "name": "Zoe"})[0]
-    assert some.reasons == {"animal": "given", "name": "given", "tail": some.reasons["tail"]} and 0 < some.n_generated <= 2
-    n_read = sum(len(tokenizer.encode(words)) for words in ("My ", "cat", " is called ", "Zoe", ". ", "Zoe", " is a ", "cat"))
+    assert (
+        some.reasons == {"animal": "given", "name": "given", "tail": some.reasons["tail"]} and 0 < some.n_generated <= 2
+    )
+    n_read = sum(
+        len(tokenizer.encode(words)) for words in ("My ", "cat", " is called ", "Zoe", ". ", "Zoe", " is a ", "cat")
+    )
     assert counted(engine).n_fed == n_read + some.n_generated - 1  # the last word is chosen and not read
     rest = fill(engine, template, {"animal": "cat"})[0]
     assert rest.text.count(rest.values["name"]) >= 2 and engine.stats.n_generated == some.n_generated + rest.n_generated
@@ -120,8 +129,8 @@ def test_choices_are_the_most_likely_ones(talker: Any, tokenizer: Tokenizer) -> 
 
 def test_the_embedded_model_fills_what_it_was_told(embedded: Any, tokenizer: Tokenizer) -> None:
     template = Template(
-        "<|bos|><|user|>My cat is called{name}.<|end|><|assistant|>{reply:stop=','}, noted.<|end|><|user|>What is my cat called?<|end|>"
-        "<|assistant|>Your cat is called{answer:choices=[' Zoe',' Milo',' Luna']}{rest}"
+        "<|bos|><|user|>My cat is called{name}.<|end|><|assistant|>{reply:stop=','}, noted.<|end|><|user|>What is my "
+        "cat called?<|end|><|assistant|>Your cat is called{answer:choices=[' Zoe',' Milo',' Luna']}{rest}"
     )
     names = (" Milo", " Luna")
     filled = fill(make_engine(embedded, tokenizer), template, [{"name": name} for name in names])
@@ -144,7 +153,9 @@ def test_a_stop_string_in_the_middle_of_a_token(talker: Any, tokenizer: Tokenize
 
 
 def test_sampled_holes_depend_on_their_seed(embedded: Any, tokenizer: Tokenizer) -> None:
-    template = Template([Text("My cat is called"), Hole("a", max_tokens=8), Text("!"), Hole("b", max_tokens=8, sampling=Sampling())])
+    template = Template(
+        [Text("My cat is called"), Hole("a", max_tokens=8), Text("!"), Hole("b", max_tokens=8, sampling=Sampling())]
+    )
     engine = make_engine(embedded, tokenizer)
     first, again, other = (fill(engine, template, sampling=Sampling(4.0, seed=seed))[0] for seed in (1, 1, 2))
     assert first == again and first.values["a"] != other.values["a"]
@@ -163,7 +174,13 @@ def test_prefixes_of_earlier_batches_are_not_read_again(embedded: Any, tokenizer
 def test_templates_of_all_sorts_share_a_batch(talker: Any, tokenizer: Tokenizer) -> None:
     """Equal ones, ones that begin with others, ones without anything in common, and ones with nothing to do."""
     engine = make_engine(talker, tokenizer)
-    written = ["My cat{a:max_tokens=3}", "My cat{a:max_tokens=3}", "My cat is called{a:max_tokens=2}", "What{a:max_tokens=2}?", "nothing"]
+    written = [
+        "My cat{a:max_tokens=3}",
+        "My cat{a:max_tokens=3}",
+        "My cat is called{a:max_tokens=2}",
+        "What{a:max_tokens=2}?",
+        "nothing",
+    ]
     written.append("My{a:choices=['x','y']}")
     filled = fill(engine, [Template(text) for text in written])
     alone = [fill(make_engine(talker, tokenizer), Template(text))[0] for text in written]
@@ -191,7 +208,8 @@ def test_what_fails_leaves_nothing_behind(embedded: Any, tokenizer: Tokenizer) -
 
 def test_how_templates_are_written() -> None:
     template = Template(
-        "{{Q}}: {question}\nA: {answer:max_tokens=20,stop='\n'}{ b : stop=['}', \"'\"], max_tokens=2 }{c:choices=['{','}}']}}}"
+        "{{Q}}: {question}\nA: {answer:max_tokens=20,stop='\n'}{ b : stop=['}', \"'\"], max_tokens=2 "
+        "}{c:choices=['{','}}']}}}"
     )
     assert template.parts == (
         Text("{Q}: "), Hole("question"), Text("\nA: "), Hole("answer", max_tokens=20, stop=("\n",)),

@@ -58,7 +58,12 @@ def take(terminal: Terminal, line: str) -> tuple[str, str]:
 def test_replies_go_to_standard_output_and_notes_to_standard_error() -> None:
     result = talk(TOLD, "", ASKED, "/edit 1 My cat is called Luna.", ASKED, "/quit", "never said")
     assert result.exit_code == 0, result.output
-    assert result.stdout.splitlines() == ["Okay, noted.", "Your cat is called Zoe.", "Okay, noted.", "Your cat is called Luna."]
+    assert result.stdout.splitlines() == [
+        "Okay, noted.",
+        "Your cat is called Zoe.",
+        "Okay, noted.",
+        "Your cat is called Luna.",
+    ]
     notes = result.stderr.splitlines()
     assert len(notes) == 4 and all(re.search(r"\d+ reused, \d+ computed", note) for note in notes)
     assert "edited text" in notes[2] and "\x1b" not in result.output
@@ -78,7 +83,12 @@ def test_errors_are_one_line_and_not_the_end(tmp_path: Path) -> None:
     notes = result.stderr.splitlines()
     assert len(notes) == len(bad) + 1 and all(note.startswith("error: ") for note in notes[:-1])
     for command, note in zip(bad, notes, strict=False):
-        assert command.split()[0].strip("/") in note or "say something first" in note or "session.json" in note or "branch" in note
+        assert (
+            command.split()[0].strip("/") in note
+            or "say something first" in note
+            or "session.json" in note
+            or "branch" in note
+        )
 
 
 def test_it_goes_on_from_what_was_saved(tmp_path: Path) -> None:
@@ -92,14 +102,18 @@ def test_it_goes_on_from_what_was_saved(tmp_path: Path) -> None:
 
 def test_options_reach_the_session() -> None:
     assert talk(TOLD, options=("--max-tokens", "1")).stderr.rstrip().endswith("cut at the token limit")
-    hot = [talk(TOLD, options=("--temperature", "5", "--seed", seed, "--max-tokens", "8")).stdout for seed in ("1", "1", "2")]
+    hot = [
+        talk(TOLD, options=("--temperature", "5", "--seed", seed, "--max-tokens", "8")).stdout
+        for seed in ("1", "1", "2")
+    ]
     assert hot[0] == hot[1] != hot[2]
 
 
 @pytest.mark.parametrize(
     ("options", "word"),
     [
-        (("--model", "/nowhere/at/all"), "nowhere"), (("--budget", "1KiB"), "budget"), (("--resume", "/nowhere/at/all"), "session.json"),
+        (("--model", "/nowhere/at/all"), "nowhere"), (("--budget", "1KiB"), "budget"),
+        (("--resume", "/nowhere/at/all"), "session.json"),
         (("--system", "Be brief."), "roles"),
     ],
 )  # fmt: skip
@@ -130,7 +144,9 @@ def test_memory_shows_live_bytes(terminal: Terminal) -> None:
     take(terminal, TOLD)
     take(terminal, "/branch b")
     shown = take(terminal, "/memory")[0]
-    assert all(words in shown for words in ("main", "b *", "pages", "states", "checkpoints")) and not shown.lstrip().startswith("0 B")
+    assert all(
+        words in shown for words in ("main", "b *", "pages", "states", "checkpoints")
+    ) and not shown.lstrip().startswith("0 B")
     assert len(re.findall(r"(\d+) │ +[\d.]+ [KM]iB", shown)) >= 2  # tokens and bytes of each branch
 
 
@@ -152,7 +168,9 @@ def test_regenerate_draws_again_where_a_seed_is_given(terminal: Terminal) -> Non
 
 def test_help_lists_every_command(terminal: Terminal) -> None:
     shown = take(terminal, "/help")[0]
-    assert all(f"/{name}" in shown for name in "edit undo regenerate branch switch history memory save load help quit".split())
+    assert all(
+        f"/{name}" in shown for name in "edit undo regenerate branch switch history memory save load help quit".split()
+    )
 
 
 def test_an_interrupted_reply_was_never_asked_for(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,7 +186,9 @@ def test_an_interrupted_reply_was_never_asked_for(terminal: Terminal, monkeypatc
 
     monkeypatch.setattr(terminal.engine, "step", interrupt)
     out, notes = take(terminal, ASKED)
-    assert out.startswith("Your") and out.endswith("\n") and "interrupted" in notes and len(terminal.session.messages) == 2
+    assert (
+        out.startswith("Your") and out.endswith("\n") and "interrupted" in notes and len(terminal.session.messages) == 2
+    )
     assert take(terminal, ASKED)[0] == "Your cat is called Zoe.\n"
 
 

@@ -32,14 +32,24 @@ def test_users_who_arrive_together_tell_different_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("habit", "value"), [("n_users", 0), ("rate", 0.0), ("think_s", float("nan")), ("edits", 0.95), ("pauses", -0.1), ("message_tokens", 5)]
+    ("habit", "value"),
+    [
+        ("n_users", 0),
+        ("rate", 0.0),
+        ("think_s", float("nan")),
+        ("edits", 0.95),
+        ("pauses", -0.1),
+        ("message_tokens", 5),
+    ],
 )
 def test_habits_that_cannot_be(habit: str, value: float) -> None:
     with pytest.raises(SpecError, match=habit):
         replace(Habits(), **{habit: value})
 
 
-@pytest.mark.parametrize("habits", [LIVELY, replace(LIVELY, message_tokens=9, reply_tokens=9), replace(LIVELY, system="Be brief.")])
+@pytest.mark.parametrize(
+    "habits", [LIVELY, replace(LIVELY, message_tokens=9, reply_tokens=9), replace(LIVELY, system="Be brief.")]
+)
 def test_traces_round_trip(habits: Habits, tmp_path: Path) -> None:
     workload = make_workload(habits, 0)
     write_trace(tmp_path / "a.jsonl", workload)

@@ -1,4 +1,6 @@
-"""What a beginner does wrong with models and chats: every call is refused by an error that names the value and the way out, or meant."""
+"""What a beginner does wrong with models and chats: every call is refused by an error that names the value and the way
+out, or meant.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ pytestmark = pytest.mark.usefixtures("single_thread")
 
 
 @pytest.fixture(scope="module")
-def names(tmp_path_factory: pytest.TempPathFactory, embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def names(
+    tmp_path_factory: pytest.TempPathFactory, embedded: LanguageModel, tokenizer: Tokenizer
+) -> Iterator[dict[str, Any]]:
     folder, model = tmp_path_factory.mktemp("wrong"), embedded
     (folder / "file.txt").write_text("no session")
     (folder / "empty").mkdir()
@@ -42,12 +46,14 @@ def names(tmp_path_factory: pytest.TempPathFactory, embedded: LanguageModel, tok
     with memory.step({alice: [1, 2, 3]}) as step:
         model(step)
     yield {
-        "np": np, "torch": torch, "folder": folder, "model": model, "memory": memory, "other": other, "tokenizer": tokenizer,
-        "engine": engine, "mute": Engine(model, memory, None), "session": session, "ended": ended, "alice": alice, "closed": closed,
-        "foreign": foreign, "mark": memory.checkpoint(alice), "HybridMemory": HybridMemory, "Engine": Engine, "Sampling": Sampling,
-        "ChatSession": ChatSession, "Utterance": Utterance, "Template": Template, "Hole": Hole, "Text": Text, "fill": fill,
+        "np": np, "torch": torch, "folder": folder, "model": model, "memory": memory, "other": other,
+        "tokenizer": tokenizer, "engine": engine, "mute": Engine(model, memory, None), "session": session,
+        "ended": ended, "alice": alice, "closed": closed, "foreign": foreign, "mark": memory.checkpoint(alice),
+        "HybridMemory": HybridMemory, "Engine": Engine, "Sampling": Sampling, "ChatSession": ChatSession,
+        "Utterance": Utterance, "Template": Template, "Hole": Hole, "Text": Text, "fill": fill,
         "PrefixCache": PrefixCache, "EMBEDDED": EMBEDDED, "HybridCache": HybridCache, "load_tokenizer": load_tokenizer,
-        "text": Template("<|bos|>My {pet:max_tokens=2}"), **vars(models), **vars(beams), **vars(speculative), **vars(drafts),
+        "text": Template("<|bos|>My {pet:max_tokens=2}"), **vars(models), **vars(beams), **vars(speculative),
+        **vars(drafts),
     }  # fmt: skip
 
 
@@ -265,14 +271,17 @@ SEARCHES: list[Row] = [
     ("SpeculativeBatch(model, memory, ('</s>',), PromptLookup())", "'</s>'", "token ids"),
     ("SpeculativeBatch(model, memory, (2,), PromptLookup(), step_tokens=0)", "step_tokens=0", "at least 1"),
     ("SpeculativeBatch(model, memory, (2,), PromptLookup(3, 9))", "9", "rollback_window"),
-    ("PromptLookup(0)", "n_gram=0", "at least 1"),
-    ("PromptLookup(3, '8')", "'8'", "at least 1"),
+    ("PromptLookup(0)", "n_gram=0", "at least 1"), ("PromptLookup(3, '8')", "'8'", "at least 1"),
     ("DraftModel(memory, model)", "HybridMemory", "DraftModel(model, memory)"),
     ("DraftModel(model, memory, 0)", "n_draft=0", "at least 1"),
     ("DraftModel(model, memory, 99)", "99", "rollback_window"),
     ("SpeculativeBatch(model, memory, (2,), PromptLookup()).add(3, [1], 4)", "3", "{sequence: tokens}"),
     ("SpeculativeBatch(model, memory, (2,), PromptLookup()).add(closed, [1], 4)", "closed", "another one"),
-    ("SpeculativeBatch(model, memory, (2,), PromptLookup()).add(foreign, [1], 4)", "another memory", "memory that made them"),
+    (
+        "SpeculativeBatch(model, memory, (2,), PromptLookup()).add(foreign, [1], 4)",
+        "another memory",
+        "memory that made them",
+    ),
     ("SpeculativeBatch(model, memory, (2,), PromptLookup()).add(mark, [1], 4)", "checkpoint", "fork"),
     ("SpeculativeBatch(model, memory, (2,), PromptLookup()).add(alice, 'hello', 4)", "'hello'", "tokenizer"),
     ("SpeculativeBatch(model, memory, (2,), PromptLookup()).add(alice, [], 4)", "empty", "a token"),
@@ -280,7 +289,8 @@ SEARCHES: list[Row] = [
     ("SpeculativeBatch(model, memory, (2,), PromptLookup()).add(alice, [10**9], 4)", "1000000000", "0 <= id < 932"),
     ("SpeculativeBatch(model, memory, (2,), PromptLookup()).add(alice, [1], -4)", "max_tokens=-4", "at least 0"),
     ("SpeculativeBatch(model, memory, (2,), PromptLookup()).add(alice, [1], '4')", "'4'", "at least 0"),
-    ("SpeculativeBatch(model, memory, (2,), PromptLookup()).add(alice, [1], 4, sampling=0.7)", "0.7", "Sampling(temperature=0.7)"),
+    ("SpeculativeBatch(model, memory, (2,), PromptLookup()).add(alice, [1], 4, sampling=0.7)",
+     "0.7", "Sampling(temperature=0.7)"),
     ("beam_search(memory, model, [1], 2, 4)", "HybridMemory", "beam_search(model, memory"),
     ("beam_search('embedded', memory, [1], 2, 4)", "'embedded'", "load_model"),
     ("beam_search(model, memory, 'hello', 2, 4)", "'hello'", "tokenizer"),
@@ -345,7 +355,8 @@ COMMANDS: list[tuple[str, int, str, str]] = [
 MEANT = [
     "assert load_tokenizer('embedded').encode('hi') == tokenizer.encode('hi')",
     "ChatSession(engine, messages=[{'role': 'user', 'content': 'hi'}, {'role': 'assistant', 'content': 'hi'}])",
-    "assert ChatSession(engine, messages=[{'role': 'user', 'content': [{'type': 'text', 'text': 'hi'}]}]).messages[0].content == 'hi'",
+    "assert ChatSession(engine, messages=[{'role': 'user', 'content': [{'type': 'text', 'text': "
+    "'hi'}]}]).messages[0].content == 'hi'",
     "assert engine.submit(np.array([1, 2]), max_tokens=0).n_prompt == 2; engine.run()",
     "engine.submit((1, 2), max_tokens=np.int64(0)); engine.run()",
     "Engine(model, memory, tokenizer, stop_ids=np.array([2])).stop_ids",

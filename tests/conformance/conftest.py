@@ -1,4 +1,6 @@
-"""A part of every product of a test's parameters with the subjects, unless CONFORMANCE=full, or a test is asked for by its whole name."""
+"""A part of every product of a test's parameters with the subjects, unless CONFORMANCE=full, or a test is asked for by
+its whole name.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,8 @@ def is_ours(item: pytest.Item) -> bool:
 def is_chosen(item: pytest.Item) -> bool:
     """A part of the combinations, evenly spread, from another one on for each subject and for tests of other names.
 
-    So each combination meets some subjects in each test. All distances to go back meet each subject in `test_every_distance_at_once`;
-    two of the six sizes of the window do in `test_any_window_reaches_that_far`.
+    So each combination meets some subjects in each test. All distances to go back meet each subject in
+    `test_every_distance_at_once`; two of the six sizes of the window do in `test_any_window_reaches_that_far`.
     """
     nth, n = 0, 1
     for name, values in (mark.args for mark in item.iter_markers("parametrize")):

@@ -1,4 +1,6 @@
-"""What leaves the arena comes back bit for bit: swapped to host memory or to a file, or saved by one memory and loaded by another."""
+"""What leaves the arena comes back bit for bit: swapped to host memory or to a file, or saved by one memory and loaded
+by another.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +70,8 @@ def test_a_sequence_whose_pages_are_in_host_memory_goes_on_as_others_do(subject:
     device, dtype = subject.spec.device, subject.spec.dtype
     for attention in ("stream", "compute") if device.type == "cuda" and not subject.is_lossy else ("stream",):
         memory = HybridMemory(
-            subject.spec, "8MiB", rollback_window=WINDOW, page_tokens=4, fold=subject.fold, poison=True, host_pages="8MiB",
+            subject.spec, "8MiB", rollback_window=WINDOW, page_tokens=4, fold=subject.fold, poison=True,
+            host_pages="8MiB",
             host_attention=attention,  # type: ignore[arg-type]
         )  # fmt: skip
         stays, leaves = (grown(subject, memory) for _ in range(2))
@@ -77,7 +80,11 @@ def test_a_sequence_whose_pages_are_in_host_memory_goes_on_as_others_do(subject:
         other = memory.open()
         subject.feed(memory, other, [subject.tokens(PROMPT, seed=9)])  # into the blocks that were freed
         found, expected = go_on(subject, memory, leaves), go_on(subject, memory, stays)
-        assert torch.equal(found, expected) if attention == "stream" else assert_split_close(found, expected, dtype) is None
+        assert (
+            torch.equal(found, expected)
+            if attention == "stream"
+            else assert_split_close(found, expected, dtype) is None
+        )
         memory.to_device(memory.fork(leaves))
         both = {stays: [7] * 5, leaves: [7] * 5, other: [1]}
         with memory.step(both, outputs="all") as step:
@@ -103,7 +110,9 @@ def test_a_saved_sequence_goes_on_in_another_memory(subject: Subject, tmp_path: 
 
 
 def left_by_others(subject: Subject, memory: HybridMemory, seed: int) -> Sequence:
-    """A sequence in blocks that others have left, which has taken tokens back: its own are the same for every `seed`, all else differs."""
+    """A sequence in blocks that others have left, which has taken tokens back: its own are the same for every `seed`,
+    all else differs.
+    """
     memory._coordinator.store._bytes.fill_(seed)
     for stranger, n_tokens in [(memory.open(), n) for n in (PROMPT, 9)]:
         subject.feed(memory, stranger, [subject.tokens(n_tokens, seed=seed), [1]])
@@ -125,7 +134,13 @@ def test_files_hold_nothing_of_others_and_nothing_that_was_taken_back(subject: S
     files = []
     for seed in (0xA5, 0x3C):
         memory = HybridMemory(
-            subject.spec, "8MiB", rollback_window=WINDOW, page_tokens=4, fold=subject.fold, host_budget=1, swap_dir=tmp_path / str(seed)
+            subject.spec,
+            "8MiB",
+            rollback_window=WINDOW,
+            page_tokens=4,
+            fold=subject.fold,
+            host_budget=1,
+            swap_dir=tmp_path / str(seed),
         )
         sequence = left_by_others(subject, memory, seed)
         memory.save(sequence, tmp_path / "saved")

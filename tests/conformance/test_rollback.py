@@ -48,7 +48,9 @@ def test_every_distance_at_once(subject: Subject) -> None:
     for sequence in (sequence for pair in pairs.values() for sequence in pair):
         memory.rollback(sequence, to=PROMPT)
     memory.check()
-    found = subject.feed_together(memory, dict.fromkeys((sequence for pair in pairs.values() for sequence in pair), NEXT))
+    found = subject.feed_together(
+        memory, dict.fromkeys((sequence for pair in pairs.values() for sequence in pair), NEXT)
+    )
     for k, pair in pairs.items():
         expected = subject.fresh([prompt, *NEXT], WINDOW, detours={PROMPT: k})[PROMPT:]
         for sequence in pair:  # on a GPU, bits may follow the shape of a whole step
@@ -75,7 +77,9 @@ def test_two_rollbacks_in_a_row(subject: Subject, k: int) -> None:
     memory.rollback(sequence, to=PROMPT + k // 2)
     memory.rollback(sequence, to=PROMPT)
     subject.assert_same(
-        subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW, detours={PROMPT: k})[PROMPT:], bits=True
+        subject.feed(memory, sequence, NEXT),
+        subject.fresh([prompt, *NEXT], WINDOW, detours={PROMPT: k})[PROMPT:],
+        bits=True,
     )
 
 
@@ -91,7 +95,9 @@ def test_rollback_then_other_tokens_then_rollback(subject: Subject, k: int) -> N
         subject.feed(memory, sequence, ones(subject.tokens(k, seed=seed)))
     memory.rollback(sequence, to=PROMPT)
     subject.assert_same(
-        subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW, detours={PROMPT: k})[PROMPT:], bits=True
+        subject.feed(memory, sequence, NEXT),
+        subject.fresh([prompt, *NEXT], WINDOW, detours={PROMPT: k})[PROMPT:],
+        bits=True,
     )
 
 
@@ -103,7 +109,11 @@ def test_rollback_of_a_fork(subject: Subject, k: int) -> None:
     subject.feed(memory, first, [prompt, *ones(more)])
     second = memory.fork(first)
     memory.rollback(second, to=PROMPT)
-    subject.assert_same(subject.feed(memory, second, NEXT), subject.fresh([prompt, *NEXT], WINDOW, detours={PROMPT: k})[PROMPT:], bits=True)
+    subject.assert_same(
+        subject.feed(memory, second, NEXT),
+        subject.fresh([prompt, *NEXT], WINDOW, detours={PROMPT: k})[PROMPT:],
+        bits=True,
+    )
     expected = subject.fresh([prompt, *ones(more), *NEXT], WINDOW)[PROMPT + k :]
     subject.assert_same(subject.feed(memory, first, NEXT), expected, bits=True)
 
@@ -130,7 +140,10 @@ def test_abort(subject: Subject) -> None:
     subject.feed(memory, bystander, [prompt])
     used = memory.usage().used_bytes
     for n_tokens, is_run in itertools.product((1, 3, WINDOW, 40), (False, True)):
-        with pytest.raises(InjectedError), memory.step({sequence: subject.tokens(n_tokens, seed=1), bystander: [1]}) as step:
+        with (
+            pytest.raises(InjectedError),
+            memory.step({sequence: subject.tokens(n_tokens, seed=1), bystander: [1]}) as step,
+        ):
             if is_run:
                 subject.model(step)
             raise InjectedError
@@ -167,7 +180,9 @@ def test_abort_inside_a_layer(subject: Subject, monkeypatch: pytest.MonkeyPatch)
             with pytest.raises(InjectedError), memory.step({sequence: subject.tokens(5, seed=1)}) as step:
                 subject.model(step)
         memory.check()
-    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:], bits=True)
+    subject.assert_same(
+        subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:], bits=True
+    )
 
 
 def test_accept_some_drafts(subject: Subject) -> None:
@@ -220,7 +235,12 @@ def test_any_window_reaches_that_far(subject: Subject, window: int) -> None:
     far = max(to + window - 5, n_prompt)  # one by one up to where it goes back to, and at the end
     memory = subject.memory(window)
     sequence = memory.open()
-    steps = [tokens[:n_prompt], *ones(tokens[n_prompt:to]), tokens[max(n_prompt, to) : far], *ones(tokens[max(far, to) :])]
+    steps = [
+        tokens[:n_prompt],
+        *ones(tokens[n_prompt:to]),
+        tokens[max(n_prompt, to) : far],
+        *ones(tokens[max(far, to) :]),
+    ]
     subject.feed(memory, sequence, filter(None, steps))
     assert sequence.tokens.tolist() == tokens and sequence.horizon <= to
     memory.rollback(sequence, to=to)

@@ -34,14 +34,20 @@ def test_every_split_of_a_prompt_equals_one_shot(subject: Subject) -> None:
     memory.check()
     for rows in found:
         subject.assert_same(torch.cat(rows), expected)
-    for parts in ([tokens[:1], tokens[1:]], [tokens[:5], tokens[5:11], tokens[11:]], [tokens[:23], tokens[23:]], [[t] for t in tokens]):
+    for parts in (
+        [tokens[:1], tokens[1:]],
+        [tokens[:5], tokens[5:11], tokens[11:]],
+        [tokens[:23], tokens[23:]],
+        [[t] for t in tokens],
+    ):
         subject.assert_same(subject.fresh(parts, WINDOW), expected)
 
 
 def test_64_sequences_shuffled_equal_each_alone(subject: Subject) -> None:
     """Mixed lengths, prompts beside single tokens, another order at every step; row i is request i's.
 
-    Each text is there four times, cut in the same way and fed beside others, so that a lossy subject too needs an oracle a text.
+    Each text is there four times, cut in the same way and fed beside others, so that a lossy subject too needs an
+    oracle a text.
     """
     rng = random.Random(0)
     histories = 4 * [subject.tokens(n, seed=i) for i, n in enumerate(4 * (1, 5, 17, 26))]
@@ -154,7 +160,9 @@ def test_reorder_is_all_at_once(subject: Subject) -> None:
     for sequence, source in ((a, b), (b, b), (c, a)):
         tokens = histories[source]
         assert sequence.tokens.tolist() == tokens
-        subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh([tokens, *NEXT], WINDOW)[len(tokens) :], bits=True)
+        subject.assert_same(
+            subject.feed(memory, sequence, NEXT), subject.fresh([tokens, *NEXT], WINDOW)[len(tokens) :], bits=True
+        )
     memory.reorder({a: c, c: a})
     assert a.tokens.tolist()[:20] == histories[a]
     memory.reorder({})
@@ -198,7 +206,9 @@ def bytes_of(subject: Subject, n_sequences: int, n_tokens: int) -> int:
 
 
 def test_capacity_is_refused_before_anything_changes(subject: Subject) -> None:
-    budget = max(24 * 1024 if subject.name.startswith("toy") else 128 * 1024, bytes_of(subject, n_sequences=5, n_tokens=30))
+    budget = max(
+        24 * 1024 if subject.name.startswith("toy") else 128 * 1024, bytes_of(subject, n_sequences=5, n_tokens=30)
+    )
     memory = subject.memory(4, budget, page_tokens=subject.page_tokens)
     sequences: list[Sequence] = []
     tokens = subject.tokens(30)
@@ -229,7 +239,9 @@ def test_the_split_follows_demand(subject: Subject) -> None:
     memory = subject.memory(4, budget, page_tokens=4)
     for n_sequences, n_tokens in ((1, 300), (40, 3), (1, 300)):
         sequences = [memory.open() for _ in range(n_sequences)]
-        memory.run(subject.model, {s: subject.tokens(n_tokens, seed=i) for i, s in enumerate(sequences)}, max_tokens=150)
+        memory.run(
+            subject.model, {s: subject.tokens(n_tokens, seed=i) for i, s in enumerate(sequences)}, max_tokens=150
+        )
         memory.check()
         for sequence in sequences:
             memory.close(sequence)
@@ -296,7 +308,13 @@ def test_a_busy_sequence_is_left_alone(subject: Subject) -> None:
     memory = subject.memory(WINDOW)
     sequence, other = memory.open(), memory.open()
     with memory.step({sequence: [1, 2]}) as step:
-        for call in (memory.fork, memory.checkpoint, memory.close, lambda s: memory.rollback(s, to=0), lambda s: memory.step({s: [1]})):
+        for call in (
+            memory.fork,
+            memory.checkpoint,
+            memory.close,
+            lambda s: memory.rollback(s, to=0),
+            lambda s: memory.step({s: [1]}),
+        ):
             with pytest.raises(SequenceError, match="open step"):
                 call(sequence)
         subject.feed(memory, other, [[5, 6]])

@@ -1,4 +1,5 @@
-"""What the README and the docs show is so: Python runs and prints what they say, commands and files exist, JSON parses."""
+"""What the README and the docs show is so:
+Python runs and prints what they say, commands and files exist, JSON parses."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ APPS: dict[str, Any] = {
     "python -m benchmarks": typer.main.get_command(benchmarks_app),
 }
 UsageError = typer.BadParameter.__bases__[0]
-"""What a command line that cannot be parsed raises; typer has a click of its own, or the one that is installed, and shows no other name."""
+"""What a command line that cannot be parsed raises; typer has a click of its own, or the one that is installed, and
+shows no other name.
+"""
 OTHERS = ("python -m pytest", "python3 -m venv", "pip install", "mkdocs")
 """Commands that are not ours; those of the README are run by CI."""
 
@@ -90,15 +93,21 @@ def test_every_block_is_of_a_kind_that_is_checked(page: Path) -> None:
 
 def test_few_blocks_are_not_run_and_each_says_why() -> None:
     titles = [block.title for page in PAGES for block in read_blocks(page) if block.title.startswith("not run")]
-    assert len(titles) <= MOST_NOT_RUN and all(title.removeprefix(NOT_RUN).strip() not in ("", title) for title in titles), titles
+    assert len(titles) <= MOST_NOT_RUN and all(
+        title.removeprefix(NOT_RUN).strip() not in ("", title) for title in titles
+    ), titles
 
 
 @every_page
 def test_every_command_and_option_exists(page: Path) -> None:
-    """In blocks each command is parsed as it would be when it is run; in the text each that begins as ours do, and each option alone."""
+    """In blocks each command is parsed as it would be when it is run; in the text each that begins as ours do, and each
+    option alone.
+    """
     for block in read_blocks(page):
         if block.language in ("bash", "console"):
-            code = block.code if block.language == "bash" else "".join(re.findall(r"^\$ (.*\n)", block.code, re.MULTILINE))
+            code = (
+                block.code if block.language == "bash" else "".join(re.findall(r"^\$ (.*\n)", block.code, re.MULTILINE))
+            )
             for line in code.replace("\\\n", " ").splitlines():
                 if command := line.partition(" #")[0].strip():
                     check_command(command, f"{name_of(page)}:{block.line}")
@@ -108,7 +117,9 @@ def test_every_command_and_option_exists(page: Path) -> None:
             check_command(span.replace("COMMAND", "generate"), name_of(page))
         elif re.match(r"--[a-z]", span):
             option = span.split()[0]
-            assert option == "--help" or any(option in known_options(app) for app in APPS.values()), f"{name_of(page)}: {option}"
+            assert option == "--help" or any(option in known_options(app) for app in APPS.values()), (
+                f"{name_of(page)}: {option}"
+            )
 
 
 def check_command(command: str, where: str) -> None:
@@ -156,7 +167,13 @@ def test_blocks_are_found(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["hybrid-memory fly", "hybrid-memory serve --wings 2", "python -m benchmarks decode --threads many", "curl localhost"]
+    "command",
+    [
+        "hybrid-memory fly",
+        "hybrid-memory serve --wings 2",
+        "python -m benchmarks decode --threads many",
+        "curl localhost",
+    ],
 )
 def test_commands_that_do_not_exist_are_found(command: str) -> None:
     with pytest.raises(AssertionError, match="page"):

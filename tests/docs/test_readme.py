@@ -19,7 +19,12 @@ def test_it_fits_two_screens() -> None:
 
 def test_ci_runs_its_commands() -> None:
     ci = (ROOT / ".ci" / "run").read_text()
-    commands = [line.split("#")[0].strip() for block in read_blocks(README) if block.language == "bash" for line in block.code.splitlines()]
+    commands = [
+        line.split("#")[0].strip()
+        for block in read_blocks(README)
+        if block.language == "bash"
+        for line in block.code.splitlines()
+    ]
     assert len(commands) == 4
     for command in commands:
         assert command.replace("pip install", "pip install -q") in ci or command in ci
@@ -31,8 +36,14 @@ def test_the_table_of_architectures_is_that_of_the_registry() -> None:
 
 
 def test_speeds_are_those_that_were_measured_last() -> None:
-    """The table of docs/results/index.md beside the files of results, cell by cell; the README's range is that of its row."""
-    table = [line.strip("| ").split(" | ") for line in (ROOT / "docs/results/index.md").read_text().splitlines() if line.startswith("| ")]
+    """The table of docs/results/index.md beside the files of results, cell by cell; the README's range is that of its
+    row.
+    """
+    table = [
+        line.strip("| ").split(" | ")
+        for line in (ROOT / "docs/results/index.md").read_text().splitlines()
+        if line.startswith("| ")
+    ]
     header, *rows = table
     models = [name.lower().replace("mamba-2", "mamba2").replace("qwen3.5", "qwen3_5") for name in header[1:]]
     measured = {name: json.loads((RESULTS / f"{name}.json").read_text())["tables"] for name in ("prefill", "decode")}
@@ -41,7 +52,8 @@ def test_speeds_are_those_that_were_measured_last() -> None:
         for model, cell in zip(models, cells, strict=True):
             (row,) = (r for r in _rows(measured, label) if r["model"] == model)
             ours, theirs, ratio = (
-                float(n) for n in re.fullmatch(r"([\d.,]+) / ([\d.,]+) \*\*([\d.]+)x\*\*", cell.replace(",", "")).groups()
+                float(n)
+                for n in re.fullmatch(r"([\d.,]+) / ([\d.,]+) \*\*([\d.]+)x\*\*", cell.replace(",", "")).groups()
             )  # type: ignore[union-attr]
             for shown, found in ((ours, row["ours"]), (theirs, row["transformers"]), (ratio, row["ratio"])):
                 assert abs(shown - found) <= 0.005 * found + 0.05, (label, model, shown, found)
@@ -49,6 +61,8 @@ def test_speeds_are_those_that_were_measured_last() -> None:
 
 def _rows(measured: dict[str, dict[str, list[dict[str, object]]]], label: str) -> list[dict[str, object]]:
     if label.startswith("prefill"):
-        return [r for r in measured["prefill"]["prefill, ms"] if r["sequences x tokens"] == label.removeprefix("prefill ")]
+        return [
+            r for r in measured["prefill"]["prefill, ms"] if r["sequences x tokens"] == label.removeprefix("prefill ")
+        ]
     n_sequences = int(re.findall(r"\d+", label)[0])
     return [r for r in measured["decode"]["decode, ms a step"] if r["sequences"] == n_sequences]

@@ -21,14 +21,16 @@ from tests.docs.pages import ROOT
 KEY_PAGES = [
     f"{name}.html"
     for name in (
-        "index concepts/index concepts/limits how-to/decode how-to/adding-a-policy reference/memory reference/command-line architecture "
-        "results/peers results/decode glossary faq changelog"
+        "index concepts/index concepts/limits how-to/decode how-to/adding-a-policy reference/memory "
+        "reference/command-line architecture results/peers results/decode glossary faq changelog"
     ).split()
 ]
 
 
 class Loaded(HTMLParser):
-    """What a browser fetches to show a page: addresses of scripts, styles, images, icons and frames, but not of links to follow."""
+    """What a browser fetches to show a page: addresses of scripts, styles, images, icons and frames, but not of links
+    to follow.
+    """
 
     def __init__(self) -> None:
         super().__init__()

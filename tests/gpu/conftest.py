@@ -11,11 +11,34 @@ from memory.recurrences import FAMILIES
 from tests.subjects import SUBJECTS, Subject, make_subject
 
 FEW = (
-    *("toy", "toy-window", "toy replay", "toy-sparse", "toy-quest", "toy-4-bit", "toy-float8", "toy-h2o", "toy-attention-tova-4-bit"),
+    *(
+        "toy",
+        "toy-window",
+        "toy replay",
+        "toy-sparse",
+        "toy-quest",
+        "toy-4-bit",
+        "toy-float8",
+        "toy-h2o",
+        "toy-attention-tova-4-bit",
+    ),
     *(f"family:{name}" for name in FAMILIES),
-    *("family:ssd defer", "family:gated_delta defer", "family:linear_attention defer", "family:short_conv defer", "family:mamba1 defer"),
+    *(
+        "family:ssd defer",
+        "family:gated_delta defer",
+        "family:linear_attention defer",
+        "family:short_conv defer",
+        "family:mamba1 defer",
+    ),
     *("family:rwkv7 defer", "model:bamba defer"),
-    *("jamba", "model:bamba", "model:deepseek-v3", "model:gemma2", "model:qwen3-next-two-of-four-experts", "model:recurrent-gemma"),
+    *(
+        "jamba",
+        "model:bamba",
+        "model:deepseek-v3",
+        "model:gemma2",
+        "model:qwen3-next-two-of-four-experts",
+        "model:recurrent-gemma",
+    ),
 )
 IN_BFLOAT16 = (
     "toy",

@@ -1,4 +1,5 @@
-"""What only a device can show: that the host never waits for it inside of a step, and that a plan goes up in one copy."""
+"""What only a device can show: that the host never waits for it inside of a step, and that a plan goes
+up in one copy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Where the CUDA kernels' tests run: on a GPU if one is here, else in Triton's interpreter, on the CPU.
 
-The interpreter is chosen by the environment before triton is imported, so it needs a process of its own: `tests/unit/test_interpreted.py`
-starts one for each file here. Elsewhere these files are not collected.
+The interpreter is chosen by the environment before triton is imported, so it needs a process of its own:
+`tests/unit/test_interpreted.py` starts one for each file here. Elsewhere these files are not collected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def device() -> torch.device:
 
 @pytest.fixture(scope="session", autouse=True)
 def patched_once() -> Iterator[None]:
-    """For each call of a device function the interpreter looks through Triton's whole language for what it has replaced already."""
+    """For each call of a device function the interpreter looks through Triton's whole language for what it has replaced
+    already.
+    """
     if not IS_INTERPRETED:
         yield
         return
@@ -43,7 +45,9 @@ def patched_once() -> Iterator[None]:
     patch, patched = interpreter._patch_lang, set[str]()
 
     def patch_once(function: FunctionType) -> object:
-        modules = {module.__name__ for module in (tl, tl.core) if any(x is module for x in function.__globals__.values())}
+        modules = {
+            module.__name__ for module in (tl, tl.core) if any(x is module for x in function.__globals__.values())
+        }
         if patched and modules <= patched:
             return interpreter._LangPatchScope()  # nothing to restore
         scope, is_kernel = patch(function), not patched

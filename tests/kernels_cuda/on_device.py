@@ -28,7 +28,9 @@ class OnDevice:
 
     def _call(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         moved: dict[int, tuple[Tensor, Tensor]] = {}
-        result = function(*(self._move(x, moved) for x in args), **{name: self._move(x, moved) for name, x in options.items()})
+        result = function(
+            *(self._move(x, moved) for x in args), **{name: self._move(x, moved) for name, x in options.items()}
+        )
         for host, on_device in moved.values():
             host.copy_(on_device)
         return result.cpu() if isinstance(result, Tensor) else result
@@ -40,8 +42,14 @@ class OnDevice:
                 host = torch.empty(0, dtype=torch.uint8).set_(storage)
                 moved[storage.data_ptr()] = host, host.to(self._device)
             on_device = moved[storage.data_ptr()][1].untyped_storage()
-            return torch.empty(0, dtype=x.dtype, device=self._device).set_(on_device, x.storage_offset(), x.size(), x.stride())
-        if is_dataclass(x) and not isinstance(x, type) and any(isinstance(getattr(x, f.name), Tensor | tuple) for f in fields(x)):
+            return torch.empty(0, dtype=x.dtype, device=self._device).set_(
+                on_device, x.storage_offset(), x.size(), x.stride()
+            )
+        if (
+            is_dataclass(x)
+            and not isinstance(x, type)
+            and any(isinstance(getattr(x, f.name), Tensor | tuple) for f in fields(x))
+        ):
             return replace(x, **{f.name: self._move(getattr(x, f.name), moved) for f in fields(x)})
         if isinstance(x, tuple):
             parts = [self._move(y, moved) for y in x]
@@ -59,6 +67,8 @@ class MadeOn(TorchFunctionMode):
         """Of what was made, parts of it in other dtypes included."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **{name: self._device if name == "device" else value for name, value in (kwargs or {}).items()})
+        out = func(
+            *args, **{name: self._device if name == "device" else value for name, value in (kwargs or {}).items()}
+        )
         self.n_bytes += out.nbytes if isinstance(out, Tensor) and not out._is_view() else 0
         return out

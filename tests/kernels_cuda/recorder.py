@@ -1,4 +1,6 @@
-"""What a CUDA graph does, for torch's operations and interpreted kernels on the CPU: the same calls on the same tensors, once more."""
+"""What a CUDA graph does, for torch's operations and interpreted kernels on the CPU: the same calls on the same
+tensors, once more.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from triton.runtime.interpreter import GridExecutor
 
 
 class Recorder:
-    """Records runs. A run is carried out while it is recorded, which a device does not do, so the first replay is that one."""
+    """Records runs.
+    A run is carried out while it is recorded, which a device does not do, so the first replay is that one.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.n_replays = 0
@@ -81,12 +85,22 @@ class _Operations(TorchDispatchMode):
         return found
 
 
-_WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "bincount", "_unique", "equal", "repeat_interleave.Tensor")
+_WAITING = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "bincount",
+    "_unique",
+    "equal",
+    "repeat_interleave.Tensor",
+)
 
 
 def _check_waiting(name: str, args: tuple[Any, ...]) -> None:
     """Raise RuntimeError if the operation `name` would have the host wait for a device."""
-    is_mask = name.startswith(("aten.index.", "aten.index_put")) and any(x is not None and x.dtype == torch.bool for x in args[1])
+    is_mask = name.startswith(("aten.index.", "aten.index_put")) and any(
+        x is not None and x.dtype == torch.bool for x in args[1]
+    )
     if is_mask or name.removeprefix("aten.").startswith(_WAITING):
         raise RuntimeError(f"{name} waits for the device")
 

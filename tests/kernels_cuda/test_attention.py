@@ -1,4 +1,6 @@
-"""Attention over pages against plain attention, rows of few queries divided among programs and not. All else in the arena is NaN."""
+"""Attention over pages against plain attention, rows of few queries divided among programs and not.
+All else in the arena is NaN.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +80,12 @@ def test_rows_before_the_window_are_not_read(device: torch.device) -> None:
 
 
 @pytest.mark.usefixtures("split_rows")
-@pytest.mark.parametrize("softcap, has_sinks, n_distances", [(0.7, False, 0), (None, True, 0), (2.0, True, 30), (None, False, 1000)])
-def test_capped_scores_sinks_and_biases(device: torch.device, softcap: float | None, has_sinks: bool, n_distances: int) -> None:
+@pytest.mark.parametrize(
+    "softcap, has_sinks, n_distances", [(0.7, False, 0), (None, True, 0), (2.0, True, 30), (None, False, 1000)]
+)
+def test_capped_scores_sinks_and_biases(
+    device: torch.device, softcap: float | None, has_sinks: bool, n_distances: int
+) -> None:
     pages = Pages(6, 2, 8, 4, lengths=(1, 4, 40), histories=(100, 62, 5))
     pages.softcap, pages.sinks = softcap, torch.randn(6) if has_sinks else None
     pages.bias = torch.randn(6, n_distances) if n_distances else None
@@ -89,7 +95,9 @@ def test_capped_scores_sinks_and_biases(device: torch.device, softcap: float | N
 
 @pytest.mark.parametrize("sinks", ["no sinks", "some"])
 @pytest.mark.parametrize("split", [32, 512])
-def test_scores_of_minus_infinity(device: torch.device, split: int, sinks: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_scores_of_minus_infinity(
+    device: torch.device, split: int, sinks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each head hides other rows."""
     monkeypatch.setattr(tiles, "SPLIT_ROWS", split)
     monkeypatch.setattr(tiles, "WHOLE_TILES", split)
@@ -112,7 +120,11 @@ def test_keys_that_score_minus_infinity(device: torch.device, softcap: float | N
 def test_scores_far_apart(device: torch.device) -> None:
     """Thousands apart; whole numbers, so that no rounding decides between them."""
     pages = Pages(2, 1, 8, 4, lengths=(1, 20), histories=(70, 0))
-    pages.q, pages.arena, pages.rows = pages.q.round() * 1000, pages.arena.round(), [rows.round() for rows in pages.rows]
+    pages.q, pages.arena, pages.rows = (
+        pages.q.round() * 1000,
+        pages.arena.round(),
+        [rows.round() for rows in pages.rows],
+    )
     pages.scale = 1.0
     assert_kernel_close(pages.attend(OnDevice(device)), pages.expected())
 

@@ -1,4 +1,6 @@
-"""Whatever a kernel chooses, it computes the same: every value that tuning tries, on small shapes, against the twins; and what it runs."""
+"""Whatever a kernel chooses, it computes the same: every value that tuning tries, on small shapes, against the twins;
+and what it runs.
+"""
 
 from __future__ import annotations
 
@@ -79,9 +81,10 @@ def score_pages(device: torch.device) -> None:
 
 
 COMPUTE: dict[str, Callable[[torch.device], None]] = {
-    "attend": attention, "split": attention, "read_states": read_states, "scan_tokens": lambda device: scan_matrices(device, 1, 3),
-    "scan_chunks": lambda device: scan_matrices(device, 65, 17), "scan_columns": columns, "selective_scan": selective_scan,
-    "vectors": vectors, "causal_conv": convolution, "score_pages": score_pages,
+    "attend": attention, "split": attention, "read_states": read_states,
+    "scan_tokens": lambda device: scan_matrices(device, 1, 3),
+    "scan_chunks": lambda device: scan_matrices(device, 65, 17), "scan_columns": columns,
+    "selective_scan": selective_scan, "vectors": vectors, "causal_conv": convolution, "score_pages": score_pages,
 }  # fmt: skip
 
 
@@ -96,7 +99,9 @@ def choices() -> list[tuple[str, dict[str, int]]]:
     return made
 
 
-@pytest.mark.parametrize("kernel, choice", choices(), ids=lambda x: x if isinstance(x, str) else ",".join(map(str, x.values())))
+@pytest.mark.parametrize(
+    "kernel, choice", choices(), ids=lambda x: x if isinstance(x, str) else ",".join(map(str, x.values()))
+)
 def test_a_kernel_is_its_twin_whatever_it_chooses(device: torch.device, kernel: str, choice: dict[str, int]) -> None:
     tunable, asked = TUNABLES[kernel], list[tuple[int, ...]]()
 
@@ -111,7 +116,11 @@ def test_a_kernel_is_its_twin_whatever_it_chooses(device: torch.device, kernel: 
 
 def test_a_choice_is_made_for_a_request_whatever_else_is_in_the_step(device: torch.device) -> None:
     """What a kernel asks for of one request alone is what it asks for of it among others."""
-    pages, tunable, asked = Pages(6, 2, 8, 4, lengths=(1, 3, 20), histories=(300, 70, 3)), TUNABLES["attend"], set[tuple[int, ...]]()
+    pages, tunable, asked = (
+        Pages(6, 2, 8, 4, lengths=(1, 3, 20), histories=(300, 70, 3)),
+        TUNABLES["attend"],
+        set[tuple[int, ...]](),
+    )
 
     def choose(*sizes: int) -> Any:
         asked.add(sizes)
@@ -127,7 +136,9 @@ def test_a_choice_is_made_for_a_request_whatever_else_is_in_the_step(device: tor
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch would rather compile
-def test_what_torch_ships_computes_the_same_over_a_prompt(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_torch_ships_computes_the_same_over_a_prompt(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch, "compile", lambda function: function)
     monkeypatch.setattr(torch.nn.attention.flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True, raising=False)
     with MadeOn(device):
@@ -165,7 +176,12 @@ RUNS: dict[str, tuple[str, Callable[[], Run]]] = {
     ids=["RWKV-7", "Mamba-1"],
 )
 def test_tails_that_run_again_are_measured_beside_bytes(
-    device: torch.device, spec: RecurrentSpec, make_scan: Any, state_bytes: int, ring_bytes: int, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    spec: RecurrentSpec,
+    make_scan: Any,
+    state_bytes: int,
+    ring_bytes: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def once(runs: dict[str, Callable[[], object]], n_rounds: int) -> dict[str, Samples]:
         for run in runs.values():
@@ -185,8 +201,8 @@ def test_what_is_tuned_runs_the_kernel_and_gives_the_same_each_time(
     device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module, constant, value in (
-        (gpu_attention, "N_BYTES", 1), (gpu_cases, "N_BYTES", 1), (gpu_states, "N_BYTES", 1 << 10), (gpu_states, "TAIL_TOKENS", 3),
-        (gpu_cases, "CONTEXT", 16 * 24),
+        (gpu_attention, "N_BYTES", 1), (gpu_cases, "N_BYTES", 1), (gpu_states, "N_BYTES", 1 << 10),
+        (gpu_states, "TAIL_TOKENS", 3), (gpu_cases, "CONTEXT", 16 * 24),
     ):  # fmt: skip
         monkeypatch.setattr(module, constant, value)
     kernel, make = RUNS[name]

@@ -20,8 +20,12 @@ STORAGES = (Quantized(8, group=8), Quantized(4, group=8), Quantized(2, group=8),
 
 @pytest.mark.parametrize("by_channel", [True, False])
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
-def test_folded_rows_are_the_reference_s(device: torch.device, storage: Storage, by_channel: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few queries and many, requests with nothing folded, blocks that are not full, a split inside of what has folded; a wide head."""
+def test_folded_rows_are_the_reference_s(
+    device: torch.device, storage: Storage, by_channel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Few queries and many, requests with nothing folded, blocks that are not full, a split inside of what has folded;
+    a wide head.
+    """
     monkeypatch.setattr(tiles, "SPLIT_ROWS", 32)
     monkeypatch.setattr(tiles, "WHOLE_TILES", 32)
     lengths, block_rows = ([80, 0, 8, 16], 8) if by_channel else ([75, 0, 1, 13], 80)

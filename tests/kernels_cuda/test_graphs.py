@@ -26,7 +26,8 @@ N_MODEL, WINDOW = 12, 10
 
 
 class Hybrid:
-    """Attention, attention over a window, a gated delta rule and a short convolution; every weight stays where it is."""
+    """Attention, attention over a window, a gated delta rule and a short convolution; every weight
+    stays where it is."""
 
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -35,11 +36,16 @@ class Hybrid:
         self._recurrences = [recurrence for _, recurrence in examples]
         self._shapes = [spec.row_shape for spec, _ in examples]
         self._embedding = torch.randn(VOCAB, N_MODEL, generator=generator)
-        self._qkv, self._out = torch.randn(80, N_MODEL, generator=generator), torch.randn(N_MODEL, 48, generator=generator)
+        self._qkv, self._out = (
+            torch.randn(80, N_MODEL, generator=generator),
+            torch.randn(N_MODEL, 48, generator=generator),
+        )
         sizes = [int(torch.Size(shape).numel()) for shape in self._shapes]
         self._rows = [torch.randn(n, N_MODEL, generator=generator) for n in sizes]
         self._mix = torch.randn(N_MODEL, 64, generator=generator)
-        self.memory_spec = MemorySpec(tuple((m,) for m in [*attention, *(spec for spec, _ in examples)]), VOCAB, model="hybrid")
+        self.memory_spec = MemorySpec(
+            tuple((m,) for m in [*attention, *(spec for spec, _ in examples)]), VOCAB, model="hybrid"
+        )
 
     def __call__(self, step: Step) -> Tensor:
         step.check_model(self.memory_spec)
@@ -74,7 +80,9 @@ class Twins:
         self.memories = []
         for kernels in ("reference", "triton"):
             monkeypatch.setenv("HYBRID_MEMORY_KERNELS", kernels)
-            memory = HybridMemory(self.plain.memory_spec, "4MiB", rollback_window=8, page_tokens=8, fold="defer", poison=True)
+            memory = HybridMemory(
+                self.plain.memory_spec, "4MiB", rollback_window=8, page_tokens=8, fold="defer", poison=True
+            )
             self.memories.append(memory)
         self.sequences = [[memory.open() for _ in range(n_sequences)] for memory in self.memories]
         self.generator = torch.Generator().manual_seed(0)
@@ -92,7 +100,9 @@ class Twins:
 
 
 def test_replays_are_the_steps_they_stand_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Single tokens while pages fill, rows are split among programs, windows move and bodies too; in company that changes."""
+    """Single tokens while pages fill, rows are split among programs, windows move and bodies too; in company that
+    changes.
+    """
     twins = Twins(monkeypatch, 3)
     twins.feed({0: 14, 1: 7, 2: 2})
     for _ in range(6):
@@ -123,7 +133,8 @@ def test_drafts_a_step_that_fails_and_two_steps_at_once(monkeypatch: pytest.Monk
     memory.check()
     twins.feed({0: 3, 1: 3}, accept={0: 2, 1: 0})
     assert twins.recorder.n_replays == 2
-    with memory.step({sequences[1][0]: 3}) as one, memory.step({sequences[1][1]: 3}) as two:  # neither plan is written over the other
+    # neither plan is written over the other
+    with memory.step({sequences[1][0]: 3}) as one, memory.step({sequences[1][1]: 3}) as two:
         found = [twins.recorded(one), twins.recorded(two)]
     with plain.step({sequences[0][0]: 3, sequences[0][1]: 3}) as step:
         assert_split_close(torch.cat(found), twins.plain(step))
@@ -144,7 +155,12 @@ def test_replays_read_pages_where_they_are(monkeypatch: pytest.MonkeyPatch) -> N
     memory.run(model, {a: list(range(6)), b: list(range(3, 9))})
     stay = [memory.fork(a), memory.fork(b)]
     n_replays = []
-    for move, sequence, n_steps in ((memory.to_device, a, 3), (memory.to_host, a, 3), (memory.to_host, b, 2), (memory.to_device, a, 1)):
+    for move, sequence, n_steps in (
+        (memory.to_device, a, 3),
+        (memory.to_host, a, 3),
+        (memory.to_host, b, 2),
+        (memory.to_device, a, 1),
+    ):
         move(sequence)
         before = recorder.n_replays
         for token in range(n_steps):
@@ -154,12 +170,14 @@ def test_replays_read_pages_where_they_are(monkeypatch: pytest.MonkeyPatch) -> N
                 assert torch.equal(found, model(step))
             memory.check()
         n_replays.append(recorder.n_replays - before)
-    assert n_replays == [1, 1, 0, 1], "all on the device; one of each; all in host memory, which is not recorded; one of each again"
+    assert n_replays == [1, 1, 0, 1], (
+        "all on the device; one of each; all in host memory, which is not recorded; one of each again"
+    )
 
 
 def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model that waits for the device, and one that does something else at a sequence's begin, which the host knows and a recording
-    does not."""
+    """A model that waits for the device, and one that does something else at a sequence's begin, which the host knows
+    and a recording does not."""
     spec, recurrence = FAMILIES["linear_attention"].example(torch.Generator().manual_seed(1))
     weights = torch.randn(VOCAB, int(torch.Size(spec.row_shape).numel()))
 
@@ -189,7 +207,9 @@ def test_what_cannot_be_recorded_runs_as_ever(monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", ["average", "rg_lru"])
 def test_recurrences_whose_states_move_are_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In plain torch, and one whose first token counts more: which that is, only the device knows. A warning would be an error."""
+    """In plain torch, and one whose first token counts more: which that is, only the device knows.
+    A warning would be an error.
+    """
     spec, recurrence = FAMILIES["rg_lru"].example(torch.Generator().manual_seed(1))
     if name == "average":
         means = (StateTensor("mean", (5,)), StateTensor("highest", (5,)))
@@ -213,7 +233,9 @@ def test_recurrences_whose_states_move_are_recorded(name: str, monkeypatch: pyte
 
 
 def test_groups_are_chosen_without_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From how many follows from the host's books. As long as all are read, steps are recorded; a warning would be an error."""
+    """From how many follows from the host's books.
+    As long as all are read, steps are recorded; a warning would be an error.
+    """
     spec = AttentionSpec(3, 1, 16, policy=Quest(16, recent=1), storage=Quantized(8, group=8))
     weights = torch.randn(VOCAB, 80, generator=torch.Generator().manual_seed(1))
 
@@ -236,10 +258,14 @@ def test_groups_are_chosen_without_a_recording(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_a_recording_that_failed_left_behind_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Angles of a step's positions are computed once for all layers: while a recording is made that then fails, they are not."""
+    """Angles of a step's positions are computed once for all layers: while a recording is made that then fails, they
+    are not.
+    """
     subject = make_subject("model:deepseek-v2-three-of-eight-experts-in-groups", tmp_path)
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "triton")
-    memory = HybridMemory(subject.spec, "4MiB", rollback_window=8, page_tokens=subject.page_tokens, fold="defer", poison=True)
+    memory = HybridMemory(
+        subject.spec, "4MiB", rollback_window=8, page_tokens=subject.page_tokens, fold="defer", poison=True
+    )
     recorded, (a, b) = RecordedModel(subject.model, record=Recorder(monkeypatch)), (memory.open(), memory.open())
     for token in range(3):
         with memory.step({a: token}) as step:
@@ -260,7 +286,10 @@ def test_a_model_is_run_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     assert twins.recorder.n_replays
     sequences = twins.sequences[1]
     for first in (twins.plain, twins.recorded):
-        with pytest.raises(StepError, match="used twice"), twins.memories[1].step(dict.fromkeys(sequences, 1), outputs="all") as step:
+        with (
+            pytest.raises(StepError, match="used twice"),
+            twins.memories[1].step(dict.fromkeys(sequences, 1), outputs="all") as step,
+        ):
             first(step)
             twins.recorded(step)
         twins.memories[1].check()
@@ -273,7 +302,9 @@ def test_a_real_model_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     recorder = Recorder(monkeypatch)
     logits = []
     for model in (subject.model, RecordedModel(subject.model, record=recorder)):
-        memory = HybridMemory(subject.spec, "4MiB", rollback_window=8, page_tokens=subject.page_tokens, fold="defer", poison=True)
+        memory = HybridMemory(
+            subject.spec, "4MiB", rollback_window=8, page_tokens=subject.page_tokens, fold="defer", poison=True
+        )
         sequence = memory.open()
         for token in range(4):
             found = memory.run(model, {sequence: token})

@@ -1,4 +1,5 @@
-"""Tokens that the host has not seen when their step begins. In the interpreter's processes the host plays the device."""
+"""Tokens that the host has not seen when their step begins.
+In the interpreter's processes the host plays the device."""
 
 from __future__ import annotations
 
@@ -64,7 +65,9 @@ def test_of_any_lengths_some_taken_back(memory: HybridMemory, model: Toy, device
 
 
 @pytest.mark.parametrize("bad", [VOCAB, -1])
-def test_one_that_is_no_token_is_found_on_leaving(memory: HybridMemory, model: Toy, device: torch.device, bad: int) -> None:
+def test_one_that_is_no_token_is_found_on_leaving(
+    memory: HybridMemory, model: Toy, device: torch.device, bad: int
+) -> None:
     (a, b), _ = opened(memory, model, [[1], [2, 3]])
     with (
         pytest.raises(BatchError, match=f"token {bad} of <sequence 1, 2 tokens> is outside the vocabulary"),

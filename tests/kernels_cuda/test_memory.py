@@ -1,4 +1,6 @@
-"""A memory on these kernels: states that are left behind their tails, against those that move with every token in plain torch."""
+"""A memory on these kernels: states that are left behind their tails, against those that move with every token in plain
+torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Every kind of attention memory on these kernels, against plain torch: prompts, drafts, a rollback, forks, single tokens."""
+"""Every kind of attention memory on these kernels, against plain torch: prompts, drafts, a rollback, forks, single
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ def outputs(subject: Subject) -> Tensor:
 
 
 @pytest.mark.parametrize("name", ["toy-window", "toy-attention-h2o-4-bit", "toy-attention-8-bit", "model:deepseek-v3"])
-def test_memories_are_as_in_plain_torch(device: torch.device, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memories_are_as_in_plain_torch(
+    device: torch.device, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     subject = make_subject(name, tmp_path, device)
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "reference")
     expected = outputs(subject)

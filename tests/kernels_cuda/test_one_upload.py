@@ -1,4 +1,6 @@
-"""That a step's plan is uploaded in one copy, on entering, and that the host waits for nothing in it: for every kind of memory."""
+"""That a step's plan is uploaded in one copy, on entering, and that the host waits for nothing in it: for every kind of
+memory.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,14 @@ class OneAttention:
     def __init__(self, window: int | None) -> None:
         (n_heads, n_kv_heads, head_dim), generator = HEADS, torch.Generator().manual_seed(1)
         self.memory_spec = MemorySpec(((AttentionSpec(*HEADS, window=window),),), VOCAB)
-        self._q, self._k, self._v = (torch.randn(VOCAB, n, head_dim, generator=generator) for n in (n_heads, n_kv_heads, n_kv_heads))
+        self._q, self._k, self._v = (
+            torch.randn(VOCAB, n, head_dim, generator=generator) for n in (n_heads, n_kv_heads, n_kv_heads)
+        )
 
     def __call__(self, step: Step) -> Tensor:
-        return step.select(step.attend(0, *(weights[step.token_ids] for weights in (self._q, self._k, self._v))).flatten(1))
+        return step.select(
+            step.attend(0, *(weights[step.token_ids] for weights in (self._q, self._k, self._v))).flatten(1)
+        )
 
 
 def subjects() -> Iterator[Subject]:
@@ -76,9 +82,13 @@ class Uploads:
 
 
 def outputs(subject: Subject, *, host_pages: bool, watched: Uploads | None) -> Tensor:
-    """Of ragged prompts that fold as they are read, single tokens until bodies have moved, drafts, a fork, and all at once."""
+    """Of ragged prompts that fold as they are read, single tokens until bodies have moved, drafts, a fork, and all at
+    once.
+    """
     options: dict[str, Any] = {"host_pages": "1MiB"} if host_pages else {}
-    memory = HybridMemory(subject.spec, "4MiB", rollback_window=3, page_tokens=4, fold=subject.fold, poison=True, **options)
+    memory = HybridMemory(
+        subject.spec, "4MiB", rollback_window=3, page_tokens=4, fold=subject.fold, poison=True, **options
+    )
     a, b = memory.open(), memory.open()
     if host_pages:
         memory.to_host(b)
@@ -110,7 +120,9 @@ CASES += [pytest.param(s, True, id=f"{s.name}, near and far") for s in subjects(
 
 
 @pytest.mark.parametrize(("subject", "host_pages"), CASES)
-def test_a_plan_goes_up_in_one_copy(device: torch.device, subject: Subject, host_pages: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_goes_up_in_one_copy(
+    device: torch.device, subject: Subject, host_pages: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if device.type == "cuda":
         pytest.skip("the toys live on the CPU; tests/gpu counts on the device")
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "reference")

@@ -1,4 +1,6 @@
-"""Pages chosen on the device, and attention where each head reads pages of its own: as `tests/unit/test_page_choice.py` has them."""
+"""Pages chosen on the device, and attention where each head reads pages of its own: as `tests/unit/test_page_choice.py`
+has them.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from tests.unit.test_page_choice import test_each_head_may_read_pages_of_its_own
 
 @pytest.mark.parametrize("n_shared, n_kv_heads, head_dim", [(1, 1, 8), (3, 2, 20), (7, 1, 64)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_best_pages_are_chosen(device: torch.device, dtype: torch.dtype, n_shared: int, n_kv_heads: int, head_dim: int) -> None:
+def test_the_best_pages_are_chosen(
+    device: torch.device, dtype: torch.dtype, n_shared: int, n_kv_heads: int, head_dim: int
+) -> None:
     """Whole numbers: exact in both dtypes."""
     bounds, kernels = Bounds(n_shared, n_kv_heads, head_dim), OnDevice(device)
     expected = bounds.expected()

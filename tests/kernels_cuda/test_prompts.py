@@ -26,7 +26,14 @@ calls: list[str] = []
 
 
 def causal_conv1d_fn(  # type: ignore[no-untyped-def]
-    x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, final_states_out=None, activation=None
+    x,
+    weight,
+    bias=None,
+    seq_idx=None,
+    initial_states=None,
+    return_final_states=False,
+    final_states_out=None,
+    activation=None,
 ):
     """As causal-conv1d 1.6.1, with states and channels last."""
     calls.append("causal_conv1d")
@@ -34,7 +41,11 @@ def causal_conv1d_fn(  # type: ignore[no-untyped-def]
     assert seq_idx is None and final_states_out is None and return_final_states and activation in (None, "silu")
     assert x.stride(1) == 1 and n_channels % 8 == 0 and x.stride(2) % 8 == 0 and x.stride(0) % 8 == 0
     assert 2 <= width <= 4 and weight.shape == (n_channels, width) and (bias is None or bias.stride(-1) == 1)
-    assert initial_states.shape == (1, n_channels, width - 1) and initial_states.stride(1) == 1 and initial_states.dtype == x.dtype
+    assert (
+        initial_states.shape == (1, n_channels, width - 1)
+        and initial_states.stride(1) == 1
+        and initial_states.dtype == x.dtype
+    )
     seen = torch.cat([initial_states, x], dim=2)
     out = F.conv1d(seen, weight[:, None], bias, groups=n_channels)
     return F.silu(out) if activation else out, seen[:, :, -(width - 1) :]
@@ -59,8 +70,8 @@ def selective_scan_fn(  # type: ignore[no-untyped-def]
 @pytest.fixture(autouse=True)
 def stand_ins(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, function in (
-        ("causal_conv1d", causal_conv1d_fn), ("causal_conv1d_cuda", None), ("selective_scan_cuda", None), ("mamba_ssm", None),
-        ("mamba_ssm.ops", None), ("mamba_ssm.ops.selective_scan_interface", selective_scan_fn),
+        ("causal_conv1d", causal_conv1d_fn), ("causal_conv1d_cuda", None), ("selective_scan_cuda", None),
+        ("mamba_ssm", None), ("mamba_ssm.ops", None), ("mamba_ssm.ops.selective_scan_interface", selective_scan_fn),
     ):  # fmt: skip
         module = ModuleType(name)
         module.__spec__ = importlib.machinery.ModuleSpec(name, None)
@@ -89,7 +100,12 @@ def test_convolution(device: torch.device, activation: bool) -> None:
 
 def scan_inputs(n_channels: int = 12, n_states: int = 4) -> tuple[Tensor, ...]:
     n = sum(LENGTHS)
-    x, dt, b, c = torch.randn(n, n_channels), torch.randn(n, n_channels), torch.randn(n, n_states), torch.randn(n, n_states)
+    x, dt, b, c = (
+        torch.randn(n, n_channels),
+        torch.randn(n, n_channels),
+        torch.randn(n, n_states),
+        torch.randn(n, n_states),
+    )
     return x, dt, torch.randn(n_channels), b, c, -torch.rand(n_states, n_channels), torch.randn(n_channels)
 
 
@@ -117,7 +133,10 @@ def test_what_a_library_does_not_take_is_ours(device: torch.device, monkeypatch:
 def test_the_choice_is_visible(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "cuda")
     found = chosen_kernels("cuda" if torch.cuda.is_available() else "cpu", torch.float32)
-    assert (found["causal_conv"], found["selective_scan"]) == ("cuda, prompts by causal_conv1d", "cuda, prompts by mamba_ssm")
+    assert (found["causal_conv"], found["selective_scan"]) == (
+        "cuda, prompts by causal_conv1d",
+        "cuda, prompts by mamba_ssm",
+    )
     assert found["matrix_scan"] == "cuda"
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "triton")
     assert chosen_kernels("cuda" if torch.cuda.is_available() else "cpu", torch.float32)["causal_conv"] == "cuda"

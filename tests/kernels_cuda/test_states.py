@@ -45,7 +45,9 @@ def flats_of(x: Any) -> list[Tensor]:
     return [flat for part in x for flat in flats_of(part)] if isinstance(x, tuple | list) else []
 
 
-def assert_as_twin(name: str, *args: Any, device: torch.device, dtype: torch.dtype = torch.float32, **options: Any) -> None:
+def assert_as_twin(
+    name: str, *args: Any, device: torch.device, dtype: torch.dtype = torch.float32, **options: Any
+) -> None:
     ours, theirs = moved(args, device), moved(args, torch.device("cpu"))
     expected = getattr(reference, name)(*theirs, **options)
     actual = getattr(cuda, name)(*ours, **moved_options(options, device))
@@ -65,7 +67,9 @@ def forget_folded(x: Any) -> None:
             forget_folded(part)
     elif x.tail is not None and len(x.tail.flats) > 1:
         tail = x.tail
-        for i, (target, fold, count, n) in enumerate(zip(x.targets, tail.folds, tail.counts, np.diff(x.cu_rows), strict=True)):
+        for i, (target, fold, count, n) in enumerate(
+            zip(x.targets, tail.folds, tail.counts, np.diff(x.cu_rows), strict=True)
+        ):
             kept = {int(tail.firsts[i] + p) % tail.ring_rows for p in range(int(max(fold, count)), int(count + n))}
             for p in range(int(count), int(min(fold, count + n)) if target >= 0 else 0):
                 slot = int(tail.firsts[i] + p) % tail.ring_rows
@@ -83,11 +87,19 @@ def rows_of(n: int, *sizes: int, dtype: torch.dtype = torch.float32) -> list[Ten
     return list(torch.split(torch.randn(n, sum(sizes) + 3, dtype=torch.float32).to(dtype)[:, 3:], list(sizes), dim=1))
 
 
-@pytest.mark.parametrize(("n_channels", "n_taps", "lengths"), [(7, 2, SHORT), (130, 4, (1, 1, 1)), (24, 4, (1, 2, 15, 16, 17, 65))])
+@pytest.mark.parametrize(
+    ("n_channels", "n_taps", "lengths"), [(7, 2, SHORT), (130, 4, (1, 1, 1)), (24, 4, (1, 2, 15, 16, 17, 65))]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_convolution(device: torch.device, dtype: torch.dtype, n_channels: int, n_taps: int, lengths: tuple[int, ...]) -> None:
+def test_convolution(
+    device: torch.device, dtype: torch.dtype, n_channels: int, n_taps: int, lengths: tuple[int, ...]
+) -> None:
     slots = Slots((n_taps - 1, n_channels), lengths, dtype, initial=0.5).fresh()
-    rows, weight, bias = torch.randn(sum(lengths), n_channels + 3), torch.randn(n_taps, n_channels), torch.randn(n_channels)
+    rows, weight, bias = (
+        torch.randn(sum(lengths), n_channels + 3),
+        torch.randn(n_taps, n_channels),
+        torch.randn(n_channels),
+    )
     inputs = [x.to(dtype) for x in (rows, weight, bias)]
     assert_as_twin("causal_conv", *inputs, slots, device=device, dtype=table(dtype))
     assert_as_twin("causal_conv", *inputs[:2], None, slots, device=device, dtype=table(dtype), activation=False)
@@ -107,13 +119,17 @@ def test_norm(device: torch.device, dtype: torch.dtype) -> None:
             assert_as_twin("rms_norm", x, weight, 1e-6, device=device, dtype=table(dtype), **options)
         assert_as_twin("rms_norm", x, None, 1e-6, device=device, dtype=table(dtype))
     alone = cuda.rms_norm(x[2:3].to(device), weight.to(device), 1e-6, n_groups=7)
-    assert torch.equal(alone, cuda.rms_norm(x.to(device), weight.to(device), 1e-6, n_groups=7)[2:3]), "a row's bits depend on others"
+    assert torch.equal(alone, cuda.rms_norm(x.to(device), weight.to(device), 1e-6, n_groups=7)[2:3]), (
+        "a row's bits depend on others"
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_softplus(device: torch.device, dtype: torch.dtype) -> None:
     for n_rows, n_columns in ((1, 1), (3, 80), (2, 1100)):
-        assert_as_twin("softplus", rows_of(n_rows, n_columns, dtype=dtype)[0] * 8, torch.randn(n_columns), device=device)
+        assert_as_twin(
+            "softplus", rows_of(n_rows, n_columns, dtype=dtype)[0] * 8, torch.randn(n_columns), device=device
+        )
     tiny = cuda.softplus(torch.full((1, 1), -15.0, device=device), torch.zeros(1, device=device))
     assert abs(tiny.item() / np.log1p(np.exp(-15.0)) - 1) < 1e-5, "small time steps keep their digits"
 
@@ -123,7 +139,11 @@ def test_softplus(device: torch.device, dtype: torch.dtype) -> None:
 def test_selective_scan(device: torch.device, dtype: torch.dtype, n_channels: int, n_states: int) -> None:
     slots, n = Slots((n_states, n_channels), SHORT).fresh(), sum(SHORT)
     x, dt, b, c = rows_of(n, n_channels, n_channels, n_states, n_states, dtype=dtype)
-    a, bias, d = -torch.rand(n_states, n_channels).mul(3).exp() / 4, torch.randn(n_channels) - 1, torch.randn(n_channels)
+    a, bias, d = (
+        -torch.rand(n_states, n_channels).mul(3).exp() / 4,
+        torch.randn(n_channels) - 1,
+        torch.randn(n_channels),
+    )
     assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, slots, device=device, dtype=table(dtype))
 
 
@@ -134,7 +154,9 @@ def test_selective_scan_in_chunks(device: torch.device, lengths: tuple[int, ...]
     x, dt, b, c = rows_of(n, n_channels, n_channels, 5, 5)
     a, bias, d = -torch.rand(5, n_channels).mul(3).exp() / 4, torch.randn(n_channels) - 1, torch.randn(n_channels)
     with TUNABLES["selective_scan"].instead(lambda *_: SelectiveScan(16, chunk, 1)):
-        assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, Slots((5, n_channels), lengths).fresh(), device=device)
+        assert_as_twin(
+            "selective_scan", x, dt, bias, b, c, a, d, Slots((5, n_channels), lengths).fresh(), device=device
+        )
 
 
 def test_a_run_in_chunks_has_the_same_bits_alone(device: torch.device) -> None:
@@ -159,7 +181,9 @@ def test_a_run_in_chunks_has_the_same_bits_alone(device: torch.device) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_linear_scan(device: torch.device, dtype: torch.dtype, n_channels: int) -> None:
     x, decay = rows_of(sum(SHORT), n_channels, n_channels, dtype=dtype)
-    assert_as_twin("linear_scan", x, decay.sigmoid(), Slots((n_channels,), SHORT).fresh(), device=device, dtype=table(dtype))
+    assert_as_twin(
+        "linear_scan", x, decay.sigmoid(), Slots((n_channels,), SHORT).fresh(), device=device, dtype=table(dtype)
+    )
 
 
 @pytest.mark.parametrize("n_channels", [1, 130])
@@ -179,7 +203,11 @@ def matrix_rows(
     return q.unflatten(1, (n_groups, n_columns)).to(dtype), k.to(dtype), v.unflatten(1, (n_heads, n_rows)).to(dtype)
 
 
-TOKEN_MODES = {"by column": (True, False, False), "erases": (False, True, False), "erases decayed, by column": (True, True, True)}
+TOKEN_MODES = {
+    "by column": (True, False, False),
+    "erases": (False, True, False),
+    "erases decayed, by column": (True, True, True),
+}
 
 
 @pytest.mark.parametrize("mode", TOKEN_MODES)
@@ -198,13 +226,15 @@ def test_matrix_scan_token_by_token(device: torch.device, shape: tuple[int, int,
 @pytest.mark.parametrize("erases", [False, True], ids=["adds", "erases"])
 @pytest.mark.parametrize(
     ("shape", "dtype", "strong"), [
-        ((2, 1, 5, 17), torch.float32, False), ((1, 1, 20, 12), torch.float32, True), ((1, 1, 16, 16), torch.bfloat16, False),
+        ((2, 1, 5, 17), torch.float32, False), ((1, 1, 20, 12), torch.float32, True),
+        ((1, 1, 16, 16), torch.bfloat16, False),
     ], ids=str,
 )  # fmt: skip
 def test_matrix_scan_in_chunks(
     device: torch.device, shape: tuple[int, int, int, int], dtype: torch.dtype, strong: bool, erases: bool
 ) -> None:
-    """Around the length of a chunk, mixed with runs that are too short for one. `strong`: keys nearly all the same, decays far from one.
+    """Around the length of a chunk, mixed with runs that are too short for one.
+    `strong`: keys nearly all the same, decays far from one.
 
     Now and then nothing is left at all.
     """
@@ -212,7 +242,11 @@ def test_matrix_scan_in_chunks(
     q, k, v = matrix_rows(n, *shape, dtype=dtype)
     if strong:
         k = F.normalize(torch.randn(1, *k.shape[1:]) + 0.1 * k, dim=-1)
-    decay, strength, skip = -torch.rand(n, n_heads) * (20 if strong else 1), torch.rand(n, n_heads), torch.randn(n_heads)
+    decay, strength, skip = (
+        -torch.rand(n, n_heads) * (20 if strong else 1),
+        torch.rand(n, n_heads),
+        torch.randn(n_heads),
+    )
     decay[:: 9 if strong else 40] = -torch.inf
     slots, erase = Slots((n_heads, *shape[2:]), CHUNKED).fresh(), Erase(k, None, after_decay=True) if erases else None
     options = {"strength_TH": strength, "skip_H": skip}
@@ -220,8 +254,8 @@ def test_matrix_scan_in_chunks(
 
 
 def behind_tails(
-    shape: tuple[int, ...], rings: tuple[tuple[int, ...], ...], counts: tuple[int, ...], lengths: tuple[int, ...], folds: tuple[int, ...],
-    dtype: torch.dtype = torch.float32, *, initial: float = 0.0,
+    shape: tuple[int, ...], rings: tuple[tuple[int, ...], ...], counts: tuple[int, ...], lengths: tuple[int, ...],
+    folds: tuple[int, ...], dtype: torch.dtype = torch.float32, *, initial: float = 0.0,
 ) -> StateSlots:  # fmt: skip
     """Runs behind tails of `counts` tokens, in rings just as long as they must be. A fold of 0 asks for no state.
 
@@ -256,7 +290,9 @@ def test_convolution_behind_a_tail(device: torch.device, dtype: torch.dtype) -> 
     counts, lengths, folds = (0, 1, 2, 9, 9, 3), (1, 1, 2, 1, 20, 1), (1, 0, 3, 4, 21, 0)
     slots = behind_tails((3, 20), ((23,),), counts, lengths, folds, dtype, initial=0.5)
     rows, weight, bias = torch.randn(sum(lengths), 23), torch.randn(4, 20), torch.randn(20)
-    assert_as_twin("causal_conv", *(x.to(dtype) for x in (rows, weight, bias)), slots, device=device, dtype=table(dtype))
+    assert_as_twin(
+        "causal_conv", *(x.to(dtype) for x in (rows, weight, bias)), slots, device=device, dtype=table(dtype)
+    )
 
 
 @pytest.mark.parametrize("erases", [False, True], ids=["adds", "erases"])
@@ -269,24 +305,33 @@ def test_convolution_behind_a_tail(device: torch.device, dtype: torch.dtype) -> 
     ], ids=["a few", "a few, bf16", "chunks", "chunks, bf16"],
 )  # fmt: skip
 def test_matrix_scan_behind_a_tail(
-    device: torch.device, shape: tuple[int, int, int, int], counts: tuple[int, ...], lengths: tuple[int, ...], folds: tuple[int, ...],
-    dtype: torch.dtype, erases: bool,
+    device: torch.device, shape: tuple[int, int, int, int], counts: tuple[int, ...], lengths: tuple[int, ...],
+    folds: tuple[int, ...], dtype: torch.dtype, erases: bool,
 ) -> None:  # fmt: skip
     n_heads, n_groups, n_rows, n_columns = shape
     slots = behind_tails(
-        (n_heads, n_rows, n_columns), ((n_groups, n_columns), (n_heads, n_rows), (n_heads,)), counts, lengths, folds, dtype
+        (n_heads, n_rows, n_columns),
+        ((n_groups, n_columns), (n_heads, n_rows), (n_heads,)),
+        counts,
+        lengths,
+        folds,
+        dtype,
     )
     n = sum(lengths)
     q, k, v = matrix_rows(n, *shape, dtype=dtype)
     erase = Erase(k, None, after_decay=True) if erases else None
     options = {"strength_TH": torch.rand(n, n_heads), "skip_H": torch.randn(n_heads)}
-    assert_as_twin("matrix_scan", q, k, v, -torch.rand(n, n_heads), erase, slots, device=device, dtype=table(dtype), **options)
+    assert_as_twin(
+        "matrix_scan", q, k, v, -torch.rand(n, n_heads), erase, slots, device=device, dtype=table(dtype), **options
+    )
 
 
 FEW = ((0, 9, 6, 2), (1, 2, 1, 3), (1, 0, 5, 4))
 MANY = ((3, 4), (1, 12), (0, 13))
 LONG = ((3, 5), (17, 33), (2, 30))
-"""Tokens of tails, of runs, and where tails fold: before the run, in it, nowhere. Empty, full, and a run longer than its ring."""
+"""Tokens of tails, of runs, and where tails fold: before the run, in it, nowhere.
+Empty, full, and a run longer than its ring.
+"""
 
 TAILS = pytest.mark.parametrize(
     ("sizes", "dtype"), [(FEW, torch.float32), (MANY, torch.float32), (LONG, torch.float32), (FEW, torch.bfloat16)],
@@ -305,14 +350,22 @@ LONG_MODES = TOKEN_MODES | {"the delta rule, by column": (True, True, True)}
     ], ids=["around chunks", "strong", "bf16"],
 )  # fmt: skip
 def test_matrix_scan_in_chunks_by_column(
-    device: torch.device, shape: tuple[int, int, int, int], lengths: tuple[int, ...], dtype: torch.dtype, strong: bool, mode: str
+    device: torch.device,
+    shape: tuple[int, int, int, int],
+    lengths: tuple[int, ...],
+    dtype: torch.dtype,
+    strong: bool,
+    mode: str,
 ) -> None:
     """`strong`: keys nearly all the same, and decays of which one token's is 1e-9, beside others that are one."""
     (n_heads, _, n_rows, n_columns), (by_column, erases, after_decay), n = shape, LONG_MODES[mode], sum(lengths)
     q, k, v = matrix_rows(n, *shape, dtype=dtype)
     decay = -torch.rand(n, n_heads, *([n_columns] if by_column else []))
     if strong:
-        k, decay = F.normalize(torch.randn(1, *k.shape[1:]) + 0.1 * k, dim=-1), torch.where(decay > -0.5, 0.0, 20 * decay)
+        k, decay = (
+            F.normalize(torch.randn(1, *k.shape[1:]) + 0.1 * k, dim=-1),
+            torch.where(decay > -0.5, 0.0, 20 * decay),
+        )
     b = -torch.rand(n, n_heads, 1) * k.float().repeat_interleave(n_heads // shape[1], dim=1)
     options = {"strength_TH": torch.rand(n, n_heads), "skip_H": torch.randn(n_heads)}
     erase = Erase(k, None if mode not in TOKEN_MODES else b, after_decay) if erases else None
@@ -325,9 +378,18 @@ def test_matrix_scan_in_chunks_by_column(
 def test_matrix_scan_token_by_token_behind_a_tail(
     device: torch.device, sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype, mode: str
 ) -> None:
-    (n_heads, n_groups, n_rows, n_columns), (by_column, erases, after_decay), n = (2, 1, 3, 7), TOKEN_MODES[mode], sum(sizes[1])
+    (n_heads, n_groups, n_rows, n_columns), (by_column, erases, after_decay), n = (
+        (2, 1, 3, 7),
+        TOKEN_MODES[mode],
+        sum(sizes[1]),
+    )
     decays = (n_heads, n_columns) if by_column else (n_heads,)
-    rings = ((n_groups, n_columns), (n_heads, n_rows), decays, *(((n_heads, n_columns), (n_heads, n_rows)) if erases else ()))
+    rings = (
+        (n_groups, n_columns),
+        (n_heads, n_rows),
+        decays,
+        *(((n_heads, n_columns), (n_heads, n_rows)) if erases else ()),
+    )
     slots = behind_tails((n_heads, n_rows, n_columns), rings, *sizes, dtype)
     q, k, v = matrix_rows(n, n_heads, n_groups, n_rows, n_columns, dtype=dtype)
     b = -torch.rand(n, n_heads, 1) * k.float().repeat_interleave(n_heads // n_groups, dim=1)
@@ -337,7 +399,9 @@ def test_matrix_scan_token_by_token_behind_a_tail(
 
 @pytest.mark.parametrize("erases", [False, True], ids=["adds", "erases"])
 @pytest.mark.parametrize("sizes", [FEW, LONG], ids=["a few", "long"])
-def test_decays_by_column_erase_what_keys_find(device: torch.device, sizes: tuple[tuple[int, ...], ...], erases: bool) -> None:
+def test_decays_by_column_erase_what_keys_find(
+    device: torch.device, sizes: tuple[tuple[int, ...], ...], erases: bool
+) -> None:
     """Kimi's delta rule: three rings, whose decays are as wide as keys. Now and then a column forgets all."""
     slots, n = behind_tails((2, 5, 7), ((1, 7), (2, 5), (2, 7)), *sizes), sum(sizes[1])
     q, k, v = matrix_rows(n, 2, 1, 5, 7)
@@ -348,11 +412,17 @@ def test_decays_by_column_erase_what_keys_find(device: torch.device, sizes: tupl
 
 
 @TAILS
-def test_selective_scan_behind_a_tail(device: torch.device, sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
+def test_selective_scan_behind_a_tail(
+    device: torch.device, sizes: tuple[tuple[int, ...], ...], dtype: torch.dtype
+) -> None:
     n_channels, n_states, n = 40, 5, sum(sizes[1])
     slots = behind_tails((n_states, n_channels), ((n_channels,), (n_channels,), (n_states,)), *sizes, dtype)
     x, dt, b, c = rows_of(n, n_channels, n_channels, n_states, n_states, dtype=dtype)
-    a, bias, d = -torch.rand(n_states, n_channels).mul(3).exp() / 4, torch.randn(n_channels) - 1, torch.randn(n_channels)
+    a, bias, d = (
+        -torch.rand(n_states, n_channels).mul(3).exp() / 4,
+        torch.randn(n_channels) - 1,
+        torch.randn(n_channels),
+    )
     with TUNABLES["selective_scan"].instead(lambda *_: SelectiveScan(16, 8, 1)):
         assert_as_twin("selective_scan", x, dt, bias, b, c, a, d, slots, device=device, dtype=table(dtype))
 

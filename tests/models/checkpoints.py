@@ -1,4 +1,6 @@
-"""Random checkpoints as transformers writes them, with weights under which attention, both states and the experts all matter."""
+"""Random checkpoints as transformers writes them, with weights under which attention, both states and the experts all
+matter.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ STATE_LISTS = ("rwkv", "rwkv7")
 
 @torch.no_grad()
 def randomise_(model: nn.Module) -> None:
-    """Weights of a trained model's size instead of an initialisation's, so that nothing is close to zero or to the identity."""
+    """Weights of a trained model's size instead of an initialisation's, so that nothing is close to zero or to the
+    identity.
+    """
     for name, weight in model.named_parameters():
         if name.endswith("A_log"):
             weight.uniform_(-3, 1)  # from states that hardly fade to some that last a token
@@ -43,7 +47,8 @@ def randomise_(model: nn.Module) -> None:
         elif "norm" in name or ".ln" in name or ".pre_ln" in name or name.endswith(".D"):
             weight.normal_(float(weight.mean()), 0.2)  # around what it starts from: 1, or 0 where the norm adds the 1
         elif "adapter" in name or name.endswith(".linear.weight"):
-            # What Zamba2's shared blocks say is normed, however small it was: any error in it would grow from block to block.
+            # What Zamba2's shared blocks say is normed, however small it was: any error in it would grow from block to
+            # block.
             weight.normal_(0, 0.25 * weight.shape[-1] ** -0.5)
         elif "embed" in name or name.endswith(("conv1d.weight", "bias")):
             weight.normal_(0, 0.5)
@@ -54,7 +59,9 @@ def randomise_(model: nn.Module) -> None:
             buffer.normal_(0, 0.3)
 
 
-def write_checkpoint(folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, **options: Any) -> Path:
+def write_checkpoint(
+    folder: Path, config: PreTrainedConfig, *, dtype: torch.dtype = torch.float32, **options: Any
+) -> Path:
     """Write a random model of this config to `folder`; `options` go to `save_pretrained`."""
     torch.manual_seed(5)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
@@ -97,7 +104,8 @@ class PeerCache:
 
     def __post_init__(self) -> None:
         self.cache = DynamicCache(config=self.model.config)
-        if self.model.config.model_type == "recurrent_gemma":  # it keeps its recurrent states in its modules, not in the cache
+        # it keeps its recurrent states in its modules, not in the cache
+        if self.model.config.model_type == "recurrent_gemma":
             self.model._setup_cache(self.model.config, 1, self.model.device, self.model.dtype)
 
     def options(self, n_tokens: int) -> dict[str, Any]:

@@ -19,8 +19,8 @@ from tests.models.checkpoints import CONFIGS, draw_tokens, randomise_
 HYBRIDS = ("jamba", "mamba", "bamba", "qwen3.5")
 N_NEW = 10
 GREEDY: dict[str, Any] = {
-    "max_new_tokens": N_NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "return_dict_in_generate": True,
-    "output_logits": True,
+    "max_new_tokens": N_NEW, "do_sample": False, "pad_token_id": 0, "eos_token_id": None,
+    "return_dict_in_generate": True, "output_logits": True,
 }  # fmt: skip
 
 
@@ -38,7 +38,9 @@ def attached(name: str, n_rows: int, **options: Any) -> Iterator[tuple[PreTraine
     """The model with a cache of new sequences; at the end every book balances and all bytes are back."""
     model = hf_model(name)
     with attach(model) as bridge:
-        memory = HybridMemory(bridge.memory_spec, "2MiB", **({"rollback_window": 16, "page_tokens": 4, "poison": True} | options))
+        memory = HybridMemory(
+            bridge.memory_spec, "2MiB", **({"rollback_window": 16, "page_tokens": 4, "poison": True} | options)
+        )
         hybrid = HybridCache(memory, [memory.open() for _ in range(n_rows)])
         yield model, hybrid
         memory.check()
@@ -60,7 +62,9 @@ def padded(*lengths: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 def generate(model: PreTrainedModel, tokens: Tensor, mask: Tensor | None = None, **options: Any) -> Any:
     """With a mask in any case: without one, `generate` takes a token 0 for padding."""
-    return model.generate(tokens, attention_mask=torch.ones_like(tokens) if mask is None else mask, **(GREEDY | options))
+    return model.generate(
+        tokens, attention_mask=torch.ones_like(tokens) if mask is None else mask, **(GREEDY | options)
+    )
 
 
 @torch.no_grad()

@@ -33,10 +33,13 @@ Path = tuple[str, ...]
 Changes = dict[Path, Any]
 
 SUBJECTS: dict[str, Callable[[], PreTrainedConfig]] = {
-    **{name: config for name, config in checkpoints.CONFIGS.items() if not name.startswith("rwkv7")},  # transformers does not know it
+    # transformers does not know it
+    **{name: config for name, config in checkpoints.CONFIGS.items() if not name.startswith("rwkv7")},
     **test_encoder_decoder.CONFIGS,
     "qwen3.5-that-sees": lambda: Qwen3_5Config(text_config=qwen3_5_config().to_dict(), vision_config=test_qwen3_5.EYES),
-    "qwen3.5-moe-that-sees": lambda: Qwen3_5MoeConfig(text_config=qwen3_5_moe_config().to_dict(), vision_config=test_qwen3_5.EYES),
+    "qwen3.5-moe-that-sees": lambda: Qwen3_5MoeConfig(
+        text_config=qwen3_5_moe_config().to_dict(), vision_config=test_qwen3_5.EYES
+    ),
 }  # fmt: skip
 
 ABSENT = object()
@@ -47,16 +50,17 @@ _NOT_OPTIONS = {
     "dtype",  # how numbers are stored is `load_model`'s to choose
 }  # fmt: skip
 _WORDS = (
-    "relu", "gelu", "silu", "gelu_pytorch_tanh", "relu2", "no-such-word", "default", "linear", "llama3", "yarn", "dynamic", "longrope",
-    "proportional", "full_attention", "sliding_attention", "linear_attention", "conv", "moe", "mlp", "attention", "recurrent", "rope",
-    "nope", "alibi", "greedy", "group_limited_greedy", "noaux_tc", "softmax", "sigmoid", "gated-gelu", "gated-silu",
+    "relu", "gelu", "silu", "gelu_pytorch_tanh", "relu2", "no-such-word", "default", "linear", "llama3", "yarn",
+    "dynamic", "longrope", "proportional", "full_attention", "sliding_attention", "linear_attention", "conv", "moe",
+    "mlp", "attention", "recurrent", "rope", "nope", "alibi", "greedy", "group_limited_greedy", "noaux_tc", "softmax",
+    "sigmoid", "gated-gelu", "gated-silu",
 )  # fmt: skip
 _ROPE = {
-    "rope_type": ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional", "no-such-word"), "rope_theta": (7.0, 1e6),
-    "partial_rotary_factor": (0.25, 0.5, 1.0, 2.0, 0.0), "factor": (1.0, 4.0, 0.5), "attention_factor": (0.7,),
-    "mscale": (0.7,), "mscale_all_dim": (1.3, 0.0), "beta_fast": (16,), "beta_slow": (2,), "low_freq_factor": (1.0,),
-    "high_freq_factor": (4.0,), "original_max_position_embeddings": (16,), "truncate": (False,), "mrope_section": ([1, 1, 1],),
-    "mrope_interleaved": (True, False),
+    "rope_type": ("default", "linear", "llama3", "yarn", "dynamic", "longrope", "proportional", "no-such-word"),
+    "rope_theta": (7.0, 1e6), "partial_rotary_factor": (0.25, 0.5, 1.0, 2.0, 0.0), "factor": (1.0, 4.0, 0.5),
+    "attention_factor": (0.7,), "mscale": (0.7,), "mscale_all_dim": (1.3, 0.0), "beta_fast": (16,), "beta_slow": (2,),
+    "low_freq_factor": (1.0,), "high_freq_factor": (4.0,), "original_max_position_embeddings": (16,),
+    "truncate": (False,), "mrope_section": ([1, 1, 1],), "mrope_interleaved": (True, False),
 }  # fmt: skip
 _SCALINGS: tuple[dict[str, Any], ...] = (
     {"rope_type": "linear", "factor": 4.0},
@@ -107,7 +111,11 @@ def values_for(path: Path, value: Any) -> list[Any]:
     if isinstance(value, list | tuple):
         lists: list[Any] = [value[::-1], value[:-1], [*value, *value[-1:]], None]
         for i, element in enumerate(value):
-            lists += [[*value[:i], other, *value[i + 1 :]] for other in values_for((*path, str(i)), element) if other is not ABSENT]
+            lists += [
+                [*value[:i], other, *value[i + 1 :]]
+                for other in values_for((*path, str(i)), element)
+                if other is not ABSENT
+            ]
         return lists
     if isinstance(value, dict):  # without its text config, a model would be as large as the published one
         return [ABSENT, *(value | scaling for scaling in _SCALINGS)] if "rope" in name else []
@@ -133,9 +141,17 @@ def single_changes(subject: str) -> Iterator[Changes]:
 def foreign_changes(subject: str, n_at_once: int = 5) -> Iterator[Changes]:
     """Fields of other classes, which code may ask for where a class does not have them."""
     own = SUBJECTS[subject]().to_dict()
-    others: dict[str, Any] = {"partial_rotary_factor": 0.5, "rope_theta": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    others: dict[str, Any] = {
+        "partial_rotary_factor": 0.5,
+        "rope_theta": 100.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+    }
     for other in SUBJECTS:
-        others |= {name: value for name, value in SUBJECTS[other]().to_dict().items() if name not in _NOT_OPTIONS and value is not None}
+        others |= {
+            name: value
+            for name, value in SUBJECTS[other]().to_dict().items()
+            if name not in _NOT_OPTIONS and value is not None
+        }
     names = sorted(name for name in others if name not in own)
     for start in range(0, len(names), n_at_once):
         yield {(name,): others[name] for name in names[start : start + n_at_once]}
@@ -180,7 +196,8 @@ class Verdict:
 
 
 def judge(subject: str, changes: Changes) -> Verdict:
-    """Build it with transformers; ours must give its logits, or refuse at load and name one of the fields or its value."""
+    """Build it with transformers; ours must give its logits, or refuse at load and name one of the
+    fields or its value."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -208,7 +225,9 @@ def judge(subject: str, changes: Changes) -> Verdict:
         return Verdict("impossible", reason)
     std = max(float(expected.std()), 1e-3)
     worst = float((actual - expected).abs().nan_to_num(torch.inf).max()) / std
-    return Verdict("equal" if worst < _TOLERANCE else "wrong", f"logits off by {worst:.2g} of their std, which is {std:.2g}")
+    return Verdict(
+        "equal" if worst < _TOLERANCE else "wrong", f"logits off by {worst:.2g} of their std, which is {std:.2g}"
+    )
 
 
 def _try(run: Callable[[], Tensor]) -> tuple[Tensor | None, str]:
@@ -228,7 +247,9 @@ def _names(changes: Changes) -> Iterator[str]:
 
 
 _TOLERANCE = 1e-2
-"""Of the logits' std: numbers that a mutation makes large round as much, and a field that is read otherwise gives far more."""
+"""Of the logits' std: numbers that a mutation makes large round as much, and a field that is read otherwise gives far
+more.
+"""
 _N_PROMPT, _N_TOKENS = 18, 22
 """The CPU's kernels take prompts of up to 16 tokens for decodes."""
 
@@ -240,7 +261,13 @@ def _make_peer(subject: str, config: PreTrainedConfig) -> PreTrainedModel:
     torch.manual_seed(5)
     base = SUBJECTS[subject]()
     is_seeing = hasattr(base, "vision_config")
-    auto = AutoModelForSeq2SeqLM if base.is_encoder_decoder else AutoModelForImageTextToText if is_seeing else AutoModelForCausalLM
+    auto = (
+        AutoModelForSeq2SeqLM
+        if base.is_encoder_decoder
+        else AutoModelForImageTextToText
+        if is_seeing
+        else AutoModelForCausalLM
+    )
     peer: PreTrainedModel = auto.from_config(config, attn_implementation="eager").eval()
     randomise_(peer)
     if config.model_type == "t5":

@@ -1,7 +1,8 @@
-"""RWKV-7 as Peng et al. 2025, "RWKV-7 Goose", section 4 and appendix, write it: one token after the other, in plain torch.
+"""RWKV-7 as Peng et al. 2025, "RWKV-7 Goose", section 4 and appendix, write it: one token after the other, in plain
+torch.
 
-It knows nothing of ours but the config. Its parameters have the names and shapes of flash-linear-attention's checkpoints, so what it
-saves is such a checkpoint.
+It knows nothing of ours but the config. Its parameters have the names and shapes of flash-linear-attention's
+checkpoints, so what it saves is such a checkpoint.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ class TimeMixing(nn.Module):
             self.v_lora = Lora(n_model, config.v_low_rank_dim, nn.Identity())
         self.g_norm = nn.GroupNorm(config.num_heads, n_model, eps=config.norm_eps * config.head_dim)
 
-    def forward(self, x: Tensor, before: Tensor, state: Tensor, v_first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, before: Tensor, state: Tensor, v_first: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         mixed = {name: (x + (before - x) * getattr(self, f"x_{name}").flatten()) for name in "rwkvag"}
         r, k, v = self.r_proj(mixed["r"]), self.k_proj(mixed["k"]), self.v_proj(mixed["v"])
         w = -F.softplus(-self.w_lora(mixed["w"])) - 0.5
@@ -119,7 +122,9 @@ class Output(ModelOutput):
 
 
 class RWKV7ForCausalLM(PreTrainedModel):
-    """Takes and gives back its state as a list: for each layer the last input of both halves, and between them the matrices."""
+    """Takes and gives back its state as a list: for each layer the last input of both halves, and between them the
+    matrices.
+    """
 
     config_class = RWKV7Config
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012

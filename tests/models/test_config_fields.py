@@ -1,7 +1,7 @@
 """Every field of every config is honoured as transformers honours it, or refused at load by name.
 
-MUTATIONS=full tries each value of each field of each class, fields of other classes, and some of them together, for an hour
-of one core; otherwise a few of them are drawn, always the same, beside those that were wrong once.
+MUTATIONS=full tries each value of each field of each class, fields of other classes, and some of them together, for an
+hour of one core; otherwise a few of them are drawn, always the same, beside those that were wrong once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ N_DRAWN, N_TOGETHER = 1, 40
 """Mutations of a class that are always tried, and those of several fields at once of each config in the full form."""
 
 RICHEST = {class_of(subject): subject for subject in SUBJECTS} | {
-    "BambaConfig": "bamba", "FalconH1Config": "falcon-h1-biases", "Gemma2Config": "gemma2", "Gemma3TextConfig": "gemma3",
-    "GraniteMoeHybridConfig": "granite-moe-hybrid-rope-two-of-four-experts", "JambaConfig": "jamba", "Lfm2Config": "lfm2",
-    "Lfm2MoeConfig": "lfm2-moe-three-of-four-experts", "NemotronHConfig": "nemotron-h-two-of-eight-experts",
-    "Qwen3NextConfig": "qwen3-next-two-of-four-experts", "Zamba2Config": "zamba2", "MistralConfig": "mistral",
-    "Qwen3_5TextConfig": "qwen3.5-biases", "RecurrentGemmaConfig": "recurrent-gemma", "BartConfig": "bart", "RwkvConfig": "rwkv",
+    "BambaConfig": "bamba", "FalconH1Config": "falcon-h1-biases", "Gemma2Config": "gemma2",
+    "Gemma3TextConfig": "gemma3", "GraniteMoeHybridConfig": "granite-moe-hybrid-rope-two-of-four-experts",
+    "JambaConfig": "jamba", "Lfm2Config": "lfm2", "Lfm2MoeConfig": "lfm2-moe-three-of-four-experts",
+    "NemotronHConfig": "nemotron-h-two-of-eight-experts", "Qwen3NextConfig": "qwen3-next-two-of-four-experts",
+    "Zamba2Config": "zamba2", "MistralConfig": "mistral", "Qwen3_5TextConfig": "qwen3.5-biases",
+    "RecurrentGemmaConfig": "recurrent-gemma", "BartConfig": "bart", "RwkvConfig": "rwkv",
     "DeepseekV2Config": "deepseek-v2-three-of-eight-experts-in-groups",
     "DeepseekV3Config": "deepseek-v3-three-of-eight-experts-in-groups",
 }  # fmt: skip

@@ -36,10 +36,15 @@ def fed(model: LanguageModel, tokens: list[int]) -> tuple[HybridMemory, Sequence
 
 
 @pytest.mark.parametrize(
-    "name", ["llama", "llama-3-rope", "qwen3", "bamba", "qwen3-next-no-experts", "zamba2", "lfm2", "jamba", "deepseek-v3"]
+    "name",
+    ["llama", "llama-3-rope", "qwen3", "bamba", "qwen3-next-no-experts", "zamba2", "lfm2", "jamba", "deepseek-v3"],
 )
-def test_keys_of_the_first_layer_are_those_of_a_sequence_that_never_saw_the_dropped_tokens(name: str, tmp_path: Path) -> None:
-    """They depend on the token and its position only, if no layer comes before; else on what the model saw, as later layers' do."""
+def test_keys_of_the_first_layer_are_those_of_a_sequence_that_never_saw_the_dropped_tokens(
+    name: str, tmp_path: Path
+) -> None:
+    """They depend on the token and its position only, if no layer comes before; else on what the model saw, as later
+    layers' do.
+    """
     model = load_model(write_checkpoint(tmp_path, CONFIGS[name]()))
     tokens = draw_tokens(60)
     memory, sequence = fed(model, tokens)

@@ -38,8 +38,8 @@ def share_right(model: LanguageModel, tokenizer: Tokenizer, dialogues: list[list
     """Share of last questions answered without one wrong token, all dialogues in one batch.
 
     Args:
-        forget: "recurrence" or "attention" starts that kind from nothing just before the answer, for the one or two tokens
-            that open it; the other kind remembers everything.
+        forget: "recurrence" or "attention" starts that kind from nothing just before the answer, for the one or two
+            tokens that open it; the other kind remembers everything.
     """
     memory = HybridMemory(model.memory_spec, "256MiB")
     encoded = {memory.open(): encode(tokenizer, turns) for turns in dialogues}
@@ -83,12 +83,16 @@ def test_it_answers_what_it_was_told(model: LanguageModel, tokenizer: Tokenizer,
 
 
 @pytest.mark.parametrize("kind", ["recurrence", "attention"])
-def test_a_dropped_memory_is_a_wrong_answer(model: LanguageModel, tokenizer: Tokenizer, dialogues: list[list[Turn]], kind: str) -> None:
+def test_a_dropped_memory_is_a_wrong_answer(
+    model: LanguageModel, tokenizer: Tokenizer, dialogues: list[list[Turn]], kind: str
+) -> None:
     """So that a bug which loses either kind cannot hide behind the other."""
     assert share_right(model, tokenizer, dialogues, forget=kind) <= 0.3
 
 
-def test_transformers_loads_it_and_agrees(model: LanguageModel, tokenizer: Tokenizer, dialogues: list[list[Turn]]) -> None:
+def test_transformers_loads_it_and_agrees(
+    model: LanguageModel, tokenizer: Tokenizer, dialogues: list[list[Turn]]
+) -> None:
     prompt, _ = encode(tokenizer, dialogues[0])
     with torch.no_grad():
         expected = JambaForCausalLM.from_pretrained(EMBEDDED)(torch.tensor([prompt])).logits[0]
@@ -99,7 +103,13 @@ def test_transformers_loads_it_and_agrees(model: LanguageModel, tokenizer: Token
 
 def test_it_is_small_and_complete() -> None:
     names = {path.name for path in EMBEDDED.iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"} <= names
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    } <= names
     assert sum(path.stat().st_size for path in EMBEDDED.iterdir()) <= 6_000_000
 
 

@@ -1,4 +1,6 @@
-"""Encoder-decoder models: what the encoder said is written once, read by every step, and shared, kept and freed with its sequence."""
+"""Encoder-decoder models: what the encoder said is written once, read by every step, and shared, kept and freed with
+its sequence.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +27,12 @@ from tests.toy import Toy
 INPUTS = [draw_tokens(n, seed=n) for n in (11, 1, 30, 4)]
 TOKENS = [draw_tokens(12, seed=50 + i) for i in range(len(INPUTS))]
 BART = {
-    "vocab_size": 53, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 6,
-    "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 40,
+    "vocab_size": 53, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 6, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "max_position_embeddings": 40,
 }  # fmt: skip
 T5_ = {
-    "vocab_size": 53, "d_model": 24, "d_kv": 5, "d_ff": 32, "num_layers": 2, "num_heads": 3, "relative_attention_num_buckets": 8,
-    "relative_attention_max_distance": 10,
+    "vocab_size": 53, "d_model": 24, "d_kv": 5, "d_ff": 32, "num_layers": 2, "num_heads": 3,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 10,
 }  # fmt: skip
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "bart": lambda: BartConfig(**BART),
@@ -186,12 +188,26 @@ def test_sequences_and_models_that_do_not_fit(pair: Pair) -> None:
     with pytest.raises(BatchError, match="no encoder"):
         HybridMemory(Toy().memory_spec, "1MiB").open(encoder=encoded)
     (k, v), *rest = encoded
-    nonsense = [5, [None], [(k,)] * len(encoded), [(k, k, k)], iter(encoded), [(k[0], v[0]), *rest], [(k.to("meta"), v), *rest]]
+    nonsense = [
+        5,
+        [None],
+        [(k,)] * len(encoded),
+        [(k, k, k)],
+        iter(encoded),
+        [(k[0], v[0]), *rest],
+        [(k.to("meta"), v), *rest],
+    ]
     for wrong in (*nonsense, [(k.to_sparse(), v), *rest]):
         with pytest.raises(BatchError):
             memory.open(encoder=wrong)
         memory.check()
-    for wrong in ([*encoded, encoded[0]], [(k[:, :1], v), *rest], [(k[:0], v[:0]), *rest], [(k, v[:-1]), *rest], [(k.double(), v), *rest]):
+    for wrong in (
+        [*encoded, encoded[0]],
+        [(k[:, :1], v), *rest],
+        [(k[:0], v[:0]), *rest],
+        [(k, v[:-1]), *rest],
+        [(k.double(), v), *rest],
+    ):
         with pytest.raises(BatchError):
             memory.open(encoder=wrong)
         memory.check()

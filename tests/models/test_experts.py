@@ -17,7 +17,9 @@ from tests.tolerances import assert_kernel_close
 @pytest.mark.parametrize("renormalise", [True, False])
 def test_sigmoids_choose_among_the_best_groups(n_groups: int, n_chosen_groups: int, renormalise: bool) -> None:
     logits, bias = torch.randn(20, 8), torch.randn(8)
-    route = sigmoid_then_choose(3, bias_E=bias, n_groups=n_groups, n_chosen_groups=n_chosen_groups, renormalise=renormalise, scale=2.5)
+    route = sigmoid_then_choose(
+        3, bias_E=bias, n_groups=n_groups, n_chosen_groups=n_chosen_groups, renormalise=renormalise, scale=2.5
+    )
     weights, experts = route(logits)
     for token, (chosen, weight) in enumerate(zip(experts.tolist(), weights, strict=True)):
         ranks = logits[token].sigmoid() + bias
@@ -30,9 +32,13 @@ def test_sigmoids_choose_among_the_best_groups(n_groups: int, n_chosen_groups: i
 
 @pytest.mark.parametrize("n_groups, n_chosen_groups", [(1, 1), (4, 2), (2, 2), (8, 3)])
 @pytest.mark.parametrize("renormalise", [True, False])
-def test_a_softmax_chooses_among_the_groups_of_the_best_experts(n_groups: int, n_chosen_groups: int, renormalise: bool) -> None:
+def test_a_softmax_chooses_among_the_groups_of_the_best_experts(
+    n_groups: int, n_chosen_groups: int, renormalise: bool
+) -> None:
     logits = torch.randn(20, 8)
-    route = softmax_then_choose(3, n_groups=n_groups, n_chosen_groups=n_chosen_groups, renormalise=renormalise, scale=2.5)
+    route = softmax_then_choose(
+        3, n_groups=n_groups, n_chosen_groups=n_chosen_groups, renormalise=renormalise, scale=2.5
+    )
     for token, (weight, chosen) in enumerate(zip(*route(logits), strict=True)):
         scores = logits[token].softmax(-1)
         groups = torch.arange(8).view(n_groups, -1)
@@ -64,7 +70,9 @@ def test_a_scaled_tensor_is_taken_times_its_factors(tmp_path) -> None:  # type: 
 
 
 def test_all_experts_at_once_are_the_chosen_ones() -> None:
-    """What runs on a GPU when most experts are chosen; an expert that overflows on other tokens than its own does no harm."""
+    """What runs on a GPU when most experts are chosen; an expert that overflows on other tokens than its own does no
+    harm.
+    """
     generator = torch.Generator().manual_seed(5)
     weights = torch.randn(4, 6, 6, generator=generator)
     experts = [lambda x, i=i: torch.where((i > 1) & (x[:, :1] > 8), torch.inf, x @ weights[i]) for i in range(4)]

@@ -17,8 +17,9 @@ from tests.models.hf_models import hf_model, logits
 
 TOKENS = draw_tokens(20)
 ONE_OF_EACH = (
-    "bamba", "deepseek-v2", "deepseek-v3", "falcon-h1", "gemma2", "gemma3", "granite-moe-hybrid", "jamba", "lfm2-moe", "llama", "mamba",
-    "mamba2", "nemotron-h", "qwen3-next", "qwen3.5", "qwen3.5-moe", "recurrent-gemma", "rwkv", "zamba2",
+    "bamba", "deepseek-v2", "deepseek-v3", "falcon-h1", "gemma2", "gemma3", "granite-moe-hybrid", "jamba", "lfm2-moe",
+    "llama", "mamba", "mamba2", "nemotron-h", "qwen3-next", "qwen3.5", "qwen3.5-moe", "recurrent-gemma", "rwkv",
+    "zamba2",
 )  # fmt: skip
 
 
@@ -64,9 +65,9 @@ def test_weights_are_shared_where_they_are_used_as_they_are() -> None:
 
 def test_encoder_decoder_models_come_too() -> None:
     config = BartConfig(
-        vocab_size=99, d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2, decoder_attention_heads=2,
-        encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=1,
+        vocab_size=99, d_model=16, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=16, decoder_ffn_dim=16, max_position_embeddings=32, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1,
     )  # fmt: skip
     source = AutoModelForSeq2SeqLM.from_config(config).eval()
     randomise_(source)
@@ -112,7 +113,9 @@ def test_adapters_are_named_and_their_remedy() -> None:
     model = copy.deepcopy(hf_model("llama"))
     attention = model.model.layers[1].self_attn
     attention.q_proj = Adapter(attention.q_proj)
-    with pytest.raises(UnsupportedModelError, match=r"adapter, at model\.layers\.1\.self_attn\.q_proj; .*merge_and_unload"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"adapter, at model\.layers\.1\.self_attn\.q_proj; .*merge_and_unload"
+    ):
         from_transformers(model)
     with pytest.raises(UnsupportedModelError, match=r"adapter, at the whole model; .*merge_and_unload"):
         from_transformers(Adapted(model))  # type: ignore[arg-type]

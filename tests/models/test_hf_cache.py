@@ -61,7 +61,9 @@ def test_crop_is_exact_where_transformers_is_silently_wrong(name: str) -> None:
     own.activate_past_recording()
     positions = {} if name == "mamba" else {"position_ids": torch.arange(14, 18)[None]}
     for i in range(4):  # one by one, for several at once are wrong before any crop
-        logits(model, DRAFTS[:, i : i + 1], **argument, **{key: value[:, i : i + 1] for key, value in positions.items()})
+        logits(
+            model, DRAFTS[:, i : i + 1], **argument, **{key: value[:, i : i + 1] for key, value in positions.items()}
+        )
     own.crop(-4)  # no error
     positions = {} if name == "mamba" else {"position_ids": torch.tensor([[14]])}
     assert off_by(logits(model, NEXT[:, :1], **argument, **positions), at_once) > MATTERS
@@ -118,7 +120,9 @@ def test_a_fork_goes_its_own_way() -> None:
     with attached("jamba", 1) as (model, cache):
         logits(model, PROMPT, past_key_values=cache)
         other, third = cache.fork(), copy.deepcopy(cache)
-        paths = [logits(model, tokens, past_key_values=c)[0] for c, tokens in ((other, DRAFTS), (cache, NEXT), (third, NEXT))]
+        paths = [
+            logits(model, tokens, past_key_values=c)[0] for c, tokens in ((other, DRAFTS), (cache, NEXT), (third, NEXT))
+        ]
         assert cache.sequences[0].length == 17 and other.sequences[0].length == 18
         other.close()
         third.close()
@@ -151,7 +155,9 @@ def test_rows_are_chosen_repeated_and_reordered(name: str) -> None:
         actual = logits(model, following, attention_mask=longer, past_key_values=cache)[:, 0]
         cache.memory.close(first[2])  # nobody's row any more, and still open
     for row, i in enumerate(order):
-        assert_logits_close(actual[row], logits(hf_model(name), torch.cat([rows[i], following[row : row + 1]], 1))[0, -1])
+        assert_logits_close(
+            actual[row], logits(hf_model(name), torch.cat([rows[i], following[row : row + 1]], 1))[0, -1]
+        )
 
 
 def test_a_cached_prompt_is_continued_several_times() -> None:
@@ -200,7 +206,11 @@ def test_an_exception_leaves_every_row_as_it_was(name: str, where: str, kind: ty
             logits(model, DRAFTS[:, :2].repeat(2, 1), past_key_values=cache)
         handle.remove()
         cache.memory.check()
-        assert str(cache.memory.usage()) == usage and [s.length for s in cache.sequences] == [14, 5] and cache.get_seq_length() == 14
+        assert (
+            str(cache.memory.usage()) == usage
+            and [s.length for s in cache.sequences] == [14, 5]
+            and cache.get_seq_length() == 14
+        )
         assert model.config._attn_implementation == implementation and torch.is_grad_enabled()
         actual = logits(model, NEXT.repeat(2, 1), past_key_values=cache)
     for row, length in enumerate((14, 5)):
@@ -267,9 +277,13 @@ def test_every_method_of_a_transformers_cache_is_answered() -> None:
 
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[PreTrainedModel, HybridCache], object]]] = {
     "training": (StepError, "training mode", lambda m, c: (m.train(), m(PROMPT, past_key_values=c))),
-    "output_attentions": (StepError, "keeps no weights", lambda m, c: m(PROMPT, past_key_values=c, output_attentions=True)),
+    "output_attentions": (
+        StepError, "keeps no weights", lambda m, c: m(PROMPT, past_key_values=c, output_attentions=True)
+    ),
     "use_cache": (BatchError, "use_cache=False", lambda m, c: m(PROMPT, past_key_values=c, use_cache=False)),
-    "inputs_embeds": (BatchError, "give input_ids", lambda m, c: m(inputs_embeds=torch.zeros(1, 3, 24), past_key_values=c)),
+    "inputs_embeds": (
+        BatchError, "give input_ids", lambda m, c: m(inputs_embeds=torch.zeros(1, 3, 24), past_key_values=c)
+    ),
     "rows": (BatchError, "a batch of 2 rows for a cache of 1", lambda m, c: m(PROMPT.repeat(2, 1), past_key_values=c)),
     "beams": (BatchError, "num_beams", lambda m, c: generate(m, PROMPT, past_key_values=c, num_beams=3)),
     "vocabulary": (BatchError, "outside the vocabulary", lambda m, c: m(PROMPT + 10_000, past_key_values=c)),
@@ -282,7 +296,8 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[PreTrainedModel, Hybrid
         lambda m, c: (m(PROMPT, past_key_values=c), m(DRAFTS, attention_mask=torch.ones(1, 4), past_key_values=c)),
     ),
     "a mask of four dimensions": (
-        BatchError, r"an attention_mask \(1, 1, 4, 4\)", lambda m, c: m(DRAFTS, attention_mask=torch.ones(1, 1, 4, 4), past_key_values=c)
+        BatchError, r"an attention_mask \(1, 1, 4, 4\)", lambda m,
+        c: m(DRAFTS, attention_mask=torch.ones(1, 1, 4, 4), past_key_values=c)
     ),
     "a mask that hides what is cached": (
         BatchError, "row 0 has 11 tokens before these 4 columns, its sequence holds 14",
@@ -297,25 +312,32 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[PreTrainedModel, Hybrid
         lambda m, c: m(DRAFTS, position_ids=torch.arange(3)[None], past_key_values=c),
     ),
     "a prompt that is cached already": (
-        BatchError, "feed only what follows", lambda m, c: (m(PROMPT, past_key_values=c), generate(m, PROMPT, past_key_values=c))
+        BatchError, "feed only what follows", lambda m,
+        c: (m(PROMPT, past_key_values=c), generate(m, PROMPT, past_key_values=c))
     ),
     "a part of the model": (StepError, "call models.attach", lambda m, c: m.base_model(PROMPT, past_key_values=c)),
     "another spec": (
-        StepError, "made for BambaForCausalLM, not for JambaForCausalLM", lambda m, c: m(PROMPT, past_key_values=cache_of_another_model())
+        StepError, "made for BambaForCausalLM, not for JambaForCausalLM", lambda m,
+        c: m(PROMPT, past_key_values=cache_of_another_model())
     ),
     "another dtype": (StepError, "holds torch.bfloat16", lambda m, c: m(PROMPT, past_key_values=cache_in_bfloat16(c))),
     "twice": (StepError, "attached already", lambda m, c: attach(m)),
     "a copy": (StepError, "detach it, copy", lambda m, c: copy.deepcopy(m)),
     "no rows": (BatchError, "without rows", lambda m, c: HybridCache(c.memory, [])),
     "a row twice": (BatchError, "cannot be two rows", lambda m, c: HybridCache(c.memory, c.sequences * 2)),
-    "no sequence": (SequenceError, "is no sequence", lambda m, c: HybridCache(c.memory, [3])),  # type: ignore[list-item]
-    "another memory's": (SequenceError, "memory", lambda m, c: HybridCache(cache_of_another_model().memory, c.sequences)),
+    "no sequence": (SequenceError, "is no sequence", lambda m, c: HybridCache(c.memory, [3])),
+    # type: ignore[list-item]
+    "another memory's": (
+        SequenceError, "memory", lambda m, c: HybridCache(cache_of_another_model().memory, c.sequences)
+    ),
     "closed": (SequenceError, "closed", lambda m, c: (c.close(), m(PROMPT, past_key_values=c))),
     "more beams": (BatchError, "batch_select_indices", lambda m, c: c.reorder_cache(torch.tensor([0, 0]))),
     "no such row": (BatchError, "row 1 of a cache of 1", lambda m, c: c.reorder_cache(torch.tensor([1]))),
     "no row": (BatchError, "no row is chosen", lambda m, c: c.batch_select_indices(torch.tensor([False]))),
     "offload": (SpecError, "swap_out", lambda m, c: c.offload(0)),
-    "early_initialization": (SpecError, "swap_out", lambda m, c: c.early_initialization(1, 1, 1, torch.float32, torch.device("cpu"))),
+    "early_initialization": (
+        SpecError, "swap_out", lambda m, c: c.early_initialization(1, 1, 1, torch.float32, torch.device("cpu"))
+    ),
 }  # fmt: skip
 
 
@@ -368,7 +390,9 @@ def test_mamba_takes_a_hybrid_cache_by_the_usual_name() -> None:
 
 
 def test_a_model_that_cannot_be_attached_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=f"FalconH1ForCausalLM cannot be attached; these are: {ATTACHABLE[0]}"):
+    with pytest.raises(
+        UnsupportedModelError, match=f"FalconH1ForCausalLM cannot be attached; these are: {ATTACHABLE[0]}"
+    ):
         attach(hf_model("falcon-h1"))
     with pytest.raises(UnsupportedModelError, match="JambaModel cannot be attached"):
         attach(hf_model("jamba").base_model)
@@ -383,7 +407,9 @@ def test_a_model_that_cannot_be_attached_is_refused() -> None:
 def test_modules_of_another_transformers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not run as they are, which would leave their layers out of the memory."""
     monkeypatch.delitem(MIXERS, "JambaMambaMixer")
-    with pytest.raises(UnsupportedModelError, match="2 recurrent layers of JambaForCausalLM, of which 0 have a module that is known"):
+    with pytest.raises(
+        UnsupportedModelError, match="2 recurrent layers of JambaForCausalLM, of which 0 have a module that is known"
+    ):
         attach(hf_model("jamba"))
 
 
@@ -403,7 +429,9 @@ def test_attach_goes_by_what_a_module_does_not_by_its_name() -> None:
         return 0.8 * kind.forward(self, *args, **kwargs)
 
     mixer.__class__ = type("JambaMambaMixer", (kind,), {"forward": forward})
-    with pytest.raises(UnsupportedModelError, match="JambaMambaMixer of layer 0 is not what this library knows by that name"):
+    with pytest.raises(
+        UnsupportedModelError, match="JambaMambaMixer of layer 0 is not what this library knows by that name"
+    ):
         attach(model)
 
 
@@ -450,9 +478,12 @@ def test_two_threads_may_run_one_attached_model_on_caches_of_their_own() -> None
             assert_logits_close(actual, expected)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")  # by torch, when it is asked to compile
+# by torch, when it is asked to compile
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated:DeprecationWarning")
 def test_a_compiled_model_is_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="OptimizedModule cannot be attached; give the model that was compiled"):
+    with pytest.raises(
+        UnsupportedModelError, match="OptimizedModule cannot be attached; give the model that was compiled"
+    ):
         attach(torch.compile(hf_model("jamba"), backend="eager"))  # type: ignore[arg-type]
     with attached("jamba", 1) as (model, cache):
         compiled = torch.compile(model, backend="eager")

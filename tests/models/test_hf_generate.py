@@ -15,8 +15,8 @@ from tests.models.hf_models import HYBRIDS, N_NEW, attached, generate, hf_model,
 from tests.tolerances import assert_logits_close
 
 ONE_OF_EACH = (
-    "bamba", "granite-moe-hybrid", "jamba", "lfm2", "lfm2-moe", "llama", "mamba2", "mamba", "mistral", "nemotron-h", "qwen3", "qwen3-next",
-    "qwen3.5", "qwen3.5-moe",
+    "bamba", "granite-moe-hybrid", "jamba", "lfm2", "lfm2-moe", "llama", "mamba2", "mamba", "mistral", "nemotron-h",
+    "qwen3", "qwen3-next", "qwen3.5", "qwen3.5-moe",
 )  # fmt: skip
 WITH_BIASES = (
     "bamba-biases",
@@ -48,7 +48,9 @@ def test_greedy_generation_is_that_of_transformers_own_cache(name: str, lengths:
 
 @pytest.mark.parametrize("name", [*ONE_OF_EACH, *WITH_BIASES])
 def test_each_row_is_generated_as_if_it_were_alone(name: str) -> None:
-    """transformers itself is no oracle for padded rows where a projection has a bias: its convolutions see it in the padding."""
+    """transformers itself is no oracle for padded rows where a projection has a bias: its convolutions see it in the
+    padding.
+    """
     lengths = 3, 11
     tokens, mask = padded(*lengths)
     with attached(name, len(lengths)) as (model, cache):
@@ -72,7 +74,13 @@ def test_sampling_with_the_same_seed_gives_the_same_text(name: str) -> None:
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_beam_search_is_that_of_transformers_own_cache(name: str) -> None:
-    options = {"num_beams": 3, "num_return_sequences": 2, "eos_token_id": 3, "return_dict_in_generate": False, "output_logits": False}
+    options = {
+        "num_beams": 3,
+        "num_return_sequences": 2,
+        "eos_token_id": 3,
+        "return_dict_in_generate": False,
+        "output_logits": False,
+    }
     tokens, mask = padded(6, 9)
     expected = generate(hf_model(name), tokens, mask, **options)
     with attached(name, 2 * 3) as (model, cache):
@@ -99,7 +107,8 @@ def test_a_prompt_may_be_fed_in_chunks(name: str) -> None:
     """Of Mamba-1, transformers forgets the state between chunks. Row 0 has nothing but padding in the first ones."""
     tokens, mask = padded(3, 14)
     expected = generate(hf_model(name), tokens, mask)
-    options = {} if name == "mamba" else {"prefill_chunk_size": 5}  # its outputs have no past_key_values, which generate wants
+    # its outputs have no past_key_values, which generate wants
+    options = {} if name == "mamba" else {"prefill_chunk_size": 5}
     with attached(name, 2) as (model, cache):
         actual = generate(model, tokens, mask, past_key_values=cache, **options)
     assert torch.equal(actual.sequences, expected.sequences)
@@ -114,7 +123,9 @@ def test_a_prompt_may_be_fed_in_chunks(name: str) -> None:
 @pytest.mark.parametrize("name", ["jamba", "bamba", "qwen3.5"])
 @pytest.mark.parametrize("with_model", [False, True], ids=["prompt lookup", "assistant"])
 def test_assisted_generation_gives_the_same_text(name: str, with_model: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With drafts of which some are wrong: transformers refuses these models, for its caches cannot take recurrent states back."""
+    """With drafts of which some are wrong: transformers refuses these models, for its caches cannot take recurrent
+    states back.
+    """
     prompt = ids(6).repeat(1, 3)
     cropped: list[int] = []
     crop = HybridCache.crop
@@ -144,7 +155,10 @@ def test_a_refused_early_exit_leaves_the_model_as_it_was() -> None:
 
 
 def test_assisted_generation_of_mamba_is_refused_by_transformers() -> None:
-    with attached("mamba", 1) as (model, cache), pytest.raises(ValueError, match="not supported with stateful models, such as Mamba"):
+    with (
+        attached("mamba", 1) as (model, cache),
+        pytest.raises(ValueError, match="not supported with stateful models, such as Mamba"),
+    ):
         generate(model, ids(6), past_key_values=cache, prompt_lookup_num_tokens=4)
 
 

@@ -88,7 +88,9 @@ def test_other_weights_stay_as_they_are(weight: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("name", ["jamba", "mamba"])
-def test_models_run_the_same_where_nothing_can_be_packed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_run_the_same_where_nothing_can_be_packed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_checkpoint(tmp_path, CONFIGS[name]())
     logits = []
     for is_possible in (True, False):
@@ -102,7 +104,9 @@ def test_models_run_the_same_where_nothing_can_be_packed(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["jamba-two-of-four-experts", "mamba"])
 def test_weights_are_held_once(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plain, as many bytes as the file's tensors; packed, the tied head beside its mapped embedding on top, and padding."""
+    """Plain, as many bytes as the file's tensors; packed, the tied head beside its mapped embedding on top, and
+    padding.
+    """
     folder = write_checkpoint(tmp_path, CONFIGS[name]())
     packed = weight_bytes(load_model(folder))
     monkeypatch.setattr(module, "can_pack", lambda weight: False)

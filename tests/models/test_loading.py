@@ -45,7 +45,9 @@ def run(model: LanguageModel) -> Tensor:
 def edit_config(folder: Path, **changes: Any) -> None:
     """Change entries of config.json; None takes one out."""
     config = json.loads((folder / "config.json").read_text()) | changes
-    (folder / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    (folder / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if value is not None})
+    )
 
 
 def edit_weights(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
@@ -182,7 +184,8 @@ def test_a_truncated_shard_is_named(sharded: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "index", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": null}}', "\xff"]
+    "index",
+    ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": 1}}', '{"weight_map": {"a": null}}', "\xff"],
 )
 def test_a_bad_index_is_named(sharded: Path, index: str) -> None:
     path = sharded / "model.safetensors.index.json"
@@ -236,7 +239,9 @@ def test_a_config_that_contradicts_itself_is_refused(folder: Path, changes: dict
 
 
 @pytest.mark.parametrize("architectures", [["GPT2LMHeadModel"], ["JambaForSequenceClassification"], [], None])
-def test_other_architectures_are_refused_with_a_list_of_those_there_are(folder: Path, architectures: list[str] | None) -> None:
+def test_other_architectures_are_refused_with_a_list_of_those_there_are(
+    folder: Path, architectures: list[str] | None
+) -> None:
     edit_config(folder, architectures=architectures)
     with pytest.raises(UnsupportedModelError) as caught:
         load_model(folder)
@@ -291,7 +296,10 @@ def test_the_memory_of_another_model_is_refused(folder: Path, tmp_path: Path) ->
     other = load_model(write_checkpoint(tmp_path / "other", mamba_config()))
     memory = HybridMemory(load_model(folder).memory_spec, "2MiB")
     sequence = memory.open()
-    with pytest.raises(StepError, match="made for Jamba good, not for Mamba other"), memory.step({sequence: TOKENS}) as step:
+    with (
+        pytest.raises(StepError, match="made for Jamba good, not for Mamba other"),
+        memory.step({sequence: TOKENS}) as step,
+    ):
         other(step)
     assert sequence.length == 0
     memory.check()
@@ -300,7 +308,10 @@ def test_the_memory_of_another_model_is_refused(folder: Path, tmp_path: Path) ->
 def test_a_memory_of_another_dtype_is_refused(folder: Path) -> None:
     memory = HybridMemory(load_model(folder).memory_spec, "2MiB")
     sequence = memory.open()
-    with pytest.raises(StepError, match=r"holds torch.float32 .* runs in torch.bfloat16"), memory.step({sequence: TOKENS}) as step:
+    with (
+        pytest.raises(StepError, match=r"holds torch.float32 .* runs in torch.bfloat16"),
+        memory.step({sequence: TOKENS}) as step,
+    ):
         load_model(folder, dtype="bfloat16")(step)
     assert sequence.length == 0
     memory.check()

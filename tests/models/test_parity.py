@@ -1,4 +1,6 @@
-"""Our models against transformers on the same random checkpoints: prompts, single steps, and every way to split a prompt."""
+"""Our models against transformers on the same random checkpoints: prompts, single steps, and every way to split a
+prompt.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ def test_every_split_in_two(pair: Pair) -> None:
         assert_split_close(pair.feed_fresh(prompt[:at], prompt[at:]), whole)
 
 
-@settings(max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
+@settings(
+    max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(splits=st.lists(st.sets(st.integers(1, len(TOKENS) - 1), max_size=12), min_size=8, max_size=8))
 def test_any_split(pair: Pair, splits: list[set[int]]) -> None:
     """Eight splits of the same tokens side by side: the n-th parts of all, in one step."""
@@ -160,11 +164,15 @@ def test_a_forgotten_history_would_show(pair: Pair) -> None:
 
 
 def test_any_forgotten_memory_would_show(pair: Pair) -> None:
-    """Each state tensor by name, keys and values, or what both are made from: set to nothing in all layers, the next logits are others."""
+    """Each state tensor by name, keys and values, or what both are made from: set to nothing in all layers, the next
+    logits are others.
+    """
     spec = pair.model.memory_spec
     states = {s.name for layer in spec.layers for m in layer if isinstance(m, RecurrentSpec) for s in m.states}
     attention = [m for layer in spec.layers for m in layer if isinstance(m, AttentionSpec)]
-    rows = {name for m in attention for name in (("keys", "values") if m.value_dim is None else ("latents", "rotary keys"))}
+    rows = {
+        name for m in attention for name in (("keys", "values") if m.value_dim is None else ("latents", "rotary keys"))
+    }
     for name in sorted(states | rows):
         memory = pair.memory()
         sequence = memory.open()
@@ -175,7 +183,9 @@ def test_any_forgotten_memory_would_show(pair: Pair) -> None:
 
 
 def forget(memory: HybridMemory, name: str) -> None:
-    """Set the state tensors called `name`, or all keys, values, latents or rotary keys, to what they are before the first token."""
+    """Set the state tensors called `name`, or all keys, values, latents or rotary keys, to what they are before the
+    first token.
+    """
     cleared: list[tuple[Store, NDArray[np.int64], Field, float]] = []
     part = slice(None)
     if name in ("keys", "values"):
@@ -186,7 +196,9 @@ def forget(memory: HybridMemory, name: str) -> None:
         for cache in (kind for kind in memory._coordinator.layers.values() if isinstance(kind, AttentionCache)):
             (n_latent,) = {s.value_dim for s in cache._specs}
             part = slice(n_latent) if name == "latents" else slice(n_latent, None)
-            cleared += [(cache._store, cache.pool.addresses[cache.pool.counts > 0], field, 0.0) for field in cache.layout.fields]
+            cleared += [
+                (cache._store, cache.pool.addresses[cache.pool.counts > 0], field, 0.0) for field in cache.layout.fields
+            ]
     else:
         table = memory._coordinator.layers["recurrence"].table
         blocks = table.states.addresses[table.states.counts > 0]

@@ -19,8 +19,8 @@ from tests.tolerances import assert_logits_close
 
 TOKENS = draw_tokens(30)
 EYES = {
-    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24, "num_position_embeddings": 4,
-    "patch_size": 4,
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 24,
+    "num_position_embeddings": 4, "patch_size": 4,
 }  # fmt: skip
 
 
@@ -37,7 +37,9 @@ def test_experts_may_be_stacked(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     layers = sorted({name.split(".mlp.experts.")[0] for name in tensors if ".mlp.experts." in name})
     for prefix in (f"{layer}.mlp.experts" for layer in layers):
-        gate, up, down = ([tensors.pop(f"{prefix}.{i}.{x}_proj.weight") for i in range(3)] for x in ("gate", "up", "down"))
+        gate, up, down = (
+            [tensors.pop(f"{prefix}.{i}.{x}_proj.weight") for i in range(3)] for x in ("gate", "up", "down")
+        )
         tensors[f"{prefix}.gate_up_proj"] = torch.cat([torch.stack(gate), torch.stack(up)], 1)
         tensors[f"{prefix}.down_proj"] = torch.stack(down)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -52,7 +54,9 @@ def test_of_a_model_that_sees_the_language_model_is_read(
     """Its text config contradicts it on tied weights: the outer one is right."""
     inner = text(tie_word_embeddings=not is_tied).to_dict()
     torch.manual_seed(5)
-    model = AutoModelForImageTextToText.from_config(whole(text_config=inner, vision_config=EYES, tie_word_embeddings=is_tied)).eval()
+    model = AutoModelForImageTextToText.from_config(
+        whole(text_config=inner, vision_config=EYES, tie_word_embeddings=is_tied)
+    ).eval()
     randomise_(model)
     model.save_pretrained(tmp_path)
     with pytest.warns(UserWarning, match=r"tensors of .* are not used: \['model.visual"):

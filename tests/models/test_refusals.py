@@ -19,8 +19,12 @@ from tests.models.families.qwen3_next import qwen3_next_config
 
 REFUSED: dict[str, Callable[[], PreTrainedConfig]] = {
     "conv_L_cache=1": lambda: lfm2_config(conv_L_cache=1),
-    "rope_type='dynamic'": lambda: lfm2_config(rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}),
-    "layer_types[0]='sliding_attention'": lambda: lfm2_config(layer_types=["sliding_attention", "full_attention", "conv", "conv"]),
+    "rope_type='dynamic'": lambda: lfm2_config(
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    ),
+    "layer_types[0]='sliding_attention'": lambda: lfm2_config(
+        layer_types=["sliding_attention", "full_attention", "conv", "conv"]
+    ),
     "layer_types[1]='sliding_attention'": lambda: qwen3_next_config(
         layer_types=["full_attention", "sliding_attention"], num_hidden_layers=2
     ),
@@ -58,7 +62,9 @@ def test_value_heads_that_cannot_share_key_heads_are_named(tmp_path: Path) -> No
         ("deepseek-v2", {"num_experts_per_tok": 5}, "num_experts_per_tok is 5, but there are 4 experts"),
     ],
 )
-def test_experts_that_cannot_be_chosen_are_named(name: str, options: dict[str, int], named: str, tmp_path: Path) -> None:
+def test_experts_that_cannot_be_chosen_are_named(
+    name: str, options: dict[str, int], named: str, tmp_path: Path
+) -> None:
     folder = write_checkpoint(tmp_path, CONFIGS[name]())
     config = json.loads((folder / "config.json").read_text()) | options
     (folder / "config.json").write_text(json.dumps(config))

@@ -50,7 +50,9 @@ def test_rwkv7_mixtures_may_be_one_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"hidden_act": "relu"}, {"attn": {"layers": [1], "num_heads": 3}}, {"value_dim": 48}, {"value_dim": [24, 24, 48]}], ids=str
+    "options",
+    [{"hidden_act": "relu"}, {"attn": {"layers": [1], "num_heads": 3}}, {"value_dim": 48}, {"value_dim": [24, 24, 48]}],
+    ids=str,
 )
 def test_rwkv7_options_that_are_refused(tmp_path: Path, options: dict[str, Any]) -> None:
     ((name, value),) = options.items()
@@ -74,5 +76,10 @@ def test_rwkv7_sizes_that_are_not_given_grow_with_the_model() -> None:
     """As flash-linear-attention chooses them, which is not always as in the paper's table."""
     for n_model, ranks in ((768, (64, 128, 64, 32)), (1024, (64, 160, 64, 64)), (2048, (128, 224, 128, 64))):
         config = RWKV7Config(hidden_size=n_model)
-        assert (config.decay_low_rank_dim, config.gate_low_rank_dim, config.a_low_rank_dim, config.v_low_rank_dim) == ranks
+        assert (
+            config.decay_low_rank_dim,
+            config.gate_low_rank_dim,
+            config.a_low_rank_dim,
+            config.v_low_rank_dim,
+        ) == ranks
         assert config.num_heads == n_model // 64 and config.intermediate_size == 4 * n_model

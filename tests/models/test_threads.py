@@ -20,8 +20,8 @@ from models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 
 FAMILIES = (
-    "bamba", "deepseek-v2", "deepseek-v3", "falcon-h1", "gemma2", "gemma3", "granite-moe-hybrid", "jamba", "lfm2-moe", "llama", "mamba",
-    "mamba2", "nemotron-h", "qwen3-next", "qwen3.5-moe", "recurrent-gemma", "rwkv", "rwkv7", "zamba2",
+    "bamba", "deepseek-v2", "deepseek-v3", "falcon-h1", "gemma2", "gemma3", "granite-moe-hybrid", "jamba", "lfm2-moe",
+    "llama", "mamba", "mamba2", "nemotron-h", "qwen3-next", "qwen3.5-moe", "recurrent-gemma", "rwkv", "rwkv7", "zamba2",
 )  # fmt: skip
 THAT_NOTE = {"llama": {"num_hidden_layers": 2}, "rwkv7": {"num_hidden_layers": 2}}
 """Families whose layers leave something for later layers, in small."""
@@ -86,7 +86,9 @@ def test_a_step_leaves_nothing_on_the_model(name: str, tmp_path: Path) -> None:
 
 @contextmanager
 def between_bytecodes(folder: str, run: Callable[[], None]) -> Iterator[None]:
-    """As another thread might, `run` runs before each bytecode of code below the folder; once where layers share the code."""
+    """As another thread might, `run` runs before each bytecode of code below the folder; once where layers share the
+    code.
+    """
     seen: set[tuple[object, int]] = set()
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:

@@ -42,14 +42,15 @@ class Machine(RuleBasedStateMachine):
         self.closed: list[Sequence] = []
 
     @initialize(
-        window=st.sampled_from([0, 1, 4, 9]), page_tokens=st.sampled_from([1, 3, 16]), kib=st.sampled_from([32, 64, 512]),
-        fold=st.sampled_from(["keep", "replay"]), host_kib=st.sampled_from([8, 512]),
+        window=st.sampled_from([0, 1, 4, 9]), page_tokens=st.sampled_from([1, 3, 16]),
+        kib=st.sampled_from([32, 64, 512]), fold=st.sampled_from(["keep", "replay"]),
+        host_kib=st.sampled_from([8, 512]),
     )  # fmt: skip
     def make(self, window: int, page_tokens: int, kib: int, fold: Literal["keep", "replay"], host_kib: int) -> None:
         self.window = window
         self.memory = HybridMemory(
-            MODEL.memory_spec, kib * 1024, rollback_window=window, page_tokens=page_tokens, fold=fold, host_pages=host_kib * 1024,
-            poison=True,
+            MODEL.memory_spec, kib * 1024, rollback_window=window, page_tokens=page_tokens, fold=fold,
+            host_pages=host_kib * 1024, poison=True,
         )  # fmt: skip
         # So that short examples have something to go back in, and something shared.
         self.open()
@@ -154,7 +155,9 @@ class Machine(RuleBasedStateMachine):
         if to == 0 and horizon > 0:
             self.peaks[sequence] = 0
         elif to < horizon:  # through a checkpoint, whose own furthest position counts from now on
-            self.peaks[sequence] = min(self.peaks[m] for m in marks if self.model[m][:to] == tokens[:to] and len(self.model[m]) >= to)
+            self.peaks[sequence] = min(
+                self.peaks[m] for m in marks if self.model[m][:to] == tokens[:to] and len(self.model[m]) >= to
+            )
 
     @rule(index=INDEX, mark=st.booleans())
     def fork(self, index: int, mark: bool) -> None:

@@ -46,7 +46,9 @@ TOY = Toy()
 
 
 def make(**options: Any) -> HybridMemory:
-    return HybridMemory(TOY.memory_spec, **({"budget": "2MiB", "rollback_window": 6, "page_tokens": 4, "poison": True} | options))
+    return HybridMemory(
+        TOY.memory_spec, **({"budget": "2MiB", "rollback_window": 6, "page_tokens": 4, "poison": True} | options)
+    )
 
 
 def feed(memory: HybridMemory, sequence: Sequence, tokens: list[int]) -> torch.Tensor:
@@ -146,7 +148,9 @@ def test_a_new_name_reaches_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_what_killed_writers_left_is_removed_and_what_others_write_is_not(tmp_path: Path) -> None:
     memory = make()
     sequence = opened(memory)
-    dead, alive, other = (tmp_path / f"{name}.{i * 32}.part" for name, i in (("saved", "a"), ("saved", "b"), ("saved by others", "c")))
+    dead, alive, other = (
+        tmp_path / f"{name}.{i * 32}.part" for name, i in (("saved", "a"), ("saved", "b"), ("saved by others", "c"))
+    )
     for path in (dead, alive, other, tmp_path / "saved.part"):
         path.write_bytes(b"half")
     with alive.open("rb") as file:
@@ -157,7 +161,9 @@ def test_what_killed_writers_left_is_removed_and_what_others_write_is_not(tmp_pa
     assert not alive.exists() and other.exists()
 
 
-def test_whoever_loses_the_file_before_it_is_locked_writes_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_loses_the_file_before_it_is_locked_writes_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lock, taken = files._lock, list[Path]()
 
     def late(descriptor: int, *, shared: bool, waits: bool) -> bool:
@@ -208,7 +214,10 @@ def test_a_file_with_a_right_checksum_and_wrong_content_is_refused(saved: Path, 
     elif change == "positions":
         next(r for name, r in records.items() if name.startswith("recurrence"))["positions"] = [9, 9, 9]
     elif change == "blocks":
-        tensors = {name: tensor[:, :64].contiguous() if name.startswith("blocks/") else tensor for name, tensor in tensors.items()}
+        tensors = {
+            name: tensor[:, :64].contiguous() if name.startswith("blocks/") else tensor
+            for name, tensor in tensors.items()
+        }
     elif change == "missing":
         records = {name: record for name, record in records.items() if not name.startswith("recurrence")}
     elif change == "signature":
@@ -237,8 +246,11 @@ def test_files_of_others_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options, named", [({"rollback_window": 7}, "rollback_window=6, not 7"), ({"page_tokens": 8}, "page_tokens=4, not 8"),
-                       ({"fold": "replay"}, "fold='keep', not 'replay'"), ({"dtype": torch.bfloat16}, r"dtype='torch\.float32'")],
+    "options, named", [({"rollback_window": 7}, "rollback_window=6, not 7"), (
+        {"page_tokens": 8}, "page_tokens=4, not 8"
+    ),
+                       ({"fold": "replay"}, "fold='keep', not 'replay'"),
+                       ({"dtype": torch.bfloat16}, r"dtype='torch\.float32'")],
 )  # fmt: skip
 def test_a_memory_that_is_not_alike_says_in_what(saved: Path, options: dict[str, Any], named: str) -> None:
     with pytest.raises(FormatError, match=named):
@@ -253,7 +265,9 @@ def test_a_memory_of_another_model_or_policy_refuses(saved: Path) -> None:
 
 
 def test_tails_that_hold_something_else_are_refused_where_states_are_left_behind(tmp_path: Path) -> None:
-    """As many bytes, and other ones: only the rings tell. States that stand at the newest token have none, so there they do not count."""
+    """As many bytes, and other ones: only the rings tell.
+    States that stand at the newest token have none, so there they do not count.
+    """
     model = FamilyToy(FAMILIES["linear_attention"])
     ((spec,), _) = model.memory_spec.layers
     assert isinstance(spec, RecurrentSpec) and spec.states[0].ring is not None
@@ -292,7 +306,9 @@ def test_loading_asks_about_the_loaded_sequence_alone(saved: Path, monkeypatch: 
     for _ in range(5):
         opened(memory, 3)
     check_slot = LayerMemories.check_slot
-    monkeypatch.setattr(LayerMemories, "check_slot", lambda kinds, slot, *at: (asked.append(slot), check_slot(kinds, slot, *at)))
+    monkeypatch.setattr(
+        LayerMemories, "check_slot", lambda kinds, slot, *at: (asked.append(slot), check_slot(kinds, slot, *at))
+    )
     monkeypatch.setattr(Arena, "check", lambda *_: pytest.fail("the whole arena was audited"))
     assert asked == [] and [memory.load(saved).slot] == asked
 
@@ -393,8 +409,9 @@ def test_what_is_away_can_only_wait_be_saved_or_closed() -> None:
     memory.swap_out(sequence)
     for refused in (
         lambda: memory.step({sequence: [1]}), lambda: memory.fork(sequence), lambda: memory.checkpoint(sequence),
-        lambda: memory.rollback(sequence, to=29), lambda: memory.reorder({sequence: mark}), lambda: memory.drop(sequence, 0, 1),
-        lambda: memory.swap_out(sequence), lambda: memory.can_rollback(sequence, to=29),
+        lambda: memory.rollback(sequence, to=29), lambda: memory.reorder({sequence: mark}),
+        lambda: memory.drop(sequence, 0, 1), lambda: memory.swap_out(sequence),
+        lambda: memory.can_rollback(sequence, to=29),
     ):  # fmt: skip
         with pytest.raises(SequenceError, match="swap_in"):
             refused()
@@ -474,7 +491,10 @@ def test_without_room_inside_a_sequence_waits_on(tmp_path: Path) -> None:
 
 
 def test_files_of_processes_that_are_gone_are_removed_once_nobody_else_swaps_there(tmp_path: Path) -> None:
-    left = [tmp_path / name for name in (f"swapped-{'a' * 32}.safetensors", f"swapped-{'b' * 32}.safetensors.{'c' * 32}.part")]
+    left = [
+        tmp_path / name
+        for name in (f"swapped-{'a' * 32}.safetensors", f"swapped-{'b' * 32}.safetensors.{'c' * 32}.part")
+    ]
     others = [tmp_path / name for name in (f"{'a' * 32}.safetensors", "swapped-mine.safetensors")]
     first, second, third = (make(host_budget=1, swap_dir=tmp_path) for _ in range(3))
     for path in others:

@@ -43,7 +43,11 @@ class Model:
 
     def __init__(self, capacity_units: int) -> None:
         self.arena = Arena(capacity_units * UNIT)
-        self.pools = [make_pool(self.arena, 1), make_pool(self.arena, 3, from_top=True), make_pool(self.arena, 2, from_top=True)]
+        self.pools = [
+            make_pool(self.arena, 1),
+            make_pool(self.arena, 3, from_top=True),
+            make_pool(self.arena, 2, from_top=True),
+        ]
         self.counts: dict[tuple[int, int], int] = {}
 
     def allocate(self, which: int, n: int) -> None:
@@ -55,7 +59,9 @@ class Model:
             assert self.used_ranges() == used_before, "a refused allocation took something"
             return
         assert len(set(ids.tolist())) == n
-        assert pool.addresses[ids].tolist() == first_places(used_before, self.arena.capacity_bytes, n, pool.block_bytes, from_top=which > 0)
+        assert pool.addresses[ids].tolist() == first_places(
+            used_before, self.arena.capacity_bytes, n, pool.block_bytes, from_top=which > 0
+        )
         for block in ids.tolist():
             assert (which, block) not in self.counts, "a block in use was handed out"
             self.counts[which, block] = 1
@@ -102,7 +108,9 @@ def test_any_use_agrees_with_a_plain_model(capacity_units: int, use: list[tuple[
     model.check()
     assert model.arena.free_bytes == capacity_units * UNIT
     if capacity_units:
-        assert model.arena.allocate(capacity_units * UNIT, from_top=False) == 0, "the free ranges did not become one again"
+        assert model.arena.allocate(capacity_units * UNIT, from_top=False) == 0, (
+            "the free ranges did not become one again"
+        )
 
 
 def test_a_place_is_found_without_passing_over_what_is_too_short() -> None:
@@ -154,7 +162,9 @@ def test_a_block_lives_until_its_last_reference_goes() -> None:
 def test_a_pool_grows_beyond_its_first_ids() -> None:
     pool = make_pool(Arena(100 * UNIT), 1)
     ids = pool.allocate(100)
-    assert sorted(ids.tolist()) == list(range(100)) and sorted(pool.addresses[ids].tolist()) == list(range(0, 100 * UNIT, UNIT))
+    assert sorted(ids.tolist()) == list(range(100)) and sorted(pool.addresses[ids].tolist()) == list(
+        range(0, 100 * UNIT, UNIT)
+    )
 
 
 def test_what_does_not_fit_is_refused_as_a_whole() -> None:
@@ -268,7 +278,24 @@ def test_budgets_are_read(budget: int | str, n_bytes: int) -> None:
     assert read_budget(budget) == n_bytes
 
 
-NO_BUDGETS = [0, -1, True, 1.5, None, "", "GiB", "-1GB", "1e9B", "1GiBs", "1,5GB", "1iB", "0GB", "0.4B", np.bool_(True), np.float32("nan")]
+NO_BUDGETS = [
+    0,
+    -1,
+    True,
+    1.5,
+    None,
+    "",
+    "GiB",
+    "-1GB",
+    "1e9B",
+    "1GiBs",
+    "1,5GB",
+    "1iB",
+    "0GB",
+    "0.4B",
+    np.bool_(True),
+    np.float32("nan"),
+]
 
 
 @pytest.mark.parametrize("budget", NO_BUDGETS)
@@ -289,14 +316,19 @@ def test_fields_start_at_whole_lines() -> None:
 
 
 @given(
-    st.lists(st.tuples(st.lists(st.integers(1, 9), max_size=3).map(tuple), st.sampled_from([torch.float32, torch.bfloat16])), min_size=1)
+    st.lists(
+        st.tuples(st.lists(st.integers(1, 9), max_size=3).map(tuple), st.sampled_from([torch.float32, torch.bfloat16])),
+        min_size=1,
+    )
 )
 def test_no_layout_lets_fields_overlap(tensors: list[tuple[tuple[int, ...], torch.dtype]]) -> None:
     layout = BlockLayout.of(tensors)
     starts = [f.offset_bytes for f in layout.fields]
     ends = [f.offset_bytes + f.n_elements * f.dtype.itemsize for f in layout.fields]
     assert all(start % ALIGNMENT_BYTES == 0 for start in [*starts, layout.block_bytes])
-    assert all(end <= start < end + ALIGNMENT_BYTES for end, start in zip(ends, [*starts[1:], layout.block_bytes], strict=True))
+    assert all(
+        end <= start < end + ALIGNMENT_BYTES for end, start in zip(ends, [*starts[1:], layout.block_bytes], strict=True)
+    )
 
 
 def test_a_flat_finds_a_field_in_every_block() -> None:

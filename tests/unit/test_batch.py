@@ -35,7 +35,9 @@ request = st.tuples(st.lists(st.integers(0, 99), min_size=1, max_size=7), st.int
 """Tokens, length so far, how much further the sequence has been."""
 
 
-def as_arrays(requests: list[tuple[list[int], int, int]]) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
+def as_arrays(
+    requests: list[tuple[list[int], int, int]],
+) -> tuple[list[np.ndarray], np.ndarray, np.ndarray, np.ndarray]:
     tokens = [np.array(t, np.int64) for t, _, _ in requests]
     starts = np.array([start for _, start, _ in requests])
     return tokens, np.arange(100, 100 + len(requests)), starts, starts + [extra for _, _, extra in requests]
@@ -56,7 +58,15 @@ def test_packing_is_a_stable_sort_by_length(requests: list[tuple[list[int], int,
     assert packed.positions.tolist() == [starts[i] + t for i in order for t in range(len(tokens[i]))]
     assert packed.cu_seqlens.tolist() == [sum(len(tokens[i]) for i in order[:n]) for n in range(len(order) + 1)]
     assert packed.place.tolist() == [order.index(i) for i in range(len(order))]
-    arrays = (packed.slots, packed.starts, packed.cu_seqlens, packed.peaks, packed.token_ids, packed.positions, packed.place)
+    arrays = (
+        packed.slots,
+        packed.starts,
+        packed.cu_seqlens,
+        packed.peaks,
+        packed.token_ids,
+        packed.positions,
+        packed.place,
+    )
     assert {array.dtype for array in arrays} == {np.dtype(np.int64)}
 
 
@@ -64,7 +74,9 @@ def test_packing_is_a_stable_sort_by_length(requests: list[tuple[list[int], int,
 def test_outputs_come_back_in_the_callers_order(requests: list[tuple[list[int], int, int]]) -> None:
     tokens, slots, starts, peaks = as_arrays(requests)
     packed = pack(TokenLists.of(tokens), slots, starts, peaks)
-    expected_all = [(slot, start + t) for slot, start, own in zip(slots, starts, tokens, strict=True) for t in range(len(own))]
+    expected_all = [
+        (slot, start + t) for slot, start, own in zip(slots, starts, tokens, strict=True) for t in range(len(own))
+    ]
     expected_last = [(slot, start + len(own) - 1) for slot, start, own in zip(slots, starts, tokens, strict=True)]
     row_of = list(zip(np.repeat(packed.slots, packed.counts), packed.positions, strict=True))
     assert [row_of[row] for row in output_rows(packed, "all")] == expected_all

@@ -1,4 +1,5 @@
-"""What a recurrence gives to kernels is refused by name where it does not fit, before compiled code reads past its end."""
+"""What a recurrence gives to kernels is refused by name where it does not fit, before compiled code
+reads past its end."""
 
 from __future__ import annotations
 
@@ -38,12 +39,15 @@ def scan(x: int = T, dt: int = T, b: int = T, c: int = T) -> Call:
 
 
 def matrix(
-    q: tuple[int, ...] = (T, 2, 5), k: tuple[int, ...] = (T, 2, 5), v: tuple[int, ...] = (T, 4, 3), decay: tuple[int, ...] = (T, 4),
-    a: tuple[int, ...] | None = None, b: tuple[int, ...] | None = None, strength: tuple[int, ...] | None = None,
+    q: tuple[int, ...] = (T, 2, 5), k: tuple[int, ...] = (T, 2, 5), v: tuple[int, ...] = (T, 4, 3),
+    decay: tuple[int, ...] = (T, 4), a: tuple[int, ...] | None = None, b: tuple[int, ...] | None = None,
+    strength: tuple[int, ...] | None = None,
 ) -> Call:  # fmt: skip
     erase = None if a is None else Erase(rows(*a), None if b is None else rows(*b), True)
     beta = None if strength is None else rows(*strength)
-    return lambda kernels: kernels.matrix_scan(rows(*q), rows(*k), rows(*v), rows(*decay), erase, slots(4, 3, 5), strength_TH=beta)
+    return lambda kernels: kernels.matrix_scan(
+        rows(*q), rows(*k), rows(*v), rows(*decay), erase, slots(4, 3, 5), strength_TH=beta
+    )
 
 
 def wkv(k: int = T, v: int = T, exponent: int = 4, n_states: int = 3) -> Call:
@@ -51,11 +55,15 @@ def wkv(k: int = T, v: int = T, exponent: int = 4, n_states: int = 3) -> Call:
     return lambda kernels: kernels.wkv4(rows(k, 4), rows(v, 4), rows(4), rows(4), states)
 
 
-def attend(n_queries: int = 5, n_kv_heads: int = 2, sinks: Tensor | None = None, bias: Tensor | None = None, n_lengths: int = 2) -> Call:
+def attend(
+    n_queries: int = 5, n_kv_heads: int = 2, sinks: Tensor | None = None, bias: Tensor | None = None, n_lengths: int = 2
+) -> Call:
     pages = Pages(4, 2, 8, 4, lengths=LENGTHS, histories=(3, 9))
     batch = replace(pages.batch, kv_lengths=pages.batch.kv_lengths[:n_lengths])
     flats = pages.arena, pages.arena[pages.values_at :]
-    return lambda k: k.paged_attention(rows(n_queries, 4, 8), *flats, batch, n_kv_heads, Scoring(1.0, None, None, sinks, bias))
+    return lambda k: k.paged_attention(
+        rows(n_queries, 4, 8), *flats, batch, n_kv_heads, Scoring(1.0, None, None, sinks, bias)
+    )
 
 
 GIVEN: dict[str, tuple[Call, str]] = {
@@ -169,7 +177,9 @@ RECURRENCES: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize("recurrence, says", RECURRENCES, ids=["input", "output", "end", "formula's output", "formula's states"])
+@pytest.mark.parametrize(
+    "recurrence, says", RECURRENCES, ids=["input", "output", "end", "formula's output", "formula's states"]
+)
 def test_a_recurrence_that_is_refused_leaves_its_sequence_as_it_was(recurrence: Any, says: str) -> None:
     memory = HybridMemory(MemorySpec(((RecurrentSpec("own", (4,), (StateTensor("h", (4,)),)),),), vocab_size=9), "1MiB")
 

@@ -78,7 +78,10 @@ def test_files_are_read_once() -> None:
         "", "{", "[]", "3", '"x"', "\x00", "{}",
         file_of(entry(), capability="sm80"), file_of(entry(), format=2), file_of(choices=None), "[" * 99999,
     ],
-    ids=["empty", "cut off", "a list", "a number", "a text", "bytes", "no fields", "another GPU", "another format", "no choices", "deep"],
+    ids=[
+        "empty", "cut off", "a list", "a number", "a text", "bytes", "no fields",
+        "another GPU", "another format", "no choices", "deep",
+    ],
 )  # fmt: skip
 def test_a_damaged_or_foreign_file_is_ignored_with_one_warning(content: Any, caplog: pytest.LogCaptureFixture) -> None:
     put(content)
@@ -101,13 +104,22 @@ def test_a_damaged_or_foreign_file_is_ignored_with_one_warning(content: Any, cap
         (entry(choice=[64, 2]), "keys"),
         ({"kernel": "selective_scan"}, "sizes"),
         ([], "indices"),
-        (entry("attend", dict.fromkeys(TUNABLES["attend"].sizes, 16), {"block_n": 8, "num_warps": 4, "num_stages": 2}), "block_n = 8"),
+        (
+            entry(
+                "attend",
+                dict.fromkeys(TUNABLES["attend"].sizes, 16),
+                {"block_n": 8, "num_warps": 4, "num_stages": 2},
+            ),
+            "block_n = 8",
+        ),
         (entry("scan_chunks", dict.fromkeys(TUNABLES["scan_chunks"].sizes, 16),
                {"chunk": 8, "rows": 32, "num_warps": 4, "num_stages": 1}), "chunk = 8"),
         (entry("split", dict.fromkeys(TUNABLES["split"].sizes, 16), {"rows": 100, "programs": 256}), "rows = 100"),
     ],
 )  # fmt: skip
-def test_a_choice_that_the_kernel_cannot_have_is_refused_and_others_count(wrong: Any, why: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_choice_that_the_kernel_cannot_have_is_refused_and_others_count(
+    wrong: Any, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
     put(file_of(wrong, entry()))
     assert SCAN(DEVICE, 16, 2)._asdict() == CHOICE
     assert len(caplog.records) == 1 and why in caplog.text
@@ -148,7 +160,9 @@ def test_each_default_is_one_of_the_choices_that_are_allowed() -> None:
 
 
 @pytest.mark.parametrize("capability", ["sm90"])
-def test_what_the_package_brings_is_whole(capability: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_package_brings_is_whole(
+    capability: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.undo()
     path = choices.shipped_file(capability)
     assert bool(choices.read(path, capability)) == path.exists()

@@ -77,7 +77,9 @@ def remove(path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [cut, empty, flip, swap, remove])
-def test_a_file_that_is_not_whole_or_not_the_right_one_is_compiled_again(damage: Callable[[Path], None], folder: Path) -> None:
+def test_a_file_that_is_not_whole_or_not_the_right_one_is_compiled_again(
+    damage: Callable[[Path], None], folder: Path
+) -> None:
     run()
     (path,) = folder.iterdir()
     damage(path)
@@ -171,10 +173,14 @@ def test_kernels_follow_functions_that_they_inline_from_other_files(tmp_path: Pa
     }
 
     def start() -> subprocess.Popen[str]:
-        return subprocess.Popen([sys.executable, "-c", SOFTPLUS], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+        return subprocess.Popen(
+            [sys.executable, "-c", SOFTPLUS], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+        )
 
     two = [start(), start()]
     assert [process.communicate()[0] for process in two] == ["0.6931\n"] * 2
     inlined = tmp_path / "memory" / "kernels" / "cpu" / "vector_math.py"
-    inlined.write_text(inlined.read_text().replace("return max(x, _ZERO) + _TWO * s * p", "return max(x, _ZERO) + _ONE"))
+    inlined.write_text(
+        inlined.read_text().replace("return max(x, _ZERO) + _TWO * s * p", "return max(x, _ZERO) + _ONE")
+    )
     assert start().communicate()[0] == "1.0\n"

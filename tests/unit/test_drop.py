@@ -1,4 +1,6 @@
-"""Dropping tokens from the middle, against sequences that never saw them: models of one layer, where nothing else carries a trace."""
+"""Dropping tokens from the middle, against sequences that never saw them: models of one layer, where nothing else
+carries a trace.
+"""
 
 from __future__ import annotations
 
@@ -54,11 +56,13 @@ def rotate(x_TGD: Tensor, positions_T: Tensor, rotation: Rotation) -> Tensor:
 
 
 class Table:
-    """Attentions, and recurrences if asked for, side by side: everything is read from tables by token, nothing by what came out."""
+    """Attentions, and recurrences if asked for, side by side: everything is read from tables by token, nothing by what
+    came out.
+    """
 
     def __init__(
-        self, *rotations: Rotation | None, windows: Seq[int | None] = (None,), recurrent: bool = False, dtype: torch.dtype = torch.float32,
-        heads: tuple[int, int, int] = (4, 2, 8), device: str = "cpu",
+        self, *rotations: Rotation | None, windows: Seq[int | None] = (None,), recurrent: bool = False,
+        dtype: torch.dtype = torch.float32, heads: tuple[int, int, int] = (4, 2, 8), device: str = "cpu",
     ) -> None:  # fmt: skip
         n_heads, n_kv, dim = heads
         self.attention = [AttentionSpec(*heads, window=w, rotation=r) for r in rotations for w in windows]
@@ -67,7 +71,10 @@ class Table:
         layers = (*((spec,) for spec in self.attention), self.recurrence)
         self.memory_spec = MemorySpec(layers, N_TOKENS, dtype=dtype, device=torch.device(device))
         generator = torch.Generator().manual_seed(3)
-        self.tables = [tuple(torch.randn(N_TOKENS, n, dim, generator=generator) for n in (n_heads, n_kv, n_kv)) for _ in self.attention]
+        self.tables = [
+            tuple(torch.randn(N_TOKENS, n, dim, generator=generator) for n in (n_heads, n_kv, n_kv))
+            for _ in self.attention
+        ]
         self.rows = torch.randn(N_TOKENS, 5, generator=generator)
 
     def __call__(self, step: Step) -> Tensor:
@@ -87,7 +94,9 @@ class Table:
         return sum(spec.n_query_heads * spec.head_dim for spec in self.attention)
 
     def memory(self, budget: int | str = "256KiB", **options: Any) -> HybridMemory:
-        return HybridMemory(self.memory_spec, budget, **({"rollback_window": 6, "page_tokens": 4, "poison": True} | options))
+        return HybridMemory(
+            self.memory_spec, budget, **({"rollback_window": 6, "page_tokens": 4, "poison": True} | options)
+        )
 
     def feed(self, memory: HybridMemory, sequence: Sequence, tokens: Seq[int]) -> Tensor:
         with memory.step({sequence: list(tokens)}, outputs="all") as step:
@@ -100,7 +109,9 @@ class Table:
         memory = self.memory()
         return self.feed(memory, memory.open(), tokens)[-n_last:]
 
-    def assert_is(self, memory: HybridMemory, sequence: Sequence, tokens: Seq[int], *, own: Seq[int] | None = None) -> None:
+    def assert_is(
+        self, memory: HybridMemory, sequence: Sequence, tokens: Seq[int], *, own: Seq[int] | None = None
+    ) -> None:
         """A fork of it reads all that a sequence of these tokens would; its states are those of `own`."""
         assert sequence.tokens.tolist() == list(tokens)
         probe = memory.fork(sequence)
@@ -115,13 +126,35 @@ class Table:
 PROBE = (5, 60, 33)
 HALF, INTERLEAVED = Rotation(FREQUENCIES), Rotation(FREQUENCIES, "interleaved")
 LAST = Rotation((1.0, 0.2), start=4)
-RANGES = [(0, 1), (0, 8), (0, 30), (3, 4), (3, 9), (4, 8), (5, 23), (7, 28), (8, 16), (29, 30), (30, 33), (12, 33), (16, 17), (9, 9)]
+RANGES = [
+    (0, 1),
+    (0, 8),
+    (0, 30),
+    (3, 4),
+    (3, 9),
+    (4, 8),
+    (5, 23),
+    (7, 28),
+    (8, 16),
+    (29, 30),
+    (30, 33),
+    (12, 33),
+    (16, 17),
+    (9, 9),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "rotations",
-    [(HALF,), (INTERLEAVED,), (replace(HALF, frequencies=(1.0, 0.3, 0.1, 0.01)),), (LAST,), (UNROTATED,), (HALF, INTERLEAVED, UNROTATED)],
+    [
+        (HALF,),
+        (INTERLEAVED,),
+        (replace(HALF, frequencies=(1.0, 0.3, 0.1, 0.01)),),
+        (LAST,),
+        (UNROTATED,),
+        (HALF, INTERLEAVED, UNROTATED),
+    ],
     ids=["half", "interleaved", "the whole head", "its last part", "not", "several"],
 )
 def test_what_is_left_is_as_if_fed_alone(rotations: tuple[Rotation, ...], dtype: torch.dtype) -> None:
@@ -279,7 +312,9 @@ class Walk:
 )
 @pytest.mark.parametrize("rollback_window", [0, 3, 6])
 def test_anything_in_any_order(windows: tuple[int | None, ...], fold: str | None, rollback_window: int) -> None:
-    """Steps, drops, rollbacks, forks and marks, with recurrences that fold or without: each sequence reads what a fresh one would."""
+    """Steps, drops, rollbacks, forks and marks, with recurrences that fold or without: each sequence reads what a fresh
+    one would.
+    """
     model = Table(HALF, UNROTATED, windows=windows, recurrent=fold is not None)
     walk = Walk(model, random.Random(300 + rollback_window), rollback_window, fold or "keep")
     walk.run(45)
@@ -287,7 +322,9 @@ def test_anything_in_any_order(windows: tuple[int | None, ...], fold: str | None
 
 
 def test_others_keep_what_they_have_bit_for_bit() -> None:
-    """A fork and a mark share pages with the sequence that drops; pages before the range stay shared, and nobody's are written."""
+    """A fork and a mark share pages with the sequence that drops; pages before the range stay shared, and nobody's are
+    written.
+    """
     model = Table(HALF)
     memory = model.memory()
     a = memory.open()
@@ -373,7 +410,9 @@ def test_recurrent_layers_must_be_asked_for() -> None:
 
 
 def test_after_an_approximate_drop_no_rollback_by_position_passes_its_start() -> None:
-    """Before it, the states are those of dropped tokens; position 0 is a new beginning; a mark of before has what it had."""
+    """Before it, the states are those of dropped tokens; position 0 is a new beginning; a mark of before has what it
+    had.
+    """
     model = Table(HALF, recurrent=True)
     memory = model.memory()
     sequence = memory.open()
@@ -451,7 +490,9 @@ def test_attention_that_cannot_move_its_rows_says_so() -> None:
 
 
 def test_a_window_that_would_reach_back_to_rows_that_have_left() -> None:
-    """After 60 tokens, 6 of which may be taken back, a window of 9 tokens needs rows from 46 on: at most 26 tokens may go from 20 on."""
+    """After 60 tokens, 6 of which may be taken back, a window of 9 tokens needs rows from 46 on: at most 26 tokens may
+    go from 20 on.
+    """
     model = Table(HALF, windows=(9,))
     memory = model.memory()
     sequence = memory.open()
@@ -520,7 +561,9 @@ def test_books_that_do_not_balance_are_found() -> None:
     for column in ("offset", "floor", "_oldest", "_seams"):
         memory, slot = dropped()
         layers, ledger = memory._coordinator.layers, memory._coordinator.ledger
-        holder = {"_oldest": attention_at(memory, 0).memory, "_seams": ledger}.get(column, layers["recurrence"].table.slots)
+        holder = {"_oldest": attention_at(memory, 0).memory, "_seams": ledger}.get(
+            column, layers["recurrence"].table.slots
+        )
         getattr(holder, column)[slot + 1] = getattr(holder, column)[slot]
         with pytest.raises(IntegrityError):
             memory.check()
@@ -544,7 +587,9 @@ def test_bad_rotations(make: Callable[[], object]) -> None:
 
 
 def test_positions_of_states_after_several_drops() -> None:
-    """Where the first drop was moves down with the second; part of a step is kept by the sequence's positions, not by the states'."""
+    """Where the first drop was moves down with the second; part of a step is kept by the sequence's positions, not by
+    the states'.
+    """
     model = Table(HALF, recurrent=True)
     memory = model.memory()
     a = memory.open()

@@ -13,7 +13,19 @@ import torch
 from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
-from memory.eviction import H2O, TOVA, Candidates, EvictionPolicy, ExpectedAttention, KNorm, PyramidKV, Quest, Recent, Scissorhands, SnapKV
+from memory.eviction import (
+    H2O,
+    TOVA,
+    Candidates,
+    EvictionPolicy,
+    ExpectedAttention,
+    KNorm,
+    PyramidKV,
+    Quest,
+    Recent,
+    Scissorhands,
+    SnapKV,
+)
 from memory.kernels import Scoring
 from memory.kernels.blocked import causal_mask
 from tests.tolerances import assert_kernel_close
@@ -52,7 +64,9 @@ class Table:
         return HybridMemory(self.memory_spec, "4MiB", **({"rollback_window": WINDOW, "poison": True} | options))  # type: ignore[arg-type]
 
 
-def feed(model: Callable[[Step], Tensor], memory: HybridMemory, sequence: Sequence, tokens: Seq[int], steps: Seq[int]) -> Tensor:
+def feed(
+    model: Callable[[Step], Tensor], memory: HybridMemory, sequence: Sequence, tokens: Seq[int], steps: Seq[int]
+) -> Tensor:
     outputs, at = [], 0
     for n in steps:
         with memory.step({sequence: tokens[at : at + n]}, outputs="all") as step:
@@ -84,8 +98,12 @@ class BruteForce:
 
     def weights(self, queries: range, is_seen_GT: Tensor) -> Tensor:
         """(H, N, T): a softmax over all rows of which most weights are zero."""
-        scores = torch.einsum("nhd,thd->hnt", self.q[list(queries)], self.k.repeat_interleave(self.n_shared, 1)) * DIM**-0.5
-        is_seen = is_seen_GT.repeat_interleave(self.n_shared, 0)[:, None] & (torch.arange(len(self.k)) <= torch.tensor(queries)[:, None])
+        scores = (
+            torch.einsum("nhd,thd->hnt", self.q[list(queries)], self.k.repeat_interleave(self.n_shared, 1)) * DIM**-0.5
+        )
+        is_seen = is_seen_GT.repeat_interleave(self.n_shared, 0)[:, None] & (
+            torch.arange(len(self.k)) <= torch.tensor(queries)[:, None]
+        )
         return scores.masked_fill(~is_seen, -torch.inf).softmax(-1)
 
     def fold(self, to: int) -> None:
@@ -112,14 +130,18 @@ class BruteForce:
         if isinstance(policy, Scissorhands):
             # Rows that a query could have seen, had each head kept what this one has.
             n_seen = torch.stack([candidates[0, : i + 1].sum() for i in chunk])
-            self.scores = torch.where(candidates, self.scores * policy.decay + (by_head * n_seen[:, None] > 1).sum(1), 0.0)
+            self.scores = torch.where(
+                candidates, self.scores * policy.decay + (by_head * n_seen[:, None] > 1).sum(1), 0.0
+            )
             return self.scores
         if isinstance(policy, SnapKV):
             received = by_head[:, -policy.observed :].sum(1)
             smooth = torch.zeros_like(received)
             for g, own in enumerate(candidates):
                 places = own.nonzero().flatten()
-                padded = torch.cat([torch.zeros(policy.kernel // 2), received[g, places], torch.zeros(policy.kernel // 2)])
+                padded = torch.cat(
+                    [torch.zeros(policy.kernel // 2), received[g, places], torch.zeros(policy.kernel // 2)]
+                )
                 smooth[g, places] = padded.unfold(0, policy.kernel, 1).mean(-1)
             return smooth
         if isinstance(policy, ExpectedAttention):
@@ -166,7 +188,9 @@ def test_a_policy_keeps_what_brute_force_keeps(policy: EvictionPolicy, n_heads: 
 
 
 @pytest.mark.parametrize(
-    "policy", [Recent(512), KNorm(512), H2O(512), TOVA(512, every=4), SnapKV(512), Scissorhands(512), ExpectedAttention(512)], ids=str
+    "policy",
+    [Recent(512), KNorm(512), H2O(512), TOVA(512, every=4), SnapKV(512), Scissorhands(512), ExpectedAttention(512)],
+    ids=str,
 )
 @pytest.mark.parametrize("window", [0, 3, 20])
 def test_a_budget_for_everything_is_dense_attention_to_the_bit(policy: EvictionPolicy, window: int) -> None:
@@ -241,14 +265,18 @@ def test_observed_weights_are_those_of_a_plain_softmax() -> None:
     q, k = torch.randn(5, 6, DIM), torch.randn(2, 30, DIM)
     positions, scoring = torch.arange(30).expand(2, -1), Scoring(0.3)
     rows = Candidates(k, k, positions, torch.zeros(2, 30), q, scoring)
-    expected = (torch.einsum("nhd,hrd->hnr", q, k.repeat_interleave(3, 0)) * 0.3 + causal_mask(5, 30, None, q.device)).softmax(-1)
+    expected = (
+        torch.einsum("nhd,hrd->hnr", q, k.repeat_interleave(3, 0)) * 0.3 + causal_mask(5, 30, None, q.device)
+    ).softmax(-1)
     torch.testing.assert_close(rows.weights.flatten(0, 1), expected, atol=1e-5, rtol=0)
     assert rows.weights.sum().item() == pytest.approx(5 * 6, abs=1e-4)
 
 
 def test_expected_attention_knows_caps_and_sinks() -> None:
     q, k, v, sinks = torch.randn(5, 6, DIM), torch.randn(2, 30, DIM), torch.randn(2, 30, DIM), torch.randn(6)
-    rows = Candidates(k, v, torch.arange(30).expand(2, -1), torch.zeros(2, 30), q, Scoring(0.7, softcap=2.0, sinks_H=sinks))
+    rows = Candidates(
+        k, v, torch.arange(30).expand(2, -1), torch.zeros(2, 30), q, Scoring(0.7, softcap=2.0, sinks_H=sinks)
+    )
     scores = 2 * torch.tanh(torch.einsum("nhd,hrd->hnr", q, k.repeat_interleave(3, 0)) * 0.7 / 2)
     z = torch.cat([scores.mean(1) + scores.var(1, correction=0) / 2, sinks[:, None]], 1)
     expected = z.softmax(-1)[:, :30].unflatten(0, (2, 3)).mean(1) * v.norm(dim=-1)
@@ -296,9 +324,13 @@ def test_layers_may_have_policies_of_their_own() -> None:
     logits = feed(toy, memory, sequence, tokens, (50, *[1] * 30))
     assert torch.isfinite(logits).all()
     names = ("attention 0, H2O(8)", "attention 1, Recent(12)")
-    assert [kind for kind in memory.usage().by_kind if "attention" in kind] == [f"{p} of {n}" for n in names for p in ("states", "tails")]
+    assert [kind for kind in memory.usage().by_kind if "attention" in kind] == [
+        f"{p} of {n}" for n in names for p in ("states", "tails")
+    ]
     dense = HybridMemory(spec.with_policy(None), "4MiB", rollback_window=8)
-    assert not torch.allclose(feed(toy, dense, dense.open(), tokens, (50, *[1] * 30))[-1], logits[-1], atol=1e-3), "nothing was evicted"
+    assert not torch.allclose(feed(toy, dense, dense.open(), tokens, (50, *[1] * 30))[-1], logits[-1], atol=1e-3), (
+        "nothing was evicted"
+    )
 
 
 def test_budgets_of_a_pyramid_sum_to_the_mean() -> None:
@@ -358,7 +390,11 @@ def one_nan(rows: Candidates) -> Tensor:
 
 
 WRONG_ANSWERS: dict[str, tuple[str, Callable[[Candidates], object], str]] = {
-    "a number": ("rank", lambda rows: 1.0, r"Given.rank must give \(key/value heads, rows\) = \(2, 12\) numbers, a tensor, and gave 1.0"),
+    "a number": (
+        "rank",
+        lambda rows: 1.0,
+        r"Given.rank must give \(key/value heads, rows\) = \(2, 12\) numbers, a tensor, and gave 1.0",
+    ),
     "nothing": ("rank", lambda rows: None, "a tensor, and gave None"),
     "a scalar": ("rank", lambda rows: torch.tensor(1.0), r"gave \(\) of torch.float32"),
     "a row": ("rank", lambda rows: torch.arange(rows.positions.shape[1]).float(), r"gave \(12,\)"),
@@ -369,21 +405,28 @@ WRONG_ANSWERS: dict[str, tuple[str, Callable[[Candidates], object], str]] = {
     "infinity": ("rank", lambda rows: torch.full((2, 12), torch.inf), "gave NaN or inf"),
     "a scalar score": ("score", lambda rows: torch.tensor(1.0), "Given.score must give"),
     "a NaN score": ("score", one_nan, r"Given.score must give .* gave NaN"),
-    "fewer than there is room for": ("keep", lambda rows: (torch.zeros(2, 3).long(), rows.scores), r"must give int64 indices \(2, 10\)"),
+    "fewer than there is room for": (
+        "keep",
+        lambda rows: (torch.zeros(2, 3).long(), rows.scores),
+        r"must give int64 indices \(2, 10\)",
+    ),
     "rows that are not there": ("keep", lambda rows: (torch.arange(3, 13).expand(2, -1), rows.scores), "give 0 to 11"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG_ANSWERS)
-def test_a_policy_that_gives_something_else_is_named_and_nothing_has_happened(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is asked when rows fold, at the end of a layer's attention: the step is left, and its sequence is as it was."""
+def test_a_policy_that_gives_something_else_is_named_and_nothing_has_happened(
+    what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is asked when rows fold, after a layer's attention: the step is left, and its sequence is as it was."""
     method, answer, says = WRONG_ANSWERS[what]
     policy, tokens = Given(BUDGET, every=EVERY), list(range(24))
     model = Table(policy, 4, 2)
     memory, fresh = model.memory(), model.memory()
     expected = feed(model, fresh, fresh.open(), tokens, (17, 7))[17:]
     right: dict[str, Callable[[Candidates], object]] = {
-        "rank": lambda rows: rows.positions, "score": lambda rows: rows.scores, "keep": lambda rows: EvictionPolicy.keep(policy, rows),
+        "rank": lambda rows: rows.positions, "score": lambda rows: rows.scores,
+        "keep": lambda rows: EvictionPolicy.keep(policy, rows),
     }  # fmt: skip
 
     def of_twelve(rows: Candidates) -> object:
@@ -402,7 +445,9 @@ def test_a_policy_that_gives_something_else_is_named_and_nothing_has_happened(wh
 
 
 def test_a_rank_of_minus_infinity_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Given, "answers", {"rank": lambda rows: torch.where(rows.positions < 7, -torch.inf, -rows.positions.float())})
+    monkeypatch.setattr(
+        Given, "answers", {"rank": lambda rows: torch.where(rows.positions < 7, -torch.inf, -rows.positions.float())}
+    )
     model = Table(Given(BUDGET, sinks=1, every=EVERY), 4, 2)
     memory = model.memory()
     sequence = memory.open()

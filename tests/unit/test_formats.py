@@ -1,4 +1,5 @@
-"""Saved sequences of every format version that is read: files that older versions of the library wrote, and this one's."""
+"""Saved sequences of every format version that is read: files that older versions of the library wrote,
+and this one's."""
 
 from __future__ import annotations
 
@@ -17,7 +18,17 @@ import torch
 from torch.testing import assert_close
 
 import memory.eviction
-from memory import UNROTATED, AttentionSpec, CrossAttentionSpec, FormatError, HybridMemory, MemorySpec, RecurrentSpec, Rotation, StateTensor
+from memory import (
+    UNROTATED,
+    AttentionSpec,
+    CrossAttentionSpec,
+    FormatError,
+    HybridMemory,
+    MemorySpec,
+    RecurrentSpec,
+    Rotation,
+    StateTensor,
+)
 from memory.eviction import (
     H2O,
     TOVA,
@@ -128,7 +139,12 @@ DIFFERENT: list[tuple[MemorySpec, MemorySpec, dict[str, Any], str]] = [
     (BASE, spec_of(replace(ATTENTION, window=9), STATES), {}, "window=None, not 9"),
     (BASE, spec_of(replace(ATTENTION, rotation=None), STATES), {}, "rotation="),
     (BASE, spec_of(replace(ATTENTION, rotation=Rotation((1.0, 0.2))), STATES), {}, "rotation.frequencies="),
-    (BASE, spec_of(replace(ATTENTION, rotation=Rotation((1.0, 0.1), "interleaved")), STATES), {}, "rotation.pairing='half'"),
+    (
+        BASE,
+        spec_of(replace(ATTENTION, rotation=Rotation((1.0, 0.1), "interleaved")), STATES),
+        {},
+        "rotation.pairing='half'",
+    ),
     (BASE, spec_of(replace(ATTENTION, rotation=Rotation((1.0, 0.1), start=2)), STATES), {}, "rotation.start=0, not 2"),
     (BASE, spec_of(replace(ATTENTION, has_bias=True), STATES), {}, "has_bias=False, not True"),
     (spec_of(LATENT), spec_of(replace(LATENT, value_dim=4)), {}, "value_dim=6, not 4"),
@@ -142,9 +158,24 @@ DIFFERENT: list[tuple[MemorySpec, MemorySpec, dict[str, Any], str]] = [
     (BASE, spec_of(ATTENTION, replace(STATES, family="other")), {}, "family='family', not 'other'"),
     (BASE, spec_of(ATTENTION, replace(STATES, row_shape=(6,))), {}, "row_shape[0]=5, not 6"),
     (BASE, spec_of(ATTENTION, replace(STATES, states=(StateTensor("mean", (4,)),))), {}, "states[0].shape[0]=5, not 4"),
-    (BASE, spec_of(ATTENTION, replace(STATES, states=(StateTensor("sum", (5,)),))), {}, "states[0].name='mean', not 'sum'"),
-    (BASE, spec_of(ATTENTION, replace(STATES, states=(StateTensor("mean", (5,), initial=1.0),))), {}, "initial=0.0, not 1.0"),
-    (spec_of(TWO_STATES), spec_of(replace(TWO_STATES, states=TWO_STATES.states[::-1])), {}, "states[0].name='mean', not 'sum'"),
+    (
+        BASE,
+        spec_of(ATTENTION, replace(STATES, states=(StateTensor("sum", (5,)),))),
+        {},
+        "states[0].name='mean', not 'sum'",
+    ),
+    (
+        BASE,
+        spec_of(ATTENTION, replace(STATES, states=(StateTensor("mean", (5,), initial=1.0),))),
+        {},
+        "initial=0.0, not 1.0",
+    ),
+    (
+        spec_of(TWO_STATES),
+        spec_of(replace(TWO_STATES, states=TWO_STATES.states[::-1])),
+        {},
+        "states[0].name='mean', not 'sum'",
+    ),
     (BASE, spec_of(ATTENTION, replace(STATES, name="other")), {}, "layers[0][1].name='recurrence', not 'other'"),
     (BASE, spec_of(ATTENTION), {}, "layers[0]="),
     (BASE, replace(BASE, layers=(*BASE.layers, ())), {}, "layers=[[{'"),
@@ -161,7 +192,9 @@ DIFFERENT: list[tuple[MemorySpec, MemorySpec, dict[str, Any], str]] = [
 """Of the memory that saves, of the one that loads, options of the latter, and what the refusal names."""
 
 
-@pytest.mark.parametrize(("saved", "loading", "options", "named"), DIFFERENT, ids=lambda x: x if isinstance(x, str) else None)
+@pytest.mark.parametrize(
+    ("saved", "loading", "options", "named"), DIFFERENT, ids=lambda x: x if isinstance(x, str) else None
+)
 def test_the_first_entry_that_differs_is_named(
     saved: MemorySpec, loading: MemorySpec, options: dict[str, Any], named: str, tmp_path: Path
 ) -> None:
@@ -233,7 +266,10 @@ def signed(part: Any, fold: Fold = "keep") -> dict[str, Any]:
 
 def test_policies_and_storages_have_names_in_files() -> None:
     """A new one wants an entry, and so does a new parameter."""
-    ours = {cls for name in memory.eviction.__all__ if issubclass(cls := getattr(memory.eviction, name), Budget)} | {Quantized, Float8}
+    ours = {cls for name in memory.eviction.__all__ if issubclass(cls := getattr(memory.eviction, name), Budget)} | {
+        Quantized,
+        Float8,
+    }
     assert CHOICES.keys() == ours - {Budget, EvictionPolicy}
     for cls, named in CHOICES.items():
         assert list(named.parameters.values()) == [x.name for x in fields(cls)]
@@ -260,14 +296,21 @@ TEXTS: list[tuple[Any, str]] = [
 def test_version_2_is_told_what_specs_printed(choice: Any, text: str) -> None:
     choices = {"storage": choice} if isinstance(choice, Storage) else {"policy": choice}
     spec = MemorySpec(
-        ((), (replace(ATTENTION, **choices),), (CROSS, STATES), (LATENT, replace(ATTENTION, name="near", window=9, rotation=None))), 9
+        (
+            (),
+            (replace(ATTENTION, **choices),),
+            (CROSS, STATES),
+            (LATENT, replace(ATTENTION, name="near", window=9, rotation=None)),
+        ),
+        9,
     )
     spec = replace(spec, layers=(*spec.layers, (TWO_STATES,)))
     policy, storage = ("None", text) if isinstance(choice, Storage) else (text, "None")
     heads = "n_query_heads=4, n_kv_heads={}, head_dim=8, name={!r}"
     attention = "AttentionSpec({}, window={}, policy={}, storage={}, value_dim={}, rotation={}, has_bias=False)".format
     mean, total = (
-        f"StateTensor(name={n!r}, shape=({d},), dtype=torch.float32, initial=0.0, keeps_dtype=False)" for n, d in (("mean", 5), ("sum", 3))
+        f"StateTensor(name={n!r}, shape=({d},), dtype=torch.float32, initial=0.0, keeps_dtype=False)"
+        for n, d in (("mean", 5), ("sum", 3))
     )
     recurrence = "RecurrentSpec(family='family', row_shape=(5,), states=({}), name='recurrence')".format
     own, latent, near = (heads.format(n, name) for n, name in ((2, "attention"), (1, "attention"), (2, "near")))
@@ -314,7 +357,8 @@ def read_once(weighing: Weighing) -> Weighing:
 
 
 VALUES: list[tuple[str, Any, Any, Any]] = [
-    ("integer", 1, 1, 2), ("type", 1, 1, 1.0), ("text", "a", "a", "b"), ("not a number", float("nan"), float("nan"), 0.0),
+    ("integer", 1, 1, 2), ("type", 1, 1, 1.0), ("text", "a", "a", "b"),
+    ("not a number", float("nan"), float("nan"), 0.0),
     ("numpy number", np.float32(0.5), np.float32(0.5), np.float32(0.25)), ("enum", Mode.ONE, Mode.ONE, Mode.TWO),
     ("set", frozenset({"a", "b"}), frozenset({"b", "a"}), frozenset({"a"})), ("tuple", (1, (2,)), (1, (2,)), (1, (3,))),
     ("bytes", b"a", b"a", b"b"), ("path", PurePosixPath("a"), PurePosixPath("a"), PurePosixPath("b")),

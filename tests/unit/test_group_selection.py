@@ -1,4 +1,6 @@
-"""Selected groups of rows in few bits against brute force: for each query and head a loop over groups, and a softmax over what it reads."""
+"""Selected groups of rows in few bits against brute force: for each query and head a loop over groups, and a softmax
+over what it reads.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def brute_force(model: Table, policy: Quest, storage: Storage, tokens: Seq[int],
                 read, n_read = groups, policy.budget_tokens // group
                 if n <= policy.select_up_to and len(groups) > n_read:
                     always = [r for r in groups if r[0] < policy.sinks or r[-1] > t - policy.recent]
-                    best = sorted((r for r in groups if r not in always), key=lambda r: -page_bound(heads, k[list(r), g]))
+                    best = sorted(
+                        (r for r in groups if r not in always), key=lambda r: -page_bound(heads, k[list(r), g])
+                    )
                     read = always + best[: n_read - len(always)]
                     n_left_out += len(groups) - len(read)
                 rows = [i for r in read for i in r] + newer
@@ -127,7 +131,9 @@ def test_each_head_may_read_blocks_of_its_own(kernels: Kernels, storage: Storage
     own = replace(folded, blocks=torch.stack([torch.from_numpy(blocks) for blocks in turned]))
 
     def attend(rows: object) -> Tensor:
-        return kernels.paged_attention(pages.q, pages.arena, pages.arena[pages.values_at :], pages.batch, 2, Scoring(0.3), rows)  # type: ignore[arg-type]
+        return kernels.paged_attention(
+            pages.q, pages.arena, pages.arena[pages.values_at :], pages.batch, 2, Scoring(0.3), rows
+        )  # type: ignore[arg-type]
 
     expected = [attend(replace(folded, blocks=blocks)) for blocks in turned]
     assert_kernel_close(attend(own), torch.cat([expected[0][:, :3], expected[1][:, 3:]], 1))
@@ -136,7 +142,9 @@ def test_each_head_may_read_blocks_of_its_own(kernels: Kernels, storage: Storage
 
 def test_a_budget_below_what_is_always_read_is_refused() -> None:
     spec = Table(Quest(100, sinks=4), 2, 1).memory_spec.with_storage(Quantized(4))
-    with pytest.raises(SpecError, match=r"up to 3 pages of 64 tokens.*give it 192 tokens or more, or Quantized\(.*a smaller group"):
+    with pytest.raises(
+        SpecError, match=r"up to 3 pages of 64 tokens.*give it 192 tokens or more, or Quantized\(.*a smaller group"
+    ):
         HybridMemory(spec, "4MiB")
 
 

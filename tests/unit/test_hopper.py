@@ -1,4 +1,6 @@
-"""Every kernel, in the shapes that models have, compiles for a Hopper GPU and fits on it: which the interpreter cannot say."""
+"""Every kernel, in the shapes that models have, compiles for a Hopper GPU and fits on it: which the interpreter cannot
+say.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +20,8 @@ triton = pytest.importorskip("triton", reason="triton is not installed")
 
 BF16, F32 = torch.bfloat16, torch.float32
 MODULES = (
-    "attention", "page_choice", "rows",
-    "channel_states", "convolution", "matrix_chunks", "matrix_columns", "matrix_tails", "matrix_tokens", "norms", "vectors",
+    "attention", "page_choice", "rows", "channel_states", "convolution", "matrix_chunks", "matrix_columns",
+    "matrix_tails", "matrix_tokens", "norms", "vectors",
 )  # fmt: skip
 
 
@@ -37,7 +39,9 @@ def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.zeros(shape, dtype=dtype)
 
 
-def attend(dtype: torch.dtype, heads: tuple[int, int, int], n_queries: int, scoring: Scoring, storage: Storage | None = None) -> None:
+def attend(
+    dtype: torch.dtype, heads: tuple[int, int, int], n_queries: int, scoring: Scoring, storage: Storage | None = None
+) -> None:
     """A request of so many queries after 2,000 rows, some of them folded."""
     from memory.kernels import cuda
 
@@ -48,9 +52,19 @@ def attend(dtype: torch.dtype, heads: tuple[int, int, int], n_queries: int, scor
     keys, values = zeros(64, dtype=dtype), zeros(64, dtype=dtype)
     folded = None
     if storage is not None:
-        parts = [part for is_key in (True, False) for part in storage.shapes(n_kv_heads, 64, head_dim, by_channel=is_key)]
+        parts = [
+            part for is_key in (True, False) for part in storage.shapes(n_kv_heads, 64, head_dim, by_channel=is_key)
+        ]
         flats = tuple(zeros(64, dtype=dtype) for _, dtype in parts)
-        folded = FoldedRows(storage, tuple(s for s, _ in parts), flats, np.zeros(4, np.int64), np.array([0, 4]), np.array([256]), head_dim)
+        folded = FoldedRows(
+            storage,
+            tuple(s for s, _ in parts),
+            flats,
+            np.zeros(4, np.int64),
+            np.array([0, 4]),
+            np.array([256]),
+            head_dim,
+        )
     q = zeros(n_queries, n_heads, head_dim, dtype=dtype)
     cuda.paged_attention(q, keys, keys if n_kv_heads == 1 else values, batch, n_kv_heads, scoring, folded)
 
@@ -73,7 +87,9 @@ def with_all(n_heads: int) -> Scoring:
     ],
     ids=["decode", "prompt", "float32", "drafts", "wide"],
 )
-def test_attention(recorder: Recorder, dtype: torch.dtype, heads: tuple[int, int, int], scoring: Scoring, n_queries: int) -> None:
+def test_attention(
+    recorder: Recorder, dtype: torch.dtype, heads: tuple[int, int, int], scoring: Scoring, n_queries: int
+) -> None:
     attend(dtype, heads, n_queries, scoring)
     assert all(kernel.spilled_bytes <= 64 for kernel in recorder.compiled), recorder.compiled
 
@@ -102,11 +118,17 @@ def test_rows(recorder: Recorder) -> None:
     cuda.read_rows(zeros(64, dtype=F32), zeros(2), (128, 4096), 0.0)
 
 
-def slots(lengths: list[int], shape: tuple[int, ...], rings: tuple[torch.dtype, ...] = (), dtype: torch.dtype = F32) -> StateSlots:
+def slots(
+    lengths: list[int], shape: tuple[int, ...], rings: tuple[torch.dtype, ...] = (), dtype: torch.dtype = F32
+) -> StateSlots:
     """Runs of these lengths, behind a tail if there are rings."""
     n = len(lengths)
     blocks = (zeros(n),) * len(rings)
-    tail = Tail(tuple(zeros(64, dtype=of) for of in rings), blocks, blocks, 48, zeros(n), zeros(n), zeros(n)) if rings else None
+    tail = (
+        Tail(tuple(zeros(64, dtype=of) for of in rings), blocks, blocks, 48, zeros(n), zeros(n), zeros(n))
+        if rings
+        else None
+    )
     return StateSlots(np.array([0, *np.cumsum(lengths)]), zeros(64, dtype=dtype), zeros(n), zeros(n), shape, 0.0, tail)
 
 
@@ -120,10 +142,22 @@ def slots(lengths: list[int], shape: tuple[int, ...], rings: tuple[torch.dtype, 
         (BF16, (32, 16, 128, 128), True, [4096], True),
         (F32, (80, 1, 64, 128), False, [1000, 24], False),
     ],
-    ids=["SSD, decode", "delta, decode", "delta, drafts", "delta, decode in place", "delta, prompt", "SSD, prompts, float32"],
+    ids=[
+        "SSD, decode",
+        "delta, decode",
+        "delta, drafts",
+        "delta, decode in place",
+        "delta, prompt",
+        "SSD, prompts, float32",
+    ],
 )
 def test_matrix_states(
-    recorder: Recorder, dtype: torch.dtype, sizes: tuple[int, int, int, int], erases: bool, lengths: list[int], has_tail: bool
+    recorder: Recorder,
+    dtype: torch.dtype,
+    sizes: tuple[int, int, int, int],
+    erases: bool,
+    lengths: list[int],
+    has_tail: bool,
 ) -> None:
     """As Mamba-2 and Qwen3.5 have them. A decode step keeps all in registers."""
     from memory.kernels import cuda
@@ -190,7 +224,9 @@ def test_other_recurrences(recorder: Recorder) -> None:
             cuda.selective_scan(row, row, channel, key, key, rate, channel, slots(lengths, (16, n_channels), rings))
     heads = zeros(n, 40, 64, dtype=BF16)  # RWKV-7's
     for rings in ((), (BF16, BF16, F32, BF16, BF16)):
-        cuda.matrix_scan(heads, heads, heads, heads, Erase(heads, heads, after_decay=False), slots(one, (40, 64, 64), rings))
+        cuda.matrix_scan(
+            heads, heads, heads, heads, Erase(heads, heads, after_decay=False), slots(one, (40, 64, 64), rings)
+        )
     assert all(kernel.spilled_bytes == 0 for kernel in recorder.compiled[-2:]), recorder.compiled
     cuda.linear_scan(row, row, slots(one, (n_channels,)))
     cuda.wkv4(row, row, channel, channel, (slots(one, (n_channels,)),) * 3)

@@ -14,7 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import UNROTATED, CapacityError, HybridMemory, IntegrityError, RollbackError, Sequence, SequenceError, SpecError
+from memory import (
+    UNROTATED,
+    CapacityError,
+    HybridMemory,
+    IntegrityError,
+    RollbackError,
+    Sequence,
+    SequenceError,
+    SpecError,
+)
 from memory.attention import offload as hosted_attention
 from memory.attention.offload import HostedAttention
 from memory.blocks import pinned as library
@@ -40,7 +49,9 @@ class Pair:
     def __init__(self, subject: Subject, seed: int) -> None:
         options: dict[str, Any] = {"rollback_window": 8, "page_tokens": 4, "fold": subject.fold, "poison": True}
         self.subject, self.random = subject, random.Random(seed)
-        self.moving = HybridMemory(subject.spec, "2MiB", **options, host_pages="2MiB", host_attention=("stream", "compute")[seed % 2])
+        self.moving = HybridMemory(
+            subject.spec, "2MiB", **options, host_pages="2MiB", host_attention=("stream", "compute")[seed % 2]
+        )
         self.staying = HybridMemory(subject.spec, "2MiB", **options)
         self.pairs: list[tuple[Sequence, Sequence]] = []
         self.hosted: set[Sequence] = set()
@@ -62,7 +73,9 @@ class Pair:
         live = [p for p in self.pairs if not p[0].is_checkpoint]
         chosen = self.random.sample(live, self.random.randint(1, len(live)))
         self.n_mixed += len({p[0] in self.hosted for p in chosen}) > 1
-        tokens = [self.subject.tokens(self.random.choice([1, 1, 3, 21]), seed=self.random.randrange(10**6)) for _ in chosen]
+        tokens = [
+            self.subject.tokens(self.random.choice([1, 1, 3, 21]), seed=self.random.randrange(10**6)) for _ in chosen
+        ]
         kept = [self.random.randint(max(0, len(own) - 4), len(own)) for own in tokens]
         found = []
         for side, memory in enumerate((self.moving, self.staying)):
@@ -82,7 +95,8 @@ class Pair:
         assert self.moving.resume_point(moving, wanted) == to
         self.moving.rollback(moving, to)
         self.staying.rollback(staying, to)
-        self.hosted = {p[0] for p in self.pairs if p[0].is_on_host}  # through a checkpoint it may have come to where that is
+        # through a checkpoint it may have come to where that is
+        self.hosted = {p[0] for p in self.pairs if p[0].is_on_host}
 
     def fork(self) -> None:
         (moving, staying), mark = self.pick(live=False), self.random.random() < 0.4
@@ -154,7 +168,9 @@ def test_a_sequence_goes_on_bit_for_bit_wherever_it_is(kind: str, tmp_path: Path
         pair.open()
     pair.moving.to_host(pair.pairs[0][0])  # empty: it begins there
     pair.hosted.add(pair.pairs[0][0])
-    acts = [pair.step] * 5 + [pair.move] * 3 + [pair.rollback, pair.fork, pair.reorder, pair.swap, pair.save, pair.close]
+    acts = (
+        [pair.step] * 5 + [pair.move] * 3 + [pair.rollback, pair.fork, pair.reorder, pair.swap, pair.save, pair.close]
+    )
     for _ in range(70):
         act = pair.random.choice(acts)
         if len(pair.pairs) < 8 or act not in (pair.fork, pair.save):
@@ -170,7 +186,9 @@ def test_a_sequence_goes_on_bit_for_bit_wherever_it_is(kind: str, tmp_path: Path
 
 def hosted(budget: str = "64KiB", host_pages: str = "64KiB", **options: Any) -> tuple[Toy, HybridMemory]:
     model = Toy()
-    return model, HybridMemory(model.memory_spec, budget, rollback_window=4, page_tokens=4, poison=True, host_pages=host_pages, **options)
+    return model, HybridMemory(
+        model.memory_spec, budget, rollback_window=4, page_tokens=4, poison=True, host_pages=host_pages, **options
+    )
 
 
 def on_host(memory: HybridMemory) -> int:
@@ -210,11 +228,16 @@ def test_whoever_looks_sees_them() -> None:
     rows = layer_rows(memory, sequence)
     memory.to_host(sequence)
     assert layer_rows(memory, sequence) == rows
-    assert "in host memory 1.88 KiB: keys and values" in sequence._repr_html_() and "in host memory" not in other._repr_html_()
+    assert (
+        "in host memory 1.88 KiB: keys and values" in sequence._repr_html_()
+        and "in host memory" not in other._repr_html_()
+    )
     fork = memory.fork(sequence)
     memory.run(model, {fork: [3]})
     usage = memory.usage()
-    assert usage.on_host is not None and usage.on_host.shared == {"pages": 4 * 384} and usage.on_host.used_bytes == 6 * 384
+    assert (
+        usage.on_host is not None and usage.on_host.shared == {"pages": 4 * 384} and usage.on_host.used_bytes == 6 * 384
+    )
     for text in (str(usage), usage._repr_html_()):
         assert text.count("in host memory") == 3, "in the summary and in two tables"
     assert "in host memory 2.25 KiB of 64 KiB in 2 sequences (pages 2.25 KiB)" in repr(memory)
@@ -255,7 +278,10 @@ def books(memory: HybridMemory) -> Any:
     """All of them but which blocks are free."""
     usage = memory.usage()
     assert usage.on_host is not None
-    return [(u.held, u.shared, {i: (s.held, s.shared_bytes) for i, s in u.by_sequence.items()}) for u in (usage, usage.on_host)]
+    return [
+        (u.held, u.shared, {i: (s.held, s.shared_bytes) for i, s in u.by_sequence.items()})
+        for u in (usage, usage.on_host)
+    ]
 
 
 def test_a_full_host_refuses_and_changes_nothing() -> None:
@@ -284,7 +310,9 @@ def test_a_full_device_refuses_and_changes_nothing() -> None:
     before = books(memory)
     with pytest.raises(CapacityError, match="larger budget") as caught:
         memory.to_device(there)
-    assert caught.value.unit == BUDGET_UNIT and caught.value.needed == 15 * 384 and caught.value.free == memory.free_bytes
+    assert (
+        caught.value.unit == BUDGET_UNIT and caught.value.needed == 15 * 384 and caught.value.free == memory.free_bytes
+    )
     with pytest.raises(CapacityError, match="larger budget"), memory.step({there: [1], here: [1] * 60}):
         pass
     memory.check()
@@ -368,14 +396,18 @@ def test_check_notices_what_is_in_two_places() -> None:
 
 
 def test_what_the_host_computes_is_sent_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device is the CPU here, and the host one that has no numbers: only where tensors go, and in which order, is looked at."""
+    """The device is the CPU here, and the host one that has no numbers: only where tensors go, and in which order, is
+    looked at.
+    """
     spec, calls, moved = AttentionSpec(4, 2, 8), list[str](), hosted_attention._moved
 
     def kind(name: str, fill: float, place: str) -> Any:
         def attend(plan: Any, index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
             calls.append(name)
             assert scoring.sinks_H is not None and scoring.scale == 0.5 and scoring.window is None
-            assert {x.device.type for x in (q, k, v, scoring.sinks_H)} == {place} and len(q) == len(k) == len(plan.token_ids)
+            assert {x.device.type for x in (q, k, v, scoring.sinks_H)} == {place} and len(q) == len(k) == len(
+                plan.token_ids
+            )
             return torch.full((len(q), 4, 8), fill)
 
         return SimpleNamespace(attend=attend, plan=lambda packed: packed)
@@ -395,7 +427,9 @@ def test_what_the_host_computes_is_sent_there_and_back(monkeypatch: pytest.Monke
         rows = [torch.randn(5, heads, 8) for heads in (4, 2, 2)]
         out = both.attend(plan, 0, *rows, Scoring(0.5, sinks_H=torch.zeros(4)))
         assert out.device.type == "cpu" and out[:, 3, 7].tolist() == expected and (out == out[:, :1, :1]).all()
-        assert calls == ["moved", "moved", "near", "far"], "while the host computes, the device must have something to do"
+        assert calls == ["moved", "moved", "near", "far"], (
+            "while the host computes, the device must have something to do"
+        )
         assert not both.can_record(plan)
 
 

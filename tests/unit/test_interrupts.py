@@ -20,7 +20,10 @@ from tests.toy import VOCAB, Toy
 
 RECURRENT = RecurrentSpec("average", (5,), (StateTensor("mean", (5,)),))
 DRY = MemorySpec(
-    ((AttentionSpec(2, 1, 4, rotation=UNROTATED),), (RECURRENT,), (AttentionSpec(2, 1, 4, window=5, rotation=UNROTATED),)),
+    (
+        (AttentionSpec(2, 1, 4, rotation=UNROTATED),), (RECURRENT,),
+        (AttentionSpec(2, 1, 4, window=5, rotation=UNROTATED),),
+    ),
     VOCAB, model="dry", device=torch.device("meta"),
 )  # fmt: skip
 OPTIONS: dict[str, Any] = {"rollback_window": 4, "page_tokens": 4}
@@ -123,7 +126,9 @@ def try_operation(name: str, spec: MemorySpec = DRY, n_places: int = 12) -> int:
             scene.memory.check()
             after = books(scene.memory)
             done[:] = done or [after]  # the first time, nothing interrupts
-            allowed = done if outcome.has_returned else [scene.before] if name in ALL_OR_NOTHING else [scene.before, *done]
+            allowed = (
+                done if outcome.has_returned else [scene.before] if name in ALL_OR_NOTHING else [scene.before, *done]
+            )
             assert after in allowed
             scene.end()
 

@@ -1,6 +1,7 @@
 """Every kernel against its twin in plain torch, and the twin against torch and transformers, on awkward shapes.
 
-Blocks lie shuffled and apart in an arena full of NaN: a stray read gives NaN, a stray write changes a byte that is compared.
+Blocks lie shuffled and apart in an arena full of NaN: a stray read gives NaN, a stray write changes a byte that is
+compared.
 """
 
 from __future__ import annotations
@@ -21,7 +22,17 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from memory import RecurrentSpec, SpecError, States, StateTensor
-from memory.kernels import Kernels, PagedBatch, Scoring, StateSlots, blocked, chosen_kernels, cpu, reference, select_kernels
+from memory.kernels import (
+    Kernels,
+    PagedBatch,
+    Scoring,
+    StateSlots,
+    blocked,
+    chosen_kernels,
+    cpu,
+    reference,
+    select_kernels,
+)
 from memory.kernels.cpu import attention
 from memory.kernels.cpu.vector_math import exp2_f32, exp_f32, softplus_f32
 from memory.recurrences import Fold
@@ -55,7 +66,9 @@ def assert_only_changed(flat: Tensor, before: Tensor, offsets: list[int], n_elem
     for offset in offsets:
         changed[offset : offset + n_elements] = True
     bits = torch.int32 if flat.dtype == torch.float32 else torch.int16
-    assert torch.equal(flat.view(bits)[~changed], before.view(bits)[~changed]), "bytes outside of the targets were written"
+    assert torch.equal(flat.view(bits)[~changed], before.view(bits)[~changed]), (
+        "bytes outside of the targets were written"
+    )
 
 
 # Rows
@@ -129,12 +142,16 @@ class Pages:
             start, end = batch.cu_seqlens[only : only + 2].tolist()
             q = q[start:end]
             pages = batch.pages[slice(*batch.cu_pages[only : only + 2].tolist())]
-            batch = PagedBatch(cumulate((end - start,)), batch.kv_lengths[only:][:1], pages, cumulate((len(pages),)), batch.page_tokens)
+            batch = PagedBatch(
+                cumulate((end - start,)), batch.kv_lengths[only:][:1], pages, cumulate((len(pages),)), batch.page_tokens
+            )
         scoring = Scoring(self.scale, window, self.softcap, self.sinks, self.bias)
         return kernels.paged_attention(q, self.arena, self.arena[self.values_at :], batch, self.n_kv_heads, scoring)
 
     def expected(self, window: int = 1 << 30) -> Tensor:
-        """By torch's own attention, with an explicit mask: query j of n sees rows up to n_rows - n + j, at most `window` of them."""
+        """By torch's own attention, with an explicit mask: query j of n sees rows up to n_rows - n + j, at most
+        `window` of them.
+        """
         outputs = []
         for i, (k, v) in enumerate(self.rows):
             start, end = self.batch.cu_seqlens[i : i + 2].tolist()
@@ -149,7 +166,9 @@ class Pages:
 @pytest.mark.parametrize("page_tokens", [1, 4, 16])
 @pytest.mark.parametrize("head_dim, n_kv_heads", [(8, 2), (20, 1), (64, 3)])
 @pytest.mark.parametrize("n_groups", [1, 3, 7])
-def test_attention_over_pages_is_plain_attention(n_groups: int, head_dim: int, n_kv_heads: int, page_tokens: int) -> None:
+def test_attention_over_pages_is_plain_attention(
+    n_groups: int, head_dim: int, n_kv_heads: int, page_tokens: int
+) -> None:
     pages = Pages(n_groups * n_kv_heads, n_kv_heads, head_dim, page_tokens)
     before, expected = pages.arena.clone(), pages.expected()
     assert_kernel_close(pages.attend(reference), expected)
@@ -166,7 +185,9 @@ def test_attention_over_a_window_is_masked_attention(window: int) -> None:
 
 
 @pytest.mark.parametrize("window", [1 << 30, 20])
-@pytest.mark.parametrize("softcap, has_sinks, n_distances", [(0.7, False, 0), (None, True, 0), (2.0, True, 30), (None, False, 1000)])
+@pytest.mark.parametrize(
+    "softcap, has_sinks, n_distances", [(0.7, False, 0), (None, True, 0), (2.0, True, 30), (None, False, 1000)]
+)
 def test_capped_scores_sinks_and_biases(softcap: float | None, has_sinks: bool, n_distances: int, window: int) -> None:
     """By the definition: scores capped, a bias by distance, one more column without a value."""
     pages = Pages(6, 2, 8, page_tokens=4)
@@ -222,7 +243,9 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("window", [None, 700], ids=["", "window"])
 @pytest.mark.parametrize("softcap", [None, 0.7], ids=["", "capped"])
-@pytest.mark.parametrize("kernels, dtype", [(cpu, torch.float32), (reference, torch.bfloat16)], ids=["cpu", "reference"])
+@pytest.mark.parametrize(
+    "kernels, dtype", [(cpu, torch.float32), (reference, torch.bfloat16)], ids=["cpu", "reference"]
+)
 def test_attention_needs_no_more_bytes_the_more_rows_there_are(
     kernels: Kernels, dtype: torch.dtype, softcap: float | None, window: int | None
 ) -> None:
@@ -233,12 +256,15 @@ def test_attention_needs_no_more_bytes_the_more_rows_there_are(
         largest = Largest()
         with largest:
             pages.attend(kernels, window=window)
-        assert largest.n_bytes <= 8 << 20  # a mask of all of them has 12 MB and 36 MB, and so have the scores of each head
+        # a mask of all of them has 12 MB and 36 MB, and so have the scores of each head
+        assert largest.n_bytes <= 8 << 20
 
 
 @pytest.mark.parametrize("window", [None, 5, 100, 1_500], ids=str)
 @pytest.mark.parametrize("kernels", [cpu, reference])
-def test_attention_in_blocks_is_attention(kernels: Kernels, window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_in_blocks_is_attention(
+    kernels: Kernels, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever blocks there are of queries and of rows."""
     pages = Pages(6, 2, 8, 4, lengths=(17, 60, 130), histories=(1_200, 0, 1_100))
     whole = pages.expected(window or 1 << 30)
@@ -278,7 +304,11 @@ def test_attention_takes_queries_that_are_a_view(kernels: Kernels) -> None:
 def test_attention_survives_scores_far_apart() -> None:
     """Thousands apart; whole numbers, so that no rounding decides between them."""
     pages = Pages(n_heads=2, n_kv_heads=1, head_dim=8, page_tokens=4)
-    pages.q, pages.arena, pages.rows = pages.q.round() * 1000, pages.arena.round(), [rows.round() for rows in pages.rows]
+    pages.q, pages.arena, pages.rows = (
+        pages.q.round() * 1000,
+        pages.arena.round(),
+        [rows.round() for rows in pages.rows],
+    )
     pages.scale = 1.0
     assert_kernel_close(pages.attend(reference), pages.expected())
     assert_kernel_close(pages.attend(cpu), pages.expected())
@@ -305,10 +335,16 @@ def test_attention_in_bfloat16_is_close_to_float32() -> None:
 
 
 class Slots:
-    """States of several runs in an arena: none yet, in place, from one block to another, and one block read by two runs."""
+    """States of several runs in an arena: none yet, in place, from one block to another, and one block read by two
+    runs.
+    """
 
     def __init__(
-        self, shape: tuple[int, ...], lengths: tuple[int, ...] = LENGTHS, dtype: torch.dtype = torch.float32, initial: float = 0.0
+        self,
+        shape: tuple[int, ...],
+        lengths: tuple[int, ...] = LENGTHS,
+        dtype: torch.dtype = torch.float32,
+        initial: float = 0.0,
     ) -> None:
         self.n_elements, self.lengths = math.prod(shape), lengths
         blocks = shuffled_offsets(2 * len(lengths), self.n_elements)
@@ -339,13 +375,17 @@ class Slots:
 
     def ends(self) -> Tensor:
         """(S, *shape): what the targets hold now."""
-        return torch.stack([self.flat[target : target + self.n_elements] for target in self.targets]).reshape(-1, *self.shape)
+        return torch.stack([self.flat[target : target + self.n_elements] for target in self.targets]).reshape(
+            -1, *self.shape
+        )
 
     def assert_only_targets_changed(self) -> None:
         assert_only_changed(self.flat, self.before, self.targets, self.n_elements)
 
 
-def make_conv(n_channels: int, n_taps: int, *, has_bias: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor | None]:
+def make_conv(
+    n_channels: int, n_taps: int, *, has_bias: bool, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor | None]:
     bias = torch.randn(n_channels).to(dtype) if has_bias else None
     return torch.randn(sum(LENGTHS), n_channels).to(dtype), torch.randn(n_taps, n_channels).to(dtype), bias
 
@@ -355,7 +395,15 @@ def make_scan(n_channels: int, n_states: int) -> tuple[Tensor, ...]:
     n = sum(LENGTHS)
     x, d = torch.randn(n, n_channels), torch.randn(n_channels)
     b, c = torch.randn(n, n_states), torch.randn(n, n_states)
-    return x, torch.randn(n, n_channels), torch.randn(n_channels) - 1, b, c, -torch.rand(n_states, n_channels).mul(3).exp() / 4, d
+    return (
+        x,
+        torch.randn(n, n_channels),
+        torch.randn(n_channels) - 1,
+        b,
+        c,
+        -torch.rand(n_states, n_channels).mul(3).exp() / 4,
+        d,
+    )
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
@@ -424,7 +472,9 @@ def test_recurrences_are_the_same_bits_alone_and_among_others() -> None:
     z, z_ends = cpu.causal_conv(rows, weight, bias, window.fresh()), window.ends()
     for i in range(len(LENGTHS)):
         own = slice(*cumulate(LENGTHS)[i : i + 2].tolist())
-        assert torch.equal(cpu.selective_scan(x[own], dt[own], dt_bias, b[own], c[own], a, d, states.fresh(only=i)), y[own])
+        assert torch.equal(
+            cpu.selective_scan(x[own], dt[own], dt_bias, b[own], c[own], a, d, states.fresh(only=i)), y[own]
+        )
         assert torch.equal(states.ends()[i], y_ends[i])
         assert torch.equal(cpu.causal_conv(rows[own], weight, bias, window.fresh(only=i)), z[own])
         assert torch.equal(window.ends()[i], z_ends[i])
@@ -432,7 +482,11 @@ def test_recurrences_are_the_same_bits_alone_and_among_others() -> None:
 
 def test_threads_change_no_bit() -> None:
     """The suite runs on one thread; enough work for several must give the same."""
-    pages, states, inputs = Pages(n_heads=6, n_kv_heads=2, head_dim=64, page_tokens=16), Slots((16, 200)), make_scan(200, 16)
+    pages, states, inputs = (
+        Pages(n_heads=6, n_kv_heads=2, head_dim=64, page_tokens=16),
+        Slots((16, 200)),
+        make_scan(200, 16),
+    )
     results = []
     for n_threads in (1, 2):
         torch.set_num_threads(n_threads)
@@ -455,7 +509,9 @@ def test_recurrences_may_be_cut_anywhere(at: int) -> None:
 
     def run(slots: Slots, state: StateSlots, source: int, own: slice) -> StateSlots:
         n_rows = own.stop - own.start
-        return StateSlots(cumulate((n_rows,)), state.flat, torch.tensor([source]), torch.tensor([slots.targets[0]]), slots.shape, 0.0)
+        return StateSlots(
+            cumulate((n_rows,)), state.flat, torch.tensor([source]), torch.tensor([slots.targets[0]]), slots.shape, 0.0
+        )
 
     states, window = Slots((5, 24), lengths=(65,)), Slots((3, 24), lengths=(65,))
     y, y_end = cpu.selective_scan(x, dt, dt_bias, b, c, a, d, states.fresh()), states.ends()
@@ -463,7 +519,9 @@ def test_recurrences_may_be_cut_anywhere(at: int) -> None:
     state, conv = states.fresh(), window.fresh()
     y_parts, z_parts = [], []
     for own, sources in zip(cuts, ((-1, -1), (states.targets[0], window.targets[0])), strict=True):
-        y_parts.append(cpu.selective_scan(x[own], dt[own], dt_bias, b[own], c[own], a, d, run(states, state, sources[0], own)))
+        y_parts.append(
+            cpu.selective_scan(x[own], dt[own], dt_bias, b[own], c[own], a, d, run(states, state, sources[0], own))
+        )
         z_parts.append(cpu.causal_conv(rows[own], weight, bias, run(window, conv, sources[1], own)))
     assert torch.equal(torch.cat(y_parts), y) and torch.equal(states.ends(), y_end)
     assert torch.equal(torch.cat(z_parts), z) and torch.equal(window.ends(), z_end)
@@ -520,7 +578,11 @@ def test_a_fold_is_a_loop_over_each_run(lengths: tuple[int, ...], second_dtype: 
     slots = [Slots(t.shape, lengths, t.dtype or torch.float32, t.initial) for t in tensors]
     if second_dtype == torch.float32:  # states of one element size share their offsets
         slots[0] = Slots((3,), lengths, initial=-1.5)
-        slots[1].sources, slots[1].targets, slots[1].before = slots[0].sources, slots[0].targets, slots[0].before.clone()
+        slots[1].sources, slots[1].targets, slots[1].before = (
+            slots[0].sources,
+            slots[0].targets,
+            slots[0].before.clone(),
+        )
     fresh = [s.fresh() for s in slots]
     sizes = [s.flat.element_size() for s in fresh]
     sources = {size: s.sources for size, s in zip(sizes, fresh, strict=True)}
@@ -556,7 +618,9 @@ def test_a_fold_is_a_loop_over_each_run(lengths: tuple[int, ...], second_dtype: 
         ("meta", (torch.float32,), reference),
     ],
 )
-def test_kernels_are_chosen_by_device_and_dtypes(device: str, dtypes: tuple[torch.dtype, ...], expected: Kernels) -> None:
+def test_kernels_are_chosen_by_device_and_dtypes(
+    device: str, dtypes: tuple[torch.dtype, ...], expected: Kernels
+) -> None:
     assert select_kernels(torch.device(device), *dtypes) is expected
 
 
@@ -579,7 +643,9 @@ def test_the_choice_of_kernels_can_be_overridden_and_seen(monkeypatch: pytest.Mo
         ("cuda", torch.float32, "TRITON_INTERPRET=1|needs triton"),
     ],
 )
-def test_a_choice_that_cannot_work_is_refused(override: str, dtype: torch.dtype, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_choice_that_cannot_work_is_refused(
+    override: str, dtype: torch.dtype, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", override)
     with pytest.raises(SpecError, match=says):
         select_kernels(torch.device("cpu"), dtype)
@@ -587,7 +653,9 @@ def test_a_choice_that_cannot_work_is_refused(override: str, dtype: torch.dtype,
 
 @pytest.mark.parametrize("fastmath", [False, {"reassoc", "contract"}, {"contract", "arcp", "nsz"}])
 def test_vector_math_is_as_accurate_as_it_says(fastmath: bool | set[str]) -> None:
-    def ulps(function: Callable[..., float], x: NDArray[np.float64], exact: Callable[..., NDArray[np.float64]]) -> NDArray[np.float64]:
+    def ulps(
+        function: Callable[..., float], x: NDArray[np.float64], exact: Callable[..., NDArray[np.float64]]
+    ) -> NDArray[np.float64]:
         @njit(fastmath=fastmath)
         def apply(x, out):  # type: ignore[no-untyped-def]
             for i in range(len(x)):
@@ -602,7 +670,9 @@ def test_vector_math_is_as_accurate_as_it_says(fastmath: bool | set[str]) -> Non
     x = np.concatenate([np.linspace(-87.3, 88, 1_000_000), near_zero, -near_zero, [0.0]])
     assert ulps(exp2_f32, x * 1.44, np.exp2).max() <= 2
     assert (ulps(exp_f32, x, np.exp) / (1 + np.abs(x))).max() <= 1.5
-    assert (ulps(softplus_f32, x, lambda v: np.log1p(np.exp(-np.abs(v))) + np.maximum(v, 0)) / (1 + np.maximum(-x, 0))).max() <= 4
+    assert (
+        ulps(softplus_f32, x, lambda v: np.log1p(np.exp(-np.abs(v))) + np.maximum(v, 0)) / (1 + np.maximum(-x, 0))
+    ).max() <= 4
 
 
 def test_exp_outside_of_its_range_stays_positive_and_finite_and_nan_stays_nan() -> None:
@@ -610,7 +680,9 @@ def test_exp_outside_of_its_range_stays_positive_and_finite_and_nan_stays_nan() 
     def exp_one(x):  # type: ignore[no-untyped-def]
         return exp_f32(x)
 
-    low, high, nan, poison = (exp_one(x) for x in (*np.float32([-np.inf, np.inf, np.nan]), np.uint32([0xFFFFFFFF]).view(np.float32)[0]))
+    low, high, nan, poison = (
+        exp_one(x) for x in (*np.float32([-np.inf, np.inf, np.nan]), np.uint32([0xFFFFFFFF]).view(np.float32)[0])
+    )
     assert 0 < low < 2e-38
     assert 1e38 < high < np.inf
     assert np.isnan(nan) and np.isnan(poison)

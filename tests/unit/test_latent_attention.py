@@ -1,4 +1,4 @@
-"""Attention whose values are a part of its keys: one row a token, whatever reads it (DeepSeek-AI 2024, "DeepSeek-V2")."""
+"""Attention whose values are a part of its keys: one row a token for all heads (DeepSeek-AI 2024, "DeepSeek-V2")."""
 
 from __future__ import annotations
 
@@ -68,7 +68,9 @@ def test_latents_give_what_keys_and_values_of_all_heads_give(window: int | None)
     fork = memory.fork(sequence)
     memory.rollback(sequence, to=len(tokens) - 3)
     for other, kept in ((sequence, tokens[:-3]), (fork, tokens)):
-        assert_kernel_close(feed(model, memory, other, [9, 8, 7], [1, 2]), model.expected([*kept, 9, 8, 7], window)[-3:])
+        assert_kernel_close(
+            feed(model, memory, other, [9, 8, 7], [1, 2]), model.expected([*kept, 9, 8, 7], window)[-3:]
+        )
 
 
 def test_each_request_of_a_batch_reads_its_own_latents() -> None:
@@ -82,7 +84,9 @@ def test_each_request_of_a_batch_reads_its_own_latents() -> None:
 
 
 def test_a_page_holds_one_row_a_token() -> None:
-    """DeepSeek-V2's sizes: 576 elements a token and layer, where keys and values of its 128 heads would be 57 times as many."""
+    """DeepSeek-V2's sizes: 576 elements a token and layer, where keys and values of its 128 heads would be 57 times as
+    many.
+    """
     sizes = {"latent": AttentionSpec(128, 1, 576, value_dim=512), "expanded": AttentionSpec(128, 128, 128)}
     pages = {}
     for name, attention in sizes.items():
@@ -100,7 +104,10 @@ def test_layers_of_both_kinds_share_pages() -> None:
     spec = MemorySpec(((dense,), (latent,), (dense, replace(latent, name="other"))), vocab_size=8)
     names = ("attention", "attention", "attention", "other")
     layers, specs = (0, 1, 2, 2), (dense, latent, dense, latent)
-    q, k, v = ([torch.randn(20, n, s.head_dim) for s in specs for n in [s.n_query_heads if x == "q" else s.n_kv_heads]] for x in "qkv")
+    q, k, v = (
+        [torch.randn(20, n, s.head_dim) for s in specs for n in [s.n_query_heads if x == "q" else s.n_kv_heads]]
+        for x in "qkv"
+    )
     memory = HybridMemory(spec, "1MiB", page_tokens=4, poison=True)
     sequence, outputs = memory.open(), []
     for at in (slice(0, 18), slice(18, 20)):
@@ -126,9 +133,13 @@ class Values(EvictionPolicy):
         return rows.values.norm(dim=-1)
 
 
-@pytest.mark.parametrize("policy", [Recent(9, sinks=2, every=4), KNorm(9, every=4), H2O(9, recent=2, every=4), TOVA(9, every=4)], ids=str)
+@pytest.mark.parametrize(
+    "policy", [Recent(9, sinks=2, every=4), KNorm(9, every=4), H2O(9, recent=2, every=4), TOVA(9, every=4)], ids=str
+)
 def test_a_policy_chooses_as_if_the_values_were_rows_of_their_own(policy: EvictionPolicy) -> None:
-    """Two key/value heads; what a dense spec of the same keys, given as values too, remembers and answers is the same to the bit."""
+    """Two key/value heads; what a dense spec of the same keys, given as values too, remembers and answers is the same
+    to the bit.
+    """
     q, k = torch.randn(N_IDS, 4, 8), torch.randn(N_IDS, 2, 8)
     tokens = torch.randperm(N_IDS)[: sum(STEPS)].tolist()
     outputs, bytes_held, kept = [], [], []
@@ -173,8 +184,8 @@ def test_a_policy_is_shown_values_of_their_own_size() -> None:
 def test_values_are_given_where_the_spec_wants_them_and_nowhere_else(policy: EvictionPolicy | None) -> None:
     q, k = torch.zeros(2, 2, 8), torch.zeros(2, 1, 8)
     for value_dim, v, named in (
-        (None, None, "v is missing.*value_dim"), (6, k, "v is given.*first 6 elements.*leave v out"), (6, k[..., :6], "v is given"),
-        (6, 3, "v is 3, not a tensor"),
+        (None, None, "v is missing.*value_dim"), (6, k, "v is given.*first 6 elements.*leave v out"),
+        (6, k[..., :6], "v is given"), (6, 3, "v is 3, not a tensor"),
     ):  # fmt: skip
         spec = MemorySpec(((AttentionSpec(2, 1, 8, value_dim=value_dim, policy=policy),),), vocab_size=4)
         memory = HybridMemory(spec, "1MiB")

@@ -1,4 +1,6 @@
-"""How long a memory serves: it goes with its last reference, can be closed, and means nothing in another process or as a copy."""
+"""How long a memory serves: it goes with its last reference, can be closed, and means nothing in another process or as
+a copy.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,9 @@ def swapped(memory: HybridMemory, sequence: Sequence) -> object:
         lambda m, s: (m.usage(), repr(m), m._repr_html_(), s._repr_html_()),
     ],
 )  # fmt: skip
-def test_the_last_reference_frees_it_at_once(use: Callable[[HybridMemory, Sequence], object], uncollected: None) -> None:
+def test_the_last_reference_frees_it_at_once(
+    use: Callable[[HybridMemory, Sequence], object], uncollected: None
+) -> None:
     """Whatever is still kept of it: handles, steps, views."""
     held = [make()]
     sequence = opened(held[0])
@@ -192,13 +196,14 @@ def test_a_closed_memory_refuses_everything() -> None:
     memory.close()
     assert arena.expired() and sequence.closed
     uses: list[Callable[[], object]] = [
-        memory.open, memory.usage, memory.check, lambda: memory.step({sequence: [1]}), lambda: memory.run(TOY, {sequence: [1]}),
-        lambda: memory.fork(sequence), lambda: memory.checkpoint(sequence), lambda: memory.rollback(sequence, to=0),
-        lambda: memory.reorder({sequence: sequence}), lambda: memory.close(sequence), lambda: memory.swap_out(sequence),
-        lambda: memory.swap_in(sequence), lambda: memory.save(sequence, "x"), lambda: memory.drop(sequence, 0, 1),
-        lambda: memory.to_host(sequence), lambda: memory.sequences, lambda: memory.budget, lambda: memory.free_bytes,
-        lambda: memory.counters.inventory(), lambda: memory.private_bytes(sequence), lambda: memory.add_reclaimer(lambda n: False),
-        memory.__enter__, lambda: cache.insert(sequence), cache.memory.open,
+        memory.open, memory.usage, memory.check, lambda: memory.step({sequence: [1]}),
+        lambda: memory.run(TOY, {sequence: [1]}), lambda: memory.fork(sequence), lambda: memory.checkpoint(sequence),
+        lambda: memory.rollback(sequence, to=0), lambda: memory.reorder({sequence: sequence}),
+        lambda: memory.close(sequence), lambda: memory.swap_out(sequence), lambda: memory.swap_in(sequence),
+        lambda: memory.save(sequence, "x"), lambda: memory.drop(sequence, 0, 1), lambda: memory.to_host(sequence),
+        lambda: memory.sequences, lambda: memory.budget, lambda: memory.free_bytes, lambda: memory.counters.inventory(),
+        lambda: memory.private_bytes(sequence), lambda: memory.add_reclaimer(lambda n: False), memory.__enter__,
+        lambda: cache.insert(sequence), cache.memory.open,
     ]  # fmt: skip
     for use in uses:
         with pytest.raises(SequenceError, match="this memory is closed; make another one"):
@@ -241,7 +246,13 @@ def test_a_cache_lets_go_of_its_memory() -> None:
         cache.insert(sequence)
         assert len(memory.sequences) == 2
     assert memory.sequences == [sequence] and not memory._coordinator.room.reclaimers
-    for use in (lambda: cache.open([1]), lambda: cache.insert(sequence), cache.stats, lambda: cache.memory, cache.__enter__):
+    for use in (
+        lambda: cache.open([1]),
+        lambda: cache.insert(sequence),
+        cache.stats,
+        lambda: cache.memory,
+        cache.__enter__,
+    ):
         with pytest.raises(SequenceError, match="prefix cache is closed"):
             use()
     assert "closed" in repr(cache)
@@ -285,7 +296,14 @@ def test_the_newest_tokens_are_taken_back() -> None:
     memory.rollback(sequence, n_tokens=3)
     memory.rollback(sequence, n_tokens=0)
     assert sequence.length == 17
-    wrong: list[dict[str, Any]] = [{"to": 3, "n_tokens": 3}, {"n_tokens": -1}, {"n_tokens": 18}, {"n_tokens": True}, {"n_tokens": 1.0}, {}]
+    wrong: list[dict[str, Any]] = [
+        {"to": 3, "n_tokens": 3},
+        {"n_tokens": -1},
+        {"n_tokens": 18},
+        {"n_tokens": True},
+        {"n_tokens": 1.0},
+        {},
+    ]
     for options in wrong:
         with pytest.raises(RollbackError, match="give"):
             memory.rollback(sequence, **options)
@@ -368,8 +386,10 @@ FORKED = """
         child = os.fork()
         if not child:
             uses = [
-                memory.open, memory.usage, lambda: memory.run(toy, {bob: [1]}), lambda: memory.swap_in(alice), lambda: bob.length,
-                lambda: memory.close(bob), lambda: memory.fork(bob), lambda: cache.open([1, 2]), lambda: cache.insert(bob), memory.check,
+                memory.open, memory.usage, lambda: memory.run(toy, {bob: [1]}),
+                lambda: memory.swap_in(alice), lambda: bob.length,
+                lambda: memory.close(bob), lambda: memory.fork(bob), lambda: cache.open([1, 2]),
+                lambda: cache.insert(bob), memory.check,
                 lambda: memory._coordinator.commit(step._opened, None),
             ]
             failed = [fails(use) for use in uses]

@@ -1,4 +1,5 @@
-"""Rows whose score is -inf take no weight, wherever they lie; a query none of whose rows has another gets NaN: 0 / 0."""
+"""Rows whose score is -inf take no weight, wherever they lie; a query none of whose rows has another
+gets NaN: 0 / 0."""
 
 from __future__ import annotations
 
@@ -121,7 +122,8 @@ def test_pages_of_each_head(kernels: Kernels) -> None:
     rows_GRD, q = torch.randn(2, 140, 8), torch.randn(1, 4, 8).abs()
     rows_GRD[1, :128] = -INF
     keys, values = rows_GRD.reshape(-1), torch.randn(2, 140, 8).reshape(-1)
-    pages_GP = torch.stack([torch.arange(35) * 32, 140 * 8 - 32 + torch.arange(35) * 32])  # head 1 counts from its own pages on
+    # head 1 counts from its own pages on
+    pages_GP = torch.stack([torch.arange(35) * 32, 140 * 8 - 32 + torch.arange(35) * 32])
     batch = PagedBatch(cumulate((1,)), cumulate((140,))[1:], pages_GP, cumulate((35,)), page_tokens=4)
     k, v = (x.view(2, 140, 8).transpose(0, 1) for x in (keys, values))
     out = kernels.paged_attention(q, keys, values, batch, 2, Scoring(0.3))

@@ -52,8 +52,10 @@ def feed(memory: HybridMemory, model: Toy, sequence: Sequence, tokens: object) -
 @pytest.mark.parametrize(
     ("tokens", "named"),
     [
-        ([], "no tokens"), ([VOCAB], f"token {VOCAB}"), ([0, -3], "token -3"), ([0.5], "0.5"), ("hello", "hello"), ([True], "True"),
-        ([[1, 2]], "shape"), ([[1], [2, 3]], "ragged"), (torch.zeros(3), "integers"), (torch.zeros(2, device="meta"), "meta"),
+        ([], "no tokens"), ([VOCAB], f"token {VOCAB}"), ([0, -3], "token -3"), ([0.5], "0.5"),
+        ("hello", "hello"), ([True], "True"),
+        ([[1, 2]], "shape"), ([[1], [2, 3]], "ragged"), (torch.zeros(3), "integers"),
+        (torch.zeros(2, device="meta"), "meta"),
         (None, "None"), ({1: 2}, "integers"), (np.zeros(0), "no tokens"),
     ],
 )  # fmt: skip
@@ -65,7 +67,9 @@ def test_bad_tokens(hybrid: HybridMemory, toy: Toy, tokens: object, named: str) 
     assert good.length == bad.length == 0
 
 
-@pytest.mark.parametrize("tokens", [3, np.int32(3), [3], (3,), np.array([3], np.uint8), torch.tensor([3]), torch.tensor(3), range(3, 4)])
+@pytest.mark.parametrize(
+    "tokens", [3, np.int32(3), [3], (3,), np.array([3], np.uint8), torch.tensor([3]), torch.tensor(3), range(3, 4)]
+)
 def test_good_tokens(hybrid: HybridMemory, toy: Toy, tokens: object) -> None:
     sequence = hybrid.open()
     feed(hybrid, toy, sequence, tokens)
@@ -74,7 +78,12 @@ def test_good_tokens(hybrid: HybridMemory, toy: Toy, tokens: object) -> None:
 
 def test_bad_requests(hybrid: HybridMemory) -> None:
     a = hybrid.open()
-    for requests, named in (({}, "no requests"), ([(a, [1]), (a, [2])], "more than one"), ([a], "no request"), ({"alice": [1]}, "alice")):
+    for requests, named in (
+        ({}, "no requests"),
+        ([(a, [1]), (a, [2])], "more than one"),
+        ([a], "no request"),
+        ({"alice": [1]}, "alice"),
+    ):
         with pytest.raises(BatchError, match=named):
             hybrid.step(requests)  # type: ignore[arg-type]
     for nonsense in (None, 5):
@@ -94,9 +103,9 @@ def test_bad_handles(hybrid: HybridMemory, toy: Toy) -> None:
     stranger = other.open()
     hybrid.close(a)
     calls = (
-        lambda s: hybrid.step({s: [1]}), hybrid.fork, hybrid.checkpoint, hybrid.close, lambda s: hybrid.rollback(s, to=0),
-        lambda s: hybrid.can_rollback(s, to=0), lambda s: hybrid.resume_point(s, to=0), lambda s: hybrid.reorder({s: s}),
-        lambda s: hybrid.run(toy, {s: [1]}),
+        lambda s: hybrid.step({s: [1]}), hybrid.fork, hybrid.checkpoint, hybrid.close,
+        lambda s: hybrid.rollback(s, to=0), lambda s: hybrid.can_rollback(s, to=0),
+        lambda s: hybrid.resume_point(s, to=0), lambda s: hybrid.reorder({s: s}), lambda s: hybrid.run(toy, {s: [1]}),
     )  # fmt: skip
     for call in calls:
         with pytest.raises(SequenceError, match="closed"):
@@ -139,8 +148,10 @@ def test_a_slot_is_reused_and_its_old_handle_stays_closed(hybrid: HybridMemory, 
 @pytest.mark.parametrize(
     "options",
     [
-        {"budget": 0}, {"budget": -5}, {"budget": "lots"}, {"budget": 1.5}, {"budget": 2000}, {"budget": "1KiB"}, {"rollback_window": -1},
-        {"rollback_window": 2.5}, {"page_tokens": 0}, {"page_tokens": True}, {"dtype": torch.int32}, {"budget": 1 << 60},
+        {"budget": 0}, {"budget": -5}, {"budget": "lots"}, {"budget": 1.5},
+        {"budget": 2000}, {"budget": "1KiB"}, {"rollback_window": -1},
+        {"rollback_window": 2.5}, {"page_tokens": 0}, {"page_tokens": True}, {"dtype": torch.int32},
+        {"budget": 1 << 60},
         {"device": "abacus"}, {"dtype": "float64"},
     ],
 )  # fmt: skip
@@ -164,7 +175,8 @@ def test_a_budget_for_one_sequence_is_named_and_enough(toy: Toy) -> None:
 
 def test_bad_specs() -> None:
     for make in (
-        lambda: AttentionSpec(3, 2, 4), lambda: AttentionSpec(0, 1, 4), lambda: MemorySpec(((AttentionSpec(1, 1, 4),) * 2,), 10),
+        lambda: AttentionSpec(3, 2, 4), lambda: AttentionSpec(0, 1, 4),
+        lambda: MemorySpec(((AttentionSpec(1, 1, 4),) * 2,), 10),
         lambda: MemorySpec((), 0), lambda: RecurrentSpec("x", (0,), ()), lambda: HybridMemory("jamba"),  # type: ignore[arg-type]
         lambda: RecurrentSpec("x", (2,), (StateTensor("a", (1,)), StateTensor("a", (1,)))),
     ):  # fmt: skip
@@ -201,7 +213,9 @@ def test_layers_and_steps_that_disagree(hybrid: HybridMemory) -> None:
         "rows have shape": lambda step: step.recur(1, rows[:, :4], keep, name="slow"),
         "rows are": lambda step: step.recur(1, rows.double(), keep, name="slow"),
         "end states": lambda step: step.recur(1, rows, lambda states, rows: (rows, states), name="slow"),
-        "end state 'mean'": lambda step: step.recur(1, rows, lambda states, rows: (rows, states.end(rows[:1, :2], rows)), name="slow"),
+        "end state 'mean'": lambda step: step.recur(
+            1, rows, lambda states, rows: (rows, states.end(rows[:1, :2], rows)), name="slow"
+        ),
         "twice": lambda step: [step.attend(0, q, kv, kv) for _ in range(2)],
     }
     for named, call in bad.items():
@@ -283,7 +297,9 @@ def test_shared_bytes(hybrid: HybridMemory, toy: Toy) -> None:
 
 
 def test_a_window_costs_rows_not_states() -> None:
-    """A Mamba-1 layer with 16 states a channel, bfloat16 rows and float32 state: 64 tokens back cost 2.6 states at most."""
+    """A Mamba-1 layer with 16 states a channel, bfloat16 rows and float32 state: 64 tokens back cost 2.6 states at
+    most.
+    """
     spec = MemorySpec(((mamba1_spec(4096, 16, 4),),), vocab_size=10, dtype=torch.bfloat16, device=torch.device("meta"))
     memory = HybridMemory(spec, "1GiB", rollback_window=64)  # on a device that is no CPU: fold="replay"
     sequence = memory.open()
@@ -300,9 +316,11 @@ DEFERRING, DEFERRING_SHORT, MOVING = SSDShape(4, 64, 1, 64, 4).spec(), mamba1_sp
 
 @pytest.mark.parametrize(
     ("specs", "device", "window", "fold"), [
-        ((DEFERRING, short_conv_spec(8, 3)), "cuda", 32, "defer"), ((DEFERRING, MOVING), "cuda", 32, "replay"), ((), "cuda", 32, "replay"),
+        ((DEFERRING, short_conv_spec(8, 3)), "cuda", 32, "defer"), ((DEFERRING, MOVING), "cuda", 32, "replay"),
+        ((), "cuda", 32, "replay"),
         ((DEFERRING,), "meta", 32, "replay"), ((DEFERRING,), "cpu", 32, "keep"),
-        ((DEFERRING_SHORT,), "cuda", 32, "replay"), ((DEFERRING_SHORT,), "cuda", 4, "defer"),  # 10 bytes a token and channel, 64 a state
+        # 10 bytes a token and channel, 64 a state
+        ((DEFERRING_SHORT,), "cuda", 32, "replay"), ((DEFERRING_SHORT,), "cuda", 4, "defer"),
     ],
 )  # fmt: skip
 def test_how_bodies_move_unless_told(specs: tuple[RecurrentSpec, ...], device: str, window: int, fold: str) -> None:
@@ -318,7 +336,9 @@ def test_which_kernels_are_used_can_be_asked(toy: Toy, monkeypatch: pytest.Monke
     spec = MemorySpec(((DEFERRING,),), vocab_size=10)
     for window, expected in ((8, "reference"), (0, "cpu")):
         found = HybridMemory(spec, "1MiB", rollback_window=window, fold="defer").kernels()
-        assert (found["matrix_scan"], found["rms_norm"]) == (expected, "cpu"), "what stands behind a tail runs in plain torch"
+        assert (found["matrix_scan"], found["rms_norm"]) == (expected, "cpu"), (
+            "what stands behind a tail runs in plain torch"
+        )
     monkeypatch.setenv("HYBRID_MEMORY_KERNELS", "reference")
     assert set(HybridMemory(toy.memory_spec, "1MiB").kernels().values()) == {"reference"}
 
@@ -515,7 +535,9 @@ def test_state_dtype_halves_the_states_and_is_checked() -> None:
     plain, halved = (HybridMemory(spec, "1MiB", state_dtype=dtype) for dtype in (None, torch.bfloat16))
     large = MemorySpec(((mamba1_spec(256, 16, 4),),), 9)
     sizes = [HybridMemory(large, "1MiB", state_dtype=dtype).usage().block_bytes for dtype in (None, torch.bfloat16)]
-    assert sizes[0]["states"] - sizes[1]["states"] == 256 * 16 * 2, "the state itself; the convolution's rows are the model's"
+    assert sizes[0]["states"] - sizes[1]["states"] == 256 * 16 * 2, (
+        "the state itself; the convolution's rows are the model's"
+    )
     assert sizes[0]["tails"] == sizes[1]["tails"]
     with halved.step({halved.open(): [1, 2, 3]}) as step:
         rounded = Toy()(step)  # a model fits its memory whatever the dtype of the states
@@ -544,7 +566,9 @@ def test_state_dtype_halves_the_states_and_is_checked() -> None:
 @pytest.mark.parametrize("window, rollback_window", [(1, 0), (5, 3), (40, 8)])
 def test_pages_leave_with_the_window(window: int, rollback_window: int, page_tokens: int) -> None:
     """However long the sequence: the window, what a rollback may need, and the ends of two pages."""
-    spec = MemorySpec(((AttentionSpec(2, 1, 8, window=window),), (AttentionSpec(2, 1, 8),)), 9, device=torch.device("meta"))
+    spec = MemorySpec(
+        ((AttentionSpec(2, 1, 8, window=window),), (AttentionSpec(2, 1, 8),)), 9, device=torch.device("meta")
+    )
     memory = HybridMemory(spec, "10MiB", rollback_window=rollback_window, page_tokens=page_tokens)
     sequence = memory.open()
     for n_tokens in (1, 300, 1, 1, 37):

@@ -1,4 +1,6 @@
-"""The kernel that chooses pages, and attention where each head reads pages of its own, against loops over heads and pages."""
+"""The kernel that chooses pages, and attention where each head reads pages of its own, against loops over heads and
+pages.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,12 @@ class Bounds:
         q, choice = self.q, self.choice
         if only is not None:
             begin, end = choice.cu_pages[only : only + 2].tolist()
-            own = choice.pages[begin:end], np.array([0, end - begin]), choice.n_last[only:][:1], np.array([0, COUNTS[only][1]])
+            own = (
+                choice.pages[begin:end],
+                np.array([0, end - begin]),
+                choice.n_last[only:][:1],
+                np.array([0, COUNTS[only][1]]),
+            )
             q, choice = q[only:][:1], replace(choice, pages=own[0], cu_pages=own[1], n_last=own[2], cu_chosen=own[3])
         return kernels.choose_pages(q, self.arena, self.arena[self.size :], choice, self.n_kv_heads)
 
@@ -50,7 +57,9 @@ class Bounds:
             for g in range(self.n_kv_heads):
                 middle = [] if n_chosen == n_pages else range(1, n_pages - int(choice.n_last[i]))
                 always = [p for p in range(n_pages) if p not in middle]
-                best = sorted(middle, key=lambda p, i=i, g=g, pages=pages: (-self._score(i, g, pages[p]), p))[: n_chosen - len(always)]
+                best = sorted(middle, key=lambda p, i=i, g=g, pages=pages: (-self._score(i, g, pages[p]), p))[
+                    : n_chosen - len(always)
+                ]
                 rows.append([pages[p] for p in sorted([*always, *best])])
             parts.append(torch.tensor(rows))
         return torch.cat(parts, 1)
@@ -58,13 +67,18 @@ class Bounds:
     def _score(self, query: int, g: int, page: int) -> float:
         n_shared, dim = self.q.shape[1] // self.n_kv_heads, self.q.shape[2]
         least, greatest = self.arena[page : page + 2 * self.size].view(2, self.n_kv_heads, dim)[:, g]
-        return max(float(torch.maximum(q * least, q * greatest).sum()) for q in self.q[query, g * n_shared : (g + 1) * n_shared])
+        return max(
+            float(torch.maximum(q * least, q * greatest).sum())
+            for q in self.q[query, g * n_shared : (g + 1) * n_shared]
+        )
 
 
 @BOTH
 @pytest.mark.parametrize("n_kv_heads, head_dim", [(1, 8), (2, 20), (3, 64)])
 @pytest.mark.parametrize("n_shared", [1, 3, 7])
-def test_the_best_pages_are_chosen_and_of_equal_ones_the_oldest(kernels: Kernels, n_shared: int, n_kv_heads: int, head_dim: int) -> None:
+def test_the_best_pages_are_chosen_and_of_equal_ones_the_oldest(
+    kernels: Kernels, n_shared: int, n_kv_heads: int, head_dim: int
+) -> None:
     bounds = Bounds(n_shared, n_kv_heads, head_dim)
     expected = bounds.expected()
     assert torch.equal(bounds.chosen(kernels), expected)
@@ -86,14 +100,19 @@ def test_a_page_whose_bounds_are_nan_is_chosen(kernels: Kernels, half: int) -> N
 @BOTH
 @pytest.mark.parametrize("page_tokens", [1, 4])
 @pytest.mark.parametrize("n_shared, n_kv_heads, head_dim", [(1, 2, 8), (3, 3, 20), (7, 1, 64)])
-def test_each_head_may_read_pages_of_its_own(kernels: Kernels, n_shared: int, n_kv_heads: int, head_dim: int, page_tokens: int) -> None:
+def test_each_head_may_read_pages_of_its_own(
+    kernels: Kernels, n_shared: int, n_kv_heads: int, head_dim: int, page_tokens: int
+) -> None:
     lengths, page = (
         np.array([1, 2 * page_tokens, 7 * page_tokens - page_tokens // 2, 90 * page_tokens]),
         page_tokens * n_kv_heads * head_dim,
     )
     n_pages = -(-lengths // page_tokens)
     offsets = torch.tensor(shuffled_offsets(n_kv_heads * int(n_pages.sum()), 2 * page)).view(n_kv_heads, -1)
-    arena, q = poisoned((2 * offsets.numel() + 1) * 2 * page), torch.randn(len(lengths), n_shared * n_kv_heads, head_dim)
+    arena, q = (
+        poisoned((2 * offsets.numel() + 1) * 2 * page),
+        torch.randn(len(lengths), n_shared * n_kv_heads, head_dim),
+    )
     k, v = torch.randn(2, len(lengths), int(lengths.max()), n_kv_heads, head_dim)
     cu_pages = cumulate(tuple(n_pages.tolist()))
     for i, length in enumerate(lengths.tolist()):

@@ -1,4 +1,6 @@
-"""Selected pages against brute force: for each query and each head a loop over pages, and a softmax over the rows that it may read."""
+"""Selected pages against brute force: for each query and each head a loop over pages, and a softmax over the rows that
+it may read.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,19 @@ POLICIES = [
 
 
 class Table:
-    """A model of one attention: queries, keys and values of a token are read from tables. `sinks` has one learned sink a head."""
+    """A model of one attention: queries, keys and values of a token are read from tables.
+    `sinks` has one learned sink a head.
+    """
 
-    def __init__(self, policy: Quest | None, n_heads: int, n_kv_heads: int, *, sinks: bool = False, dtype: torch.dtype = torch.float32):
+    def __init__(
+        self,
+        policy: Quest | None,
+        n_heads: int,
+        n_kv_heads: int,
+        *,
+        sinks: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ):
         spec = AttentionSpec(n_heads, n_kv_heads, DIM, policy=policy, rotation=UNROTATED)
         self.memory_spec = MemorySpec(((spec,),), vocab_size=N_TOKENS, dtype=dtype)
         generator = torch.Generator().manual_seed(3)
@@ -86,11 +98,15 @@ def page_bound(group: Tensor, keys: Tensor) -> float:
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("n_heads, n_kv_heads", [(2, 2), (6, 2), (7, 1)])
 @pytest.mark.parametrize("policy", POLICIES, ids=str)
-def test_queries_read_the_pages_that_brute_force_reads(policy: Quest, n_heads: int, n_kv_heads: int, sinks: bool) -> None:
+def test_queries_read_the_pages_that_brute_force_reads(
+    policy: Quest, n_heads: int, n_kv_heads: int, sinks: bool
+) -> None:
     model = Table(policy, n_heads, n_kv_heads, sinks=sinks)
     memory, tokens = model.memory(), torch.randperm(N_TOKENS)[:60].tolist()
     expected, n_left_out = brute_force(model, policy, tokens)
-    assert_kernel_close(feed(model, memory, memory.open(), tokens, (9, 1, 1, 17, 1, 3, 1, 1, 1, 20, 1, 1, 1, 1, 1)), expected)
+    assert_kernel_close(
+        feed(model, memory, memory.open(), tokens, (9, 1, 1, 17, 1, 3, 1, 1, 1, 20, 1, 1, 1, 1, 1)), expected
+    )
     assert n_left_out > 100
 
 
@@ -132,7 +148,9 @@ def test_a_page_scores_no_less_than_any_of_its_keys(seed: int, n_shared: int, pa
     assert (found >= true - 1e-5).all()
     if page_tokens == 1:
         torch.testing.assert_close(found, true)
-    by_definition = torch.tensor([[page_bound(q[g * n_shared : (g + 1) * n_shared], page[:, g]) for page in k] for g in range(2)])
+    by_definition = torch.tensor(
+        [[page_bound(q[g * n_shared : (g + 1) * n_shared], page[:, g]) for page in k] for g in range(2)]
+    )
     torch.testing.assert_close(found, by_definition)
 
 
@@ -149,7 +167,9 @@ def test_a_budget_for_everything_is_dense_attention_to_the_bit(window: int) -> N
 
 @pytest.mark.parametrize("seed", range(4))
 def test_whatever_was_dropped_shared_or_aborted_leaves_no_trace(seed: int) -> None:
-    """Random steps, some not or only partly accepted, rollbacks, forks and reorderings: every output as brute force has it."""
+    """Random steps, some not or only partly accepted, rollbacks, forks and reorderings: every output as brute force has
+    it.
+    """
     policy, rng = POLICIES[seed % len(POLICIES)], random.Random(seed)
     model = Table(policy, 3, 1)
     memory = model.memory()
@@ -233,7 +253,9 @@ def test_layers_may_select_evict_or_neither() -> None:
     memory = HybridMemory(spec, "4MiB", rollback_window=8, poison=True)
     assert torch.isfinite(feed(toy, memory, memory.open(), tokens, (50, *[1] * 30))).all()
     both = HybridMemory(toy.memory_spec.with_policy(Quest(32), layers=[0]).with_policy(Quest(48), layers=[2]), "4MiB")
-    assert [n for n in both.usage().by_kind if "attention" in n] == [f"pages of attention {i}, Quest({n})" for i, n in ((0, 32), (1, 48))]
+    assert [n for n in both.usage().by_kind if "attention" in n] == [
+        f"pages of attention {i}, Quest({n})" for i, n in ((0, 32), (1, 48))
+    ]
     dry = HybridMemory(spec, "4MiB", device="meta")
     dry.run(None, {dry.open(): tokens})
     dry.check()
@@ -243,7 +265,9 @@ def test_a_selection_that_cannot_work_is_refused() -> None:
     with pytest.raises(SpecError, match=r"Quest\.recent=0; it must be an integer of at least 1"):
         Quest(64, recent=0)
     spec = Toy().memory_spec
-    with pytest.raises(SpecError, match=r"always reads up to 3 pages of 16 tokens, for 4 sinks and 16 recent rows; give it 48 tokens"):
+    with pytest.raises(
+        SpecError, match=r"always reads up to 3 pages of 16 tokens, for 4 sinks and 16 recent rows; give it 48 tokens"
+    ):
         HybridMemory(spec.with_policy(Quest(47, sinks=4)), "4MiB")
     HybridMemory(spec.with_policy(Quest(48, sinks=4)), "4MiB")
     with pytest.raises(SpecError, match="has a window of 5 tokens"):

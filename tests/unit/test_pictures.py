@@ -68,7 +68,9 @@ def test_the_map_of_the_arena_shows_every_byte(name: str) -> None:
     assert_legible(figure)
     labels = [t.get_text() for t in figure.legends[0].get_texts()]
     assert labels[: len([k for k, n in usage.by_kind.items() if n])] == [k for k, n in usage.by_kind.items() if n]
-    assert ("shared by several (3, …: by sequence 3 and others)" in labels) == (usage.shared_bytes > 0) and "free" in labels
+    assert ("shared by several (3, …: by sequence 3 and others)" in labels) == (
+        usage.shared_bytes > 0
+    ) and "free" in labels
     assert figure.get_suptitle().startswith(f"{format_bytes(usage.used_bytes)} of 8 MiB in use")
 
 
@@ -119,7 +121,9 @@ def test_rows_of_layers_hold_what_the_sequence_holds(name: str, fold: str) -> No
         if s.closed:
             continue
         rows, usage = layer_rows(memory, s), memory.usage().by_sequence[s.id]
-        assert [row.layer for row in rows] == [layer for layer, specs in enumerate(memory.spec.layers) for _ in specs or (None,)]
+        assert [row.layer for row in rows] == [
+            layer for layer, specs in enumerate(memory.spec.layers) for _ in specs or (None,)
+        ]
         assert {part: sum(row.bytes_of(part) for row in rows) for part in usage.by_part} == usage.by_part
         assert sum(row.bytes_of("all") for row in rows) == usage.total_bytes
         for stretch in (stretch for row in rows for stretch in row.stretches):
@@ -135,10 +139,12 @@ def test_the_map_of_layers_has_a_bar_for_each_part() -> None:
     assert_legible(figure)
     (ax,) = figure.axes
     assert [t.get_text() for t in ax.get_yticklabels()] == [
-        "recurrence, mamba  0", "attention  1", "attention, over 9 tokens  2", "recurrence, slow, mamba  2", "nothing  3",
-        "recurrence, mamba  4", "attention  5",
+        "recurrence, mamba  0", "attention  1", "attention, over 9 tokens  2", "recurrence, slow, mamba  2",
+        "nothing  3", "recurrence, mamba  4", "attention  5",
     ]  # fmt: skip
-    bars = {patch.get_gid(): (patch.get_x(), patch.get_x() + patch.get_width()) for patch in ax.patches if patch.get_gid()}
+    bars = {
+        patch.get_gid(): (patch.get_x(), patch.get_x() + patch.get_width()) for patch in ax.patches if patch.get_gid()
+    }
     recurrences = {f"{y} {part}": span for y in (0, 3, 5) for part, span in (("body", (0, 40)), ("tail", (40, 49)))}
     assert bars == recurrences | {"1 body": (0, 49), "2 body": (32, 49), "6 body": (0, 49)}
     said = {t.get_gid(): t.get_text() for t in ax.texts if t.get_gid()}
@@ -154,7 +160,9 @@ def test_the_map_of_layers_has_a_bar_for_each_part() -> None:
 
 
 def test_a_state_that_is_stale_after_a_rollback_is_drawn_as_that() -> None:
-    """Its bytes are in the table, so its mark is in the picture, hollow and at the newest position; the next step fills it again."""
+    """Its bytes are in the table, so its mark is in the picture, hollow and at the newest position; the next step fills
+    it again.
+    """
     memory = make(HYBRID, fold="replay")
     s = memory.open()
     memory.run(None, {s: [1] * 51})

@@ -54,7 +54,9 @@ WINDOWS = [0, 1, 40, 64, 100]
 
 
 def drive(memory: HybridMemory, *sizes: int) -> tuple[int, int]:
-    """Feed a new sequence in steps of these sizes: the most bytes it held after one, and the most that were used in one."""
+    """Feed a new sequence in steps of these sizes: the most bytes it held after one, and the most that were used in
+    one.
+    """
     sequence, held, in_step = memory.open(), 0, 0
     for size in sizes:
         with memory.step({sequence: np.ones(size, np.int64)}):
@@ -108,7 +110,9 @@ def test_as_many_fit_as_planned_and_no_more(name: str, spare: str) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "mamba", "hybrid", "delta"])
 def test_sequences_fit_that_are_fed_one_after_the_other(name: str) -> None:
-    """As they come in life: nobody waits elsewhere. The steps of the last one find room in what is left, and the next one does not."""
+    """As they come in life: nobody waits elsewhere.
+    The steps of the last one find room in what is left, and the next one does not.
+    """
     plan = plan_sequence(SPECS[name], 700)
     budget = 6 * plan.most_bytes - 64
     memory = HybridMemory(SPECS[name], budget, device="meta")
@@ -140,7 +144,8 @@ def test_encoders_are_counted_where_there_are_some() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"n_tokens": 0}, {"n_tokens": 1.5}, {"n_tokens": 9, "step_tokens": 0}, {"n_tokens": 9, "rollback_window": -1}]
+    "wrong",
+    [{"n_tokens": 0}, {"n_tokens": 1.5}, {"n_tokens": 9, "step_tokens": 0}, {"n_tokens": 9, "rollback_window": -1}],
 )
 def test_nonsense_is_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(SpecError, match=list(wrong)[-1]):

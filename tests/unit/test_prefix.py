@@ -9,7 +9,16 @@ import numpy as np
 import pytest
 import torch
 
-from memory import AttentionSpec, BatchError, CapacityError, CrossAttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError
+from memory import (
+    AttentionSpec,
+    BatchError,
+    CapacityError,
+    CrossAttentionSpec,
+    HybridMemory,
+    MemorySpec,
+    Sequence,
+    SpecError,
+)
 from memory.prefix.cache import PrefixCache
 from tests.subjects import Subject, make_subject
 from tests.toy import VOCAB
@@ -22,7 +31,9 @@ def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return make_subject(request.param, tmp_path_factory.mktemp("model"))
 
 
-def prefill(subject: Subject, cache: PrefixCache, tokens: list[int], marks: tuple[int, ...] = ()) -> tuple[Sequence, torch.Tensor]:
+def prefill(
+    subject: Subject, cache: PrefixCache, tokens: list[int], marks: tuple[int, ...] = ()
+) -> tuple[Sequence, torch.Tensor]:
     """As an engine does: the sequence, which then stands at the end, and the logits of its last token."""
     sequence, lookup = cache.open(tokens)
     assert sequence.tokens.tolist() == tokens[: lookup.reused] and lookup.reused < len(tokens)
@@ -40,7 +51,9 @@ def common(a: list[int], b: list[int]) -> int:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_prompts_are_continued_as_fresh_ones(subject: Subject, seed: int) -> None:
-    """Prompts that part from earlier ones anywhere: outputs as in a memory of their own, lookups as a list of prompts says."""
+    """Prompts that part from earlier ones anywhere: outputs as in a memory of their own, lookups as a list of prompts
+    says.
+    """
     rng, memory = random.Random(seed), subject.memory(WINDOW)
     cache, seen = PrefixCache(memory, grid_tokens=16), list[list[int]]()
     for _ in range(25):
@@ -59,7 +72,11 @@ def test_random_prompts_are_continued_as_fresh_ones(subject: Subject, seed: int)
         memory.close(sequence)
         seen.append(tokens)
     stats = cache.stats()
-    assert stats.n_lookups == 25 and 0 < stats.n_reused < stats.n_tokens and stats.hit_rate == stats.n_reused / stats.n_tokens
+    assert (
+        stats.n_lookups == 25
+        and 0 < stats.n_reused < stats.n_tokens
+        and stats.hit_rate == stats.n_reused / stats.n_tokens
+    )
     cache.clear()
     assert memory.usage().used_bytes == 0 and cache.stats().n_checkpoints == 0
 
@@ -153,7 +170,8 @@ def test_of_equal_checkpoints_the_one_not_used_goes_first(tmp_path: Path) -> Non
     subject = make_subject("toy", tmp_path)
     need = subject.memory(WINDOW)
     subject.feed(need, need.open(), [subject.tokens(41)])
-    cache = PrefixCache(subject.memory(WINDOW, budget=20 * need.usage().used_bytes), grid_tokens=0)  # no lots: a checkpoint is more
+    # no lots: a checkpoint is more
+    cache = PrefixCache(subject.memory(WINDOW, budget=20 * need.usage().used_bytes), grid_tokens=0)
     prompts = [[seed, *subject.tokens(40, seed=seed)] for seed in range(4)]
     for tokens in prompts:
         cache.memory.close(prefill(subject, cache, tokens)[0])
@@ -197,7 +215,9 @@ def test_owners_find_what_is_theirs_as_if_each_had_a_cache_alone(tmp_path: Path)
         assert found[0] == found[1]
     shared.memory.check()
     assert shared.stats().n_checkpoints == sum(cache.stats().n_checkpoints for cache in alone.values())
-    assert shared.reclaim(10**9) and not shared._roots and shared.memory.usage().used_bytes == 0, "owners of nothing are forgotten"
+    assert shared.reclaim(10**9) and not shared._roots and shared.memory.usage().used_bytes == 0, (
+        "owners of nothing are forgotten"
+    )
 
 
 def test_a_sequence_whose_middle_was_dropped_is_not_remembered(tmp_path: Path) -> None:

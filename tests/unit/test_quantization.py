@@ -24,7 +24,10 @@ STORAGES: list[Storage] = [Quantized(8, group=8), Quantized(4, group=4), Quantiz
 @pytest.mark.parametrize("bits", [8, 4, 2])
 def test_numbers_come_back_to_half_a_scale(bits: int, by_channel: bool) -> None:
     """Whatever the spread and the offset of a group, constant ones and outliers included."""
-    x = torch.randn(3, 16, 32) * torch.tensor([1e-4, 1.0, 300.0])[:, None, None] + torch.tensor([0.0, -50.0, 2000.0])[:, None, None]
+    x = (
+        torch.randn(3, 16, 32) * torch.tensor([1e-4, 1.0, 300.0])[:, None, None]
+        + torch.tensor([0.0, -50.0, 2000.0])[:, None, None]
+    )
     x[:, :, 5] = 7.25
     x[1, 3] = -3.0
     storage = Quantized(bits, group=16)
@@ -32,7 +35,11 @@ def test_numbers_come_back_to_half_a_scale(bits: int, by_channel: bool) -> None:
     assert [(tuple(p.shape), p.dtype) for p in parts] == list(storage.shapes(3, 16, 32, by_channel=by_channel))
     y = storage.decode(parts)
     grouped = x if by_channel else x.view(3, 16, 2, 16)
-    spread = grouped.amax(1, keepdim=True) - grouped.amin(1, keepdim=True) if by_channel else grouped.amax(-1) - grouped.amin(-1)
+    spread = (
+        grouped.amax(1, keepdim=True) - grouped.amin(1, keepdim=True)
+        if by_channel
+        else grouped.amax(-1) - grouped.amin(-1)
+    )
     largest = grouped.abs().amax(1, keepdim=True) if by_channel else grouped.abs().amax(-1)
     # Half a step of the group; float16 moves its low end by an ulp at most, and the step.
     step = (spread + (largest * 2**-10).clamp(min=2**-24)) / (2**bits - 1) * (1 + 2**-10) + 2**-24
@@ -50,7 +57,9 @@ def test_numbers_that_float16_cannot_hold_are_clipped() -> None:
 
 def test_float8_is_torch_s() -> None:
     x = torch.cat([torch.randn(2, 3, 64) * 10.0**e for e in range(-4, 4)])
-    assert torch.equal(Float8().decode(Float8().encode(x, by_channel=True)), x.clamp(-448, 448).to(torch.float8_e4m3fn).float())
+    assert torch.equal(
+        Float8().decode(Float8().encode(x, by_channel=True)), x.clamp(-448, 448).to(torch.float8_e4m3fn).float()
+    )
 
 
 def test_what_else_is_in_the_batch_changes_no_byte() -> None:
@@ -58,23 +67,35 @@ def test_what_else_is_in_the_batch_changes_no_byte() -> None:
     for storage in STORAGES:
         together = storage.encode(x, by_channel=True)
         for i in range(5):
-            assert all(torch.equal(a[i], b) for a, b in zip(together, storage.encode(x[i], by_channel=True), strict=True))
+            assert all(
+                torch.equal(a[i], b) for a, b in zip(together, storage.encode(x[i], by_channel=True), strict=True)
+            )
 
 
-def folded_rows(storage: Storage, lengths: Seq[int], block_rows: int, n_heads: int, head_dim: int, *, by_channel: bool) -> FoldedRows:
+def folded_rows(
+    storage: Storage, lengths: Seq[int], block_rows: int, n_heads: int, head_dim: int, *, by_channel: bool
+) -> FoldedRows:
     """Random rows of that many requests in an arena of their own; what lies between them is NaN."""
     shapes = [
-        shape for is_key in (True, False) for shape in storage.shapes(n_heads, block_rows, head_dim, by_channel=by_channel and is_key)
+        shape
+        for is_key in (True, False)
+        for shape in storage.shapes(n_heads, block_rows, head_dim, by_channel=by_channel and is_key)
     ]
     sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in shapes]
     places = np.cumsum([0, *(-(-size // 64) * 64 for size in sizes)])
     counts = [-(-n // block_rows) for n in lengths]
     blocks = torch.randperm(sum(counts) + 3)[: sum(counts)].numpy() * places[-1]
     arena = torch.full(((sum(counts) + 3) * int(places[-1]) + 64,), 0xFF, dtype=torch.uint8)
-    flats = [arena.view(dtype)[place // dtype.itemsize :] for (_, dtype), place in zip(shapes, places[:-1], strict=True)]
+    flats = [
+        arena.view(dtype)[place // dtype.itemsize :] for (_, dtype), place in zip(shapes, places[:-1], strict=True)
+    ]
     for block in blocks:
         rows = torch.randn(2, n_heads, block_rows, head_dim) * 2 + 1
-        parts = [part for x, is_key in ((rows[0], True), (rows[1], False)) for part in storage.encode(x, by_channel=by_channel and is_key)]
+        parts = [
+            part
+            for x, is_key in ((rows[0], True), (rows[1], False))
+            for part in storage.encode(x, by_channel=by_channel and is_key)
+        ]
         for flat, part in zip(flats, parts, strict=True):
             at = int(block) // part.element_size()
             flat[at : at + part.numel()] = part.flatten()
@@ -97,7 +118,9 @@ def test_the_kernel_reads_what_the_reference_reads(
     pages = [torch.randperm(90)[: -(-n // 4)] for n in own]
     keys, values = (torch.randn(90 * 4 * n_kv_heads * head_dim) for _ in range(2))
     offsets = torch.cat(pages) * 4 * n_kv_heads * head_dim
-    batch = PagedBatch(np.cumsum([0, *counts]), np.array(own), offsets, np.cumsum([0, *(len(p) for p in pages)]), page_tokens=4)
+    batch = PagedBatch(
+        np.cumsum([0, *counts]), np.array(own), offsets, np.cumsum([0, *(len(p) for p in pages)]), page_tokens=4
+    )
     q = torch.randn(sum(counts), n_heads, head_dim)
     for scoring in (
         Scoring(0.3),
@@ -162,7 +185,9 @@ class FoldedBruteForce(BruteForce):
 
 @pytest.mark.parametrize("n_heads, n_kv_heads", [(2, 2), (6, 2), (7, 1)])
 @pytest.mark.parametrize(
-    "policy", [None, Recent(BUDGET, every=EVERY), KNorm(BUDGET, every=EVERY), H2O(BUDGET, recent=2, every=EVERY)], ids=str
+    "policy",
+    [None, Recent(BUDGET, every=EVERY), KNorm(BUDGET, every=EVERY), H2O(BUDGET, recent=2, every=EVERY)],
+    ids=str,
 )
 @pytest.mark.parametrize("storage", STORAGES, ids=str)
 def test_attention_is_what_brute_force_makes_of_the_same_rows(
@@ -182,7 +207,9 @@ def test_attention_is_what_brute_force_makes_of_the_same_rows(
             assert [row.tolist() for row in kept.T] == [row.nonzero().flatten().tolist() for row in oracle.kept]
     exact = replace(model.memory_spec, layers=((replace(model.memory_spec.layers[0][0], storage=None),),))  # type: ignore[type-var]
     memory = HybridMemory(exact, "4MiB", rollback_window=WINDOW)
-    assert not torch.allclose(feed(model, memory, memory.open(), tokens, steps), torch.cat(outputs), atol=1e-4), "nothing was quantised"
+    assert not torch.allclose(feed(model, memory, memory.open(), tokens, steps), torch.cat(outputs), atol=1e-4), (
+        "nothing was quantised"
+    )
 
 
 @pytest.mark.parametrize("policy", [None, H2O(BUDGET, recent=2, every=EVERY)], ids=str)
@@ -219,7 +246,9 @@ def test_bytes_are_those_of_the_codes() -> None:
     sequence = memory.open()
     memory.run(None, {sequence: [1] * n_tokens}, max_tokens=256)
     usage = memory.usage()
-    exact, quantised = (next(n for kind, n in usage.by_kind.items() if kind.startswith(start)) for start in ("exact", "pages"))
+    exact, quantised = (
+        next(n for kind, n in usage.by_kind.items() if kind.startswith(start)) for start in ("exact", "pages")
+    )
     n_folded = (n_tokens - 32) // 64 * 64
     assert sequence.horizon == n_folded
     assert quantised == 2 * n_folded * row_elements * 4.5 / 8 <= 0.30 * 2 * n_folded * row_elements * 2

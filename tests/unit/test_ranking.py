@@ -34,13 +34,20 @@ def test_the_order_is_that_of_all_values(seed: int) -> None:
             del known[gone]
             ranking.remove(gone)
         expected = sorted(known, key=lambda m: known[m][0] / max(known[m][3], 1) / (1 + clock - known[m][2]))
-        assert [m for m, _ in ranking.ascending(clock, lambda marks: np.array([known[m][3] for m in marks]))] == expected
+        assert [
+            m for m, _ in ranking.ascending(clock, lambda marks: np.array([known[m][3] for m in marks]))
+        ] == expected
 
 
 @pytest.mark.parametrize("attention", [True, False])
 def test_a_cache_evicts_what_is_worth_least(attention: bool) -> None:
-    """Conversations that share beginnings; the expected order is made of nothing but tokens and the memory's own account of bytes."""
-    generator, memory = random.Random(1), HybridMemory(Toy(attention=attention).memory_spec, "16MiB", device="meta", page_tokens=4)
+    """Conversations that share beginnings; the expected order is made of nothing but tokens and the memory's own
+    account of bytes.
+    """
+    generator, memory = (
+        random.Random(1),
+        HybridMemory(Toy(attention=attention).memory_spec, "16MiB", device="meta", page_tokens=4),
+    )
     cache = PrefixCache(memory, grid_tokens=0)
     marks: dict[int, tuple[tuple[int, ...], int]] = {}  # id of a checkpoint -> its tokens, and when it was used
     clock = n_evicted = 0

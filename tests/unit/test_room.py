@@ -1,4 +1,6 @@
-"""What requests need is told before they are fed: to the byte, refused if and only if it cannot be, and enough if it is given."""
+"""What requests need is told before they are fed: to the byte, refused if and only if it cannot be, and enough if it is
+given.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,12 @@ def run(memory: HybridMemory, requests: dict[Sequence, int], max_tokens: int) ->
 
 @pytest.mark.parametrize("name", SPECS)
 def test_what_a_prompt_needs_is_what_its_steps_use_at_most(name: str) -> None:
-    for window, fold, n_tokens, size in [(0, None, 333, 64), (1, "keep", 100, 7), (40, "replay", 640, 50), (64, "keep", 600, 512)]:
+    for window, fold, n_tokens, size in [
+        (0, None, 333, 64),
+        (1, "keep", 100, 7),
+        (40, "replay", 640, 50),
+        (64, "keep", 600, 512),
+    ]:
         memory = make(SPECS[name], rollback_window=window, fold=fold)
         sequence, used = memory.open(), 0
         for start in range(0, n_tokens, size):
@@ -41,7 +48,9 @@ def test_what_a_prompt_needs_is_what_its_steps_use_at_most(name: str) -> None:
 
 @pytest.mark.parametrize("name", SPECS)
 def test_what_is_refused_does_not_fit_and_what_the_refusal_names_does(name: str) -> None:
-    """Whatever an empty memory lacks room for is refused before a step; one line less than the bytes counted never does."""
+    """Whatever an empty memory lacks room for is refused before a step; one line less than the bytes counted never
+    does.
+    """
     rng = random.Random(name)
     for _ in range(4):
         options = {"rollback_window": rng.choice(WINDOWS), "fold": rng.choice(FOLDS)}
@@ -76,7 +85,10 @@ def test_a_refused_step_names_all_kinds_and_all_requests() -> None:
     spec = SPECS["mixed"]
     memory = make(spec, make(spec).needed_bytes(200, max_tokens=200))
     requests = {memory.open(): [1] * 150, memory.open(): [1] * 150}
-    with pytest.raises(CapacityError, match=r"300 tokens for 2 sequences need .* can never hold") as caught, memory.step(requests):
+    with (
+        pytest.raises(CapacityError, match=r"300 tokens for 2 sequences need .* can never hold") as caught,
+        memory.step(requests),
+    ):
         pass
     larger = make(spec, caught.value.needed)
     with larger.step({larger.open(): [1] * 150, larger.open(): [1] * 150}):
@@ -89,7 +101,9 @@ def test_what_others_hold_is_not_now_and_not_never() -> None:
     run(memory, {held: 16 * 30}, 64)
     asked = memory.open()
     for feed in (lambda: run(memory, {asked: 16 * 20}, 64), lambda: memory.step({asked: [1] * (16 * 20)}).__enter__()):
-        with pytest.raises(CapacityError, match=r"320 tokens for 1 sequence do not fit now: they need .* bytes more") as caught:
+        with pytest.raises(
+            CapacityError, match=r"320 tokens for 1 sequence do not fit now: they need .* bytes more"
+        ) as caught:
             feed()
         assert caught.value.needed == memory.counters.bytes_at(320) > caught.value.free == memory.free_bytes
     memory.close(held)
@@ -99,12 +113,17 @@ def test_what_others_hold_is_not_now_and_not_never() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_nothing_is_refused_that_would_have_fitted_whatever_came_before(seed: int) -> None:
     """Forks, rollbacks and drops: a refusal up front is one that the steps would have met."""
-    rng, names = random.Random(seed), ["hybrid", "window", "dense", "8 bits", "both", "mamba on a cpu", "hybrid on a cpu"]
+    rng, names = (
+        random.Random(seed),
+        ["hybrid", "window", "dense", "8 bits", "both", "mamba on a cpu", "hybrid on a cpu"],
+    )
     n_refused = 0
     for _ in range(4):
         name, fold = rng.choice(names), rng.choice(FOLDS)
         roomy = make(SPECS[name], fold=fold)
-        memory = make(SPECS[name], roomy.needed_bytes(rng.randint(200, 900)) + roomy._coordinator.layers.least_bytes, fold=fold)
+        memory = make(
+            SPECS[name], roomy.needed_bytes(rng.randint(200, 900)) + roomy._coordinator.layers.least_bytes, fold=fold
+        )
         sequences = [memory.open()]
         for _ in range(20):
             sequence, move = rng.choice(sequences), rng.random()
@@ -147,7 +166,9 @@ def test_impossible_prompts_are_refused_before_anybody_looks_at_them(budget: str
     for tokens in ([object()] * n_tokens, np.full(n_tokens, -1.5), torch.zeros(n_tokens)):
         for feed in (memory.step, lambda requests: memory.run(None, requests)):
             started = time.perf_counter()
-            with pytest.raises(CapacityError, match=f"{n_tokens:,} tokens for 1 sequence need .* can never hold them") as caught:
+            with pytest.raises(
+                CapacityError, match=f"{n_tokens:,} tokens for 1 sequence need .* can never hold them"
+            ) as caught:
                 feed({sequence: tokens})  # type: ignore[operator]
             assert time.perf_counter() - started < 0.02
             assert caught.value.needed > n_tokens * 1000 > memory.budget_bytes
@@ -165,7 +186,10 @@ def test_optional_bytes_stay_where_the_whole_budget_is_too_small() -> None:
         memory.close(sequence)
     n_before = cache.stats().n_checkpoints
     sequence = memory.open()
-    for feed in (lambda n: memory.run(model, {sequence: [1] * n}), lambda n: memory.step({sequence: [1] * n}).__enter__()):
+    for feed in (
+        lambda n: memory.run(model, {sequence: [1] * n}),
+        lambda n: memory.step({sequence: [1] * n}).__enter__(),
+    ):
         for n_tokens in (900, 20_000):
             with pytest.raises(CapacityError, match="can never hold"):
                 feed(n_tokens)

@@ -16,7 +16,9 @@ from tests.toy import FamilyToy, Toy
 
 
 class Failing:
-    """A step whose layers fail, one after the other, when all of a call's work has been done, and are called again at once."""
+    """A step whose layers fail, one after the other, when all of a call's work has been done, and are called again at
+    once.
+    """
 
     def __init__(self, step: Step) -> None:
         self._step = step
@@ -103,7 +105,9 @@ STORAGES = {"plain": None, "4 bit": Quantized(4, group=8), "float8": Float8(grou
 @pytest.mark.parametrize("storage", STORAGES)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_of_attention(policy: str, storage: str) -> None:
-    subject = Subject(policy, "keep", Toy(recurrent=False), is_exact=True, policy=POLICIES[policy], storage=STORAGES[storage])
+    subject = Subject(
+        policy, "keep", Toy(recurrent=False), is_exact=True, policy=POLICIES[policy], storage=STORAGES[storage]
+    )
     check(subject, None, [5, 1, 1, 9, 1, 1, 20, 1, 1])
 
 

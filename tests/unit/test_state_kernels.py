@@ -31,7 +31,14 @@ N = sum(LENGTHS)
 
 
 def make_matrix_scan(
-    n_heads: int, n_groups: int, n_rows: int, n_columns: int, *, by_column: bool = False, erases: bool = False, after_decay: bool = False
+    n_heads: int,
+    n_groups: int,
+    n_rows: int,
+    n_columns: int,
+    *,
+    by_column: bool = False,
+    erases: bool = False,
+    after_decay: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Erase | None]:
     """q, k, v as parts of one wider row, as projections give them; keys of length 1, so that erasing is stable."""
     sizes = [n_groups * n_columns, n_groups * n_columns, n_heads * n_rows]
@@ -65,10 +72,14 @@ def test_matrix_scan_is_the_gated_delta_rule_of_transformers(kernels: Kernels) -
     q, k, v, decay, _ = make_matrix_scan(6, 3, 20, 16)
     beta, slots = torch.rand(N, 6), Slots((6, 20, 16))
     erase = Erase(k, -beta[:, :, None] * k.repeat_interleave(2, dim=1), after_decay=True)
-    actual = torch.split(kernels.matrix_scan(q * 16**-0.5, k, v * beta[:, :, None], decay, erase, slots.fresh()), LENGTHS)
+    actual = torch.split(
+        kernels.matrix_scan(q * 16**-0.5, k, v * beta[:, :, None], decay, erase, slots.fresh()), LENGTHS
+    )
     for i, parts in enumerate(zip(*(torch.split(t, LENGTHS) for t in (q, k, v, decay, beta)), strict=True)):
         start = slots.start(i).transpose(1, 2)[None].clone()
-        y, end = torch_recurrent_gated_delta_rule(*(t[None] for t in parts), initial_state=start, output_final_state=True)
+        y, end = torch_recurrent_gated_delta_rule(
+            *(t[None] for t in parts), initial_state=start, output_final_state=True
+        )
         assert_kernel_close(actual[i], y[0])
         assert_kernel_close(slots.ends()[i], end[0].transpose(1, 2))
 
@@ -110,7 +121,12 @@ class WkvSlots:
 
 def make_wkv(n_channels: int) -> tuple[Tensor, ...]:
     """k of any size: exponents must not overflow."""
-    return 40 * torch.randn(N, n_channels), torch.randn(N, n_channels), -torch.rand(n_channels) * 3, torch.randn(n_channels)
+    return (
+        40 * torch.randn(N, n_channels),
+        torch.randn(N, n_channels),
+        -torch.rand(n_channels) * 3,
+        torch.randn(n_channels),
+    )
 
 
 @pytest.mark.parametrize("n_channels", CHANNELS)
@@ -130,7 +146,9 @@ def test_wkv4_is_that_of_transformers() -> None:
     actual = torch.split(reference.wkv4(k, v, decay, first, slots.fresh()), LENGTHS)
     for i, (own_k, own_v) in enumerate(zip(torch.split(k, LENGTHS), torch.split(v, LENGTHS), strict=True)):
         starts = [part.start(i)[None].clone() for part in slots.parts]
-        y, ends = rwkv_linear_attention_cpu(torch.log(-decay), first, own_k[None], own_v[None], state=starts, return_state=True)
+        y, ends = rwkv_linear_attention_cpu(
+            torch.log(-decay), first, own_k[None], own_v[None], state=starts, return_state=True
+        )
         assert_kernel_close(actual[i], y[0])
         for part, end in zip(slots.parts, ends, strict=True):
             assert_kernel_close(part.ends()[i], end[0])
@@ -204,16 +222,24 @@ def test_convolution_reads_the_first_part_of_a_wider_row_and_may_stay_linear(ker
 
 @pytest.mark.parametrize("shape, n_groups", [((1, 1), 1), ((9, 48), 1), ((65, 130), 1), ((7, 60), 5), ((3, 24), 24)])
 @pytest.mark.parametrize("has_gate, has_weight", [(False, False), (True, True), (False, True)])
-def test_rms_norm_agrees_with_its_twin_and_with_torch(shape: tuple[int, int], n_groups: int, has_gate: bool, has_weight: bool) -> None:
+def test_rms_norm_agrees_with_its_twin_and_with_torch(
+    shape: tuple[int, int], n_groups: int, has_gate: bool, has_weight: bool
+) -> None:
     wide = torch.randn(shape[0], shape[1] + 3)
-    x, gate, weight = wide[:, 3:], torch.randn(shape) if has_gate else None, torch.randn(shape[1]) if has_weight else None
+    x, gate, weight = (
+        wide[:, 3:],
+        torch.randn(shape) if has_gate else None,
+        torch.randn(shape[1]) if has_weight else None,
+    )
     actual = cpu.rms_norm(x, weight, 1e-5, n_groups=n_groups, gate_TE=gate)
     assert_kernel_close(actual, reference.rms_norm(x, weight, 1e-5, n_groups=n_groups, gate_TE=gate))
     z = (x if gate is None else x * gate).reshape(shape[0], n_groups, -1)
     expected = F.rms_norm(z, (shape[1] // n_groups,), eps=1e-5).view(shape)
     assert_kernel_close(actual, expected if weight is None else expected * weight)
     for t in range(shape[0]):
-        alone = cpu.rms_norm(x[t : t + 1], weight, 1e-5, n_groups=n_groups, gate_TE=None if gate is None else gate[t : t + 1])
+        alone = cpu.rms_norm(
+            x[t : t + 1], weight, 1e-5, n_groups=n_groups, gate_TE=None if gate is None else gate[t : t + 1]
+        )
         assert torch.equal(alone[0], actual[t])
 
 
@@ -231,14 +257,18 @@ def test_strength_and_skip_are_factors_and_the_delta_rule_needs_no_b() -> None:
     beta, skip, slots = torch.rand(N, 6), torch.randn(6), Slots((6, 20, 16))
     b = -beta[:, :, None] * k.repeat_interleave(2, dim=1)
     for kernels in (cpu, reference):
-        expected = kernels.matrix_scan(q, k, v * beta[:, :, None], decay, Erase(k, b, True), slots.fresh()) + skip[:, None] * v
+        expected = (
+            kernels.matrix_scan(q, k, v * beta[:, :, None], decay, Erase(k, b, True), slots.fresh()) + skip[:, None] * v
+        )
         ends = slots.ends()
         actual = kernels.matrix_scan(q, k, v, decay, Erase(k, None, True), slots.fresh(), strength_TH=beta, skip_H=skip)
         assert_kernel_close(actual, expected)
         assert_kernel_close(slots.ends(), ends)
     wide = torch.rand(N, 9)
     strided = cpu.matrix_scan(q, k, v, decay, None, slots.fresh(), strength_TH=wide[:, 2:8])
-    assert torch.equal(strided, cpu.matrix_scan(q, k, v, decay, None, slots.fresh(), strength_TH=wide[:, 2:8].contiguous()))
+    assert torch.equal(
+        strided, cpu.matrix_scan(q, k, v, decay, None, slots.fresh(), strength_TH=wide[:, 2:8].contiguous())
+    )
 
 
 def test_shapes_that_do_not_divide_are_refused() -> None:
@@ -258,7 +288,10 @@ def test_weights_that_do_not_fit_are_refused_before_anything_is_written() -> Non
     memory = HybridMemory(MemorySpec(((short_conv_spec(16, 2),),), 9), "1MiB", rollback_window=0)
     a, b = memory.open(), memory.open()
     for sequence, n_taps in ((a, 2), (b, 4), (b, 2)):
-        with pytest.raises(StepError, match="window has shape") if n_taps == 4 else nullcontext(), memory.step({sequence: [1]}) as step:
+        with (
+            pytest.raises(StepError, match="window has shape") if n_taps == 4 else nullcontext(),
+            memory.step({sequence: [1]}) as step,
+        ):
             step.recur(0, torch.randn(1, 16), ShortConv(CausalConv(torch.randn(n_taps, 16))))
     memory.check()
     slots, inputs = Slots((6, 20, 48)), make_matrix_scan(6, 3, 20, 48)

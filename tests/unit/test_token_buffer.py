@@ -62,7 +62,10 @@ def test_a_fork_that_goes_on_copies_only_what_others_would_lose() -> None:
     feed(memory, alice, [100])  # in place: nobody holds more
     before = memory._coordinator.ledger._buffers[alice.slot].ids
     feed(memory, bob, [200])
-    assert memory._coordinator.ledger._buffers[alice.slot].ids is before and memory._coordinator.ledger._buffers[bob.slot].ids is not before
+    assert (
+        memory._coordinator.ledger._buffers[alice.slot].ids is before
+        and memory._coordinator.ledger._buffers[bob.slot].ids is not before
+    )
     memory.rollback(alice, to=100)
     feed(memory, alice, [101])
     assert memory._coordinator.ledger._buffers[alice.slot].ids is before, "what it alone held it may overwrite"
@@ -82,7 +85,10 @@ def test_several_that_share_go_on_in_one_step() -> None:
     for sequences in (twins, [alice, *twins]):
         with memory.step({sequence: 10 + i for i, sequence in enumerate(sequences)}):
             pass
-    assert [s.tokens.tolist() for s in (alice, *twins)] == [[1, 2, 3, 10], *([1, 2, 3, 10 + i, 11 + i] for i in range(3))]
+    assert [s.tokens.tolist() for s in (alice, *twins)] == [
+        [1, 2, 3, 10],
+        *([1, 2, 3, 10 + i, 11 + i] for i in range(3)),
+    ]
     memory.check()
 
 
@@ -136,7 +142,10 @@ def test_random_histories_against_lists() -> None:
     held: dict[Sequence, list[int]] = {memory.open(): []}
     for _ in range(500):
         live = [s for s in held if not s.is_checkpoint]
-        name, sequence = rng.choice(["feed"] * 4 + ["back"] * 3 + ["fork", "mark", "reorder", "close", "drop", "open"]), rng.choice(live)
+        name, sequence = (
+            rng.choice(["feed"] * 4 + ["back"] * 3 + ["fork", "mark", "reorder", "close", "drop", "open"]),
+            rng.choice(live),
+        )
         if name == "feed":
             chosen = rng.sample(live, rng.randint(1, len(live)))
             requests = {s: [rng.randrange(3) for _ in range(rng.choice([1, 1, 1, 7, 40]))] for s in chosen}
@@ -176,7 +185,8 @@ def test_random_histories_against_lists() -> None:
 
 @pytest.fixture(scope="module")
 def grove() -> Iterator[tuple[HybridMemory, Sequence, list[Sequence]]]:
-    """A sequence of 700 checkpoints, and 20 forks of it at some of them that went on, each with checkpoints of its own."""
+    """A sequence of 700 checkpoints, and 20 forks of it at some of them that went on, each with
+    checkpoints of its own."""
     memory = make()
     sequence = memory.open()
     marks = []
@@ -252,7 +262,9 @@ def nearest_of_all(memory: HybridMemory, sequence: Sequence, to: int, marks: lis
         if mark.is_swapped or mark.lineage != sequence.lineage:
             continue
         foreign = set(seams.get(mark.slot, ())) - set(seams.get(sequence.slot, ()))
-        same = next((i for i, (a, b) in enumerate(zip(sequence.tokens, mark.tokens, strict=False)) if a != b), mark.length)
+        same = next(
+            (i for i, (a, b) in enumerate(zip(sequence.tokens, mark.tokens, strict=False)) if a != b), mark.length
+        )
         reach = min([to, sequence.length, same, *(position - 1 for position, _ in foreign)])
         if reach >= mark.horizon:
             best = max(best, reach)

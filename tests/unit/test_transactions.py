@@ -81,9 +81,15 @@ def test_a_step_that_is_dropped_lets_go(memory: HybridMemory) -> None:
     assert memory.usage().used_bytes == 0
 
 
-@pytest.mark.parametrize("moment", [(AttentionCache, "commit"), (Ledger, "append"), (AttentionCache, "plan"), (AttentionCache, "abort")])
+@pytest.mark.parametrize(
+    "moment", [(AttentionCache, "commit"), (Ledger, "append"), (AttentionCache, "plan"), (AttentionCache, "abort")]
+)
 def test_a_ctrl_c_in_the_books_waits(
-    memory: HybridMemory, toy: Toy, moment: tuple[type, str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    memory: HybridMemory,
+    toy: Toy,
+    moment: tuple[type, str],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> None:
     """The signal arrives inside of a commit (or plan, or abort): it is raised, but the books are whole."""
     # A test run in the background may have been started with Ctrl-C ignored.
@@ -135,7 +141,9 @@ def test_run_of_one_chunk_needs_no_more_than_a_step(toy: Toy) -> None:
     assert a.length == 3
 
 
-def test_a_sequence_that_the_model_closes_does_not_stop_the_others_from_coming_back(memory: HybridMemory, toy: Toy) -> None:
+def test_a_sequence_that_the_model_closes_does_not_stop_the_others_from_coming_back(
+    memory: HybridMemory, toy: Toy
+) -> None:
     a, b = memory.open(), memory.open()
     for sequence in (a, b):
         feed(memory, toy, sequence, [1, 2])

@@ -56,7 +56,9 @@ def test_a_plan_that_is_handed_over_and_then_fails_leaves_its_place_once(monkeyp
 
 
 def test_plans_of_one_layout_lie_at_one_place(stage: Stage) -> None:
-    """Also where one array has grown, as long as it has room; a plan that does not fit has none, and finds more room next time."""
+    """Also where one array has grown, as long as it has room; a plan that does not fit has none, and finds more room
+    next time.
+    """
 
     def plan(*arrays: Int64s, room: int = 8) -> tuple[object, list[int]]:
         stage.open()

@@ -34,7 +34,9 @@ class Hostile(Recent):
 
 MAMBA = RecurrentSpec("mamba", (6,), (StateTensor("conv", (6, 3)), StateTensor("ssm", (6, 8))))
 DENSE, WINDOW = AttentionSpec(4, 2, 8), AttentionSpec(4, 2, 8, window=9)
-HYBRID = MemorySpec(((MAMBA,), (DENSE,), (WINDOW, replace(MAMBA, name="slow")), (), (MAMBA,), (DENSE,)), 50, device=META, model="hybrid")
+HYBRID = MemorySpec(
+    ((MAMBA,), (DENSE,), (WINDOW, replace(MAMBA, name="slow")), (), (MAMBA,), (DENSE,)), 50, device=META, model="hybrid"
+)
 SPECS = {
     "toy": replace(Toy().memory_spec, device=META),
     "hybrid": HYBRID,
@@ -62,7 +64,13 @@ def family(memory: HybridMemory) -> dict[str, Sequence]:
     """A sequence, a checkpoint and a fork of it, a stranger, one that is swapped out and one that is closed."""
     a = open_in(memory)
     memory.run(None, {a: [i % 19 for i in range(40)]})
-    mark, fork, stranger, away, closed = memory.checkpoint(a), memory.fork(a), open_in(memory), open_in(memory), open_in(memory)
+    mark, fork, stranger, away, closed = (
+        memory.checkpoint(a),
+        memory.fork(a),
+        open_in(memory),
+        open_in(memory),
+        open_in(memory),
+    )
     memory.run(None, {a: [1] * 9, fork: [2] * 21, stranger: [3] * 5, away: [4] * 30})
     memory.swap_out(away)
     memory.close(closed)
@@ -71,7 +79,9 @@ def family(memory: HybridMemory) -> dict[str, Sequence]:
 
 def books(memory: HybridMemory) -> Any:
     """Everything that looking must not change."""
-    pools = [(pool.counts.tolist(), pool.addresses.tolist(), pool.n_used) for pool, _ in memory._coordinator.layers.pools]
+    pools = [
+        (pool.counts.tolist(), pool.addresses.tolist(), pool.n_used) for pool, _ in memory._coordinator.layers.pools
+    ]
     ledger, arena = memory._coordinator.ledger, memory._coordinator.store.arena
     return pools, arena._ends.copy(), ledger.lengths.tolist(), ledger.peaks.tolist(), dict(ledger.handles)
 
@@ -92,7 +102,9 @@ def assert_adds_up(memory: HybridMemory, sequences: list[Sequence]) -> None:
         own, blocks = usage.by_sequence[s.id], memory._coordinator.layers.blocks_of(s.slot)
         assert own.by_kind == {name: len(ids) * pools[name].block_bytes for name, ids in blocks.items()}
         assert own.private_bytes == memory.private_bytes(s)
-        assert (own.n_tokens, own.is_checkpoint) == (s.length, s.is_checkpoint) and s.is_swapped >= (own.swapped_bytes > 0)
+        assert (own.n_tokens, own.is_checkpoint) == (s.length, s.is_checkpoint) and s.is_swapped >= (
+            own.swapped_bytes > 0
+        )
         assert set(own.by_part) <= {"body", "tail", "head"}
     assert sum(s.swapped_bytes for s in usage.by_sequence.values()) == usage.host_bytes + usage.disk_bytes
     assert all((str(usage), repr(usage), memory._repr_html_(), sequences[-1]._repr_html_()))
@@ -136,7 +148,8 @@ def test_parts_of_a_sequence() -> None:
     usage = memory.usage()
     block = usage.block_bytes
     assert usage.by_sequence[s.id].by_part == {
-        "body": 11 * block["pages"] + 5 * block["pages over 9"] + block["states"], "head": 2 * block["states"], "tail": block["tails"],
+        "body": 11 * block["pages"] + 5 * block["pages over 9"] + block["states"], "head": 2 * block["states"],
+        "tail": block["tails"],
     }  # fmt: skip
     assert usage.by_part == usage.by_sequence[s.id].by_part | {"checkpoints": 0, "steps": 0}
     assert usage.by_group == {
@@ -191,7 +204,14 @@ def test_usage_prints_as_tables() -> None:
     assert ["recurrence: tails, 3 layers", "–", *(format_bytes(n) for n in (usage.by_part["tail"],))] == lines[6][:3]
     assert lines[7][-2:] == [format_bytes(usage.used_bytes), format_bytes(usage.shared_bytes)]
     own = usage.by_sequence[known["a"].id]
-    shown = [own.by_part["body"], own.by_part["tail"], own.by_part["head"], own.total_bytes, own.shared_bytes, own.private_bytes]
+    shown = [
+        own.by_part["body"],
+        own.by_part["tail"],
+        own.by_part["head"],
+        own.total_bytes,
+        own.shared_bytes,
+        own.private_bytes,
+    ]
     assert ["sequence 0", "49", *map(format_bytes, shown), "–"] in lines
     assert lines[-1][0] == f"sequence {known['away'].id}" and lines[-1][-1] == format_bytes(usage.host_bytes)
     for _ in range(30):
@@ -215,7 +235,11 @@ def test_a_terminal_shows_the_same(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_sequences_or_layers() -> None:
     for spec in (SPECS["nothing"], HYBRID):
         memory = make(spec)
-        assert "0 sequences" in str(memory) and "0 sequences" in str(memory.usage()) and "0 sequences" in memory._repr_html_()
+        assert (
+            "0 sequences" in str(memory)
+            and "0 sequences" in str(memory.usage())
+            and "0 sequences" in memory._repr_html_()
+        )
         s = memory.open()
         memory.run(None, {s: [1, 2]})
         assert "1 sequence " in str(memory.usage()) and "2 tokens" in s._repr_html_()
@@ -284,7 +308,9 @@ def test_html_takes_its_colours_from_the_page() -> None:
 
 def test_names_are_escaped_wherever_they_come_from(tmp_path: Path) -> None:
     hostile = RecurrentSpec(HOSTILE, (6,), (StateTensor(HOSTILE, (6,)),), name=HOSTILE)
-    spec = MemorySpec(((hostile,), (replace(DENSE, name=HOSTILE),)), 50, device=META, model=HOSTILE).with_policy(Hostile(8, sinks=1))
+    spec = MemorySpec(((hostile,), (replace(DENSE, name=HOSTILE),)), 50, device=META, model=HOSTILE).with_policy(
+        Hostile(8, sinks=1)
+    )
     memory = make(spec, swap_dir=tmp_path / HOSTILE)
     known = family(memory)
     for view in (memory, memory.usage(), *known.values()):
@@ -294,7 +320,9 @@ def test_names_are_escaped_wherever_they_come_from(tmp_path: Path) -> None:
 
 
 def test_ten_thousand_sequences_are_a_short_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are counted by arrays: each kind is asked once, nobody is asked for one sequence, and only those shown are written."""
+    """They are counted by arrays: each kind is asked once, nobody is asked for one sequence, and only those shown are
+    written.
+    """
     memory = HybridMemory(HYBRID, "1GiB", rollback_window=8, page_tokens=4)
     sequences = [memory.open() for _ in range(5000)]
     memory.run(None, {s: [1] * (1 + i % 9) for i, s in enumerate(sequences)}, max_tokens=8000)
@@ -302,7 +330,9 @@ def test_ten_thousand_sequences_are_a_short_page(monkeypatch: pytest.MonkeyPatch
     asked: list[int] = []
     n_written = 0
     for kind in memory._coordinator.layers.values():
-        monkeypatch.setattr(kind, "holdings", lambda slots, plain=kind.holdings: asked.append(len(slots)) or plain(slots))
+        monkeypatch.setattr(
+            kind, "holdings", lambda slots, plain=kind.holdings: asked.append(len(slots)) or plain(slots)
+        )
         monkeypatch.setattr(kind, "blocks_of", None)
 
     def write(n_bytes: float, plain: Any = format_bytes) -> str:
@@ -334,12 +364,20 @@ def test_a_handle_shows_itself() -> None:
         parts = {p.part: n for p, n in own.held.items() if p.kind == kind}
         numbers = [parts.get("body", 0), parts.get("tail", 0), parts.get("head", 0), own.by_kind[kind]]
         assert row[1:5] == [format_bytes(n) if n else "–" for n in numbers]
-    for words in (f"Sequence {a.id}", "49 tokens, horizon 40", "to 40 … 49, to 0, to checkpoint 1 at 40", format_bytes(own.private_bytes)):
+    for words in (
+        f"Sequence {a.id}",
+        "49 tokens, horizon 40",
+        "to 40 … 49, to 0, to checkpoint 1 at 40",
+        format_bytes(own.private_bytes),
+    ):
         assert words in page.text
     page = Page(mark._repr_html_())
     assert f"Checkpoint {mark.id}" in page.text and "roll back" not in page.text
     page = Page(away._repr_html_())
-    assert f"swapped out: {format_bytes(usage.host_bytes)} wait" in page.text and "once it is back, it can roll back" in page.text
+    assert (
+        f"swapped out: {format_bytes(usage.host_bytes)} wait" in page.text
+        and "once it is back, it can roll back" in page.text
+    )
     assert known["closed"]._repr_html_() == "&lt;sequence 5, closed&gt;"
     for _ in range(12):
         memory.checkpoint(a)

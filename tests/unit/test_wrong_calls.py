@@ -1,4 +1,6 @@
-"""What a beginner does wrong with a memory: every call is refused by an error that names the value and the way out, or meant."""
+"""What a beginner does wrong with a memory: every call is refused by an error that names the value and the way out, or
+meant.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,11 @@ def names(tmp_path: Path) -> Iterator[dict[str, Any]]:
     memory.swap_out(away)
     (tmp_path / "text.safetensors").write_text("no sequence")
     yield {
-        "np": np, "torch": torch, "replace": replace, "GIB": GIB, "VOCAB": VOCAB, "Toy": Toy, "half": half, "model": model, "spec": spec,
-        "memory": memory, "other": other, "alice": alice, "bob": bob, "closed": closed, "away": away, "foreign": foreign, "mark": mark,
-        "old": old, "folder": tmp_path, "HybridMemory": HybridMemory, "AttentionSpec": AttentionSpec, "MemorySpec": MemorySpec,
-        "CrossAttentionSpec": CrossAttentionSpec, "RecurrentSpec": RecurrentSpec, "StateTensor": StateTensor, "PrefixCache": PrefixCache,
+        "np": np, "torch": torch, "replace": replace, "GIB": GIB, "VOCAB": VOCAB, "Toy": Toy, "half": half,
+        "model": model, "spec": spec, "memory": memory, "other": other, "alice": alice, "bob": bob, "closed": closed,
+        "away": away, "foreign": foreign, "mark": mark, "old": old, "folder": tmp_path, "HybridMemory": HybridMemory,
+        "AttentionSpec": AttentionSpec, "MemorySpec": MemorySpec, "CrossAttentionSpec": CrossAttentionSpec,
+        "RecurrentSpec": RecurrentSpec, "StateTensor": StateTensor, "PrefixCache": PrefixCache,
         "plan_sequence": plan_sequence, "arena_map": arena_map, "fork_tree": fork_tree, "layer_map": layer_map,
         "attention": AttentionSpec(6, 2, 4), **vars(eviction), **vars(quantization),
     }  # fmt: skip
@@ -238,23 +241,17 @@ SEQUENCES: list[Row] = [
 ]  # fmt: skip
 
 STEPS: list[Row] = [
-    ("memory.step(None)", "None", "{sequence: tokens}"),
-    ("memory.step(3)", "3", "{sequence: tokens}"),
-    ("memory.step('hi')", "'h'", "{sequence: tokens}"),
-    ("memory.step([])", "no requests", "at least one"),
-    ("memory.step({})", "no requests", "at least one"),
-    ("memory.step(alice)", "<sequence", "{sequence: tokens}"),
-    ("memory.step([alice, 1])", "<sequence", "{sequence: tokens}"),
-    ("memory.step([1, 2])", "1", "{sequence: tokens}"),
+    ("memory.step(None)", "None", "{sequence: tokens}"), ("memory.step(3)", "3", "{sequence: tokens}"),
+    ("memory.step('hi')", "'h'", "{sequence: tokens}"), ("memory.step([])", "no requests", "at least one"),
+    ("memory.step({})", "no requests", "at least one"), ("memory.step(alice)", "<sequence", "{sequence: tokens}"),
+    ("memory.step([alice, 1])", "<sequence", "{sequence: tokens}"), ("memory.step([1, 2])", "1", "{sequence: tokens}"),
     ("memory.step(torch.tensor([1, 2]))", "tensor", "{sequence: tokens}"),
     ("memory.step({'alice': [1]})", "'alice'", "{sequence: tokens}"),
     ("memory.step({0: [1]})", "0", "{sequence: tokens}"),
     ("memory.step([(alice, 1), (alice, 2)])", "more than one request", "join"),
-    ("memory.step({mark: 1})", "checkpoint", "fork"),
-    ("memory.step({closed: 1})", "closed", "another one"),
+    ("memory.step({mark: 1})", "checkpoint", "fork"), ("memory.step({closed: 1})", "closed", "another one"),
     ("memory.step({foreign: 1})", "another memory", "memory that made them"),
-    ("memory.step({away: 1})", "swapped out", "swap_in"),
-    ("memory.step({alice: 'hello'})", "'hello'", "tokenizer"),
+    ("memory.step({away: 1})", "swapped out", "swap_in"), ("memory.step({alice: 'hello'})", "'hello'", "tokenizer"),
     ("memory.step({alice: ['hello']})", "'hello'", "tokenizer"),
     ("memory.step({alice: b'hello'})", "b'hello'", "tokenizer"),
     ("memory.step({alice: []})", "no tokens", "leave it out"),
@@ -269,8 +266,7 @@ STEPS: list[Row] = [
     ("memory.step({alice: torch.tensor([True])})", "True", "give integer token ids"),
     ("memory.step({alice: 2**70})", str(2**70), "0 <= id < 19"),
     ("memory.step({alice: [1, 2**70]})", str(2**70), "0 <= id < 19"),
-    ("memory.step({alice: -1})", "-1", "0 <= id < 19"),
-    ("memory.step({alice: [1, VOCAB]})", "19", "0 <= id < 19"),
+    ("memory.step({alice: -1})", "-1", "0 <= id < 19"), ("memory.step({alice: [1, VOCAB]})", "19", "0 <= id < 19"),
     ("memory.step({alice: [1, None]})", "None", "give integer token ids"),
     ("memory.step({alice: [1, 'a']})", "'a'", "tokenizer"),
     ("memory.step({alice: [1, 1.5]})", "1.5", "give integer token ids"),
@@ -314,10 +310,15 @@ STEPS: list[Row] = [
     ("with memory.step({alice: 1}) as step: step.attend(3, None, None)", "layer 3", "0 attention memories"),
     ("with memory.step({alice: 1}) as step: step.attend(0, None, None)", "None", "one row a token"),
     ("with memory.step({alice: 1}) as step: step.attend(0, *[torch.zeros(2, 3)] * 3)", "(2, 3)", "(1, 6, 4)"),
-    ("with memory.step({alice: 1}) as step: step.attend(0, torch.zeros(1, 6, 4), torch.zeros(1, 2, 4))", "v is missing", "value_dim"),
+    ("with memory.step({alice: 1}) as step: step.attend(0, torch.zeros(1, 6, 4), torch.zeros(1, 2, 4))",
+     "v is missing", "value_dim"),
     ("with memory.step({alice: 1}) as step: step.recur(1, torch.zeros(1, 5), None)", "name=None", "'slow'"),
     ("with memory.step({alice: 1}) as step: step.recur(1, torch.zeros(2, 5), print, name='slow')", "(2, 5)", "(1, 5)"),
-    ("with memory.step({alice: 1}) as step: step.recur(1, torch.zeros(1, 5), None, name='slow')", "None", "(states, rows)"),
+    (
+        "with memory.step({alice: 1}) as step: step.recur(1, torch.zeros(1, 5), None, name='slow')",
+        "None",
+        "(states, rows)",
+    ),
     ("with memory.step({alice: 1}) as step: Toy(recurrent=False)(step)", "toy", "model.memory_spec"),
     ("with memory.step({alice: 1}) as step: half(step)", "torch.float16", "dtype="),
     ("memory.run(None, {alice: 1})", "model=None", "pass the model"),

@@ -30,7 +30,13 @@ _ONE = np.float32(1.0)
 
 
 def paged_attention(
-    q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scoring: Scoring, folded: FoldedRows | None = None
+    q_THD: Tensor,
+    keys: Prepared,
+    values: Prepared,
+    batch: PagedBatch,
+    n_kv_heads: int,
+    scoring: Scoring,
+    folded: FoldedRows | None = None,
 ) -> Tensor:
     checks.paged_attention(q_THD, batch, n_kv_heads, scoring, checks.FLOAT32)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
@@ -45,9 +51,10 @@ def paged_attention(
         pages = as_array(batch.pages)
         heads_a_task = n_kv_heads if n_short >= 2 * n_threads and pages.ndim == 1 else 1
         _attend_few(
-            q_THD.contiguous().numpy(), as_array(keys), as_array(values), batch.cu_seqlens[: n_short + 1], batch.kv_lengths,
-            np.atleast_2d(pages), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task, np.float32(scoring.scale),
-            _NO_WINDOW if scoring.window is None else scoring.window, np.float32(scoring.softcap or 0.0), sinks, bias_HL, out_THD.numpy(),
+            q_THD.contiguous().numpy(), as_array(keys), as_array(values), batch.cu_seqlens[: n_short + 1],
+            batch.kv_lengths, np.atleast_2d(pages), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task,
+            np.float32(scoring.scale), _NO_WINDOW if scoring.window is None else scoring.window,
+            np.float32(scoring.softcap or 0.0), sinks, bias_HL, out_THD.numpy(),
         )  # fmt: skip
     for i in range(n_short, len(counts)):
         own = slice(*batch.cu_seqlens[i : i + 2].tolist())
@@ -56,11 +63,15 @@ def paged_attention(
     return out_THD
 
 
-def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
+def attend_rows(
+    q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None
+) -> Tensor:
     checks.attend_rows(q_THD, k_RGD, v_RGD, scoring, checks.FLOAT32)
     if len(q_THD) > _FEW_QUERIES:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
-        _attend_many(q_THD, len(k_RGD), k_RGD.shape[1], lambda begin, end: (k_RGD[begin:end], v_RGD[begin:end]), scoring, out_THD)
+        _attend_many(
+            q_THD, len(k_RGD), k_RGD.shape[1], lambda begin, end: (k_RGD[begin:end], v_RGD[begin:end]), scoring, out_THD
+        )
         return out_THD
     cu_seqlens, lengths, one_page = np.array([0, len(q_THD)]), np.array([len(k_RGD)]), np.array([0, 1])
     batch = PagedBatch(cu_seqlens, lengths, np.zeros(1, np.int64), one_page, page_tokens=len(k_RGD))
@@ -69,7 +80,8 @@ def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, b
 
 
 def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Scoring, out_THD: Tensor) -> None:
-    """Write what queries of the last T of `n_rows` rows find, by torch's fused attention where it can compute such scores.
+    """Write what queries of the last T of `n_rows` rows find, by torch's fused attention where it can compute such
+    scores.
 
     It leaves the log of each query's sum of weights, by which what was found in several blocks of rows is joined.
     """
@@ -88,7 +100,9 @@ def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scorin
             mask, is_causal = None, begin == first and (scoring.window is None or n_queries <= scoring.window)
             if not is_causal and not sees_all(n_queries, end - begin, scoring.window, first - begin):
                 mask = causal_mask(n_queries, end - begin, scoring.window, q_THD.device, first - begin)
-            more_GSTD, log_more_GST = _fused(q_GSTD, k_GSRD, v_GSRD, is_causal=is_causal, attn_mask=mask, scale=scoring.scale)
+            more_GSTD, log_more_GST = _fused(
+                q_GSTD, k_GSRD, v_GSRD, is_causal=is_causal, attn_mask=mask, scale=scoring.scale
+            )
             if len(rows) > 1 and (log_more_GST == 0.0).any() and k_GSRD[:, 0].isinf().any():
                 # Where no score is above -inf it says 0, the log of one. Only such keys, which no model has, score so.
                 out_THD[:] = attend(q_THD, n_rows, n_kv_heads, read, scoring)
@@ -105,10 +119,12 @@ def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scorin
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _attend_few(  # type: ignore[no-untyped-def]
-    q_THD, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale, window, softcap,
-    sinks, bias_HL, out_THD,
+    q_THD, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale,
+    window, softcap, sinks, bias_HL, out_THD,
 ):  # fmt: skip
-    """Online softmax over blocks of rows (Milakov & Gimelshein 2018); a task is a request and some of its key/value heads."""
+    """Online softmax over blocks of rows (Milakov & Gimelshein 2018); a task is a request and some of its key/value
+    heads.
+    """
     head_dim = q_THD.shape[2]
     apart = page_tokens * head_dim
     n_groups = q_THD.shape[1] // n_kv_heads

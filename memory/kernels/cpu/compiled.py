@@ -128,7 +128,8 @@ class KernelCache(_Cache):
             _tell_once(error)
 
     def _key(self, sig: Any, codegen: Any) -> tuple[bytes, str]:
-        """Everything that the machine code follows from, with the processor's name and features; and its file's name."""
+        """Everything that the machine code follows from, with the processor's name and features; and
+        its file's name."""
         flags = str(config.OPT), config.BOUNDSCHECK  # type: ignore[attr-defined]
         key = repr((_BUILD, self._source, self._name, str(sig), codegen.magic_tuple(), flags)).encode()
         return key, f"{self._name}-{hashlib.sha256(key).hexdigest()[:24]}"

@@ -1,7 +1,7 @@
 """Attention over rows that a storage keeps and, after them, rows in pages: for few queries.
 
-Codes of up to BLOCK rows of one head are turned into floats in the cache, and from there on are rows like others. Where a channel or a row
-has one scale, it multiplies the query, the scores or the weights instead of every number.
+Codes of up to BLOCK rows of one head are turned into floats in the cache, and from there on are rows like others. Where
+a channel or a row has one scale, it multiplies the query, the scores or the weights instead of every number.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _BY_NUMBER, _BY_CHANNEL, _BY_ROW = 0, 1, 2
 _0, _1, _2, _3, _LANES, _LAST_LANE = (np.uint64(i) for i in (0, 1, 2, 3, LANES, LANES - 1))
-# Moving the bits of a short float to where those of a float32 stand leaves its exponent too small by the difference of their biases.
+# Moving the bits of a short float to where those of a float32 stand leaves its exponent too small by the difference of
+# their biases.
 _HALF_BIAS, _FLOAT8_BIAS = np.float32(2.0**112), np.float32(2.0**120)
 _NONE = np.zeros(0, np.uint16)
 
 
 def attend_few_folded(
-    q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_requests: int, n_kv_heads: int, scoring: Scoring,
-    sinks: Prepared, bias_HL: Prepared, folded: FoldedRows, out_THD: Tensor,
+    q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_requests: int, n_kv_heads: int,
+    scoring: Scoring, sinks: Prepared, bias_HL: Prepared, folded: FoldedRows, out_THD: Tensor,
 ) -> None:  # fmt: skip
     """Write the outputs of the first `n_requests` requests."""
     counts, lengths = np.diff(batch.cu_seqlens), batch.kv_lengths + folded.lengths
@@ -40,25 +41,27 @@ def attend_few_folded(
         parts if len(parts) == 6 else (parts[0], _NONE, _NONE, parts[1], _NONE, _NONE)
     )
     _attend_few(
-        q_THD.contiguous().numpy(), as_array(keys), as_array(values), batch.cu_seqlens[: n_requests + 1], batch.kv_lengths,
-        as_array(batch.pages), batch.cu_pages, batch.page_tokens, n_kv_heads, np.float32(scoring.scale),
-        np.float32(scoring.softcap or 0.0), sinks, bias_HL, folded.storage.code_bits, key_codes, key_scales, key_lows, value_codes,
-        value_scales, value_lows, *_scale_shapes(folded), np.atleast_2d(as_array(folded.blocks)), folded.cu_blocks, folded.block_rows,
-        folded.lengths, out_THD.numpy(),
+        q_THD.contiguous().numpy(), as_array(keys), as_array(values), batch.cu_seqlens[: n_requests + 1],
+        batch.kv_lengths, as_array(batch.pages), batch.cu_pages, batch.page_tokens, n_kv_heads,
+        np.float32(scoring.scale), np.float32(scoring.softcap or 0.0), sinks, bias_HL, folded.storage.code_bits,
+        key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, *_scale_shapes(folded),
+        np.atleast_2d(as_array(folded.blocks)), folded.cu_blocks, folded.block_rows, folded.lengths, out_THD.numpy(),
     )  # fmt: skip
 
 
 def _scale_shapes(folded: FoldedRows) -> tuple[Int64s, Int64s]:
     """Of the scales of a head's keys and of its values: (rows, scales a row)."""
     n_parts = len(folded.shapes) // 2
-    return tuple(np.array(half[1][1:] if n_parts > 1 else (0, 0)) for half in (folded.shapes[:n_parts], folded.shapes[n_parts:]))  # type: ignore[return-value]
+    return tuple(
+        np.array(half[1][1:] if n_parts > 1 else (0, 0)) for half in (folded.shapes[:n_parts], folded.shapes[n_parts:])
+    )  # type: ignore[return-value]
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _attend_few(  # type: ignore[no-untyped-def]
-    q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, scale, softcap, sinks, bias_HL,
-    bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, key_scale_shape, value_scale_shape,
-    blocks_GB, cu_blocks, block_rows, folded_lengths, out_THD,
+    q_THD, keys, values, cu_seqlens, kv_lengths, pages, cu_pages, page_tokens, n_kv_heads, scale, softcap, sinks,
+    bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, key_scale_shape,
+    value_scale_shape, blocks_GB, cu_blocks, block_rows, folded_lengths, out_THD,
 ):  # fmt: skip
     """A task is a request and one of its key/value heads."""
     head_dim = q_THD.shape[2]
@@ -117,7 +120,9 @@ def _attend_few(  # type: ignore[no-untyped-def]
 
 @njit
 def _fold_of(bits, scale_shape, head_dim):  # type: ignore[no-untyped-def]
-    """What scales a product with codes can be multiplied with instead of each number. A block of one row has one row of scales as well."""
+    """What scales a product with codes can be multiplied with instead of each number.
+    A block of one row has one row of scales as well.
+    """
     if bits == 0:
         return _BY_NUMBER
     if scale_shape[0] == 1 and scale_shape[1] == head_dim:
@@ -127,7 +132,8 @@ def _fold_of(bits, scale_shape, head_dim):  # type: ignore[no-untyped-def]
 
 @njit(error_model="numpy")
 def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):  # type: ignore[no-untyped-def]
-    """Rows [first, first + n) of head g in the block at byte `at`, as floats; without scales and lows where a product takes them.
+    """Rows [first, first + n) of head g in the block at byte `at`, as floats; without scales and lows where a product
+    takes them.
 
     No slices: making one takes as long as decoding 16 codes.
     """
@@ -168,7 +174,9 @@ def _row_(codes, code, bits, out, row, n_bytes):  # type: ignore[no-untyped-def]
             store(out, at + _3 * n_bytes, load_codes(codes, code + e, np.int32(6), np.int32(3)))
     else:
         for i in range(8 // bits):
-            _codes_(codes, code, np.int32(i * bits), np.int32((1 << bits) - 1), out, row + np.uint64(i) * n_bytes, n_bytes)
+            _codes_(
+                codes, code, np.int32(i * bits), np.int32((1 << bits) - 1), out, row + np.uint64(i) * n_bytes, n_bytes
+            )
 
 
 @njit(inline="always", error_model="numpy")
@@ -206,7 +214,11 @@ def _half(bits):  # type: ignore[no-untyped-def]
 def _read_scales(halves, low_halves, scale_shape, place, scales, lows):  # type: ignore[no-untyped-def]
     """One a channel, or one for each of n rows."""
     at, g, _, first, n, _ = place
-    start, count = (at // 2 + g * scale_shape[1], scale_shape[1]) if scale_shape[0] == 1 else (at // 2 + g * scale_shape[0] + first, n)
+    start, count = (
+        (at // 2 + g * scale_shape[1], scale_shape[1])
+        if scale_shape[0] == 1
+        else (at // 2 + g * scale_shape[0] + first, n)
+    )
     for i in range(count):
         scales[i], lows[i] = _half(halves[start + i]), _half(low_halves[start + i])
 

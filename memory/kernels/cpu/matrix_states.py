@@ -17,7 +17,9 @@ from memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, spla
 from memory.kernels.signature import Erase, Prepared, StateSlots
 
 _LONG_RUN_ELEMENTS = 8192
-"""State elements a task runs in long runs: 32 KiB stay close from token to token, and outweigh what a token costs a task."""
+"""State elements a task runs in long runs: 32 KiB stay close from token to token, and outweigh what a token costs a
+task.
+"""
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _NOTHING = np.zeros(0, np.float32)
@@ -32,7 +34,9 @@ def matrix_scan(
     n_columns = q_TGN.shape[2]
     if state.tail is not None:
         skip_H = None if skip_H is None else torch.as_tensor(skip_H)
-        return reference.matrix_scan(q_TGN, k_TGN, v_THV, log_decay, erase, as_tensors(state), strength_TH=strength_TH, skip_H=skip_H)
+        return reference.matrix_scan(
+            q_TGN, k_TGN, v_THV, log_decay, erase, as_tensors(state), strength_TH=strength_TH, skip_H=skip_H
+        )
     y_THV = v_THV.new_empty(v_THV.shape)
     (q, q_stride), (k, k_stride), (v, v_stride) = as_flat(q_TGN), as_flat(k_TGN), as_flat(v_THV)
     a, a_stride, a_heads, b = _NOTHING, 0, 1, _NOTHING
@@ -43,16 +47,18 @@ def matrix_scan(
     use_threads(4 * v_THV.numel() * n_columns)
     _matrix_scan(
         q, q_stride, n_heads // q_TGN.shape[1], k, k_stride, n_heads // k_TGN.shape[1], v, v_stride,
-        log_decay.contiguous().view(n_tokens, n_heads, -1).numpy(), a, a_stride, a_heads, b, erase is not None and erase.after_decay,
-        strength, strength_stride, _NOTHING if skip_H is None else as_array(skip_H),
-        state.cu_rows, as_array(state.flat), as_array(state.sources), as_array(state.targets), np.float32(state.initial),
-        n_columns, _is_long(state.cu_rows), y_THV.numpy(),
+        log_decay.contiguous().view(n_tokens, n_heads, -1).numpy(), a, a_stride, a_heads, b,
+        erase is not None and erase.after_decay, strength, strength_stride,
+        _NOTHING if skip_H is None else as_array(skip_H), state.cu_rows, as_array(state.flat), as_array(state.sources),
+        as_array(state.targets), np.float32(state.initial), n_columns, _is_long(state.cu_rows), y_THV.numpy(),
     )  # fmt: skip
     return y_THV
 
 
 def _is_long(cu_rows: Int64s) -> bool:
-    """Whether runs are so long that their states stay in a cache from token to token. In short ones each state is met once."""
+    """Whether runs are so long that their states stay in a cache from token to token.
+    In short ones each state is met once.
+    """
     return bool(cu_rows[-1] >= 4 * (len(cu_rows) - 1))
 
 
@@ -139,8 +145,9 @@ def _advance(s, w, k, u, q, y):  # type: ignore[no-untyped-def]
 def _advance_erasing(s, w, a, b, k, u, q, y, is_long):  # type: ignore[no-untyped-def]
     """As `_advance`, a decay for each column: s = w s + (s . a) b + u k.
 
-    In long runs, with the state in a near cache, four rows share what is loaded: it takes two thirds of the time. Where it comes from
-    memory, one row after the other is read faster. The sums of a row have one order, so both give the same bits.
+    In long runs, with the state in a near cache, four rows share what is loaded: it takes two thirds of the time. Where
+    it comes from memory, one row after the other is read faster. The sums of a row have one order, so both give the
+    same bits.
     """
     n, n_rows = len(k), len(u)
     n_fours = n_rows // 4 if is_long else 0

@@ -17,7 +17,9 @@ _NOTHING = np.zeros(0, np.float32)
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 
 
-def rms_norm(x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None
+) -> Tensor:
     checks.rms_norm(x_TE, weight_E, n_groups, gate_TE, checks.FLOAT32)
     n_rows, n_elements = x_TE.shape
     out_TE = torch.empty(n_rows, n_elements)

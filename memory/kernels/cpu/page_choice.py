@@ -25,8 +25,9 @@ def choose_pages(q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: Pag
     n_threads = use_threads(2 * q_QHD[0].numel() * int(choice.cu_pages[-1]))
     heads_a_task = n_kv_heads if n_queries >= 2 * n_threads else 1
     _choose(
-        q_QHD.contiguous().numpy().reshape(n_queries, n_kv_heads, -1), as_array(least), as_array(greatest), as_array(choice.pages),
-        choice.cu_pages, choice.n_first, choice.n_last, choice.cu_chosen, heads_a_task, head_dim, out_GC.numpy(),
+        q_QHD.contiguous().numpy().reshape(n_queries, n_kv_heads, -1), as_array(least), as_array(greatest),
+        as_array(choice.pages), choice.cu_pages, choice.n_first, choice.n_last, choice.cu_chosen, heads_a_task,
+        head_dim, out_GC.numpy(),
     )  # fmt: skip
     return out_GC
 

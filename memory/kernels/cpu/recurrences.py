@@ -30,7 +30,9 @@ def _channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: 
     return -(-n_channels // (64 * n_chunks)) * 64
 
 
-def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True) -> Tensor:
+def causal_conv(
+    rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True
+) -> Tensor:
     checks.causal_conv(rows_TR, weight_WE, bias_E, window, checks.FLOAT32)
     n_taps, n_channels = weight_WE.shape
     if window.tail is not None:
@@ -41,8 +43,9 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
     n_threads = use_threads(2 * out_TE.numel() * n_taps)
     at_once = _channels_at_once(window.cu_rows, out_TE.shape[0], n_channels, n_threads)
     _causal_conv(
-        rows_TR.contiguous().numpy(), as_array(weight_WE), bias, window.cu_rows, as_array(window.flat), as_array(window.sources),
-        as_array(window.targets), np.float32(window.initial), out_TE.numpy(), at_once, activation,
+        rows_TR.contiguous().numpy(), as_array(weight_WE), bias, window.cu_rows, as_array(window.flat),
+        as_array(window.sources), as_array(window.targets), np.float32(window.initial), out_TE.numpy(), at_once,
+        activation,
     )  # fmt: skip
     return out_TE
 
@@ -98,7 +101,14 @@ def _silu_(x):  # type: ignore[no-untyped-def]
 
 
 def selective_scan(
-    x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Prepared, b_TN: Tensor, c_TN: Tensor, a_NE: Prepared, d_E: Prepared, state: StateSlots
+    x_TE: Tensor,
+    dt_TE: Tensor,
+    dt_bias_E: Prepared,
+    b_TN: Tensor,
+    c_TN: Tensor,
+    a_NE: Prepared,
+    d_E: Prepared,
+    state: StateSlots,
 ) -> Tensor:
     y_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
     checks.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state, checks.FLOAT32)
@@ -109,8 +119,8 @@ def selective_scan(
     at_once = _channels_at_once(state.cu_rows, x_TE.shape[0], x_TE.shape[1], n_threads)
     x, dt, b, c = (t.contiguous().numpy() for t in (x_TE, dt_TE, b_TN, c_TN))
     _selective_scan(
-        x, dt, as_array(dt_bias_E), b, c, as_array(a_NE), as_array(d_E), state.cu_rows, as_array(state.flat), as_array(state.sources),
-        as_array(state.targets), np.float32(state.initial), y_TE.numpy(), at_once,
+        x, dt, as_array(dt_bias_E), b, c, as_array(a_NE), as_array(d_E), state.cu_rows, as_array(state.flat),
+        as_array(state.sources), as_array(state.targets), np.float32(state.initial), y_TE.numpy(), at_once,
     )  # fmt: skip
     return y_TE
 

@@ -18,7 +18,9 @@ def prepare(tensor: Tensor) -> Prepared:
     try:
         return tensor.detach().numpy()
     except TypeError as error:
-        raise StepError(f"{tensor.dtype} on {tensor.device} is not for these kernels; give numbers that numpy has, on the CPU") from error
+        raise StepError(
+            f"{tensor.dtype} on {tensor.device} is not for these kernels; give numbers that numpy has, on the CPU"
+        ) from error
 
 
 def plan_attention(*_: object) -> None:
@@ -34,17 +36,24 @@ def as_array(x: Prepared) -> Prepared:
 
 
 def as_tensors(slots: StateSlots) -> StateSlots:
-    """For `reference`, which runs what comes behind a tail: on a CPU a state is better written than read again behind one."""
+    """For `reference`, which runs what comes behind a tail: on a CPU a state is better written than read again behind
+    one.
+    """
     flat, sources, targets = (torch.as_tensor(x) for x in (slots.flat, slots.sources, slots.targets))
     tail = slots.tail
     if tail is not None:
-        flats, blocks, new_blocks = (tuple(map(torch.as_tensor, ring)) for ring in (tail.flats, tail.sources, tail.targets))
-        tail = Tail(flats, blocks, new_blocks, tail.ring_rows, *map(torch.as_tensor, (tail.firsts, tail.counts, tail.folds)))
+        flats, blocks, new_blocks = (
+            tuple(map(torch.as_tensor, ring)) for ring in (tail.flats, tail.sources, tail.targets)
+        )
+        tail = Tail(
+            flats, blocks, new_blocks, tail.ring_rows, *map(torch.as_tensor, (tail.firsts, tail.counts, tail.folds))
+        )
     return slots._replace(flat=flat, sources=sources, targets=targets, tail=tail)
 
 
 def as_flat(x: Tensor) -> tuple[Prepared, int]:
-    """All elements of float32 x (T, ...) as one contiguous array, and the distance of two rows in it: a view where each row is contiguous.
+    """All elements of float32 x (T, ...) as one contiguous array, and the distance of two rows in it: a view where each
+    row is contiguous.
 
     A part of a wider row, such as the keys in a projection, is read in place.
     """
@@ -86,7 +95,9 @@ def _read_rows(flat, offsets_T, rows_TR, initial):  # type: ignore[no-untyped-de
             copy_(rows_TR[t], flat[start : start + rows_TR.shape[1]])
 
 
-def gather_rows(flat: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int, begin: int, end: int) -> Tensor:
+def gather_rows(
+    flat: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int, begin: int, end: int
+) -> Tensor:
     """Rows [begin, end) of those that a request can see in pages, in order: (rows, G, D), each head's rows together."""
     rows_GRD = torch.empty(n_kv_heads, end - begin, head_dim)
     pages_GP = np.atleast_2d(as_array(batch.pages))[:, batch.cu_pages[request] : batch.cu_pages[request + 1]]

@@ -1,6 +1,8 @@
-"""Online softmax over blocks of rows (Milakov & Gimelshein 2018): the steps that attention kernels are made of, for one query.
+"""Online softmax over blocks of rows (Milakov & Gimelshein 2018): the steps that attention kernels are made of, for one
+query.
 
-Heads are those of one query that a task works on, `scores` holds BLOCK of them for each, `out` what the values sum up to so far.
+Heads are those of one query that a task works on, `scores` holds BLOCK of them for each, `out` what the values sum up
+to so far.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ BLOCK = 64
 """Rows whose scores are kept at once, 256 bytes a head."""
 
 _ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
-_0, _1, _2, _3, _4, _STRIDE, _LINE, _AHEAD, _LANES, _LAST_LANE = (np.uint64(i) for i in (0, 1, 2, 3, 4, BLOCK, 16, 8, LANES, LANES - 1))
+_0, _1, _2, _3, _4, _STRIDE, _LINE, _AHEAD, _LANES, _LAST_LANE = (
+    np.uint64(i) for i in (0, 1, 2, 3, 4, BLOCK, 16, 8, LANES, LANES - 1)
+)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
@@ -49,10 +53,11 @@ def find_rows(table, begin, page_tokens, head, head_dim, rows):  # type: ignore[
 
 @njit(error_model="numpy")
 def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, asks):  # type: ignore[no-untyped-def]
-    """scores[h, r] = scale q[h] . keys[rows[r]], for the query heads of each of the key heads, whose rows lie `apart` elements apart.
+    """scores[h, r] = scale q[h] . keys[rows[r]], for the query heads of each of the key heads, whose rows lie `apart`
+    elements apart.
 
-    Four rows share what is loaded of a query; the sums of a row have one order wherever it stands. If it `asks`, the values of these rows
-    and the keys of rows that come a little later are fetched meanwhile.
+    Four rows share what is loaded of a query; the sums of a row have one order wherever it stands. If it `asks`, the
+    values of these rows and the keys of rows that come a little later are fetched meanwhile.
     """
     head_dim, n_groups, apart, n = np.uint64(head_dim), np.uint64(n_groups), np.uint64(apart), np.uint64(len(rows))
     n_kv_heads = np.uint64(len(q)) // (head_dim * n_groups)
@@ -74,7 +79,9 @@ def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, 
                     x2, x3 = multiply_add(load(keys, c + e), query, x2), multiply_add(load(keys, d + e), query, x3)
                 store_totals(scores, place, x0, x1, x2, x3)
                 for i in range(_4):
-                    scores[place + i] = scale * _add_rest(scores[place + i], q, o, keys, np.uint64(rows[r + i]) + at, head_dim)
+                    scores[place + i] = scale * _add_rest(
+                        scores[place + i], q, o, keys, np.uint64(rows[r + i]) + at, head_dim
+                    )
     for r in range(n_fours, n):
         for g in range(n_kv_heads):
             row = np.uint64(rows[r]) + g * apart
@@ -104,7 +111,9 @@ def _add_rest(x, q, o, keys, row, head_dim):  # type: ignore[no-untyped-def]
 
 @njit(error_model="numpy")
 def add_values_(out, values, rows, n_groups, head_dim, apart, weights):  # type: ignore[no-untyped-def]
-    """out[h] += sum of weights[h, r] values[rows[r]], in the order of rows; four rows at once, so that `out` is written less often."""
+    """out[h] += sum of weights[h, r] values[rows[r]], in the order of rows; four rows at once, so that `out` is written
+    less often.
+    """
     head_dim, n_groups, apart, n = np.uint64(head_dim), np.uint64(n_groups), np.uint64(apart), np.uint64(len(rows))
     n_kv_heads, whole = np.uint64(len(out)) // (head_dim * n_groups), head_dim & ~_LAST_LANE
     n_fours = n & ~_3
@@ -115,7 +124,12 @@ def add_values_(out, values, rows, n_groups, head_dim, apart, weights):  # type:
             c, d = np.uint64(rows[r + _2]) + at, np.uint64(rows[r + _3]) + at
             for h in range(g * n_groups, (g + _1) * n_groups):
                 o, w = h * head_dim, h * _STRIDE + r
-                w_a, w_b, w_c, w_d = splat(weights[w]), splat(weights[w + _1]), splat(weights[w + _2]), splat(weights[w + _3])
+                w_a, w_b, w_c, w_d = (
+                    splat(weights[w]),
+                    splat(weights[w + _1]),
+                    splat(weights[w + _2]),
+                    splat(weights[w + _3]),
+                )
                 for e in range(_0, whole, _LANES):
                     x = multiply_add(w_b, load(values, b + e), multiply_add(w_a, load(values, a + e), load(out, o + e)))
                     store(out, o + e, multiply_add(w_d, load(values, d + e), multiply_add(w_c, load(values, c + e), x)))

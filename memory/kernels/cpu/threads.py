@@ -7,8 +7,8 @@ import threading
 import torch
 from numba import get_num_threads, set_num_threads
 
-# Reassociation lets sums use vector registers; where nothing is reduced it stays off. Together with "nsz" it would let LLVM
-# undo the rounding steps of `exp2_f32`. "nnan" and "ninf" stay off: NaN must come through.
+# Reassociation lets sums use vector registers; where nothing is reduced it stays off. Together with "nsz" it would let
+# LLVM undo the rounding steps of `exp2_f32`. "nnan" and "ninf" stay off: NaN must come through.
 REDUCING = {"reassoc", "contract"}
 ELEMENTWISE = {"contract", "arcp", "nsz"}
 
@@ -17,7 +17,9 @@ _WORTH_A_THREAD = 1 << 15
 
 
 def _launch() -> int:
-    """Launch numba's threads and say how many there are. They share OpenMP with torch's, whose number that changes: put it back."""
+    """Launch numba's threads and say how many there are.
+    They share OpenMP with torch's, whose number that changes: put it back.
+    """
     n_threads = torch.get_num_threads()
     n_most = get_num_threads()
     torch.set_num_threads(n_threads)

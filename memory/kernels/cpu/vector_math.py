@@ -1,7 +1,8 @@
 """Scalar float32 math that LLVM turns into vector code.
 
 numba's `math.exp` calls a scalar library function and stops a loop from being vectorised. These are branch-free
-polynomials, so a loop over channels becomes full-width SIMD. Accuracy (tested): 2 ulp for `exp2_f32`, 4 for `softplus_f32`.
+polynomials, so a loop over channels becomes full-width SIMD. Accuracy (tested): 2 ulp for `exp2_f32`, 4 for
+`softplus_f32`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _ROUNDER = np.float32(12582912.0)
 _BITS_OF_ONE = np.int32(0x3F800000)
 _ZERO, _ONE, _TWO = np.float32(0.0), np.float32(1.0), np.float32(2.0)
 # 2**r - 1 = r * (c1 + c2 r + ...) on [-1/2, 1/2], least squares of the relative error: 2.2e-9.
-_EXP2 = tuple(np.float32(c) for c in (0.6931472056, 0.2402264846, 0.05550329035, 0.009618373251, 0.001339984829, 0.0001537070482))
+_EXP2 = tuple(
+    np.float32(c) for c in (0.6931472056, 0.2402264846, 0.05550329035, 0.009618373251, 0.001339984829, 0.0001537070482)
+)
 # log(1 + u) = 2 atanh(u / (2 + u)) = 2 (s + s^3 / 3 + s^5 / 5 + ...), s <= 1/3
 _ATANH = tuple(np.float32(1 / k) for k in (3, 5, 7, 9, 11, 13, 15))
 
@@ -57,7 +60,8 @@ def exp2_f32(x):  # type: ignore[no-untyped-def]
     p = p * r + _EXP2[1]
     p = p * r + _EXP2[0]
     p = p * r + _ONE
-    # 2**n is n + 127 in the exponent's bits. Adding n to those of p would save a product and turn some NaN into numbers.
+    # 2**n is n + 127 in the exponent's bits. Adding n to those of p would save a product and turn some NaN into
+    # numbers.
     return p * float_from_bits((_bits_from_float(shifted) << np.int32(23)) + _BITS_OF_ONE)  # type: ignore[call-arg]
 
 

@@ -1,7 +1,8 @@
 """Sixteen float32 in a vector register, for loops where the order of a sum must be ours rather than LLVM's.
 
-A loop that LLVM vectorises sums in an order of its choice, and stops at a loop over several rows that share operands. These compile
-to full vectors on any machine (AVX-512: one register; AVX2: two; NEON: four), and round alike on all of them.
+A loop that LLVM vectorises sums in an order of its choice, and stops at a loop over several rows that share operands.
+These compile to full vectors on any machine (AVX-512: one register; AVX2: two; NEON: four), and round alike on all of
+them.
 """
 
 from __future__ import annotations
@@ -72,11 +73,15 @@ def splat(typing_context, x):  # type: ignore[no-untyped-def]
 
 @_compiled
 def load_codes(typing_context, array, at, shift, mask):  # type: ignore[no-untyped-def]
-    """(array[at : at + 16] >> shift) & mask of a contiguous uint8 array, as float32; not checked. `shift` and `mask` are int32."""
+    """(array[at : at + 16] >> shift) & mask of a contiguous uint8 array, as float32; not checked.
+    `shift` and `mask` are int32.
+    """
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         shift, mask = (_in_every_lane(builder, x) for x in arguments[2:])
-        return builder.uitofp(builder.and_(builder.lshr(_bytes(context, builder, signature, arguments), shift), mask), _VECTOR)
+        return builder.uitofp(
+            builder.and_(builder.lshr(_bytes(context, builder, signature, arguments), shift), mask), _VECTOR
+        )
 
     return _float32x16(array, at, types.int32, types.int32), codegen
 
@@ -85,8 +90,8 @@ def load_codes(typing_context, array, at, shift, mask):  # type: ignore[no-untyp
 def load_float8(typing_context, array, at):  # type: ignore[no-untyped-def]
     """The float8 e4m3 numbers array[at : at + 16] of a contiguous uint8 array, as float32; not checked.
 
-    Exponents are counted from 120 less. Numbers below 2**-6 have no leading one; given one, they are 2**-6 too large. (Moving the bits and
-    multiplying by 2**120 would be shorter, but for such numbers processors leave the fast path.)
+    Exponents are counted from 120 less. Numbers below 2**-6 have no leading one; given one, they are 2**-6 too large.
+    (Moving the bits and multiplying by 2**120 would be shorter, but for such numbers processors leave the fast path.)
     """
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -97,7 +102,9 @@ def load_float8(typing_context, array, at):  # type: ignore[no-untyped-def]
         size = builder.shl(builder.and_(codes, every(0x7F)), every(20))
         large = builder.bitcast(builder.add(size, every(121 << 23)), _VECTOR)
         small = builder.bitcast(builder.fsub(large, ir.Constant(_VECTOR, [2.0**-6] * LANES)), _CODES)
-        size = builder.select(builder.icmp_unsigned("<", size, every(1 << 23)), small, builder.add(size, every(120 << 23)))
+        size = builder.select(
+            builder.icmp_unsigned("<", size, every(1 << 23)), small, builder.add(size, every(120 << 23))
+        )
         return builder.bitcast(builder.or_(size, builder.shl(builder.and_(codes, every(0x80)), every(24))), _VECTOR)
 
     return _float32x16(array, at), codegen

@@ -27,7 +27,8 @@ _is_warm = False
 
 
 def warm_up() -> float:
-    """Run every kernel once on almost nothing: compiles those that numba's cache does not hold; returns the seconds it took.
+    """Run every kernel once on almost nothing: compiles those that numba's cache does not hold; returns the seconds it
+    took.
 
     The first memory of a process calls this, so that nobody waits in the middle of a step; whoever waits is told why.
     """
@@ -55,7 +56,9 @@ def _run_all() -> None:
     selective_scan(rows, rows, rows[0], b, b, a, rows[0], StateSlots(cu, flat, offsets, offsets, (3, 2), 0.0))
     batch = PagedBatch(cu, np.ones(1, np.int64), offsets, cu, page_tokens=1)
     codes = torch.zeros(64, dtype=torch.uint8)
-    folded = FoldedRows(Float8(), ((1, 1, 2), (1, 1, 2)), (codes, codes), np.zeros(1, np.int64), cu, np.ones(1, np.int64), 2)
+    folded = FoldedRows(
+        Float8(), ((1, 1, 2), (1, 1, 2)), (codes, codes), np.zeros(1, np.int64), cu, np.ones(1, np.int64), 2
+    )
     for old in (None, folded):
         paged_attention(torch.zeros(1, 1, 2), flat, flat, batch, 1, Scoring(1.0), old)
     choose_pages(torch.zeros(1, 1, 2), flat, flat, PageChoice(offsets, cu, 0, np.ones(1, np.int64), cu), 1)

@@ -1,8 +1,10 @@
-"""Attention over pages: a tile of queries and heads goes over keys and values with an online softmax (Dao et al. 2022, 2023).
+"""Attention over pages: a tile of queries and heads goes over keys and values with an online softmax (Dao et al. 2022,
+2023).
 
-Few queries (decoding, checking drafts) divide their rows among programs, whose results `_merge` puts together; many (prompts) do not.
-Query heads that share a key/value head share a tile, so each key and value is read once for all of them. A head_dim that is no power of
-two goes in two parts: 576 as 512 and 64. Scores are in units of log2, for the hardware has exp2.
+Few queries (decoding, checking drafts) divide their rows among programs, whose results `_merge` puts together; many
+(prompts) do not. Query heads that share a key/value head share a tile, so each key and value is read once for all of
+them. A head_dim that is no power of two goes in two parts: 576 as 512 and 64. Scores are in units of log2, for the
+hardware has exp2.
 """
 
 from __future__ import annotations
@@ -35,7 +37,13 @@ def plan_attention(
 
 
 def paged_attention(
-    q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scoring: Scoring, folded: FoldedRows | None = None
+    q_THD: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: PagedBatch,
+    n_kv_heads: int,
+    scoring: Scoring,
+    folded: FoldedRows | None = None,
 ) -> Tensor:
     checks.paged_attention(q_THD, batch, n_kv_heads, scoring, checks.FLOATS)
     q_THD = q_THD if q_THD.stride(-1) == 1 else q_THD.contiguous()
@@ -53,29 +61,35 @@ def paged_attention(
         block_m = max(16, next_power_of_2(n_queries * shape.heads))
         block_n, num_warps, num_stages = _choose(device, block_m, head_dim, itemsize, bits)
         launch(
-            _attend, (end - begin, n_kv_heads * shape.parts),
-            q_THD, out_THD, partial, totals, keys, values, pages, tasks, begin, q_THD if sinks_H is None else sinks_H,
-            q_THD if bias_HL is None else bias_HL, blocks, *folded_rows.flats(folded, q_THD), q_THD.stride(0), q_THD.stride(1),
-            *(x.stride(0) if x.dim() == 2 and x is not tasks else 0 for x in (pages, blocks)), scoring.scale * LOG2_E.value,
-            (scoring.softcap or 0.0) * LOG2_E.value, scoring.window or 0, 1 if bias_HL is None else bias_HL.shape[1],
-            N_HEADS=n_heads, N_SHARED=n_heads // n_kv_heads, HEADS=shape.heads, PARTS=shape.parts, D=head_dim, PAGE=batch.page_tokens,
-            IS_SHARED=keys.data_ptr() == values.data_ptr(), HAS_SOFTCAP=scoring.softcap is not None, HAS_SINKS=sinks_H is not None,
-            HAS_BIAS=bias_HL is not None, HAS_WINDOW=scoring.window is not None, BLOCK_M=block_m, BLOCK_N=block_n, TASK=TASK,
-            ALIGN=aligned_elements(head_dim, itemsize),
+            _attend, (end - begin, n_kv_heads * shape.parts), q_THD, out_THD, partial, totals, keys, values, pages,
+            tasks, begin, q_THD if sinks_H is None else sinks_H, q_THD if bias_HL is None else bias_HL, blocks,
+            *folded_rows.flats(folded, q_THD), q_THD.stride(0), q_THD.stride(1),
+            *(x.stride(0) if x.dim() == 2 and x is not tasks else 0 for x in (pages, blocks)),
+            scoring.scale * LOG2_E.value, (scoring.softcap or 0.0) * LOG2_E.value, scoring.window or 0,
+            1 if bias_HL is None else bias_HL.shape[1], N_HEADS=n_heads, N_SHARED=n_heads // n_kv_heads,
+            HEADS=shape.heads, PARTS=shape.parts, D=head_dim, PAGE=batch.page_tokens,
+            IS_SHARED=keys.data_ptr() == values.data_ptr(), HAS_SOFTCAP=scoring.softcap is not None,
+            HAS_SINKS=sinks_H is not None, HAS_BIAS=bias_HL is not None, HAS_WINDOW=scoring.window is not None,
+            BLOCK_M=block_m, BLOCK_N=block_n, TASK=TASK, ALIGN=aligned_elements(head_dim, itemsize),
             **head_parts(head_dim), **folded_rows.constants(folded), num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
     launch(
         _merge, (len(tiles.merges), n_heads), partial, totals, merges, q_THD if sinks_H is None else sinks_H, out_THD,
-        N_HEADS=n_heads, D=head_dim, BLOCK_D=next_power_of_2(head_dim), HAS_SINKS=sinks_H is not None, MERGE=MERGE, num_warps=1,
+        N_HEADS=n_heads, D=head_dim, BLOCK_D=next_power_of_2(head_dim), HAS_SINKS=sinks_H is not None, MERGE=MERGE,
+        num_warps=1,
     )  # fmt: skip
     return out_THD
 
 
-def attend_rows(q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None) -> Tensor:
+def attend_rows(
+    q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None
+) -> Tensor:
     checks.attend_rows(q_THD, k_RGD, v_RGD, scoring, checks.FLOATS)
     (n_rows, n_kv_heads, head_dim), device = k_RGD.shape, q_THD.device
     pages = torch.arange(n_rows, device=device) * (n_kv_heads * head_dim)  # of a row each
-    batch = batch or PagedBatch(np.array([0, len(q_THD)]), np.array([n_rows]), pages, np.array([0, n_rows]), page_tokens=1)
+    batch = batch or PagedBatch(
+        np.array([0, len(q_THD)]), np.array([n_rows]), pages, np.array([0, n_rows]), page_tokens=1
+    )
     keys = k_RGD.contiguous().view(-1)
     values = keys if v_RGD is k_RGD else v_RGD.contiguous().view(-1)
     return paged_attention(q_THD, keys, values, replace(batch, pages=pages), n_kv_heads, scoring)
@@ -92,7 +106,12 @@ def _lay_out(
         ints = device_ints(np.concatenate([tiles.merges.ravel(), tiles.tasks.ravel()]), device)
         return tiles, ints[n:].view(-1, TASK), ints[:n].view(-1, MERGE)
 
-    arrays = (batch.cu_seqlens, batch.kv_lengths, batch.cu_pages, *(() if folded is None else (folded.lengths, folded.cu_blocks)))
+    arrays = (
+        batch.cu_seqlens,
+        batch.kv_lengths,
+        batch.cu_pages,
+        *(() if folded is None else (folded.lengths, folded.cu_blocks)),
+    )
     return remember(arrays, (shape, window, device.type), make)
 
 
@@ -106,7 +125,8 @@ class Attend(NamedTuple):
 
 @tunable("attend", Attend, block_n=powers_of_2(16, 128), num_warps=powers_of_2(1, 16), num_stages=range(1, 9))
 def _choose(block_m: int, head_dim: int, itemsize: int, bits: int) -> Attend:
-    """Two or three tiles of keys and values in flight where shared memory (227 KiB) allows it. `bits`: of folded rows."""
+    """Two or three tiles of keys and values in flight where shared memory (227 KiB) allows it.
+    `bits`: of folded rows."""
     block_n = 64 if head_dim * itemsize <= 256 else 32 if head_dim * itemsize <= 1024 else 16
     tile_bytes = 2 * block_n * next_power_of_2(head_dim) * itemsize
     wanted = 3 if block_m >= 64 else 4  # of a small tile, one goes to offsets of pages
@@ -116,13 +136,13 @@ def _choose(block_m: int, head_dim: int, itemsize: int, bits: int) -> Attend:
 
 @triton.jit(do_not_specialize=["first_task", "pages_head", "blocks_head"])  # they change from step to step
 def _attend(  # type: ignore[no-untyped-def]
-    q, out, partial, totals, keys, values, pages, tasks, first_task, sinks, bias, blocks,
-    k_codes, k_scales, k_lows, v_codes, v_scales, v_lows, q_token, q_head, pages_head, blocks_head, scale, softcap, window, n_distances,
-    N_HEADS: tl.constexpr, N_SHARED: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr,
-    IS_SHARED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TASK: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ALIGN: tl.constexpr,
-    BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, K_ROWS: tl.constexpr, K_SCALES: tl.constexpr, V_ROWS: tl.constexpr,
-    V_SCALES: tl.constexpr,
+    q, out, partial, totals, keys, values, pages, tasks, first_task, sinks, bias, blocks, k_codes, k_scales, k_lows,
+    v_codes, v_scales, v_lows, q_token, q_head, pages_head, blocks_head, scale, softcap, window, n_distances,
+    N_HEADS: tl.constexpr, N_SHARED: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr, D: tl.constexpr,
+    PAGE: tl.constexpr, IS_SHARED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
+    HAS_BIAS: tl.constexpr, HAS_WINDOW: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TASK: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, ALIGN: tl.constexpr, BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
+    K_ROWS: tl.constexpr, K_SCALES: tl.constexpr, V_ROWS: tl.constexpr, V_SCALES: tl.constexpr,
 ):  # fmt: skip
     """One task for one key/value head g, or for some of the query heads that share it."""
     task, g, part = tasks + (first_task + tl.program_id(0)) * TASK, tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
@@ -143,8 +163,12 @@ def _attend(  # type: ignore[no-untyped-def]
         for start in range(begin, end_folded, BLOCK_N):
             r = start + tl.arange(0, BLOCK_N)
             block, slot = tl.load(own_blocks + r // BLOCK_ROWS, mask=r < end_folded, other=0), r % BLOCK_ROWS
-            k0, k1 = load_folded(k_codes, k_scales, k_lows, block, slot, g, r < end_folded, D, D0, D1, BITS, BLOCK_ROWS, K_ROWS, K_SCALES)
-            v0, v1 = load_folded(v_codes, v_scales, v_lows, block, slot, g, r < end_folded, D, D0, D1, BITS, BLOCK_ROWS, V_ROWS, V_SCALES)
+            k0, k1 = load_folded(
+                k_codes, k_scales, k_lows, block, slot, g, r < end_folded, D, D0, D1, BITS, BLOCK_ROWS, K_ROWS, K_SCALES
+            )
+            v0, v1 = load_folded(
+                v_codes, v_scales, v_lows, block, slot, g, r < end_folded, D, D0, D1, BITS, BLOCK_ROWS, V_ROWS, V_SCALES
+            )
             s = score(q0, q1, k0.to(q0.dtype), k1.to(q0.dtype), scale, softcap, D1, HAS_SOFTCAP)
             if HAS_BIAS:
                 s += load_bias(bias, head, newest + query, r, is_own, n_distances)
@@ -176,8 +200,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _merge(  # type: ignore[no-untyped-def]
-    partial, totals, merges, sinks, out, N_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, HAS_SINKS: tl.constexpr,
-    MERGE: tl.constexpr,
+    partial, totals, merges, sinks, out, N_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    HAS_SINKS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
     """What programs found for one query and head, each weighted by the total of its weights."""
     merge, head = merges + tl.program_id(0) * MERGE, tl.program_id(1)
@@ -196,4 +220,6 @@ def _merge(  # type: ignore[no-untyped-def]
         x = tl.load(partial + row * D + d, mask=d < D, other=0.0)
         acc, total, highest = acc * fade + x * weight, total * fade + weight, higher
     total = tl.where(total == 0.0, float("nan"), total)  # no score was above -inf: 0 / 0
-    tl.store(out + (token * N_HEADS + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < tl.where(n > 0, D, 0))
+    tl.store(
+        out + (token * N_HEADS + head) * D + d, (acc / total).to(out.dtype.element_ty), mask=d < tl.where(n > 0, D, 0)
+    )

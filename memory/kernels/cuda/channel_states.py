@@ -1,8 +1,11 @@
-"""Selective scan: a few states for each channel. A program is one run over some of the channels, its states in registers.
+"""Selective scan: a few states for each channel.
+A program is one run over some of the channels, its states in registers.
 
-Of longer runs, chunks run side by side: first from zeros, for what each brings, and, when that has been added up, from where each begins.
+Of longer runs, chunks run side by side: first from zeros, for what each brings, and, when that has been added up, from
+where each begins.
 
-Behind a tail it begins with the tail's tokens, out of rings of x, dt and B, and writes only its own tokens and, now and then, a body.
+Behind a tail it begins with the tail's tokens, out of rings of x, dt and B, and writes only its own tokens and, now and
+then, a body.
 """
 
 from __future__ import annotations
@@ -33,14 +36,27 @@ class SelectiveScan(NamedTuple):
     num_warps: int
 
 
-@tunable("selective_scan", SelectiveScan, channels=powers_of_2(1, 512), chunk=powers_of_2(1, 1024), num_warps=powers_of_2(1, 16))
+@tunable(
+    "selective_scan",
+    SelectiveScan,
+    channels=powers_of_2(1, 512),
+    chunk=powers_of_2(1, 1024),
+    num_warps=powers_of_2(1, 16),
+)
 def _choose(n_states: int, itemsize: int) -> SelectiveScan:
     """One warp, 16 registers a thread: with 16 states a channel, 32 channels."""
     return SelectiveScan(max(32, 512 // next_power_of_2(n_states)), 64, 1)
 
 
 def selective_scan(
-    x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Prepared, b_TN: Tensor, c_TN: Tensor, a_NE: Prepared, d_E: Prepared, state: StateSlots
+    x_TE: Tensor,
+    dt_TE: Tensor,
+    dt_bias_E: Prepared,
+    b_TN: Tensor,
+    c_TN: Tensor,
+    a_NE: Prepared,
+    d_E: Prepared,
+    state: StateSlots,
 ) -> Tensor:
     checks.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state, checks.FLOATS)
     n_channels, n_states = x_TE.shape[1], b_TN.shape[1]
@@ -60,18 +76,18 @@ def selective_scan(
         n_pieces = count_pieces(state.cu_rows, chunk, 1)
         starts, times = y_TE.new_empty(n_pieces, n_states, n_channels), y_TE.new_empty(n_pieces, n_channels)
         launch(
-            _chunk_ends, (n_pieces, n_blocks), x, x.stride(0), dt, dt.stride(0), b, b.stride(0), dt_bias_E, a_NE, cu_rows, starts, times,
-            n_runs, n_channels, n_states, CHUNK=chunk, **sizes,
+            _chunk_ends, (n_pieces, n_blocks), x, x.stride(0), dt, dt.stride(0), b, b.stride(0), dt_bias_E, a_NE,
+            cu_rows, starts, times, n_runs, n_channels, n_states, CHUNK=chunk, **sizes,
         )  # fmt: skip
         launch(
-            _chunk_starts, (n_runs, n_blocks), dt_bias_E, a_NE, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
-            *rings, starts, times, n_channels, n_states, HAS_TAIL=state.tail is not None, CHUNK=chunk, **sizes,
+            _chunk_starts, (n_runs, n_blocks), dt_bias_E, a_NE, cu_rows, state.flat, state.sources, state.targets,
+            float(state.initial), *rings, starts, times, n_channels, n_states, HAS_TAIL=state.tail is not None,
+            CHUNK=chunk, **sizes,
         )  # fmt: skip
     launch(
-        _selective_scan, (n_pieces, n_blocks),
-        x, x.stride(0), dt, dt.stride(0), b, b.stride(0), c, c.stride(0), dt_bias_E, a_NE, d_E, y_TE,
-        cu_rows, state.flat, state.sources, state.targets, float(state.initial), *rings, starts, n_runs, n_channels, n_states,
-        HAS_TAIL=state.tail is not None, CHUNK=chunk, **sizes,
+        _selective_scan, (n_pieces, n_blocks), x, x.stride(0), dt, dt.stride(0), b, b.stride(0), c, c.stride(0),
+        dt_bias_E, a_NE, d_E, y_TE, cu_rows, state.flat, state.sources, state.targets, float(state.initial), *rings,
+        starts, n_runs, n_channels, n_states, HAS_TAIL=state.tail is not None, CHUNK=chunk, **sizes,
     )  # fmt: skip
     return y_TE
 
@@ -110,8 +126,8 @@ def _selective_scan(  # type: ignore[no-untyped-def]
         h = tl.load(flat + source + at, mask=is_there, other=initial).to(tl.float32)
         if HAS_TAIL:
             h = _add_tail(
-                h, flat + target + at, limit, fold, count, first, run, rate, bias, channels, states, inputs, input_sources,
-                times, time_sources, keys, key_sources, ring_rows, n_channels, n_states,
+                h, flat + target + at, limit, fold, count, first, run, rate, bias, channels, states, inputs,
+                input_sources, times, time_sources, keys, key_sources, ring_rows, n_channels, n_states,
             )  # fmt: skip
     for t in range(begin, end):
         new = tl.load(x + t * x_stride + channels, mask=is_channel, other=0.0).to(tl.float32)
@@ -168,7 +184,9 @@ def _chunk_starts(  # type: ignore[no-untyped-def]
     ring_rows, firsts, counts, folds, starts, chunk_times, n_channels, n_states,
     HAS_TAIL: tl.constexpr, CHUNK: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """From chunks that began with zeros to where each begins, in place: h = exp(total time A) h + what its tokens brought."""
+    """From chunks that began with zeros to where each begins, in place: h = exp(total time A) h + what its tokens
+    brought.
+    """
     run = tl.program_id(0)
     channels, states = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, STATES)
     is_channel, is_state = channels < n_channels, states < n_states
@@ -182,8 +200,8 @@ def _chunk_starts(  # type: ignore[no-untyped-def]
         fold = tl.where(target < 0, -1, tl.load(folds + run).to(tl.int32))
         count, first = tl.load(counts + run).to(tl.int32), tl.load(firsts + run).to(tl.int32)
         h = _add_tail(
-            h, flat + target + at, bound(target, n_states), fold, count, first, run, rate, bias, channels, states, inputs, input_sources,
-            times, time_sources, keys, key_sources, ring_rows, n_channels, n_states,
+            h, flat + target + at, bound(target, n_states), fold, count, first, run, rate, bias, channels, states,
+            inputs, input_sources, times, time_sources, keys, key_sources, ring_rows, n_channels, n_states,
         )  # fmt: skip
     begin = first_piece(run, cu_rows, CHUNK, 1).to(tl.int64)
     n_rows = tl.load(cu_rows + run + 1) - tl.load(cu_rows + run)
@@ -202,10 +220,12 @@ def _after(h, new, step, key, rate):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _add_tail(  # type: ignore[no-untyped-def]
-    h, body, limit, fold, count, first, run, rate, bias, channels, states, inputs, input_sources, times, time_sources, keys, key_sources,
-    ring_rows, n_channels, n_states,
+    h, body, limit, fold, count, first, run, rate, bias, channels, states, inputs, input_sources, times, time_sources,
+    keys, key_sources, ring_rows, n_channels, n_states,
 ):  # fmt: skip
-    """A state (STATES, CHANNELS) before the `count` tokens of its tail goes on to behind them; that before token `fold` is stored."""
+    """A state (STATES, CHANNELS) before the `count` tokens of its tail goes on to behind them; that before token `fold`
+    is stored.
+    """
     for p in range(count):
         is_body = (channels < n_channels)[None, :] & (states < tl.where(p == fold, limit, 0))[:, None]
         tl.store(body, h.to(body.dtype.element_ty), mask=is_body)

@@ -1,10 +1,12 @@
-"""Tile sizes, warps and stages of a kernel: as they were measured on a device like this one, or by the kernel's own function.
+"""Tile sizes, warps and stages of a kernel: as they were measured on a device like this one, or by the kernel's own
+function.
 
-What was measured lies in files, JSON, one for each compute capability. `cache_file` is what `python -m benchmarks tune` wrote on this
-machine; where it says nothing, `shipped_file` counts, which the package brings for some devices; where that is missing, the default does.
+What was measured lies in files, JSON, one for each compute capability. `cache_file` is what `python -m benchmarks tune`
+wrote on this machine; where it says nothing, `shipped_file` counts, which the package brings for some devices; where
+that is missing, the default does.
 
-A choice belongs to sizes of a layer or of one request, never to how many requests a step has: a sequence's bits do not depend on its
-neighbours. Files are read once in a process, so that sums keep their order.
+A choice belongs to sizes of a layer or of one request, never to how many requests a step has: a sequence's bits do not
+depend on its neighbours. Files are read once in a process, so that sums keep their order.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class Tunable(Generic[C]):
         allowed: for each field of a choice the values that the kernel works with.
     """
 
-    def __init__(self, kernel: str, choice: type[C], allowed: dict[str, Container[int]], default: Callable[..., C]) -> None:
+    def __init__(
+        self, kernel: str, choice: type[C], allowed: dict[str, Container[int]], default: Callable[..., C]
+    ) -> None:
         self.kernel, self.default, self.allowed = kernel, default, allowed
         self.sizes = tuple(signature(default).parameters)
         self._choice = choice
@@ -67,7 +71,9 @@ class Tunable(Generic[C]):
 
     @contextmanager
     def instead(self, choose: Callable[..., C]) -> Iterator[None]:
-        """Another function of sizes chooses inside, to measure or to test what it says: sums may come in another order there."""
+        """Another function of sizes chooses inside, to measure or to test what it says: sums may come in another order
+        there.
+        """
         before, self._instead = self._instead, choose
         try:
             yield
@@ -126,7 +132,10 @@ def read(path: Path, capability: str) -> dict[Key, Any]:
     try:
         content = json.loads(path.read_text())
         if (content["format"], content["capability"]) != (_FORMAT, capability):
-            raise ValueError(f"it is for {content['capability']!r} in format {content['format']!r}, not for {capability!r} in {_FORMAT}")
+            raise ValueError(
+                f"it is for {content['capability']!r} in format {content['format']!r}, not for {capability!r} in "
+                f"{_FORMAT}"
+            )
         for entry in content["choices"]:
             try:
                 key, choice = _parse(entry)
@@ -136,7 +145,11 @@ def read(path: Path, capability: str) -> dict[Key, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        _LOG.warning("%s is ignored, kernels choose by themselves: %s; delete it, or run `python -m benchmarks tune`", path, error)
+        _LOG.warning(
+            "%s is ignored, kernels choose by themselves: %s; delete it, or run `python -m benchmarks tune`",
+            path,
+            error,
+        )
         return {}
     if refused:
         _LOG.warning("%d of the choices in %s are ignored: %s", len(refused), path, "; ".join(refused[:3]))
@@ -156,7 +169,11 @@ def _parse(entry: dict[str, Any]) -> tuple[Key, Any]:
 def write(path: Path, capability: str, choices: dict[Key, Any], made_on: str) -> None:
     """A file that `read` reads, whole at any moment. `made_on` is for people."""
     entries = [
-        {"kernel": kernel, "sizes": dict(zip(TUNABLES[kernel].sizes, map(int, sizes), strict=True)), "choice": choice._asdict()}
+        {
+            "kernel": kernel,
+            "sizes": dict(zip(TUNABLES[kernel].sizes, map(int, sizes), strict=True)),
+            "choice": choice._asdict(),
+        }
         for (kernel, sizes), choice in sorted(choices.items())
     ]
     lines = ",\n".join("    " + json.dumps(entry) for entry in entries)

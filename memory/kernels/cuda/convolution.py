@@ -27,12 +27,16 @@ class Convolve(NamedTuple):
     num_warps: int
 
 
-@tunable("causal_conv", Convolve, rows=powers_of_2(1, 128), elements=powers_of_2(128, 8192), num_warps=powers_of_2(1, 16))
+@tunable(
+    "causal_conv", Convolve, rows=powers_of_2(1, 128), elements=powers_of_2(128, 8192), num_warps=powers_of_2(1, 16)
+)
 def _choose(n_taps: int, itemsize: int) -> Convolve:
     return Convolve(16, 1024, 4)
 
 
-def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True) -> Tensor:
+def causal_conv(
+    rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True
+) -> Tensor:
     checks.causal_conv(rows_TR, weight_WE, bias_E, window, checks.FLOATS)
     n_taps, n_channels = weight_WE.shape
     rows_TR = with_contiguous_rows(rows_TR)
@@ -54,7 +58,8 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
     )  # fmt: skip
     options: dict[str, Any] = {
         "HAS_BIAS": bias_E is not None, "HAS_TAIL": tail is not None, "ACTIVATION": activation, "TAPS": n_taps,
-        "WINDOW": next_power_of_2(n_taps - 1), "ROWS": n_rows, "CHANNELS": n_columns, "IS_SHORT": is_short, "num_warps": num_warps,
+        "WINDOW": next_power_of_2(n_taps - 1), "ROWS": n_rows, "CHANNELS": n_columns, "IS_SHORT": is_short,
+        "num_warps": num_warps,
     }  # fmt: skip
     # A run of several tiles may start from the very window that it leaves: that is written when all tiles are done.
     n_blocks = ceil_div(n_channels, n_columns)
@@ -66,10 +71,10 @@ def causal_conv(rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, w
 
 @triton.jit
 def _causal_conv(  # type: ignore[no-untyped-def]
-    rows, row_stride, weight, bias, out, cu_rows, n_runs, n_channels, flat, sources, targets, initial,
-    ring, ring_blocks, ring_rows, ring_stride, firsts, counts, folds,
-    HAS_BIAS: tl.constexpr, HAS_TAIL: tl.constexpr, ACTIVATION: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr, IS_SHORT: tl.constexpr, WRITES_ROWS: tl.constexpr, WRITES_WINDOW: tl.constexpr,
+    rows, row_stride, weight, bias, out, cu_rows, n_runs, n_channels, flat, sources, targets, initial, ring,
+    ring_blocks, ring_rows, ring_stride, firsts, counts, folds, HAS_BIAS: tl.constexpr, HAS_TAIL: tl.constexpr,
+    ACTIVATION: tl.constexpr, TAPS: tl.constexpr, WINDOW: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
+    IS_SHORT: tl.constexpr, WRITES_ROWS: tl.constexpr, WRITES_WINDOW: tl.constexpr,
 ):  # fmt: skip
     run, first = tl.program_id(0).to(tl.int64), tl.zeros((), tl.int64)
     if not IS_SHORT:
@@ -91,8 +96,9 @@ def _causal_conv(  # type: ignore[no-untyped-def]
         for w in tl.static_range(TAPS):
             tap = tl.load(weight + w * n_channels + channels, mask=is_channel, other=0.0).to(tl.float32)
             y += tap[None, :] * _before(
-                count + row - (TAPS - 1) + w, channels, (row < n_rows)[:, None] & is_channel[None, :], rows, row_stride, start, count,
-                flat, source, initial, ring, block, slot, ring_rows, ring_stride, n_channels, HAS_TAIL, TAPS,
+                count + row - (TAPS - 1) + w, channels, (row < n_rows)[:, None] & is_channel[None, :], rows, row_stride,
+                start, count, flat, source, initial, ring, block, slot, ring_rows, ring_stride, n_channels, HAS_TAIL,
+                TAPS,
             )  # fmt: skip
         if ACTIVATION:
             y = silu(y)
@@ -111,12 +117,14 @@ def _causal_conv(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _before(  # type: ignore[no-untyped-def]
-    p, channels, mask, rows, row_stride, start, count, flat, source, initial, ring, block, slot, ring_rows, ring_stride, n_channels,
-    HAS_TAIL: tl.constexpr, TAPS: tl.constexpr,
+    p, channels, mask, rows, row_stride, start, count, flat, source, initial, ring, block, slot, ring_rows, ring_stride,
+    n_channels, HAS_TAIL: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """Inputs at positions p, counted from the state in `source`: out of its window, the ring or the run's rows."""
     is_new = (p >= count)[:, None]
-    x = tl.load(rows + (start + p - count)[:, None] * row_stride + channels[None, :], mask=mask & is_new, other=0.0).to(tl.float32)
+    x = tl.load(rows + (start + p - count)[:, None] * row_stride + channels[None, :], mask=mask & is_new, other=0.0).to(
+        tl.float32
+    )
     in_window = mask & (p < 0)[:, None]
     at = flat + source + (p + TAPS - 1)[:, None] * n_channels + channels[None, :]
     is_kept = mask & (p < tl.where(source < 0, -TAPS, 0))[:, None]

@@ -14,11 +14,15 @@ NOT_FOLDED = -1
 
 
 def constants(folded: FoldedRows | None) -> dict[str, int]:
-    """For the kernel: bits of a code (0 for a float8, NOT_FOLDED for no rows), rows a block, and of scales: rows, and scales a row."""
+    """For the kernel: bits of a code (0 for a float8, NOT_FOLDED for no rows), rows a block, and of scales: rows, and
+    scales a row.
+    """
     if folded is None:
         return {"BITS": NOT_FOLDED, "BLOCK_ROWS": 1, "K_ROWS": 1, "K_SCALES": 1, "V_ROWS": 1, "V_SCALES": 1}
     half = len(folded.shapes) // 2
-    (k_rows, k_scales), (v_rows, v_scales) = (part[1][1:] if half > 1 else (1, 1) for part in (folded.shapes[:half], folded.shapes[half:]))
+    (k_rows, k_scales), (v_rows, v_scales) = (
+        part[1][1:] if half > 1 else (1, 1) for part in (folded.shapes[:half], folded.shapes[half:])
+    )
     return {
         "BITS": folded.storage.code_bits, "BLOCK_ROWS": folded.block_rows, "K_ROWS": k_rows, "K_SCALES": k_scales,
         "V_ROWS": v_rows, "V_SCALES": v_scales,
@@ -35,8 +39,8 @@ def flats(folded: FoldedRows | None, none: Tensor) -> list[Any]:
 
 @triton.jit
 def load_folded(  # type: ignore[no-untyped-def]
-    codes, scales, lows, block, slot, head, inside, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
+    codes, scales, lows, block, slot, head, inside, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Rows of D channels in two parts, (N, D0) and (N, D1) float32; the first twice if it is all.
 
@@ -52,15 +56,19 @@ def load_folded(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _load_part(  # type: ignore[no-untyped-def]
-    codes, scales, lows, block, slot, head, inside, START: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr, BITS: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
+    codes, scales, lows, block, slot, head, inside, START: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
+    BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """Channels [START, START + SIZE) of rows: (N, SIZE) float32."""
     d = START + tl.arange(0, SIZE)
     mask = inside[:, None] & (d < D)[None, :]
     row = block + (head * BLOCK_ROWS + slot) * (D if BITS == 0 else D * BITS // 8)
     if BITS == 0:
-        x = tl.load(codes + row[:, None] + d[None, :], mask=mask, other=0).to(tl.float8e4nv, bitcast=True).to(tl.float32)
+        x = (
+            tl.load(codes + row[:, None] + d[None, :], mask=mask, other=0)
+            .to(tl.float8e4nv, bitcast=True)
+            .to(tl.float32)
+        )
     else:
         # The lowest bits of the bytes hold the first channels, the next the following ones.
         N_BYTES: tl.constexpr = D * BITS // 8

@@ -14,7 +14,8 @@ from memory.blocks.arrays import Int64s
 from memory.blocks.staging import upload
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether Triton runs kernels in its interpreter, on tensors of the CPU (TRITON_INTERPRET=1 when triton is imported)."""
+"""Whether Triton runs kernels in its interpreter, on tensors of the CPU (TRITON_INTERPRET=1 when triton is imported).
+"""
 
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -22,9 +23,11 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @triton.jit
 def dot(a, b, acc):  # type: ignore[no-untyped-def]
-    """acc + a b, summed in float32. Tensor cores know 10 bits of a float32, so each is given as a sum of two ("tf32x3").
+    """acc + a b, summed in float32.
+    Tensor cores know 10 bits of a float32, so each is given as a sum of two ("tf32x3").
 
-    All three sides of a and b are at least 16 long. The interpreter takes bfloat16 for integers, so there it gets float32.
+    All three sides of a and b are at least 16 long. The interpreter takes bfloat16 for integers, so there it gets
+    float32.
     """
     if _INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
@@ -36,29 +39,38 @@ def next_power_of_2(n: int) -> int:
 
 
 def aligned_elements(n_elements: int, itemsize: int) -> int:
-    """What offsets of rows of so many elements are a multiple of: 16 bytes, where rows are whole numbers of that, for so are blocks."""
+    """What offsets of rows of so many elements are a multiple of: 16 bytes, where rows are whole numbers of that, for
+    so are blocks.
+    """
     return 16 // itemsize if n_elements * itemsize % 16 == 0 else 1
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: object, num_warps: int = 4, num_stages: int = 1, **constants: object) -> None:
+def launch(
+    kernel: Any, grid: tuple[int, ...], *args: object, num_warps: int = 4, num_stages: int = 1, **constants: object
+) -> None:
     """Run a kernel on the device of its first tensor; an empty grid is no launch."""
     if 0 in grid:
         return
     device = next(x.device for x in args if isinstance(x, Tensor))
     guard: AbstractContextManager[object] = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with guard:
-        # Fused multiply-add is asked for by name: what Triton does without being asked changes from one version to the next.
+        # Fused multiply-add is asked for by name: what Triton does without being asked changes from one version to the
+        # next.
         kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages, enable_fp_fusion=True)
 
 
 def head_parts(head_dim: int) -> dict[str, int]:
-    """Powers of two that hold a head: the first is full unless the head is narrower than a tile may be, the second may be 0."""
+    """Powers of two that hold a head: the first is full unless the head is narrower than a tile may be, the second may
+    be 0.
+    """
     first = max(16, 1 << (head_dim.bit_length() - 1))
     return {"D0": first, "D1": max(16, next_power_of_2(head_dim - first)) if head_dim > first else 0}
 
 
 def device_ints(array: Int64s | Tensor, device: torch.device) -> Tensor:
-    """A plan's host array (or a tensor that is there already) on the device, int64; uploaded once however often it is asked for."""
+    """A plan's host array (or a tensor that is there already) on the device, int64; uploaded once however often it is
+    asked for.
+    """
     return array if isinstance(array, Tensor) else upload(array, device)
 
 

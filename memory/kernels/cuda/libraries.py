@@ -6,9 +6,12 @@ import os
 from functools import cache
 from importlib.util import find_spec
 
-_FOR_PROMPTS = {"causal_conv": ("causal_conv1d", "causal_conv1d_cuda"), "selective_scan": ("mamba_ssm", "selective_scan_cuda")}
-"""Function of `Kernels` -> the package whose public functions it calls for prompts, and the extension that it needs: mamba-ssm may come
-without."""
+_FOR_PROMPTS = {
+    "causal_conv": ("causal_conv1d", "causal_conv1d_cuda"),
+    "selective_scan": ("mamba_ssm", "selective_scan_cuda"),
+}
+"""Function of `Kernels` -> the package whose public functions it calls for prompts, and the extension that it needs:
+mamba-ssm may come without."""
 
 
 def for_prompts() -> dict[str, str]:
@@ -20,4 +23,8 @@ def for_prompts() -> dict[str, str]:
 
 @cache
 def _installed() -> dict[str, str]:
-    return {function: names[0] for function, names in _FOR_PROMPTS.items() if all(find_spec(name) is not None for name in names)}
+    return {
+        function: names[0]
+        for function, names in _FOR_PROMPTS.items()
+        if all(find_spec(name) is not None for name in names)
+    }

@@ -1,11 +1,14 @@
-"""Matrix states over many tokens: chunks of 32, as products of matrices. A program is one run over some rows of one head's state.
+"""Matrix states over many tokens: chunks of 32, as products of matrices.
+A program is one run over some rows of one head's state.
 
-Within a chunk, with G the sum of log decays up to and including each token, S the state before it and U the rows that are written,
+Within a chunk, with G the sum of log decays up to and including each token, S the state before it and U the rows that
+are written,
 
     Y = exp(G) Q S^T + (Q K^T * exp(G_i - G_j), j <= i) U          S = exp(G_C) S + (exp(G_C - G) U)^T K
 
-where U = strength V, or, for the delta rule, what is left of it once each token has erased what its key found (Yang et al. 2024,
-"Parallelizing Linear Transformers with the Delta Rule", eq. 10; with decays "Gated Delta Networks", section 3.3):
+where U = strength V, or, for the delta rule, what is left of it once each token has erased what its key found (Yang et
+al. 2024, "Parallelizing Linear Transformers with the Delta Rule", eq. 10; with decays "Gated Delta Networks", section
+3.3):
 
     (I + A) U = strength (V - exp(G) K S^T)          A_ij = strength_i (k_i . k_j) exp(G_i - G_j), j < i
 
@@ -45,7 +48,12 @@ class ScanChunks(NamedTuple):
 
 
 @tunable(
-    "scan_chunks", ScanChunks, chunk=powers_of_2(16, 128), rows=powers_of_2(16, 128), num_warps=powers_of_2(1, 16), num_stages=range(1, 5)
+    "scan_chunks",
+    ScanChunks,
+    chunk=powers_of_2(16, 128),
+    rows=powers_of_2(16, 128),
+    num_warps=powers_of_2(1, 16),
+    num_stages=range(1, 5),
 )
 def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanChunks:
     """Compiled for Hopper, twice as many tokens do not fit into registers."""
@@ -56,17 +64,24 @@ def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
     """`Kernels.matrix_scan` of runs of many tokens, with a tail or without."""
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, columns, device = len(state.cu_rows) - 1, max(16, next_power_of_2(n_columns)), y_THV.device
-    chunk, rows, num_warps, num_stages = _choose(device, n_rows, n_columns, inputs.v.element_size(), inputs.a is not None)
+    chunk, rows, num_warps, num_stages = _choose(
+        device, n_rows, n_columns, inputs.v.element_size(), inputs.a is not None
+    )
     rings = no_rings(cu_rows, 3) if state.tail is None else rings_of(state.tail)
-    common: dict[str, Any] = {"COLUMNS": columns, "CHUNK": chunk, "HAS_TAIL": state.tail is not None, "PRECISION": precision(inputs)}
+    common: dict[str, Any] = {
+        "COLUMNS": columns,
+        "CHUNK": chunk,
+        "HAS_TAIL": state.tail is not None,
+        "PRECISION": precision(inputs),
+    }
     inverses = y_THV
     if inputs.a is not None:
         n_chunks = count_pieces(state.cu_rows, chunk, SPARE.value)
         inverses = torch.empty(n_chunks, n_heads, chunk, chunk, dtype=torch.float32, device=device)
         launch(
-            _invert, (n_chunks, n_heads),
-            *inputs.pointers[3:9], *inputs.pointers[11:15], cu_rows, n_runs, state.targets, rings[-2], rings[-1], inverses,
-            n_heads, n_columns, HAS_STRENGTH=inputs.strength is not None, **common,
+            _invert, (n_chunks, n_heads), *inputs.pointers[3:9], *inputs.pointers[11:15], cu_rows, n_runs,
+            state.targets, rings[-2], rings[-1], inverses, n_heads, n_columns, HAS_STRENGTH=inputs.strength is not None,
+            **common,
         )  # fmt: skip
     launch(
         _scan_chunks, (ceil_div(n_rows, rows), n_heads, n_runs),
@@ -83,12 +98,16 @@ def precision(inputs: Inputs) -> str:
 
 @triton.jit
 def split_at(run, cu_rows, targets, counts, folds, HAS_TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First row of a run, its rows, and those before the body that it leaves on its way: all, if it leaves one at its end, or none."""
+    """First row of a run, its rows, and those before the body that it leaves on its way: all, if it leaves one at its
+    end, or none.
+    """
     start = tl.load(cu_rows + run)
     n_new = (tl.load(cu_rows + run + 1) - start).to(tl.int32)
     split = n_new
     if HAS_TAIL:
-        split = tl.where(tl.load(targets + run) < 0, 0, tl.maximum(tl.load(folds + run) - tl.load(counts + run), 0).to(tl.int32))
+        split = tl.where(
+            tl.load(targets + run) < 0, 0, tl.maximum(tl.load(folds + run) - tl.load(counts + run), 0).to(tl.int32)
+        )
     return start, n_new, split
 
 
@@ -116,8 +135,8 @@ def load_matrix(x, stride, h, rows, end, n, n_columns):  # type: ignore[no-untyp
 @triton.jit
 def _invert(  # type: ignore[no-untyped-def]
     k, k_stride, k_heads, a, a_stride, a_heads, log_decay, decay_stride, strength, strength_stride, cu_rows, n_runs,
-    targets, counts, folds, inverses, n_heads, n_columns,
-    HAS_STRENGTH: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    targets, counts, folds, inverses, n_heads, n_columns, HAS_STRENGTH: tl.constexpr, COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """(I + A)^-1 of one chunk of one head: row i is e_i - sum of A_ij times row j."""
     h, run = tl.program_id(1), run_of(tl.program_id(0), cu_rows, n_runs, CHUNK, SPARE)
@@ -144,9 +163,9 @@ def _invert(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _advance(  # type: ignore[no-untyped-def]
-    s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength, strength_stride,
-    skip, y, inverse, rows, end, h, r, n, n_heads, n_rows, n_columns,
-    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
+    strength_stride, skip, y, inverse, rows, end, h, r, n, n_heads, n_rows, n_columns, ERASES: tl.constexpr,
+    HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A chunk of `rows` before `end`: the state behind it, and what it wrote (CHUNK, ROWS)."""
     i = tl.arange(0, CHUNK)
@@ -169,7 +188,9 @@ def _advance(  # type: ignore[no-untyped-def]
     out = so_far * tl.dot(query, tl.trans(s), input_precision=PRECISION) + tl.dot(weights, u, input_precision=PRECISION)
     if HAS_SKIP:
         out += tl.load(skip + h).to(tl.float32) * value
-    tl.store(y + (rows * n_heads + h)[:, None] * n_rows + r[None, :], out, mask=(rows < end)[:, None] & (r < n_rows)[None, :])
+    tl.store(
+        y + (rows * n_heads + h)[:, None] * n_rows + r[None, :], out, mask=(rows < end)[:, None] & (r < n_rows)[None, :]
+    )
     total = tl.sum(tl.where(i == CHUNK - 1, fade, 0.0), axis=0)
     faded = u * tl.exp((total - fade).to(tl.float32))[:, None]
     s = tl.exp(total.to(tl.float32)) * s + tl.dot(tl.trans(faded), key, input_precision=PRECISION)
@@ -178,12 +199,11 @@ def _advance(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _scan_chunks(  # type: ignore[no-untyped-def]
-    q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength, strength_stride,
-    skip, y, inverses, cu_rows, flat, sources, targets, initial,
-    keys, key_sources, key_targets, writes, write_sources, write_targets, decays, decay_sources, decay_targets,
-    ring_rows, firsts, counts, folds, n_heads, n_rows, n_columns,
-    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr, PRECISION: tl.constexpr,
+    q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
+    strength_stride, skip, y, inverses, cu_rows, flat, sources, targets, initial, keys, key_sources, key_targets,
+    writes, write_sources, write_targets, decays, decay_sources, decay_targets, ring_rows, firsts, counts, folds,
+    n_heads, n_rows, n_columns, ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     h, run = tl.program_id(1), tl.program_id(2)
     r, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -194,42 +214,54 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     inverse = inverses + (first_piece(run, cu_rows, CHUNK, SPARE) * n_heads + h).to(tl.int64) * CHUNK * CHUNK
     s = tl.load(flat + source + at, mask=(r < bound(source, n_rows))[:, None] & is_column, other=initial).to(tl.float32)
     if HAS_TAIL:
-        count, first, n_keys = tl.load(counts + run).to(tl.int32), tl.load(firsts + run).to(tl.int32), n_heads // k_heads * n_columns
+        count, first, n_keys = (
+            tl.load(counts + run).to(tl.int32),
+            tl.load(firsts + run).to(tl.int32),
+            n_heads // k_heads * n_columns,
+        )
         fold = tl.where(target < 0, 0, tl.load(folds + run).to(tl.int32))
-        old_key, old_write = tl.load(key_sources + run) + h // k_heads * n_columns, tl.load(write_sources + run) + h * n_rows
+        old_key, old_write = (
+            tl.load(key_sources + run) + h // k_heads * n_columns,
+            tl.load(write_sources + run) + h * n_rows,
+        )
         old_decay = tl.load(decay_sources + run) + h
         s = fold_tail(
-            s, 0, tl.minimum(fold, count), r, n, count, keys, old_key, k, k_stride, n_keys, writes, old_write, old_write,
-            decays, old_decay, log_decay, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
+            s, 0, tl.minimum(fold, count), r, n, count, keys, old_key, k, k_stride, n_keys, writes, old_write,
+            old_write, decays, old_decay, log_decay, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
         )  # fmt: skip
         _store(flat, target, at, s, tl.where(fold > count, -1, target), r, n_rows, is_column)
         s = fold_tail(
-            s, tl.minimum(fold, count), count, r, n, count, keys, old_key, k, k_stride, n_keys, writes, old_write, old_write,
-            decays, old_decay, log_decay, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
+            s, tl.minimum(fold, count), count, r, n, count, keys, old_key, k, k_stride, n_keys, writes, old_write,
+            old_write, decays, old_decay, log_decay, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
         )  # fmt: skip
         target = tl.where(fold > count, target, -1)
     for chunk in range(tl.cdiv(split, CHUNK)):
         s, u, key = _advance(
-            s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
-            strength_stride, skip, y, inverse, start + chunk * CHUNK + i, start + split, h, r, n, n_heads, n_rows, n_columns,
-            ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, PRECISION,
+            s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride,
+            strength, strength_stride, skip, y, inverse, start + chunk * CHUNK + i, start + split, h, r, n, n_heads,
+            n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, PRECISION,
         )  # fmt: skip
         inverse += n_heads * CHUNK * CHUNK
     tl.debug_barrier()  # every element of a state that is written in place has been read
     _store(flat, target, at, s, target, r, n_rows, is_column)
     if HAS_TAIL:
-        key_place, write_place = tl.load(key_targets + run) + h // k_heads * n_columns, tl.load(write_targets + run) + h * n_rows
+        key_place, write_place = (
+            tl.load(key_targets + run) + h // k_heads * n_columns,
+            tl.load(write_targets + run) + h * n_rows,
+        )
         for begin in range(split, n_new, CHUNK):
             s, u, key = _advance(
-                s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
-                strength_stride, skip, y, inverse, start + begin + i, start + n_new, h, r, n, n_heads, n_rows, n_columns,
-                ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, PRECISION,
+                s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay,
+                decay_stride, strength, strength_stride, skip, y, inverse, start + begin + i, start + n_new, h, r, n,
+                n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, CHUNK, PRECISION,
             )  # fmt: skip
             inverse += n_heads * CHUNK * CHUNK
             slots, is_new = (first + count + begin + i) % ring_rows, (begin + i) < n_new
             store_matrix(writes + write_place, slots * n_heads * n_rows, u, r, n_rows, is_new)
             if tl.program_id(0) == 0:
-                fade = tl.load(log_decay + (start + begin + i) * decay_stride + h, mask=is_new, other=0.0).to(tl.float32)
+                fade = tl.load(log_decay + (start + begin + i) * decay_stride + h, mask=is_new, other=0.0).to(
+                    tl.float32
+                )
                 tl.store(decays + tl.load(decay_targets + run) + h + slots * n_heads, fade, mask=is_new)
                 if h % k_heads == 0:
                     store_matrix(keys + key_place, slots * n_keys, key, n, n_columns, is_new)

@@ -1,17 +1,18 @@
-"""Matrix states that fade column by column, or that erase otherwise than by their keys, over many tokens: chunks, as products of matrices.
+"""Matrix states that fade column by column, or that erase otherwise than by their keys, over many tokens: chunks, as
+products of matrices.
 
-Within a chunk, with G the sums of log decays up to and including each token, H those that readings see (G, or the sums before its
-token), S the state before the chunk, u = strength v, and f = S_t a what each reading finds (as Peng et al. 2025, "RWKV-7 Goose", and Kimi
-Team 2025, "Kimi Linear", section 3, train in parallel),
+Within a chunk, with G the sums of log decays up to and including each token, H those that readings see (G, or the sums
+before its token), S the state before the chunk, u = strength v, and f = S_t a what each reading finds (as Peng et al.
+2025, "RWKV-7 Goose", and Kimi Team 2025, "Kimi Linear", section 3, train in parallel),
 
     (I - AB) f = (exp(H) a) S^T + AK u          y = (exp(G) q) S^T + QK u + QB f
     S = S exp(G_C) + u^T (exp(G_C - G) k) + f^T (exp(G_C - G) b)
 
-with AB_ij = sum over columns of exp(H_i - G_j) a_i b_j for j < i, AK, QK and QB alike (j <= i for q). Without b, the delta rule,
-b = -strength k, so that u = strength (v - f) and only AK and QK are wanted.
+with AB_ij = sum over columns of exp(H_i - G_j) a_i b_j for j < i, AK, QK and QB alike (j <= i for q). Without b, the
+delta rule, b = -strength k, so that u = strength (v - f) and only AK and QK are wanted.
 
-Differences of G are at most 0, while exp(-G) alone may be out of range. So these sums go over columns one by one rather than through tensor
-cores; they know nothing of S, and all chunks' are made beforehand, side by side.
+Differences of G are at most 0, while exp(-G) alone may be out of range. So these sums go over columns one by one rather
+than through tensor cores; they know nothing of S, and all chunks' are made beforehand, side by side.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ class ScanColumns(NamedTuple):
     num_warps: int
 
 
-@tunable("scan_columns", ScanColumns, chunk=powers_of_2(16, 64), rows=powers_of_2(16, 128), num_warps=powers_of_2(1, 16))
+@tunable(
+    "scan_columns", ScanColumns, chunk=powers_of_2(16, 64), rows=powers_of_2(16, 128), num_warps=powers_of_2(1, 16)
+)
 def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanColumns:
     """Compiled for Hopper, more rows of 128 columns do not fit into registers."""
     return ScanColumns(16, max(16, min(2048 // next_power_of_2(n_columns), 32, next_power_of_2(n_rows))), 4)
@@ -57,25 +60,27 @@ def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tens
     common: dict[str, Any] = {
         "ERASES": erases, "HAS_STRENGTH": inputs.strength is not None, "BY_COLUMN": inputs.log_decay.dim() == 3,
         "HAS_B": inputs.b is not None, "AFTER_DECAY": inputs.after_decay, "HAS_TAIL": state.tail is not None,
-        "COLUMNS": max(16, next_power_of_2(n_columns)), "CHUNK": chunk, "MATRICES": 4 if inputs.b is not None else 3 if erases else 1,
+        "COLUMNS": max(16, next_power_of_2(n_columns)), "CHUNK": chunk,
+        "MATRICES": 4 if inputs.b is not None else 3 if erases else 1,
     }  # fmt: skip
     n_chunks = count_pieces(state.cu_rows, chunk, SPARE.value)
     weights = torch.empty(n_chunks, n_heads, common["MATRICES"], chunk, chunk, dtype=torch.float32, device=y_THV.device)
     launch(
-        _weigh, (n_chunks, n_heads),
-        *inputs.pointers[:9], *inputs.pointers[11:15], b, b.stride(0), cu_rows, n_runs, state.targets, rings[-2], rings[-1], weights,
-        n_heads, n_columns, **common,
+        _weigh, (n_chunks, n_heads), *inputs.pointers[:9], *inputs.pointers[11:15], b, b.stride(0), cu_rows, n_runs,
+        state.targets, rings[-2], rings[-1], weights, n_heads, n_columns, **common,
     )  # fmt: skip
     launch(
-        _scan_columns, (ceil_div(n_rows, rows), n_heads, n_runs),
-        *inputs.pointers, b, b.stride(0), y_THV, weights, cu_rows, state.flat, state.sources, state.targets, float(state.initial), *rings,
-        n_heads, n_rows, n_columns, HAS_SKIP=inputs.skip is not None, PRECISION=precision(inputs), ROWS=rows, num_warps=num_warps, **common,
+        _scan_columns, (ceil_div(n_rows, rows), n_heads, n_runs), *inputs.pointers, b, b.stride(0), y_THV, weights,
+        cu_rows, state.flat, state.sources, state.targets, float(state.initial), *rings, n_heads, n_rows, n_columns,
+        HAS_SKIP=inputs.skip is not None, PRECISION=precision(inputs), ROWS=rows, num_warps=num_warps, **common,
     )  # fmt: skip
 
 
 @triton.jit
 def _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN: tl.constexpr, AFTER_DECAY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Log decays, sums of them up to each row, and those that its reading has behind it: (CHUNK, COLUMNS) or (CHUNK, 1), sums float64."""
+    """Log decays, sums of them up to each row, and those that its reading has behind it: (CHUNK, COLUMNS) or (CHUNK,
+    1), sums float64.
+    """
     if BY_COLUMN:
         mask = (rows < end)[:, None] & (n < n_columns)[None, :]
         fade = tl.load(log_decay + (rows * decay_stride)[:, None] + h * n_columns + n[None, :], mask=mask, other=0.0)
@@ -87,10 +92,11 @@ def _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN: tl.con
 
 @triton.jit
 def _weigh(  # type: ignore[no-untyped-def]
-    q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, log_decay, decay_stride, strength, strength_stride, b, b_stride,
-    cu_rows, n_runs, targets, counts, folds, weights, n_heads, n_columns,
-    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr, AFTER_DECAY: tl.constexpr,
-    HAS_TAIL: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, MATRICES: tl.constexpr,
+    q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, log_decay, decay_stride, strength,
+    strength_stride, b, b_stride, cu_rows, n_runs, targets, counts, folds, weights, n_heads, n_columns,
+    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
+    AFTER_DECAY: tl.constexpr, HAS_TAIL: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
+    MATRICES: tl.constexpr,
 ):  # fmt: skip
     """QK, (I - AB)^-1, AK and QB of one chunk of one head."""
     h, run = tl.program_id(1), run_of(tl.program_id(0), cu_rows, n_runs, CHUNK, SPARE)
@@ -116,7 +122,9 @@ def _weigh(  # type: ignore[no-untyped-def]
             if HAS_B:
                 erasing = tl.load(b + (first + j) * b_stride + h * n_columns + n, mask=mask, other=0.0).to(tl.float32)
             elif HAS_STRENGTH:
-                erasing *= tl.load(strength + (first + j) * strength_stride + h, mask=first + j < end, other=0.0).to(tl.float32)
+                erasing *= tl.load(strength + (first + j) * strength_stride + h, mask=first + j < end, other=0.0).to(
+                    tl.float32
+                )
             later = i[:, None] > j
             looking = reading * tl.exp(tl.where(later, behind - sum_j, 0.0).to(tl.float32))
             ak = tl.where(is_column & later, tl.sum(looking * key[None, :], axis=1)[:, None], ak)
@@ -125,7 +133,12 @@ def _weigh(  # type: ignore[no-untyped-def]
             ab = tl.where(is_row, tl.sum(looking * erasing[None, :], axis=1)[None, :], ab)
             if HAS_B:
                 qb = tl.where(is_column & seen, tl.sum(asking * erasing[None, :], axis=1)[:, None], qb)
-    at = weights + (tl.program_id(0) * n_heads + h).to(tl.int64) * MATRICES * CHUNK * CHUNK + i[:, None] * CHUNK + i[None, :]
+    at = (
+        weights
+        + (tl.program_id(0) * n_heads + h).to(tl.int64) * MATRICES * CHUNK * CHUNK
+        + i[:, None] * CHUNK
+        + i[None, :]
+    )
     tl.store(at, qk)
     if ERASES:
         inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
@@ -140,10 +153,10 @@ def _weigh(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _advance(  # type: ignore[no-untyped-def]
-    s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength, strength_stride,
-    skip, b, b_stride, y, weights, rows, end, h, r, n, n_heads, n_rows, n_columns,
-    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
-    AFTER_DECAY: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
+    s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
+    strength_stride, skip, b, b_stride, y, weights, rows, end, h, r, n, n_heads, n_rows, n_columns,
+    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr,
+    HAS_B: tl.constexpr, AFTER_DECAY: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A chunk of `rows` before `end`: the state behind it, and what each token did: its key, u, log decays, b and f."""
     i = tl.arange(0, CHUNK)
@@ -176,19 +189,21 @@ def _advance(  # type: ignore[no-untyped-def]
         s += tl.dot(tl.trans(found), other * left, input_precision=PRECISION)
     if HAS_SKIP:
         out += tl.load(skip + h).to(tl.float32) * value
-    tl.store(y + (rows * n_heads + h)[:, None] * n_rows + r[None, :], out, mask=(rows < end)[:, None] & (r < n_rows)[None, :])
+    tl.store(
+        y + (rows * n_heads + h)[:, None] * n_rows + r[None, :], out, mask=(rows < end)[:, None] & (r < n_rows)[None, :]
+    )
     return s, key, u, fade, other, found
 
 
 @triton.jit
 def _scan_columns(  # type: ignore[no-untyped-def]
-    q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength, strength_stride,
-    skip, b, b_stride, y, weights, cu_rows, flat, sources, targets, initial,
-    keys, key_sources, key_targets, writes, write_sources, write_targets, decays, decay_sources, decay_targets,
-    others, other_sources, other_targets, finds, find_sources, find_targets, ring_rows, firsts, counts, folds, n_heads, n_rows, n_columns,
-    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
-    AFTER_DECAY: tl.constexpr, HAS_TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
-    MATRICES: tl.constexpr, PRECISION: tl.constexpr,
+    q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
+    strength_stride, skip, b, b_stride, y, weights, cu_rows, flat, sources, targets, initial, keys, key_sources,
+    key_targets, writes, write_sources, write_targets, decays, decay_sources, decay_targets, others, other_sources,
+    other_targets, finds, find_sources, find_targets, ring_rows, firsts, counts, folds, n_heads, n_rows, n_columns,
+    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr,
+    HAS_B: tl.constexpr, AFTER_DECAY: tl.constexpr, HAS_TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    CHUNK: tl.constexpr, MATRICES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     h, run = tl.program_id(1), tl.program_id(2)
     r, n, i = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, CHUNK)
@@ -201,16 +216,16 @@ def _scan_columns(  # type: ignore[no-untyped-def]
     if HAS_TAIL:
         count, first = tl.load(counts + run).to(tl.int32), tl.load(firsts + run).to(tl.int32)
         s = add_tail(
-            s, flat + target + at, limit, tl.load(folds + run).to(tl.int32), count, first, run, h, r, n, keys, key_sources, k_heads,
-            writes, write_sources, decays, decay_sources, others, other_sources, finds, find_sources, ring_rows, n_heads, n_rows, n_columns,
-            BY_COLUMN, HAS_B,
+            s, flat + target + at, limit, tl.load(folds + run).to(tl.int32), count, first, run, h, r, n, keys,
+            key_sources, k_heads, writes, write_sources, decays, decay_sources, others, other_sources, finds,
+            find_sources, ring_rows, n_heads, n_rows, n_columns, BY_COLUMN, HAS_B,
         )  # fmt: skip
         limit = tl.where(tl.load(folds + run) < count, 0, limit)
     for begin in range(0, split, CHUNK):
         s, _, _, _, _, _ = _advance(
-            s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
-            strength_stride, skip, b, b_stride, y, weights, start + begin + i, start + split, h, r, n, n_heads, n_rows, n_columns,
-            ERASES, HAS_STRENGTH, HAS_SKIP, BY_COLUMN, HAS_B, AFTER_DECAY, CHUNK, PRECISION,
+            s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride,
+            strength, strength_stride, skip, b, b_stride, y, weights, start + begin + i, start + split, h, r, n,
+            n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, BY_COLUMN, HAS_B, AFTER_DECAY, CHUNK, PRECISION,
         )  # fmt: skip
         weights += n_heads * MATRICES * CHUNK * CHUNK
     tl.debug_barrier()  # every element of a state that is written in place has been read
@@ -218,9 +233,10 @@ def _scan_columns(  # type: ignore[no-untyped-def]
     if HAS_TAIL:
         for begin in range(split, n_new, CHUNK):
             s, key, u, fade, other, found = _advance(
-                s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
-                strength_stride, skip, b, b_stride, y, weights, start + begin + i, start + n_new, h, r, n, n_heads, n_rows, n_columns,
-                ERASES, HAS_STRENGTH, HAS_SKIP, BY_COLUMN, HAS_B, AFTER_DECAY, CHUNK, PRECISION,
+                s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay,
+                decay_stride, strength, strength_stride, skip, b, b_stride, y, weights, start + begin + i,
+                start + n_new, h, r, n, n_heads, n_rows, n_columns, ERASES, HAS_STRENGTH, HAS_SKIP, BY_COLUMN, HAS_B,
+                AFTER_DECAY, CHUNK, PRECISION,
             )  # fmt: skip
             weights += n_heads * MATRICES * CHUNK * CHUNK
             slots, is_new = (first + count + begin + i) % ring_rows, begin + i < n_new
@@ -228,11 +244,41 @@ def _scan_columns(  # type: ignore[no-untyped-def]
             is_key = (begin + i) < tl.where((tl.program_id(0) == 0) & (h % k_heads == 0), n_new, 0)
             n_groups = n_heads // k_heads
             store_matrix(writes + tl.load(write_targets + run), (slots * n_heads + h) * n_rows, u, r, n_rows, is_new)
-            store_matrix(keys + tl.load(key_targets + run), (slots * n_groups + h // k_heads) * n_columns, key, n, n_columns, is_key)
+            store_matrix(
+                keys + tl.load(key_targets + run),
+                (slots * n_groups + h // k_heads) * n_columns,
+                key,
+                n,
+                n_columns,
+                is_key,
+            )
             if BY_COLUMN:
-                store_matrix(decays + tl.load(decay_targets + run), (slots * n_heads + h) * n_columns, fade, n, n_columns, is_first)
+                store_matrix(
+                    decays + tl.load(decay_targets + run),
+                    (slots * n_heads + h) * n_columns,
+                    fade,
+                    n,
+                    n_columns,
+                    is_first,
+                )
             else:
-                store_matrix(decays + tl.load(decay_targets + run), slots * n_heads + h, fade, tl.zeros((1,), tl.int32), 1, is_first)
+                store_matrix(
+                    decays + tl.load(decay_targets + run),
+                    slots * n_heads + h,
+                    fade,
+                    tl.zeros((1,), tl.int32),
+                    1,
+                    is_first,
+                )
             if HAS_B:
-                store_matrix(finds + tl.load(find_targets + run), (slots * n_heads + h) * n_rows, found, r, n_rows, is_new)
-                store_matrix(others + tl.load(other_targets + run), (slots * n_heads + h) * n_columns, other, n, n_columns, is_first)
+                store_matrix(
+                    finds + tl.load(find_targets + run), (slots * n_heads + h) * n_rows, found, r, n_rows, is_new
+                )
+                store_matrix(
+                    others + tl.load(other_targets + run),
+                    (slots * n_heads + h) * n_columns,
+                    other,
+                    n,
+                    n_columns,
+                    is_first,
+                )

@@ -25,7 +25,13 @@ class Inputs(NamedTuple):
 
     @staticmethod
     def of(
-        q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, erase: Erase | None, strength: Tensor | None, skip: Prepared | None
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        erase: Erase | None,
+        strength: Tensor | None,
+        skip: Prepared | None,
     ) -> Inputs:
         a, b, after_decay = (None, None, False) if erase is None else erase
         q, k, v, log_decay = (with_contiguous_rows(x) for x in (q, k, v, log_decay))
@@ -39,7 +45,9 @@ class Inputs(NamedTuple):
 
     @property
     def pointers(self) -> tuple[Any, ...]:
-        """q, k, v, log decay, a and strength, each followed by its stride, those with groups by their heads a group; and skip."""
+        """q, k, v, log decay, a and strength, each followed by its stride, those with groups by their heads a group;
+        and skip.
+        """
         n_heads, a, strength = self.v.shape[1], absent(self.a, self.q), absent(self.strength, self.q)
         grouped = [y for x in (self.q, self.k, a) for y in (x, x.stride(0), n_heads // x.shape[1])]
         rest = [y for x in (self.v, self.log_decay, strength) for y in (x, x.stride(0))]
@@ -47,11 +55,17 @@ class Inputs(NamedTuple):
 
     @property
     def flags(self) -> dict[str, Any]:
-        return {"ERASES": self.a is not None, "HAS_STRENGTH": self.strength is not None, "HAS_SKIP": self.skip is not None}
+        return {
+            "ERASES": self.a is not None,
+            "HAS_STRENGTH": self.strength is not None,
+            "HAS_SKIP": self.skip is not None,
+        }
 
 
 def rows_a_program(n_rows: int, n_columns: int) -> int:
-    """Of a head's state: 16 KiB, and no rows that no head has. It does not depend on how many runs a step has, nor do sums' orders."""
+    """Of a head's state: 16 KiB, and no rows that no head has.
+    It does not depend on how many runs a step has, nor do sums' orders.
+    """
     return min(max(8, 4096 // next_power_of_2(n_columns)), next_power_of_2(n_rows))
 
 
@@ -61,7 +75,11 @@ def part_of(state: StateSlots, begin: int, end: int) -> StateSlots:
     if tail is not None:
         sources, targets = (tuple(x[chosen] for x in ring) for ring in (tail.sources, tail.targets))
         tail = tail._replace(
-            sources=sources, targets=targets, firsts=tail.firsts[chosen], counts=tail.counts[chosen], folds=tail.folds[chosen]
+            sources=sources,
+            targets=targets,
+            firsts=tail.firsts[chosen],
+            counts=tail.counts[chosen],
+            folds=tail.folds[chosen],
         )
     cu_rows = state.cu_rows[begin : end + 1]
     return state._replace(cu_rows=cu_rows, sources=state.sources[chosen], targets=state.targets[chosen], tail=tail)

@@ -35,10 +35,12 @@ def matrix_scan(
     is_simple = log_decay.dim() == 2 and (erase is None or (erase.b is None and erase.after_decay))
     y_THV = torch.empty(v_THV.shape, dtype=torch.float32, device=v_THV.device)
     inputs = Inputs.of(q_TGN, k_TGN, v_THV, log_decay, erase, strength_TH, skip_H)
-    # What tokens write is read again from their ring, so those of a run must not meet there; chunks hold them elsewhere.
+    # What tokens write is read again from their ring, so those of a run must not meet there; chunks hold them
+    # elsewhere.
     least = min(_LONG_RUN, state.tail.ring_rows + 1) if state.tail is not None and is_simple else _LONG_RUN
     is_long = np.diff(state.cu_rows) >= least
-    # Requests come with the shortest first, but for those that a step puts otherwise: neighbours of one kind run together.
+    # Requests come with the shortest first, but for those that a step puts otherwise: neighbours of one kind run
+    # together.
     cu_rows = device_ints(state.cu_rows, y_THV.device)
     bounds = [0, *(np.flatnonzero(np.diff(is_long)) + 1).tolist(), len(is_long)]
     scan_many = scan_chunks if is_simple else scan_columns

@@ -1,8 +1,10 @@
-"""Matrix states that stay where they are: a few tokens on top of a state and a tail, nothing written but what the tokens bring.
+"""Matrix states that stay where they are: a few tokens on top of a state and a tail, nothing written but what the
+tokens bring.
 
-A state after L tokens is S_L = (w_1 ... w_L) S_0 + sum of (w_{j+1} ... w_L) u_j k_j^T, where u_j is what token j wrote: strength v, or
-strength (v - S a) where it erases. So y = S_L q takes one pass over S_0, only read, and the rings of u, k and log w, which are small
-(ReplaySSM, Dao AI Lab 2026). A target, every few steps, gets S_0 folded over the oldest tokens, from the very registers.
+A state after L tokens is S_L = (w_1 ... w_L) S_0 + sum of (w_{j+1} ... w_L) u_j k_j^T, where u_j is what token j wrote:
+strength v, or strength (v - S a) where it erases. So y = S_L q takes one pass over S_0, only read, and the rings of u,
+k and log w, which are small (ReplaySSM, Dao AI Lab 2026). A target, every few steps, gets S_0 folded over the oldest
+tokens, from the very registers.
 """
 
 from __future__ import annotations
@@ -42,21 +44,19 @@ def read_states(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
     n_runs, erases = len(state.cu_rows) - 1, inputs.a is not None
     rows, block, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), erases)
     launch(
-        _read_states, (ceil_div(n_rows, rows), n_heads, n_runs),
-        *inputs.pointers, y_THV, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
-        *rings_of(state.tail), n_heads, n_rows, n_columns, **inputs.flags, ROWS=rows, COLUMNS=next_power_of_2(n_columns), BLOCK=block,
-        num_warps=num_warps,
+        _read_states, (ceil_div(n_rows, rows), n_heads, n_runs), *inputs.pointers, y_THV, cu_rows, state.flat,
+        state.sources, state.targets, float(state.initial), *rings_of(state.tail), n_heads, n_rows, n_columns,
+        **inputs.flags, ROWS=rows, COLUMNS=next_power_of_2(n_columns), BLOCK=block, num_warps=num_warps,
     )  # fmt: skip
 
 
 @triton.jit
 def _read_states(  # type: ignore[no-untyped-def]
-    q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength, strength_stride,
-    skip, y, cu_rows, flat, sources, targets, initial,
-    keys, key_sources, key_targets, writes, write_sources, write_targets, decays, decay_sources, decay_targets,
-    ring_rows, firsts, counts, folds, n_heads, n_rows, n_columns,
-    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
+    strength_stride, skip, y, cu_rows, flat, sources, targets, initial, keys, key_sources, key_targets, writes,
+    write_sources, write_targets, decays, decay_sources, decay_targets, ring_rows, firsts, counts, folds, n_heads,
+    n_rows, n_columns, ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     h, run = tl.program_id(1), tl.program_id(2)
     r, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
@@ -65,7 +65,9 @@ def _read_states(  # type: ignore[no-untyped-def]
     at = (h * n_rows + r)[:, None] * n_columns + n[None, :]
     source, start, count = tl.load(sources + run), tl.load(cu_rows + run), tl.load(counts + run).to(tl.int32)
     first, n_new = tl.load(firsts + run).to(tl.int32), (tl.load(cu_rows + run + 1) - start).to(tl.int32)
-    s = tl.load(flat + source + at, mask=(r < bound(source, n_rows))[:, None] & is_column[None, :], other=initial).to(tl.float32)
+    s = tl.load(flat + source + at, mask=(r < bound(source, n_rows))[:, None] & is_column[None, :], other=initial).to(
+        tl.float32
+    )
     # Where this head's part of slot 0 is, of the blocks that are read and of those that are written.
     old_key, new_key = tl.load(key_sources + run) + group * n_columns, tl.load(key_targets + run) + group * n_columns
     old_write, new_write = tl.load(write_sources + run) + h * n_rows, tl.load(write_targets + run) + h * n_rows
@@ -77,10 +79,13 @@ def _read_states(  # type: ignore[no-untyped-def]
         value = tl.load(v + row * v_stride + h * n_rows + r, mask=is_row, other=0.0).to(tl.float32)
         reading = query
         if ERASES:
-            reading = tl.load(a + row * a_stride + h // a_heads * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
+            reading = tl.load(a + row * a_stride + h // a_heads * n_columns + n, mask=is_column, other=0.0).to(
+                tl.float32
+            )
         out, found, total = _meet_tail(
             query, reading, end, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write,
-            decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, ERASES, ROWS, BLOCK,
+            decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, ERASES, ROWS,
+            BLOCK,
         )  # fmt: skip
         out += tl.exp(total) * tl.sum(s * query[None, :], axis=1)
         u = value
@@ -102,10 +107,12 @@ def _read_states(  # type: ignore[no-untyped-def]
         tl.debug_barrier()  # what this token wrote, the next one reads
     target, fold = tl.load(targets + run), tl.load(folds + run).to(tl.int32)
     s = fold_tail(
-        s, 0, tl.where(target < 0, 0, fold), r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write,
-        decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
+        s, 0, tl.where(target < 0, 0, fold), r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write,
+        new_write, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
     )  # fmt: skip
-    tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=(r < bound(target, n_rows))[:, None] & is_column[None, :])
+    tl.store(
+        flat + target + at, s.to(flat.dtype.element_ty), mask=(r < bound(target, n_rows))[:, None] & is_column[None, :]
+    )
 
 
 @triton.jit
@@ -114,9 +121,12 @@ def _meet_tail(  # type: ignore[no-untyped-def]
     decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
     ERASES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a query at position `end` finds in the tail, and what its token's reading does, (ROWS,) each; and how the state has faded."""
+    """What a query at position `end` finds in the tail, and what its token's reading does, (ROWS,) each; and how the
+    state has faded.
+    """
     out, found, total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), 0.0
-    for block in range(tl.cdiv(end, BLOCK)):  # from the newest token to the oldest, so that each is faded by a sum of its own
+    # from the newest token to the oldest, so that each is faded by a sum of its own
+    for block in range(tl.cdiv(end, BLOCK)):
         p = end - (block + 1) * BLOCK + tl.arange(0, BLOCK)
         fade = _decays(p + 1, count, end + 1, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads)
         fade = tl.where(p >= 0, fade, 0.0)
@@ -156,7 +166,10 @@ def _decays(p, count, end, ring, old, rows, row_stride, first, ring_rows, n_head
 
 @triton.jit
 def _decay(p, count, ring, old, rows, row_stride, first, ring_rows, n_heads):  # type: ignore[no-untyped-def]
-    return tl.sum(_decays(p + tl.zeros((1,), tl.int32), count, p + 1, ring, old, rows, row_stride, first, ring_rows, n_heads), axis=0)
+    return tl.sum(
+        _decays(p + tl.zeros((1,), tl.int32), count, p + 1, ring, old, rows, row_stride, first, ring_rows, n_heads),
+        axis=0,
+    )
 
 
 @triton.jit

@@ -1,7 +1,9 @@
-"""Recurrences whose state is a matrix a head, token by token. A program is one run over some rows of one head's state, in registers.
+"""Recurrences whose state is a matrix a head, token by token.
+A program is one run over some rows of one head's state, in registers.
 
-So every state element is read once and written once, however many tokens a run has. Behind a tail nothing is written but what the tokens
-bring, and now and then a body: the tail's tokens are added to the registers first, from rings of what each did (see `matrix_tails`),
+So every state element is read once and written once, however many tokens a run has. Behind a tail nothing is written
+but what the tokens bring, and now and then a body: the tail's tokens are added to the registers first, from rings of
+what each did (see `matrix_tails`),
 
     S = S diag(w) + u k^T + f b^T       u = strength v, or strength (v - S a)       f = S a, where b is given
 """
@@ -42,37 +44,44 @@ def scan_tokens(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
     rings = no_rings(cu_rows, 5) if state.tail is None else rings_of(state.tail, n_absent=2 if inputs.b is None else 0)
     rows, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), inputs.a is not None)
     launch(
-        _scan_tokens, (ceil_div(n_rows, rows), n_heads, n_runs),
-        *inputs.pointers, b, b.stride(0), y_THV,
-        cu_rows, state.flat, state.sources, state.targets, float(state.initial), *rings, n_heads, n_rows, n_columns,
-        **inputs.flags, BY_COLUMN=inputs.log_decay.dim() == 3, HAS_B=inputs.b is not None, AFTER_DECAY=inputs.after_decay,
-        HAS_TAIL=state.tail is not None, ROWS=rows, COLUMNS=next_power_of_2(n_columns), num_warps=num_warps,
+        _scan_tokens, (ceil_div(n_rows, rows), n_heads, n_runs), *inputs.pointers, b, b.stride(0), y_THV, cu_rows,
+        state.flat, state.sources, state.targets, float(state.initial), *rings, n_heads, n_rows, n_columns,
+        **inputs.flags, BY_COLUMN=inputs.log_decay.dim() == 3, HAS_B=inputs.b is not None,
+        AFTER_DECAY=inputs.after_decay, HAS_TAIL=state.tail is not None, ROWS=rows, COLUMNS=next_power_of_2(n_columns),
+        num_warps=num_warps,
     )  # fmt: skip
 
 
 @triton.jit
 def _scan_tokens(  # type: ignore[no-untyped-def]
-    q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength, strength_stride,
-    skip, b, b_stride, y, cu_rows, flat, sources, targets, initial,
-    keys, key_sources, key_targets, writes, write_sources, write_targets, decays, decay_sources, decay_targets,
-    others, other_sources, other_targets, finds, find_sources, find_targets, ring_rows, firsts, counts, folds,
-    n_heads, n_rows, n_columns,
-    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
-    AFTER_DECAY: tl.constexpr, HAS_TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay, decay_stride, strength,
+    strength_stride, skip, b, b_stride, y, cu_rows, flat, sources, targets, initial, keys, key_sources, key_targets,
+    writes, write_sources, write_targets, decays, decay_sources, decay_targets, others, other_sources, other_targets,
+    finds, find_sources, find_targets, ring_rows, firsts, counts, folds, n_heads, n_rows, n_columns,
+    ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr,
+    HAS_B: tl.constexpr, AFTER_DECAY: tl.constexpr, HAS_TAIL: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     h, run = tl.program_id(1), tl.program_id(2)
     r, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_row, is_column, at = r < n_rows, n < n_columns, (h * n_rows + r)[:, None] * n_columns + n[None, :]
-    source, target, start, end = tl.load(sources + run), tl.load(targets + run), tl.load(cu_rows + run), tl.load(cu_rows + run + 1)
+    source, target, start, end = (
+        tl.load(sources + run),
+        tl.load(targets + run),
+        tl.load(cu_rows + run),
+        tl.load(cu_rows + run + 1),
+    )
     limit = bound(target, n_rows)
     d, n_decays = _decays(n, n_columns, BY_COLUMN)
-    s = tl.load(flat + source + at, mask=(r < bound(source, n_rows))[:, None] & is_column[None, :], other=initial).to(tl.float32)
+    s = tl.load(flat + source + at, mask=(r < bound(source, n_rows))[:, None] & is_column[None, :], other=initial).to(
+        tl.float32
+    )
     if HAS_TAIL:
         first, count = tl.load(firsts + run).to(tl.int32), tl.load(counts + run).to(tl.int32)
         fold = tl.where(target < 0, -1, tl.load(folds + run).to(tl.int32))
         s = add_tail(
-            s, flat + target + at, limit, fold, count, first, run, h, r, n, keys, key_sources, k_heads, writes, write_sources,
-            decays, decay_sources, others, other_sources, finds, find_sources, ring_rows, n_heads, n_rows, n_columns, BY_COLUMN, HAS_B,
+            s, flat + target + at, limit, fold, count, first, run, h, r, n, keys, key_sources, k_heads, writes,
+            write_sources, decays, decay_sources, others, other_sources, finds, find_sources, ring_rows, n_heads,
+            n_rows, n_columns, BY_COLUMN, HAS_B,
         )  # fmt: skip
     for t in range(start, end):
         key = tl.load(k + t * k_stride + h // k_heads * n_columns + n, mask=is_column, other=0.0).to(tl.float32)
@@ -132,10 +141,13 @@ def _decays(n, n_columns, BY_COLUMN: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def add_tail(  # type: ignore[no-untyped-def]
-    s, body, limit, fold, count, first, run, h, r, n, keys, key_sources, k_heads, writes, write_sources, decays, decay_sources,
-    others, other_sources, finds, find_sources, ring_rows, n_heads, n_rows, n_columns, BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
+    s, body, limit, fold, count, first, run, h, r, n, keys, key_sources, k_heads, writes, write_sources, decays,
+    decay_sources, others, other_sources, finds, find_sources, ring_rows, n_heads, n_rows, n_columns,
+    BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
 ):  # fmt: skip
-    """A state (ROWS, COLUMNS) before the `count` tokens of its tail goes on to behind them; that before token `fold` is stored."""
+    """A state (ROWS, COLUMNS) before the `count` tokens of its tail goes on to behind them; that before token `fold` is
+    stored.
+    """
     d, n_decays = _decays(n, n_columns, BY_COLUMN)
     for p in range(count):
         _store(body, s, r, tl.where(p == fold, limit, 0), n, n_columns)

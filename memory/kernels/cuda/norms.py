@@ -13,7 +13,9 @@ from memory.kernels.cuda.launch import absent, launch, next_power_of_2, with_con
 from memory.kernels.signature import Prepared
 
 
-def rms_norm(x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None) -> Tensor:
+def rms_norm(
+    x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None
+) -> Tensor:
     checks.rms_norm(x_TE, weight_E, n_groups, gate_TE, checks.FLOATS)
     n_rows, n_elements = x_TE.shape
     dtype = x_TE.dtype if weight_E is None else torch.promote_types(x_TE.dtype, weight_E.dtype)
@@ -22,12 +24,12 @@ def rms_norm(x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: i
     gate = x_TE if gate_TE is None else with_contiguous_rows(gate_TE)
     n_part = n_elements // n_groups
     columns = next_power_of_2(n_part)
-    parts = max(1, 1024 // columns)  # each part of a row is summed by itself, so its bits do not depend on how many a program takes
+    # each part of a row is summed by itself, so its bits do not depend on how many a program takes
+    parts = max(1, 1024 // columns)
     launch(
-        _rms_norm, (ceil_div(n_rows * n_groups, parts),),
-        x_TE, x_TE.stride(0), gate, gate.stride(0), absent(weight_E, x_TE), out_TE, eps, n_rows * n_groups, n_groups, n_part,
-        HAS_GATE=gate_TE is not None, HAS_WEIGHT=weight_E is not None, PARTS=parts, COLUMNS=columns,
-        num_warps=8 if columns > 2048 else 4,
+        _rms_norm, (ceil_div(n_rows * n_groups, parts),), x_TE, x_TE.stride(0), gate, gate.stride(0),
+        absent(weight_E, x_TE), out_TE, eps, n_rows * n_groups, n_groups, n_part, HAS_GATE=gate_TE is not None,
+        HAS_WEIGHT=weight_E is not None, PARTS=parts, COLUMNS=columns, num_warps=8 if columns > 2048 else 4,
     )  # fmt: skip
     return out_TE
 

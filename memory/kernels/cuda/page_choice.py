@@ -31,7 +31,8 @@ def _choose(block_m: int, head_dim: int, itemsize: int) -> ScorePages:
 
 
 class _Places(NamedTuple):
-    """For each query: index of the first page that is scored, how many are, how many of them are chosen, and the first one's column.
+    """For each query: index of the first page that is scored, how many are, how many of them are chosen, and the first
+    one's column.
 
     `fixed` are (column, index of a page) of those that are chosen whatever they score.
     """
@@ -52,7 +53,8 @@ def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageCho
     checks.choose_pages(q_QHD, choice, n_kv_heads, checks.FLOATS)
     device, n_chosen = q_QHD.device, int(choice.cu_chosen[-1])
     places, pages = _lay_out(choice, device), choice.pages
-    chosen_GC = torch.empty(n_kv_heads, n_chosen + 1, dtype=torch.int64, device=device)  # what is not chosen goes into the last column
+    # what is not chosen goes into the last column
+    chosen_GC = torch.empty(n_kv_heads, n_chosen + 1, dtype=torch.int64, device=device)
     chosen_GC[:, places.fixed[0]] = pages[places.fixed[1]]
     if places.most_scored:
         scores_QGN = _scores(q_QHD, least, greatest, pages, places, n_kv_heads)
@@ -83,7 +85,9 @@ def _places(choice: PageChoice, device: torch.device) -> _Places:
     columns = is_fixed.nonzero()[0]
     query = np.searchsorted(choice.cu_chosen, columns, side="right") - 1
     place = columns - choice.cu_chosen[query]
-    fixed = np.stack([columns, choice.cu_pages[query] + place + np.where(place < n_first[query], 0, (n_scored - n_best)[query])])
+    fixed = np.stack(
+        [columns, choice.cu_pages[query] + place + np.where(place < n_first[query], 0, (n_scored - n_best)[query])]
+    )
     ints = device_ints(np.concatenate([of_query.ravel(), fixed.ravel()]), device)
     begin_Q, n_scored_Q, n_best_Q, column_Q = ints[: of_query.size].view(4, -1)
     return _Places(begin_Q, n_scored_Q, n_best_Q, column_Q, ints[of_query.size :].view(2, -1), int(n_scored.max()))
@@ -108,10 +112,13 @@ def _scores(q_QHD: Tensor, least: Tensor, greatest: Tensor, pages: Tensor, place
 
 @triton.jit(do_not_specialize=["most_scored"])
 def _score(  # type: ignore[no-untyped-def]
-    q, least, greatest, pages, begins, counts, scores, q_query, q_head, most_scored, N_SHARED: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ALIGN: tl.constexpr,
+    q, least, greatest, pages, begins, counts, scores, q_query, q_head, most_scored, N_SHARED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """A block of pages for one query and one key/value head. What is above zero in q meets the greatest key, what is below the least."""
+    """A block of pages for one query and one key/value head.
+    What is above zero in q meets the greatest key, what is below the least.
+    """
     query, g = tl.program_id(0).to(tl.int64), tl.program_id(2)
     p = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)

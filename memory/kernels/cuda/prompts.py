@@ -1,7 +1,8 @@
-"""Prompts left to libraries that are made for them: causal-conv1d (1.4 or newer) and mamba-ssm (2.2 or newer), by their public functions.
+"""Prompts left to libraries that are made for them: causal-conv1d (1.4 or newer) and mamba-ssm (2.2 or newer), by their
+public functions.
 
-Both take one sequence after the other. Matrix states are not among them: mamba-ssm's scan takes time steps and rates where `matrix_scan`
-has decays and strengths, and neither starts from a tail nor leaves a state on its way.
+Both take one sequence after the other. Matrix states are not among them: mamba-ssm's scan takes time steps and rates
+where `matrix_scan` has decays and strengths, and neither starts from a tail nor leaves a state on its way.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def conv_by_library(
     before_SWE, outputs = read_rows(window.flat, window.sources, window.shape, window.initial), []
     for i, (start, end) in enumerate(itertools.pairwise(window.cu_rows.tolist())):
         out_1ET, after_1EW = causal_conv1d_fn(
-            rows_TR[start:end, :n_channels].T[None], weight_WE.T, bias_E, initial_states=before_SWE[i].T[None], return_final_states=True,
-            activation="silu" if activation else None,
+            rows_TR[start:end, :n_channels].T[None], weight_WE.T, bias_E, initial_states=before_SWE[i].T[None],
+            return_final_states=True, activation="silu" if activation else None,
         )  # fmt: skip
         write_rows_(window.flat, window.targets[i : i + 1], after_1EW[0].T.reshape(1, -1))
         outputs.append(out_1ET[0].T)
@@ -50,12 +51,19 @@ def conv_by_library(
 
 
 def scan_by_library(
-    x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Prepared, b_TN: Tensor, c_TN: Tensor, a_NE: Prepared, d_E: Prepared, state: StateSlots
+    x_TE: Tensor,
+    dt_TE: Tensor,
+    dt_bias_E: Prepared,
+    b_TN: Tensor,
+    c_TN: Tensor,
+    a_NE: Prepared,
+    d_E: Prepared,
+    state: StateSlots,
 ) -> Tensor | None:
     """`Kernels.selective_scan` by mamba-ssm; None where it is not to be had.
 
-    It starts from zeros. So N tokens go ahead that write the state: token n writes what state n holds, in a time step so short that
-    nothing fades. Scaled by a power of two, so to the bit.
+    It starts from zeros. So N tokens go ahead that write the state: token n writes what state n holds, in a time step
+    so short that nothing fades. Scaled by a power of two, so to the bit.
     """
     if not _are_prompts("selective_scan", state) or a_NE.shape[0] > 256:
         return None
@@ -69,7 +77,9 @@ def scan_by_library(
         x_ET = torch.cat([before_SNE[i] / _TINY, x_TE[start:end].float()]).T.contiguous()
         dt_ET = torch.cat([torch.full_like(before_SNE[i], _TINY), dt_TE[start:end]]).T.contiguous()
         b_NT, c_NT = (torch.cat([ones_NN, t[start:end].float()]).T.contiguous() for t in (b_TN, c_TN))
-        y_1ET, after_1EN = selective_scan_fn(x_ET[None], dt_ET[None], rates_EN, b_NT[None], c_NT[None], d_E.float(), return_last_state=True)
+        y_1ET, after_1EN = selective_scan_fn(
+            x_ET[None], dt_ET[None], rates_EN, b_NT[None], c_NT[None], d_E.float(), return_last_state=True
+        )
         write_rows_(state.flat, state.targets[i : i + 1], after_1EN[0].T.reshape(1, n_states * n_channels))
         outputs.append(y_1ET[0, :, n_states:].T)
     return torch.cat(outputs).contiguous()

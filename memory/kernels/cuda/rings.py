@@ -12,7 +12,8 @@ from memory.kernels.signature import Tail
 
 
 def rings_of(tail: Tail, *, n_absent: int = 0) -> tuple[Any, ...]:
-    """Each ring with the blocks to read and to write, then `n_absent` that are never read; and what is common to them."""
+    """Each ring with the blocks to read and to write, then `n_absent` that are never read; and what is
+    common to them."""
     rings = [x for ring in zip(tail.flats, tail.sources, tail.targets, strict=True) for x in ring]
     return (*rings, *rings[:3] * n_absent, tail.ring_rows, tail.firsts, tail.counts, tail.folds)
 
@@ -25,12 +26,18 @@ def no_rings(instead: Tensor, n_rings: int) -> tuple[Any, ...]:
 @triton.jit
 def ring_row(ring, sources, run, row, columns, n_columns):  # type: ignore[no-untyped-def]
     """Row `row` of n_columns of the ring of a run, float32, zeros beyond its end."""
-    return tl.load(ring + tl.load(sources + run) + row * n_columns + columns, mask=columns < n_columns, other=0.0).to(tl.float32)
+    return tl.load(ring + tl.load(sources + run) + row * n_columns + columns, mask=columns < n_columns, other=0.0).to(
+        tl.float32
+    )
 
 
 @triton.jit
 def keep_row(ring, targets, run, row, x, columns, n_columns, is_kept):  # type: ignore[no-untyped-def]
     """x as the ring rounds it, which is written there if it `is_kept`."""
     rounded = x.to(ring.dtype.element_ty)
-    tl.store(ring + tl.load(targets + run) + row * n_columns + columns, rounded, mask=columns < tl.where(is_kept, n_columns, 0))
+    tl.store(
+        ring + tl.load(targets + run) + row * n_columns + columns,
+        rounded,
+        mask=columns < tl.where(is_kept, n_columns, 0),
+    )
     return rounded.to(tl.float32)

@@ -29,7 +29,19 @@ def write_rows_(flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
     block_T, block_R = _tile(n_elements)
     grid = (triton.cdiv(n_rows, block_T), triton.cdiv(n_elements, block_R))
     align = aligned_elements(n_elements, flat.element_size())
-    launch(_write, grid, flat, offsets_T, rows_TR, n_rows, n_elements, rows_TR.stride(0), BLOCK_T=block_T, BLOCK_R=block_R, ALIGN=align)
+    launch(
+        _write,
+        grid,
+        flat,
+        offsets_T,
+        rows_TR,
+        n_rows,
+        n_elements,
+        rows_TR.stride(0),
+        BLOCK_T=block_T,
+        BLOCK_R=block_R,
+        ALIGN=align,
+    )
 
 
 def read_rows(flat: Tensor, offsets_T: Tensor, shape: tuple[int, ...], initial: float) -> Tensor:
@@ -38,7 +50,19 @@ def read_rows(flat: Tensor, offsets_T: Tensor, shape: tuple[int, ...], initial: 
     block_T, block_R = _tile(n_elements)
     grid = (triton.cdiv(n_rows, block_T), triton.cdiv(n_elements, block_R))
     align = aligned_elements(n_elements, flat.element_size())
-    launch(_read, grid, flat, offsets_T, rows_TR, n_rows, n_elements, float(initial), BLOCK_T=block_T, BLOCK_R=block_R, ALIGN=align)
+    launch(
+        _read,
+        grid,
+        flat,
+        offsets_T,
+        rows_TR,
+        n_rows,
+        n_elements,
+        float(initial),
+        BLOCK_T=block_T,
+        BLOCK_R=block_R,
+        ALIGN=align,
+    )
     return rows_TR.view(n_rows, *shape)
 
 
@@ -50,7 +74,15 @@ def _tile(n_elements: int) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["n_rows"])
 def _write(  # type: ignore[no-untyped-def]
-    flat, offsets, rows, n_rows, n_elements, row_stride, BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, ALIGN: tl.constexpr
+    flat,
+    offsets,
+    rows,
+    n_rows,
+    n_elements,
+    row_stride,
+    BLOCK_T: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    ALIGN: tl.constexpr,
 ):
     t = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
     r = tl.program_id(1) * BLOCK_R + tl.arange(0, BLOCK_R)

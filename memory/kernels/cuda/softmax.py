@@ -1,4 +1,6 @@
-"""Steps of an online softmax over tiles of keys (Milakov & Gimelshein 2018). M queries by N rows; heads in parts of D0 and D1 channels."""
+"""Steps of an online softmax over tiles of keys (Milakov & Gimelshein 2018).
+M queries by N rows; heads in parts of D0 and D1 channels.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 @triton.jit
 def load_rows(flat, at, inside, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of D channels from offsets `at` (N,) on: (N, D0) and (N, D1), the first twice if it is all; zeros where not `inside`."""
+    """Rows of D channels from offsets `at` (N,) on: (N, D0) and (N, D1), the first twice if it is all; zeros where not
+    `inside`.
+    """
     d = tl.arange(0, D0)
     mask = inside[:, None] & (d < D)[None, :] if D0 > D else inside[:, None]
     x0 = tl.load(flat + at[:, None] + d[None, :], mask=mask, other=0.0)
@@ -51,7 +55,8 @@ def score(q0, q1, k0, k1, scale, softcap, D1: tl.constexpr, HAS_SOFTCAP: tl.cons
 
 @triton.jit
 def load_bias(bias, head, newest, r, is_own, n_distances):  # type: ignore[no-untyped-def]
-    """(M, N): what is added to the scores of rows `r` (N,) for their distance from the row that a query sees last (M,)."""
+    """(M, N): what is added to the scores of rows `r` (N,) for their distance from the row that a query
+    sees last (M,)."""
     distance = tl.minimum(tl.maximum(newest[:, None] - r[None, :], 0), n_distances - 1)
     return tl.load(bias + head[:, None] * n_distances + distance, mask=is_own[:, None], other=0.0) * LOG2_E
 
@@ -67,7 +72,8 @@ def hide(s, newest, r, end, window, HAS_WINDOW: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def add(s, v0, v1, acc0, acc1, highest, total, D1: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What queries have found so far, `acc` relative to `highest` and not yet divided by `total`, and now N more rows."""
+    """What queries have found so far, `acc` relative to `highest` and not yet divided by `total`, and
+    now N more rows."""
     higher = tl.maximum(highest, tl.max(s, 1))
     shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no row yet
     fade = tl.exp2(highest - shift)

@@ -1,7 +1,8 @@
 """How attention is divided among programs: numbers on the host, once for all layers of a kind.
 
-A program works on a tile: some queries of one request, for the query heads of one key/value head (or some of them). The rows that a few
-queries see are split among programs, and their results are merged. How follows from the request's own lengths.
+A program works on a tile: some queries of one request, for the query heads of one key/value head (or some of them). The
+rows that a few queries see are split among programs, and their results are merged. How follows from the request's own
+lengths.
 """
 
 from __future__ import annotations
@@ -78,11 +79,11 @@ class Tiles(NamedTuple):
     """What programs do.
 
     Attributes:
-        tasks: (n, TASK): packed index of the first query, queries, the row that it sees last, rows [begin, end) to read, index of the
-            request's first page, of the first row of partial results or -1, folded rows, index of the first of their blocks. Where all
-            requests have few queries there are more, of no queries.
-        merges: (m, MERGE): packed index of a query, its first row of partial results, how far apart they are, how many there are. Where
-            all requests have few queries, none or one each, some of nothing.
+        tasks: (n, TASK): packed index of the first query, queries, the row that it sees last, rows [begin, end) to
+            read, index of the request's first page, of the first row of partial results or -1, folded rows, index of
+            the first of their blocks. Where all requests have few queries there are more, of no queries.
+        merges: (m, MERGE): packed index of a query, its first row of partial results, how far apart they are, how many
+            there are. Where all requests have few queries, none or one each, some of nothing.
         n_partial: rows of partial results, or more.
     """
 
@@ -121,7 +122,17 @@ def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows
         begins = begin[s] + split * length[s]
         ends = np.minimum(begins + length[s], end[s])
         token = batch.cu_seqlens[r] + first
-        columns = (token[s], n_queries[s], newest[s], begins, ends, batch.cu_pages[r][s], partial, n_folded[r][s], first_block[r][s])
+        columns = (
+            token[s],
+            n_queries[s],
+            newest[s],
+            begins,
+            ends,
+            batch.cu_pages[r][s],
+            partial,
+            n_folded[r][s],
+            first_block[r][s],
+        )
         tasks.append(np.stack(columns, 1))
         launches.append(Launch(size, n_tasks, n_tasks + len(s)))
         n_tasks += len(s)
@@ -134,7 +145,9 @@ def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows
 
 
 def _with_room(tiles: Tiles, n_queries: int) -> Tiles:
-    """So that the next step, in which every request sees a row more, mostly has tiles of the same shapes (`memory.cuda_graphs`)."""
+    """So that the next step, in which every request sees a row more, mostly has tiles of the same shapes
+    (`memory.cuda_graphs`).
+    """
     size, _, n_tasks = tiles.launches[0]
     n_room, n_split = room_for(n_tasks), len(tiles.merges)
     tasks = np.concatenate([tiles.tasks, np.zeros((n_room - n_tasks, TASK), np.int64)])

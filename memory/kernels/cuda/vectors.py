@@ -1,4 +1,5 @@
-"""Recurrences whose state is a few numbers a channel, and their gates. A program is one run over some of the channels."""
+"""Recurrences whose state is a few numbers a channel, and their gates.
+A program is one run over some of the channels."""
 
 from __future__ import annotations
 
@@ -62,9 +63,8 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
     channels, num_warps = _choose(x_TE.device, x_TE.element_size())
     grid = (len(state.cu_rows) - 1, ceil_div(n_channels, channels))
     launch(
-        _linear_scan, grid,
-        x_TE, x_TE.stride(0), decay_TE, decay_TE.stride(0), y_TE, cu_rows, state.flat, state.sources, state.targets, float(state.initial),
-        n_channels, CHANNELS=channels, num_warps=num_warps,
+        _linear_scan, grid, x_TE, x_TE.stride(0), decay_TE, decay_TE.stride(0), y_TE, cu_rows, state.flat,
+        state.sources, state.targets, float(state.initial), n_channels, CHANNELS=channels, num_warps=num_warps,
     )  # fmt: skip
     return y_TE
 
@@ -95,19 +95,18 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, state
     channels, num_warps = _choose(v_TE.device, v_TE.element_size())
     grid = (len(top.cu_rows) - 1, ceil_div(n_channels, channels))
     launch(
-        _wkv4, grid,
-        k_TE, k_TE.stride(0), v_TE, v_TE.stride(0), decay_E, first_E, y_TE, device_ints(top.cu_rows, v_TE.device),
-        top.flat, top.sources, top.targets, float(top.initial), below.flat, below.sources, below.targets, float(below.initial),
-        exponent.flat, exponent.sources, exponent.targets, float(exponent.initial), n_channels, CHANNELS=channels,
-        num_warps=num_warps,
+        _wkv4, grid, k_TE, k_TE.stride(0), v_TE, v_TE.stride(0), decay_E, first_E, y_TE,
+        device_ints(top.cu_rows, v_TE.device), top.flat, top.sources, top.targets, float(top.initial), below.flat,
+        below.sources, below.targets, float(below.initial), exponent.flat, exponent.sources, exponent.targets,
+        float(exponent.initial), n_channels, CHANNELS=channels, num_warps=num_warps,
     )  # fmt: skip
     return y_TE
 
 
 @triton.jit
 def _wkv4(  # type: ignore[no-untyped-def]
-    k, k_stride, v, v_stride, decay, first, y, cu_rows, top_flat, top_sources, top_targets, top_initial,
-    below_flat, below_sources, below_targets, below_initial, exponent_flat, exponent_sources, exponent_targets, exponent_initial,
+    k, k_stride, v, v_stride, decay, first, y, cu_rows, top_flat, top_sources, top_targets, top_initial, below_flat,
+    below_sources, below_targets, below_initial, exponent_flat, exponent_sources, exponent_targets, exponent_initial,
     n_channels, CHANNELS: tl.constexpr,
 ):  # fmt: skip
     run = tl.program_id(0)

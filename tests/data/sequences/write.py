@@ -1,7 +1,7 @@
 """Writes the saved sequences of this folder: `python tests/data/sequences/write.py FOLDER`.
 
-It uses what every version of the library has, so an older one, first on PYTHONPATH, can be asked for its files. A folder
-for each writer:
+It uses what every version of the library has, so an older one, first on PYTHONPATH, can be asked for its files. A
+folder for each writer:
 
     version_2          the last library that left what was in the rows of tokens that were taken back
     version_2_zeroed   a later one, which made zeros of them
@@ -18,7 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Rotation, Sequence, StateTensor, Step
+from memory import (
+    AttentionSpec,
+    CrossAttentionSpec,
+    HybridMemory,
+    MemorySpec,
+    RecurrentSpec,
+    Rotation,
+    Sequence,
+    StateTensor,
+    Step,
+)
 from memory.eviction import H2O, Quest
 from memory.quantization import Quantized
 from memory.recurrences import Fold
@@ -39,7 +49,10 @@ def _spec(name: str, *layers: tuple[Any, ...]) -> MemorySpec:
 
 
 SUBJECTS: dict[str, tuple[MemorySpec, dict[str, Any]]] = {
-    "keep": (_spec("keep", (AttentionSpec(2, 1, 4),), (_STATES,), (AttentionSpec(2, 1, 4, window=9),)), {"fold": "keep"}),
+    "keep": (
+        _spec("keep", (AttentionSpec(2, 1, 4),), (_STATES,), (AttentionSpec(2, 1, 4, window=9),)),
+        {"fold": "keep"},
+    ),
     "replay": (_spec("replay", (_STATES,), (AttentionSpec(2, 2, 4),)), {"fold": "replay"}),
     "defer": (_spec("defer", (_FADING,), (AttentionSpec(2, 1, 4),)), {"fold": "defer"}),
     "policy": (_spec("policy", (AttentionSpec(2, 1, 4),)).with_policy(H2O(16)), {}),
@@ -50,7 +63,11 @@ SUBJECTS: dict[str, tuple[MemorySpec, dict[str, Any]]] = {
             "mixed",
             (replace(_ROTATED, window=9), replace(_ROTATED, name="heavy", policy=H2O(16, decay=0.5))),
             (replace(_ROTATED, policy=H2O(16)), _STATES, replace(_ROTATED, name="pages", policy=Quest(24))),
-            (_STORED, replace(_STORED, name="groups", policy=Quest(40)), replace(_STORED, name="few", policy=H2O(16, every=8))),
+            (
+                _STORED,
+                replace(_STORED, name="groups", policy=Quest(40)),
+                replace(_STORED, name="few", policy=H2O(16, every=8)),
+            ),
         ),
         {},
     ),
@@ -78,10 +95,14 @@ def run(step: Step, spec: MemorySpec) -> Tensor:
     for layer, memories in enumerate(spec.layers):
         for memory in memories:
             if isinstance(memory, RecurrentSpec):
-                recurrence = Fold(_average) if memory.family == "average" else LinearAttention(torch.tensor([-0.1, -0.2]), 4)
+                recurrence = (
+                    Fold(_average) if memory.family == "average" else LinearAttention(torch.tensor([-0.1, -0.2]), 4)
+                )
                 y = step.recur(layer, _numbers(step, layer, *memory.row_shape), recurrence, name=memory.name)
             elif isinstance(memory, CrossAttentionSpec):
-                y = step.cross_attend(layer, _numbers(step, layer, memory.n_query_heads, memory.head_dim), name=memory.name)
+                y = step.cross_attend(
+                    layer, _numbers(step, layer, memory.n_query_heads, memory.head_dim), name=memory.name
+                )
             else:
                 q = _numbers(step, layer, memory.n_query_heads, memory.head_dim)
                 k, v = (_numbers(step, layer + salt, memory.n_kv_heads, memory.head_dim) for salt in (10, 20))

@@ -27,18 +27,32 @@ def qwen3_config(**options: Any) -> Qwen3Config:
 
 
 def gemma3_config(**options: Any) -> Gemma3TextConfig:
-    defaults = {"num_hidden_layers": 4, "head_dim": 8, "query_pre_attn_scalar": 5, "sliding_window": 5, "sliding_window_pattern": 3}
+    defaults = {
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 5,
+        "sliding_window": 5,
+        "sliding_window_pattern": 3,
+    }
     return Gemma3TextConfig(**(_SIZES | defaults | options))
 
 
 def gemma2_config(**options: Any) -> Gemma2Config:
-    defaults = {"num_hidden_layers": 4, "head_dim": 8, "query_pre_attn_scalar": 5, "sliding_window": 5, "attn_logit_softcapping": 2.0}
+    defaults = {
+        "num_hidden_layers": 4,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 5,
+        "sliding_window": 5,
+        "attn_logit_softcapping": 2.0,
+    }
     return Gemma2Config(**(_SIZES | defaults | options))
 
 
 CONFIGS = {
     "llama": llama_config,
-    "llama-biases-tied": lambda: llama_config(attention_bias=True, mlp_bias=True, tie_word_embeddings=True, num_key_value_heads=6),
+    "llama-biases-tied": lambda: llama_config(
+        attention_bias=True, mlp_bias=True, tie_word_embeddings=True, num_key_value_heads=6
+    ),
     "llama-3-rope": lambda: llama_config(
         rope_parameters={
             "rope_type": "llama3", "rope_theta": 1e4, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -48,12 +62,17 @@ CONFIGS = {
     "mistral": mistral_config,
     "mistral-without-window": lambda: mistral_config(sliding_window=None, num_key_value_heads=1),
     "qwen3": qwen3_config,
-    "qwen3-windows": lambda: qwen3_config(use_sliding_window=True, sliding_window=4, max_window_layers=1, attention_bias=True),
+    "qwen3-windows": lambda: qwen3_config(
+        use_sliding_window=True, sliding_window=4, max_window_layers=1, attention_bias=True
+    ),
     "gemma2": gemma2_config,
-    "gemma2-uncapped": lambda: gemma2_config(attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True),
+    "gemma2-uncapped": lambda: gemma2_config(
+        attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True
+    ),
     "gemma3": gemma3_config,
     "gemma3-capped": lambda: gemma3_config(
-        final_logit_softcapping=6.0, tie_word_embeddings=False, layer_types=["full_attention"] + ["sliding_attention"] * 3,
+        final_logit_softcapping=6.0, tie_word_embeddings=False,
+        layer_types=["full_attention"] + ["sliding_attention"] * 3,
         rope_parameters={
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},

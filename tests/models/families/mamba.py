@@ -15,8 +15,8 @@ def mamba_config(**options: Any) -> MambaConfig:
 
 def mamba2_config(**options: Any) -> Mamba2Config:
     defaults = {
-        "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3, "num_heads": 6, "head_dim": 8, "n_groups": 2, "state_size": 16,
-        "chunk_size": 8,
+        "vocab_size": VOCAB, "hidden_size": 24, "num_hidden_layers": 3, "num_heads": 6, "head_dim": 8, "n_groups": 2,
+        "state_size": 16, "chunk_size": 8,
     }  # fmt: skip
     return Mamba2Config(**(defaults | options))
 
@@ -24,12 +24,27 @@ def mamba2_config(**options: Any) -> Mamba2Config:
 CONFIGS = {
     "mamba": mamba_config,
     "mamba-bias-untied": lambda: mamba_config(
-        use_bias=True, use_conv_bias=False, tie_word_embeddings=False, state_size=5, conv_kernel=2, residual_in_fp32=False
+        use_bias=True,
+        use_conv_bias=False,
+        tie_word_embeddings=False,
+        state_size=5,
+        conv_kernel=2,
+        residual_in_fp32=False,
     ),
-    "mamba-wide": lambda: mamba_config(expand=3, conv_kernel=3, state_size=5, time_step_rank=7, tie_word_embeddings=False),
+    "mamba-wide": lambda: mamba_config(
+        expand=3, conv_kernel=3, state_size=5, time_step_rank=7, tie_word_embeddings=False
+    ),
     "mamba2": mamba2_config,
-    "mamba2-48-states": lambda: mamba2_config(state_size=48, n_groups=3, use_bias=True, use_conv_bias=False, conv_kernel=2),
+    "mamba2-48-states": lambda: mamba2_config(
+        state_size=48, n_groups=3, use_bias=True, use_conv_bias=False, conv_kernel=2
+    ),
     "mamba2-tied": lambda: mamba2_config(
-        num_heads=3, head_dim=16, n_groups=1, conv_kernel=3, tie_word_embeddings=True, residual_in_fp32=False, time_step_limit=(0.1, 0.8)
+        num_heads=3,
+        head_dim=16,
+        n_groups=1,
+        conv_kernel=3,
+        tie_word_embeddings=True,
+        residual_in_fp32=False,
+        time_step_limit=(0.1, 0.8),
     ),
 }

@@ -9,7 +9,8 @@ from transformers import Qwen3_5MoeTextConfig, Qwen3_5TextConfig
 from tests.models.families.qwen3_next import DELTA_SIZES, EXPERT_SIZES
 
 SHARES = {
-    "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75, "mrope_section": [2, 2, 2], "mrope_interleaved": True
+    "rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.75, "mrope_section": [2, 2, 2],
+    "mrope_interleaved": True
 }  # fmt: skip
 """Rotary positions by time, height and width."""
 
@@ -25,8 +26,10 @@ def qwen3_5_moe_config(**options: Any) -> Qwen3_5MoeTextConfig:
 CONFIGS = {
     "qwen3.5": lambda: qwen3_5_config(linear_value_head_dim=12),
     "qwen3.5-biases": lambda: qwen3_5_config(
-        num_hidden_layers=3, full_attention_interval=2, attention_bias=True, num_attention_heads=3, num_key_value_heads=1, head_dim=16,
-        linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=48, linear_conv_kernel_dim=2, tie_word_embeddings=True,
+        num_hidden_layers=3, full_attention_interval=2, attention_bias=True, num_attention_heads=3,
+        num_key_value_heads=1, head_dim=16,
+        linear_num_key_heads=3, linear_num_value_heads=3, linear_key_head_dim=48, linear_conv_kernel_dim=2,
+        tie_word_embeddings=True,
         rope_parameters=SHARES,
     ),
     "qwen3.5-moe": lambda: qwen3_5_moe_config(linear_num_value_heads=2, linear_conv_kernel_dim=3),

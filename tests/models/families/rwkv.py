@@ -15,6 +15,10 @@ def rwkv_config(**options: Any) -> RwkvConfig:
 
 CONFIGS = {
     "rwkv": rwkv_config,
-    "rwkv-rescaled-tied": lambda: rwkv_config(num_hidden_layers=5, rescale_every=2, intermediate_size=36, tie_word_embeddings=True),
-    "rwkv-wide": lambda: rwkv_config(attention_hidden_size=40, layer_norm_epsilon=1e-2, rescale_every=0, num_hidden_layers=2),
+    "rwkv-rescaled-tied": lambda: rwkv_config(
+        num_hidden_layers=5, rescale_every=2, intermediate_size=36, tie_word_embeddings=True
+    ),
+    "rwkv-wide": lambda: rwkv_config(
+        attention_hidden_size=40, layer_norm_epsilon=1e-2, rescale_every=0, num_hidden_layers=2
+    ),
 }

@@ -25,7 +25,8 @@ CONFIGS = {
         head_dim=4, fuse_norm=False, norm_bias=False, norm_first=False, norm_eps=1e-3, tie_word_embeddings=True
     ),
     "rwkv7-defaults": lambda: rwkv7_config(
-        head_dim=None, num_heads=1, hidden_ratio=3, intermediate_size=None, num_hidden_layers=2, decay_low_rank_dim=None,
+        head_dim=None, num_heads=1, hidden_ratio=3, intermediate_size=None, num_hidden_layers=2,
+        decay_low_rank_dim=None,
         gate_low_rank_dim=None, a_low_rank_dim=None, v_low_rank_dim=None, value_dim=[24, 24],
     ),
 }  # fmt: skip
