@@ -186,7 +186,7 @@ class Coordinator(Lifetime):
 
     # One sequence
 
-    def open(self, encoder: Encoded | None) -> Sequence:
+    def open(self, encoder: Encoded | None, held: uninterrupted_call) -> Sequence:
         """See `HybridMemory.open`."""
         cross_attention: Any = self.layers.get("cross-attention")
         if (encoder is None) != (cross_attention is None):
@@ -197,15 +197,14 @@ class Coordinator(Lifetime):
             )
         if cross_attention is None or encoder is None:
             return self.ledger.open()
-        with uninterrupted_call() as held:
-            sequence = self.ledger.open()
-            try:
-                self.room.make(lambda: cross_attention.write(sequence.slot, encoder))
-                held.deliver()
-            except BaseException:
-                self.withdraw(sequence)
-                raise
-            return sequence
+        sequence = self.ledger.open()
+        try:
+            self.room.make(lambda: cross_attention.write(sequence.slot, encoder))
+            held.deliver()
+        except BaseException:
+            self.withdraw(sequence)
+            raise
+        return sequence
 
     def close_one(self, sequence: Sequence) -> None:
         """See `HybridMemory.close`."""

@@ -147,7 +147,8 @@ class HybridMemory:
         Raises:
             BatchError: `encoder` is missing, not wanted, or does not fit the model. CapacityError: no room for it.
         """
-        return self._coordinator.open(encoder)
+        with uninterrupted_call() as held:
+            return self._coordinator.open(encoder, held)
 
     def close(self, sequence: Sequence | Whole = Whole.MEMORY) -> None:
         """Forget a sequence or a checkpoint; bytes that nobody shares are free at once.

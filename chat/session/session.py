@@ -122,9 +122,11 @@ class ChatSession:
             BatchError: arguments that make no request. CapacityError: no room. SequenceError: the session is closed.
             Whatever the model or `on_text` raises. The messages are as they were then.
         """
-        return self._answer(
-            NEW, len(self._messages), [Utterance("user", _checked(text))], max_tokens, sampling, on_text
-        )
+        new = [Utterance("user", _checked(text))]
+        messages, turn = self._answer(NEW, len(self._messages), new, max_tokens, sampling, on_text)
+        with uninterrupted_call() as _until_return:
+            self._keep(messages)
+            return turn
 
     def edit(
         self, index: int, text: str, *, max_tokens: int | None = None, sampling: Sampling | None = None,
@@ -139,7 +141,11 @@ class ChatSession:
             raise BatchError(
                 f"message {index!r} is none of the user's; edit one of {', '.join(map(str, users)) or 'those to come'}"
             )
-        return self._answer(EDITED, index, [Utterance("user", _checked(text))], max_tokens, sampling, on_text)
+        new = [Utterance("user", _checked(text))]
+        messages, turn = self._answer(EDITED, index, new, max_tokens, sampling, on_text)
+        with uninterrupted_call() as _until_return:
+            self._keep(messages)
+            return turn
 
     def regenerate(
         self, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
@@ -148,7 +154,10 @@ class ChatSession:
         Raises as `say`.
         """
         self._check_exchange("regenerate")
-        return self._answer(NEW, len(self._messages) - 1, [], max_tokens, sampling, on_text)
+        messages, turn = self._answer(NEW, len(self._messages) - 1, [], max_tokens, sampling, on_text)
+        with uninterrupted_call() as _until_return:
+            self._keep(messages)
+            return turn
 
     def undo(self) -> tuple[Utterance, ...]:
         """Take back the last thing the user said, and the reply; what was taken back.
@@ -300,8 +309,12 @@ class ChatSession:
     def _answer(
         self, why: str, n_kept: int, new: list[Utterance], max_tokens: int | None, sampling: Sampling | None,
         on_text: OnText | None
-    ) -> Turn:  # fmt: skip
-        """Reply to the first `n_kept` messages and to `new` ones."""
+    ) -> tuple[tuple[Utterance, ...], Turn]:  # fmt: skip
+        """Reply to the first `n_kept` messages and to `new` ones: the messages that there are then, and the turn.
+
+        Nothing is said until the caller keeps the messages. It does so in the call that the user waits for: an
+        interrupt that is held back there is raised where the user has the turn.
+        """
         self._check_free()
         max_tokens, sampling = (
             self.max_tokens if max_tokens is None else max_tokens,
@@ -342,10 +355,10 @@ class ChatSession:
         computed = explain(why, prompt, start, count_old(prompt, n_heard), was_held=was_held)
         reason = str(generation.finish_reason)
         turn = Turn(reply.content, tuple(generation.token_ids), reason, len(prompt.token_ids), start.n_kept, computed)
-        with uninterrupted_call() as _until_return:
-            self._messages = (*messages, reply)
-            self._n_heard = len(self._messages)
-            return turn
+        return (*messages, reply), turn
+
+    def _keep(self, messages: tuple[Utterance, ...]) -> None:
+        self._messages, self._n_heard = messages, len(messages)
 
     def _encode(self, messages: Seq[Utterance], *, awaits_reply: bool = True) -> Rendering:
         return encode_history(self._tokenizer, messages, awaits_reply=awaits_reply, parse_special=self.parse_special)

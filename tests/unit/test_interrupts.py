@@ -98,6 +98,7 @@ OPERATIONS: dict[str, Callable[[Scene], Any]] = {
     "step in a variable": step_in_a_variable,
     "run of one step": lambda s: s.memory.run(None, {s.a: [1] * 3, s.b: [2]}),
     "run in chunks": lambda s: s.memory.run(None, {s.a: [1] * 9, s.b: [2]}, max_tokens=4),
+    "open": lambda s: s.memory.open(),
     "fork": lambda s: s.memory.fork(s.a),
     "checkpoint": lambda s: s.memory.checkpoint(s.a),
     "reorder": lambda s: s.memory.reorder({s.a: s.b, s.b: s.a}),
@@ -112,7 +113,7 @@ OPERATIONS: dict[str, Callable[[Scene], Any]] = {
     "swap in": lambda s: s.memory.swap_in(s.away),
     "to host": lambda s: s.memory.to_host(s.a),
 }
-ALL_OR_NOTHING = ("run of one step", "run in chunks", "fork", "checkpoint")
+ALL_OR_NOTHING = ("run of one step", "run in chunks", "open", "fork", "checkpoint")
 """What promises to have done nothing if it raises."""
 
 
@@ -134,7 +135,9 @@ def try_operation(name: str, spec: MemorySpec = DRY, n_places: int = 12) -> int:
 
         return lambda: OPERATIONS[name](scene), verify
 
-    return try_places(attempt, n_places, edges=("memory/step.py", "memory/chunked_prefill.py"))
+    return try_places(
+        attempt, n_places, edges=("memory/step.py", "memory/chunked_prefill.py", "memory/sequences/ledger.py")
+    )
 
 
 @pytest.mark.parametrize("name", OPERATIONS)
