@@ -15,6 +15,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from benchmarks.harness import Report, interleave
+from memory.blocks.staging import place
 from memory.kernels import Erase, StateSlots, cpu
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
@@ -77,7 +78,9 @@ class Work:
                 self.k.repeat_interleave(self.shape[0] // self.k.shape[1], 1) * -self.beta[:, :, None],
                 after_decay=True,
             )
-        slots = StateSlots(np.arange(len(offsets) + 1), self.flat, offsets, offsets, self.shape, 0.0)
+        slots = StateSlots(
+            place(np.arange(len(offsets) + 1), self.flat.device), self.flat, offsets, offsets, self.shape, 0.0
+        )
         return cpu.matrix_scan(self.q, self.k, self.v * self.beta[:, :, None], self.log_decay, erase, slots)
 
     def deferred(self) -> Tensor:

@@ -15,6 +15,7 @@ from benchmarks.gpu_attention import CONTEXT, HEADS, N_BYTES, PAGE_TOKENS, Heads
 from benchmarks.gpu_states import LAYERS, N_DRAFTS, Layer, Work
 from benchmarks.gpu_tails import make_mamba1, make_rwkv7
 from benchmarks.gpu_tune import Case, Run
+from memory.blocks.staging import place
 from memory.kernels import PageChoice, StateSlots, cuda
 from memory.quantization import Quantized
 
@@ -133,7 +134,7 @@ def _slots(
     n_layers = min(_MOST_LAYERS, max(1, N_BYTES // (2 * dtype.itemsize * n_sequences * size)))
     flat = torch.randn(2 * n_layers * n_sequences * size, device="cuda").to(dtype)
     offsets = torch.arange(0, len(flat), size, device="cuda").view(n_layers, 2, n_sequences)
-    cu_rows = np.arange(n_sequences + 1) * n_new
+    cu_rows = place(np.arange(n_sequences + 1) * n_new, flat.device)
     return [StateSlots(cu_rows, flat, own[0], own[1], shape, 0.0) for own in offsets]
 
 

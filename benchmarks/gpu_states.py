@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.harness import Report, Samples
+from memory.blocks.staging import place
 from memory.kernels import Erase, StateSlots, Tail, cuda
 from memory.specs import StateTensor, matrix_tensor
 
@@ -130,8 +131,8 @@ class Work:
             n_layers or max(1, N_BYTES // (4 * n * layer.state_elements)),
         )
         self.shape = (layer.n_heads, layer.value_dim, layer.key_dim)
-        self.cu_rows, n_rows = np.arange(n + 1) * n_new, n * n_new
         self.flat = torch.randn(self.n_layers * n * layer.state_elements, device=device)
+        self.cu_rows, n_rows = place(np.arange(n + 1) * n_new, self.flat.device), n * n_new
         self.offsets = torch.arange(0, len(self.flat), layer.state_elements, device=device).view(self.n_layers, n)
         self.q = torch.randn(n_rows, layer.n_groups, layer.key_dim, device=device).to(dtype)
         self.k = F.normalize(torch.randn_like(self.q.float()), dim=-1).to(dtype)

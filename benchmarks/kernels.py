@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.ceilings import copy_gbytes_a_second
 from benchmarks.harness import Report, interleave
+from memory.blocks.staging import place
 from memory.kernels import PagedBatch, Scoring, StateSlots, cpu
 
 N_CHANNELS, N_STATES, N_TAPS, N_HEADS, N_KV_HEADS, HEAD_DIM, PAGE_TOKENS = 1536, 16, 4, 12, 4, 64, 16
@@ -83,7 +84,7 @@ def _rotating(n: int, shape: tuple[int, int]) -> Callable[[], StateSlots]:
     size = shape[0] * shape[1]
     flat = torch.randn(N_LAYERS * n * size)
     layers = [
-        StateSlots(np.arange(n + 1), flat, offsets, offsets, shape, 0.0)
+        StateSlots(place(np.arange(n + 1), flat.device), flat, offsets, offsets, shape, 0.0)
         for offsets in torch.arange(0, len(flat), size).view(N_LAYERS, n)
     ]
     turn = iter(range(1 << 60))

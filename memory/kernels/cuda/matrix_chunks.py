@@ -63,7 +63,7 @@ def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanChu
 def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan` of runs of many tokens, with a tail or without."""
     n_heads, n_rows, n_columns = inputs.sizes
-    n_runs, columns, device = len(state.cu_rows) - 1, max(16, next_power_of_2(n_columns)), y_THV.device
+    n_runs, columns, device = len(state.cu_rows.host) - 1, max(16, next_power_of_2(n_columns)), y_THV.device
     chunk, rows, num_warps, num_stages = _choose(
         device, n_rows, n_columns, inputs.v.element_size(), inputs.a is not None
     )
@@ -76,7 +76,7 @@ def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
     }
     inverses = y_THV
     if inputs.a is not None:
-        n_chunks = count_pieces(state.cu_rows, chunk, SPARE.value)
+        n_chunks = count_pieces(state.cu_rows.host, chunk, SPARE.value)
         inverses = torch.empty(n_chunks, n_heads, chunk, chunk, dtype=torch.float32, device=device)
         launch(
             _invert, (n_chunks, n_heads), *inputs.pointers[3:9], *inputs.pointers[11:15], cu_rows, n_runs,

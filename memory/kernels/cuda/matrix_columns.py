@@ -54,7 +54,7 @@ def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanCol
 def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan` of runs of many tokens, with a tail or without."""
     n_heads, n_rows, n_columns = inputs.sizes
-    n_runs, b, erases = len(state.cu_rows) - 1, absent(inputs.b, inputs.q), inputs.a is not None
+    n_runs, b, erases = len(state.cu_rows.host) - 1, absent(inputs.b, inputs.q), inputs.a is not None
     chunk, rows, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), erases)
     rings = no_rings(cu_rows, 5) if state.tail is None else rings_of(state.tail, n_absent=2 if inputs.b is None else 0)
     common: dict[str, Any] = {
@@ -63,7 +63,7 @@ def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tens
         "COLUMNS": max(16, next_power_of_2(n_columns)), "CHUNK": chunk,
         "MATRICES": 4 if inputs.b is not None else 3 if erases else 1,
     }  # fmt: skip
-    n_chunks = count_pieces(state.cu_rows, chunk, SPARE.value)
+    n_chunks = count_pieces(state.cu_rows.host, chunk, SPARE.value)
     weights = torch.empty(n_chunks, n_heads, common["MATRICES"], chunk, chunk, dtype=torch.float32, device=y_THV.device)
     launch(
         _weigh, (n_chunks, n_heads), *inputs.pointers[:9], *inputs.pointers[11:15], b, b.stride(0), cu_rows, n_runs,

@@ -41,7 +41,7 @@ def read_states(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
     """`Kernels.matrix_scan` with a tail."""
     assert state.tail is not None, "`matrix_scan` looks"
     n_heads, n_rows, n_columns = inputs.sizes
-    n_runs, erases = len(state.cu_rows) - 1, inputs.a is not None
+    n_runs, erases = len(state.cu_rows.host) - 1, inputs.a is not None
     rows, block, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), erases)
     launch(
         _read_states, (ceil_div(n_rows, rows), n_heads, n_runs), *inputs.pointers, y_THV, cu_rows, state.flat,

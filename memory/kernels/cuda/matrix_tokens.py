@@ -40,7 +40,7 @@ def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanTok
 def scan_tokens(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan`, one token after the other."""
     n_heads, n_rows, n_columns = inputs.sizes
-    n_runs, b = len(state.cu_rows) - 1, absent(inputs.b, inputs.q)
+    n_runs, b = len(state.cu_rows.host) - 1, absent(inputs.b, inputs.q)
     rings = no_rings(cu_rows, 5) if state.tail is None else rings_of(state.tail, n_absent=2 if inputs.b is None else 0)
     rows, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), inputs.a is not None)
     launch(
