@@ -165,12 +165,10 @@ def _load_attention(config: T5Config, checkpoint: Checkpoint, prefix: str, names
 
 
 def _load_mlp(config: T5Config, checkpoint: Checkpoint, prefix: str) -> tuple[RMSNorm, Function]:
-    norm, n_model, n_inner, act = (
-        _load_norm(config, checkpoint, f"{prefix}.layer_norm"),
-        config.d_model,
-        config.d_ff,
-        config.dense_act_fn,
-    )
+    norm = _load_norm(config, checkpoint, f"{prefix}.layer_norm")
+    n_model = config.d_model
+    n_inner = config.d_ff
+    act = config.dense_act_fn
     prefix = f"{prefix}.DenseReluDense"
     if config.is_gated_act:
         return norm, GatedMLP.load(checkpoint, prefix, n_model, n_inner, act, names=("wi_0", "wi_1", "wo"))

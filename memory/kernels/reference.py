@@ -271,10 +271,8 @@ def selective_scan(
     rings = [x.shape[1:] for x in (x_TE, dt_TE, b_TN)]
     for i, h_NE in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
         start, end = state.cu_rows.host[i : i + 2].tolist()
-        own, past = (
-            [x[start:end] for x in (x_TE, dt_TE, b_TN)],
-            [] if state.tail is None else tail_rows(state.tail, i, rings),
-        )
+        own = [x[start:end] for x in (x_TE, dt_TE, b_TN)]
+        past = [] if state.tail is None else tail_rows(state.tail, i, rings)
         tokens = [torch.cat(pair) for pair in zip(past, own, strict=True)] if past else own
         first, body_at = end - len(tokens[0]), _body_at(state, i)
         for t, x_E, dt_E, b_N in zip(range(first, end), *(x.float() for x in tokens), strict=True):

@@ -64,12 +64,10 @@ def _scan_tokens(  # type: ignore[no-untyped-def]
     h, run = tl.program_id(1), tl.program_id(2)
     r, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_row, is_column, at = r < n_rows, n < n_columns, (h * n_rows + r)[:, None] * n_columns + n[None, :]
-    source, target, start, end = (
-        tl.load(sources + run),
-        tl.load(targets + run),
-        tl.load(cu_rows + run),
-        tl.load(cu_rows + run + 1),
-    )
+    source = tl.load(sources + run)
+    target = tl.load(targets + run)
+    start = tl.load(cu_rows + run)
+    end = tl.load(cu_rows + run + 1)
     limit = bound(target, n_rows)
     d, n_decays = _decays(n, n_columns, BY_COLUMN)
     s = tl.load(flat + source + at, mask=(r < bound(source, n_rows))[:, None] & is_column[None, :], other=initial).to(
