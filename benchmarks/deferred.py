@@ -15,6 +15,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from benchmarks.harness import Report, interleave
+from memory.blocks.staging import place
 from memory.kernels import Erase, StateSlots, cpu
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
@@ -53,15 +54,11 @@ class Work:
         self.shape, self.n_layers = (n_heads, value_dim, key_dim), max(1, N_BYTES // (4 * n * size))
         self.flat = torch.randn(self.n_layers * n * size)
         self.offsets = torch.arange(0, len(self.flat), size).view(self.n_layers, n)
-        self.q, self.k = (
-            torch.randn(n, n_groups, key_dim),
-            torch.nn.functional.normalize(torch.randn(n, n_groups, key_dim), dim=-1),
-        )
-        self.v, self.beta, self.log_decay = (
-            torch.randn(n, n_heads, value_dim),
-            torch.rand(n, n_heads),
-            -torch.rand(n, n_heads) / 10,
-        )
+        self.q = torch.randn(n, n_groups, key_dim)
+        self.k = torch.nn.functional.normalize(torch.randn(n, n_groups, key_dim), dim=-1)
+        self.v = torch.randn(n, n_heads, value_dim)
+        self.beta = torch.rand(n, n_heads)
+        self.log_decay = -torch.rand(n, n_heads) / 10
         self.old_k = torch.nn.functional.normalize(torch.randn(n, n_rows, n_groups, key_dim), dim=-1)
         self.old_u = torch.randn(n, n_rows, n_heads, value_dim)
         self.old_log_decay = -torch.rand(n, n_rows, n_heads) / 10
@@ -77,7 +74,9 @@ class Work:
                 self.k.repeat_interleave(self.shape[0] // self.k.shape[1], 1) * -self.beta[:, :, None],
                 after_decay=True,
             )
-        slots = StateSlots(np.arange(len(offsets) + 1), self.flat, offsets, offsets, self.shape, 0.0)
+        slots = StateSlots(
+            place(np.arange(len(offsets) + 1), self.flat.device), self.flat, offsets, offsets, self.shape, 0.0
+        )
         return cpu.matrix_scan(self.q, self.k, self.v * self.beta[:, :, None], self.log_decay, erase, slots)
 
     def deferred(self) -> Tensor:

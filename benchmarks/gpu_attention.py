@@ -135,5 +135,5 @@ def _folded(heads: Heads, storage: Storage, n_layers: int, n_sequences: int, n_r
     cu_blocks, lengths = np.arange(n_sequences + 1) * n_each, np.full(n_sequences, n_rows)
     return [
         FoldedRows(storage, tuple(s for s, _ in shapes), flats, own, cu_blocks, lengths, heads.head_dim)
-        for own in blocks
+        for own in torch.as_tensor(blocks, device=arena.device)
     ]

@@ -15,6 +15,7 @@ from benchmarks.gpu_attention import CONTEXT, HEADS, N_BYTES, PAGE_TOKENS, Heads
 from benchmarks.gpu_states import LAYERS, N_DRAFTS, Layer, Work
 from benchmarks.gpu_tails import make_mamba1, make_rwkv7
 from benchmarks.gpu_tune import Case, Run
+from memory.blocks.staging import place
 from memory.kernels import PageChoice, StateSlots, cuda
 from memory.quantization import Quantized
 
@@ -133,7 +134,7 @@ def _slots(
     n_layers = min(_MOST_LAYERS, max(1, N_BYTES // (2 * dtype.itemsize * n_sequences * size)))
     flat = torch.randn(2 * n_layers * n_sequences * size, device="cuda").to(dtype)
     offsets = torch.arange(0, len(flat), size, device="cuda").view(n_layers, 2, n_sequences)
-    cu_rows = np.arange(n_sequences + 1) * n_new
+    cu_rows = place(np.arange(n_sequences + 1) * n_new, flat.device)
     return [StateSlots(cu_rows, flat, own[0], own[1], shape, 0.0) for own in offsets]
 
 
@@ -160,17 +161,13 @@ def _by_column(n_sequences: int, n_new: int, n_heads: int = 40, head_dim: int = 
 
 def _convolve(n_sequences: int, n_new: int, n_channels: int = 8192, n_taps: int = 4) -> Run:
     rows = torch.randn(n_sequences * n_new, n_channels, device="cuda").bfloat16()
-    weight, bias = (
-        torch.randn(n_taps, n_channels, device="cuda").bfloat16(),
-        torch.randn(n_channels, device="cuda").bfloat16(),
-    )
+    weight = torch.randn(n_taps, n_channels, device="cuda").bfloat16()
+    bias = torch.randn(n_channels, device="cuda").bfloat16()
     layers = _slots((n_taps - 1, n_channels), n_sequences, n_new, torch.bfloat16)
     return _through(layers[: 64 if n_new > 1 else None], cuda.causal_conv, rows, weight, bias)
 
 
 def _linear(n_sequences: int, n_channels: int = 2560) -> Run:
-    x, decay = (
-        torch.randn(n_sequences, n_channels, device="cuda").bfloat16(),
-        torch.rand(n_sequences, n_channels, device="cuda").bfloat16(),
-    )
+    x = torch.randn(n_sequences, n_channels, device="cuda").bfloat16()
+    decay = torch.rand(n_sequences, n_channels, device="cuda").bfloat16()
     return _through(_slots((n_channels,), n_sequences, 1), cuda.linear_scan, x, decay)

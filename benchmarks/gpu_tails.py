@@ -17,6 +17,7 @@ from torch import Tensor
 
 from benchmarks.gpu_states import N_BYTES, make_tails, time_graphs
 from benchmarks.harness import Report
+from memory.blocks.staging import place
 from memory.kernels import Erase, StateSlots, cuda
 from memory.recurrences import mamba1_spec, rwkv7_spec
 from memory.specs import StateTensor
@@ -67,7 +68,8 @@ def rows(
     """One for each length of tail; times of a layer."""
     size, scan = math.prod(layer.state.shape), layer.make_scan(n_sequences)
     n_layers = max(1, N_BYTES // (4 * n_sequences * size))
-    flat, cu_rows = torch.randn(n_layers * n_sequences * size, device="cuda"), np.arange(n_sequences + 1)
+    flat = torch.randn(n_layers * n_sequences * size, device="cuda")
+    cu_rows = place(np.arange(n_sequences + 1), flat.device)
     offsets = torch.arange(0, len(flat), size, device="cuda").view(n_layers, n_sequences)
     nowhere = torch.full_like(offsets[0], -1)
     for n_tail in tail_tokens:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from benchmarks.ceilings import copy_gbytes_a_second
 from benchmarks.harness import Report, interleave
+from memory.blocks.staging import place
 from memory.kernels import PagedBatch, Scoring, StateSlots, cpu
 
 N_CHANNELS, N_STATES, N_TAPS, N_HEADS, N_KV_HEADS, HEAD_DIM, PAGE_TOKENS = 1536, 16, 4, 12, 4, 64, 16
@@ -39,12 +40,10 @@ def kernels(*, quick: bool) -> Report:
 def _decode_kernels(n: int, n_context: int) -> dict[str, tuple[Callable[[], object], int]]:
     """Kernel -> a call for n sequences of a token each, and the bytes it has to move."""
     x, dt, bias = torch.randn(n, N_CHANNELS), torch.randn(n, N_CHANNELS), torch.randn(N_CHANNELS)
-    b, c, a, d = (
-        torch.randn(n, N_STATES),
-        torch.randn(n, N_STATES),
-        -torch.rand(N_STATES, N_CHANNELS),
-        torch.randn(N_CHANNELS),
-    )
+    b = torch.randn(n, N_STATES)
+    c = torch.randn(n, N_STATES)
+    a = -torch.rand(N_STATES, N_CHANNELS)
+    d = torch.randn(N_CHANNELS)
     weight = torch.randn(N_TAPS, N_CHANNELS)
     cu = np.arange(n + 1)
     states, windows, rings = (
@@ -83,7 +82,7 @@ def _rotating(n: int, shape: tuple[int, int]) -> Callable[[], StateSlots]:
     size = shape[0] * shape[1]
     flat = torch.randn(N_LAYERS * n * size)
     layers = [
-        StateSlots(np.arange(n + 1), flat, offsets, offsets, shape, 0.0)
+        StateSlots(place(np.arange(n + 1), flat.device), flat, offsets, offsets, shape, 0.0)
         for offsets in torch.arange(0, len(flat), size).view(N_LAYERS, n)
     ]
     turn = iter(range(1 << 60))

@@ -15,7 +15,6 @@ the new positions. Pages before that stay.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -225,9 +224,8 @@ class AttentionCache:
     def _read_chosen(self, read: Read, index: int, q_QHD: Tensor, scoring: Scoring) -> Tensor:
         batch = read.batch
         if read.choice is not None:
-            batch = replace(
-                batch, pages=self.kernels.prepare(self.choose(read.choice, index, q_QHD, self._flats[index][-2:]))
-            )
+            pages = self.choose(read.choice, index, q_QHD, self._flats[index][-2:])
+            batch = batch.at(self.kernels.prepare(pages))
         return self.read(batch, index, q_QHD, scoring)
 
     def choose(self, choice: PageChoice, index: int, q_QHD: Tensor, bounds: Sequence[Prepared]) -> Tensor:

@@ -11,7 +11,7 @@ become older than the rollback window fold into a new body.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class Reads:
     tokens: Tensor | None
     rows: dict[tuple[int, int], Tensor]
     is_tail: Tensor
-    bodies: Int64s
+    bodies: Tensor
     cu_bodies: Int64s
     n_kept: Int64s
     beside: dict[int, PagedBatch]
@@ -133,7 +133,6 @@ class EvictingAttention(CannotDrop, TailMemory):
         upload, tokens = self._store.upload, None
         if len(in_place) < len(packed.starts):
             tokens = upload(ranges(packed.cu_seqlens[:-1][in_place], packed.cu_seqlens[1:][in_place]))
-        upload(bodies)  # for kernels that want them on the device: they find them there
         beside, old_rows = dict[int, PagedBatch](), dict[int, dict[int, Prepared]]()
         for i in (after.body_at > before.body_at).nonzero()[0].tolist():
             old = np.arange(before.body_at[i], packed.starts[i])
@@ -146,8 +145,8 @@ class EvictingAttention(CannotDrop, TailMemory):
         return Reads(
             PagedBatch(starts_of(counts), lengths.sum(1), EMPTY, starts_of(lengths.sum(1)), page_tokens=1), tokens,
             {sizes: upload(blocks + rows * np.where(is_tail, *sizes)) for sizes in set(self._sizes)},
-            upload(is_tail.astype(np.int64)), bodies, starts_of((n_kept > 0).astype(np.int64)), n_kept, beside,
-            old_rows,
+            upload(is_tail.astype(np.int64)), upload(bodies), starts_of((n_kept > 0).astype(np.int64)),
+            n_kept, beside, old_rows,
         )  # fmt: skip
 
     def begin(self, plan: EvictingPlan) -> None:
@@ -230,7 +229,7 @@ class EvictingAttention(CannotDrop, TailMemory):
         body = table.state_layout.fields[len(table.members[index].states) * index].offset_bytes // itemsize
         tail = table.tail_layout.fields[index].offset_bytes // itemsize
         rows = torch.add(reads.rows[self._sizes[index]], reads.is_tail, alpha=tail - body).add_(body)
-        batch = replace(reads.in_place, pages=self._kernels.prepare(rows))
+        batch = reads.in_place.at(self._kernels.prepare(rows))
         keys, values = self._all[0], self._all[_values_at(spec)]
         return self._kernels.paged_attention(
             q_THD, keys, values, batch, spec.n_kv_heads, scoring, self._folded(reads, index)

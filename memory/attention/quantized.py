@@ -154,8 +154,9 @@ class QuantizedAttention(CannotDrop):
             cu_blocks = starts_of(n_blocks)
             blocks = self.bodies.addresses[np.concatenate(tables)]
             fresh = self.bodies.allocate(int(n_new.sum()))
-            self._store.upload(blocks)  # for kernels that want them on the device: they find them there
-            reads = self._reads(packed, exact, Body(blocks, cu_blocks, n_blocks * self.storage.group))
+            reads = self._reads(
+                packed, exact, Body(self._store.place(blocks), cu_blocks, n_blocks * self.storage.group)
+            )
             plan = QuantizedPlan(packed, exact, n_new, fresh, self._targets(fresh), reads)
         except BaseException:
             self.bodies.release(fresh)
@@ -204,12 +205,12 @@ class QuantizedAttention(CannotDrop):
         return self.exact.read(read.batch, index, q_QHD, scoring, folded)
 
     def _folded(self, index: int, body: Body | None) -> FoldedRows | None:
-        if body is None or not len(body.blocks):
+        if body is None or not len(body.blocks.host):
             return None
         shapes = self._shapes[index]
         flats = self._flats[index][: len(shapes)]
         return FoldedRows(
-            self.storage, shapes, flats, body.blocks, body.cu_blocks, body.lengths, self._specs[index].head_dim
+            self.storage, shapes, flats, body.blocks.device, body.cu_blocks, body.lengths, self._specs[index].head_dim
         )
 
     def _fold(self, plan: QuantizedPlan, index: int, request: int, targets: dict[int, Tensor], n_new: int) -> None:

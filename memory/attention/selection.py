@@ -79,16 +79,15 @@ class Selection:
             return (Read(batch, body=body),)
         request = np.repeat(chosen, packed.counts[chosen])
         begins, n = body.cu_blocks[:-1][request], n_groups[request]
-        blocks = body.blocks[ranges(begins, begins + n)] // itemsize
+        blocks = body.blocks.host[ranges(begins, begins + n)] // itemsize
         choice = self._choice(self._store.upload(blocks), n, packed.positions[tokens] + 1)
         # Which blocks are read is chosen later: until then it matters how many.
         best = Body(body.blocks, choice.cu_chosen, np.full(len(tokens), self._n_read * self._block_tokens))
         exact = self._exact_up_to(batch, pages, request, tokens, place)
         reads = [Read(exact, self._store.upload(tokens), choice, best)]
-        rest_blocks = body.blocks[ranges(body.cu_blocks[:-1][others], body.cu_blocks[1:][others])]
-        self._store.upload(rest_blocks)  # for kernels that want them on the device: they find them there
+        rest_blocks = body.blocks.host[ranges(body.cu_blocks[:-1][others], body.cu_blocks[1:][others])]
         if len(others):
-            rest = Body(rest_blocks, starts_of(n_groups[others]), body.lengths[others])
+            rest = Body(self._store.place(rest_blocks), starts_of(n_groups[others]), body.lengths[others])
             reads.insert(0, Read(_part_of(batch, pages, others, place), self._tokens_of(packed, others), body=rest))
         return tuple(reads)
 

@@ -1,8 +1,7 @@
 """Uploads the host arrays of a step's plan to the device in one copy, and downloads numbers from it.
 
 What a step's plan says is uploaded in one copy, from pinned memory: the host never waits for the device, which reads an
-array when all that was asked of it before is done. Arrays of a plan do not change, so what was uploaded once is found
-again.
+array when all that was asked of it before is done.
 
 Plans go to the same place, one after the other. Two plans of arrays of the same shapes therefore lie at the same
 addresses, which is what lets a step be recorded once and replayed for others (`memory.cuda_graphs`).
@@ -12,18 +11,16 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s, ceil_div
 from memory.errors import StepError
-
-T = TypeVar("T")
 
 _LEAST_ELEMENTS = 1 << 14
 _WHOLE = 2
@@ -50,7 +47,6 @@ class Stage:
         self._used = self._n_elements = 0
         self._is_open = False
         self._sizes: list[tuple[int, ...]] = []
-        self._found: list[tuple[tuple[int, ...], object]] = []
 
     @property
     def layout(self) -> Hashable | None:
@@ -93,19 +89,11 @@ class Stage:
         if n:
             self._on_device[:n].copy_(self._pinned[:n], non_blocking=True)
 
-    def remembered(self, ids: tuple[int, ...], found: object) -> None:
-        """What refers to this plan is forgotten with it."""
-        self._found.append((ids, found))
-
     def close(self) -> None:
         """The plan is not needed any more; another one may come. Nothing happens if that is known."""
         if not self._is_open:
             return
         self._is_open = False
-        for ids, found in self._found:
-            if _remembered.get(ids) is found:
-                _remembered.pop(ids, None)  # another thread's collection may have been quicker
-        self._found.clear()
         if (stages := self._stages()) is not None:
             stages.idle.append(self)
 
@@ -178,6 +166,22 @@ def is_recording() -> bool:
     return _is_recording.get()
 
 
+class Placed(NamedTuple):
+    """An array of a step's plan, where the host reads it and where kernels on the device do.
+
+    Attributes:
+        host: int64, of any shape.
+        device: the same numbers; on the CPU it shares memory with `host`.
+    """
+
+    host: Int64s
+    device: Tensor
+
+    def part(self, begin: int, end: int) -> Placed:
+        """Return elements [begin, end) of the first axis, where they are."""
+        return Placed(self.host[begin:end], self.device[begin:end])
+
+
 def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor:
     """The array, int64, on the device; on the CPU it shares memory with it. The host does not wait.
 
@@ -186,10 +190,7 @@ def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor
     """
     if not is_apart(device):
         return torch.from_numpy(array)
-    index = device.index
-    if device.type == "cuda" and index is None:
-        index = torch.cuda.current_device()  # a memory says "cuda", its tensors "cuda:0"
-    return remember((array,), index, lambda: _upload(array, device, room=room))
+    return _upload(array, device, room=room)
 
 
 def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
@@ -202,22 +203,9 @@ def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
     return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copied
 
 
-_remembered: dict[tuple[int, ...], tuple[list[weakref.ref[Any]], dict[object, Any]]] = {}
-
-
-def remember(anchors: tuple[object, ...], key: object, make: Callable[[], T]) -> T:
-    """Return what `make` gave for this key, made once for as long as all anchors live, none of which it
-    may refer to."""
-    ids = tuple(map(id, anchors))
-    if ids not in _remembered:
-        _remembered[ids] = ([weakref.ref(anchor, lambda _: _remembered.pop(ids, None)) for anchor in anchors], {})
-        if (stage := _open_stage.get()) is not None:
-            stage.remembered(ids, _remembered[ids])
-    of_anchors = _remembered[ids][1]
-    if key not in of_anchors:
-        of_anchors[key] = make()
-    found: T = of_anchors[key]
-    return found
+def place(array: Int64s, device: torch.device) -> Placed:
+    """Upload an array that the host reads as well: `upload`."""
+    return Placed(array, upload(array, device))
 
 
 class Download:

@@ -14,6 +14,7 @@ from memory.blocks.arena import Arena
 from memory.blocks.arrays import Int64s
 from memory.blocks.layout import BlockLayout, Field
 from memory.blocks.pool import BlockPool, _runs
+from memory.blocks.staging import Placed
 from memory.errors import BUDGET_UNIT, SpecError
 
 _mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
@@ -93,6 +94,10 @@ class Store:
     def upload(self, array: Int64s, *, room: bool = False) -> Tensor:
         """A plan's array where the kernels want it: `memory.blocks.staging`."""
         return uploads.upload(array, self.device, room=room)
+
+    def place(self, array: Int64s) -> Placed:
+        """Upload an array that kernels read on the host or on the device, each as it needs."""
+        return uploads.place(array, self.device)
 
     def copy(self, source: int, target: int, n_bytes: int) -> None:
         """Copy one block's bytes onto another's."""

@@ -158,11 +158,11 @@ def choose_pages(q_QHD: Tensor, choice: PageChoice, n_kv_heads: int, dtypes: _Dt
 
 def _tokens(slots: StateSlots) -> int:
     """Tokens of all runs. Raises StepError unless each run has a state to begin with and one to end with."""
-    n_runs = len(slots.cu_rows) - 1
+    n_runs = len(slots.cu_rows.host) - 1
     if len(slots.sources) != n_runs or len(slots.targets) != n_runs:
         found = f"{len(slots.sources)} states to begin and {len(slots.targets)} to end with"
         raise StepError(f"{n_runs} runs have {found}; take `States.slots` as they are")
-    return int(slots.cu_rows[-1])
+    return int(slots.cu_rows.host[-1])
 
 
 def _require_scoring(n_heads: int, n_kv_heads: int, scoring: Scoring) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from torch import Tensor
 
 from memory.blocks.arrays import ceil_div
@@ -91,16 +92,13 @@ def gather_folded(folded: FoldedRows, request: int, begin: int = 0, end: int | N
     """Keys and values [begin, end) of a request that a storage keeps, in order: (rows, G, D) float32 each."""
     begin, end = slice(begin, end).indices(int(folded.lengths[request]))[:2]
     first, last = begin // folded.block_rows, ceil_div(end, folded.block_rows)
-    blocks = torch.as_tensor(folded.blocks)[..., folded.cu_blocks[request] : folded.cu_blocks[request + 1]][
-        ..., first:last
-    ]
+    blocks = folded.blocks[..., folded.cu_blocks[request] : folded.cu_blocks[request + 1]][..., first:last]
     parts = []
     for flat, (n_heads, n_rows, size) in zip(map(torch.as_tensor, folded.flats), folded.shapes, strict=True):
         of_head_G1 = torch.arange(n_heads)[:, None] * (n_rows * size)
         offsets_GB = (blocks // flat.element_size()).to(flat.device) + of_head_G1.to(flat.device)
-        parts.append(
-            flat[_elements(offsets_GB.flatten(), n_rows * size)].view(n_heads, -1, n_rows, size).transpose(0, 1)
-        )
+        found_XS = flat[_elements(offsets_GB.flatten(), n_rows * size)]
+        parts.append(rearrange(found_XS, "(g b) (r d) -> b g r d", g=n_heads, r=n_rows))
     halves = parts[: len(parts) // 2], parts[len(parts) // 2 :]
     k_BGRD, v_BGRD = (folded.storage.decode(tuple(half)) for half in halves)
     own = slice(begin - first * folded.block_rows, end - first * folded.block_rows)
@@ -139,7 +137,7 @@ def gather_rows(
     page_R, slot_R = row_R.to(pages.device) // batch.page_tokens, row_R.to(pages.device) % batch.page_tokens
     head_G1 = torch.arange(n_kv_heads, device=pages.device)[:, None]
     offsets_GR = pages[..., page_R] + (head_G1 * batch.page_tokens + slot_R) * head_dim
-    return flat[_elements(offsets_GR.flatten(), head_dim)].reshape(n_kv_heads, -1, head_dim).transpose(0, 1)
+    return rearrange(flat[_elements(offsets_GR.flatten(), head_dim)], "(g r) d -> r g d", g=n_kv_heads)
 
 
 def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageChoice, n_kv_heads: int) -> Tensor:
@@ -165,8 +163,8 @@ def page_scores(q_HD: Tensor, least_NGD: Tensor, greatest_NGD: Tensor) -> Tensor
     """(G, N) float32: what `Kernels.choose_pages` goes by.
     Elements above zero meet the greatest key, those below the least.
     """
-    q_GSD = q_HD.float().view(least_NGD.shape[1], -1, q_HD.shape[1])
-    least_GDN, greatest_GDN = (x.float().permute(1, 2, 0) for x in (least_NGD, greatest_NGD))
+    q_GSD = rearrange(q_HD.float(), "(g s) d -> g s d", g=least_NGD.shape[1])
+    least_GDN, greatest_GDN = (rearrange(x.float(), "n g d -> g d n") for x in (least_NGD, greatest_NGD))
     scores_GSN = q_GSD.clamp(min=0) @ greatest_GDN + q_GSD.clamp(max=0) @ least_GDN
     return scores_GSN.amax(1)
 
@@ -181,7 +179,7 @@ def causal_conv(
     rows_TE = rows_TR[:, : weight_WE.shape[1]]
     out_TE, after = torch.empty_like(rows_TE), torch.empty_like(before)
     for i in range(len(before)):
-        start, end = window.cu_rows[i : i + 2].tolist()
+        start, end = window.cu_rows.host[i : i + 2].tolist()
         padded = torch.cat([before[i], rows_TE[start:end].to(before.dtype)])
         out_TE[start:end] = _convolved(padded.to(rows_TE.dtype), weight_WE, bias_E, activation)
         after[i] = padded[len(padded) - len(before[i]) :]
@@ -210,7 +208,7 @@ def _causal_conv_behind(
     for i, own in enumerate(_runs(rows_TE, window)):
         (past,) = tail_rows(tail, i, (rows_TR.shape[1:],))
         seen = torch.cat([before[i], past[:, :n_channels].to(before.dtype), own.to(before.dtype)])
-        fold, (start, end) = int(tail.folds[i]), window.cu_rows[i : i + 2].tolist()
+        fold, (start, end) = int(tail.folds[i]), window.cu_rows.host[i : i + 2].tolist()
         out_TE[start:end] = _convolved(seen[len(past) :].to(rows_TE.dtype), weight_WE, bias_E, activation)
         if window.targets[i] >= 0:
             write_rows_(window.flat, window.targets[i : i + 1], seen[fold : fold + n_before].reshape(1, -1))
@@ -218,7 +216,7 @@ def _causal_conv_behind(
 
 
 def _runs(x: Tensor, slots: StateSlots) -> tuple[Tensor, ...]:
-    return torch.split(x, (slots.cu_rows[1:] - slots.cu_rows[:-1]).tolist())
+    return torch.split(x, (slots.cu_rows.host[1:] - slots.cu_rows.host[:-1]).tolist())
 
 
 def _slots(tail: Tail, run: int, begin: int, end: int) -> Tensor:
@@ -272,11 +270,9 @@ def selective_scan(
     y_TE = torch.empty_like(x_TE, dtype=torch.float32)
     rings = [x.shape[1:] for x in (x_TE, dt_TE, b_TN)]
     for i, h_NE in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
-        start, end = state.cu_rows[i : i + 2].tolist()
-        own, past = (
-            [x[start:end] for x in (x_TE, dt_TE, b_TN)],
-            [] if state.tail is None else tail_rows(state.tail, i, rings),
-        )
+        start, end = state.cu_rows.host[i : i + 2].tolist()
+        own = [x[start:end] for x in (x_TE, dt_TE, b_TN)]
+        past = [] if state.tail is None else tail_rows(state.tail, i, rings)
         tokens = [torch.cat(pair) for pair in zip(past, own, strict=True)] if past else own
         first, body_at = end - len(tokens[0]), _body_at(state, i)
         for t, x_E, dt_E, b_N in zip(range(first, end), *(x.float() for x in tokens), strict=True):
@@ -303,7 +299,7 @@ def matrix_scan(
         rings += [erase.b.shape[1:], v_THV.shape[1:]]
     q_THN = _to_heads(q_TGN, n_heads)
     for i, s_HVN in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
-        start, end = state.cu_rows[i : i + 2].tolist()
+        start, end = state.cu_rows.host[i : i + 2].tolist()
         deeds = [] if tail is None else list(zip(*tail_rows(tail, i, rings), strict=True))
         first, body_at = start - len(deeds), _body_at(state, i)
         for t in range(first, end):
@@ -358,14 +354,14 @@ def _faded(s_HVN: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def _to_heads(x_TGN: Tensor, n_heads: int) -> Tensor:
-    return x_TGN.float().repeat_interleave(n_heads // x_TGN.shape[1], dim=1)
+    return repeat(x_TGN.float(), "t g n -> t (g s) n", s=n_heads // x_TGN.shape[1])
 
 
 def _body_at(state: StateSlots, run: int) -> int:
     """The position, counted from a run's source state on, whose state is to be written: its end, or where its tail
     folds; -1 for none.
     """
-    n_rows = int(state.cu_rows[run + 1] - state.cu_rows[run])
+    n_rows = int(state.cu_rows.host[run + 1] - state.cu_rows.host[run])
     if state.tail is None:
         return n_rows
     return int(state.tail.folds[run]) if state.targets[run] >= 0 else -1
@@ -383,7 +379,7 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
     h_SE = read_rows(state.flat, state.sources, state.shape, state.initial).float()
     y_TE = torch.empty_like(x_TE, dtype=torch.float32)
     for i, h_E in enumerate(h_SE):
-        for t in range(*state.cu_rows[i : i + 2].tolist()):
+        for t in range(*state.cu_rows.host[i : i + 2].tolist()):
             h_E = decay_TE[t].float() * h_E + x_TE[t].float()
             y_TE[t] = h_E
         h_SE[i] = h_E
@@ -397,7 +393,7 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Tensor, first_E: Tensor, states: t
     k_TE, v_TE, y_TE = k_TE.float(), v_TE.float(), torch.empty_like(v_TE, dtype=torch.float32)
     for i in range(len(sums[0])):
         top, below, exponent = (s[i] for s in sums)
-        for t in range(*states[0].cu_rows[i : i + 2].tolist()):
+        for t in range(*states[0].cu_rows.host[i : i + 2].tolist()):
             k, v = k_TE[t], v_TE[t]
             highest = torch.maximum(exponent, k + first_E)
             old, new = torch.exp(exponent - highest), torch.exp(k + first_E - highest)

@@ -7,13 +7,14 @@ as well.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s
+from memory.blocks.staging import Placed
 from memory.quantization import Storage
 
 Prepared = Any
@@ -34,6 +35,7 @@ class PagedBatch:
             reads others.
         cu_pages: (S + 1,) request i has pages [cu_pages[i], cu_pages[i + 1]); host.
         page_tokens: rows a page.
+        layouts: what kernels have computed from these arrays, by their own keys.
     """
 
     cu_seqlens: Int64s
@@ -41,6 +43,13 @@ class PagedBatch:
     pages: Prepared
     cu_pages: Int64s
     page_tokens: int
+    layouts: dict[object, Any] = field(default_factory=dict, compare=False, repr=False, init=False)
+
+    def at(self, pages: Prepared) -> PagedBatch:
+        """Return this batch with its pages elsewhere. Layouts stay: they do not depend on where pages are."""
+        moved = replace(self, pages=pages)
+        moved.layouts.update(self.layouts)
+        return moved
 
 
 @dataclass(frozen=True)
@@ -53,6 +62,7 @@ class PageChoice:
         n_first, n_last: pages that are chosen whatever they score: the first ones, and (Q,) the last ones; host.
         cu_chosen: (Q + 1,) query i chooses cu_chosen[i + 1] - cu_chosen[i] pages, n_first + n_last[i] or more, or all;
             host.
+        layouts: what kernels have computed from these arrays, by their own keys.
     """
 
     pages: Prepared
@@ -60,6 +70,7 @@ class PageChoice:
     n_first: int
     n_last: Int64s
     cu_chosen: Int64s
+    layouts: dict[object, Any] = field(default_factory=dict, compare=False, repr=False, init=False)
 
 
 class Scoring(NamedTuple):
@@ -93,8 +104,8 @@ class FoldedRows:
         shapes: of the parts of a block: those of its keys, then as many of its values; n_rows a block, some of them
             perhaps not in use.
         flats: of each part, the arena as its dtype from the part's place in a block on.
-        blocks: (all blocks,) byte address of each block, request after request; host. A tensor (G, all blocks) where
-            each key/value head reads others.
+        blocks: (all blocks,) byte address of each block, request after request; (G, all blocks) where each key/value
+            head reads others. On the device.
         cu_blocks: (S + 1,); host.
         lengths: (S,) rows of each request; host.
         head_dim: channels a row.
@@ -103,7 +114,7 @@ class FoldedRows:
     storage: Storage
     shapes: tuple[tuple[int, ...], ...]
     flats: tuple[Prepared, ...]
-    blocks: Int64s | Tensor
+    blocks: Tensor
     cu_blocks: Int64s
     lengths: Int64s
     head_dim: int
@@ -144,13 +155,13 @@ class StateSlots(NamedTuple):
     """Where one state tensor of S runs begins and ends.
 
     Attributes:
-        cu_rows: (S + 1,) run i covers rows [cu_rows[i], cu_rows[i + 1]); host.
+        cu_rows: (S + 1,) run i covers rows [cu_rows[i], cu_rows[i + 1]).
         flat: the arena; sources, targets: (S,) element offsets, source -1 for a state full of `initial`.
         shape: of one state.
         tail: what came between the states and the runs; None for nothing. With a tail a target of -1 is not written.
     """
 
-    cu_rows: Int64s
+    cu_rows: Placed
     flat: Prepared
     sources: Prepared
     targets: Prepared

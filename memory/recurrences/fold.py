@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.blocks.staging import upload
 from memory.errors import StepError
 from memory.state.access import States
 
@@ -31,7 +30,7 @@ class Fold:
         self._f = f
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
-        counts, cu_rows = np.diff(states.cu_rows), upload(states.cu_rows, rows.device)
+        counts, cu_rows = np.diff(states.cu_rows), states.device_cu_rows
         # Longest first, so that the segments that have rows left are always the first ones.
         order = None if (counts == counts[0]).all() else torch.argsort(cu_rows.diff(), descending=True, stable=True)
         current, first = states.start(), cu_rows[:-1]

@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from memory.blocks.staging import upload
 from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, StateTensor
@@ -59,7 +58,7 @@ class RGLRU:
         input_TE, recurrent_TE = (gate.transpose(0, 1).flatten(1) for gate in gates_BTO.chunk(2, dim=-1))
         log_a_TE = -_SHARPNESS * recurrent_TE.float() * self.decay_E
         scale_TE = torch.sqrt(-torch.expm1(2 * log_a_TE))
-        first_rows = upload(states.cu_rows, rows.device)[:-1]
+        first_rows = states.device_cu_rows[:-1]
         is_begin = torch.as_tensor(states.sources[-1]) < 0  # no source state: the sequence begins here
         scale_TE[first_rows] = scale_TE[first_rows].masked_fill_(is_begin[:, None], 1.0)
         y_TE = states.kernels.linear_scan((x_TE * input_TE).float() * scale_TE, log_a_TE.exp(), states.slots(-1))

@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s
+from memory.blocks.staging import Placed
 from memory.interface import Packed
 from memory.kernels import PageChoice, PagedBatch, Prepared
 
@@ -18,7 +19,7 @@ from memory.kernels import PageChoice, PagedBatch, Prepared
 class Body(NamedTuple):
     """Quantised blocks before the pages of a step: `blocks`, `cu_blocks` and `lengths` as `FoldedRows` has them."""
 
-    blocks: Int64s
+    blocks: Placed
     cu_blocks: Int64s
     lengths: Int64s
 

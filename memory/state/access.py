@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memory.blocks.arrays import EMPTY, Int64s, ranges
 from memory.blocks.layout import BlockLayout
-from memory.blocks.staging import is_recording
+from memory.blocks.staging import Placed, is_recording
 from memory.errors import StepError
 from memory.kernels import Kernels, Prepared, StateSlots, Tail, select_kernels
 from memory.specs import RecurrentSpec
@@ -25,9 +25,10 @@ class States:
 
     Attributes:
         cu_rows: (S + 1,) run i covers rows [cu_rows[i], cu_rows[i + 1]); int64 on the host.
+        device_cu_rows: the same on the device.
     """
 
-    __slots__ = ("_begins", "cu_rows", "flats", "is_written", "kernels", "sources", "spec", "tails", "targets")
+    __slots__ = ("_begins", "_cu_rows", "flats", "is_written", "kernels", "sources", "spec", "tails", "targets")
 
     def __init__(
         self, spec: RecurrentSpec, kernels: Kernels, flats: list[Prepared], run: Run, tails: list[Tail] | None = None
@@ -35,12 +36,20 @@ class States:
         self.spec = spec
         self.kernels = kernels
         self.flats = flats
-        self.cu_rows = run.cu_rows
+        self._cu_rows = run.cu_rows
         self._begins = run.begins
         self.sources = [run.sources[flat.itemsize] for flat in flats]
         self.targets = [run.targets[flat.itemsize] for flat in flats]
         self.tails = tails
         self.is_written = False
+
+    @property
+    def cu_rows(self) -> Int64s:
+        return self._cu_rows.host
+
+    @property
+    def device_cu_rows(self) -> Tensor:
+        return self._cu_rows.device
 
     @property
     def begins(self) -> Int64s:
@@ -59,7 +68,7 @@ class States:
         state = self.spec.states[index]
         tail = None if self.tails is None else self.tails[index]
         source, target = self.sources[index], self.targets[index]
-        return StateSlots(self.cu_rows, self.flats[index], source, target, state.shape, state.initial, tail)
+        return StateSlots(self._cu_rows, self.flats[index], source, target, state.shape, state.initial, tail)
 
     def start(self) -> tuple[Tensor, ...]:
         """The start states, (S, *shape) each: copies.
@@ -120,7 +129,7 @@ class Run:
         new_rows: (rows,) packed index of each new row; None if they are all of them, in order.
     """
 
-    cu_rows: Int64s
+    cu_rows: Placed
     begins: Int64s
     sources: dict[int, Prepared]
     targets: dict[int, Prepared]

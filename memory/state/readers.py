@@ -76,9 +76,8 @@ class HeadReader:
         elif cu_rows[-1] < len(packed.token_ids):
             shift = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]
             new_rows = upload(ranges(one_pass.begin + shift, one_pass.end + shift))
-        upload(cu_rows)  # for kernels that want it on the device: they find it there
         source, target = access.elements(one_pass.source), access.elements(one_pass.target)
-        return Run(cu_rows, one_pass.begin, source, target, tail_rows, new_rows)
+        return Run(self._table.store.place(cu_rows), one_pass.begin, source, target, tail_rows, new_rows)
 
     def run(self, reads: list[Run], index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         spec, access = self.specs[index], self.access
@@ -161,8 +160,7 @@ class TailReader:
         moves = after.body_at > before.body_at
         source = np.where(before.body < 0, NOTHING, table.states.addresses[before.body])
         target = np.where(moves, table.states.addresses[after.body], NOTHING)
-        table.store.upload(packed.cu_seqlens)  # for kernels that want it on the device: they find it there
-        run = Run(packed.cu_seqlens, packed.starts, elements(source), elements(target), None, None)
+        run = Run(table.store.place(packed.cu_seqlens), packed.starts, elements(source), elements(target), None, None)
         addresses = (table.tails.addresses[before.tail], table.tails.addresses[after.tail])
         old, new = ({size: place(blocks // size) for size in self._part_sizes} for blocks in addresses)
         counts, folds = packed.starts - before.body_at, after.body_at - before.body_at
@@ -183,7 +181,8 @@ class TailReader:
 
 def _is_even(run: Run) -> bool:
     """Return whether all parts of a run have the same number of rows."""
-    return bool((np.diff(run.cu_rows) == run.cu_rows[1]).all())
+    cu_rows = run.cu_rows.host
+    return bool((np.diff(cu_rows) == cu_rows[1]).all())
 
 
 def _run_one(states: States, rows: Tensor, recurrence: Recurrence) -> Tensor:

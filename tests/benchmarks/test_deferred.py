@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.deferred import Work
+from memory.blocks.staging import place
 from memory.kernels import Erase, StateSlots, reference
 from tests.tolerances import assert_kernel_close
 
@@ -19,13 +20,15 @@ def test_deferred_is_eager(erases: bool, monkeypatch: pytest.MonkeyPatch) -> Non
     late = work.deferred()
     # The same history, written at each token: u_j is what was written, so nothing is erased on the way.
     heads = 2
-    slots = StateSlots(np.arange(n + 1) * n_rows, work.flat, work.offsets[0], work.offsets[0], work.shape, 0.0)
+    host = torch.device("cpu")
+    cu_rows = place(np.arange(n + 1) * n_rows, host)
+    slots = StateSlots(cu_rows, work.flat, work.offsets[0], work.offsets[0], work.shape, 0.0)
     k, u, log_decay = (t.flatten(0, 1) for t in (work.old_k, work.old_u, work.old_log_decay))
     reference.matrix_scan(torch.zeros_like(k), k, u, log_decay, None, slots)
     erase = (
         Erase(work.k, work.k.repeat_interleave(heads, 1) * -work.beta[:, :, None], after_decay=True) if erases else None
     )
-    slots = slots._replace(cu_rows=np.arange(n + 1))
+    slots = slots._replace(cu_rows=place(np.arange(n + 1), host))
     expected = reference.matrix_scan(work.q, work.k, work.v * work.beta[:, :, None], work.log_decay, erase, slots)
     assert_kernel_close(late, expected)
     assert len(work.offsets) == 1

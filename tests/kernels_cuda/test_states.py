@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory import StepError
+from memory.blocks.staging import place
 from memory.kernels import Erase, StateSlots, Tail, cuda, reference
 from memory.kernels.cuda.channel_states import SelectiveScan
 from memory.kernels.cuda.choices import TUNABLES
@@ -68,7 +69,7 @@ def forget_folded(x: Any) -> None:
     elif x.tail is not None and len(x.tail.flats) > 1:
         tail = x.tail
         for i, (target, fold, count, n) in enumerate(
-            zip(x.targets, tail.folds, tail.counts, np.diff(x.cu_rows), strict=True)
+            zip(x.targets, tail.folds, tail.counts, np.diff(x.cu_rows.host), strict=True)
         ):
             kept = {int(tail.firsts[i] + p) % tail.ring_rows for p in range(int(max(fold, count)), int(count + n))}
             for p in range(int(count), int(min(fold, count + n)) if target >= 0 else 0):
@@ -168,8 +169,9 @@ def test_a_run_in_chunks_has_the_same_bits_alone(device: torch.device) -> None:
         weights = moved((bias, a, d), device)
         together = moved(slots.fresh(), device)
         y = cuda.selective_scan(*moved((x, dt), device), weights[0], *moved((b, c), device), *weights[1:], together)
-        for i, (begin, end) in enumerate(itertools.pairwise(together.cu_rows.tolist())):
-            alone = part_of(moved(slots.fresh(), device), i, i + 1)._replace(cu_rows=np.array([0, end - begin]))
+        for i, (begin, end) in enumerate(itertools.pairwise(together.cu_rows.host.tolist())):
+            alone = part_of(moved(slots.fresh(), device), i, i + 1)
+            alone = alone._replace(cu_rows=place(np.array([0, end - begin]), device))
             rows = moved(tuple(part[begin:end] for part in (x, dt, b, c)), device)
             found = cuda.selective_scan(rows[0], rows[1], weights[0], rows[2], rows[3], *weights[1:], alone)
             assert torch.equal(found, y[begin:end])

@@ -127,8 +127,8 @@ def test_each_head_may_read_blocks_of_its_own(kernels: Kernels, storage: Storage
     """What a head gets is what it gets when all heads read its blocks."""
     pages, lengths = Pages(6, 2, 24, 4, lengths=(1, 2, 1, 20), histories=(0, 40, 3, 0)), [64, 0, 8, 16]
     folded = folded_rows(storage, lengths, 8, 2, 24, by_channel=True)
-    turned = [folded.blocks[::-1].copy(), folded.blocks]
-    own = replace(folded, blocks=torch.stack([torch.from_numpy(blocks) for blocks in turned]))
+    turned = [folded.blocks.flip(0), folded.blocks]
+    own = replace(folded, blocks=torch.stack(turned))
 
     def attend(rows: object) -> Tensor:
         return kernels.paged_attention(

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from memory.blocks.staging import Placed
 from memory.kernels import Erase, FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots, Tail
 from memory.quantization import Float8, Quantized, Storage
 from tests.hopper import SHARED_BYTES, Recorder
@@ -60,7 +61,7 @@ def attend(
             storage,
             tuple(s for s, _ in parts),
             flats,
-            np.zeros(4, np.int64),
+            zeros(4),
             np.array([0, 4]),
             np.array([256]),
             head_dim,
@@ -129,7 +130,15 @@ def slots(
         if rings
         else None
     )
-    return StateSlots(np.array([0, *np.cumsum(lengths)]), zeros(64, dtype=dtype), zeros(n), zeros(n), shape, 0.0, tail)
+    return StateSlots(
+        Placed(np.array([0, *np.cumsum(lengths)]), zeros(n + 1)),
+        zeros(64, dtype=dtype),
+        zeros(n),
+        zeros(n),
+        shape,
+        0.0,
+        tail,
+    )
 
 
 @pytest.mark.parametrize(

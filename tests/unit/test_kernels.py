@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from transformers.models.mamba.modeling_mamba import mamba_selective_scan
 
 from memory import RecurrentSpec, SpecError, States, StateTensor
+from memory.blocks.staging import Placed, place
 from memory.kernels import (
     Kernels,
     PagedBatch,
@@ -48,6 +49,10 @@ BFLOAT16 = torch.bfloat16
 
 def cumulate(counts: tuple[int, ...]) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def on_host(array: np.ndarray) -> Placed:
+    return place(array, torch.device("cpu"))
 
 
 def poisoned(n_elements: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -362,7 +367,9 @@ class Slots:
         self.flat = self.before.clone()
         chosen = slice(None) if only is None else slice(only, only + 1)
         sources, targets = (torch.tensor(offsets[chosen]) for offsets in (self.sources, self.targets))
-        return StateSlots(cumulate(self.lengths[chosen]), self.flat, sources, targets, self.shape, self.initial)
+        return StateSlots(
+            on_host(cumulate(self.lengths[chosen])), self.flat, sources, targets, self.shape, self.initial
+        )
 
     def start(self, run: int) -> Tensor:
         source = self.sources[run]
@@ -510,7 +517,12 @@ def test_recurrences_may_be_cut_anywhere(at: int) -> None:
     def run(slots: Slots, state: StateSlots, source: int, own: slice) -> StateSlots:
         n_rows = own.stop - own.start
         return StateSlots(
-            cumulate((n_rows,)), state.flat, torch.tensor([source]), torch.tensor([slots.targets[0]]), slots.shape, 0.0
+            on_host(cumulate((n_rows,))),
+            state.flat,
+            torch.tensor([source]),
+            torch.tensor([slots.targets[0]]),
+            slots.shape,
+            0.0,
         )
 
     states, window = Slots((5, 24), lengths=(65,)), Slots((3, 24), lengths=(65,))
@@ -588,7 +600,7 @@ def test_a_fold_is_a_loop_over_each_run(lengths: tuple[int, ...], second_dtype: 
     sources = {size: s.sources for size, s in zip(sizes, fresh, strict=True)}
     targets = {size: s.targets for size, s in zip(sizes, fresh, strict=True)}
     kernels = select_kernels(torch.device("cpu"), torch.float32, second_dtype)
-    run = Run(cumulate(lengths), np.zeros(len(lengths), np.int64), sources, targets, None, None)
+    run = Run(on_host(cumulate(lengths)), np.zeros(len(lengths), np.int64), sources, targets, None, None)
     states = States(spec, kernels, [s.flat for s in fresh], run)
 
     outputs, ended = Fold(blend)(states, rows)

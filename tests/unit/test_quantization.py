@@ -100,7 +100,9 @@ def folded_rows(
             at = int(block) // part.element_size()
             flat[at : at + part.numel()] = part.flatten()
     cu = np.cumsum([0, *counts])
-    return FoldedRows(storage, tuple(s for s, _ in shapes), tuple(flats), blocks, cu, np.array(lengths), head_dim)
+    return FoldedRows(
+        storage, tuple(s for s, _ in shapes), tuple(flats), torch.as_tensor(blocks), cu, np.array(lengths), head_dim
+    )
 
 
 @pytest.mark.parametrize("by_channel", [True, False])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from memory.blocks import staging as uploads
 from memory.blocks.arrays import Int64s
-from memory.blocks.staging import Stage, Stages, remember, together, upload
+from memory.blocks.staging import Stage, Stages, place, together, upload
 from tests.subjects import make_subject
 
 HOST = torch.device("cpu")
@@ -78,19 +77,16 @@ def test_plans_of_one_layout_lie_at_one_place(stage: Stage) -> None:
     assert plan(np.arange(3), np.arange(5))[0] not in (first, None), "the place is another one"
 
 
-def test_what_was_uploaded_is_forgotten_with_its_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_that_is_done_leaves_its_place_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "is_apart", lambda device: True)
-    stages, array = Stages(HOST), np.arange(4)
+    stages = Stages(HOST)
     with together(stages) as stage:
-        placed = upload(array, HOST)
-        assert upload(array, HOST) is placed
-    assert stage is not None and placed.tolist() == [0, 1, 2, 3]
-    assert upload(array, HOST) is placed, "it is found again as long as the plan is in use"
+        placed = place(np.arange(4), HOST)
+    assert stage is not None and placed.host.tolist() == placed.device.tolist() == [0, 1, 2, 3]
     stage.close()
     with together(stages) as again:
         assert again is stage
-        assert upload(np.arange(4, 8), HOST).data_ptr() == placed.data_ptr()
-        assert upload(array, HOST).data_ptr() != placed.data_ptr()
+        assert upload(np.arange(4, 8), HOST).data_ptr() == placed.device.data_ptr()
 
 
 def test_on_the_cpu_nothing_is_copied() -> None:
@@ -98,22 +94,6 @@ def test_on_the_cpu_nothing_is_copied() -> None:
     tensor = upload(array, torch.device("cpu"))
     array[0] = 9
     assert tensor.tolist() == [9, 1, 2, 3]
-
-
-def test_what_is_remembered_goes_with_its_anchors() -> None:
-    made = list[int]()
-
-    def make() -> int:
-        made.append(len(made))
-        return len(made)
-
-    first, second = np.arange(2), np.arange(2)
-    assert [remember((first, second), "key", make) for _ in range(3)] == [1, 1, 1]
-    assert remember((first, second), "other", make) == 2
-    assert remember((second, first), "key", make) == 3
-    del second
-    gc.collect()
-    assert remember((first, np.arange(2)), "key", make) == 4
 
 
 class LateStage(Stage):

@@ -38,7 +38,7 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
     y_TE = torch.empty(x_TE.shape)
     use_threads(2 * x_TE.numel())
     _linear_scan(
-        x_TE.contiguous().numpy(), decay_TE.contiguous().numpy(), state.cu_rows, as_array(state.flat),
+        x_TE.contiguous().numpy(), decay_TE.contiguous().numpy(), state.cu_rows.host, as_array(state.flat),
         as_array(state.sources), as_array(state.targets), np.float32(state.initial), y_TE.numpy(),
     )  # fmt: skip
     return y_TE
@@ -73,7 +73,7 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, state
     use_threads(40 * v_TE.numel())
     top, below, exponent = states
     _wkv4(
-        k_TE.contiguous().numpy(), v_TE.contiguous().numpy(), as_array(decay_E), as_array(first_E), top.cu_rows,
+        k_TE.contiguous().numpy(), v_TE.contiguous().numpy(), as_array(decay_E), as_array(first_E), top.cu_rows.host,
         as_array(top.flat), as_array(top.sources), as_array(top.targets), as_array(below.flat), as_array(below.sources),
         as_array(below.targets), as_array(exponent.flat), as_array(exponent.sources), as_array(exponent.targets),
         np.array([top.initial, below.initial, exponent.initial], np.float32), y_TE.numpy(),
@@ -92,11 +92,9 @@ def _wkv4(  # type: ignore[no-untyped-def]
         i, first = task // n_chunks, task % n_chunks * _AT_ONCE
         last = min(first + _AT_ONCE, n_channels)
         # Apart from the arena, because the compiler cannot know that the three do not overlap there.
-        top, below, exponent = (
-            np.empty(last - first, np.float32),
-            np.empty(last - first, np.float32),
-            np.empty(last - first, np.float32),
-        )
+        top = np.empty(last - first, np.float32)
+        below = np.empty(last - first, np.float32)
+        exponent = np.empty(last - first, np.float32)
         if top_sources[i] < 0:
             top[:], below[:], exponent[:] = initial[0], initial[1], initial[2]
         else:

@@ -49,8 +49,9 @@ def matrix_scan(
         q, q_stride, n_heads // q_TGN.shape[1], k, k_stride, n_heads // k_TGN.shape[1], v, v_stride,
         log_decay.contiguous().view(n_tokens, n_heads, -1).numpy(), a, a_stride, a_heads, b,
         erase is not None and erase.after_decay, strength, strength_stride,
-        _NOTHING if skip_H is None else as_array(skip_H), state.cu_rows, as_array(state.flat), as_array(state.sources),
-        as_array(state.targets), np.float32(state.initial), n_columns, _is_long(state.cu_rows), y_THV.numpy(),
+        _NOTHING if skip_H is None else as_array(skip_H), state.cu_rows.host, as_array(state.flat),
+        as_array(state.sources), as_array(state.targets), np.float32(state.initial), n_columns,
+        _is_long(state.cu_rows.host), y_THV.numpy(),
     )  # fmt: skip
     return y_THV
 

@@ -41,9 +41,9 @@ def causal_conv(
     out_TE = rows_TR.new_empty(rows_TR.shape[0], n_channels)
     bias = np.zeros(n_channels, np.float32) if bias_E is None else as_array(bias_E)
     n_threads = use_threads(2 * out_TE.numel() * n_taps)
-    at_once = _channels_at_once(window.cu_rows, out_TE.shape[0], n_channels, n_threads)
+    at_once = _channels_at_once(window.cu_rows.host, out_TE.shape[0], n_channels, n_threads)
     _causal_conv(
-        rows_TR.contiguous().numpy(), as_array(weight_WE), bias, window.cu_rows, as_array(window.flat),
+        rows_TR.contiguous().numpy(), as_array(weight_WE), bias, window.cu_rows.host, as_array(window.flat),
         as_array(window.sources), as_array(window.targets), np.float32(window.initial), out_TE.numpy(), at_once,
         activation,
     )  # fmt: skip
@@ -116,10 +116,10 @@ def selective_scan(
         dt_bias_E, a_NE, d_E = (torch.as_tensor(w) for w in (dt_bias_E, a_NE, d_E))
         return reference.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, as_tensors(state))
     n_threads = use_threads(10 * x_TE.numel() * a_NE.shape[0])
-    at_once = _channels_at_once(state.cu_rows, x_TE.shape[0], x_TE.shape[1], n_threads)
+    at_once = _channels_at_once(state.cu_rows.host, x_TE.shape[0], x_TE.shape[1], n_threads)
     x, dt, b, c = (t.contiguous().numpy() for t in (x_TE, dt_TE, b_TN, c_TN))
     _selective_scan(
-        x, dt, as_array(dt_bias_E), b, c, as_array(a_NE), as_array(d_E), state.cu_rows, as_array(state.flat),
+        x, dt, as_array(dt_bias_E), b, c, as_array(a_NE), as_array(d_E), state.cu_rows.host, as_array(state.flat),
         as_array(state.sources), as_array(state.targets), np.float32(state.initial), y_TE.numpy(), at_once,
     )  # fmt: skip
     return y_TE

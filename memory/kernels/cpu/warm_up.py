@@ -9,6 +9,7 @@ import time
 import numpy as np
 import torch
 
+from memory.blocks.staging import place
 from memory.kernels.cpu.attention import paged_attention
 from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
 from memory.kernels.cpu.matrix_states import matrix_scan
@@ -49,23 +50,22 @@ def warm_up() -> float:
 
 def _run_all() -> None:
     flat, offsets, cu = torch.zeros(64), torch.zeros(1, dtype=torch.int64), np.arange(2)
+    one_run = place(cu, torch.device("cpu"))
     rows, b, a = torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(3, 2)
     write_rows_(flat, offsets, rows)
     read_rows(flat, offsets, (2,), 0.0)
-    causal_conv(rows, torch.zeros(2, 2), None, StateSlots(cu, flat, offsets, offsets, (1, 2), 0.0))
-    selective_scan(rows, rows, rows[0], b, b, a, rows[0], StateSlots(cu, flat, offsets, offsets, (3, 2), 0.0))
+    causal_conv(rows, torch.zeros(2, 2), None, StateSlots(one_run, flat, offsets, offsets, (1, 2), 0.0))
+    selective_scan(rows, rows, rows[0], b, b, a, rows[0], StateSlots(one_run, flat, offsets, offsets, (3, 2), 0.0))
     batch = PagedBatch(cu, np.ones(1, np.int64), offsets, cu, page_tokens=1)
     codes = torch.zeros(64, dtype=torch.uint8)
-    folded = FoldedRows(
-        Float8(), ((1, 1, 2), (1, 1, 2)), (codes, codes), np.zeros(1, np.int64), cu, np.ones(1, np.int64), 2
-    )
+    folded = FoldedRows(Float8(), ((1, 1, 2), (1, 1, 2)), (codes, codes), offsets, cu, np.ones(1, np.int64), 2)
     for old in (None, folded):
         paged_attention(torch.zeros(1, 1, 2), flat, flat, batch, 1, Scoring(1.0), old)
     choose_pages(torch.zeros(1, 1, 2), flat, flat, PageChoice(offsets, cu, 0, np.ones(1, np.int64), cu), 1)
-    vector = StateSlots(cu, flat, offsets, offsets, (2,), 0.0)
+    vector = StateSlots(one_run, flat, offsets, offsets, (2,), 0.0)
     rms_norm(rows, None, 1.0)
     softplus(rows, rows[0])
     linear_scan(rows, rows, vector)
     wkv4(rows, rows, rows[0], rows[0], (vector, vector, vector))
     x = rows[:, None]
-    matrix_scan(x, x, x, rows[:, :1], None, StateSlots(cu, flat, offsets, offsets, (1, 2, 2), 0.0))
+    matrix_scan(x, x, x, rows[:, :1], None, StateSlots(one_run, flat, offsets, offsets, (1, 2, 2), 0.0))

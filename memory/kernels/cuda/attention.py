@@ -9,7 +9,6 @@ hardware has exp2.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.blocks.staging import remember
+from memory.blocks.staging import upload
 from memory.kernels import checks
 from memory.kernels.cuda import folded_rows
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.folded_rows import NOT_FOLDED, load_folded
-from memory.kernels.cuda.launch import aligned_elements, device_ints, head_parts, launch, next_power_of_2
+from memory.kernels.cuda.launch import aligned_elements, head_parts, launch, next_power_of_2
 from memory.kernels.cuda.softmax import LOG2_E, add, hide, load_bias, load_rows, score, store_rows
 from memory.kernels.cuda.tiles import MERGE, TASK, Shape, Tiles, tile
 from memory.kernels.signature import FoldedRows, PagedBatch, Scoring
@@ -55,7 +54,7 @@ def paged_attention(
     partial = torch.empty(tiles.n_partial, n_heads, head_dim, dtype=torch.float32, device=device)
     totals = torch.empty(tiles.n_partial, n_heads, dtype=torch.float32, device=device)
     sinks_H, bias_HL = scoring.sinks_H, scoring.bias_HL
-    blocks = tasks if folded is None else device_ints(folded.blocks, device)
+    blocks = tasks if folded is None else folded.blocks
     pages = batch.pages
     for n_queries, begin, end in tiles.launches:
         block_m = max(16, next_power_of_2(n_queries * shape.heads))
@@ -92,27 +91,23 @@ def attend_rows(
     )
     keys = k_RGD.contiguous().view(-1)
     values = keys if v_RGD is k_RGD else v_RGD.contiguous().view(-1)
-    return paged_attention(q_THD, keys, values, replace(batch, pages=pages), n_kv_heads, scoring)
+    return paged_attention(q_THD, keys, values, batch.at(pages), n_kv_heads, scoring)
 
 
 def _lay_out(
     batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows | None, device: torch.device
 ) -> tuple[Tiles, Tensor, Tensor]:
-    """The tiles of a batch, and their tasks and merges on the device: the same for all layers that look alike."""
-
-    def make() -> tuple[Tiles, Tensor, Tensor]:
+    """Cut a batch into tiles, once for all layers of a shape; also their tasks and merges on the device."""
+    arrays = () if folded is None else (folded.lengths, folded.cu_blocks)
+    key = (shape, window, *map(id, arrays))
+    if key not in batch.layouts:
         tiles = tile(batch, shape, window, folded)
         n = tiles.merges.size
-        ints = device_ints(np.concatenate([tiles.merges.ravel(), tiles.tasks.ravel()]), device)
-        return tiles, ints[n:].view(-1, TASK), ints[:n].view(-1, MERGE)
-
-    arrays = (
-        batch.cu_seqlens,
-        batch.kv_lengths,
-        batch.cu_pages,
-        *(() if folded is None else (folded.lengths, folded.cu_blocks)),
-    )
-    return remember(arrays, (shape, window, device.type), make)
+        ints = upload(np.concatenate([tiles.merges.ravel(), tiles.tasks.ravel()]), device)
+        # The arrays are kept, so that no others can have their ids.
+        batch.layouts[key] = (tiles, ints[n:].view(-1, TASK), ints[:n].view(-1, MERGE)), arrays
+    found: tuple[Tiles, Tensor, Tensor] = batch.layouts[key][0]
+    return found
 
 
 class Attend(NamedTuple):

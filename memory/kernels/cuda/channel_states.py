@@ -21,7 +21,7 @@ from torch import Tensor
 from memory.blocks.arrays import ceil_div
 from memory.kernels import checks
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import device_ints, launch, next_power_of_2, with_contiguous_rows
+from memory.kernels.cuda.launch import launch, next_power_of_2, with_contiguous_rows
 from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, softplus
 from memory.kernels.cuda.prompts import scan_by_library
 from memory.kernels.cuda.rings import keep_row, no_rings, ring_row, rings_of
@@ -65,15 +65,15 @@ def selective_scan(
     y_TE = torch.empty(x_TE.shape, dtype=torch.float32, device=x_TE.device)
     x, dt, b, c = (with_contiguous_rows(t) for t in (x_TE, dt_TE, b_TN, c_TN))
     most, chunk, num_warps = _choose(x.device, n_states, x.element_size())
-    channels, cu_rows = min(next_power_of_2(n_channels), most), device_ints(state.cu_rows, x.device)
+    channels, cu_rows = min(next_power_of_2(n_channels), most), state.cu_rows.device
     rings = no_rings(cu_rows, 3) if state.tail is None else rings_of(state.tail)
-    n_runs, n_blocks = len(state.cu_rows) - 1, ceil_div(n_channels, channels)
+    n_runs, n_blocks = len(state.cu_rows.host) - 1, ceil_div(n_channels, channels)
     starts, n_pieces = y_TE, n_runs
     sizes: dict[str, Any] = {"CHANNELS": channels, "STATES": next_power_of_2(n_states), "num_warps": num_warps}
-    if int(np.diff(state.cu_rows).max()) <= chunk:
+    if int(np.diff(state.cu_rows.host).max()) <= chunk:
         chunk = 0
     else:
-        n_pieces = count_pieces(state.cu_rows, chunk, 1)
+        n_pieces = count_pieces(state.cu_rows.host, chunk, 1)
         starts, times = y_TE.new_empty(n_pieces, n_states, n_channels), y_TE.new_empty(n_pieces, n_channels)
         launch(
             _chunk_ends, (n_pieces, n_blocks), x, x.stride(0), dt, dt.stride(0), b, b.stride(0), dt_bias_E, a_NE,

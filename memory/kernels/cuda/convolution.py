@@ -13,7 +13,7 @@ from torch import Tensor
 from memory.blocks.arrays import ceil_div
 from memory.kernels import checks
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import absent, device_ints, launch, next_power_of_2, with_contiguous_rows
+from memory.kernels.cuda.launch import absent, launch, next_power_of_2, with_contiguous_rows
 from memory.kernels.cuda.math import bound, count_pieces, first_piece, run_of, silu
 from memory.kernels.cuda.prompts import conv_by_library
 from memory.kernels.signature import Prepared, StateSlots
@@ -44,11 +44,14 @@ def causal_conv(
         return out
     out_TE = torch.empty(rows_TR.shape[0], n_channels, dtype=rows_TR.dtype, device=rows_TR.device)
     most_rows, n_elements, num_warps = _choose(rows_TR.device, n_taps, rows_TR.element_size())
-    n_rows = min(most_rows, next_power_of_2(int(np.diff(window.cu_rows).max(initial=1))))
+    n_rows = min(most_rows, next_power_of_2(int(np.diff(window.cu_rows.host).max(initial=1))))
     n_columns = min(next_power_of_2(n_channels), n_elements // n_rows)
-    is_short, tail = bool(np.diff(window.cu_rows).max(initial=1) <= n_rows), window.tail  # then a tile for each run
-    cu_rows, n_runs = device_ints(window.cu_rows, rows_TR.device), len(window.cu_rows) - 1
-    n_tiles = n_runs if is_short else count_pieces(window.cu_rows, n_rows, 1)
+    is_short, tail = (
+        bool(np.diff(window.cu_rows.host).max(initial=1) <= n_rows),
+        window.tail,
+    )  # then a tile for each run
+    cu_rows, n_runs = window.cu_rows.device, len(window.cu_rows.host) - 1
+    n_tiles = n_runs if is_short else count_pieces(window.cu_rows.host, n_rows, 1)
     ring = (rows_TR, cu_rows, 1, 0, cu_rows, cu_rows, cu_rows)
     if tail is not None:
         ring = (tail.flats[0], tail.sources[0], tail.ring_rows, rows_TR.shape[1], tail.firsts, tail.counts, tail.folds)

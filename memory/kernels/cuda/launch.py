@@ -10,9 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s
-from memory.blocks.staging import upload
-
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 """Whether Triton runs kernels in its interpreter, on tensors of the CPU (TRITON_INTERPRET=1 when triton is imported).
 """
@@ -65,13 +62,6 @@ def head_parts(head_dim: int) -> dict[str, int]:
     """
     first = max(16, 1 << (head_dim.bit_length() - 1))
     return {"D0": first, "D1": max(16, next_power_of_2(head_dim - first)) if head_dim > first else 0}
-
-
-def device_ints(array: Int64s | Tensor, device: torch.device) -> Tensor:
-    """A plan's host array (or a tensor that is there already) on the device, int64; uploaded once however often it is
-    asked for.
-    """
-    return array if isinstance(array, Tensor) else upload(array, device)
 
 
 def with_contiguous_rows(x: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanCol
 def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
     """`Kernels.matrix_scan` of runs of many tokens, with a tail or without."""
     n_heads, n_rows, n_columns = inputs.sizes
-    n_runs, b, erases = len(state.cu_rows) - 1, absent(inputs.b, inputs.q), inputs.a is not None
+    n_runs, b, erases = len(state.cu_rows.host) - 1, absent(inputs.b, inputs.q), inputs.a is not None
     chunk, rows, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), erases)
     rings = no_rings(cu_rows, 5) if state.tail is None else rings_of(state.tail, n_absent=2 if inputs.b is None else 0)
     common: dict[str, Any] = {
@@ -63,7 +63,7 @@ def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tens
         "COLUMNS": max(16, next_power_of_2(n_columns)), "CHUNK": chunk,
         "MATRICES": 4 if inputs.b is not None else 3 if erases else 1,
     }  # fmt: skip
-    n_chunks = count_pieces(state.cu_rows, chunk, SPARE.value)
+    n_chunks = count_pieces(state.cu_rows.host, chunk, SPARE.value)
     weights = torch.empty(n_chunks, n_heads, common["MATRICES"], chunk, chunk, dtype=torch.float32, device=y_THV.device)
     launch(
         _weigh, (n_chunks, n_heads), *inputs.pointers[:9], *inputs.pointers[11:15], b, b.stride(0), cu_rows, n_runs,
@@ -242,43 +242,14 @@ def _scan_columns(  # type: ignore[no-untyped-def]
             slots, is_new = (first + count + begin + i) % ring_rows, begin + i < n_new
             is_first = (begin + i) < tl.where(tl.program_id(0) == 0, n_new, 0)
             is_key = (begin + i) < tl.where((tl.program_id(0) == 0) & (h % k_heads == 0), n_new, 0)
-            n_groups = n_heads // k_heads
-            store_matrix(writes + tl.load(write_targets + run), (slots * n_heads + h) * n_rows, u, r, n_rows, is_new)
-            store_matrix(
-                keys + tl.load(key_targets + run),
-                (slots * n_groups + h // k_heads) * n_columns,
-                key,
-                n,
-                n_columns,
-                is_key,
-            )
+            of_head, of_group = slots * n_heads + h, slots * (n_heads // k_heads) + h // k_heads
+            store_matrix(writes + tl.load(write_targets + run), of_head * n_rows, u, r, n_rows, is_new)
+            store_matrix(keys + tl.load(key_targets + run), of_group * n_columns, key, n, n_columns, is_key)
+            decay = decays + tl.load(decay_targets + run)
             if BY_COLUMN:
-                store_matrix(
-                    decays + tl.load(decay_targets + run),
-                    (slots * n_heads + h) * n_columns,
-                    fade,
-                    n,
-                    n_columns,
-                    is_first,
-                )
+                store_matrix(decay, of_head * n_columns, fade, n, n_columns, is_first)
             else:
-                store_matrix(
-                    decays + tl.load(decay_targets + run),
-                    slots * n_heads + h,
-                    fade,
-                    tl.zeros((1,), tl.int32),
-                    1,
-                    is_first,
-                )
+                store_matrix(decay, of_head, fade, tl.zeros((1,), tl.int32), 1, is_first)
             if HAS_B:
-                store_matrix(
-                    finds + tl.load(find_targets + run), (slots * n_heads + h) * n_rows, found, r, n_rows, is_new
-                )
-                store_matrix(
-                    others + tl.load(other_targets + run),
-                    (slots * n_heads + h) * n_columns,
-                    other,
-                    n,
-                    n_columns,
-                    is_first,
-                )
+                store_matrix(finds + tl.load(find_targets + run), of_head * n_rows, found, r, n_rows, is_new)
+                store_matrix(others + tl.load(other_targets + run), of_head * n_columns, other, n, n_columns, is_first)

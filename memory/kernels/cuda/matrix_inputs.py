@@ -81,5 +81,5 @@ def part_of(state: StateSlots, begin: int, end: int) -> StateSlots:
             counts=tail.counts[chosen],
             folds=tail.folds[chosen],
         )
-    cu_rows = state.cu_rows[begin : end + 1]
+    cu_rows = state.cu_rows.part(begin, end + 1)
     return state._replace(cu_rows=cu_rows, sources=state.sources[chosen], targets=state.targets[chosen], tail=tail)

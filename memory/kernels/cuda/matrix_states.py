@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from memory.kernels import checks
-from memory.kernels.cuda.launch import device_ints
 from memory.kernels.cuda.matrix_chunks import scan_chunks
 from memory.kernels.cuda.matrix_columns import scan_columns
 from memory.kernels.cuda.matrix_inputs import Inputs, part_of
@@ -38,10 +37,10 @@ def matrix_scan(
     # What tokens write is read again from their ring, so those of a run must not meet there; chunks hold them
     # elsewhere.
     least = min(_LONG_RUN, state.tail.ring_rows + 1) if state.tail is not None and is_simple else _LONG_RUN
-    is_long = np.diff(state.cu_rows) >= least
+    is_long = np.diff(state.cu_rows.host) >= least
     # Requests come with the shortest first, but for those that a step puts otherwise: neighbours of one kind run
     # together.
-    cu_rows = device_ints(state.cu_rows, y_THV.device)
+    cu_rows = state.cu_rows.device
     bounds = [0, *(np.flatnonzero(np.diff(is_long)) + 1).tolist(), len(is_long)]
     scan_many = scan_chunks if is_simple else scan_columns
     scan_few = read_states if is_simple and state.tail is not None else scan_tokens

@@ -10,10 +10,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from memory.blocks.staging import remember
+from memory.blocks.staging import upload
 from memory.kernels import checks
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import aligned_elements, device_ints, dot, head_parts, launch, next_power_of_2
+from memory.kernels.cuda.launch import aligned_elements, dot, head_parts, launch, next_power_of_2
 from memory.kernels.cuda.softmax import load_rows
 from memory.kernels.signature import PageChoice
 
@@ -69,8 +69,11 @@ def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageCho
 
 
 def _lay_out(choice: PageChoice, device: torch.device) -> _Places:
-    """The same for all layers."""
-    return remember((choice,), device.type, lambda: _places(choice, device))
+    """Lay out a choice, once for all layers."""
+    if "places" not in choice.layouts:
+        choice.layouts["places"] = _places(choice, device)
+    places: _Places = choice.layouts["places"]
+    return places
 
 
 def _places(choice: PageChoice, device: torch.device) -> _Places:
@@ -88,7 +91,7 @@ def _places(choice: PageChoice, device: torch.device) -> _Places:
     fixed = np.stack(
         [columns, choice.cu_pages[query] + place + np.where(place < n_first[query], 0, (n_scored - n_best)[query])]
     )
-    ints = device_ints(np.concatenate([of_query.ravel(), fixed.ravel()]), device)
+    ints = upload(np.concatenate([of_query.ravel(), fixed.ravel()]), device)
     begin_Q, n_scored_Q, n_best_Q, column_Q = ints[: of_query.size].view(4, -1)
     return _Places(begin_Q, n_scored_Q, n_best_Q, column_Q, ints[of_query.size :].view(2, -1), int(n_scored.max()))
 

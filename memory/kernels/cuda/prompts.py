@@ -26,7 +26,7 @@ _TINY = 2.0**-30
 
 
 def _are_prompts(function: str, slots: StateSlots) -> bool:
-    return slots.tail is None and int(np.diff(slots.cu_rows).min()) >= LEAST_TOKENS and function in for_prompts()
+    return slots.tail is None and int(np.diff(slots.cu_rows.host).min()) >= LEAST_TOKENS and function in for_prompts()
 
 
 def conv_by_library(
@@ -40,7 +40,7 @@ def conv_by_library(
     from causal_conv1d import causal_conv1d_fn
 
     before_SWE, outputs = read_rows(window.flat, window.sources, window.shape, window.initial), []
-    for i, (start, end) in enumerate(itertools.pairwise(window.cu_rows.tolist())):
+    for i, (start, end) in enumerate(itertools.pairwise(window.cu_rows.host.tolist())):
         out_1ET, after_1EW = causal_conv1d_fn(
             rows_TR[start:end, :n_channels].T[None], weight_WE.T, bias_E, initial_states=before_SWE[i].T[None],
             return_final_states=True, activation="silu" if activation else None,
@@ -73,7 +73,7 @@ def scan_by_library(
     before_SNE, outputs = read_rows(state.flat, state.sources, state.shape, state.initial).float(), []
     dt_TE = softplus(dt_TE, dt_bias_E)
     ones_NN, rates_EN = torch.eye(n_states, device=x_TE.device), a_NE.float().T.contiguous()
-    for i, (start, end) in enumerate(itertools.pairwise(state.cu_rows.tolist())):
+    for i, (start, end) in enumerate(itertools.pairwise(state.cu_rows.host.tolist())):
         x_ET = torch.cat([before_SNE[i] / _TINY, x_TE[start:end].float()]).T.contiguous()
         dt_ET = torch.cat([torch.full_like(before_SNE[i], _TINY), dt_TE[start:end]]).T.contiguous()
         b_NT, c_NT = (torch.cat([ones_NN, t[start:end].float()]).T.contiguous() for t in (b_TN, c_TN))

@@ -13,7 +13,7 @@ from torch import Tensor
 from memory.blocks.arrays import ceil_div
 from memory.kernels import checks
 from memory.kernels.cuda.choices import powers_of_2, tunable
-from memory.kernels.cuda.launch import device_ints, launch, next_power_of_2, with_contiguous_rows
+from memory.kernels.cuda.launch import launch, next_power_of_2, with_contiguous_rows
 from memory.kernels.cuda.math import bound
 from memory.kernels.cuda.math import softplus as softplus_of
 from memory.kernels.signature import Prepared, StateSlots
@@ -59,9 +59,9 @@ def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
     n_channels = x_TE.shape[1]
     y_TE = torch.empty(x_TE.shape, dtype=torch.float32, device=x_TE.device)
     x_TE, decay_TE = with_contiguous_rows(x_TE), with_contiguous_rows(decay_TE)
-    cu_rows = device_ints(state.cu_rows, x_TE.device)
+    cu_rows = state.cu_rows.device
     channels, num_warps = _choose(x_TE.device, x_TE.element_size())
-    grid = (len(state.cu_rows) - 1, ceil_div(n_channels, channels))
+    grid = (len(state.cu_rows.host) - 1, ceil_div(n_channels, channels))
     launch(
         _linear_scan, grid, x_TE, x_TE.stride(0), decay_TE, decay_TE.stride(0), y_TE, cu_rows, state.flat,
         state.sources, state.targets, float(state.initial), n_channels, CHANNELS=channels, num_warps=num_warps,
@@ -93,10 +93,10 @@ def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, state
     k_TE, v_TE = with_contiguous_rows(k_TE), with_contiguous_rows(v_TE)
     top, below, exponent = states
     channels, num_warps = _choose(v_TE.device, v_TE.element_size())
-    grid = (len(top.cu_rows) - 1, ceil_div(n_channels, channels))
+    grid = (len(top.cu_rows.host) - 1, ceil_div(n_channels, channels))
     launch(
         _wkv4, grid, k_TE, k_TE.stride(0), v_TE, v_TE.stride(0), decay_E, first_E, y_TE,
-        device_ints(top.cu_rows, v_TE.device), top.flat, top.sources, top.targets, float(top.initial), below.flat,
+        top.cu_rows.device, top.flat, top.sources, top.targets, float(top.initial), below.flat,
         below.sources, below.targets, float(below.initial), exponent.flat, exponent.sources, exponent.targets,
         float(exponent.initial), n_channels, CHANNELS=channels, num_warps=num_warps,
     )  # fmt: skip
