@@ -27,6 +27,7 @@ from chat.decoding.sampling import Sampling
 from chat.engine.arguments import HOW_TO_LOAD, check_parts, check_tokenizer, read_stop_ids
 from chat.engine.callbacks import News
 from chat.engine.choose import Choice, Choose, Plan, choose_tokens
+from chat.engine.loop import take_step
 from chat.engine.requests import EngineStats, Generation, Job, OnToken, Request, read_marks, read_stop, read_token_ids
 from chat.engine.scheduling import Load, Scheduler, open_step, plan_step
 from chat.engine.serving import Serving
@@ -318,10 +319,8 @@ class Engine(NotCopied, Serving):
 
     def _run_step(self, step: Step, plan: Plan) -> None:
         started = time.perf_counter()
-        with ExitStack() as held:
-            with step:
-                chosen = self._choose(self.model(step), plan)
-                held.enter_context(uninterrupted())  # from the commit until the books here agree with the memory's
+
+        def keep(chosen: list[Choice]) -> None:  # the books here agree with the memory's when this is done
             self.stats.n_steps += 1
             now = self._clock()
             for (job, n_tokens), choice in zip(plan, chosen, strict=True):
@@ -331,6 +330,8 @@ class Engine(NotCopied, Serving):
                 except Exception as error:  # of the tokenizer: the others have nothing to do with it
                     self._scheduler.end(job, "error", error)
             self.stats.seconds += time.perf_counter() - started
+
+        take_step(self.model, step, lambda logits, _: self._choose(logits, plan), keep, uninterrupted())
 
     def _record(self, job: Job, n_tokens: int) -> None:
         """The memory holds this many more of the job's tokens."""
