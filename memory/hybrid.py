@@ -39,7 +39,7 @@ class HybridMemory:
 
     Args:
         spec: what the model's layers remember: `model.memory_spec`.
-        budget: bytes for everything: 10**9, "1GiB" (2**30) or "1GB" (10**9), say. On the CPU, unused bytes cost nothing.
+        budget: bytes for everything: 10**9, "1GiB" (2**30) or "1GB" (10**9). On the CPU, unused ones cost nothing.
         rollback_window: tokens that every sequence can take back, counted from its peak, the furthest position that it
             reached. 0 keeps no tail: then a rollback reaches only position 0, the present and checkpoints.
         page_tokens: tokens a page of keys and values.
