@@ -54,15 +54,11 @@ class Work:
         self.shape, self.n_layers = (n_heads, value_dim, key_dim), max(1, N_BYTES // (4 * n * size))
         self.flat = torch.randn(self.n_layers * n * size)
         self.offsets = torch.arange(0, len(self.flat), size).view(self.n_layers, n)
-        self.q, self.k = (
-            torch.randn(n, n_groups, key_dim),
-            torch.nn.functional.normalize(torch.randn(n, n_groups, key_dim), dim=-1),
-        )
-        self.v, self.beta, self.log_decay = (
-            torch.randn(n, n_heads, value_dim),
-            torch.rand(n, n_heads),
-            -torch.rand(n, n_heads) / 10,
-        )
+        self.q = torch.randn(n, n_groups, key_dim)
+        self.k = torch.nn.functional.normalize(torch.randn(n, n_groups, key_dim), dim=-1)
+        self.v = torch.randn(n, n_heads, value_dim)
+        self.beta = torch.rand(n, n_heads)
+        self.log_decay = -torch.rand(n, n_heads) / 10
         self.old_k = torch.nn.functional.normalize(torch.randn(n, n_rows, n_groups, key_dim), dim=-1)
         self.old_u = torch.randn(n, n_rows, n_heads, value_dim)
         self.old_log_decay = -torch.rand(n, n_rows, n_heads) / 10

@@ -161,17 +161,13 @@ def _by_column(n_sequences: int, n_new: int, n_heads: int = 40, head_dim: int = 
 
 def _convolve(n_sequences: int, n_new: int, n_channels: int = 8192, n_taps: int = 4) -> Run:
     rows = torch.randn(n_sequences * n_new, n_channels, device="cuda").bfloat16()
-    weight, bias = (
-        torch.randn(n_taps, n_channels, device="cuda").bfloat16(),
-        torch.randn(n_channels, device="cuda").bfloat16(),
-    )
+    weight = torch.randn(n_taps, n_channels, device="cuda").bfloat16()
+    bias = torch.randn(n_channels, device="cuda").bfloat16()
     layers = _slots((n_taps - 1, n_channels), n_sequences, n_new, torch.bfloat16)
     return _through(layers[: 64 if n_new > 1 else None], cuda.causal_conv, rows, weight, bias)
 
 
 def _linear(n_sequences: int, n_channels: int = 2560) -> Run:
-    x, decay = (
-        torch.randn(n_sequences, n_channels, device="cuda").bfloat16(),
-        torch.rand(n_sequences, n_channels, device="cuda").bfloat16(),
-    )
+    x = torch.randn(n_sequences, n_channels, device="cuda").bfloat16()
+    decay = torch.rand(n_sequences, n_channels, device="cuda").bfloat16()
     return _through(_slots((n_channels,), n_sequences, 1), cuda.linear_scan, x, decay)

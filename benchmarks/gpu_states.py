@@ -125,11 +125,9 @@ class Work:
         self, layer: Layer, dtype: torch.dtype, n_sequences: int, n_new: int, n_layers: int | None = None
     ) -> None:
         n, device = n_sequences, torch.device("cuda")
-        self.layer, self.n_sequences, self.n_layers = (
-            layer,
-            n,
-            n_layers or max(1, N_BYTES // (4 * n * layer.state_elements)),
-        )
+        self.layer = layer
+        self.n_sequences = n
+        self.n_layers = n_layers or max(1, N_BYTES // (4 * n * layer.state_elements))
         self.shape = (layer.n_heads, layer.value_dim, layer.key_dim)
         self.flat = torch.randn(self.n_layers * n * layer.state_elements, device=device)
         self.cu_rows, n_rows = place(np.arange(n + 1) * n_new, self.flat.device), n * n_new
@@ -204,10 +202,8 @@ def _prompt(report: Report, layer: Layer, *, n_rounds: int) -> None:
     ours, peer, theirs = time_graph(lambda: work.scan(slots), n_rounds).median_ms, "-", 0.0
     scan = None if layer.erases else _theirs("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
     if scan is not None:
-        state, rate = (
-            work.flat[: layer.state_elements].view(1, *work.shape),
-            torch.full((layer.n_heads,), -0.1, device="cuda"),
-        )
+        state = work.flat[: layer.state_elements].view(1, *work.shape)
+        rate = torch.full((layer.n_heads,), -0.1, device="cuda")
         x, dt, b, c = (t[None] for t in (work.v, work.strength, work.k, work.q))
         peer = "mamba-ssm"
         theirs = time_graph(

@@ -40,12 +40,10 @@ def kernels(*, quick: bool) -> Report:
 def _decode_kernels(n: int, n_context: int) -> dict[str, tuple[Callable[[], object], int]]:
     """Kernel -> a call for n sequences of a token each, and the bytes it has to move."""
     x, dt, bias = torch.randn(n, N_CHANNELS), torch.randn(n, N_CHANNELS), torch.randn(N_CHANNELS)
-    b, c, a, d = (
-        torch.randn(n, N_STATES),
-        torch.randn(n, N_STATES),
-        -torch.rand(N_STATES, N_CHANNELS),
-        torch.randn(N_CHANNELS),
-    )
+    b = torch.randn(n, N_STATES)
+    c = torch.randn(n, N_STATES)
+    a = -torch.rand(N_STATES, N_CHANNELS)
+    d = torch.randn(N_CHANNELS)
     weight = torch.randn(N_TAPS, N_CHANNELS)
     cu = np.arange(n + 1)
     states, windows, rings = (

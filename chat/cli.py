@@ -150,65 +150,67 @@ def demo(
         raise typer.Exit(1)
 
 
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="HYBRID_MEMORY_API_KEY",
+        help="what clients must send; better set in the environment",
+        show_default=False,
+    ),
+]
+AllowedHost = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="name that clients may call the server by, beside loopback's; may be repeated", show_default=False
+    ),
+]
+AllowedOrigin = Annotated[
+    list[str] | None,
+    typer.Option(help="web page that may ask, such as https://example.com; may be repeated", show_default=False),
+]
+RollbackWindow = Annotated[
+    int, typer.Option(min=0, help="tokens by which a cached prefix may be longer than what is reused")
+]
+HostBudget = Annotated[
+    str | None, typer.Option(help="bytes in host memory for requests that make room; unless given, any")
+]
+SwapDir = Annotated[Path | None, typer.Option(help="folder for those that find no room there", show_default=False)]
+ParseSpecial = Annotated[bool, typer.Option(help="let messages hold special tokens, so that clients can write turns")]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(min=2, help="tokens of a prompt and its reply; unless given, what the model and the budget allow"),
+]
+DefaultTokens = Annotated[int, typer.Option(min=1, help="tokens of a chat's reply, where the request does not say")]
+MaxConnections = Annotated[int, typer.Option(min=1, help="open at once; beyond, the longest idle one is closed")]
+PrefixCache = Annotated[bool, typer.Option(help="keep prompts and replies, for prompts that begin like them")]
+Grace = Annotated[float, typer.Option(min=0, help="seconds that replies may still take when the server is to stop")]
+
+
 @app.command()
 def serve(
     model: Model = "embedded",
     host: Annotated[str, typer.Option(help="address to listen on; others than loopback need an API key")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free one")] = 8000,
-    api_key: Annotated[
-        str | None,
-        typer.Option(
-            envvar="HYBRID_MEMORY_API_KEY",
-            help="what clients must send; better set in the environment",
-            show_default=False,
-        ),
-    ] = None,
-    allowed_host: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="name that clients may call the server by, beside loopback's; may be repeated", show_default=False
-        ),
-    ] = None,
-    allowed_origin: Annotated[
-        list[str] | None,
-        typer.Option(help="web page that may ask, such as https://example.com; may be repeated", show_default=False),
-    ] = None,
+    api_key: ApiKey = None,
+    allowed_host: AllowedHost = None,
+    allowed_origin: AllowedOrigin = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
     budget: Budget = "1GiB",
-    rollback_window: Annotated[
-        int, typer.Option(min=0, help="tokens by which a cached prefix may be longer than what is reused")
-    ] = 32,
-    host_budget: Annotated[
-        str | None, typer.Option(help="bytes in host memory for requests that make room; unless given, any")
-    ] = None,
-    swap_dir: Annotated[
-        Path | None, typer.Option(help="folder for those that find no room there", show_default=False)
-    ] = None,
-    parse_special: Annotated[
-        bool, typer.Option(help="let messages hold special tokens, so that clients can write turns")
-    ] = False,
+    rollback_window: RollbackWindow = 32,
+    host_budget: HostBudget = None,
+    swap_dir: SwapDir = None,
+    parse_special: ParseSpecial = False,
     max_body: Annotated[str, typer.Option(help="bytes of a request's body")] = "1MiB",
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(min=2, help="tokens of a prompt and its reply; unless given, what the model and the budget allow"),
-    ] = None,
-    default_tokens: Annotated[
-        int, typer.Option(min=1, help="tokens of a chat's reply, where the request does not say")
-    ] = 1024,
+    max_tokens: MaxTokens = None,
+    default_tokens: DefaultTokens = 1024,
     max_requests: Annotated[int, typer.Option(min=1, help="answered at once; others are told to come back")] = 64,
-    max_connections: Annotated[
-        int, typer.Option(min=1, help="open at once; beyond, the longest idle one is closed")
-    ] = 768,
+    max_connections: MaxConnections = 768,
     max_peer_connections: Annotated[int, typer.Option(min=1, help="of those, from one address")] = 384,
     max_running: Annotated[int, typer.Option(min=1, help="replies in one step of the model")] = 64,
     step_tokens: Annotated[int, typer.Option(min=2, help="tokens in one step of the model")] = 256,
-    prefix_cache: Annotated[
-        bool, typer.Option(help="keep prompts and replies, for prompts that begin like them")
-    ] = True,
-    grace: Annotated[
-        float, typer.Option(min=0, help="seconds that replies may still take when the server is to stop")
-    ] = 10.0,
+    prefix_cache: PrefixCache = True,
+    grace: Grace = 10.0,
 ) -> None:
     """Answer OpenAI's clients: /v1/chat/completions and /v1/completions, /v1/models, /health and /metrics."""
     with _one_line_errors():

@@ -36,27 +36,26 @@ class Steppable(Protocol):
     def close(self, sequence: Sequence) -> None: ...
 
 
-def run_in_chunks(
-    memory: Steppable,
-    model: Model | None,
-    requests: Requests,
-    *,
-    max_tokens: int,
-    outputs: Outputs,
-    held: uninterrupted_call,
-) -> Tensor | None:
-    """See `HybridMemory.run`.
-    Of several steps, a checkpoint of each sequence is held meanwhile; it is what a failure returns to.
-
-    Args:
-        held: entered before the last commit. From then on a Ctrl-C waits, for as long as the caller keeps this.
-    """
+def _check(memory: Steppable, model: Model | None, max_tokens: int) -> None:
     if not is_integer(max_tokens, 1):
         raise BatchError(f"max_tokens={max_tokens!r}; a step needs at least 1 token")
     if model is None and memory.spec.device.type != "meta":
         raise StepError("model=None runs only on a memory with device='meta'; pass the model")
     if model is not None and not callable(model):
         raise StepError(f"{model!r} is no model; call memory.run(model, requests), with a model from load_model")
+
+
+def run_in_chunks(
+    memory: Steppable, model: Model | None, requests: Requests, *, max_tokens: int, outputs: Outputs,
+    held: uninterrupted_call,
+) -> Tensor | None:  # fmt: skip
+    """See `HybridMemory.run`.
+    Of several steps, a checkpoint of each sequence is held meanwhile; it is what a failure returns to.
+
+    Args:
+        held: entered before the last commit. From then on a Ctrl-C waits, for as long as the caller keeps this.
+    """
+    _check(memory, model, max_tokens)
     sequences, values = read_pairs(requests)
     # their number is enough: a million tokens take long to read
     memory.counters.require_room(sequences, count_tokens(values), max_tokens)
@@ -91,9 +90,8 @@ def run_in_chunks(
             with ExitStack() as stack:
                 for chunk in (first, *later):
                     feed(chunk, stack)
-                outcome = (
-                    None if model is None else torch.cat([part for sequence in sequences for part in rows[sequence]])
-                )
+                found = [part for sequence in sequences for part in rows[sequence]]
+                outcome = None if model is None else torch.cat(found)
                 if marks:
                     held.deliver()
                 for sequence in [*marks]:
@@ -103,9 +101,8 @@ def run_in_chunks(
             _return_to(memory, marks)
     except CapacityError as error:
         if error.unit == BUDGET_UNIT and not is_in_model:  # it speaks of a chunk
-            raise memory.counters.lack_of_room(
-                np.array([s.slot for s in sequences]), tokens.counts, max_tokens
-            ) from None
+            slots = np.array([s.slot for s in sequences])
+            raise memory.counters.lack_of_room(slots, tokens.counts, max_tokens) from None
         raise
     finally:
         _return_to(memory, marks)  # a Ctrl-C may have come in the way of the first

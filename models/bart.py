@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from memory import AttentionSpec, BatchError, CrossAttentionSpec, MemorySpec, Step
@@ -128,9 +129,9 @@ class _EncoderLayer:
         self._mlp = _load_mlp(config, checkpoint, prefix, config.encoder_ffn_dim)
 
     def __call__(self, x_TM: Tensor) -> Tensor:
-        q, k, v = self._qkv(x_TM).view(len(x_TM), 3, self._spec.n_query_heads, self._spec.head_dim).permute(1, 2, 0, 3)
-        y_TM = F.scaled_dot_product_attention(q[None], k[None], v[None])[0].transpose(0, 1).flatten(1)
-        x_TM = self._norms[0](x_TM + self._out(y_TM))
+        q, k, v = rearrange(self._qkv(x_TM), "t (qkv h d) -> qkv h t d", qkv=3, d=self._spec.head_dim)
+        y_HTD = F.scaled_dot_product_attention(q[None], k[None], v[None])[0]
+        x_TM = self._norms[0](x_TM + self._out(rearrange(y_HTD, "h t d -> t (h d)")))
         return self._norms[1](x_TM + self._mlp(x_TM))
 
 

@@ -76,12 +76,10 @@ def _load_mlp(config: NemotronHConfig, checkpoint: Checkpoint, prefix: str, n_in
 
 
 def _load_experts(config: NemotronHConfig, checkpoint: Checkpoint, prefix: str) -> MixtureOfExperts:
-    n_model, n_experts, n_inner, n_latent = (
-        config.hidden_size,
-        config.n_routed_experts,
-        config.moe_intermediate_size,
-        config.moe_latent_size,
-    )
+    n_model = config.hidden_size
+    n_experts = config.n_routed_experts
+    n_inner = config.moe_intermediate_size
+    n_latent = config.moe_latent_size
     check_groups(config, least=2)
     # In float32 whatever the model's dtype: the scores decide which experts run, and close scores are common.
     router = checkpoint.take(f"{prefix}.gate.weight", n_experts, n_model, dtype=torch.float32)

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from memory import AttentionSpec
@@ -97,9 +98,7 @@ def load_gated_attention(
     def linears(*kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         name = "weight" if kind else "bias"
         q_and_gate = checkpoint.take(f"{prefix}.q_proj.{name}", 2 * n_q, *kind)
-        q, gate = (
-            part.flatten(0, 1) for part in q_and_gate.view(spec.n_query_heads, 2, spec.head_dim, *kind).unbind(1)
-        )
+        q, gate = rearrange(q_and_gate, "(h both d) ... -> both (h d) ...", both=2, d=spec.head_dim)
         k, v = (checkpoint.take(f"{prefix}.{x}_proj.{name}", n_kv, *kind) for x in "kv")
         return q, k, v, gate
 

@@ -76,12 +76,10 @@ class RecurrentMixer:
     """Computes Griffin's recurrent block: y = W_out(rg_lru(conv(W_x x)) * act(W_y x)) (De et al. 2024, section 2.3)."""
 
     def __init__(self, config: RecurrentGemmaConfig, checkpoint: Checkpoint, prefix: str, layer: int) -> None:
-        n_model, n_channels, n_blocks, take = (
-            config.hidden_size,
-            config.lru_width,
-            config.num_attention_heads,
-            checkpoint.take,
-        )
+        n_model = config.hidden_size
+        n_channels = config.lru_width
+        n_blocks = config.num_attention_heads
+        take = checkpoint.take
 
         def linear(name: str, n_out: int, n_in: int, activation: str | None = None) -> Linear:
             return Linear(

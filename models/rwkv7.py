@@ -54,11 +54,9 @@ class RWKV7Config(PreTrainedConfig):  # type: ignore[misc]
         self.head_dim = head_dim or hidden_size // (num_heads or 1)
         self.num_heads = hidden_size // self.head_dim
         inner = 32 * math.ceil(int(hidden_size * (hidden_ratio or 4)) / 32)
-        self.hidden_ratio, self.intermediate_size, self.hidden_act = (
-            hidden_ratio,
-            intermediate_size or inner,
-            hidden_act,
-        )
+        self.hidden_ratio = hidden_ratio
+        self.intermediate_size = intermediate_size or inner
+        self.hidden_act = hidden_act
         by_head = self.head_dim / 64
         self.decay_low_rank_dim = decay_low_rank_dim or _low_rank(2.5 * by_head, hidden_size)
         self.gate_low_rank_dim = gate_low_rank_dim or _low_rank(5, hidden_size)

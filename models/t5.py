@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from memory import UNROTATED, AttentionSpec, CrossAttentionSpec, MemorySpec, Step
@@ -84,7 +85,7 @@ class T5:
         buckets_TT = (
             _bucket(ahead_TT.abs(), n_buckets, self.config.relative_attention_max_distance) + (ahead_TT > 0) * n_buckets
         )
-        bias_HTT = self._encoder_bias[buckets_TT].permute(2, 0, 1)
+        bias_HTT = rearrange(self._encoder_bias[buckets_TT], "queries keys h -> h queries keys")
         for layer in self._encoder:
             x_TM = layer(x_TM, bias_HTT)
         x_TM = self._encoder_norm(x_TM)
@@ -120,13 +121,12 @@ class _EncoderLayer:
         self._mlp_norm, self._mlp = _load_mlp(config, checkpoint, f"{prefix}.1")
 
     def __call__(self, x_TM: Tensor, bias_HTT: Tensor) -> Tensor:
-        q, k, v = (
-            self._qkv(self._attention_norm(x_TM)).view(len(x_TM), 3, self._n_heads, self._head_dim).permute(1, 2, 0, 3)
-        )
+        qkv_TX = self._qkv(self._attention_norm(x_TM))
+        q, k, v = rearrange(qkv_TX, "t (qkv h d) -> qkv h t d", qkv=3, d=self._head_dim)
         y_HTD = F.scaled_dot_product_attention(
             q[None], k[None], v[None], attn_mask=bias_HTT[None].to(q.dtype), scale=1.0
         )[0]
-        x_TM = x_TM + self._out(y_HTD.transpose(0, 1).flatten(1))
+        x_TM = x_TM + self._out(rearrange(y_HTD, "h t d -> t (h d)"))
         return x_TM + self._mlp(self._mlp_norm(x_TM))
 
 
@@ -165,12 +165,10 @@ def _load_attention(config: T5Config, checkpoint: Checkpoint, prefix: str, names
 
 
 def _load_mlp(config: T5Config, checkpoint: Checkpoint, prefix: str) -> tuple[RMSNorm, Function]:
-    norm, n_model, n_inner, act = (
-        _load_norm(config, checkpoint, f"{prefix}.layer_norm"),
-        config.d_model,
-        config.d_ff,
-        config.dense_act_fn,
-    )
+    norm = _load_norm(config, checkpoint, f"{prefix}.layer_norm")
+    n_model = config.d_model
+    n_inner = config.d_ff
+    act = config.dense_act_fn
     prefix = f"{prefix}.DenseReluDense"
     if config.is_gated_act:
         return norm, GatedMLP.load(checkpoint, prefix, n_model, n_inner, act, names=("wi_0", "wi_1", "wo"))

@@ -162,12 +162,10 @@ def _load_mamba(config: Zamba2Config, checkpoint: Checkpoint, prefix: str, i: in
 
 
 def _load_block(config: Zamba2Config, checkpoint: Checkpoint, prefix: str) -> _SharedBlock:
-    n_model, n_inner, has_bias, take = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.add_bias_linear,
-        checkpoint.take,
-    )
+    n_model = config.hidden_size
+    n_inner = config.intermediate_size
+    has_bias = config.add_bias_linear
+    take = checkpoint.take
     qkv, out = load_projections(checkpoint, f"{prefix}.self_attn", n_model, _spec(config), n_in=2 * n_model)
     return _SharedBlock(
         prefix,

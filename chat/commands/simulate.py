@@ -24,6 +24,18 @@ _STEP_TOKENS, _DRY_STEP_TOKENS = 256, 4096
 Option = typer.Option
 
 
+System = Annotated[str | None, Option(help="one system prompt for all, if the chat template knows that role")]
+MessageTokens = Annotated[int | None, Option(min=1, help="mean length of made-up messages, instead of dialogues")]
+HostBudget = Annotated[str | None, Option(help="bytes that may be swapped out to host memory; more goes to --swap-dir")]
+SwapDir = Annotated[Path | None, Option(help="folder for what is swapped out; without --host-budget for all of it")]
+GridTokens = Annotated[int, Option(min=0, help="new prompts leave a checkpoint at each multiple of this; 0 for none")]
+MaxRunning = Annotated[int | None, Option(min=1, help="replies in one step; unless given 64, in a dry run 512")]
+StepTokens = Annotated[int | None, Option(min=2, help="tokens in one step; unless given 256, in a dry run 4096")]
+Speed = Annotated[str, Option(help='times the wall clock; or "max", by a virtual clock and as fast as it goes')]
+IsDry = Annotated[bool, Option("--dry", help="no model: all bookkeeping on device=meta, with made-up replies")]
+Alone = Annotated[str, Option(help='"wrong", "all" or "none": answers to compare with a model that serves nobody else')]
+
+
 def simulate(
     users: Annotated[int, Option(min=1, help="how many come, one after the other")] = 200,
     turns: Annotated[int, Option(min=1, help="of each user; a last question comes on top")] = 6,
@@ -36,12 +48,8 @@ def simulate(
     branches: Annotated[float, Option(help="share of turns in which a user branches, once at most")] = 0.08,
     pauses: Annotated[float, Option(help="share of turns after which a user pauses")] = 0.12,
     openings: Annotated[int, Option(min=0, help="different beginnings that users share")] = 4,
-    system: Annotated[
-        str | None, Option(help="one system prompt for all, if the chat template knows that role")
-    ] = None,
-    message_tokens: Annotated[
-        int | None, Option(min=1, help="mean length of made-up messages, instead of dialogues")
-    ] = None,
+    system: System = None,
+    message_tokens: MessageTokens = None,
     reply_tokens: Annotated[int | None, Option(min=1, help="mean length of the replies to them")] = None,
     trace: Annotated[Path | None, Option(help="replay the events of this JSONL file instead")] = None,
     save_trace: Annotated[Path | None, Option(help="write the events to this JSONL file")] = None,
@@ -49,33 +57,17 @@ def simulate(
     device: Annotated[str, Option(help="where the model and its memory live, such as cpu or cuda")] = "cpu",
     dtype: Annotated[str, Option(help="auto (the checkpoint's own), float32, bfloat16 or float16")] = "auto",
     budget: Annotated[str, Option(help="bytes that the memory may use at most; a small one makes users swap")] = "1GiB",
-    host_budget: Annotated[
-        str | None, Option(help="bytes that may be swapped out to host memory; more goes to --swap-dir")
-    ] = None,
-    swap_dir: Annotated[
-        Path | None, Option(help="folder for what is swapped out; without --host-budget for all of it")
-    ] = None,
+    host_budget: HostBudget = None,
+    swap_dir: SwapDir = None,
     rollback_window: Annotated[int, Option(min=0, help="tokens that can be taken back without a checkpoint")] = 32,
-    grid_tokens: Annotated[
-        int, Option(min=0, help="new prompts leave a checkpoint at each multiple of this; 0 for none")
-    ] = 512,
+    grid_tokens: GridTokens = 512,
     prefixes: Annotated[bool, Option(help="whether prompts go on from what was computed before")] = True,
-    max_running: Annotated[
-        int | None, Option(min=1, help="replies in one step; unless given 64, in a dry run 512")
-    ] = None,
-    step_tokens: Annotated[
-        int | None, Option(min=2, help="tokens in one step; unless given 256, in a dry run 4096")
-    ] = None,
+    max_running: MaxRunning = None,
+    step_tokens: StepTokens = None,
     max_tokens: Annotated[int, Option(min=1, help="of a reply")] = 32,
-    speed: Annotated[
-        str, Option(help='times the wall clock; or "max", by a virtual clock and as fast as it goes')
-    ] = "max",
-    is_dry: Annotated[
-        bool, Option("--dry", help="no model: all bookkeeping on device=meta, with made-up replies")
-    ] = False,
-    alone: Annotated[
-        str, Option(help='"wrong", "all" or "none": answers to compare with a model that serves nobody else')
-    ] = "wrong",
+    speed: Speed = "max",
+    is_dry: IsDry = False,
+    alone: Alone = "wrong",
     json_file: Annotated[Path | None, Option("--json", help="write the whole report to this file")] = None,
     plots: Annotated[Path | None, Option(help="write plots (PNG) to this folder; needs matplotlib")] = None,
     is_quiet: Annotated[bool, Option("--quiet", help="no live view")] = False,
@@ -88,21 +80,8 @@ def simulate(
     """
     running = max_running or (_DRY_RUNNING if is_dry else _RUNNING)
     tokens = step_tokens or max(_DRY_STEP_TOKENS if is_dry else _STEP_TOKENS, 4 * running)
-    habits = (
-        users,
-        turns,
-        rate,
-        think,
-        pause,
-        edits,
-        regenerations,
-        branches,
-        pauses,
-        openings,
-        system,
-        message_tokens,
-        reply_tokens,
-    )
+    actions = (rate, think, pause, edits, regenerations, branches, pauses, openings)
+    habits = (users, turns, *actions, system, message_tokens, reply_tokens)
     workload, about = _find_workload(habits, seed, trace, save_trace)
     numbers: dict[str, Any] = {
         "budget": budget, "host_budget": host_budget, "swap_dir": swap_dir, "rollback_window": rollback_window,

@@ -205,10 +205,8 @@ class Engine(NotCopied, Serving):
         with uninterrupted_call() as _until_return, self._scheduler.lock:
             n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
             generation = Generation(self._n_submitted, len(ids), now)
-            stream, deadline = (
-                TextStream(self.tokenizer, request.stop),
-                now + (float("inf") if deadline_s is None else deadline_s),
-            )
+            stream = TextStream(self.tokenizer, request.stop)
+            deadline = now + (float("inf") if deadline_s is None else deadline_s)
             self._scheduler.add(Job(request, generation, stream, deadline, sequence, list(ids), n_base=n_base))
             self._n_submitted += 1
             self.wake()

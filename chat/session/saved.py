@@ -93,10 +93,8 @@ def read_session(folder: Path, memory: HybridMemory) -> tuple[SavedSession, Call
             raise FormatError(
                 f"{path} has token ids {min(ids)} ... {max(ids)}, this model has {n_vocab}; resume it with its own"
             )
-        name, options = (
-            about["memory"],
-            (int(about["max_tokens"]), Sampling(**about["sampling"]), tuple(map(str, about["stop"]))),
-        )
+        name = about["memory"]
+        options = (int(about["max_tokens"]), Sampling(**about["sampling"]), tuple(map(str, about["stop"])))
         saved = SavedSession(messages, int(about["n_heard"]), *options)
         if not (name is None or _MEMORY_FILE.fullmatch(name)) or not 0 <= saved.n_heard <= len(messages):
             raise ValueError(f"memory {name!r}, {saved.n_heard} messages heard")

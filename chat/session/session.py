@@ -316,10 +316,8 @@ class ChatSession:
         interrupt that is held back there is raised where the user has the turn.
         """
         self._check_free()
-        max_tokens, sampling = (
-            self.max_tokens if max_tokens is None else max_tokens,
-            self.sampling if sampling is None else sampling,
-        )
+        max_tokens = self.max_tokens if max_tokens is None else max_tokens
+        sampling = self.sampling if sampling is None else sampling
         check_max_tokens(max_tokens)
         check_sampling(sampling)
         if on_text is not None and not callable(on_text):

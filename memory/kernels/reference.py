@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange, repeat
 from torch import Tensor
 
 from memory.blocks.arrays import ceil_div
@@ -96,9 +97,8 @@ def gather_folded(folded: FoldedRows, request: int, begin: int = 0, end: int | N
     for flat, (n_heads, n_rows, size) in zip(map(torch.as_tensor, folded.flats), folded.shapes, strict=True):
         of_head_G1 = torch.arange(n_heads)[:, None] * (n_rows * size)
         offsets_GB = (blocks // flat.element_size()).to(flat.device) + of_head_G1.to(flat.device)
-        parts.append(
-            flat[_elements(offsets_GB.flatten(), n_rows * size)].view(n_heads, -1, n_rows, size).transpose(0, 1)
-        )
+        found_XS = flat[_elements(offsets_GB.flatten(), n_rows * size)]
+        parts.append(rearrange(found_XS, "(g b) (r d) -> b g r d", g=n_heads, r=n_rows))
     halves = parts[: len(parts) // 2], parts[len(parts) // 2 :]
     k_BGRD, v_BGRD = (folded.storage.decode(tuple(half)) for half in halves)
     own = slice(begin - first * folded.block_rows, end - first * folded.block_rows)
@@ -137,7 +137,7 @@ def gather_rows(
     page_R, slot_R = row_R.to(pages.device) // batch.page_tokens, row_R.to(pages.device) % batch.page_tokens
     head_G1 = torch.arange(n_kv_heads, device=pages.device)[:, None]
     offsets_GR = pages[..., page_R] + (head_G1 * batch.page_tokens + slot_R) * head_dim
-    return flat[_elements(offsets_GR.flatten(), head_dim)].reshape(n_kv_heads, -1, head_dim).transpose(0, 1)
+    return rearrange(flat[_elements(offsets_GR.flatten(), head_dim)], "(g r) d -> r g d", g=n_kv_heads)
 
 
 def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageChoice, n_kv_heads: int) -> Tensor:
@@ -163,8 +163,8 @@ def page_scores(q_HD: Tensor, least_NGD: Tensor, greatest_NGD: Tensor) -> Tensor
     """(G, N) float32: what `Kernels.choose_pages` goes by.
     Elements above zero meet the greatest key, those below the least.
     """
-    q_GSD = q_HD.float().view(least_NGD.shape[1], -1, q_HD.shape[1])
-    least_GDN, greatest_GDN = (x.float().permute(1, 2, 0) for x in (least_NGD, greatest_NGD))
+    q_GSD = rearrange(q_HD.float(), "(g s) d -> g s d", g=least_NGD.shape[1])
+    least_GDN, greatest_GDN = (rearrange(x.float(), "n g d -> g d n") for x in (least_NGD, greatest_NGD))
     scores_GSN = q_GSD.clamp(min=0) @ greatest_GDN + q_GSD.clamp(max=0) @ least_GDN
     return scores_GSN.amax(1)
 
@@ -271,10 +271,8 @@ def selective_scan(
     rings = [x.shape[1:] for x in (x_TE, dt_TE, b_TN)]
     for i, h_NE in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
         start, end = state.cu_rows.host[i : i + 2].tolist()
-        own, past = (
-            [x[start:end] for x in (x_TE, dt_TE, b_TN)],
-            [] if state.tail is None else tail_rows(state.tail, i, rings),
-        )
+        own = [x[start:end] for x in (x_TE, dt_TE, b_TN)]
+        past = [] if state.tail is None else tail_rows(state.tail, i, rings)
         tokens = [torch.cat(pair) for pair in zip(past, own, strict=True)] if past else own
         first, body_at = end - len(tokens[0]), _body_at(state, i)
         for t, x_E, dt_E, b_N in zip(range(first, end), *(x.float() for x in tokens), strict=True):
@@ -356,7 +354,7 @@ def _faded(s_HVN: Tensor, log_decay: Tensor) -> Tensor:
 
 
 def _to_heads(x_TGN: Tensor, n_heads: int) -> Tensor:
-    return x_TGN.float().repeat_interleave(n_heads // x_TGN.shape[1], dim=1)
+    return repeat(x_TGN.float(), "t g n -> t (g s) n", s=n_heads // x_TGN.shape[1])
 
 
 def _body_at(state: StateSlots, run: int) -> int:

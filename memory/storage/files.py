@@ -130,11 +130,9 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
     if digest != metadata.get("sha256"):
         raise FormatError(f"{path} is damaged: its checksum is not that of its content; save the sequence again")
     try:
-        records, about, tokens = (
-            json.loads(metadata["records"]),
-            json.loads(metadata["about"]),
-            tensors["tokens"].numpy(),
-        )
+        records = json.loads(metadata["records"])
+        about = json.loads(metadata["about"])
+        tokens = tensors["tokens"].numpy()
         about = {**about, "tokens": tokens, "version": int(version)}
     except (KeyError, ValueError) as error:
         raise FormatError(f"{path} lacks {error}, which memory.save always writes; save the sequence again") from error

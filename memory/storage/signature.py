@@ -187,10 +187,8 @@ def _check(path: str, about: dict[str, Any], ours: Signature) -> None:
             else f"make a memory with {where} like that"
         )
     else:
-        where, remedy = (
-            f"other layers, policies or storages: {where}",
-            "load it with that model's memory_spec, policies and storages",
-        )
+        where = f"other layers, policies or storages: {where}"
+        remedy = "load it with that model's memory_spec, policies and storages"
     what = f"{where}={_short(their_value)}, not {_short(our_value)} as here"
     raise FormatError(f"{path} was saved from a memory of {about.get('model')} with {what}; {remedy}")
 

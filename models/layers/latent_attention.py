@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
 from memory import AttentionSpec, Step
@@ -87,12 +88,10 @@ def load_latent_attention(
         rotary: pairs the first half of the elements that it rotates with the second ("half" pairing).
         is_interleaved: whether the checkpoint pairs neighbours instead; then rows are reordered for `rotary`.
     """
-    n_model, n_heads, n_latent, n_rotary = (
-        config.hidden_size,
-        config.num_attention_heads,
-        config.kv_lora_rank,
-        config.qk_rope_head_dim,
-    )
+    n_model = config.hidden_size
+    n_heads = config.num_attention_heads
+    n_latent = config.kv_lora_rank
+    n_rotary = config.qk_rope_head_dim
     n_plain, n_value, n_compressed = config.qk_nope_head_dim, config.v_head_dim, config.q_lora_rank
     has_bias, take = config.attention_bias, checkpoint.take
     spec = AttentionSpec(n_heads, 1, n_latent + n_rotary, value_dim=n_latent)
@@ -104,7 +103,7 @@ def load_latent_attention(
         return torch.cat([before, rotary_rows[0::2], rotary_rows[1::2]]) if is_interleaved else rows
 
     def take_queries(name: str, n_in: int) -> Tensor:
-        heads = take(f"{prefix}.{name}.weight", n_q, n_in).view(n_heads, -1, n_in)
+        heads = rearrange(take(f"{prefix}.{name}.weight", n_q, n_in), "(h rows) c -> h rows c", h=n_heads)
         return torch.cat([in_order(head, n_plain) for head in heads])
 
     latent = in_order(take(f"{prefix}.kv_a_proj_with_mqa.weight", n_latent + n_rotary, n_model), n_latent)
@@ -114,14 +113,11 @@ def load_latent_attention(
         first_bias = torch.zeros(n_q, dtype=latent.dtype, device=latent.device) if has_bias else None
     else:
         norm = RMSNorm(take(f"{prefix}.q_a_layernorm.weight", n_compressed), _NORM_EPS)
-        queries, first = (
-            (norm, Linear(take_queries("q_b_proj", n_compressed))),
-            take(f"{prefix}.q_a_proj.weight", n_compressed, n_model),
-        )
+        queries = (norm, Linear(take_queries("q_b_proj", n_compressed)))
+        first = take(f"{prefix}.q_a_proj.weight", n_compressed, n_model)
         first_bias = checkpoint.take_optional(has_bias, f"{prefix}.q_a_proj.bias", n_compressed)
-    keys_values = take(f"{prefix}.kv_b_proj.weight", n_heads * (n_plain + n_value), n_latent).view(
-        n_heads, -1, n_latent
-    )
+    keys_values = take(f"{prefix}.kv_b_proj.weight", n_heads * (n_plain + n_value), n_latent)
+    keys_values = rearrange(keys_values, "(h rows) latent -> h rows latent", h=n_heads)
     keys_HNL, values_HVL = (part.contiguous() for part in keys_values.split_with_sizes([n_plain, n_value], 1))
     return LatentAttention(
         i,

@@ -92,11 +92,9 @@ def _wkv4(  # type: ignore[no-untyped-def]
         i, first = task // n_chunks, task % n_chunks * _AT_ONCE
         last = min(first + _AT_ONCE, n_channels)
         # Apart from the arena, because the compiler cannot know that the three do not overlap there.
-        top, below, exponent = (
-            np.empty(last - first, np.float32),
-            np.empty(last - first, np.float32),
-            np.empty(last - first, np.float32),
-        )
+        top = np.empty(last - first, np.float32)
+        below = np.empty(last - first, np.float32)
+        exponent = np.empty(last - first, np.float32)
         if top_sources[i] < 0:
             top[:], below[:], exponent[:] = initial[0], initial[1], initial[2]
         else:

@@ -124,12 +124,10 @@ def add_values_(out, values, rows, n_groups, head_dim, apart, weights):  # type:
             c, d = np.uint64(rows[r + _2]) + at, np.uint64(rows[r + _3]) + at
             for h in range(g * n_groups, (g + _1) * n_groups):
                 o, w = h * head_dim, h * _STRIDE + r
-                w_a, w_b, w_c, w_d = (
-                    splat(weights[w]),
-                    splat(weights[w + _1]),
-                    splat(weights[w + _2]),
-                    splat(weights[w + _3]),
-                )
+                w_a = splat(weights[w])
+                w_b = splat(weights[w + _1])
+                w_c = splat(weights[w + _2])
+                w_d = splat(weights[w + _3])
                 for e in range(_0, whole, _LANES):
                     x = multiply_add(w_b, load(values, b + e), multiply_add(w_a, load(values, a + e), load(out, o + e)))
                     store(out, o + e, multiply_add(w_d, load(values, d + e), multiply_add(w_c, load(values, c + e), x)))

@@ -214,16 +214,12 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     inverse = inverses + (first_piece(run, cu_rows, CHUNK, SPARE) * n_heads + h).to(tl.int64) * CHUNK * CHUNK
     s = tl.load(flat + source + at, mask=(r < bound(source, n_rows))[:, None] & is_column, other=initial).to(tl.float32)
     if HAS_TAIL:
-        count, first, n_keys = (
-            tl.load(counts + run).to(tl.int32),
-            tl.load(firsts + run).to(tl.int32),
-            n_heads // k_heads * n_columns,
-        )
+        count = tl.load(counts + run).to(tl.int32)
+        first = tl.load(firsts + run).to(tl.int32)
+        n_keys = n_heads // k_heads * n_columns
         fold = tl.where(target < 0, 0, tl.load(folds + run).to(tl.int32))
-        old_key, old_write = (
-            tl.load(key_sources + run) + h // k_heads * n_columns,
-            tl.load(write_sources + run) + h * n_rows,
-        )
+        old_key = tl.load(key_sources + run) + h // k_heads * n_columns
+        old_write = tl.load(write_sources + run) + h * n_rows
         old_decay = tl.load(decay_sources + run) + h
         s = fold_tail(
             s, 0, tl.minimum(fold, count), r, n, count, keys, old_key, k, k_stride, n_keys, writes, old_write,
@@ -245,10 +241,8 @@ def _scan_chunks(  # type: ignore[no-untyped-def]
     tl.debug_barrier()  # every element of a state that is written in place has been read
     _store(flat, target, at, s, target, r, n_rows, is_column)
     if HAS_TAIL:
-        key_place, write_place = (
-            tl.load(key_targets + run) + h // k_heads * n_columns,
-            tl.load(write_targets + run) + h * n_rows,
-        )
+        key_place = tl.load(key_targets + run) + h // k_heads * n_columns
+        write_place = tl.load(write_targets + run) + h * n_rows
         for begin in range(split, n_new, CHUNK):
             s, u, key = _advance(
                 s, q, q_stride, q_heads, k, k_stride, k_heads, a, a_stride, a_heads, v, v_stride, log_decay,

@@ -242,43 +242,14 @@ def _scan_columns(  # type: ignore[no-untyped-def]
             slots, is_new = (first + count + begin + i) % ring_rows, begin + i < n_new
             is_first = (begin + i) < tl.where(tl.program_id(0) == 0, n_new, 0)
             is_key = (begin + i) < tl.where((tl.program_id(0) == 0) & (h % k_heads == 0), n_new, 0)
-            n_groups = n_heads // k_heads
-            store_matrix(writes + tl.load(write_targets + run), (slots * n_heads + h) * n_rows, u, r, n_rows, is_new)
-            store_matrix(
-                keys + tl.load(key_targets + run),
-                (slots * n_groups + h // k_heads) * n_columns,
-                key,
-                n,
-                n_columns,
-                is_key,
-            )
+            of_head, of_group = slots * n_heads + h, slots * (n_heads // k_heads) + h // k_heads
+            store_matrix(writes + tl.load(write_targets + run), of_head * n_rows, u, r, n_rows, is_new)
+            store_matrix(keys + tl.load(key_targets + run), of_group * n_columns, key, n, n_columns, is_key)
+            decay = decays + tl.load(decay_targets + run)
             if BY_COLUMN:
-                store_matrix(
-                    decays + tl.load(decay_targets + run),
-                    (slots * n_heads + h) * n_columns,
-                    fade,
-                    n,
-                    n_columns,
-                    is_first,
-                )
+                store_matrix(decay, of_head * n_columns, fade, n, n_columns, is_first)
             else:
-                store_matrix(
-                    decays + tl.load(decay_targets + run),
-                    slots * n_heads + h,
-                    fade,
-                    tl.zeros((1,), tl.int32),
-                    1,
-                    is_first,
-                )
+                store_matrix(decay, of_head, fade, tl.zeros((1,), tl.int32), 1, is_first)
             if HAS_B:
-                store_matrix(
-                    finds + tl.load(find_targets + run), (slots * n_heads + h) * n_rows, found, r, n_rows, is_new
-                )
-                store_matrix(
-                    others + tl.load(other_targets + run),
-                    (slots * n_heads + h) * n_columns,
-                    other,
-                    n,
-                    n_columns,
-                    is_first,
-                )
+                store_matrix(finds + tl.load(find_targets + run), of_head * n_rows, found, r, n_rows, is_new)
+                store_matrix(others + tl.load(other_targets + run), of_head * n_columns, other, n, n_columns, is_first)

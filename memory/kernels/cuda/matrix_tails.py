@@ -65,9 +65,8 @@ def _read_states(  # type: ignore[no-untyped-def]
     at = (h * n_rows + r)[:, None] * n_columns + n[None, :]
     source, start, count = tl.load(sources + run), tl.load(cu_rows + run), tl.load(counts + run).to(tl.int32)
     first, n_new = tl.load(firsts + run).to(tl.int32), (tl.load(cu_rows + run + 1) - start).to(tl.int32)
-    s = tl.load(flat + source + at, mask=(r < bound(source, n_rows))[:, None] & is_column[None, :], other=initial).to(
-        tl.float32
-    )
+    is_held = (r < bound(source, n_rows))[:, None] & is_column[None, :]
+    s = tl.load(flat + source + at, mask=is_held, other=initial).to(tl.float32)
     # Where this head's part of slot 0 is, of the blocks that are read and of those that are written.
     old_key, new_key = tl.load(key_sources + run) + group * n_columns, tl.load(key_targets + run) + group * n_columns
     old_write, new_write = tl.load(write_sources + run) + h * n_rows, tl.load(write_targets + run) + h * n_rows
@@ -79,9 +78,8 @@ def _read_states(  # type: ignore[no-untyped-def]
         value = tl.load(v + row * v_stride + h * n_rows + r, mask=is_row, other=0.0).to(tl.float32)
         reading = query
         if ERASES:
-            reading = tl.load(a + row * a_stride + h // a_heads * n_columns + n, mask=is_column, other=0.0).to(
-                tl.float32
-            )
+            of_token = a + row * a_stride + h // a_heads * n_columns
+            reading = tl.load(of_token + n, mask=is_column, other=0.0).to(tl.float32)
         out, found, total = _meet_tail(
             query, reading, end, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write,
             decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns, ERASES, ROWS,
@@ -110,9 +108,8 @@ def _read_states(  # type: ignore[no-untyped-def]
         s, 0, tl.where(target < 0, 0, fold), r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write,
         new_write, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
     )  # fmt: skip
-    tl.store(
-        flat + target + at, s.to(flat.dtype.element_ty), mask=(r < bound(target, n_rows))[:, None] & is_column[None, :]
-    )
+    is_held = (r < bound(target, n_rows))[:, None] & is_column[None, :]
+    tl.store(flat + target + at, s.to(flat.dtype.element_ty), mask=is_held)
 
 
 @triton.jit

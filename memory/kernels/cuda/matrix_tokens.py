@@ -64,17 +64,10 @@ def _scan_tokens(  # type: ignore[no-untyped-def]
     h, run = tl.program_id(1), tl.program_id(2)
     r, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     is_row, is_column, at = r < n_rows, n < n_columns, (h * n_rows + r)[:, None] * n_columns + n[None, :]
-    source, target, start, end = (
-        tl.load(sources + run),
-        tl.load(targets + run),
-        tl.load(cu_rows + run),
-        tl.load(cu_rows + run + 1),
-    )
-    limit = bound(target, n_rows)
+    source, target, start = tl.load(sources + run), tl.load(targets + run), tl.load(cu_rows + run)
+    end, limit = tl.load(cu_rows + run + 1), bound(target, n_rows)
     d, n_decays = _decays(n, n_columns, BY_COLUMN)
-    s = tl.load(flat + source + at, mask=(r < bound(source, n_rows))[:, None] & is_column[None, :], other=initial).to(
-        tl.float32
-    )
+    s = _load(flat + source + at, r, bound(source, n_rows), n, n_columns, initial)
     if HAS_TAIL:
         first, count = tl.load(firsts + run).to(tl.int32), tl.load(counts + run).to(tl.int32)
         fold = tl.where(target < 0, -1, tl.load(folds + run).to(tl.int32))
@@ -121,6 +114,13 @@ def _scan_tokens(  # type: ignore[no-untyped-def]
     if HAS_TAIL:
         limit = tl.where(count + end - start == fold, limit, 0)
     _store(flat + target + at, s, r, limit, n, n_columns)
+
+
+@triton.jit
+def _load(place, r, limit, n, n_columns, initial):  # type: ignore[no-untyped-def]
+    """Return the rows of a state before `limit` in float32, and `initial` in place of others."""
+    is_held = (r < limit)[:, None] & (n < n_columns)[None, :]
+    return tl.load(place, mask=is_held, other=initial).to(tl.float32)
 
 
 @triton.jit
