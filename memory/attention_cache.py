@@ -266,7 +266,6 @@ class AttentionCache:
         del self._open_plans[id(plan)]
         self.pool.release(plan.fresh)
 
-
     # Dropping tokens
 
     def plan_drop(self, dropped: Dropped) -> DropPlan:
