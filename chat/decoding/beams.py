@@ -105,11 +105,10 @@ def beam_searches(
         raise BatchError(f"options={options!r}; give BeamOptions(n_beams, max_tokens)")
     if not isinstance(prompts, Iterable) or not (prompts := list(prompts)):
         raise BatchError(f"prompts={prompts!r}; give a list with the token ids of each prompt, at least one")
-    prompts_ids = [read_token_ids(prompt, memory.spec.vocab_size) for prompt in prompts]
     searches: list[_Search] = []
     try:
         try:
-            _search(model, memory, prompts_ids, options, searches)
+            _search(model, memory, prompts, options, searches)
         finally:
             _close_all(memory, (beam for search in searches for beam in search.beams))
     finally:  # a Ctrl-C may have come in the way of the first

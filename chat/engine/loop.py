@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memory import HybridMemory, Sequence, Step
 from memory.chunked_prefill import run_in_chunks
+from memory.sequences.batch import count_tokens
 from memory.sequences.interrupts import uninterrupted_call
 from memory.step import Outputs
 from models import LanguageModel
@@ -66,7 +67,7 @@ def feed(
         As `HybridMemory.run`. The sequences and the mode are as before, and the same can be tried again.
     """
     held = uninterrupted_call()  # until this returns, once the tokens are committed
-    if sum(map(len, requests.values())) <= step_tokens:
+    if count_tokens(list(requests.values())).sum() <= step_tokens:
         take_step(model, memory.step(requests, outputs=mode.outputs), mode.choose, mode.keep, held)
         return
     with ExitStack() as commit:  # chunks need a checkpoint of each sequence; a step of few tokens does without
