@@ -1,4 +1,4 @@
-"""One memory for attention and recurrent layers: slots, rollback, forks and reordering, always in step."""
+"""Remembers the past of attention and recurrent layers alike: slots, rollback, forks and reordering, in step."""
 
 from memory.errors import (
     BatchError,

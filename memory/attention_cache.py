@@ -1,15 +1,13 @@
-"""Keys and values of attention, in pages shared by all attention layers that see as far as each other.
+"""The attention cache keeps keys and values in pages, which all attention layers with the same window share.
 
-A page holds K and V of `page_tokens` consecutive tokens for each of these layers, head by head, so one table per
-sequence serves them all, and a head that reads some pages reads long stretches. A row is written in place: until the
-sequence's length moves past it, nobody reads it. A page that several sequences refer to is never written: the one that
-wants to append to it takes a copy.
+A page holds K and V of `page_tokens` consecutive tokens for each of these layers, head by head. So one page table per
+sequence serves all layers, and the rows of one head are contiguous within a page. A row is written in place: it is not
+read before the sequence's length moves past it. A page that several sequences refer to is never written: a sequence
+that appends to it takes a copy.
 
-Layers with a window need the last `window` rows from wherever a rollback may lead: pages leave when every row of theirs
-is older.
-
-When tokens are dropped from the middle, the rows behind them are copied to where they stand now, their keys turned to
-the new positions. Pages before that stay.
+A layer with a window needs the last `window` rows before every position that a rollback may reach; a page is released
+when all its rows are older. When tokens are dropped from the middle, the rows behind them are copied to their new
+positions, and their keys are rotated to match. Earlier pages stay.
 """
 
 from __future__ import annotations
@@ -34,18 +32,16 @@ from memory.sequences.reads import AttentionPlan, Read, Selects, attend_each
 from memory.specs import AttentionSpec
 
 _ROWS_AT_ONCE = 4096
-"""Rows of a layer that are turned at once, so that what is dropped from a long sequence needs little memory beside its
-pages.
-"""
+"""Rows of a layer that `drop` copies at once: it bounds the temporary memory that long sequences need."""
 
 
 class AttentionCache:
-    """Paged K/V of all attention layers of one window: `memory.interface.LayerMemory`.
+    """Keeps keys and values of all attention layers of one window in pages: a `memory.interface.LayerMemory`.
 
     Args:
-        specs: the attention specs, in the order that `attend` numbers them.
-        name: of its pool, unless "pages" says enough.
-        selection: what chooses the pages that are read, None if all are.
+        specs: the attention specs, in the order in which `attend` numbers them.
+        name: of its pool; "pages" or "pages over WINDOW" unless given.
+        selection: chooses the pages that are read; None if all are read.
     """
 
     def __init__(
@@ -67,21 +63,18 @@ class AttentionCache:
         self._dtype = dtype
         self.kernels: Kernels = select_kernels(store.device, dtype)
         remaining = iter(self.layout.fields)
-        self._flats = (
-            [] if store.is_dry else [[self.kernels.prepare(store.flat(next(remaining))) for _ in own] for own in fields]
-        )
+        self._flats: list[list[Prepared]] = []
+        if not store.is_dry:
+            self._flats = [[self.kernels.prepare(store.flat(next(remaining))) for _ in own] for own in fields]
         # Where values are a part of the keys, both are read from the same flat.
         self._keys_values = [(own[0], own[s.n_parts - 1]) for s, own in zip(specs, self._flats, strict=False)]
-        # The first page, of slots that have given up any, and the oldest row, of those whose first page may begin
-        # before it.
+        # first_page: of slots that have released pages; oldest: the oldest row, where it may be inside the first page.
         self._table = BlockTable(self.pool, "pages", "first_page", "oldest")
         self._pages, self._first_page, self._oldest = self._table.ids, *self._table.numbers.values()
         self._open_plans: dict[int, AttentionPlan] = {}
 
     def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
-        """What a page holds of one attention: keys, then its own values, if it has any, (G, page_tokens, D) each, then
-        bounds.
-        """
+        """Return the shapes of one layer's fields in a page: keys, values unless part of the keys, then bounds."""
         bounds = [] if self._selection is None else self._selection.bound_shapes(spec.n_kv_heads, spec.head_dim)
         return [(spec.n_kv_heads, self.page_tokens, spec.head_dim)] * spec.n_parts + bounds
 
@@ -96,29 +89,21 @@ class AttentionCache:
     def bytes_for(self, stretch: Stretch) -> Int64s:
         return self.grid.held_pages(stretch) * self.pool.block_bytes
 
-    # Steps
-
     def plan(self, packed: Packed) -> AttentionPlan:
         slots = packed.slots.tolist()
         tables = [self._pages.get(slot, EMPTY) for slot in slots]
-        held, wanted, lengths, positions = (
-            self.grid.pages(packed.starts),
-            self.grid.pages(packed.ends),
-            packed.ends,
-            packed.positions,
-        )
-        n_new = wanted - held
-        if self._first_page:  # from here on, everything counts from the first page that is held
+        held, wanted = self.grid.pages(packed.starts), self.grid.pages(packed.ends)
+        lengths, positions, n_new = packed.ends, packed.positions, wanted - held
+        if self._first_page:  # from here on, everything counts from the first page that a slot holds
             first = np.array([self._first_page.get(slot, 0) for slot in slots], np.int64)
             held, wanted, lengths = held - first, wanted - first, lengths - first * self.page_tokens
             positions = positions - np.repeat(first * self.page_tokens, packed.counts)
+        shared = last_pages = EMPTY
         if self.pool.counts.max() > 1:
             inside_page = (packed.starts % self.page_tokens).nonzero()[0]
             last_pages = np.array([tables[i][-1] for i in inside_page.tolist()], np.int64)
             is_shared = self.pool.counts[last_pages] > 1
             shared, last_pages = inside_page[is_shared], last_pages[is_shared]
-        else:
-            shared = last_pages = EMPTY
         fresh, taken = self.pool.allocate(len(shared) + int(n_new.sum())), len(shared)
         copies = list(zip(shared.tolist(), last_pages.tolist(), fresh[:taken].tolist(), strict=True))
         changed: dict[int, Int64s] = {}
@@ -141,47 +126,38 @@ class AttentionCache:
         return plan
 
     def _reads(self, packed: Packed, pages: Int64s, batch: PagedBatch) -> tuple[tuple[Read, ...], Prepared | None]:
-        """What a step reads, and the pages whose bounds it writes."""
+        """Return what a step reads, and the addresses of pages that it fills, whose bounds it then writes."""
         if self._selection is None:
             return (Read(batch),), None
         reads = self._selection.pages_read(packed, batch, pages, self.place)
-        full = ranges(
-            batch.cu_pages[:-1] + packed.starts // self.page_tokens,
-            batch.cu_pages[:-1] + packed.ends // self.page_tokens,
-        )
+        first = batch.cu_pages[:-1]
+        full = ranges(first + packed.starts // self.page_tokens, first + packed.ends // self.page_tokens)
         return reads, self.place(pages[full])
 
     def _addresses(
         self, packed: Packed, pages: Int64s, n_pages: Int64s, lengths: Int64s, positions: Int64s
     ) -> tuple[PagedBatch, tuple[Prepared, ...]]:
-        """Element offsets of all pages and of every new token's rows, as the plan has them.
+        """Compute the element offsets of all pages, and for each layer those of the new tokens' rows.
 
-        Lengths and positions count from the first page that a table holds.
+        Lengths and positions count from the first page that a slot holds.
         """
         cu_pages = starts_of(n_pages)
         page_T, slot_T = np.divmod(positions, self.page_tokens)
         page_T += cu_pages[:-1] if packed.is_decode else np.repeat(cu_pages[:-1], packed.counts)
         page_T = pages[page_T]
         rows = {shape: self.place(self._row_offsets(shape, page_T, slot_T)) for shape in self._kv_shapes}
-        batch = PagedBatch(
-            packed.cu_seqlens,
-            lengths,
-            pages=self.place(pages, room=True),
-            cu_pages=cu_pages,
-            page_tokens=self.page_tokens,
-        )
+        placed, page_tokens = self.place(pages, room=True), self.page_tokens
+        batch = PagedBatch(packed.cu_seqlens, lengths, pages=placed, cu_pages=cu_pages, page_tokens=page_tokens)
         return batch, tuple(rows[s.kv_shape] for s in self._specs)
 
     def _row_offsets(self, kv_shape: tuple[int, int], page_T: Int64s, slot_T: Int64s) -> Int64s:
-        """(T * G,) where the rows of each head lie that have these places in pages at these offsets."""
+        """Return (T * G,) element offsets of each head's rows: `slot_T` of the page at element offset `page_T`."""
         n_heads, head_dim = kv_shape
         first_T = page_T + slot_T * head_dim
         return (first_T[:, None] + np.arange(n_heads) * (self.page_tokens * head_dim)).ravel()
 
     def place(self, array: Int64s, *, room: bool = False) -> Prepared:
-        """Upload a plan's array for the kernels.
-        With `room`, capacity is rounded up, so later plans keep the same addresses.
-        """
+        """Upload an array for the kernels. `room` rounds its capacity up: later plans keep the same addresses."""
         return self.kernels.prepare(self._store.upload(array, room=room))
 
     def begin(self, plan: AttentionPlan) -> None:
@@ -190,7 +166,7 @@ class AttentionCache:
             self.plan_read(read)
 
     def copy_shared(self, plan: AttentionPlan) -> None:
-        """Copy the last pages that the step appends to and others refer to."""
+        """Copy the last pages to which the step appends and to which other sequences refer as well."""
         for _, old, new in plan.copies:
             self._store.copy(int(self.pool.addresses[old]), int(self.pool.addresses[new]), self.pool.block_bytes)
 
@@ -202,21 +178,17 @@ class AttentionCache:
             self.kernels.plan_choice(read.choice, self._store.device)
 
     def can_record(self, plan: AttentionPlan) -> bool:
-        return self._selection is None  # the host counts how many pages are chosen
+        return self._selection is None  # how many pages a selection reads is counted on the host, anew for each step
 
     def attend(
         self, plan: AttentionPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
     ) -> Tensor:
-        """Write the step's keys and values for attention `index` and attend to everything up to each token: (T, H, D or
-        value_dim).
-        """
+        """Write the step's keys and values, and attends to everything up to each token: (T, H, D or value_dim)."""
         self.write(plan, index, q_THD, k_TGD, v_TGD)
         if self._selection is None:
             return self.read(plan.batch, index, q_THD, scoring)
         if scoring.bias_HL is not None:
-            raise StepError(
-                f"scores with a bias by distance need every row; take {self._selection.label} off this layer"
-            )
+            raise StepError(f"a bias by distance needs every row; take {self._selection.label} off this layer")
         if plan.full is not None:
             self._bound(index, plan.full)
         return attend_each(plan.reads, q_THD, lambda read, q_QHD: self._read_chosen(read, index, q_QHD, scoring))
@@ -229,7 +201,7 @@ class AttentionCache:
         return self.read(batch, index, q_QHD, scoring)
 
     def choose(self, choice: PageChoice, index: int, q_QHD: Tensor, bounds: Sequence[Prepared]) -> Tensor:
-        """What the queries choose for each head of keys by these bounds, (G, C)."""
+        """Return the pages that the queries choose for each head of keys by these bounds, (G, C)."""
         least, greatest = bounds
         return self.kernels.choose_pages(q_QHD, least, greatest, choice, self._specs[index].n_kv_heads)
 
@@ -246,8 +218,8 @@ class AttentionCache:
     ) -> Tensor:
         """Attend to the pages and, before them, to rows that have folded.
 
-        Where values are a part of the keys, the kernel mixes whole keys, D elements for value_dim wanted: for
-        DeepSeek's sizes, 576 and 512, an eighth more work on values.
+        Where values are a part of the keys, the kernel mixes whole keys, D elements where value_dim are wanted: an
+        eighth more work on values with DeepSeek's sizes, 576 and 512.
         """
         spec, (keys, values) = self._specs[index], self._keys_values[index]
         scoring = scoring._replace(window=spec.window)
@@ -255,7 +227,7 @@ class AttentionCache:
         return out_THD[..., : spec.value_dim]
 
     def oldest_rows(self, plan: AttentionPlan, index: int, request: int, n_pages: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first pages that a request holds, (n_pages, G, page_tokens, D) each."""
+        """Return keys and values of the first pages that a request holds, (n_pages, G, page_tokens, D) each."""
         spec, pages = self._specs[index], plan.batch.pages[plan.batch.cu_pages[request] :][:n_pages]
         shape = (spec.n_kv_heads, self.page_tokens, spec.head_dim)
         k, v = (self.kernels.read_rows(flat, pages, shape, 0.0) for flat in self._keys_values[index])
@@ -281,7 +253,7 @@ class AttentionCache:
             self.pool.release(np.concatenate(dropped))
 
     def _leave_behind(self, slots: Int64s, peaks: Int64s) -> list[Int64s]:
-        """Take pages that have left the window off these slots' tables; the pages."""
+        """Take pages that have left the window out of these slots' page tables, and returns them."""
         left = []
         for slot, first in zip(slots.tolist(), self.grid.first_page(peaks).tolist(), strict=True):
             n_old = first - self._first_page.get(slot, 0)
@@ -326,23 +298,19 @@ class AttentionCache:
     def _copy_moved(self, dropped: Dropped, oldest: int, origin: int, new_R: Int64s, fresh: Int64s) -> None:
         """Write the rows of positions `new_R` into pages `fresh`, which begin at position `origin`.
 
-        Rows older than `oldest` are not there, and nobody will see them: they become zeros.
+        Rows older than `oldest` are held no longer and will not be read: they become zeros.
         """
         old_R = new_R + (new_R >= dropped.start) * dropped.n_tokens
         is_held, table = old_R >= oldest, self._pages[dropped.slot]
-        page_R, slot_R = np.divmod(
-            np.maximum(old_R - self._first_page.get(dropped.slot, 0) * self.page_tokens, 0), self.page_tokens
-        )
+        first_row = self._first_page.get(dropped.slot, 0) * self.page_tokens
+        page_R, slot_R = np.divmod(np.maximum(old_R - first_row, 0), self.page_tokens)
         sources = self.pool.addresses[table[page_R]] // self._dtype.itemsize
         new_page_R, new_slot_R = np.divmod(new_R - origin, self.page_tokens)
         targets = self.pool.addresses[fresh[new_page_R]] // self._dtype.itemsize
-        turns = {
-            rotation: rotation.turns(old_R, new_R)
-            for rotation in {s.rotation for s in self._specs}
-            if rotation is not None
-        }
+        rotations = {s.rotation for s in self._specs if s.rotation is not None}
+        turns = {rotation: rotation.turns(old_R, new_R) for rotation in rotations}
         for spec, (keys, values) in zip(self._specs, self._keys_values, strict=True):
-            assert spec.rotation is not None, "`plan_drop` has looked"
+            assert spec.rotation is not None, "`plan_drop` has refused these"
             is_held_RG = np.repeat(is_held, spec.n_kv_heads)
             source = self.place(np.where(is_held_RG, self._row_offsets(spec.kv_shape, sources, slot_R), -1))
             target = self.place(self._row_offsets(spec.kv_shape, targets, new_slot_R))
@@ -353,7 +321,7 @@ class AttentionCache:
                 self.kernels.write_rows_(flat, target, rows_RGD.flatten(0, 1))
 
     def _bound(self, index: int, full: Prepared) -> None:
-        """Write the bounds of pages that are full, element offsets (F,)."""
+        """Write the bounds of pages that are full, given by element offsets (F,)."""
         if self._selection is None or not len(full):
             return
         spec, flats = self._specs[index], self._flats[index]
@@ -400,10 +368,8 @@ class AttentionCache:
         return {self.pool.name: self._table[slot]}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        n_pages, first_page = len(self._table[slot]), self._first_page.get(slot, 0)
-        positions = (first_page * self.page_tokens + np.arange(n_pages * self.page_tokens)).reshape(
-            n_pages, self.page_tokens
-        )
+        page_N = self._first_page.get(slot, 0) + np.arange(len(self._table[slot]))
+        positions = page_N[:, None] * self.page_tokens + np.arange(self.page_tokens)
         return {self.pool.name: (positions >= self._oldest_row(slot)) & (positions < length)}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
@@ -416,18 +382,14 @@ class AttentionCache:
         self._table.adopt(slot, record, blocks[self.pool.name])
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:
-        n_pages, first = len(self._table[slot]), self._first_page.get(slot, 0)
+        n_pages, first, page_tokens = len(self._table[slot]), self._first_page.get(slot, 0), self.page_tokens
         if first != (expected := int(self.grid.first_page(np.array(peak)))):
+            raise IntegrityError(f"slot {slot} holds pages from {first} on, its peak {peak} makes it {expected}")
+        if not 0 <= (oldest := self._oldest.get(slot, 0)) <= self.grid.oldest_wanted(np.array(peak)):
+            raise IntegrityError(f"slot {slot} has rows from {oldest} on, its peak {peak} needs older ones")
+        if n_pages + first != ceil_div(length, page_tokens):
             raise IntegrityError(
-                f"slot {slot} holds pages from {first} on, its furthest position {peak} makes it {expected}"
-            )
-        if not 0 <= self._oldest.get(slot, 0) <= self.grid.oldest_wanted(np.array(peak)):
-            raise IntegrityError(
-                f"slot {slot} has rows from {self._oldest[slot]} on, its furthest position {peak} wants more"
-            )
-        if n_pages + first != ceil_div(length, self.page_tokens):
-            raise IntegrityError(
-                f"slot {slot} holds {length} tokens in {n_pages} pages of {self.page_tokens} from page {first} on"
+                f"slot {slot} holds {length} tokens in {n_pages} pages of {page_tokens} from page {first} on"
             )
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""Builds the memory that a spec asks for: its layer memories, the bytes that they share, and what coordinates them."""
+"""Builds the memory of a spec: its layer memories, the store that they share, and the coordinator."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from memory.storage.swap import Tiers
 
 @dataclass
 class Kinds:
-    """The kinds of memory of a spec.
+    """Holds the layer memories of a spec, by name and by kind.
 
     Attributes:
         by_name: all of them, in the order in which they plan.
@@ -54,11 +54,11 @@ class Kinds:
 
 
 _Group = tuple[int | None, Budget | None, Storage | None]
-"""A window, a policy and a storage: layers that agree in all share blocks."""
+"""A window, a policy and a storage: layers with the same three share blocks."""
 
 
 def _attention_groups(memories: list[LayerSpec]) -> Iterator[tuple[AttentionSpec, _Group]]:
-    """Each attention and its group, the policies made for their layers."""
+    """Yield each attention of a spec with its group, in which `EvictionPolicy.of_layer` has made the layer's policy."""
     attention = [m for m in memories if isinstance(m, AttentionSpec)]
     for memory in attention:
         if not isinstance(memory.policy, EvictionPolicy | Quest | None):
@@ -94,9 +94,7 @@ def _is_hashable(x: object) -> bool:
 
 
 def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store) -> Kinds:
-    """One cache for the attention layers of each window, policy and storage; one for cross-attention, one for
-    recurrences.
-    """
+    """Make an attention cache for each window, policy and storage, and one layer memory for each other kind."""
     kinds, flat = Kinds(), [memory for specs in spec.layers for memory in specs]
     groups: dict[_Group, list[AttentionSpec]] = {}
     places: list[tuple[_Group, int]] = []
@@ -145,7 +143,8 @@ def make_kinds(spec: MemorySpec, page_tokens: int, rules: TailRules, store: Stor
 def with_host_pages(
     kinds: Kinds, spec: MemorySpec, page_tokens: int, rules: TailRules, store: Store, host_store: Store
 ) -> HostPages:
-    """Give each attention cache of `kinds` a twin in the host's store.
+    """Give each attention cache of a memory a twin in host memory.
+
     Raises SpecError: no attention, or no room there for a sequence.
     """
     attention = replace(
@@ -158,26 +157,26 @@ def with_host_pages(
         raise SpecError(
             f"host_pages={given:,} bytes are too few for one sequence of {spec.model}; give {needed:,} or more"
         )
-    hosted, near = dict[str, HostedAttention](), LayerMemories()
+    hosted, on_device = dict[str, HostedAttention](), LayerMemories()
     for (name, cache, _), (_, twin, _) in zip(kinds.attention, host_kinds.attention, strict=True):
         specs = [member for _, member in host_kinds.by_name.members[name] if isinstance(member, AttentionSpec)]
-        hosted[name], near[name] = HostedAttention(cache, twin, store, host_store, specs, spec.dtype), cache
+        hosted[name], on_device[name] = HostedAttention(cache, twin, store, host_store, specs, spec.dtype), cache
     kinds.by_name.update(hosted)
     kinds.attention = [(name, hosted[name], number) for name, _, number in kinds.attention]
-    return HostPages(store, host_store, near, host_kinds.by_name, hosted)
+    return HostPages(store, host_store, on_device, host_kinds.by_name, hosted)
 
 
 def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fold:
-    """Choose the fold mode that suits the device.
+    """Choose the fold mode for a device: "keep" on the CPU; on CUDA "defer" where that moves fewer bytes; or "replay".
 
-    On CUDA that is "defer" where a step then reads fewer bytes of tails than it would write of states.
+    With "defer" a step reads tails, on average half a fold longer than the window, instead of writing states.
     """
     if device_type == "cpu":
         return "keep"
     recurrent = [m for _, m in spec.of_kind("recurrence") if isinstance(m, RecurrentSpec)]
     if device_type != "cuda" or not recurrent or not all(m.can_defer for m in recurrent):
         return "replay"
-    # windows of convolutions are read from rows, as many as ever
+    # Windows of convolutions (an empty ring) do not count: they are read from rows, which each mode holds.
     states = [state for m in recurrent for state in m.states if state.ring]
     state_bytes = sum(_bytes([(state.shape, state.dtype)], spec.dtype) for state in states)
     token_bytes = sum(_bytes(state.ring or (), spec.dtype) for state in states)
@@ -186,6 +185,7 @@ def default_fold(spec: MemorySpec, device_type: str, rollback_window: int) -> Fo
 
 
 def _bytes(parts: Iterable[tuple[tuple[int, ...], torch.dtype | None]], dtype: torch.dtype) -> int:
+    """Return the bytes of tensors of these shapes and dtypes; `dtype` for those that name none."""
     return sum(math.prod(shape) * (own or dtype).itemsize for shape, own in parts)
 
 
@@ -195,7 +195,7 @@ def resolved_spec(
     dtype: str | torch.dtype | None,
     state_dtype: str | torch.dtype | None,
 ) -> MemorySpec:
-    """The spec with the device and the dtypes that its memory was asked to have. Raises SpecError."""
+    """Return the spec with the device and the dtypes that `HybridMemory` was given. Raises SpecError."""
     if not isinstance(spec, MemorySpec):
         raise SpecError(f"{spec!r} is no MemorySpec; pass model.memory_spec")
     place = spec.device if device is None else read_device("device", device)
@@ -255,6 +255,7 @@ def build(
 
 
 def _places(spec: MemorySpec, kinds: Kinds) -> Places:
+    """Return for each layer, kind and name the layer memory that serves it."""
     places: Places = {}
     for kind in ("attention", "cross-attention", "recurrence"):
         for i, (layer, memory) in enumerate(spec.of_kind(kind)):

@@ -1,4 +1,4 @@
-"""How many sequences of some length a budget holds: one is fed to a dry memory, which counts as the real one does."""
+"""Computes how many sequences of a length fit into a budget, by feeding one to a dry run of the memory."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from memory.interface import Encoded
 from memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec
 
 _ROOM_BYTES = 1 << 61
-"""Of the dry memory: more than any sequence takes."""
+"""Budget of the dry run: more than any sequence takes."""
 
 
 @dataclass(frozen=True)
 class SequencePlan:
-    """What a sequence takes that grows to `n_tokens`.
+    """Says how many bytes a sequence takes that grows to `n_tokens`: a capacity plan.
 
     Attributes:
         most_bytes: that it holds between two steps, at any length up to `n_tokens`.
@@ -44,9 +44,7 @@ class SequencePlan:
     least_bytes: int
 
     def fit_into(self, budget_bytes: int) -> int:
-        """How many such sequences a budget holds at once, between steps; one more is refused. 0 if not even one can be
-        fed.
-        """
+        """Return how many such sequences fit into a budget at once, between steps; 0 if not even one can be fed."""
         usable = budget_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         return usable // self.most_bytes if usable >= max(self.most_bytes + self.step_bytes, self.least_bytes) else 0
 
@@ -60,16 +58,16 @@ def plan_sequence(
     encoder_tokens: int = 0,
     **options: Any,
 ) -> SequencePlan:
-    """Measure a sequence of up to `n_tokens` in a memory of `spec`, without tensors, to the byte.
+    """Compute the bytes of a sequence of up to `n_tokens` in a memory of `spec`, without tensors, to the byte.
 
     What a sequence holds follows from its length, not from the steps that led there, so all but its last tokens are fed
-    at once. It may hold more a little before its end than at it: old rows fold in groups, and a state that stands where
-    the body moves next serves twice.
+    at once. It may hold more a little before its end than at its end: old rows fold in groups, and a state at the next
+    fold point is both head and next body.
 
     Args:
         step_tokens: of a prompt's steps: `max_tokens` of `HybridMemory.run`.
-        encoder_tokens: rows that the encoder of an encoder-decoder model says of each sequence's input.
-        options: of `HybridMemory`: rollback_window, fold, dtype, state_dtype. The books are those of the spec's device.
+        encoder_tokens: rows that the encoder of an encoder-decoder model returns for each sequence's input.
+        options: of `HybridMemory`: rollback_window, fold, dtype, state_dtype. Bytes are those on the spec's device.
     Raises:
         SpecError: an option that cannot work, as `HybridMemory`.
     Cost: O(n_tokens); for a million, in pages of 16, 0.7 s.
@@ -80,9 +78,7 @@ def plan_sequence(
     encoder_tokens = read_count("encoder_tokens", encoder_tokens, 0)
 
     def feed(ends: Iterable[int]) -> Iterator[tuple[HybridMemory, int, int]]:
-        """A sequence in a memory of its own, fed up to each of `ends`: the memory, the length, and the most bytes used
-        in the last step.
-        """
+        """Feed a sequence in its own memory up to each of `ends`; yield memory, length and bytes used in the step."""
         memory = HybridMemory(spec, _ROOM_BYTES, device="meta", page_tokens=page_tokens, **options)
         sequence = memory.open(encoder=_encoded(spec, encoder_tokens))
         for end in ends:
@@ -107,9 +103,7 @@ def plan_sequence(
 
 
 def _lengths_that_differ(spec: MemorySpec, page_tokens: int) -> int:
-    """How many lengths to look at to see a sequence at its largest: rows go in groups, and states exchange roles at
-    single lengths.
-    """
+    """Return at how many last lengths to look for the largest: rows fold in groups, and states change roles."""
     attention = [m for layer in spec.layers for m in layer if isinstance(m, AttentionSpec)]
     groups = [m.storage.group for m in attention if m.storage is not None]
     every = [m.policy.every for m in attention if isinstance(m.policy, EvictionPolicy)]
@@ -117,14 +111,10 @@ def _lengths_that_differ(spec: MemorySpec, page_tokens: int) -> int:
 
 
 def _encoded(spec: MemorySpec, n_rows: int) -> Encoded | None:
-    """What an encoder would say, if the model has one."""
+    """Return an encoder's output without data, None for a model without an encoder. Raises SpecError."""
     cross = [m for _, m in spec.of_kind("cross-attention") if isinstance(m, CrossAttentionSpec)]
     if bool(cross) != bool(n_rows):
-        why = (
-            "decodes what an encoder said; say how many rows that are"
-            if cross
-            else "has no encoder; leave encoder_tokens out"
-        )
+        why = "has an encoder; give the rows of its output" if cross else "has no encoder; leave encoder_tokens out"
         raise SpecError(f"encoder_tokens={n_rows}: {spec.model} {why}")
     rows = [torch.empty(n_rows, m.n_kv_heads, m.head_dim, dtype=spec.dtype, device="meta") for m in cross]
     return [(r, r) for r in rows] if cross else None

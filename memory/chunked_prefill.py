@@ -1,4 +1,4 @@
-"""Running requests of any size in steps of bounded size, all or nothing."""
+"""Feeds requests of any size in steps of bounded size, all or nothing: chunked prefill."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from memory.views.counters import Counters
 
 Model = Callable[[Step], Tensor]
 Chunk = list[tuple[int, int, int]]
-"""(request, start, end) of its tokens."""
+"""(request, start, end), ...: the tokens of each request that one step takes."""
 
 
 class Steppable(Protocol):
-    """What running needs of a memory."""
+    """Declares what chunked prefill calls of a memory: a part of `memory.HybridMemory`."""
 
     spec: MemorySpec
     counters: Counters
@@ -37,6 +37,7 @@ class Steppable(Protocol):
 
 
 def _check(memory: Steppable, model: Model | None, max_tokens: int) -> None:
+    """Raise BatchError or StepError unless these arguments of `HybridMemory.run` can work."""
     if not is_integer(max_tokens, 1):
         raise BatchError(f"max_tokens={max_tokens!r}; a step needs at least 1 token")
     if model is None and memory.spec.device.type != "meta":
@@ -49,21 +50,21 @@ def run_in_chunks(
     memory: Steppable, model: Model | None, requests: Requests, *, max_tokens: int, outputs: Outputs,
     held: uninterrupted_call,
 ) -> Tensor | None:  # fmt: skip
-    """See `HybridMemory.run`.
-    Of several steps, a checkpoint of each sequence is held meanwhile; it is what a failure returns to.
+    """Feed requests in steps of at most `max_tokens`; see `HybridMemory.run`.
 
+    If it takes several steps, a checkpoint of each sequence is held meanwhile, to which a failure returns.
     Args:
         held: entered before the last commit. From then on a Ctrl-C waits, for as long as the caller keeps this.
     """
     _check(memory, model, max_tokens)
     sequences, values = read_pairs(requests)
-    # their number is enough: a million tokens take long to read
+    # Refuse before the tokens are read, by their number: reading a million takes long.
     memory.counters.require_room(sequences, count_tokens(values), max_tokens)
     tokens = read_tokens(sequences, values, memory.spec.vocab_size)
     tokens.arrive(sequences, memory.spec.vocab_size)
-    # refuses what no chunk could do; nothing is entered
+    # This step is never entered: making it refuses bad handles and options before anything is computed.
     memory.step([(sequence, 0) for sequence in sequences], outputs=outputs)
-    marks: dict[Sequence, Sequence] = {}
+    checkpoints: dict[Sequence, Sequence] = {}
     rows: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}
     first, *later = split_requests(tokens.counts.tolist(), max_tokens)
     last = later[-1] if later else first
@@ -83,45 +84,45 @@ def run_in_chunks(
 
     try:
         try:
-            if later:  # a step alone is all or nothing by itself
+            if later:  # one step is all or nothing without checkpoints
                 with uninterrupted():
                     for sequence in sequences:
-                        marks[sequence] = memory.checkpoint(sequence)
+                        checkpoints[sequence] = memory.checkpoint(sequence)
             with ExitStack() as stack:
                 for chunk in (first, *later):
                     feed(chunk, stack)
                 found = [part for sequence in sequences for part in rows[sequence]]
                 outcome = None if model is None else torch.cat(found)
-                if marks:
+                if checkpoints:
                     held.deliver()
-                for sequence in [*marks]:
-                    memory.close(marks.pop(sequence))
+                for sequence in [*checkpoints]:
+                    memory.close(checkpoints.pop(sequence))
                 return outcome
         finally:
-            _return_to(memory, marks)
+            _return_to(memory, checkpoints)
     except CapacityError as error:
-        if error.unit == BUDGET_UNIT and not is_in_model:  # it speaks of a chunk
+        if error.unit == BUDGET_UNIT and not is_in_model:  # its numbers are those of one chunk
             slots = np.array([s.slot for s in sequences])
             raise memory.counters.lack_of_room(slots, tokens.counts, max_tokens) from None
         raise
     finally:
-        _return_to(memory, marks)  # a Ctrl-C may have come in the way of the first
+        _return_to(memory, checkpoints)  # again, because a Ctrl-C may have interrupted the first
 
 
-def _return_to(memory: Steppable, marks: dict[Sequence, Sequence]) -> None:
-    """Bring sequences back to where their marks stand, if any are left."""
+def _return_to(memory: Steppable, checkpoints: dict[Sequence, Sequence]) -> None:
+    """Roll sequences back to their checkpoints, and close these, if any are left."""
     with uninterrupted():
-        while marks:
-            sequence, mark = marks.popitem()
+        while checkpoints:
+            sequence, checkpoint = checkpoints.popitem()
             try:
-                if not sequence.closed:  # by the model: it is not this run's to bring back
-                    memory.rollback(sequence, to=mark)
+                if not sequence.closed:  # the model may have closed it
+                    memory.rollback(sequence, to=checkpoint)
             finally:
-                memory.close(mark)
+                memory.close(checkpoint)
 
 
 def split_requests(counts: list[int], max_tokens: int) -> list[Chunk]:
-    """Chunks (request, start, end) for each step, short requests first, `max_tokens` a step until all are done."""
+    """Cut requests into chunks (request, start, end), of `max_tokens` a step, short requests first."""
     steps: list[Chunk] = [[]]
     left = max_tokens
     for i in sorted(range(len(counts)), key=counts.__getitem__):

@@ -1,6 +1,4 @@
-"""The coordinator makes one memory out of many: it keeps the layer memories of a model, the ledger and the store in
-step.
-"""
+"""The coordinator keeps all layer memories of a model, the ledger and the store in step, as one memory."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ from memory.views.usage import Inventory, sequence_html
 
 
 class EnteredStep(Protocol):
-    """What is asked of a step that is entered: `memory.step.Step`."""
+    """Declares what the coordinator reads and calls of a step that is entered: a part of `memory.step.Step`."""
 
     sequences: list[Sequence]
     tokens: TokenLists
@@ -55,9 +53,9 @@ class Coordinator(Lifetime):
     ledger.
 
     Args:
-        places: where each layer's attention or recurrence is served.
-        swapped: where sequences wait that were swapped out. host_pages: of the attention among `layers`, in host
-            memory.
+        places: (layer, kind, name) -> the layer memory that serves it, and its number there.
+        swapped: what holds the sequences that are swapped out.
+        host_pages: keys and values that are offloaded to host memory; None: there are none.
     """
 
     parts = ("layers", "places", "store", "ledger", "swapped", "host_pages", "room", "open_steps")
@@ -85,7 +83,7 @@ class Coordinator(Lifetime):
     # Steps
 
     def begin(self, step: EnteredStep) -> None:
-        """Set blocks aside for a step and tell it. Raises CapacityError or SequenceError with nothing changed."""
+        """Allocate a step's blocks and hand them to it. Raises CapacityError or SequenceError with nothing changed."""
         ledger = self.ledger
         slots = ledger.check_all_usable(step.sequences)
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
@@ -101,11 +99,11 @@ class Coordinator(Lifetime):
         try:
             return self.layers.begin(packed, self.store.arena.free_bytes)
         except CapacityError as error:
-            if error.unit == BUDGET_UNIT:  # layer memories that did not come to plan want room as well
-                raise self.room.lack(
-                    packed.slots, packed.counts, len(packed.token_ids), least_bytes=error.needed
-                ) from None
-            raise
+            if error.unit != BUDGET_UNIT:
+                raise
+            # The layer memories that had not planned yet need room as well.
+            n_tokens = len(packed.token_ids)
+            raise self.room.lack(packed.slots, packed.counts, n_tokens, least_bytes=error.needed) from None
 
     def commit(self, opened: OpenStep, kept: Int64s) -> None:
         """Move the sequences of a step on by the first kept[i] (S,) of their new tokens."""
@@ -127,8 +125,7 @@ class Coordinator(Lifetime):
                 self._settle(opened)
 
     def _settle(self, opened: OpenStep) -> None:
-        """Forget an open step whose blocks have been committed or given back.
-        The caller lets nothing interrupt this."""
+        """Forget an open step whose blocks are committed or given back. The caller holds interrupts off."""
         del self.open_steps[opened]
         opened.is_settled = True
         self.ledger.vacate(opened.packed.slots)
@@ -136,9 +133,7 @@ class Coordinator(Lifetime):
             opened.stage.close()
 
     def abort_abandoned(self) -> bool:
-        """Abort steps whose block was left without their `__exit__`, because an interrupt came before it.
-        True if there was any.
-        """
+        """Abort steps whose `with` block was left by an interrupt before their `__exit__`. True if there was any."""
         abandoned = [opened for opened in self.open_steps if opened.block() is None]
         for opened in abandoned:
             self.abort(opened)
@@ -168,13 +163,13 @@ class Coordinator(Lifetime):
     def html_of(self, sequence: Sequence) -> str:
         return sequence_html(self.inventory(sequence), self.ledger.checkpoints(sequence), self.host_inventory(sequence))
 
-    # The whole
+    # Opening, copying and closing
 
     def close(self) -> None:
         """See `HybridMemory.close`."""
         if self.why_ended:
             return
-        handles = list(self.ledger.handles.values())
+        handles = self.ledger.handles.values()
         for handle in handles:
             if self.ledger.is_busy[handle.slot]:
                 raise SequenceError(f"{handle!r} is in an open step; leave the step before its memory is closed")
@@ -184,20 +179,16 @@ class Coordinator(Lifetime):
             self.store.give_back()
             self.end("this memory is closed; make another one")
 
-    # One sequence
-
     def open(self, encoder: Encoded | None, held: uninterrupted_call) -> Sequence:
         """See `HybridMemory.open`."""
         cross_attention: Any = self.layers.get("cross-attention")
-        if (encoder is None) != (cross_attention is None):
-            raise BatchError(
-                f"{self.spec.model} has no encoder; open its sequences without encoder="
-                if cross_attention is None
-                else f"{self.spec.model} decodes what its encoder said; give open(encoder=model.encode(...)[i])"
-            )
-        if cross_attention is None or encoder is None:
-            return self.ledger.open()
+        if encoder is not None and cross_attention is None:
+            raise BatchError(f"{self.spec.model} has no encoder; open its sequences without encoder=")
+        if encoder is None and cross_attention is not None:
+            raise BatchError(f"{self.spec.model} has an encoder; give its output, open(encoder=model.encode(...)[i])")
         sequence = self.ledger.open()
+        if cross_attention is None:
+            return sequence
         try:
             self.room.make(lambda: cross_attention.write(sequence.slot, encoder))
             held.deliver()
@@ -215,9 +206,7 @@ class Coordinator(Lifetime):
             self.swapped.drop(sequence.slot)  # last: a file system may refuse
 
     def copy(self, sequence: Sequence, held: uninterrupted_call, *, is_checkpoint: bool) -> Sequence:
-        """Make a new sequence or checkpoint that stands where this one does and shares its blocks.
-        Raises SequenceError.
-        """
+        """Make a new sequence or checkpoint at the same position, on the same blocks. Raises SequenceError."""
         self.ledger.check_usable(sequence, to_advance=False)
         copy = self.ledger.open(lineage=sequence.lineage, is_checkpoint=is_checkpoint)
         try:
@@ -229,12 +218,12 @@ class Coordinator(Lifetime):
         return copy
 
     def withdraw(self, sequence: Sequence) -> None:
-        """Close a new sequence that has not become what it should, or that a Ctrl-C has come for."""
+        """Close a new sequence again, because making it failed or a Ctrl-C came before the caller had it."""
         self.layers.release(sequence.slot)
         self.ledger.close(sequence)
 
     def share(self, sources: list[Sequence], targets: list[Sequence]) -> None:
-        """Let each target go on as its source was, all at once. The caller lets nothing interrupt this."""
+        """Make each target what its source was, all at once. The caller holds interrupts off."""
         self.layers.share(np.array([s.slot for s in sources]), np.array([s.slot for s in targets]))
         self.ledger.copy(sources, targets, self.layers.horizon)
 
@@ -263,7 +252,7 @@ class Coordinator(Lifetime):
                 self.share([to], [sequence])
             return
         reached, source = self.nearest(sequence, to)
-        assert to is not None, "which is no position"
+        assert to is not None, "`nearest` has refused this"
         if reached != to:
             raise out_of_reach(sequence, to, reached, self.length_of(sequence), self.horizon_of(sequence))
         with uninterrupted():
@@ -293,9 +282,7 @@ class Coordinator(Lifetime):
         return self.nearest(sequence, to)[0]
 
     def nearest(self, sequence: Sequence, to: object) -> tuple[int, Sequence | None]:
-        """Find the nearest reachable position <= to, and the sequence or checkpoint whose blocks hold it; None for
-        position 0.
-        """
+        """Find the nearest reachable position <= to, and the handle whose blocks hold it (None at position 0)."""
         return nearest_position(self.ledger, sequence, to, self.horizon_of(sequence))
 
     def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool) -> None:
@@ -324,7 +311,7 @@ class Coordinator(Lifetime):
         return snapshot
 
     def restore(self, slot: int, snapshot: Snapshot) -> None:
-        """Make an empty slot what the snapshot was taken of. Raises CapacityError."""
+        """Fill an empty slot with what the snapshot holds. Raises CapacityError."""
         self.room.make(lambda: self.layers.restore(slot, snapshot, self.store))
 
     def swap_out(self, sequence: Sequence) -> None:
@@ -358,7 +345,7 @@ class Coordinator(Lifetime):
             self.room.make(lambda: pages.move(sequence.slot, to_host=to_host))
 
     def export(self, sequence: Sequence) -> tuple[Snapshot, dict[str, Any]]:
-        """Return what a file says of a sequence: its snapshot and its record in the ledger. Raises SequenceError."""
+        """Return what a file holds of a sequence: its snapshot and its record in the ledger. Raises SequenceError."""
         self.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         return self.snapshot(sequence.slot), self.ledger.record(sequence.slot)
 
@@ -374,7 +361,7 @@ class Coordinator(Lifetime):
             self.withdraw(sequence)
             if isinstance(error, CapacityError) or not isinstance(error, Exception):
                 raise
-            # Its checksum is right, so it was written like this: by another program, or to do harm.
+            # The file's checksum is right, so it was written like this: by another program, or to do harm.
             raise FormatError(f"{path} contradicts itself ({error}); save the sequence again") from error
         return sequence
 
@@ -384,8 +371,8 @@ class Coordinator(Lifetime):
         """See `Counters.inventory`."""
         chosen = list(sequences or self.ledger.handles.values())
         slots = np.array([s.slot for s in chosen], np.int64)
-        away_bytes = np.array([self.ledger.bytes_away(slot) for slot in slots.tolist()], np.int64)
-        return Inventory.of(self.store.arena, chosen, self.ledger.lengths[slots], away_bytes, self.layers, slots)
+        swapped_bytes = np.array([self.ledger.bytes_away(slot) for slot in slots.tolist()], np.int64)
+        return Inventory.of(self.store.arena, chosen, self.ledger.lengths[slots], swapped_bytes, self.layers, slots)
 
     def host_inventory(self, *sequences: Sequence) -> Inventory | None:
         """See `Counters.host_inventory`."""
@@ -397,7 +384,7 @@ class Coordinator(Lifetime):
         return inventory
 
     def check_slot(self, slot: int) -> None:
-        """Compare what the ledger and the layer memories say of one slot. Raises IntegrityError."""
+        """Compare what the ledger and the layer memories hold of one slot. Raises IntegrityError."""
         self.ledger.check_slot(slot)
         self.layers.check_slot(slot, int(self.ledger.lengths[slot]), int(self.ledger.peaks[slot]))
 
@@ -406,9 +393,8 @@ class Coordinator(Lifetime):
         self.abort_abandoned()
         self.ledger.check()
         slots = [slot for slot in self.ledger.handles if not self.ledger.is_away[slot]]
-        lengths, peaks = (
-            {slot: int(column[slot]) for slot in slots} for column in (self.ledger.lengths, self.ledger.peaks)
-        )
+        lengths = {slot: int(self.ledger.lengths[slot]) for slot in slots}
+        peaks = {slot: int(self.ledger.peaks[slot]) for slot in slots}
         self.layers.check(lengths, peaks, self.store)
         if self.host_pages is not None:
             self.host_pages.check(slots)

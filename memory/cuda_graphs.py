@@ -1,10 +1,10 @@
-"""Steps that are recorded once and replayed: CUDA graphs.
+"""Captures decode steps in CUDA graphs, and replays them.
 
-A decode step is some hundreds of small kernels, and asking for them one by one takes the host longer than it takes the
-device to run them. A graph asks for all at once. It runs the same kernels at the same addresses again; what differs
-from step to step is the plan, and plans of one layout lie at one place (`memory.blocks.staging`). So a graph serves
-every step whose `Step.layout` is that of the step it was recorded
-from: as many requests, of as many tokens each, whose tables of pages have room for as much.
+A decode step is some hundreds of small kernels, and the host takes longer to launch them one by one than the device
+takes to run them. A graph launches all at once. It runs the same kernels at the same addresses again; what differs
+from step to step is the plan, and plans of one layout are uploaded to the same addresses (`memory.blocks.staging`). So
+a graph serves every step whose `Step.layout` is that of the captured step: as many requests, of as many tokens each,
+with page tables of the same capacity.
 """
 
 from __future__ import annotations
@@ -27,16 +27,18 @@ Run = Callable[[], Tensor]
 
 
 class Recording(Protocol):
-    """What a run asked of the device."""
+    """Holds the kernels that a run launched, to launch them again."""
 
     output: Tensor
-    """The run's result, written by each replay to the same place."""
+    """The run's result, which each replay writes to the same address."""
 
-    def replay(self) -> None: ...
+    def replay(self) -> None:
+        """Launch the captured kernels again."""
+        ...
 
 
 class CudaGraphs:
-    """Records runs as CUDA graphs, which share the memory that they work in: no two are replayed at a time."""
+    """Captures runs as CUDA graphs that share their working memory, so no two may be replayed at once."""
 
     def __init__(self) -> None:
         self._pool: Any = None
@@ -47,6 +49,8 @@ class CudaGraphs:
 
 
 class _CudaGraph:
+    """Holds one run as a CUDA graph: a `Recording`."""
+
     def __init__(self, run: Run, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
@@ -57,34 +61,32 @@ class _CudaGraph:
 
 
 class _State(Enum):
-    """Of a layout without a recording."""
+    """Says why a layout has no graph: it came only once, or it cannot be captured."""
 
     CAME_ONCE = auto()
     CANNOT_BE = auto()
 
 
 class RecordedModel:
-    """A model whose steps are replayed where a step of their layout has come twice before: call it in place of the
-    model.
+    """Runs a model with CUDA graphs: steps like an earlier one are replayed. Call it in place of the model.
 
-    The first step of a layout runs as ever, the second is recorded, all others are replayed. Logits are the same bits.
-    Steps of a memory on the CPU have no layout, nor have those whose requests differ in their number of tokens, or that
-    read a choice of old rows (policies), or fold rows into few bits: they run as ever. So do, after one warning, steps
-    in which the model waits for the device, as a mixture of experts does that counts on the host because there are
-    fewer choices than experts, or in which a recurrence asks for positions there (`States.begins`).
+    The first step of a layout runs kernel by kernel, the second is captured, all others are replayed. Logits are the
+    same bits. Some steps have no layout and always run kernel by kernel: those of a memory on the CPU, whose requests
+    differ in their number of tokens, that read a choice of old rows (policies), or that fold rows into few bits. So do,
+    after one warning, steps in which the model waits for the device: a mixture of experts that counts on the host
+    because there are fewer choices than experts, or a recurrence that reads positions there (`States.begins`).
 
-    For one thread at a time, whatever its memories: recordings share the place that they work in. Make one for each
-    thread.
+    Use it in one thread at a time, whatever the memories: graphs share their working memory. Make one for each thread.
 
-    Weights may change in place between steps, not be replaced. What the model does may follow from the step's tensors
-    and its numbers of tokens, not from which sequences are in it: that is not looked at again.
+    Weights may change in place between steps, not be replaced. What the model does may depend on the step's tensors and
+    its numbers of tokens, not on which sequences are in it: a replay does not check that.
 
     Args:
         model: (step) -> logits, such as a `models.LanguageModel`; other attributes are its own.
-        most: recordings kept; those not used for longest go.
-        record: how a run is recorded, for tests.
+        most: graphs kept; those not used for longest are dropped.
+        record: captures a run; for tests.
 
-    Cost: a recording takes as long as two steps or three, and the memory of one step's activations for all of them;
+    Cost: a capture takes as long as two or three steps, and all graphs together the memory of one step's activations;
         logits are copied once.
     """
 
@@ -100,16 +102,17 @@ class RecordedModel:
         self._has_warned = False
 
     def __getattr__(self, name: str) -> Any:
-        if name == "model":  # not set yet: while a copy is being made
+        if name == "model":  # while a copy is made, it is not set yet
             raise AttributeError(name)
         return getattr(self.model, name)
 
     @property
     def n_recordings(self) -> int:
+        """Return the number of graphs that it keeps."""
         return sum(not isinstance(recording, _State) for recording in self._recordings.values())
 
     def __call__(self, step: Step) -> Tensor:
-        """(rows, vocab), as the model gives them."""
+        """Return logits (rows, vocab), as the model does."""
         layout = step.layout
         if layout is None:
             return self.model(step)
@@ -127,7 +130,7 @@ class RecordedModel:
         return found.output.clone()
 
     def _try_to_record(self, step: Step) -> Recording | _State:
-        """Nothing has been asked of the device yet when this returns."""
+        """Capture a step, or warn and return CANNOT_BE. Kernels are only captured here, not run."""
         try:
             with forbidden(), step.while_recorded() as twin:
                 return self._record(lambda: self.model(twin))

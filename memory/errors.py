@@ -1,4 +1,4 @@
-"""Everything this library raises on purpose.
+"""Defines every error that this library raises on purpose.
 
     HybridMemoryError
     ├── CapacityError    the budget cannot hold it          .needed .free .unit
@@ -17,7 +17,7 @@ A refused call has changed nothing.
 from __future__ import annotations
 
 BUDGET_UNIT, HOST_UNIT = "bytes", "bytes of host memory"
-"""What a `CapacityError` counts: of the budget, or of `HybridMemory(host_pages=...)`."""
+"""Units of a `CapacityError`: bytes of the budget, or of `HybridMemory(host_pages=...)`."""
 
 _REMEDIES = {
     BUDGET_UNIT: "close sequences or checkpoints, feed fewer tokens, or give the memory a larger budget",
@@ -27,7 +27,7 @@ _REMEDIES = {
 
 
 _MOST_CHARACTERS = 2000
-"""Of a message: values that a caller gave may be of any size."""
+"""Longest message: it may name a value of any size that a caller gave."""
 
 
 class HybridMemoryError(Exception):
@@ -52,7 +52,7 @@ class CapacityError(HybridMemoryError):
 
     @staticmethod
     def of(what: str, needed: int, free: int, unit: str = BUDGET_UNIT) -> CapacityError:
-        """`what` ("3 x pages need") does not fit into `free` bytes, or only in pieces."""
+        """Make the error for `what` ("3 x pages need"), which does not fit into `free` bytes, or only in pieces."""
         why = "" if needed > free else ", but not in pieces large enough"
         return CapacityError(
             f"{what} {needed:,} {unit}; {free:,} are free{why}: {_REMEDIES[unit]}", needed=needed, free=free, unit=unit
@@ -76,7 +76,7 @@ class RollbackError(HybridMemoryError):
 
 
 class DropError(HybridMemoryError, ValueError):
-    """A range of tokens that a sequence cannot drop: there is no such range, or a layer could not be right afterwards.
+    """A sequence cannot drop these tokens: there is no such range, or a layer would be wrong without them.
 
     Attributes:
         start, end: the range asked for, whatever was given.
@@ -89,11 +89,11 @@ class DropError(HybridMemoryError, ValueError):
 
 
 class SequenceError(HybridMemoryError):
-    """A handle that cannot be used for this: closed, of another memory, in an open step, or a checkpoint."""
+    """A handle cannot be used for this: it is closed, of another memory, in an open step, or a checkpoint."""
 
 
 class BatchError(HybridMemoryError, ValueError):
-    """Requests that make no batch: duplicate, empty, out-of-vocabulary or non-integer tokens."""
+    """Requests make no batch: a sequence twice, or tokens that are missing, no integers or not in the vocabulary."""
 
 
 class StepError(HybridMemoryError):
@@ -101,11 +101,11 @@ class StepError(HybridMemoryError):
 
 
 class SpecError(HybridMemoryError, ValueError):
-    """A spec, budget or option that cannot work."""
+    """A spec, a budget or an option cannot work."""
 
 
 class FormatError(HybridMemoryError, ValueError):
-    """A file that is damaged, incomplete or of another kind. Nothing was loaded."""
+    """A file is damaged, incomplete or of another kind. Nothing was loaded."""
 
 
 class IntegrityError(HybridMemoryError):

@@ -1,4 +1,4 @@
-"""What the parts of a memory promise each other: handles, steps, protocols.
+"""Declares the interface between the parts of a memory: handles of sequences, packed steps, and layer memories.
 
 Shape legend, used as suffixes of local tensors and arrays everywhere (`k_TGD`):
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Dropped:
-    """Tokens [start, end) of a slot are to go; `length` and `peak` are its sequence's before that."""
+    """Names the tokens [start, end) that a slot is to forget; `length` and `peak` are those before that."""
 
     slot: int
     start: int
@@ -47,7 +47,7 @@ class Dropped:
 
     @staticmethod
     def of(slot: int, start: int, end: int, length: int, peak: int, *, approximate: bool) -> Dropped:
-        """Raises DropError unless 0 <= start <= end <= length."""
+        """Check the range. Raises DropError unless 0 <= start <= end <= length."""
         if not (is_integer(start) and is_integer(end)) or not 0 <= start <= end <= length:
             raise DropError(
                 f"start={start!r}, end={end!r} is no range of the {length} tokens remembered; give 0 <= start <= end "
@@ -62,28 +62,25 @@ class Dropped:
 
 
 class DropsTokens(Protocol):
-    """What a kind of memory does when tokens go: part of `memory.interface.LayerMemory`."""
+    """Declares what a layer memory does when tokens are dropped from the middle: a part of `LayerMemory`."""
 
     def plan_drop(self, dropped: Dropped) -> Any:
-        """Copy what moves into fresh blocks, as it will be.
-        Raises DropError or CapacityError with everything as before.
-        """
+        """Copy rows to their new places in fresh blocks. Raises DropError or CapacityError with nothing changed."""
         ...
 
     def drop(self, plan: Any) -> None:
-        """Forget the tokens: what was copied takes the place of what it was copied from."""
+        """Forget the tokens: the copies replace the blocks that they were made from."""
         ...
 
     def abandon_drop(self, plan: Any) -> None:
-        """Leave everything as it was."""
+        """Release the copies of a plan that is not carried out; nothing else has changed."""
         ...
 
 
 def refuse_to_copy(self: Any, protocol: object) -> NoReturn:
-    """`__reduce_ex__` of what means something in one place only: `copy`, `pickle` and so `multiprocessing` raise
-    SequenceError.
+    """Raise SequenceError: a `__reduce_ex__` for what must not be copied, pickled or sent to another process.
 
-    Its `_instead` says what to do.
+    `_instead` of the object is the remedy that the message names.
     """
     raise SequenceError(
         f"a {type(self).__name__} cannot be copied, pickled or sent to another process; {self._instead}"
@@ -91,11 +88,10 @@ def refuse_to_copy(self: Any, protocol: object) -> NoReturn:
 
 
 class NotCopied:
-    """Mixin of objects that mean something in one place only: they refuse `copy`, `deepcopy`, `pickle` and so
-    `multiprocessing`.
+    """Refuses `copy`, `deepcopy`, `pickle` and so `multiprocessing`: a mixin of objects bound to one memory.
 
     Attributes:
-        instead: what to do.
+        instead: the remedy that the message names.
     """
 
     __slots__ = ()
@@ -108,48 +104,49 @@ class NotCopied:
 
 
 class SequenceOwner(Protocol):
-    """What a handle asks of the memory that made it."""
+    """Declares what a handle calls of the memory that made it."""
 
     def length_of(self, sequence: Sequence) -> int:
-        """Tokens of an open sequence."""
+        """Return the number of tokens of an open sequence."""
         ...
 
     def tokens_of(self, sequence: Sequence) -> Int64s:
-        """(length,) their ids: a view."""
+        """Return the token ids of an open sequence, (length,): a view."""
         ...
 
     def horizon_of(self, sequence: Sequence) -> int:
-        """The earliest position that a rollback of an open sequence reaches."""
+        """Return the earliest position that a rollback of an open sequence reaches."""
         ...
 
     def is_whole(self, sequence: Sequence) -> bool:
-        """Whether an open sequence remembers what feeding its tokens would give."""
+        """True if an open sequence remembers what feeding its tokens would give."""
         ...
 
     def is_away(self, sequence: Sequence) -> bool:
-        """Whether an open sequence is swapped out."""
+        """True if an open sequence is swapped out."""
         ...
 
     def is_on_host(self, sequence: Sequence) -> bool:
-        """Whether keys and values of an open sequence are in host memory."""
+        """True if keys and values of an open sequence are offloaded to host memory."""
         ...
 
     def html_of(self, sequence: Sequence) -> str:
-        """What an open sequence shows in a notebook."""
+        """Return what a notebook shows of an open sequence."""
         ...
 
     def abort_abandoned(self) -> bool:
-        """Abort steps that have been left without being told; whether there was any."""
+        """Abort steps whose `with` block was left by an interrupt before `__exit__`; True if there was any."""
         ...
 
 
 class Sequence(NotCopied):
-    """A handle to one remembered sequence.
-    It is made by a memory, means nothing to another one, and does not keep its memory alive.
+    """Refers to one remembered sequence or checkpoint: a handle, valid only in the memory that made it.
+
+    It does not keep its memory alive.
 
     Attributes:
         id: unique within its memory, never used twice.
-        is_checkpoint: True if it is a mark: it can be forked, returned to and closed, not advanced.
+        is_checkpoint: True if it can be forked, returned to and closed, but not advanced.
     """
 
     __slots__ = ("__weakref__", "_owner", "closed", "id", "is_checkpoint", "lineage", "slot")
@@ -168,35 +165,33 @@ class Sequence(NotCopied):
 
     @property
     def length(self) -> int:
-        """Tokens remembered."""
+        """Return the number of tokens remembered."""
         return self._open_owner().length_of(self)
 
     @property
     def tokens(self) -> Int64s:
-        """The token ids remembered, int64 (length,): a copy."""
+        """Return the token ids remembered, int64 (length,): a copy."""
         tokens: Int64s = self._open_owner().tokens_of(self).copy()
         return tokens
 
     @property
     def horizon(self) -> int:
-        """The earliest position that `rollback` reaches without a checkpoint (position 0 is always reachable)."""
+        """Return the earliest position that `rollback` reaches without a checkpoint (0 it always reaches)."""
         return self._open_owner().horizon_of(self)
 
     @property
     def is_whole(self) -> bool:
-        """Whether it remembers what feeding its tokens would give: none was dropped from its middle."""
+        """True if it remembers what feeding its tokens would give: none was dropped from its middle."""
         return self._open_owner().is_whole(self)
 
     @property
     def is_swapped(self) -> bool:
-        """Whether it is swapped out: then `HybridMemory.swap_in` must bring it back before it is used."""
+        """True if it is swapped out: then `HybridMemory.swap_in` must move it back before it is used."""
         return not self.closed and self._open_owner().is_away(self)
 
     @property
     def is_on_host(self) -> bool:
-        """Whether its keys and values are in host memory: `HybridMemory.to_host` has moved them, or those it was forked
-        from.
-        """
+        """True if its keys and values are in host memory: see `HybridMemory.to_host`."""
         return not self.closed and self._open_owner().is_on_host(self)
 
     def _open_owner(self) -> SequenceOwner:
@@ -224,24 +219,22 @@ class Sequence(NotCopied):
 
 
 Encoded = Seq[tuple[Tensor, Tensor]]
-"""For each cross-attention of a model, in layer order: keys and values of all encoder rows, (R, n_kv_heads, head_dim)
-each.
-"""
+"""Keys and values of all encoder rows, (R, n_kv_heads, head_dim) each, for each cross-attention in layer order."""
 Tokens = int | Seq[int] | Int64s | Tensor
 Requests = Mapping[Sequence, Tokens] | Iterable[tuple[Sequence, Tokens]]
 
 
 @dataclass(frozen=True)
 class Packed:
-    """The tokens of a step, packed: request after request in the step's own order. Arrays are int64 on the host.
+    """Holds the tokens of a step, packed: request after request, in the step's own order. All is int64 on the host.
 
     Attributes:
         slots: (S,) slot of each request, in the step's order.
-        starts: (S,) tokens the sequence held before.
-        cu_seqlens: (S + 1,) request i owns tokens [cu_seqlens[i], cu_seqlens[i + 1]).
-        peaks: (S,) furthest position each sequence will have reached if all tokens are kept.
+        starts: (S,) tokens that each sequence held before.
+        cu_seqlens: (S + 1,) request i has tokens [cu_seqlens[i], cu_seqlens[i + 1]).
+        peaks: (S,) furthest position that each sequence will have reached if all tokens are kept.
         token_ids, positions: (T,).
-        place: (S,) place[j] is where the caller's request j stands in the step's order.
+        place: (S,) place[j] is the index of the caller's request j in the step's order.
     """
 
     slots: Int64s
@@ -254,29 +247,29 @@ class Packed:
 
     @cached_property
     def is_decode(self) -> bool:
-        """Whether every request has exactly one token."""
+        """True if every request has exactly one token."""
         return len(self.token_ids) == len(self.slots)
 
     @cached_property
     def counts(self) -> Int64s:
-        """(S,) new tokens of each request."""
+        """Return (S,) the number of new tokens of each request."""
         counts: Int64s = self.cu_seqlens[1:] - self.cu_seqlens[:-1]
         return counts
 
     @cached_property
     def ends(self) -> Int64s:
-        """(S,) length of each sequence if all its tokens are kept."""
+        """Return (S,) the length of each sequence if all its tokens are kept."""
         ends: Int64s = self.starts + self.counts
         return ends
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens that sequences are to be fed, each stretch in one step; int64 (N,) on the host.
+    """Says how far sequences are to be fed, each in one step, to compute the bytes; int64 (N,) on the host.
 
     Attributes:
-        slots: of the sequence; -1 for one that is yet to be opened.
-        starts, ends: its tokens [start, end).
+        slots: of each sequence; -1 for one that is not open yet.
+        starts, ends: its new tokens [start, end).
         peaks: the furthest position that it has reached before, at least its start.
     """
 
@@ -287,16 +280,15 @@ class Stretch:
 
 
 Plans = dict[str, Any]
-"""Kind of memory -> its plan for a step, known only to that kind."""
+"""Name of a layer memory -> its plan for a step, which only that layer memory reads."""
 
 
 @dataclass(eq=False)
 class OpenStep:
-    """What was set aside for a step, until the memory has committed or aborted it.
+    """Holds what was allocated for a step, until the step is committed or aborted.
 
     Attributes:
-        block: what lives as long as the step is not left: of a `with` statement, what is on its stack; else the `Step`
-            itself.
+        block: refers to what lives until the step is left: what a `with` statement has on its stack, else the `Step`.
     """
 
     packed: Packed
@@ -310,38 +302,39 @@ PlanT = TypeVar("PlanT")
 
 
 class LayerMemory(DropsTokens, Protocol[PlanT]):
-    """One kind of memory, for all layers that use it. It is told positions and never keeps one of its own.
+    """Keeps one kind of state for all layers that use it. Positions are passed to it; it has no length of its own.
 
     A step is plan -> begin -> (the model runs) -> commit or abort. Only `plan` may refuse.
     """
 
     @property
     def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
-        """Its pools, each with how its blocks are laid out."""
+        """Return its pools, each with the layout of its blocks."""
         ...
 
     @property
     def least_bytes(self) -> int:
-        """What one sequence needs to take a step of one token, at any length up to a page."""
+        """Return the bytes that one sequence needs for a step of one token, at any length up to a page."""
         ...
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """(4, N) bytes that each sequence holds before, in and after the step: to the byte if nothing of it is shared
-        and it has never been taken back, else at least. And what of those before forks share for good, however far they
-        go on. Cost: O(N)."""
+        """Return (4, N) bytes that each sequence holds before, in and after the step, and what forks share for good.
+
+        The first three are exact if nothing of the sequence is shared and it was never rolled back, else lower bounds.
+        The fourth is that part of the first which forks share however far they go on. Cost: O(N).
+        """
         ...
 
     def can_record(self, plan: PlanT) -> bool:
-        """Whether another step whose uploads have the same shapes asks the same of the device: a
-        recording serves both."""
+        """True if a step whose uploads have the same shapes launches the same kernels: a CUDA graph serves both."""
         ...
 
     def plan(self, packed: Packed) -> PlanT:
-        """Set blocks aside for a step. Raises CapacityError with everything as before."""
+        """Allocate the blocks that a step will write. Raises CapacityError with nothing changed."""
         ...
 
     def begin(self, plan: PlanT) -> None:
-        """Copy what the step may not write in place."""
+        """Copy the blocks that the step must not write in place."""
         ...
 
     def commit(self, plan: PlanT, kept: Int64s) -> None:
@@ -353,59 +346,55 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         ...
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        """All at once: slot targets[i] becomes what slot sources[i] was. Copies no tensor."""
+        """Make slot targets[i] refer to what slot sources[i] did, all at once. Copies no tensor."""
         ...
 
     def truncate(self, slot: int, to: int) -> None:
-        """Forget tokens from position `to` on: `to` >= horizon(slot), or 0, which forgets all that was fed.
-        Copies no tensor.
-        """
+        """Forget tokens from position `to` on: `to` >= horizon(slot), or 0 for all that was fed. Copies no tensor."""
         ...
 
     def release(self, slot: int) -> None:
-        """Give back everything the slot holds."""
+        """Release every block that the slot refers to."""
         ...
 
     def horizon(self, slot: int) -> int:
-        """The earliest position that `truncate` reaches."""
+        """Return the earliest position that `truncate` reaches."""
         ...
 
     def horizon_after(self, packed: Packed) -> Int64s:
-        """(S,) what `horizon` will be once the step's tokens are kept."""
+        """Return (S,) what `horizon` will be once the step's tokens are kept."""
         ...
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
-        """Pool name -> ids of the blocks this slot refers to."""
+        """Return pool name -> ids of the blocks that this slot refers to."""
         ...
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        """Of the blocks of `blocks_of`, in that order, what the slot's `length` tokens may still be read from.
+        """Return which rows in the blocks of `blocks_of`, in that order, belong to the slot's `length` tokens.
 
-        All else in them was left by whoever had them before, or by tokens that were taken back: it does not leave the
-        memory.
+        All other bytes in them are left from earlier uses or from tokens that were taken back: they are never saved.
         """
         ...
 
     def holdings(self, slots: Int64s) -> list[Holding]:
-        """The blocks of `blocks_of` for many slots (S,), and what they are to them."""
+        """Return the blocks of `blocks_of` for many slots (S,), with the part that each has: body, tail or head."""
         ...
 
     def record(self, slot: int) -> Record:
-        """What `adopt` needs beside the blocks of `blocks_of`."""
+        """Return what `adopt` needs beside the blocks of `blocks_of`."""
         ...
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
-        """An empty slot becomes what `record` was taken of, over blocks with the same bytes; their references pass to
-        it.
+        """Make an empty slot what `record` was taken of, over blocks with the same bytes, whose references pass to it.
 
         A record that makes no sense may raise anything, before a reference has passed.
         """
         ...
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:
-        """As `check`, of one slot with this length and furthest position; what it costs depends on no other slot."""
+        """Do what `check` does, for one slot with this length and peak; the cost depends on no other slot."""
         ...
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
-        """Raise IntegrityError if the books of the given slots (and of no others) do not balance."""
+        """Raise IntegrityError unless exactly the given slots hold blocks, and theirs fit their lengths and peaks."""
         ...

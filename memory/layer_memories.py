@@ -1,4 +1,4 @@
-"""The layer memories of one model, which do everything together: what reaches one reaches every other, or none."""
+"""`LayerMemories` calls all layer memories of one model as one: an operation succeeds in all of them, or in none."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class Place:
 
 
 Places = dict[tuple[int, str, str | None], Place]
-"""(layer, kind, name) -> its place. The name None serves as well where a layer has only one of a kind."""
+"""(layer, kind, name) -> its place. The name may be None where a layer has only one of a kind."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a slot holds, outside of the arena.
+    """Holds a copy of all that a slot holds, outside of the arena.
 
     Attributes:
-        records: kind of memory -> what it is beside its bytes.
+        records: name of a layer memory -> its record of the slot, beside the bytes.
         blocks: pool -> (n, block_bytes) uint8 on the host, in the order of `LayerMemory.blocks_of`; on "meta" for a dry
             run.
     """
@@ -60,7 +60,7 @@ class Snapshot:
 
 
 class SwappedOut(Protocol):
-    """Keeps what was swapped out, by slot: `memory.storage.swap.Tiers`."""
+    """Declares what keeps swapped-out slots: `memory.storage.swap.Tiers`."""
 
     n_back: int
 
@@ -72,7 +72,7 @@ class SwappedOut(Protocol):
 
 
 class PagesOnHost(Protocol):
-    """Keeps pages of chosen sequences in host memory: `memory.attention.host_pages.HostPages`."""
+    """Declares what keeps pages of chosen sequences in host memory: `memory.attention.host_pages.HostPages`."""
 
     def has(self, slot: int) -> bool: ...
     def move(self, slot: int, *, to_host: bool) -> None: ...
@@ -94,17 +94,17 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
 
     @property
     def pools(self) -> Iterator[tuple[BlockPool, BlockLayout]]:
-        """Every pool with how its blocks are laid out."""
+        """Return every pool with the layout of its blocks."""
         return (pool for memory in self.values() for pool in memory.pools)
 
     @property
     def used_bytes(self) -> dict[str, int]:
-        """Bytes in use by pool."""
+        """Return pool name -> bytes in use."""
         return {pool.name: pool.used_bytes for pool, _ in self.pools}
 
     @property
     def has_states(self) -> bool:
-        """Whether any layer is recurrent."""
+        """True if any layer is recurrent."""
         return "recurrence" in self
 
     @property
@@ -114,9 +114,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     # Steps
 
     def begin(self, packed: Packed, free_bytes: int) -> Plans:
-        """Set blocks aside everywhere and copy what may not be written in place.
-        Raises CapacityError with everything as before.
-        """
+        """Plan and begin a step in all layer memories. Raises CapacityError with nothing changed."""
         plans: Plans = {}
         try:
             for name, memory in self.items():
@@ -125,7 +123,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
                 self[name].begin(plan)
         except BaseException as error:
             self.abort(plans)
-            # What it missed came on top of what this step had taken already.
+            # The layer memories that had planned before held blocks as well: count them as needed.
             if isinstance(error, CapacityError) and error.unit == BUDGET_UNIT:
                 raise CapacityError.of(
                     "the step needs at least", error.needed + free_bytes - error.free, free_bytes
@@ -134,7 +132,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         return plans
 
     def can_record(self, plans: Plans) -> bool:
-        """Whether a step with other plans whose uploads have the same shapes would ask the same of the device."""
+        """True if steps with uploads of the same shapes launch the same kernels, so that one CUDA graph serves all."""
         return all(self[name].can_record(plan) for name, plan in plans.items())
 
     def commit(self, plans: Plans, kept: Int64s) -> None:
@@ -169,16 +167,15 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         return max([0, *[memory.horizon(slot) for memory in self.values()]])
 
     def drop(self, dropped: Dropped, free_bytes: int) -> None:
-        """Forget tokens from the middle of a slot, in all layer memories or in none.
-        Raises DropError or CapacityError."""
-        # recurrences refuse at once; attention may have much to copy before
+        """Drop tokens from the middle of a slot, in all layer memories or none. Raises DropError or CapacityError."""
+        # Reversed, because recurrences come last: they refuse at once, before attention copies its rows.
         drop_from_all(reversed(self.values()), dropped, free_bytes)
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return {name: ids for memory in self.values() for name, ids in memory.blocks_of(slot).items()}
 
     def private_bytes(self, slots: Int64s) -> Int64s:
-        """(S,) what `release` of each of the slots alone would give back."""
+        """Return (S,) the bytes that releasing each of the slots alone would free."""
         n_bytes = np.zeros_like(slots)
         for memory in self.values():
             for holding in memory.holdings(slots):
@@ -187,7 +184,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         return n_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """(4, N) bytes of all layer memories; see `LayerMemory.bytes_for`."""
+        """Return (4, N) bytes of all layer memories; see `LayerMemory.bytes_for`."""
         n_bytes = np.zeros((4, len(stretch.slots)), np.int64)
         for memory in self.values():
             n_bytes += memory.bytes_for(stretch)
@@ -195,11 +192,11 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
 
     @property
     def block_bytes(self) -> list[int]:
-        """Bytes a block of each pool."""
+        """Return the bytes of one block of each pool."""
         return [pool.block_bytes for pool, _ in self.pools]
 
     def held_bytes(self, *slots: int) -> int:
-        """What these slots refer to, shared with others or not; what they share with each other once."""
+        """Return the bytes of all blocks that these slots refer to; what they share with each other counts once."""
         held: dict[str, list[Int64s]] = {}
         for slot in slots:
             for name, ids in self.blocks_of(slot).items():
@@ -216,8 +213,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     # Out of the arena and back
 
     def snapshot(self, slot: int, length: int, store: Store) -> Snapshot:
-        """A copy of everything that a slot holds, what it shares included, and of nothing else: other bytes of its
-        blocks are zeros.
+        """Copy all that a slot holds, shared blocks included; bytes that are not of its tokens become zeros.
 
         Cost: its bytes, once.
         """
@@ -231,9 +227,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         return Snapshot({name: memory.record(slot) for name, memory in self.items()}, blocks)
 
     def restore(self, slot: int, snapshot: Snapshot, store: Store) -> None:
-        """An empty slot becomes what `snapshot` was taken of. Raises CapacityError with nothing changed.
-        Cost: its bytes, once.
-        """
+        """Fill an empty slot with a snapshot. Raises CapacityError with nothing changed. Cost: its bytes, once."""
         for name, blocks in snapshot.blocks.items():
             if blocks.shape[1:] != (self._pools_by_name[name].block_bytes,):
                 raise ValueError(
@@ -241,19 +235,19 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
                     "each"
                 )
         n_blocks = {name: len(blocks) for name, blocks in snapshot.blocks.items()}
-        self._fill(
-            slot,
-            snapshot.records,
-            n_blocks,
-            store,
-            lambda pool, ids: store.write(pool.addresses[ids], snapshot.blocks[pool.name]),
-        )
+
+        def write(pool: BlockPool, ids: Int64s) -> None:
+            store.write(pool.addresses[ids], snapshot.blocks[pool.name])
+
+        self._fill(slot, snapshot.records, n_blocks, store, write)
 
     def take_over(self, slot: int, store: Store, others: LayerMemories, others_store: Store) -> None:
-        """What a slot holds in the same kinds of another store moves into this one.
-        Raises CapacityError with nothing changed.
+        """Move what a slot holds in another store into this one. Raises CapacityError with nothing changed.
 
-        What it shares there stays with the others as well; here it shares nothing. Cost: its bytes, once.
+        Blocks that it shares there stay with the others; here it shares none. Cost: its bytes, once.
+
+        Args:
+            others: the same layer memories, in the other store.
         """
         held = others.blocks_of(slot)
 
@@ -273,7 +267,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         store: Store,
         write: Callable[[BlockPool, Int64s], None],
     ) -> None:
-        """An empty slot adopts fresh blocks, so many of each pool, in which `write` puts what they are to hold."""
+        """Give an empty slot fresh blocks, `n_blocks` of each pool, which `write` fills. Raises CapacityError."""
         pools, fresh, free_bytes = self._pools_by_name, dict[str, Int64s](), store.arena.free_bytes
         try:
             for name, n in n_blocks.items():
@@ -289,27 +283,25 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         self._adopt(slot, records, fresh)
 
     def _adopt(self, slot: int, records: dict[str, Record], fresh: dict[str, Int64s]) -> None:
-        none = EMPTY
+        """Pass fresh blocks, by pool, to an empty slot; blocks that no layer memory has taken are released on error."""
         try:
             for name, memory in self.items():
                 own = [pool.name for pool, _ in memory.pools]
-                memory.adopt(slot, records[name], {pool: fresh.get(pool, none) for pool in own})
+                memory.adopt(slot, records[name], {pool: fresh.get(pool, EMPTY) for pool in own})
                 for pool in own:
                     fresh.pop(pool, None)
         except BaseException:
             for left, _ in self.pools:
-                left.release(fresh.get(left.name, none))
+                left.release(fresh.get(left.name, EMPTY))
             raise
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:
-        """Raise IntegrityError unless what a slot holds suits these positions.
-        Cost: that of one slot, however many there are.
-        """
+        """Raise IntegrityError unless a slot's blocks fit this length and peak. The cost depends on no other slot."""
         for memory in self.values():
             memory.check_slot(slot, length, peak)
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int], store: Store) -> None:
-        """Raise IntegrityError unless all books of the given slots (and of no others) balance."""
+        """Raise IntegrityError unless exactly the given slots hold blocks, and theirs fit their lengths and peaks."""
         for memory in self.values():
             memory.check(lengths, peaks)
         store.arena.check([used for pool, _ in self.pools for used in pool.used_ranges()])

@@ -1,8 +1,8 @@
-"""Rows in few bits a number, for bodies: what is older than the rollback window and never written again.
+"""Stores keys and values of bodies in few bits a number: rows older than the rollback window, never written again.
 
-A storage turns rows into parts, tensors of small types, and back. Parts are made once, from exact rows, of a fixed
-group of them: whatever was in the batch, and whether tokens came one by one or at once, the same rows give the same
-bytes.
+A storage encodes rows as parts, tensors of small dtypes, and decodes them. Parts are made once, from exact rows, of a
+fixed group of them: the same rows give the same bytes, whatever else was in the batch, and whether tokens came one by
+one or at once.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from memory.errors import SpecError
 
 Shaped = tuple[tuple[int, ...], torch.dtype]
 Parts = tuple[Tensor, ...]
-"""What rows (..., G, R, D) of G heads are stored as: codes, and perhaps scales and lows, each (..., G, R or 1, some).
-"""
+"""Rows (..., G, R, D) of G heads in stored form: codes, and perhaps scales and lows, each (..., G, R or 1, some)."""
 
 _MOST = 60_000.0
 """Scales and lows are float16; numbers beyond this are clipped."""
@@ -26,10 +25,11 @@ _MOST = 60_000.0
 
 @dataclass(frozen=True)
 class Storage(ABC):
-    """How a body keeps keys and values.
+    """Encodes keys and values for a body, and decodes them.
 
     Attributes:
-        group: tokens that fold together. For keys also how many share a scale, for values how many channels do.
+        group: tokens that fold together. It is also the number of tokens of a key channel that share a scale, and of
+            channels of a value that do.
     """
 
     _: KW_ONLY
@@ -42,12 +42,12 @@ class Storage(ABC):
     @property
     @abstractmethod
     def label(self) -> str:
-        """For the names of pools."""
+        """Return the storage's name, for the names of pools."""
 
     @property
     @abstractmethod
     def code_bits(self) -> int:
-        """Of a code; 0 for a float8."""
+        """Return the bits of a code; 0 for a float8."""
 
     @abstractmethod
     def check(self, head_dim: int) -> None:
@@ -55,24 +55,25 @@ class Storage(ABC):
 
     @abstractmethod
     def shapes(self, n_heads: int, n_rows: int, head_dim: int, *, by_channel: bool) -> tuple[Shaped, ...]:
-        """Shapes and dtypes of the parts."""
+        """Return shapes and dtypes of the parts."""
 
     @abstractmethod
     def encode(self, x_GRD: Tensor, *, by_channel: bool) -> Parts:
-        """Parts of rows (..., G, R, D): groups are all rows of a channel, or some channels of a row."""
+        """Encode rows (..., G, R, D); what shares a scale is all rows of a channel, or else some channels of a row."""
 
     @abstractmethod
     def decode(self, parts: Parts) -> Tensor:
-        """(..., G, R, D) float32."""
+        """Decode parts to rows (..., G, R, D) in float32."""
 
 
 @dataclass(frozen=True)
 class Quantized(Storage):
-    """Integer codes, x = code scale + low, with a scale and a low in float16 for each group (Liu et al. 2024, "KIVI").
+    """Stores integer codes, x = code * scale + low, with a float16 scale and low for each quantization group.
 
-    Keys share them along a channel, for `group` tokens: a few channels of keys are much larger than the rest. Values
-    share them along a token, for `group` channels, or for the whole head where it is narrower. Under a policy, which
-    lets rows go one by one, keys are grouped as values are: rows move from fold to fold without being quantised again.
+    This is Liu et al. 2024, "KIVI". Keys share a scale along a channel, for `group` tokens, because a few channels of
+    keys are much larger than the rest. Values share it along a token, for `group` channels, or for the whole head where
+    that is narrower. Under an eviction policy, which evicts single rows, keys are grouped as values are: rows move from
+    fold to fold without being quantised again.
 
     4 bits in groups of 64 take 4.5 bits a number. The error is at most half a scale:
     (greatest - least) / (2**bits - 1) / 2.
@@ -97,14 +98,15 @@ class Quantized(Storage):
         return self.bits
 
     def _channels(self, head_dim: int) -> int:
-        """That share a scale within a row."""
+        """Return the number of channels of a row that share a scale."""
         return min(self.group, head_dim)
 
     def check(self, head_dim: int) -> None:
-        a_byte = 8 // self.bits
-        if head_dim % a_byte:
+        codes_a_byte = 8 // self.bits
+        if head_dim % codes_a_byte:
             raise SpecError(
-                f"heads of {head_dim} channels do not fill bytes of {a_byte} codes; choose more bits than {self.bits}"
+                f"heads of {head_dim} channels do not fill bytes of {codes_a_byte} codes; choose more bits than "
+                f"{self.bits}"
             )
         if head_dim % self._channels(head_dim):
             raise SpecError(
@@ -138,8 +140,7 @@ class Quantized(Storage):
 
 @dataclass(frozen=True)
 class Float8(Storage):
-    """Each number by itself in 8 bits, float8 e4m3: three bits of mantissa, clipped at 448
-    (Micikevicius et al. 2022)."""
+    """Stores each number in 8 bits, float8 e4m3: three bits of mantissa, clipped at 448 (Micikevicius et al. 2022)."""
 
     @property
     def label(self) -> str:
@@ -163,22 +164,20 @@ class Float8(Storage):
 
 
 def _half_above(x: Tensor) -> Tensor:
-    """The least float16 that is not below x: codes then reach both ends of a group."""
+    """Return the least float16 that is not below x, so that codes reach both ends of a group."""
     half = x.half()
-    # sign and magnitude
+    # The bits of a float are sign and magnitude: the next number up has one more, or one less if negative.
     next_up = half.view(torch.int16) + torch.where(half.view(torch.int16) < 0, -1, 1).to(torch.int16)
     return torch.where(half.float() < x, next_up.view(torch.float16), half)
 
 
 def _spread(x: Tensor, head_dim: int) -> Tensor:
-    """One number a group -> one a channel."""
+    """Repeat one number a group to one a channel."""
     return x.repeat_interleave(head_dim // x.shape[-1], dim=-1)
 
 
 def _pack(codes: Tensor, bits: int) -> Tensor:
-    """(..., D) codes -> (..., D bits / 8) bytes: the lowest bits of the bytes hold the first channels, the next the
-    following ones.
-    """
+    """Pack codes (..., D) into bytes (..., D * bits / 8): the lowest bits of all bytes hold the first channels."""
     parts = codes.chunk(8 // bits, -1)
     packed = parts[0].clone()
     for i, part in enumerate(parts[1:], start=1):
@@ -187,4 +186,5 @@ def _pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """Unpack bytes (..., D * bits / 8) to codes (..., D)."""
     return torch.cat([(packed >> shift) & (2**bits - 1) for shift in range(0, 8, bits)], -1)

@@ -1,7 +1,7 @@
-"""The memory of recurrent layers: a body state, a tail of what each token gave, and a head state that is only a cache.
+"""Keeps the states of recurrent layers: a body, a tail of the newest rows, and a head, which is only a shortcut.
 
-`memory.state.tails` holds the blocks, and `memory.state.readers` says how a recurrence runs over them.
-`memory.sequences.folding` says when bodies move.
+`memory.state.tails` holds the blocks, and `memory.state.readers` runs a recurrence over them.
+`memory.sequences.folding` decides when rows fold.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memory.state.tails import TailStep, TailTable
 
 @dataclass(frozen=True)
 class RecurrentPlan(Generic[ReadsT]):
-    """The blocks set aside for a step, what its recurrences read, and where its rows go."""
+    """Holds the blocks that are allocated for a step, what its recurrences read, and where its rows are written."""
 
     step: TailStep
     reads: ReadsT
@@ -31,11 +31,11 @@ class RecurrentPlan(Generic[ReadsT]):
 
 
 class RecurrentState(TailMemory, Generic[ReadsT]):
-    """Body, tail and head of all recurrences of all layers: `memory.interface.LayerMemory`.
+    """Keeps body, tail and head of the recurrences of all layers: a `memory.interface.LayerMemory`.
 
     Args:
-        table: of the blocks; its members are the recurrences, in the order that `recur` numbers them.
-        reader: of that table.
+        table: holds the blocks; its members are the recurrences, in the order in which `recur` numbers them.
+        reader: runs recurrences over the blocks of that table.
     """
 
     def __init__(self, table: TailTable, reader: Reader[ReadsT]) -> None:
@@ -59,13 +59,14 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
         self.table.begin(plan.step)
 
     def recur(self, plan: RecurrentPlan[ReadsT], index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
-        """Run recurrence `index` over the step's rows (T, *row_shape) and remember them; its outputs (T, ...)."""
+        """Run recurrence `index` over the step's rows (T, *row_shape), remember them, and return outputs (T, ...)."""
         self._require_rows(index, rows, len(plan.step.packed.token_ids))
         outputs = self.reader.run(plan.reads, index, rows, recurrence)
         self.reader.access.write_rows(index, plan.writes, rows)
         return outputs
 
     def _require_rows(self, index: int, rows: Tensor, n_tokens: int) -> None:
+        """Raise StepError unless rows have the shape, dtype and device of recurrence `index`."""
         spec, device = self.reader.specs[index], self.table.store.device
         expected = (n_tokens, *spec.row_shape)
         if rows.shape != expected:
@@ -79,7 +80,7 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
     def abort(self, plan: RecurrentPlan[ReadsT]) -> None:
         self.table.abort(plan.step)
 
-    # Dropping tokens: the states still contain them, so their positions run ahead of the sequence's
+    # Dropping tokens: the states still contain them, so a position offset says how far they are ahead
 
     def plan_drop(self, dropped: Dropped) -> Dropped:
         if not dropped.approximate:
@@ -96,7 +97,7 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
         self.table.drop(plan)
 
     def abandon_drop(self, plan: Dropped) -> None:
-        """Do nothing: nothing has been set aside."""
+        """Do nothing, because `plan_drop` has allocated nothing."""
 
     def record(self, slot: int) -> Record:
         return self.table.record(slot) | {"base": self.table.base_of(slot)}

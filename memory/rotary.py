@@ -14,19 +14,20 @@ from torch import Tensor
 from memory.errors import SpecError
 
 Turns = tuple[Tensor, Tensor]
-"""Cosines and sines, (R, 1, pairs) float32 each, of how far each row's pairs of elements turn."""
+"""Cosines and sines, (R, 1, pairs) float32 each, of the angles by which each row's pairs of elements are rotated."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """How keys carry positions: at position p a pair of elements is turned by p times the pair's frequency (Su et al.
-    2021, "RoFormer").
+    """Says how rotary keys carry positions (Su et al. 2021, "RoFormer").
+
+    At position p each pair of elements is rotated by p times the pair's frequency.
 
     Attributes:
         frequencies: radians a token, one for each pair of elements.
         layout: "half" pairs element i with element i + len(frequencies), as in Llama; "interleaved" 2i with 2i + 1, as
             in GPT-J.
-        start: the first element of a head that is turned, of 2 * len(frequencies); i counts from there.
+        start: the first of the 2 * len(frequencies) elements of a head that are rotated; i counts from there.
     """
 
     frequencies: tuple[float, ...]
@@ -83,6 +84,4 @@ class Rotation:
 
 
 UNROTATED = Rotation(())
-"""Of keys that are the same wherever their token stands, as in Jamba, or in T5, whose scores count the rows between
-instead.
-"""
+"""The rotation of keys that carry no position, as in Jamba, or in T5, which adds a bias by distance to the scores."""

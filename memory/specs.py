@@ -1,4 +1,4 @@
-"""What a model needs remembered: one spec for each memory of each layer."""
+"""Specs say what a model remembers: one for each attention, cross-attention and recurrence of each layer."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 
 def _check_shape(what: str, shape: object) -> None:
+    """Raise SpecError unless a shape is a tuple of positive integers."""
     if not isinstance(shape, tuple):
         raise SpecError(f"{what} has the shape {shape!r}; give a tuple of sizes, such as (128,)")
     for size in shape:
@@ -27,22 +28,22 @@ def _check_shape(what: str, shape: object) -> None:
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """One attention of a layer: a token is remembered as `n_kv_heads` keys and values of `head_dim` elements each.
+    """Describes one attention of a layer: each token has `n_kv_heads` keys and values of `head_dim` elements.
 
     Grouped-query attention: query head h reads key/value head h // (n_query_heads / n_kv_heads).
 
     Attributes:
-        window: a token sees only the last `window` tokens, itself included, and older ones are not kept beyond what a
-            rollback may need; None for all.
-        policy: which old rows are kept, or read; None for all. See `MemorySpec.with_policy`.
-        storage: how old rows are kept; None for as they came. See `MemorySpec.with_storage`.
-        value_dim: None if values are rows of their own. Else a token is remembered by its keys alone, and a value is
-            the first `value_dim` elements of its key: multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"),
-            where all query heads read one row, a latent and a rotary key.
+        window: a token sees only the last `window` tokens, itself included, and older ones are kept only as far as a
+            rollback may need them; None: it sees all.
+        policy: chooses which old rows are kept, or read; None for all. See `MemorySpec.with_policy`.
+        storage: how old rows are stored; None: in the memory's dtype. See `MemorySpec.with_storage`.
+        value_dim: None if values are rows of their own. Else only keys are stored, and a value is the first `value_dim`
+            elements of its key: multi-head latent attention (DeepSeek-AI 2024, "DeepSeek-V2"), where all query heads
+            read one row, a latent and a rotary key.
         rotation: how the keys given to `Step.attend` carry positions; `memory.UNROTATED` if they do not. None where
             that is not known or positions are elsewhere, as in BART: then tokens cannot be dropped from the middle of a
             sequence.
-        has_bias: whether `Step.attend` will be given a bias by distance. It needs every row, so no policy suits it.
+        has_bias: True if `Step.attend` is given a bias by distance. That needs every row, so no policy suits it.
     """
 
     n_query_heads: int
@@ -96,12 +97,12 @@ class AttentionSpec:
 
     @property
     def n_parts(self) -> int:
-        """Rows of `n_kv_heads` heads that a token is remembered as: keys and values, or keys alone."""
+        """Return how many rows of `n_kv_heads` heads are stored for a token: keys and values (2), or keys alone (1)."""
         return 2 if self.value_dim is None else 1
 
     @property
     def kv_shape(self) -> tuple[int, int]:
-        """Shape of the keys, or of the values, of a token: (heads, head_dim)."""
+        """Return the shape of the keys, or of the values, of a token: (n_kv_heads, head_dim)."""
         return self.n_kv_heads, self.head_dim
 
     def check_rows(
@@ -113,7 +114,7 @@ class AttentionSpec:
         k_TGD: Tensor,
         v_TGD: Tensor | None,
     ) -> None:
-        """Raise StepError unless a layer's queries, keys and values are what this spec and its memory expect."""
+        """Raise StepError unless a layer's queries, keys and values have the shapes, dtype and device expected."""
         if self.value_dim is None and v_TGD is None:
             raise StepError("v is missing; only an attention whose spec has a value_dim takes its values from its keys")
         if self.value_dim is not None and v_TGD is not None:
@@ -138,15 +139,15 @@ class AttentionSpec:
 
 @dataclass(frozen=True)
 class StateTensor:
-    """One tensor of a recurrence's state.
+    """Describes one tensor of a recurrence's state.
 
     Attributes:
         dtype: None means the memory's own.
-        initial: fills it at position 0.
-        keeps_dtype: whatever `HybridMemory(state_dtype=...)` asks for; for numbers that stand in an exponent.
-        ring: what must be remembered of the tokens after it so that it can be left behind them (`memory.kernels.Tail`):
-            (shape, dtype) of each part, dtype None for the memory's own; () if their rows are enough; None if it must
-            stand at the newest token.
+        initial: the value of all elements at position 0.
+        keeps_dtype: True if `HybridMemory(state_dtype=...)` must not change it; for numbers used as exponents.
+        ring: what the tail holds of each token for fold mode "defer", which reads this state at the body only
+            (`memory.kernels.Tail`): (shape, dtype) of each part, dtype None for the memory's own; () if the rows are
+            enough; None if "defer" does not work for it.
     """
 
     name: str
@@ -167,9 +168,11 @@ def matrix_tensor(
     decays_keys: bool = False,
     has_b: bool = False,
 ) -> StateTensor:
-    """The state of `Kernels.matrix_scan`, (H, V, N).
-    Its ring holds what a token does to it, which is to be added up: a key and what is written to it, and a decay of
-    each head, or of each key channel; where `Erase` has b, also b and what was found."""
+    """Make the spec of a matrix state (H, V, N), as `Kernels.matrix_scan` has it.
+
+    Its ring holds what each token adds to it: a key and what is written to it, and a decay of each head, or of each key
+    channel; where `Erase` has b, also b and the value that was found, S a.
+    """
     decays = (n_heads, key_dim) if decays_keys else (n_heads,)
     ring = [((n_key_heads, key_dim), None), ((n_heads, value_dim), None), (decays, torch.float32)]
     erased = [((n_heads, key_dim), None), ((n_heads, value_dim), None)]
@@ -178,7 +181,7 @@ def matrix_tensor(
 
 @dataclass(frozen=True)
 class RecurrentSpec:
-    """One recurrence of a layer: the shape of its raw input row, and everything it carries from token to token."""
+    """Describes one recurrence of a layer: the shape of its raw input row, and the states that it carries."""
 
     family: str
     row_shape: tuple[int, ...]
@@ -187,18 +190,17 @@ class RecurrentSpec:
 
     @property
     def can_defer(self) -> bool:
-        """Whether all its states can be left behind the newest token."""
+        """True if fold mode "defer" works for it: no state is needed at the newest token."""
         return all(state.ring is not None for state in self.states)
 
     def has_rows(self, *, deferred: bool) -> bool:
-        """Whether a tail holds a token's row.
-        States that are left behind ask for that, or for what the token did to them.
-        """
+        """True if a tail holds the raw rows. With `deferred`, only states with an empty ring need them."""
         return not deferred or any(state.ring == () for state in self.states)
 
     def tail_parts(self, *, deferred: bool) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
-        """Of each token in a tail, (shape, dtype), dtype None for the memory's own: its row, if there, then the rings
-        of its states.
+        """Return (shape, dtype) of what a tail holds of each token: its row, if needed, then the rings of its states.
+
+        A dtype None is the memory's own.
         """
         rows = [(self.row_shape, None)] if self.has_rows(deferred=deferred) else []
         return [*rows, *(part for state in self.states for part in state.ring or () if deferred)]
@@ -220,8 +222,7 @@ class RecurrentSpec:
 
 @dataclass(frozen=True)
 class CrossAttentionSpec:
-    """One attention of a layer to what an encoder said: written when a sequence is opened, as long as the encoder's
-    input.
+    """Describes one attention of a layer to an encoder's output, which is written when a sequence is opened.
 
     Heads as in `AttentionSpec`.
     """
@@ -240,15 +241,14 @@ LayerSpec = AttentionSpec | CrossAttentionSpec | RecurrentSpec
 
 @dataclass(frozen=True)
 class MemorySpec:
-    """What a model needs remembered: for each layer the memories it owns, none, one or several.
+    """Describes what a model remembers: for each layer its attentions and recurrences, none, one or several.
 
     Attributes:
-        layers: entry i holds the specs of layer i; names are unique within a layer. Tuples, or lists, which become
-            tuples.
+        layers: entry i holds the specs of layer i; names are unique within a layer. Lists become tuples.
         vocab_size: token ids are 0 <= id < vocab_size.
-        dtype: of K/V rows, of recurrence rows and of states that name none: float32, bfloat16 or float16, itself or its
-            name.
-        device: where the memory lives, itself or its name.
+        dtype: of keys and values, of rows of recurrences, and of states that name none: float32, bfloat16 or float16,
+            or its name.
+        device: of the memory's tensors, or its name.
         model: a label for messages.
     """
 
@@ -280,17 +280,17 @@ class MemorySpec:
 
     @staticmethod
     def kind_of(memory: LayerSpec) -> str:
+        """Return "attention", "cross-attention" or "recurrence"."""
         if isinstance(memory, RecurrentSpec):
             return "recurrence"
         return "attention" if isinstance(memory, AttentionSpec) else "cross-attention"
 
     def of_kind(self, kind: str) -> list[tuple[int, LayerSpec]]:
-        """All memories of a kind with their layers, in layer order: their number is a memory's index
-        within its kind."""
+        """Return (layer, spec) of all specs of a kind, in layer order."""
         return [(layer, m) for layer, specs in enumerate(self.layers) for m in specs if self.kind_of(m) == kind]
 
     def with_state_dtype(self, dtype: str | torch.dtype | None) -> MemorySpec:
-        """The same, with all state tensors that name a dtype in this one. None leaves them as they are."""
+        """Return the same spec, with this dtype in all state tensors that name one. None changes nothing."""
         if dtype is None:
             return self
         wanted = read_dtype("state_dtype", dtype, "None for the model's own, ")
@@ -298,43 +298,36 @@ class MemorySpec:
         def change(memory: LayerSpec) -> LayerSpec:
             if not isinstance(memory, RecurrentSpec):
                 return memory
-            return replace(
-                memory,
-                states=tuple(
-                    s if s.dtype is None or s.keeps_dtype else replace(s, dtype=wanted) for s in memory.states
-                ),
-            )
+            keeps = [s.dtype is None or s.keeps_dtype for s in memory.states]
+            states = [s if kept else replace(s, dtype=wanted) for s, kept in zip(memory.states, keeps, strict=True)]
+            return replace(memory, states=tuple(states))
 
         return replace(self, layers=tuple(tuple(map(change, layer)) for layer in self.layers))
 
     def with_policy(self, policy: Budget | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
-        """The same, with attention that keeps, or reads, what `policy` (of `memory.eviction`) chooses, or everything
-        again (None).
+        """Return the same spec with this eviction policy in attention layers; with None they keep all rows again.
 
-        `spec.with_policy(H2O(1024), layers=range(4, 32))`; several calls give different layers different policies.
+        `spec.with_policy(H2O(1024), layers=range(4, 32))`; several calls give different layers different policies. See
+        `memory.eviction`.
 
         Args:
-            layers: whose attention is meant; unless given, all that has no window.
+            layers: indices of the layers; unless given, all whose attention has no window.
         Raises:
             SpecError: a layer that does not exist, has no attention, or has a window.
         """
         return self._with_attention(layers, policy=policy)
 
     def with_storage(self, storage: Storage | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
-        """The same, with attention that keeps old rows in few bits (`memory.quantization`), or as they came again
-        (None).
+        """Return the same spec with old rows stored in few bits (`memory.quantization`); None: in the memory's dtype.
 
-        `spec.with_policy(H2O(1024)).with_storage(Quantized(4))` keeps 1,024 old rows in 4 bits a number; `layers` and
-        errors as there.
+        `spec.with_policy(H2O(1024)).with_storage(Quantized(4))` keeps 1,024 old rows in 4 bits a number. `layers` and
+        errors are as in `with_policy`.
         """
         return self._with_attention(layers, storage=storage)
 
     def _with_attention(self, layers: Iterable[int] | None, **changes: Budget | Storage | None) -> MemorySpec:
-        attention = [
-            layer
-            for layer, memory in self.of_kind("attention")
-            if isinstance(memory, AttentionSpec) and memory.window is None
-        ]
+        found = self.of_kind("attention")
+        attention = [layer for layer, memory in found if isinstance(memory, AttentionSpec) and memory.window is None]
         if not isinstance(layers, Iterable | None):
             raise SpecError(f"layers={layers!r}; give several, such as layers=[{layers!r}]")
         chosen = attention if layers is None else list(layers)
@@ -354,9 +347,7 @@ class MemorySpec:
         )
 
     def same_memories(self, other: MemorySpec) -> bool:
-        """Whether both describe the same memories and tokens, whatever their device and dtype, and however they keep
-        old rows.
-        """
+        """True if both have the same layers and vocabulary; device, dtypes, policies and storages may differ."""
         if self.vocab_size != other.vocab_size or self.layers == other.layers:
             return self.vocab_size == other.vocab_size
         plain = (spec.with_state_dtype(torch.float32).with_policy(None).with_storage(None) for spec in (self, other))

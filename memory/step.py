@@ -27,11 +27,11 @@ from memory.state.access import Recurrence, States
 Outputs = Literal["last", "all"]
 
 _FEW_TOKENS = 16
-"""Of a request whose step may be recorded: asking for the kernels of a prompt takes less time than they do."""
+"""Tokens of a request up to which its step is captured in a CUDA graph: launching a prompt's kernels costs little."""
 
 
 class StepOwner(Protocol):
-    """What a step asks of what coordinates its memory: `memory.coordinator.Coordinator`."""
+    """Declares what a step reads and calls of its memory: a part of `memory.coordinator.Coordinator`."""
 
     spec: MemorySpec
     layers: LayerMemories
@@ -43,10 +43,9 @@ class StepOwner(Protocol):
 
 
 class _Leave:
-    """`Step.__exit__`. A `with` statement keeps what it finds here on its stack, and nobody else does.
+    """Makes `Step.__exit__`, a new function at each access, which only a `with` statement keeps, on its stack.
 
-    So when that is gone, the block has been left, although an interrupt may have come before the first line of its
-    `__exit__`.
+    When that is gone, the block has been left, even if an interrupt came before the first line of `__exit__`.
     """
 
     @overload
@@ -62,21 +61,19 @@ class _Leave:
 
 
 class Step(NotCopied):
-    """Use as `with memory.step(requests) as step: logits = model(step)`.
+    """Feeds new tokens to a model, all or nothing: `with memory.step(requests) as step: logits = model(step)`.
 
-    Entering sets blocks aside and may refuse (CapacityError, BatchError, SequenceError). Leaving normally commits:
-    every sequence moves on at once. Leaving by an exception, from wherever, leaves every sequence as it was. A Ctrl-C
-    that comes while the step commits waits until it has.
+    Entering allocates blocks and may refuse (CapacityError, BatchError, SequenceError). Leaving normally commits: every
+    sequence moves on at once. Leaving by an exception aborts: every sequence is as it was. A Ctrl-C that comes while
+    the step commits waits until it has.
 
     Attributes, once entered:
-        token_ids, positions: (T,) int64 on the memory's device, packed in the step's own order. Copy what is wanted
-            after the step: on a GPU, the next one's take their place.
-        cu_seqlens: (S + 1,) int64 on the host; request i of the step's order owns tokens [cu_seqlens[i],
-            cu_seqlens[i + 1]).
+        token_ids, positions: (T,) int64 on the memory's device, packed in the step's own order. Copy what is needed
+            after the step: on a GPU, the next step overwrites them.
+        cu_seqlens: (S + 1,) int64 on the host; the step's request i has tokens [cu_seqlens[i], cu_seqlens[i + 1]).
         sequences: in the caller's order.
-        notes: what a model's layers leave for later ones of the same step, by keys of their own, such as the angles of
-            its positions. A model that keeps it anywhere else mixes up the steps of two threads. Empty when the step
-            ends.
+        notes: a dict for what layers pass to later layers of this step, such as rotary angles, by keys of their own.
+            Kept anywhere else, the steps of two threads would mix it up. Empty when the step ends.
     """
 
     def __init__(self, owner: StepOwner, sequences: list[Sequence], tokens: TokenLists, outputs: Outputs) -> None:
@@ -91,8 +88,7 @@ class Step(NotCopied):
         self._opened: OpenStep | None = None
         self._block: ref[Any] | None = None
         self._served: set[Place] = set()
-        # recurrences that were run, and may have written over the states that they began with
-        self._begun: set[Place] = set()
+        self._begun: set[Place] = set()  # recurrences that were run: they may have overwritten their start states
         self._is_spent = False
 
     instead = "make a step where the memory is"
@@ -110,7 +106,7 @@ class Step(NotCopied):
         try:
             self._owner.begin(self)
             if self.tokens.late is not None:
-                # on leaving they are looked at; a model must not go astray before
+                # Only leaving the step checks these tokens: until then, clamp them for the model's embedding.
                 last = self._owner.spec.vocab_size - 1
                 self.token_ids[self._late_rows] = self.tokens.late.on_device.clamp(0, last).to(self.token_ids.device)
         except BaseException:
@@ -141,13 +137,13 @@ class Step(NotCopied):
 
     @property
     def block(self) -> ref[Any]:
-        """Reference to an object that lives as long as this step can still be left in order."""
+        """Return a weak reference to an object that lives until the step's `with` block is left."""
         return ref(self) if self._block is None or self._block() is None else self._block
 
     def hold(self, opened: OpenStep, upload: Callable[[Int64s], Tensor]) -> None:
-        """Take what the memory has set aside; from now on this step must commit or abort."""
+        """Take what the memory has allocated; from now on this step must commit or abort."""
         self._opened, packed = opened, opened.packed
-        # Copies: what a model does to them must not reach the books.
+        # These are copies, because a model may write to them.
         self.token_ids, self.positions = upload(packed.token_ids.copy()), upload(packed.positions.copy())
         self.cu_seqlens = packed.cu_seqlens.copy()
         self._output_rows = upload(output_rows(packed, self.outputs))
@@ -155,7 +151,7 @@ class Step(NotCopied):
             self._late_rows = upload(output_rows(packed, "all"))
 
     def _abort(self) -> None:
-        """Leave every sequence as it was, unless that is settled already."""
+        """Leave every sequence as it was, unless the step is committed or aborted already."""
         self.notes.clear()
         self._served.clear()
         self._begun.clear()
@@ -192,15 +188,13 @@ class Step(NotCopied):
                 No v where the spec has a `value_dim`: there values are the first elements of the keys.
             scale: of the scores, above 0; 1 / sqrt(head_dim) unless given.
             softcap: scores become softcap * tanh(score / softcap), as in Gemma 2.
-            sinks: (n_query_heads,) float32, for each head a score that takes its share of the weight and has no value,
-                as in gpt-oss.
+            sinks: (n_query_heads,) float32, for each head a score that takes part in the softmax but has no value, as
+                in gpt-oss.
             bias: (n_query_heads, L) float32, added to the score of the row d tokens before a query: column min(d,
                 L - 1), as in T5.
             name: which of the layer's attentions, if it has several.
-        Returns:
-            (T, n_query_heads, head_dim, or value_dim where the spec has one), before the output projection.
-        Raises:
-            StepError: a shape, dtype or device that the spec does not have; or a second call for the same memory.
+        Returns (T, n_query_heads, head_dim, or value_dim where the spec has one), before the output projection.
+        Raises StepError: a shape, dtype or device that the spec does not have; or a second call for the same memory.
         """
         place, plan = self._claim(layer, name, "attention")
         _check_tensors(q=q, k=k, **({} if v is None else {"v": v}))
@@ -210,27 +204,22 @@ class Step(NotCopied):
                 raise StepError(f"softcap={softcap!r}; give a positive number, or None for no cap")
             for what, table in (("sinks", sinks), ("bias", bias)):
                 if table is not None and not (isinstance(table, Tensor) and table.dtype == torch.float32):
-                    raise StepError(
-                        f"{what} is no float32 tensor but {table if not isinstance(table, Tensor) else table.dtype!r}"
-                    )
+                    found = table.dtype if isinstance(table, Tensor) else table
+                    raise StepError(f"{what} is no float32 tensor but {found!r}")
+            n_heads = q.shape[1] if q.dim() > 1 else 0
             if sinks is not None and sinks.shape != q.shape[1:2]:
-                raise StepError(
-                    f"sinks have shape {tuple(sinks.shape)}; give one for each of the {q.shape[1]} query heads"
-                )
-            if bias is not None and (bias.dim() != 2 or len(bias) != q.shape[1] or not bias.shape[1]):
-                raise StepError(f"bias has shape {tuple(bias.shape)}; give ({q.shape[1]} query heads, distances)")
-            scoring = Scoring(
-                q.shape[-1] ** -0.5 if scale is None else scale, softcap=softcap, sinks_H=sinks, bias_HL=bias
-            )
+                raise StepError(f"sinks have shape {tuple(sinks.shape)}; give one for each of {n_heads} query heads")
+            if bias is not None and (bias.dim() != 2 or len(bias) != n_heads or not bias.shape[1]):
+                raise StepError(f"bias has shape {tuple(bias.shape)}; give ({n_heads} query heads, distances)")
+            scale = q.shape[-1] ** -0.5 if scale is None else scale
+            scoring = Scoring(scale, softcap=softcap, sinks_H=sinks, bias_HL=bias)
             v = None if v is None else v.detach()
             y: Tensor = place.memory.attend(plan, place.number, q.detach(), k.detach(), v, scoring)
         self._served.add(place)
         return y
 
     def cross_attend(self, layer: int, q: Tensor, *, scale: float | None = None, name: str | None = None) -> Tensor:
-        """Attend to everything that the encoder said of each request: q (T, n_query_heads, head_dim) -> as q.
-        Arguments as `attend`.
-        """
+        """Attend to the encoder's output of each request: q (T, n_query_heads, head_dim) -> as q; see `attend`."""
         place, plan = self._claim(layer, name, "cross-attention")
         _check_tensors(q=q)
         with _without_gradients():
@@ -241,18 +230,15 @@ class Step(NotCopied):
         return y
 
     def recur(self, layer: int, rows: Tensor, recurrence: Recurrence, *, name: str | None = None) -> Tensor:
-        """Run a recurrence over the step's rows from where each sequence stands, and remember them.
+        """Run a recurrence over the step's rows, from each sequence's state at its length, and remember the rows.
 
         Args:
             layer: index in `MemorySpec.layers`.
             rows: (T, *row_shape), the raw input: replaying it must be enough to compute the state again.
             recurrence: (states, rows) -> (outputs, states); owns the layer's weights. It may be called several times.
             name: which of the layer's recurrences, if it has several.
-        Returns:
-            The outputs, (T, ...).
-        Raises:
-            StepError: as `attend`, or the recurrence did not write its end states; or it has raised in this step
-                before.
+        Returns the outputs, (T, ...).
+        Raises StepError: as `attend`, or the recurrence did not write its end states; or it has raised in this step.
         """
         place, plan = self._claim(layer, name, "recurrence")
         _check_tensors(rows=rows)
@@ -275,19 +261,15 @@ class Step(NotCopied):
         return y
 
     def select(self, hidden: Tensor) -> Tensor:
-        """The rows of hidden (T, ...) that are wanted as outputs, in the caller's order: the last of each request, or
-        all.
-        """
+        """Return the rows of hidden (T, ...) to output: the last of each request, or all, in the caller's order."""
         self._entered()
         return hidden[self._output_rows.to(hidden.device)]
 
-    # For recordings (`memory.cuda_graphs`)
+    # For CUDA graphs (`memory.cuda_graphs`)
 
     @property
     def layout(self) -> Hashable | None:
-        """Steps with the same layout ask the same of the device, at the same addresses; None if that cannot be said of
-        this one.
-        """
+        """Return a key: steps with the same one launch the same kernels at the same addresses. None: not this step."""
         opened = self._entered()
         counts, place = opened.packed.counts, None if opened.stage is None else opened.stage.layout
         is_of_few = counts[0] <= _FEW_TOKENS and (counts == counts[0]).all()
@@ -296,28 +278,26 @@ class Step(NotCopied):
         return place, int(counts[0]), self.outputs
 
     def serve_all(self) -> None:
-        """Say that every memory has been used, by a recording of a step with the same layout."""
+        """Note that every layer memory was used, because a graph of a step with the same layout was replayed."""
         self._entered()
         self._served = set(self._owner.places.values())
 
     @contextmanager
     def while_recorded(self) -> Iterator[Step]:
-        """What stands for this step while it is recorded: nothing is computed then, so what a model remembers of it is
-        not of this one.
-        """
+        """Yield a twin of this step to capture: nothing is computed then, so this step must not count it as used."""
         self._entered()
         twin = object.__new__(type(self))
         vars(twin).update(vars(self), _served=set(), _begun=set(), notes={})
         try:
             yield twin
         finally:
-            twin._opened = None  # it is not the twin's to leave
+            twin._opened = None  # only the step itself commits or aborts
             twin.notes.clear()
 
     # For callers
 
     def split(self, logits: Tensor) -> tuple[Tensor, ...]:
-        """Outputs of this step, one tensor a request, in the caller's order: (1 or its tokens, ...) each."""
+        """Return the outputs of this step for each request, in the caller's order: (1 or its tokens, ...) each."""
         counts = self.tokens.counts.tolist() if self.outputs == "all" else [1] * len(self.tokens)
         n_rows = len(logits) if isinstance(logits, Tensor) and logits.dim() else None
         if n_rows != sum(counts):
@@ -329,9 +309,8 @@ class Step(NotCopied):
         """Keep only the first n tokens fed to each of these sequences; 0 leaves a sequence as if it had not taken part.
 
         Raises:
-            SequenceError: a sequence that is not in this step.
-            BatchError: n is not an integer within 0 ... the number of tokens fed.
-            RollbackError: more tokens would be dropped than the rollback window holds.
+            SequenceError: a sequence that is not in this step. BatchError: n is no integer from 0 to the number fed.
+            RollbackError: more tokens would be taken back than the rollback window holds.
         """
         packed = self._entered().packed
         if not isinstance(accepted, Mapping):
@@ -347,8 +326,8 @@ class Step(NotCopied):
                     f"accepting {n_tokens!r} of {n_fed} tokens of {sequence!r}; give an integer from 0 to {n_fed}"
                 )
             n_tokens = int(n_tokens)
-            if 0 < n_tokens < n_fed and start + n_tokens < horizons[i]:
-                horizon = int(horizons[i])
+            horizon = int(horizons[i])
+            if 0 < n_tokens < n_fed and start + n_tokens < horizon:
                 raise RollbackError(
                     f"keeping {n_tokens} of {n_fed} tokens of {sequence!r} ends at {start + n_tokens}, before its "
                     f"horizon {horizon}; keep at least {horizon - start}, or 0, or give the memory a larger "
@@ -357,25 +336,23 @@ class Step(NotCopied):
                 )  # fmt: skip
         self._accepted |= {sequence: int(n) for sequence, n in accepted.items()}
 
-    # Inside
-
-    if not TYPE_CHECKING:  # or it would vouch for any name
+    if not TYPE_CHECKING:  # a type checker would otherwise accept any name
 
         def __getattr__(self, name: str) -> object:
-            """What a model reads of a step is there once it has been entered."""
+            """Raise StepError for what a step has only while it is entered."""
             if name in ("token_ids", "positions", "cu_seqlens"):
                 self._entered()
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def _entered(self) -> OpenStep:
+        """Return the open step. Raises StepError unless this step is entered and not left."""
         if self._opened is None or self._opened.is_settled:
             raise StepError("this step is not open; use it inside `with memory.step(...) as step:`")
         return self._opened
 
     def _claim(self, layer: int, name: str | None, kind: str) -> tuple[Place, Any]:
-        """The layer memory that a call means, and its plan; each serves once a step. One that fails has not served."""
-        opened, owner = self._entered(), self._owner
-        spec = owner.spec
+        """Return the place of the layer memory that a call names, and its plan. Raises StepError if it has served."""
+        opened, owner, spec = self._entered(), self._owner, self._owner.spec
         if spec.device.type == "meta":
             raise StepError("a dry run has no tensors; leave the model out of the step")
         place = owner.places.get((layer, kind, name)) if isinstance(layer, int) else None
@@ -392,7 +369,7 @@ class Step(NotCopied):
         return place, opened.plans[place.group]
 
     def _check_served(self) -> None:
-        """A layer that was left out would have missed these tokens for good."""
+        """Raise StepError if a layer memory was not used: it would lack these tokens for ever."""
         if self._owner.spec.device.type == "meta":
             return
         for (layer, kind, name), place in self._owner.places.items():
@@ -404,19 +381,18 @@ class Step(NotCopied):
 
 
 def _without_gradients() -> AbstractContextManager[object]:
-    """`torch.no_grad()`, or nothing where a model has it already, as is the rule: asking costs less than entering it
-    again.
-    """
+    """Return `torch.no_grad()`, or nothing where gradients are off already: the check costs less than entering it."""
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _check_scale(scale: float | None) -> None:
-    """Of scores; torch's fused attention gives NaN for what is not above 0."""
+    """Raise StepError unless a scale is None or above 0; for others torch's fused attention returns NaN."""
     if scale is not None and not (isinstance(scale, int | float | np.floating) and 0 < scale < math.inf):
         raise StepError(f"scale={scale!r}; give a positive number, or None for 1 / sqrt(head_dim)")
 
 
 def _check_tensors(**tensors: Tensor) -> None:
+    """Raise StepError unless each is a tensor with at least one dimension."""
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or not tensor.dim():
             raise StepError(f"{name} is {tensor!r}, not a tensor with one row a token")

@@ -1,4 +1,4 @@
-"""The one record of each sequence: its length, the furthest position it reached, and its tokens."""
+"""The ledger holds the one record of each sequence: its slot, its length, its peak and its tokens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from memory.sequences.token_buffer import Checkpoint, TokenBuffer, common_prefix
 
 
 class Ledger:
-    """Slots and what is true of the sequence in each. Slots are reused, ids are not.
+    """Holds the slots, lengths and tokens of all sequences. Slots are reused, ids are not.
 
     Attributes:
         lengths, peaks: (n_slots,) tokens held, and the furthest position ever reached.
-        is_busy: (n_slots,) whether a step is open on the sequence.
-        is_away: (n_slots,) whether what it remembers has been swapped out.
+        is_busy: (n_slots,) True while the sequence is in an open step.
+        is_away: (n_slots,) True while the sequence is swapped out.
         handles: slot -> handle, open ones only.
     """
 
@@ -32,29 +32,28 @@ class Ledger:
         self.is_away = np.zeros(16, np.bool_)
         self.handles: dict[int, Sequence] = {}
         self._owner = weakref.ref(owner)
-        # slot -> its tokens and those of its forks; of sequences that ever had any
-        self._buffers: dict[int, TokenBuffer] = {}
-        self._writable = np.zeros(16, np.int64)  # up to where a slot may write into its buffer; 0: to be found out
+        self._buffers: dict[int, TokenBuffer] = {}  # slot -> the tokens of it and its forks, once it has any
+        self._writable = np.zeros(16, np.int64)  # up to where a slot may write into its buffer; 0: not known
         self._reserved: dict[int, Int64s] = {}  # slot -> larger arrays for the tokens of open steps
-        self._is_mark = np.zeros(16, np.bool_)
+        self._is_checkpoint = np.zeros(16, np.bool_)
         self._free_slots = list(range(15, -1, -1))
         self._n_opened = 0
         self._families: dict[int, dict[TokenBuffer, None]] = {}  # lineage -> the buffers with checkpoints
-        # slot -> (the first position that a drop has changed, which drop)
+        # slot -> (first position that a drop has changed, number of the drop), ...
         self._seams: dict[int, tuple[tuple[int, int], ...]] = {}
         self._n_drops = 0
-        self._away: dict[int, tuple[int, int]] = {}  # slot -> its horizon and its bytes, of those swapped out
-        self._found_usable: tuple[list[Sequence], Int64s] = [], EMPTY
+        self._swapped: dict[int, tuple[int, int]] = {}  # slot -> its horizon and its bytes, of those swapped out
+        self._found_usable: tuple[list[Sequence], Int64s] = [], EMPTY  # what `check_all_usable` returned last
 
     def open(self, *, lineage: int | None = None, is_checkpoint: bool = False) -> Sequence:
-        """An empty sequence in a free slot; `lineage` is shared by a sequence and everything forked from it."""
+        """Open an empty sequence in a free slot; it shares `lineage` with all that was forked from the same one."""
         if not self._free_slots:
             self._grow()
-        # The handle is written down last, so that an interrupt before leaves nothing behind.
+        # The handle enters the ledger last, so that an earlier interrupt leaves nothing behind.
         slot, id = self._free_slots[-1], self._n_opened
         handle = Sequence(self._owner, id, slot, id if lineage is None else lineage, is_checkpoint=is_checkpoint)
         self._n_opened += 1
-        self._is_mark[slot] = is_checkpoint
+        self._is_checkpoint[slot] = is_checkpoint
         self.handles[slot] = handle
         del self._free_slots[-1]
         return handle
@@ -65,8 +64,8 @@ class Ledger:
             self.lengths, self.peaks, self._writable = (
                 np.concatenate([a, np.zeros(n, np.int64)]) for a in (self.lengths, self.peaks, self._writable)
             )
-            self.is_busy, self.is_away, self._is_mark = (
-                np.concatenate([a, np.zeros(n, np.bool_)]) for a in (self.is_busy, self.is_away, self._is_mark)
+            self.is_busy, self.is_away, self._is_checkpoint = (
+                np.concatenate([a, np.zeros(n, np.bool_)]) for a in (self.is_busy, self.is_away, self._is_checkpoint)
             )
             self._free_slots = list(range(2 * n - 1, n - 1, -1))
 
@@ -81,11 +80,11 @@ class Ledger:
         self._free_slots.append(sequence.slot)
 
     def tokens(self, slot: int) -> Int64s:
-        """(length,): a view, valid until the sequence changes."""
+        """Return the slot's token ids, (length,): a view, valid until the sequence changes."""
         return self._buffers[slot].ids[: self.lengths[slot]] if slot in self._buffers else EMPTY
 
     def reserve(self, packed: Packed) -> None:
-        """Make room for a step's tokens, until `vacate`, so that `append` has nothing left that could fail."""
+        """Make room for a step's tokens, until `vacate`, so that nothing in `append` can fail."""
         for i in (packed.ends > self._writable[packed.slots]).nonzero()[0].tolist():
             slot, start, end = int(packed.slots[i]), int(packed.starts[i]), int(packed.ends[i])
             buffer = self._buffers.get(slot)
@@ -99,12 +98,11 @@ class Ledger:
             self._reserved[slot] = ids
 
     def _reach(self, buffer: TokenBuffer, *, but: int | None = None) -> int:
-        """How many tokens the longest holder of a buffer has, one live slot left out."""
+        """Return how many tokens the longest sequence or checkpoint in a buffer has, without the live slot `but`."""
         return max([buffer.checkpoint_tokens, *(int(self.lengths[slot]) for slot in buffer.live if slot != but)])
 
     def _place(self, slot: int, ids: Int64s) -> None:
-        """The slot's tokens stand in `ids` from now on; others who hold them too go with it only if it
-        is their writer."""
+        """Move the slot's tokens into `ids`; others in its old buffer follow only if the slot is the writer of that."""
         buffer = self._buffers.get(slot)
         if buffer is not None and buffer.writer == slot:
             buffer.ids = ids
@@ -114,7 +112,7 @@ class Ledger:
         self._writable[slot] = len(ids)
 
     def _leave_buffer(self, sequence: Sequence) -> None:
-        """The slot holds no tokens any more. What nobody else holds is freed."""
+        """Take a slot out of its buffer of tokens, and free what no other slot holds."""
         buffer = self._buffers.pop(sequence.slot, None)
         self._writable[sequence.slot] = 0
         if buffer is None:
@@ -135,7 +133,7 @@ class Ledger:
         self._trim(buffer)
 
     def _go_back_to(self, slot: int, length: int) -> None:
-        """The slot may hold fewer tokens of its buffer than others do: before it appends, that is to be found out."""
+        """Stop a slot from writing its buffer, of which others may hold more tokens; `reserve` finds out if they do."""
         buffer = self._buffers.get(slot)
         self._writable[slot] = 0
         if buffer is not None and buffer.writer == slot:
@@ -143,41 +141,32 @@ class Ledger:
             self._trim(buffer, length)
 
     def _trim(self, buffer: TokenBuffer, at_least: int = 0) -> None:
-        """Give memory back if all holders, of whom one has so many tokens, need far less."""
-        if (
-            buffer.writer is None
-            and is_roomy(buffer.ids, at_least)
-            and is_roomy(buffer.ids, n_tokens := self._reach(buffer))
-        ):
+        """Shrink a buffer if it is far larger than all that hold it need; one of them needs `at_least` tokens."""
+        if buffer.writer is not None or not is_roomy(buffer.ids, at_least):  # saves most calls of `_reach`
+            return
+        if is_roomy(buffer.ids, n_tokens := self._reach(buffer)):
             buffer.ids = buffer.ids[:n_tokens].copy()
 
     def append(self, packed: Packed, kept: Int64s) -> None:
-        """Move the sequences of a step on by kept[i] tokens each. Fed tokens count as reached, kept or not."""
+        """Append the first kept[i] tokens of each request. Peaks count all tokens that were fed, kept or not."""
         moved = kept.nonzero()[0]
-        slots, starts, begins, n_tokens = (
-            packed.slots[moved],
-            packed.starts[moved],
-            packed.cu_seqlens[moved],
-            kept[moved],
-        )
+        slots, starts, n_tokens = packed.slots[moved], packed.starts[moved], kept[moved]
         self.lengths[slots] = starts + n_tokens
         self.peaks[slots] = packed.peaks[moved]
         for slot in self._reserved.keys() & slots.tolist() if self._reserved else ():
             self._place(slot, self._reserved.pop(slot))
         buffers = self._buffers
         if packed.is_decode:
-            for slot, start, token in zip(
-                slots.tolist(), starts.tolist(), packed.token_ids[moved].tolist(), strict=True
-            ):
+            tokens = packed.token_ids[moved].tolist()
+            for slot, start, token in zip(slots.tolist(), starts.tolist(), tokens, strict=True):
                 buffers[slot].ids[start] = token
             return
-        for slot, start, begin, n in zip(
-            slots.tolist(), starts.tolist(), begins.tolist(), n_tokens.tolist(), strict=True
-        ):
+        begins, counts = packed.cu_seqlens[moved].tolist(), n_tokens.tolist()
+        for slot, start, begin, n in zip(slots.tolist(), starts.tolist(), begins, counts, strict=True):
             buffers[slot].ids[start : start + n] = packed.token_ids[begin : begin + n]
 
     def occupy(self, slots: Int64s) -> None:
-        """Mark these slots as in an open step, until `vacate`."""
+        """Note that these slots are in an open step, until `vacate`."""
         self.is_busy[slots] = True
         self._found_usable = [], EMPTY
 
@@ -199,9 +188,7 @@ class Ledger:
         self._seams.pop(slot, None)
 
     def drop(self, dropped: Dropped, changed_from: int) -> None:
-        """Tokens leave from the middle; at positions from `changed_from` on the memory is no longer what feeding the
-        tokens would give.
-        """
+        """Remove tokens from the middle. From `changed_from` on, memory is not what feeding the rest would give."""
         slot, tokens = dropped.slot, self.tokens(dropped.slot)
         left = np.concatenate([tokens[: dropped.start], tokens[dropped.end :]])
         self._leave_buffer(self.handles[slot])
@@ -213,24 +200,17 @@ class Ledger:
         self._seams[slot] = (*before, (changed_from, self._n_drops))
 
     def seams(self, slot: int) -> list[int]:
-        """Return the positions behind which the memory is not what feeding the tokens would give, because others were
-        dropped.
-        """
+        """Return the positions from which on memory is not what feeding the tokens would give: others were dropped."""
         return [position for position, _ in self._seams.get(slot, ())]
 
     def record(self, slot: int) -> dict[str, Any]:
-        """What `restore` needs: tokens (length,), and the rest as JSON can say it."""
+        """Return what `restore` needs: tokens (length,), and the rest as JSON can hold it."""
         return {"tokens": self.tokens(slot), "peak": int(self.peaks[slot]), "seams": self.seams(slot)}
 
     def restore(self, slot: int, record: dict[str, Any], vocab_size: int) -> None:
-        """An empty record becomes that of another sequence, perhaps of another process.
-        Raises ValueError, KeyError or TypeError.
-        """
-        tokens, peak, seams = (
-            np.asarray(record["tokens"], np.int64).ravel(),
-            int(record["peak"]),
-            [int(x) for x in record["seams"]],
-        )
+        """Fill an empty slot from a record, perhaps of another process. Raises ValueError, KeyError or TypeError."""
+        tokens, peak = np.asarray(record["tokens"], np.int64).ravel(), int(record["peak"])
+        seams = [int(position) for position in record["seams"]]
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise ValueError(f"token ids {tokens.min()} ... {tokens.max()} are not in a vocabulary of {vocab_size}")
         self._place(slot, tokens.copy())
@@ -240,44 +220,35 @@ class Ledger:
             self._n_drops += len(seams)
 
     def send_away(self, slot: int, horizon: int, n_bytes: int) -> None:
-        """Note that a slot is swapped out, with this horizon, until `bring_back`."""
-        self._away[slot] = horizon, n_bytes
+        """Note that a slot is swapped out, with this horizon and these bytes, until `bring_back`."""
+        self._swapped[slot] = horizon, n_bytes
         self.is_away[slot] = True
         self._found_usable = [], EMPTY
 
     def bring_back(self, slot: int) -> None:
-        self._away.pop(slot, None)
+        self._swapped.pop(slot, None)
         self.is_away[slot] = False
 
     def horizon_away(self, slot: int) -> int | None:
-        """The horizon that a sequence will have when it is back; None of one that is here."""
-        return self._away[slot][0] if slot in self._away else None
+        """Return the horizon that a swapped-out sequence will have after swap-in; None if it is not swapped out."""
+        return self._swapped[slot][0] if slot in self._swapped else None
 
     def bytes_away(self, slot: int) -> int:
-        """Bytes of this sequence that are swapped out."""
-        return self._away[slot][1] if slot in self._away else 0
+        """Return the bytes of this sequence that are swapped out."""
+        return self._swapped[slot][1] if slot in self._swapped else 0
 
     def copy(self, sources: list[Sequence], targets: list[Sequence], horizon_of: Callable[[int], int]) -> None:
-        """All at once: each target's record becomes a copy of its source's; tokens are shared.
+        """Make each target's record a copy of its source's, all at once; tokens are shared.
 
         Args:
             horizon_of: slot -> horizon, of a target that already remembers what its source does.
         """
         before = [(target, self._buffers.get(target.slot)) for target in targets]
-        records = [
-            (
-                int(self.lengths[s.slot]),
-                self.peaks[s.slot],
-                self._buffers.get(s.slot),
-                s.lineage,
-                self._seams.get(s.slot),
-            )
-            for s in sources
-        ]
-        for (target, own), (length, peak, buffer, lineage, seams) in zip(before, records, strict=True):
+        records = [(s.lineage, int(self.lengths[s.slot]), self.peaks[s.slot]) for s in sources]
+        shared = [(self._buffers.get(s.slot), self._seams.get(s.slot)) for s in sources]
+        for (target, own), (lineage, length, peak), (buffer, seams) in zip(before, records, shared, strict=True):
             slot = target.slot
-            self.lengths[slot], self.peaks[slot] = length, peak
-            target.lineage = lineage
+            self.lengths[slot], self.peaks[slot], target.lineage = length, peak, lineage
             self._seams.pop(slot, None)
             if seams:
                 self._seams[slot] = seams
@@ -290,7 +261,7 @@ class Ledger:
                 self._families.setdefault(lineage, {})[buffer] = None
             elif buffer is not None and buffer is not own:
                 buffer.live.add(slot)
-        # Who has left is forgotten when all have come, or tokens that are still wanted could go.
+        # Old buffers are released after all targets have their new ones, or tokens still wanted could be freed.
         for (target, own), source in zip(before, sources, strict=True):
             if target is not source and own is self._buffers.get(target.slot):
                 self._go_back_to(target.slot, int(self.lengths[target.slot]))
@@ -299,42 +270,38 @@ class Ledger:
                 self._release(own, target.slot)
 
     def checkpoints(self, sequence: Sequence) -> list[Sequence]:
-        """Open checkpoints of the sequence's family that are not swapped out, in the order in which they were taken."""
+        """Return the open checkpoints of the sequence's family that are not swapped out, oldest first."""
         return [
             handle for handle in self.handles.values()
             if handle.is_checkpoint and handle.lineage == sequence.lineage and not self.is_away[handle.slot]
         ]  # fmt: skip
 
     def nearest_checkpoint(self, sequence: Sequence, to: int) -> tuple[int, Sequence | None]:
-        """The furthest position <= `to` <= length that a checkpoint of the family can be taken back to, and that
-        checkpoint; or 0, None.
+        """Return the furthest position <= `to` that a checkpoint of the family reaches, and that one; or 0, None.
 
-        Its tokens must be the sequence's own up to there, remembered as in the sequence or as if fed anew.
+        Up to there its tokens must be the sequence's own, remembered as in the sequence or as if fed anew.
         Cost: O(log checkpoints) for each buffer that they are in, and O(to) for those in which the sequence's own
         tokens go on for longer than in the buffers before.
         """
-        tokens, own, family = (
-            self.tokens(sequence.slot)[:to],
-            self._buffers.get(sequence.slot),
-            self._families.get(sequence.lineage, {}),
-        )
+        tokens, own = self.tokens(sequence.slot)[:to], self._buffers.get(sequence.slot)
+        family = self._families.get(sequence.lineage, {})
         best: tuple[int, Sequence | None] = (0, None)
         for buffer in sorted(family, key=lambda buffer: buffer is not own):
             limit = min(to, buffer.checkpoint_tokens)
             if limit <= best[0] or buffer.ids[best[0]] != tokens[best[0]]:
-                continue  # which one token tells of most buffers
+                continue  # for most buffers, this one token is different already
             if buffer is not own:
                 limit = common_prefix(tokens, buffer.ids[:limit])
-            # What has been dropped from the longest checkpoint was dropped from the others, too, if they are long
-            # enough.
+            # What was dropped from the longest checkpoint was dropped from the others that are long enough, too.
             foreign = {*self._seams.get(buffer.checkpoints[-1].handle.slot, ())} - {*self._seams.get(sequence.slot, ())}
             found = buffer.nearest(min([limit, *(position - 1 for position, _ in foreign)]), self.is_away)
             best = found if found[0] > best[0] else best
         return best
 
     def check_usable(self, sequence: Sequence, *, to_advance: bool = True, may_be_away: bool = False) -> None:
-        """Raise SequenceError unless the handle is open, of this memory, not in an open step, here and, `to_advance`,
-        no checkpoint.
+        """Raise SequenceError unless the handle can be used: open, of this memory, in no open step, not swapped out.
+
+        With `to_advance` it must also be no checkpoint; with `may_be_away` it may be swapped out.
         """
         self.check_open(sequence)
         if self.is_busy[sequence.slot] and (owner := self._owner()) is not None:
@@ -347,7 +314,7 @@ class Ledger:
             raise SequenceError(f"{sequence!r} is a checkpoint and stays as it is; fork it and use the fork")
 
     def check_open(self, sequence: Sequence) -> None:
-        """Raise SequenceError unless the handle is open, and of this memory."""
+        """Raise SequenceError unless the handle is open and of this memory."""
         if not isinstance(sequence, Sequence):
             raise SequenceError(f"{sequence!r} is no sequence; use a handle from memory.open(), fork() or checkpoint()")
         if sequence.closed:
@@ -355,29 +322,27 @@ class Ledger:
         if self.handles.get(sequence.slot) is not sequence:
             raise SequenceError(f"{sequence!r} belongs to another memory; use handles with the memory that made them")
 
-    def check_mark(self, sequence: Sequence, mark: Sequence) -> None:
-        """Raise SequenceError unless the mark is an open checkpoint of the sequence's family."""
-        self.check_usable(mark, to_advance=False)
-        if not mark.is_checkpoint:
+    def check_mark(self, sequence: Sequence, target: Sequence) -> None:
+        """Raise SequenceError unless the target of a rollback is an open checkpoint of the sequence's family."""
+        self.check_usable(target, to_advance=False)
+        if not target.is_checkpoint:
             raise SequenceError(
-                f"{mark!r} is no checkpoint; to continue as another live sequence does, use reorder or fork"
+                f"{target!r} is no checkpoint; to continue as a live sequence does, use reorder or fork"
             )
-        if mark.lineage != sequence.lineage:
-            raise SequenceError(f"{mark!r} was not taken from {sequence!r} or its family; fork the checkpoint instead")
+        if target.lineage != sequence.lineage:
+            raise SequenceError(f"{target!r} was not taken from {sequence!r} or its family; fork it instead")
 
     def check_all_usable(self, sequences: list[Sequence]) -> Int64s:
-        """As `check_usable` to advance, for every one; their slots (S,).
+        """Raise SequenceError unless all can be advanced, as `check_usable` does; return their slots (S,).
 
-        Asked when a step is made and again when it is entered; most often nothing was closed or entered in between.
+        Called when a step is made and again when it is entered; most often nothing has changed in between.
         """
         if sequences == self._found_usable[0]:
             return self._found_usable[1]
         numbers = [s.slot for s in sequences]
         slots = np.array(numbers, np.int64)
-        if (
-            list(map(self.handles.get, numbers)) != sequences
-            or (self.is_busy[slots] | self.is_away[slots] | self._is_mark[slots]).any()
-        ):
+        are_open = list(map(self.handles.get, numbers)) == sequences
+        if not are_open or (self.is_busy[slots] | self.is_away[slots] | self._is_checkpoint[slots]).any():
             for sequence in sequences:
                 self.check_usable(sequence)
         self._found_usable = sequences.copy(), slots
@@ -398,41 +363,37 @@ class Ledger:
         self._check_buffers()
 
     def check_slot(self, slot: int) -> None:
-        """As `check`, of one open slot."""
+        """Raise IntegrityError if the record of one open slot contradicts itself."""
         handle, length, peak = self.handles[slot], self.lengths[slot], self.peaks[slot]
         if handle.slot != slot or handle.closed or not length <= peak or len(self.tokens(slot)) != length:
             raise IntegrityError(f"the record of slot {slot} contradicts itself: {handle!r}, furthest {peak}")
 
     def _check_buffers(self) -> None:
-        """Raise IntegrityError unless holders and buffers know each other, and nobody reaches further
-        than the writer."""
-        live, marks = dict[TokenBuffer, set[int]](), dict[TokenBuffer, list[Sequence]]()
+        """Raise IntegrityError unless buffers and slots refer to each other, and none reaches beyond its writer."""
+        live, checkpoints = dict[TokenBuffer, set[int]](), dict[TokenBuffer, list[Sequence]]()
         for slot, buffer in self._buffers.items():
             live.setdefault(buffer, set())
-            marks.setdefault(buffer, [])
+            checkpoints.setdefault(buffer, [])
             if (handle := self.handles[slot]).is_checkpoint:
-                marks[buffer].append(handle)
+                checkpoints[buffer].append(handle)
             else:
                 live[buffer].add(slot)
         for buffer, slots in live.items():
-            held = [(int(self.lengths[mark.slot]), mark.id) for mark in marks[buffer]]
+            writer, own = buffer.writer, checkpoints[buffer]
+            held = [(int(self.lengths[handle.slot]), handle.id) for handle in own]
             if buffer.live != slots or sorted(held) != [checkpoint[:2] for checkpoint in buffer.checkpoints]:
-                raise IntegrityError(
-                    f"the tokens of {sorted(slots)} and of checkpoints {marks[buffer]} are held by others"
-                )
-            if buffer.writer is not None and (
-                buffer.writer not in slots or self._reach(buffer) > self.lengths[buffer.writer]
-            ):
-                raise IntegrityError(f"slot {buffer.writer} may overwrite tokens that others hold")
-        wrong = [
-            slot for slot in self._writable.nonzero()[0].tolist() if self._writable[slot] != self._may_write_to(slot)
-        ]
+                raise IntegrityError(f"the tokens of {sorted(slots)} and of checkpoints {own} are held by others")
+            if writer is not None and (writer not in slots or self._reach(buffer) > self.lengths[writer]):
+                raise IntegrityError(f"slot {writer} may overwrite tokens that others hold")
+        writable = self._writable.nonzero()[0].tolist()
+        wrong = [slot for slot in writable if self._writable[slot] != self._may_write_to(slot)]
         if wrong or self._reserved.keys() - set(self.is_busy.nonzero()[0].tolist()):
             raise IntegrityError(f"slots {wrong} may write where they must not, or tokens are reserved for nobody")
-        with_marks = {(mark.lineage, buffer) for buffer, held in marks.items() for mark in held}
-        if with_marks != {(lineage, buffer) for lineage, family in self._families.items() for buffer in family}:
+        found = {(handle.lineage, buffer) for buffer, handles in checkpoints.items() for handle in handles}
+        if found != {(lineage, buffer) for lineage, family in self._families.items() for buffer in family}:
             raise IntegrityError("checkpoints of a family cannot be found")
 
     def _may_write_to(self, slot: int) -> int:
+        """Return the position up to which a slot may write into its buffer."""
         buffer = self._buffers.get(slot)
         return len(buffer.ids) if buffer is not None and buffer.writer == slot else 0

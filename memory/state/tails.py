@@ -1,17 +1,16 @@
-"""The table of slots whose memory is a body and a tail: their blocks, and the positions at which these stand.
+"""The tail table holds the blocks of bodies, tails and heads of all slots, and the positions that they are for.
 
-For each sequence, all members of a table together hold
+For each sequence it holds
 
-    body   their states after tokens [0, body_at): what `rollback` can always come back to
-    tail   what they keep of each of tokens [body_at, length), in a ring
-    head   their states after tokens [0, head_at), private to the sequence: a shortcut, never needed
-    kept   a head left where the body will move next: another shortcut
+    body   the states after tokens [0, body_at), to which `rollback` can always return
+    tail   what is kept of each of the tokens [body_at, length), in a ring
+    head   the states after tokens [0, head_at), private to the sequence: a shortcut, never needed
+    kept   a head left at the position to which the body moves next: another shortcut
 
-When the sequence has gone far enough the body moves up, into another block: a kept state becomes the body, or a new one
-is made while the old one stays until commit, so an abort loses nothing. Blocks are reference-counted and never written
-while shared.
+When rows fold, the body moves to another block: a kept state becomes the body, or a new one is made while the old one
+stays until commit, so an abort loses nothing. Blocks are reference-counted and never written while shared.
 
-`memory.sequences.folding` says when the body moves; how bodies and tails are read is for those who hold a table.
+`memory.sequences.folding` decides when the body moves; the layer memories that use a table read bodies and tails.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from memory.specs import RecurrentSpec, StateTensor
 
 @dataclass(frozen=True)
 class TailMember:
-    """What the blocks of a table hold for one memory of a layer.
+    """Says what the blocks of a table hold for one layer.
 
     Attributes:
         states: the tensors of a state: of a body, a head or a kept one.
@@ -49,23 +48,23 @@ class TailMember:
 
     @staticmethod
     def of(spec: RecurrentSpec, *, deferred: bool) -> TailMember:
-        """Return what a recurrence needs whose states stand at the newest token, or are left behind it."""
+        """Return what a recurrence needs in a table. `deferred`: in fold mode "defer", without heads."""
         has_rows, parts = spec.has_rows(deferred=deferred), spec.tail_parts(deferred=deferred)
         return TailMember(spec.states, spec.row_shape if has_rows else None, tuple(parts[has_rows:]))
 
     @property
     def tail_parts(self) -> list[tuple[tuple[int, ...], torch.dtype | None]]:
-        """(shape, dtype) of all that a tail holds for each token, the row first."""
+        """Return (shape, dtype) of all that a tail holds for each token, the row first."""
         return [*([] if self.row_shape is None else [(self.row_shape, None)]), *self.parts]
 
 
 @dataclass(frozen=True)
 class TailStep:
-    """The blocks that are set aside for a step, and the columns of its requests before and after it.
+    """Holds the blocks that are allocated for a step, and the table's columns of its requests before and after it.
 
     Attributes:
-        packed: the step, its positions counted as the states count them (`memory.sequences.folding.Columns`).
-        before, after: of each request (S,), now and once all tokens are kept.
+        packed: the step, in positions of the states: those of the sequences plus the position offset.
+        before, after: the columns of each request (S,), now and once all tokens are kept.
         fresh: ids of the blocks allocated for the step, NOTHING elsewhere: (4, S) for body, head, kept and tail.
     """
 
@@ -76,16 +75,15 @@ class TailStep:
 
 
 class TailTable:
-    """Holds the slots of a pool of states and a pool of tails, and owns the references to their blocks.
+    """Maps slots to blocks of a pool of states and a pool of tails, and owns the references to these blocks.
 
-    Positions in arguments and results are those of the sequence; in `slots` and in a `TailStep` they count as the
-    states do. Of what is in the blocks it knows nothing, but that a tail which two slots share is copied before one of
-    them writes to it.
+    Positions in arguments and results are those of the sequence; in `slots` and in a `TailStep` they are those of the
+    states, ahead by the position offset. It never reads the blocks; it copies a shared tail before a slot writes to it.
 
     Args:
         dtype: of rows, and of tensors that name none.
         label: what the names of the pools end in.
-        row_axes: of state tensors that hold rows, one by one: `Field.row_axis`.
+        row_axes: for each state tensor `Field.row_axis`; None: a tensor holds no rows.
     """
 
     def __init__(
@@ -109,7 +107,7 @@ class TailTable:
 
     @property
     def least_bytes(self) -> int:
-        """What a step of one token takes: a head, a tail, and two bodies while the body moves, or one and a kept state.
+        """Return the bytes that a step of one token takes: a head, a tail, and two bodies (or a body and a kept state).
 
         Without a window it takes two bodies only.
         """
@@ -117,7 +115,7 @@ class TailTable:
         return n_states * self.state_layout.block_bytes + self.tail_layout.block_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """Return what `LayerMemory.bytes_for` does."""
+        """Return (4, N) bytes, as `LayerMemory.bytes_for`."""
         slots = stretch.slots
         self._grow_to(int(slots.max(initial=-1)) + 1)
         offsets = np.where(slots < 0, 0, self.slots.offset.take(slots))
@@ -129,11 +127,11 @@ class TailTable:
     # Steps
 
     def plan(self, packed: Packed) -> TailStep:
-        """Set aside the blocks that the step will write. Raises CapacityError with everything as before."""
+        """Allocate the blocks that the step will write. Raises CapacityError with nothing changed."""
         self._grow_to(int(packed.slots.max()) + 1)
         before = self.slots.take(packed.slots)
         if np.count_nonzero(before.offset):
-            packed = _as_states_count(packed, before.offset)
+            packed = _in_state_positions(packed, before.offset)
         starts, ends, body_at = packed.starts, packed.ends, self.rules.body_at(packed.peaks)
         after, fresh = Columns(before.table.copy()), np.full((4, len(ends)), NOTHING)
         after.body_at[:] = body_at
@@ -148,15 +146,13 @@ class TailTable:
             moves &= ~is_kept
         leaves = np.zeros(len(ends), np.bool_)
         if self.rules.keeps and not packed.is_decode:
-            # Inside of a longer step the body position after the next body is passed, and no head stands there.
+            # A step that goes beyond the fold point after the body has no head there to keep: it stores that state.
             kept_at = body_at + self.rules.fold_tokens
             leaves = (kept_at > starts) & (kept_at < ends)
             after.kept_at[leaves] = kept_at[leaves]
         own_head = (before.head >= 0) & (self.states.counts[before.head] == 1)
         fits = (ends - before.body_at <= self.rules.tail_rows) & (before.tail >= 0)
-        own_tail = (
-            fits & (self.tails.counts[before.tail] == 1) if self.rules.tail_rows else np.ones(len(ends), np.bool_)
-        )
+        own_tail = fits & (self.tails.counts[before.tail] == 1) if self.rules.tail_rows else np.ones_like(fits)
         masks = (moves, has_head & ~own_head, leaves, ~own_tail)
         try:
             for pool, row, mask in zip(self._pools, range(4), masks, strict=True):
@@ -170,16 +166,16 @@ class TailTable:
         return step
 
     def _free(self, fresh: Int64s, chosen: Bools) -> None:
-        """Give back the blocks set aside for the `chosen` requests of a step."""
+        """Release the blocks allocated for the `chosen` requests of a step."""
         if np.count_nonzero(chosen):
             for pool, ids in zip(self._pools, fresh, strict=True):
                 pool.release(ids[chosen & (ids >= 0)])
 
     def begin(self, step: TailStep) -> None:
-        """Copy the tails that the step may not write in place, and mark the heads stale that it writes over."""
+        """Copy the tails that the step must not write in place, and mark the heads stale that it overwrites."""
         before, after = step.before, step.after
         for i in (before.tail != after.tail).nonzero()[0].tolist():
-            if before.tail[i] < 0 or after.body_at[i] >= step.packed.starts[i]:  # no old row of it is still wanted
+            if before.tail[i] < 0 or after.body_at[i] >= step.packed.starts[i]:  # none of its rows is needed any more
                 continue
             old, new = self.tails.addresses[before.tail[i]], self.tails.addresses[after.tail[i]]
             self.store.copy(int(old), int(new), self.tails.block_bytes)
@@ -187,25 +183,25 @@ class TailTable:
         self.slots.head_at[step.packed.slots[in_place]] = NOTHING
 
     def commit(self, step: TailStep, kept: Int64s) -> None:
-        """Keep the first kept[i] (S,) new tokens of request i, and give back what nobody refers to any longer."""
+        """Keep the first kept[i] (S,) new tokens of request i, and release the blocks that it no longer refers to."""
         before, after, packed = step.before, step.after, step.packed
         stays, is_whole = kept > 0, kept == packed.counts
         del self._open_steps[id(step)]
         self._free(step.fresh, ~stays)
-        # What the requests that stay refer to no longer; a state may have changed its role.
+        # Release what the requests that stay refer to no longer; a state may only have changed its role.
         differs = before.ids != after.ids
         if np.count_nonzero(differs) and np.count_nonzero(changes := stays & differs.any(0)):
             old, new = before.ids[:, changes], after.ids[:, changes]
             is_gone = (old[:3, None] != new[None, :3]).all(1) & (old[:3] >= 0)
             self.states.release(old[:3][is_gone])
             self.tails.release(old[3][(old[3] != new[3]) & (old[3] >= 0)])
-        if np.count_nonzero(is_whole) < len(kept):  # states of dropped tokens
+        if np.count_nonzero(is_whole) < len(kept):  # states that contain tokens which are not kept
             after.head_at[~is_whole] = NOTHING
             beyond = stays & (after.kept_at > packed.starts + kept)
             self.states.release(after.kept[beyond])
             after.kept_at[beyond] = after.kept[beyond] = NOTHING
         if self.rules.keeps:
-            # Where the head stands on a later body position it stays there, and the next step makes another.
+            # A head at a later fold point is kept for the body that will move there; the next step makes a new head.
             leaves = is_whole & (after.head_at > after.body_at) & (after.head_at % self.rules.fold_tokens == 0)
             if np.count_nonzero(leaves):
                 after.kept_at[leaves], after.kept[leaves] = after.head_at[leaves], after.head[leaves]
@@ -217,7 +213,7 @@ class TailTable:
             self.slots.put(packed.slots, after)
 
     def abort(self, step: TailStep) -> None:
-        """Give back all that was set aside for a step, and leave every slot as it was."""
+        """Release all that was allocated for a step, and leave every slot as it was."""
         del self._open_steps[id(step)]
         self._free(step.fresh, np.ones(len(step.packed.slots), np.bool_))
 
@@ -235,7 +231,7 @@ class TailTable:
         self.slots.put(targets, shared)
 
     def truncate(self, slot: int, to: int) -> None:
-        """Forget tokens from position `to` >= horizon(slot) on: heads and kept states that contain them."""
+        """Forget tokens from position `to` >= horizon(slot) on, and the heads and kept states that contain them."""
         if not to:
             self.release(slot)
             return
@@ -249,17 +245,17 @@ class TailTable:
             slots.kept_at[slot] = slots.kept[slot] = NOTHING
 
     def drop(self, dropped: Dropped) -> None:
-        """Put the positions of the slot's states further ahead of those of its sequence. No state forgets a token."""
+        """Add the dropped tokens to the slot's position offset: its states still contain them."""
         self._grow_to(dropped.slot + 1)
         slots, slot = self.slots, dropped.slot
         slots.floor[slot] = max(1, dropped.start, slots.floor[slot] - dropped.n_tokens)
         slots.offset[slot] += dropped.n_tokens
 
     def release(self, slot: int) -> None:
-        """Give back all that the slot refers to."""
+        """Release every block that the slot refers to."""
         if slot < len(self.slots):
             ids = self.slots.ids[:, slot]
-            if (ids >= 0).any():  # nothing is held by who comes to share
+            if (ids >= 0).any():  # `share` calls this for new slots, too, which hold nothing
                 self.states.release(ids[:3][ids[:3] >= 0])
                 self.tails.release(ids[3:][ids[3:] >= 0])
             self.slots.table[:, slot] = EMPTY_COLUMN
@@ -272,7 +268,7 @@ class TailTable:
 
     def horizon_after(self, packed: Packed) -> Int64s:
         """Return (S,) what `horizon` will be once the step's tokens are kept."""
-        if not np.count_nonzero(self.slots.floor):  # no token has been dropped from any
+        if not np.count_nonzero(self.slots.floor):  # no slot has dropped tokens
             return self.rules.body_at(packed.peaks)
         self._grow_to(int(packed.slots.max()) + 1)
         offsets, floors = self.slots.offset.take(packed.slots), self.slots.floor.take(packed.slots)
@@ -289,19 +285,19 @@ class TailTable:
         return {self.states.name: states[states >= 0], self.tails.name: tail[tail >= 0]}
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        """Return pool name -> which rows of the slot's blocks mean anything to it, as `LayerMemory.live_rows`.
+        """Return pool name -> which rows of the slot's blocks belong to its tokens, as `LayerMemory.live_rows`.
 
-        A state is one row, which a stale head lacks; of a ring the rows of tokens [body_at, length) are live.
+        A state is one row, live unless it is a stale head; of a ring the rows of tokens [body_at, length) are live.
         """
         self._grow_to(slot + 1)
         body_at, head_at, _, offset, _, *states, tail = self.slots.table[:, slot].tolist()
-        is_fresh = [[stands] for stands, block in zip((True, head_at >= 0, True), states, strict=True) if block >= 0]
+        is_fresh = [[fresh] for fresh, block in zip((True, head_at >= 0, True), states, strict=True) if block >= 0]
         ring = np.zeros((int(tail >= 0), self.rules.tail_rows), np.bool_)
         ring[:, np.arange(body_at, length + offset) % max(1, self.rules.tail_rows)] = True
         return {self.states.name: np.array(is_fresh, np.bool_).reshape(-1, 1), self.tails.name: ring}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
-        """Return the blocks of many slots (S,), and what they are to them."""
+        """Return the blocks of many slots (S,), with the part that each has: body, tail or head."""
         self._grow_to(int(slots.max(initial=-1)) + 1)
         held, start = self.slots.take(slots), np.zeros_like(slots)
 
@@ -314,10 +310,8 @@ class TailTable:
         )
         states = [of(self.states, "body", held.body, start, body_at)]
         if self.rules.has_heads:
-            states += [
-                of(self.states, "head", held.head, start, head_at),
-                of(self.states, "head", held.kept, start, kept_at),
-            ]
+            heads = ((held.head, head_at), (held.kept, kept_at))
+            states += [of(self.states, "head", ids, start, at) for ids, at in heads]
         return [*states, of(self.tails, "tail", held.tail, body_at)]
 
     def record(self, slot: int) -> Record:
@@ -327,7 +321,7 @@ class TailTable:
         return {"positions": slots.table[:3, slot].tolist(), "holds": (slots.ids[:, slot] >= 0).astype(int).tolist()}
 
     def base_of(self, slot: int) -> list[int]:
-        """Return the slot's offset and floor."""
+        """Return the slot's position offset, and the lowest position that a rollback reaches after drops."""
         self._grow_to(slot + 1)
         base: list[int] = self.slots.table[3:5, slot].tolist()
         return base
@@ -335,8 +329,7 @@ class TailTable:
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s], base: Sequence[int] = (0, 0)) -> None:
         """Make an empty slot what `record` and `base_of` were taken of, over blocks with the same bytes.
 
-        The references to these blocks pass to it. A record that makes no sense may raise anything, before a reference
-        has passed.
+        The references to these blocks pass to it. A record that makes no sense may raise anything, but does so first.
         """
         self._grow_to(slot + 1)
         holds = np.array(record["holds"], np.bool_)
@@ -354,15 +347,13 @@ class TailTable:
     # Checks
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
-        """Raise IntegrityError unless the given slots, and no others, hold all blocks of the pools, each where it
-        belongs.
-        """
+        """Raise IntegrityError unless exactly the given slots hold blocks, and theirs fit their lengths and peaks."""
         for slot, length in lengths.items():
             self.check_slot(slot, length, peaks[slot])
-        strangers = np.setdiff1d(np.arange(len(self.slots)), np.fromiter(lengths, np.int64, len(lengths)))
-        if (self.slots.ids[:, strangers] >= 0).any():
+        closed = np.setdiff1d(np.arange(len(self.slots)), np.fromiter(lengths, np.int64, len(lengths)))
+        if (self.slots.ids[:, closed] >= 0).any():
             raise IntegrityError("states or tails are held for slots that are not open")
-        if ahead := strangers[self.slots.table[3:5, strangers].any(0)].tolist():
+        if ahead := closed[self.slots.table[3:5, closed].any(0)].tolist():
             raise IntegrityError(f"slots that are not open have states ahead of them: {ahead}")
         steps = self._open_steps.values()
         for pool, columns in (
@@ -373,7 +364,7 @@ class TailTable:
             pool.check(held[held >= 0])
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:
-        """As `check`, of one slot with this length and furthest position."""
+        """Raise IntegrityError unless one slot's blocks fit this length and peak of its sequence."""
         self._grow_to(slot + 1)
         body_at, head_at, kept_at, offset, floor, body, head, kept, tail = self.slots.table[:, slot].tolist()
         if (offset or floor) and not 1 <= floor <= length:
@@ -381,24 +372,21 @@ class TailTable:
         length, peak = length + offset, peak + offset
         expected = int(self.rules.body_at(np.array(peak)))
         if body_at != expected:
-            raise IntegrityError(
-                f"slot {slot} has its body at {body_at}, its furthest position {peak} puts it at {expected}"
-            )
+            raise IntegrityError(f"slot {slot} has its body at {body_at}, its peak {peak} puts it at {expected}")
         if not body_at <= length <= peak or (body >= 0) != (body_at > 0):
             raise IntegrityError(f"slot {slot} has length {length}, furthest {peak}, body {body} at {body_at}")
         if length > body_at and (tail < 0 or length - body_at > self.rules.tail_rows):
             raise IntegrityError(f"slot {slot} cannot hold rows [{body_at}, {length}) in tail {tail}")
         if head_at > length or (head_at >= 0 and head < 0):
             raise IntegrityError(f"slot {slot} has length {length} and head {head} at {head_at}")
-        if (kept_at >= 0) != (kept >= 0) or (
-            kept >= 0 and not (body_at < kept_at <= length and kept_at % self.rules.fold_tokens == 0)
-        ):
+        is_wanted = body_at < kept_at <= length and kept_at % self.rules.fold_tokens == 0
+        if (kept_at >= 0) != (kept >= 0) or (kept >= 0 and not is_wanted):
             raise IntegrityError(
                 f"slot {slot} has length {length}, its body at {body_at}, and state {kept} kept for {kept_at}"
             )
 
 
-def _as_states_count(packed: Packed, offsets: Int64s) -> Packed:
-    """Return the step with positions as the states count them: ahead of those of the sequences by (S,) offsets."""
+def _in_state_positions(packed: Packed, offsets: Int64s) -> Packed:
+    """Return the step in positions of the states: those of the sequences plus the position offsets (S,)."""
     positions = packed.positions + np.repeat(offsets, packed.counts)
     return replace(packed, starts=packed.starts + offsets, peaks=packed.peaks + offsets, positions=positions)
