@@ -92,7 +92,7 @@ class Runs:
         return len(self.starts)
 
     def colour(self, i: int) -> Colour:
-        """Return the colour of the i-th run: its pool's, in a shade that differs between consecutive sequences."""
+        """Return the colour of group i: its pool's, in a shade that differs between consecutive sequences."""
         return lighter(PALETTE[self.pools[i] % len(PALETTE)], _SHADES[self.owners[i] % len(_SHADES)])
 
     def label(self, i: int) -> str:
@@ -144,7 +144,7 @@ def _regions(runs: Runs, capacity: int) -> list[tuple[int, int]]:
 
 
 def _row_bytes(n_bytes: int, runs: Runs) -> int:
-    """Return the bytes that one row of the picture shows: a power of two, and no less than the smallest run."""
+    """Return the bytes that one row of the picture shows: a power of two, and no less than the smallest group."""
     least = int((runs.ends - runs.starts).min()) if len(runs) else 1
     return 1 << math.ceil(math.log2(max(least, n_bytes / _MOST_ROWS, 1)))
 
@@ -161,7 +161,7 @@ def _draw(ax: Axes, runs: Runs, region: tuple[int, int], row_bytes: int) -> None
     all_rows = [_box(left, right, y) for left, right, y in _rows(0, end - start, row_bytes)]
     ax.add_collection(PolyCollection(all_rows, facecolors=FREE, label="free"))
     inside = np.flatnonzero((runs.starts >= start) & (runs.ends <= end)).tolist()
-    least = 0 if n_rows > 1 else row_bytes // 500  # otherwise a small run would be invisible in a large budget
+    least = 0 if n_rows > 1 else row_bytes // 500  # otherwise a small group would be invisible in a large budget
     ends = np.maximum(runs.ends, runs.starts + least)
     pieces = [
         (i, *piece) for i in inside for piece in _rows(int(runs.starts[i]) - start, int(ends[i]) - start, row_bytes)

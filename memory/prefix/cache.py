@@ -105,7 +105,7 @@ class PrefixCache(NotCopied):
         require_memory(memory, "PrefixCache(memory)")
         if memory.spec.of_kind("cross-attention"):
             raise SpecError(
-                f"sequences of {memory.spec.model} depend on what an encoder said, so equal tokens are no equal prefix"
+                f"sequences of {memory.spec.model} depend on an encoder, so equal tokens are no equal prefix"
             )
         self._memory: HybridMemory | None = memory
         self.grid_tokens = grid_tokens
