@@ -325,7 +325,7 @@ class PrefixCache(NotCopied):
             self._memory.remove_reclaimer(self._reclaimer)
         self._memory = None
         self._checkpoints.clear()
-        self._root = Node(EMPTY, 0, None)
+        self._roots = {}
 
     def __enter__(self) -> PrefixCache:
         if self._memory is None:

@@ -231,6 +231,15 @@ def test_a_sequence_whose_middle_was_dropped_is_not_remembered(tmp_path: Path) -
     assert cache.stats().n_checkpoints == 0
 
 
+def test_a_cache_that_is_closed_after_its_memory_keeps_no_tokens(tmp_path: Path) -> None:
+    subject = make_subject("toy", tmp_path)
+    cache = PrefixCache(subject.memory(WINDOW))
+    prefill(subject, cache, subject.tokens(20))
+    cache.memory.close()
+    cache.close()
+    assert not cache._roots
+
+
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     subject = make_subject("toy", tmp_path)
     memory = subject.memory(WINDOW)

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from memory.blocks.arrays import Int64s, ceil_div
+from memory.blocks.arrays import Int64s, ceil_div, ranges, starts_of
 from memory.blocks.staging import room_for
 from memory.kernels.cuda.choices import powers_of_2, tunable
 from memory.kernels.cuda.launch import next_power_of_2
@@ -108,17 +108,17 @@ def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows
     for size in np.unique(sizes).tolist():
         requests = (sizes == size).nonzero()[0]
         n_tiles = ceil_div(counts[requests], size)
-        r, first = np.repeat(requests, n_tiles), _places(n_tiles) * size
+        r, first = np.repeat(requests, n_tiles), _indices(n_tiles) * size
         n_queries = np.minimum(size, counts[r] - first)
         newest = n_rows[r] - counts[r] + first
         end = newest + n_queries
         begin = np.zeros_like(end) if window is None else np.maximum(0, newest - window + 1)
         n_splits, length = _splits(end - begin, counts[r] <= FEW_QUERIES, shape)
         is_split = n_splits > 1
-        own_partial = n_partial + _starts(np.where(is_split, n_splits * n_queries, 0))
+        own_partial = n_partial + starts_of(np.where(is_split, n_splits * n_queries, 0))[:-1]
         n_partial += int((n_splits * n_queries)[is_split].sum())
 
-        s, split = np.repeat(np.arange(len(r)), n_splits), _places(n_splits)
+        s, split = np.repeat(np.arange(len(r)), n_splits), _indices(n_splits)
         partial = np.where(is_split[s], own_partial[s] + split * n_queries[s], -1)
         begins = begin[s] + split * length[s]
         ends = np.minimum(begins + length[s], end[s])
@@ -139,7 +139,7 @@ def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows
         n_tasks += len(s)
 
         m = np.repeat(is_split.nonzero()[0], n_queries[is_split])
-        query = _places(n_queries[is_split])
+        query = _indices(n_queries[is_split])
         merges.append(np.stack([token[m] + query, own_partial[m] + query, n_queries[m], n_splits[m]], 1))
     tiles = Tiles(tuple(launches), np.concatenate(tasks), np.concatenate(merges), n_partial)
     return _with_room(tiles, int(counts.sum())) if len(launches) == 1 and counts.max() <= FEW_QUERIES else tiles
@@ -168,12 +168,6 @@ def _powers_of_2(counts: Int64s) -> Int64s:
     return np.array([next_power_of_2(n) for n in counts.tolist()], np.int64)
 
 
-def _starts(counts: Int64s) -> Int64s:
-    starts: Int64s = counts.cumsum() - counts
-    return starts
-
-
-def _places(counts: Int64s) -> Int64s:
+def _indices(counts: Int64s) -> Int64s:
     """Return 0, 1, ... counts[i] - 1 for each i, one after the other."""
-    places: Int64s = np.arange(int(counts.sum())) - np.repeat(_starts(counts), counts)
-    return places
+    return ranges(np.zeros_like(counts), counts)
