@@ -53,7 +53,6 @@ def run_in_chunks(
     """Feed requests in steps of at most `max_tokens`; see `HybridMemory.run`.
 
     If it takes several steps, a checkpoint of each sequence is held meanwhile, to which a failure returns.
-
     Args:
         held: entered before the last commit. From then on a Ctrl-C waits, for as long as the caller keeps this.
     """

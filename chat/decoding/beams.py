@@ -17,10 +17,12 @@ from torch import Tensor
 
 from chat.decoding.sampling import Sampler, Sampling, check_sampling
 from chat.engine.arguments import check_parts, read_stop_ids
+from chat.engine.loop import decode
 from chat.engine.requests import read_token_ids
-from memory import BatchError, HybridMemory, Sequence
+from memory import BatchError, HybridMemory, Sequence, Step
 from memory.blocks.arguments import read_count
 from memory.sequences.interrupts import uninterrupted
+from memory.step import Outputs
 from models import LanguageModel
 
 
@@ -118,19 +120,9 @@ def _search(
     model: LanguageModel, memory: HybridMemory, prompts: Seq[list[int]], options: BeamOptions, searches: list[_Search]
 ) -> None:  # fmt: skip
     with uninterrupted():
-        for _ in prompts:
-            searches.append(_Search(memory, options))
-    rows = memory.run(model, {search.beams[0]: prompt for search, prompt in zip(searches, prompts, strict=True)})
-    assert rows is not None  # only a dry run has no logits
-    for search, row_V in zip(searches, rows, strict=True):
-        search.advance(row_V[None])
-    while running := [search for search in searches if search.beams]:
-        with memory.step(
-            [pair for search in running for pair in zip(search.beams, search.last_ids, strict=True)]
-        ) as step:
-            rows = model(step)
-        for search, rows_BV in zip(running, torch.split(rows, [len(search.beams) for search in running]), strict=True):
-            search.advance(rows_BV)
+        for prompt in prompts:
+            searches.append(_Search(memory, options, prompt))
+    decode(model, memory, _Searching(searches))
 
 
 def _close_all(memory: HybridMemory, sequences: Iterable[Sequence]) -> None:
@@ -138,6 +130,27 @@ def _close_all(memory: HybridMemory, sequences: Iterable[Sequence]) -> None:
         for sequence in sequences:
             if not sequence.closed:
                 memory.close(sequence)
+
+
+class _Searching:
+    """The mode of beam search: all beams of all searches get one more token, and change places."""
+
+    outputs: Outputs = "last"
+
+    def __init__(self, searches: list[_Search]) -> None:
+        self._searches = searches
+
+    def requests(self) -> dict[Sequence, list[int]]:
+        self._searches = [search for search in self._searches if search.beams]
+        return {beam: ids for search in self._searches for beam, ids in zip(search.beams, search.next_ids, strict=True)}
+
+    def choose(self, logits: Tensor, step: Step | None) -> Tensor:
+        return logits
+
+    def keep(self, chosen: Tensor) -> None:
+        rows = torch.split(chosen, [len(search.beams) for search in self._searches])
+        for search, rows_BV in zip(self._searches, rows, strict=True):
+            search.advance(rows_BV)
 
 
 @dataclass(frozen=True)
@@ -153,14 +166,14 @@ class _Search:
     """Beam search from one prompt.
 
     Attributes:
-        beams: sequences of those that go on, none once the search is over; last_ids: the token that each of them must
-            be fed next.
+        beams: sequences of those that go on, none once the search is over.
+        next_ids: the tokens that each of them is fed next.
         complete: the best complete beams so far, best first.
     """
 
-    def __init__(self, memory: HybridMemory, options: BeamOptions) -> None:
+    def __init__(self, memory: HybridMemory, options: BeamOptions, prompt_ids: list[int]) -> None:
         self.beams = [memory.open()]
-        self.last_ids: list[int] = []
+        self.next_ids = [prompt_ids]
         self.complete: list[Beam] = []
         self._memory = memory
         self._options = options
@@ -238,7 +251,7 @@ class _Search:
         self._memory.reorder(moves)
         self._texts = [[*self._texts[c.parent], c.token_id] for c in chosen]
         self._log_probabilities = torch.tensor([c.log_probability for c in chosen])
-        self.last_ids = [c.token_id for c in chosen]
+        self.next_ids = [[c.token_id] for c in chosen]
         self.beams = [*placed, *spare]
         while len(self.beams) > len(placed):
             self._memory.close(self.beams.pop())
@@ -263,40 +276,63 @@ def n_best(
     check_sampling(sampling)
     stop_ids = read_stop_ids(stop_ids)
     prompt_ids = read_token_ids(prompt_ids, memory.spec.vocab_size)
-    texts: list[list[int]] = [[] for _ in range(n)]
-    totals = [0.0] * n
     seeds = [None if sampling.seed is None else sampling.seed + i for i in range(n)]
     samplers = [Sampler(replace(sampling, seed=seed), prompt_ids) for seed in seeds]
-    sequences: list[Sequence] = []
-
-    def sample() -> None:
-        with uninterrupted():
-            sequences.append(memory.open())
-        prompt_rows = memory.run(model, {sequences[0]: prompt_ids})
-        assert prompt_rows is not None  # only a dry run has no logits
-        with uninterrupted():
-            for _ in range(n - 1):
-                sequences.append(memory.fork(sequences[0]))
-        rows, running = prompt_rows.expand(n, -1), list(range(n))
-        for n_tokens in range(1, max_tokens + 1):
-            for i, row_V, log_V in zip(running, rows, rows.float().log_softmax(-1), strict=True):
-                texts[i].append(samplers[i].choose(row_V))
-                totals[i] += float(log_V[texts[i][-1]])
-            running = [i for i in running if texts[i][-1] not in stop_ids]
-            if not running or n_tokens == max_tokens:
-                break
-            with memory.step({sequences[i]: texts[i][-1] for i in running}) as step:
-                rows = model(step)
-
+    mode = _Drawing(memory, prompt_ids, samplers, max_tokens, stop_ids)
     try:
         try:
-            sample()
+            with uninterrupted():
+                mode.sequences.append(memory.open())
+            decode(model, memory, mode)
         finally:
-            _close_all(memory, sequences)
+            _close_all(memory, mode.sequences)
     finally:
-        _close_all(memory, sequences)  # a Ctrl-C may have come in the way of the first
-    beams = [Beam(text, total, total / len(text)) for text, total in zip(texts, totals, strict=True)]
+        _close_all(memory, mode.sequences)  # a Ctrl-C may have come in the way of the first
+    beams = [Beam(text, total, total / len(text)) for text, total in zip(mode.texts, mode.totals, strict=True)]
     return sorted(beams, key=lambda beam: -beam.score)
+
+
+class _Drawing:
+    """The mode of n-best sampling: forks of one prompt get one drawn token each.
+
+    Attributes:
+        sequences: of the prompt, and its forks once it has been read.
+        texts, totals: of each continuation its tokens, and their log probability together.
+    """
+
+    outputs: Outputs = "last"
+
+    def __init__(
+        self, memory: HybridMemory, prompt_ids: list[int], samplers: list[Sampler], max_tokens: int,
+        stop_ids: tuple[int, ...],
+    ) -> None:  # fmt: skip
+        self.sequences: list[Sequence] = []
+        self.texts: list[list[int]] = [[] for _ in samplers]
+        self.totals = [0.0] * len(samplers)
+        self._memory, self._prompt_ids, self._samplers = memory, prompt_ids, samplers
+        self._max_tokens, self._stop_ids = max_tokens, stop_ids
+        self._running = list(range(len(samplers)))
+
+    def requests(self) -> dict[Sequence, list[int]]:
+        if not self.texts[0]:
+            return {self.sequences[0]: self._prompt_ids}
+        self._running = [
+            i
+            for i in self._running
+            if self.texts[i][-1] not in self._stop_ids and len(self.texts[i]) < self._max_tokens
+        ]
+        return {self.sequences[i]: self.texts[i][-1:] for i in self._running}
+
+    def choose(self, logits: Tensor, step: Step | None) -> Tensor:
+        return logits
+
+    def keep(self, chosen: Tensor) -> None:
+        while len(self.sequences) < len(self.texts):
+            self.sequences.append(self._memory.fork(self.sequences[0]))
+        rows = chosen.expand(len(self._running), -1)
+        for i, row_V, log_V in zip(self._running, rows, rows.float().log_softmax(-1), strict=True):
+            self.texts[i].append(self._samplers[i].choose(row_V))
+            self.totals[i] += float(log_V[self.texts[i][-1]])
 
 
 def _check_counts(**counts: int) -> None:

@@ -17,9 +17,11 @@ from torch import Tensor
 
 from chat.decoding.sampling import Sampler, Sampling
 from chat.engine.arguments import check_parts
-from memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
+from chat.engine.loop import decode
+from memory import CapacityError, HybridMemory, Sequence, SpecError, Step, StepError
 from memory.blocks.arguments import read_count
 from memory.sequences.interrupts import uninterrupted
+from memory.step import Outputs
 from models import LanguageModel
 
 
@@ -197,6 +199,52 @@ class _Follower:
     n_settled: int = 0
 
 
+@dataclass
+class _Guess:
+    """A draft that grows.
+
+    Attributes:
+        next_ids: tokens to be fed before its next token is guessed.
+    """
+
+    next_ids: list[int]
+    draft: Draft
+    most_tokens: int
+    draws: Draws | None
+
+    def extend(self, logits_V: Tensor) -> None:
+        """Guess the next token, the likeliest or a drawn one."""
+        draft, draws = self.draft, self.draws
+        if draws is None or draft.chances is None:
+            draft.token_ids.append(int(logits_V.argmax()))
+        else:
+            chances_V = draws.probabilities(logits_V)
+            draft.chances.append(chances_V)
+            draft.token_ids.append(draws.draw(chances_V))
+            draws.sampler.add(draft.token_ids[-1])
+        self.next_ids = draft.token_ids[-1:] if len(draft.token_ids) < self.most_tokens else []
+
+
+class _Guessing:
+    """The mode of a draft model: every draft gets one more token in each step."""
+
+    outputs: Outputs = "last"
+
+    def __init__(self, guesses: dict[Sequence, _Guess]) -> None:
+        self._guesses = guesses
+
+    def requests(self) -> dict[Sequence, list[int]]:
+        self._guesses = {s: guess for s, guess in self._guesses.items() if guess.next_ids}
+        return {s: guess.next_ids for s, guess in self._guesses.items()}
+
+    def choose(self, logits: Tensor, step: Step | None) -> Tensor:
+        return logits
+
+    def keep(self, chosen: Tensor) -> None:
+        for guess, row_V in zip(self._guesses.values(), chosen, strict=True):
+            guess.extend(row_V)
+
+
 class DraftModel:
     """A smaller model with the same vocabulary, on a memory of its own, decodes ahead: one small step for each token of
     a draft.
@@ -231,33 +279,16 @@ class DraftModel:
         draws = {s: None if r.draws is None else r.draws.ahead() for s, r in requests.items()}
         try:
             feeds = {s: self._catch_up(s, request.text) for s, request in requests.items()}
-            while feeds:
-                rows = self.memory.run(
-                    self.model,
-                    {self._followers[s].sequence: tokens for s, tokens in feeds.items()},
-                    max_tokens=self._step_tokens,
+            guesses = {
+                self._followers[s].sequence: _Guess(
+                    tokens, drafts[s], min(requests[s].most_tokens, self.n_draft), draws[s]
                 )
-                assert rows is not None  # only a dry run has no logits
-                for sequence, row in zip(feeds, rows, strict=True):
-                    self._guess(draws[sequence], drafts[sequence], row)
-                feeds = {
-                    s: drafts[s].token_ids[-1:]
-                    for s in feeds
-                    if len(drafts[s].token_ids) < min(requests[s].most_tokens, self.n_draft)
-                }
+                for s, tokens in feeds.items()
+            }
+            decode(self.model, self.memory, _Guessing(guesses), step_tokens=self._step_tokens)
         except CapacityError:
             pass
         return {s: draft for s, draft in drafts.items() if draft.token_ids}
-
-    @staticmethod
-    def _guess(draws: Draws | None, draft: Draft, logits_V: Tensor) -> None:
-        if draws is None or draft.chances is None:
-            draft.token_ids.append(int(logits_V.argmax()))
-            return
-        chances_V = draws.probabilities(logits_V)
-        draft.chances.append(chances_V)
-        draft.token_ids.append(draws.draw(chances_V))
-        draws.sampler.add(draft.token_ids[-1])
 
     def _catch_up(self, sequence: Sequence, text: list[int]) -> list[int]:
         """Take back what this memory holds beside the text; the tokens of it that it must still be fed,

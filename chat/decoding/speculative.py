@@ -9,7 +9,7 @@ tail, so a draft of any length that fits the rollback window needs no state but 
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +19,11 @@ from chat.decoding.acceptance import Acceptance, accept_drawn, accept_likeliest
 from chat.decoding.drafts import Draft, Drafter, DraftRequest, Draws, check_counts, check_window
 from chat.decoding.sampling import Sampling, check_sampling
 from chat.engine.arguments import check_parts, read_stop_ids
+from chat.engine.loop import feed
 from chat.engine.requests import EngineStats, check_max_tokens, read_token_ids
-from memory import CapacityError, HybridMemory, Sequence, SpecError
-from memory.chunked_prefill import run_in_chunks
+from memory import CapacityError, HybridMemory, Sequence, SpecError, Step
 from memory.sequences.interrupts import uninterrupted_call
+from memory.step import Outputs
 from models import LanguageModel
 
 _NO_DRAFT = Draft([])
@@ -159,20 +160,28 @@ class SpeculativeBatch:
 
     def _advance(self) -> None:
         """Take a step, and have its tokens ready: both, or neither."""
-        drafts, held = self._draft(), uninterrupted_call()
-        with ExitStack() as commit:
-            try:
-                chosen = self._feed_drafts(drafts, held, commit) if drafts else self._feed_plain(held, commit)
-            except CapacityError:
-                if not drafts:
-                    raise
-                chosen = self._feed_plain(held, commit)
-            self._waiting = {}
-            self._untold = [
-                self._keep(sequence, token_id) for sequence, token_ids in chosen.items() for token_id in token_ids
-            ]
-            if not self._waiting:
-                self._drafter.draft({})  # nobody is left
+        drafts = self._draft()
+        try:
+            self._feed(drafts)
+        except CapacityError:
+            if not drafts:
+                raise
+            self._feed({})
+
+    def _feed(self, drafts: dict[Sequence, Draft]) -> None:
+        mode = _Verifying(self, drafts)
+        feed(self.model, self.memory, mode, mode.requests(), step_tokens=self._step_tokens)
+
+    def _note(self, chosen: dict[Sequence, list[int]]) -> None:
+        """Write down the tokens that were chosen, and what is to be fed for them."""
+        self.acceptance.n_turns += len(chosen)
+        self.acceptance.n_generated += sum(map(len, chosen.values()))
+        self._waiting = {}
+        self._untold = [
+            self._keep(sequence, token_id) for sequence, token_ids in chosen.items() for token_id in token_ids
+        ]
+        if not self._waiting:
+            self._drafter.draft({})  # nobody is left
 
     def _keep(self, sequence: Sequence, token_id: int) -> NewToken:
         self._waiting.pop(sequence, None)  # the token before this one is fed already
@@ -208,58 +217,6 @@ class SpeculativeBatch:
         }
         return self._drafter.draft(requests) if requests else {}
 
-    def _feed_plain(self, held: uninterrupted_call, commit: ExitStack) -> dict[Sequence, list[int]]:
-        """Feed what waits; the next token of each sequence that is not done. A Ctrl-C waits from the commit on."""
-        requests, started = self._waiting, time.perf_counter()
-        n_tokens = sum(map(len, requests.values()))
-        if n_tokens <= self._step_tokens:
-            with self.memory.step(requests) as step:
-                chosen = self._choose(self.model(step))
-                commit.enter_context(held)
-        else:  # this marks every sequence, which a step of single tokens should not pay for
-            rows_SV = run_in_chunks(
-                self.memory, self.model, requests, max_tokens=self._step_tokens, outputs="last", held=held
-            )
-            commit.push(held)
-            assert rows_SV is not None  # only a dry run has no logits
-            chosen = self._choose(rows_SV)
-        if self.memory.spec.device.type == "cuda":
-            torch.cuda.synchronize(self.memory.spec.device)  # or the clock would stop before the work does
-        self._count_step(n_tokens, started)
-        self.acceptance.n_turns += len(chosen)
-        self.acceptance.n_generated += len(chosen)
-        return chosen
-
-    def _choose(self, rows_SV: Tensor) -> dict[Sequence, list[int]]:
-        """The next token of each sequence that is not done, from the logits of the last tokens."""
-        rows = zip(self._waiting, rows_SV, strict=True)
-        return {s: self._verify(s, _NO_DRAFT, row_V[None]) for s, row_V in rows if self._n_left.get(s, 0) > 0}
-
-    def _count_step(self, n_tokens: int, started: float) -> None:
-        self.stats.seconds += time.perf_counter() - started
-        self.stats.n_fed += n_tokens
-        self.stats.n_steps += 1
-
-    def _feed_drafts(
-        self, drafts: dict[Sequence, Draft], held: uninterrupted_call, commit: ExitStack
-    ) -> dict[Sequence, list[int]]:
-        """As `_feed_plain`, with drafts behind what waits, of which it keeps what the model agrees with."""
-        requests = {s: [*tokens, *drafts.get(s, _NO_DRAFT).token_ids] for s, tokens in self._waiting.items()}
-        started, chosen = time.perf_counter(), {}
-        with self.memory.step(requests, outputs="all") as step:
-            rows = step.split(self.model(step))
-            for sequence, rows_KV in zip(requests, rows, strict=True):
-                if self._n_left.get(sequence, 0) > 0:
-                    chosen[sequence] = self._verify(sequence, drafts.get(sequence, _NO_DRAFT), rows_KV)
-            step.accept({s: len(chosen[s]) for s in drafts})
-            commit.enter_context(held)
-        self._count_step(sum(map(len, requests.values())), started)
-        for sequence, draft in drafts.items():
-            self._count(sequence, draft, chosen[sequence])
-        self.acceptance.n_turns += len(chosen)
-        self.acceptance.n_generated += sum(map(len, chosen.values()))
-        return chosen
-
     def _verify(self, sequence: Sequence, draft: Draft, rows_KV: Tensor) -> list[int]:
         """The tokens that follow: the accepted part of the draft and one of the model's own, cut behind one that ends
         the reply.
@@ -278,3 +235,44 @@ class SpeculativeBatch:
         self.acceptance.n_accepted += n_accepted
         if self._adapts:
             self._n_draft[sequence] = min(self._drafter.n_draft, 2 * n_accepted + 1)
+
+
+class _Verifying:
+    """The mode of a step with drafts, or with none: what the model agrees with is kept, and one token of its own."""
+
+    def __init__(self, batch: SpeculativeBatch, drafts: dict[Sequence, Draft]) -> None:
+        self.outputs: Outputs = "all" if drafts else "last"
+        self._batch, self._drafts = batch, drafts
+        self._started, self._n_fed = time.perf_counter(), 0
+
+    def requests(self) -> dict[Sequence, list[int]]:
+        requests = {s: [*ids, *self._drafts.get(s, _NO_DRAFT).token_ids] for s, ids in self._batch._waiting.items()}
+        self._n_fed = sum(map(len, requests.values()))
+        return requests
+
+    def choose(self, logits: Tensor, step: Step | None) -> dict[Sequence, list[int]]:
+        """Verify the drafts: the next tokens of each sequence whose reply is not complete."""
+        batch = self._batch
+        rows: Iterable[Tensor] = logits[:, None]
+        if self._drafts:
+            assert step is not None, "drafts are not fed in chunks"
+            rows = step.split(logits)
+        chosen = {
+            sequence: batch._verify(sequence, self._drafts.get(sequence, _NO_DRAFT), rows_KV)
+            for sequence, rows_KV in zip(batch._waiting, rows, strict=True)
+            if batch._n_left.get(sequence, 0) > 0
+        }
+        if step is not None and self._drafts:
+            step.accept({sequence: len(chosen[sequence]) for sequence in self._drafts})
+        return chosen
+
+    def keep(self, chosen: dict[Sequence, list[int]]) -> None:
+        batch, device = self._batch, self._batch.memory.spec.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # or the clock would stop before the work does
+        batch.stats.seconds += time.perf_counter() - self._started
+        batch.stats.n_fed += self._n_fed
+        batch.stats.n_steps += 1
+        for sequence, draft in self._drafts.items():
+            batch._count(sequence, draft, chosen[sequence])
+        batch._note(chosen)

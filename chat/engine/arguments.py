@@ -14,7 +14,9 @@ import numpy as np
 from memory import BatchError, HybridMemory, SpecError
 from memory.blocks.arguments import is_integer
 from memory.hybrid import require_memory
+from memory.prefix.cache import PrefixCache
 from memory.sequences.batch import why_no_ids
+from models import LanguageModel
 
 HOW_TO_LOAD = "with a model from load_model(...) and memory = HybridMemory(model.memory_spec, budget)"
 
@@ -24,6 +26,27 @@ def check_parts(model: object, memory: object, call: str) -> None:
     if isinstance(model, HybridMemory | str | Path) or not callable(model):
         raise SpecError(f"{model!r:.80} is no model; call {call}, {HOW_TO_LOAD}")
     require_memory(memory, call)
+
+
+def check_belonging(model: LanguageModel, memory: HybridMemory, prefixes: PrefixCache | None) -> None:
+    """Raise SpecError unless they belong together: else every request would end with an error of its own."""
+    spec, own = model.memory_spec, memory.spec
+    if not own.same_memories(spec):
+        raise SpecError(
+            f"this memory was made for {own.model}, not for {spec.model}; make it with HybridMemory(model.memory_spec)"
+        )
+    if own.device.type != "meta" and (own.dtype, own.device.type) != (spec.dtype, spec.device.type):
+        raise SpecError(
+            f"this memory holds {own.dtype} on {own.device.type}, {spec.model} runs in {spec.dtype} on "
+            f"{spec.device.type}; make it with HybridMemory(model.memory_spec), without device= and dtype=, or load "
+            "the model so"
+        )
+    if not isinstance(prefixes, PrefixCache | None):
+        raise SpecError(f"prefixes={prefixes!r}; give PrefixCache(memory) of memory.prefix, or None for no cache")
+    if prefixes is not None and prefixes.memory is not memory:
+        raise SpecError(
+            "prefixes= is the cache of another memory; give PrefixCache(memory) with the memory that the engine has"
+        )
 
 
 def check_tokenizer(tokenizer: Any) -> None:

@@ -19,17 +19,19 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import ExitStack, suppress
 from typing import Any
 
 from chat.decoding.sampling import Sampling
-from chat.engine.arguments import HOW_TO_LOAD, check_parts, check_tokenizer, read_stop_ids
+from chat.engine.arguments import HOW_TO_LOAD, check_belonging, check_parts, check_tokenizer, read_stop_ids
 from chat.engine.callbacks import News
 from chat.engine.choose import Choice, Choose, Plan, choose_tokens
+from chat.engine.loop import take_step
 from chat.engine.requests import EngineStats, Generation, Job, OnToken, Request, read_marks, read_stop, read_token_ids
-from chat.engine.scheduling import Load, Scheduler, open_step, plan_step
+from chat.engine.scheduling import Load, Scheduler
 from chat.engine.serving import Serving
+from chat.engine.sharing import open_step, plan_step
 from chat.engine.streaming import TextStream
 from chat.prompts import Tokenizer, find_stop_ids
 from memory import BatchError, CapacityError, HybridMemory, Sequence, SequenceError, SpecError, Step, StepError
@@ -53,28 +55,7 @@ def require_engine(engine: object, call: str) -> None:
         )
 
 
-def _check_parts(model: LanguageModel, memory: HybridMemory, prefixes: PrefixCache | None) -> None:
-    """Raise SpecError unless they belong together: else every request would end with an error of its own."""
-    spec, own = model.memory_spec, memory.spec
-    if not own.same_memories(spec):
-        raise SpecError(
-            f"this memory was made for {own.model}, not for {spec.model}; make it with HybridMemory(model.memory_spec)"
-        )
-    if own.device.type != "meta" and (own.dtype, own.device.type) != (spec.dtype, spec.device.type):
-        raise SpecError(
-            f"this memory holds {own.dtype} on {own.device.type}, {spec.model} runs in {spec.dtype} on "
-            f"{spec.device.type}; make it with HybridMemory(model.memory_spec), without device= and dtype=, or load "
-            "the model so"
-        )
-    if not isinstance(prefixes, PrefixCache | None):
-        raise SpecError(f"prefixes={prefixes!r}; give PrefixCache(memory) of memory.prefix, or None for no cache")
-    if prefixes is not None and prefixes.memory is not memory:
-        raise SpecError(
-            "prefixes= is the cache of another memory; give PrefixCache(memory) with the memory that the engine has"
-        )
-
-
-class Engine(NotCopied, Serving):
+class Engine(NotCopied):
     """Generates for any number of requests at once.
     Drive it with `step` or `run`, or let `serve` do so beside an event loop.
 
@@ -111,7 +92,6 @@ class Engine(NotCopied, Serving):
         clock: Callable[[], float] = time.perf_counter,
         choose: Choose = choose_tokens,
     ) -> None:
-        super().__init__()
         check_parts(model, memory, "Engine(model, memory, tokenizer)")
         check_tokenizer(tokenizer)
         for name, value in (("step_tokens", step_tokens), ("max_running", max_running)):
@@ -121,7 +101,7 @@ class Engine(NotCopied, Serving):
                 f"step_tokens={step_tokens} leaves nothing to prompts beside max_running={max_running} replies; give "
                 "more"
             )
-        _check_parts(model, memory, prefixes)
+        check_belonging(model, memory, prefixes)
         self.model = model
         self.memory = memory
         self.prefixes = prefixes
@@ -137,7 +117,7 @@ class Engine(NotCopied, Serving):
         self._clock = clock
         self._choose = choose
         self._scheduler = Scheduler(memory, prefixes, self.stats, max_running)
-        self._n_submitted = 0
+        self._serving = Serving(self)
         self._stepping = Lease()
         self._to_remember: list[tuple[Sequence, Hashable]] = []
         self._news = News(self._scheduler)
@@ -187,7 +167,7 @@ class Engine(NotCopied, Serving):
         """
         self._require_possible(token_ids, sequence)
         request = Request(
-            token_ids=(ids := read_token_ids(token_ids, self.memory.spec.vocab_size)),
+            token_ids=read_token_ids(token_ids, self.memory.spec.vocab_size),
             sequence=sequence,
             max_tokens=max_tokens,
             sampling=sampling,
@@ -201,25 +181,16 @@ class Engine(NotCopied, Serving):
             owner=owner,
         )
         self._check(request)
-        now = self._clock()
-        with uninterrupted_call() as _until_return, self._scheduler.lock:
-            n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
-            generation = Generation(self._n_submitted, len(ids), now)
-            stream = TextStream(self.tokenizer, request.stop)
-            deadline = now + (float("inf") if deadline_s is None else deadline_s)
-            self._scheduler.add(Job(request, generation, stream, deadline, sequence, list(ids), n_base=n_base))
-            self._n_submitted += 1
-            self.wake()
+        with uninterrupted_call() as _until_return:
+            generation = self._scheduler.add(request, TextStream(self.tokenizer, request.stop), self._clock())
+            self._serving.wake()
             return generation
 
     def _require_possible(self, token_ids: object, sequence: Sequence | None) -> None:
         """Refuse tokens by their number alone, before they are looked at: in steps as short as those that they take in
         need.
         """
-        n_base = 0
-        if sequence is not None:
-            with uninterrupted(), self._scheduler.lock:
-                n_base = self._scheduler.check_sequence(sequence)
+        n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
         if sequence is None or sequence.is_whole:
             self.memory.counters.require_possible(int(count_tokens([token_ids])[0]), n_held=n_base, max_tokens=1)
 
@@ -241,7 +212,7 @@ class Engine(NotCopied, Serving):
             raise BatchError(f"{generation!r} is no generation; give what engine.submit(...) returned")
         if not self._scheduler.cancel(generation):
             return
-        self.wake()
+        self._serving.wake()
         with ExitStack() as held:
             with uninterrupted():  # else whoever holds it will see; an event loop must not wait for a step
                 has_lock = self.lock.acquire(blocking=False)
@@ -264,6 +235,28 @@ class Engine(NotCopied, Serving):
         """Live ones, in the memory, of generations that take no part in the steps: those first that will wait for
         longest. Swap them out where room is short (`HybridMemory.add_reclaimer`)."""
         return self._scheduler.waiting_sequences()
+
+    # Beside an event loop
+
+    def stream(self, token_ids: Any, **options: Any) -> AsyncIterator[str]:
+        """Return the text of a reply, piece by piece; arguments and errors as `submit`.
+
+        Somebody must step: `serve`, most often. Whoever stops listening (`aclose`, a cancelled task) cancels the
+        generation. Raises whatever ended the generation with "error". After a cancellation or a deadline the text ends.
+        """
+        return self._serving.stream(token_ids, **options)
+
+    async def serve(self) -> None:
+        """Step while there is something to do, in a thread of its own, and sleep otherwise; until it is cancelled.
+
+        A step that runs when it is cancelled is finished first. Generations stay where they are: serve again to go on
+        with them.
+
+        Raises:
+            StepError: it is being served already. Whatever the model raises: every generation has ended with that error
+                then.
+        """
+        await self._serving.serve()
 
     # Steps
 
@@ -318,10 +311,8 @@ class Engine(NotCopied, Serving):
 
     def _run_step(self, step: Step, plan: Plan) -> None:
         started = time.perf_counter()
-        with ExitStack() as held:
-            with step:
-                chosen = self._choose(self.model(step), plan)
-                held.enter_context(uninterrupted())  # from the commit until the books here agree with the memory's
+
+        def keep(chosen: list[Choice]) -> None:  # the books here agree with the memory's when this is done
             self.stats.n_steps += 1
             now = self._clock()
             for (job, n_tokens), choice in zip(plan, chosen, strict=True):
@@ -331,6 +322,8 @@ class Engine(NotCopied, Serving):
                 except Exception as error:  # of the tokenizer: the others have nothing to do with it
                     self._scheduler.end(job, "error", error)
             self.stats.seconds += time.perf_counter() - started
+
+        take_step(self.model, step, lambda logits, _: self._choose(logits, plan), keep, uninterrupted())
 
     def _record(self, job: Job, n_tokens: int) -> None:
         """The memory holds this many more of the job's tokens."""
@@ -391,9 +384,7 @@ class Engine(NotCopied, Serving):
             self._news.add(job, piece)
             generation.text = job.stream.text
             generation.error, generation.finished_at = error, self._clock()
-            with self._scheduler.lock:  # who sees that it has ended may submit its sequence again
-                generation.finish_reason = reason
-                self._scheduler.forget(job)
+            self._scheduler.forget(job, reason)
             if job.sequence is not None:
                 self._scheduler.make_room()
             self._finished.append(generation)

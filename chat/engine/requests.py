@@ -19,6 +19,10 @@ from memory.blocks.arguments import is_integer
 from memory.prefix.cache import Lookup
 from memory.sequences.batch import why_no_ids
 
+LEAST_CHUNK_TOKENS = 16
+"""Prompts share a step in chunks no smaller than this, or than what they still want: below, each costs more than its
+tokens.
+"""
 EXPECTED_REPLY_TOKENS = 512
 """Room that is kept for a reply at most: a large max_tokens says that a reply may be long, not that it will be."""
 

@@ -6,45 +6,19 @@ import threading
 from bisect import bisect_left, insort
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate, takewhile
+from itertools import takewhile
 
 from chat.decoding.sampling import Sampler
-from chat.engine.choose import Plan
-from chat.engine.requests import EngineStats, FinishReason, Generation, Job
-from memory import BatchError, CapacityError, HybridMemory, HybridMemoryError, Sequence, SequenceError, Step
+from chat.engine.requests import LEAST_CHUNK_TOKENS, EngineStats, FinishReason, Generation, Job, Request
+from chat.engine.streaming import TextStream
+from memory import CapacityError, HybridMemory, HybridMemoryError, Sequence, SequenceError
 from memory.prefix.cache import PrefixCache
 from memory.sequences.interrupts import uninterrupted
 
-LEAST_CHUNK_TOKENS = 16
-"""Prompts share a step in chunks no smaller than this, or than what they still want: below, each costs more than its
-tokens.
-"""
 _MOST_ASKED = 64
 """Of those who wait, the next: whether they should be let in is asked at every step."""
 _REGAINED_SHARE = 32
 """Of the budget, what each request that ends gives back of the trust that was lost when somebody had to leave."""
-
-
-def plan_step(jobs: list[Job], step_tokens: int) -> Plan:
-    """How many tokens each job is fed in a step; those that get none are left out.
-
-    One for each that decodes. What is left goes in equal parts to the prompts: a short one is soon done, a long one
-    goes on at every step. Where there are too many prompts for all to get a chunk, those that have waited for the
-    longest do.
-
-    Args:
-        step_tokens: of the step, more than there are decodes.
-    """
-    plan = [(job, 1) for job in jobs if not job.is_prefilling]
-    left = max(1, step_tokens - len(plan))
-    queue = sorted((job for job in jobs if job.is_prefilling), key=lambda job: (job.served, *job.rank))
-    needed = accumulate(min(_n_wanted(job), LEAST_CHUNK_TOKENS) for job in queue)
-    prompts = queue[: max(1, sum(n_tokens <= left for n_tokens in needed))]
-    for i, job in enumerate(sorted(prompts, key=_n_wanted)):  # who wants less than its part leaves more to the others
-        n_tokens = min(_n_wanted(job), left // (len(prompts) - i))
-        left -= n_tokens
-        plan.append((job, n_tokens))
-    return plan
 
 
 def _n_common(a: list[int], b: list[int]) -> int:
@@ -56,27 +30,6 @@ def _n_common(a: list[int], b: list[int]) -> int:
         else:
             size //= 2
     return min(at, len(a), len(b))
-
-
-def _n_wanted(job: Job) -> int:
-    return job.next_stop - job.n_fed
-
-
-def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan) -> Step | None:
-    """The step, or None if a sequence in it was spoilt from outside: its generation has ended with an error then."""
-    requests = [(job.live_sequence, job.tokens[job.n_fed : job.n_fed + n]) for job, n in plan]
-    try:
-        return memory.step(requests)
-    except (BatchError, SequenceError):
-        n_running = len(scheduler.running)
-        for (job, _), request in zip(plan, requests, strict=True):
-            try:
-                memory.step([request])
-            except (BatchError, SequenceError) as error:
-                scheduler.end(job, "error", error)
-        if len(scheduler.running) == n_running:
-            raise
-        return None
 
 
 class Sizes:
@@ -119,9 +72,10 @@ class Load:
 class Scheduler:
     """All requests that have not ended: who waits, who runs, and who ran and had to leave.
 
+    `add`, `cancel`, `check_sequence`, `waiting_sequences` and `load` may be called from any thread; everything else
+    belongs to the thread that steps.
+
     Attributes:
-        lock: held for a moment by whoever reads or writes `jobs` or `waiting`. Everything else belongs to the thread
-            that steps.
         jobs: all of them, by generation.
         waiting: not in yet, who is next first.
         running: take part in the steps.
@@ -134,7 +88,8 @@ class Scheduler:
     def __init__(
         self, memory: HybridMemory, prefixes: PrefixCache | None, stats: EngineStats, max_running: int
     ) -> None:
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()  # of `jobs`, `waiting` and what was given or cancelled
+        self._n_submitted = 0
         self.jobs: dict[Generation, Job] = {}
         self.waiting: list[Job] = []
         self.running: list[Job] = []
@@ -151,14 +106,22 @@ class Scheduler:
         self._sizes = Sizes(memory)
         self._n_admitted = 0
 
-    def add(self, job: Job) -> None:
-        """Let it wait. The caller holds `lock`."""
-        self.jobs[job.generation] = job
-        if job.request.sequence is not None:
-            self._given.add(job.request.sequence)
-        if job.deadline < float("inf"):
-            insort(self._deadlines, (job.deadline, job.generation.id, job))
-        insort(self.waiting, job, key=lambda job: job.rank)
+    def add(self, request: Request, stream: TextStream, now: float) -> Generation:
+        """Let a request wait. Raises SequenceError if its sequence cannot go on. The caller holds a Ctrl-C back."""
+        sequence, deadline_s = request.sequence, request.deadline_s
+        with self._lock:
+            n_base = 0 if sequence is None else self._length_of(sequence)
+            generation = Generation(self._n_submitted, len(request.token_ids), now)
+            deadline = now + (float("inf") if deadline_s is None else deadline_s)
+            job = Job(request, generation, stream, deadline, sequence, list(request.token_ids), n_base=n_base)
+            self._n_submitted += 1
+            self.jobs[generation] = job
+            if sequence is not None:
+                self._given.add(sequence)
+            if deadline < float("inf"):
+                insort(self._deadlines, (deadline, generation.id, job))
+            insort(self.waiting, job, key=lambda job: job.rank)
+        return generation
 
     @property
     def load(self) -> Load:
@@ -166,12 +129,16 @@ class Scheduler:
 
     def waiting_sequences(self) -> list[Sequence]:
         """Live ones of those who wait or are parked, not swapped out, those first that will wait for longest."""
-        with uninterrupted(), self.lock:
+        with uninterrupted(), self._lock:
             jobs = [*self.parked, *self.waiting]
         return [job.sequence for job in reversed(jobs) if job.sequence is not None and not job.sequence.is_swapped]
 
     def check_sequence(self, sequence: Sequence) -> int:
-        """The length of a sequence that a generation can go on with. The caller holds `lock`. Raises SequenceError."""
+        """Return the length of a sequence that a generation can go on with. Raises SequenceError for any other."""
+        with uninterrupted(), self._lock:
+            return self._length_of(sequence)
+
+    def _length_of(self, sequence: Sequence) -> int:
         if sequence in self._given:
             raise SequenceError(f"{sequence!r} is in use by another generation; wait for its end, or fork it")
         self._memory.private_bytes(sequence)  # raises for a bad handle, and for none that is swapped out
@@ -181,26 +148,28 @@ class Scheduler:
 
     def going_on(self) -> list[Job]:
         """Those that have no outcome yet, in the order in which they came."""
-        with uninterrupted(), self.lock:
+        with uninterrupted(), self._lock:
             return [job for job in self.jobs.values() if job.outcome is None]
 
     def ended(self) -> list[Job]:
         """Those that have one, and that the engine has still to let go, in the order in which they came."""
         return sorted(self._ended, key=lambda job: job.generation.id)
 
-    def forget(self, job: Job) -> None:
-        """One that has ended is let go. The caller holds `lock`."""
-        del self.jobs[job.generation]
-        self._ended.remove(job)
-        at = bisect_left(self._deadlines, (job.deadline, job.generation.id))  # without the job
-        if at < len(self._deadlines) and self._deadlines[at][2] is job:
-            del self._deadlines[at]
-        if job.request.sequence is not None:
-            self._given.discard(job.request.sequence)
+    def forget(self, job: Job, reason: FinishReason) -> None:
+        """Let a generation go that has ended. The caller holds a Ctrl-C back."""
+        with self._lock:  # whoever sees that it has ended may submit its sequence again
+            job.generation.finish_reason = reason
+            del self.jobs[job.generation]
+            self._ended.remove(job)
+            at = bisect_left(self._deadlines, (job.deadline, job.generation.id))  # without the job
+            if at < len(self._deadlines) and self._deadlines[at][2] is job:
+                del self._deadlines[at]
+            if job.request.sequence is not None:
+                self._given.discard(job.request.sequence)
 
     def cancel(self, generation: Generation) -> bool:
         """Let a generation end at the next `reap`; whether it goes on until then. From any thread."""
-        with uninterrupted(), self.lock:
+        with uninterrupted(), self._lock:
             job = self.jobs.get(generation)
             if job is None:
                 return False
@@ -211,7 +180,7 @@ class Scheduler:
     def reap(self, now: float) -> None:
         """End who was cancelled, is too late, or has lost its sequence (who waits finds that out when it is let in)."""
         with uninterrupted():
-            with self.lock:
+            with self._lock:
                 cancelled, self._cancelled = self._cancelled, []
                 late = [job for _, _, job in takewhile(lambda entry: entry[0] <= now, self._deadlines)]
             for job in (*cancelled, *late):
@@ -231,7 +200,7 @@ class Scheduler:
                 if job in queue:
                     queue.remove(job)
                     return
-            with self.lock:
+            with self._lock:
                 if job in self.waiting:
                     self.waiting.remove(job)
 
@@ -259,7 +228,7 @@ class Scheduler:
                 self.end(job, "error", error)
 
     def _next(self) -> Job | None:
-        with uninterrupted(), self.lock:
+        with uninterrupted(), self._lock:
             waiting = [*self.parked[:1]] or self.waiting[:_MOST_ASKED]
         return next((job for job in waiting if not self._follows(job)), None)
 
@@ -334,7 +303,7 @@ class Scheduler:
             if not job.admitted:  # once: who came early does not become the next to leave by coming back
                 self._n_admitted += 1
                 job.admitted = self._n_admitted
-            with self.lock:
+            with self._lock:
                 (self.parked if job in self.parked else self.waiting).remove(job)
             job.served, job.leader = self._stats.n_steps, None
             self.running.append(job)
@@ -368,7 +337,7 @@ class Scheduler:
                 self._close(job)
                 self.running.remove(job)
                 self._expect_less()
-                with self.lock:
+                with self._lock:
                     insort(self.waiting, job, key=lambda job: job.rank)
                 return
             try:

@@ -3,37 +3,36 @@
 from __future__ import annotations
 
 import asyncio
-from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 from chat.engine.requests import Generation
 from memory import StepError
 
 
-class Serving(ABC):
-    """What an engine offers to programs that use asyncio, made of what it offers to all."""
-
-    def __init__(self) -> None:
-        self._server: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
+class Stepped(Protocol):
+    """The part of an engine that an event loop needs."""
 
     @property
-    @abstractmethod
     def is_idle(self) -> bool: ...
-
-    @abstractmethod
-    def submit(self, *arguments: Any, **options: Any) -> Generation: ...
-
-    @abstractmethod
+    @property
+    def submit(self) -> Callable[..., Generation]: ...
     def cancel(self, generation: Generation) -> None: ...
-
-    @abstractmethod
     def step(self) -> list[Generation]: ...
-
-    @abstractmethod
     def end_all(self, error: Exception) -> None: ...
+
+
+class Serving:
+    """Steps an engine in a thread of its own, and gives its replies to programs that use asyncio.
+
+    The methods are those of `Engine`, which hands its calls on.
+    """
+
+    def __init__(self, engine: Stepped) -> None:
+        self._engine = engine
+        self._server: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     async def stream(self, token_ids: Any, **options: Any) -> AsyncIterator[str]:
         """The text of a reply, piece by piece; arguments and errors as `submit`.
@@ -51,7 +50,7 @@ class Serving(ABC):
             if also is not None:
                 also(generation, piece)
 
-        generation = self.submit(token_ids, on_token=hear, **options)
+        generation = self._engine.submit(token_ids, on_token=hear, **options)
         try:
             is_last = False
             while not is_last:
@@ -59,7 +58,7 @@ class Serving(ABC):
                 if piece:
                     yield piece
         finally:
-            self.cancel(generation)
+            self._engine.cancel(generation)
         if generation.error is not None:
             raise generation.error
 
@@ -83,16 +82,16 @@ class Serving(ABC):
                 while True:
                     await event.wait()
                     event.clear()
-                    while not self.is_idle:
+                    while not self._engine.is_idle:
                         await self._step_in(worker)
         except Exception as error:
-            self.end_all(error)
+            self._engine.end_all(error)
             raise
         finally:
             self._server = None
 
     async def _step_in(self, worker: ThreadPoolExecutor) -> None:
-        step = asyncio.get_running_loop().run_in_executor(worker, self.step)
+        step = asyncio.get_running_loop().run_in_executor(worker, self._engine.step)
         try:
             await asyncio.shield(step)
         except asyncio.CancelledError:

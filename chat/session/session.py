@@ -150,9 +150,7 @@ class ChatSession:
     def regenerate(
         self, *, max_tokens: int | None = None, sampling: Sampling | None = None, on_text: OnText | None = None
     ) -> Turn:  # fmt: skip
-        """Another reply in place of the last one. Greedy sampling, or the same seed, gives the same again.
-        Raises as `say`.
-        """
+        """Replace the last reply. Greedy sampling, or the same seed, gives the same again. Raises as `say`."""
         self._check_exchange("regenerate")
         messages, turn = self._answer(NEW, len(self._messages) - 1, [], max_tokens, sampling, on_text)
         with uninterrupted_call() as _until_return:
@@ -160,8 +158,7 @@ class ChatSession:
             return turn
 
     def undo(self) -> tuple[Utterance, ...]:
-        """Take back the last thing the user said, and the reply; what was taken back.
-        Nothing is computed, now or for it later.
+        """Take back the user's last message and the reply, and return them. Computes nothing, now or later.
 
         Raises BatchError: there is none.
         """
@@ -173,8 +170,7 @@ class ChatSession:
         return undone
 
     def _give_back(self) -> None:
-        """Let go of tokens behind the messages, if that costs nothing; else the next call decides what
-        to go on from."""
+        """Roll back tokens behind the messages if that computes nothing; else the next call decides what to reuse."""
         live, memory = self._live, self.engine.memory
         if live is None or live.is_swapped or not self._messages:
             return
@@ -184,8 +180,7 @@ class ChatSession:
                 memory.rollback(live, to=n_said)
 
     def _n_said(self, live: Sequence) -> int:
-        """How many leading tokens of the live sequence stand for the messages; all of them, if the
-        template cannot say."""
+        """Count the leading tokens of the live sequence that are the messages: all, if the template cannot tell."""
         try:
             said = self._encode(self._messages, awaits_reply=False).token_ids if self._messages else []
         except FormatError:  # some templates need a message of the user
@@ -225,9 +220,7 @@ class ChatSession:
                 self.engine.memory.swap_out(self._live)
 
     def wake(self) -> None:
-        """Undo `sleep` before the next call does.
-        Raises CapacityError, or FormatError if the file was damaged: it sleeps on then.
-        """
+        """Undo `sleep`. Raises CapacityError, or FormatError if the file was damaged; then the session sleeps on."""
         self._check_free()
         with self.engine.lock:
             if self._live is not None and self._live.is_swapped:

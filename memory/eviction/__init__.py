@@ -1,12 +1,12 @@
-"""Which rows attention keeps when it may not keep them all.
+"""Holds the eviction policies: they choose which rows of keys and values attention keeps when it may not keep all.
 
-The newest rows of a sequence are never touched: a rollback may want to see them. When rows are older than the rollback
-window they fold, `every` tokens at a time: they join the rows that were kept before, and those that the policy ranks
-lowest are forgotten. Scores change only then, from the queries of the rows that fold, so a token that is taken back
-leaves no trace in them. Positions stay what they were: nothing is rotated again.
+The newest rows of a sequence always stay: a rollback may need them. Rows that are older than the rollback window fold,
+`every` tokens at a time: they join the rows that were kept before, and those that the policy ranks lowest are evicted.
+Scores change only then, from the queries of the rows that fold, so a token that is rolled back leaves no trace in them.
+Positions stay what they were: keys are not rotated again.
 
-A policy is a subclass of `EvictionPolicy`, mostly of ten lines: see `docs/how-to/adding-a-policy.md`. `Quest` forgets
-nothing and reads little.
+A policy is a subclass of `EvictionPolicy`, mostly of ten lines: see `docs/how-to/adding-a-policy.md`. `Quest` evicts
+no row; its queries read few pages.
 """
 
 from memory.eviction.policies import H2O, TOVA, ExpectedAttention, KNorm, PyramidKV, Recent, Scissorhands, SnapKV

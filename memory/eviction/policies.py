@@ -1,4 +1,4 @@
-"""The policies that come with the library, each as its paper has it unless its docstring says otherwise."""
+"""Defines the eviction policies of the library, each as in its paper unless its docstring says otherwise."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from memory.eviction.policy import Candidates, EvictionPolicy
 
 @dataclass(frozen=True)
 class Recent(EvictionPolicy):
-    """The newest rows, and the first `sinks` (Xiao et al. 2023, "StreamingLLM"; positions stay absolute). sinks=0:
-    last-recent.
+    """Keeps the newest rows, and the first `sinks` (Xiao et al. 2023, "StreamingLLM").
+    Positions stay absolute. With sinks=0 it keeps only the newest.
     """
 
     _: KW_ONLY
@@ -28,7 +28,7 @@ class Recent(EvictionPolicy):
 
 @dataclass(frozen=True)
 class KNorm(EvictionPolicy):
-    """Rows with short keys (Devoto et al. 2024): they are the ones that much attention goes to."""
+    """Keeps the rows with the shortest keys (Devoto et al. 2024): they receive the most attention."""
 
     def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
         return -rows.keys.float().square().sum(-1).sqrt()
@@ -36,11 +36,12 @@ class KNorm(EvictionPolicy):
 
 @dataclass(frozen=True)
 class H2O(EvictionPolicy):
-    """Heavy hitters (Zhang et al. 2023): rows by the weight they have received since they came, averaged over a group's
-    heads.
+    """Keeps heavy hitters (Zhang et al. 2023): the rows that have received the most attention weight in all.
+
+    Weights are averaged over the query heads that share a key/value head.
 
     Attributes:
-        decay: what a score is multiplied by for each fold, so that heavy hitters of the past make room.
+        decay: factor on each score at every fold; below 1, heavy hitters of the past make room.
     """
 
     _: KW_ONLY
@@ -61,10 +62,10 @@ class H2O(EvictionPolicy):
 
 @dataclass(frozen=True)
 class Scissorhands(EvictionPolicy):
-    """Rows by how often they received more than an equal share, in the last folds (Liu et al. 2023).
+    """Keeps the rows that most often received more than an equal share of the weight lately (Liu et al. 2023).
 
     Attributes:
-        decay: what a count is multiplied by for each fold; the paper counts over a window of some hundred tokens.
+        decay: factor on each count at every fold; the paper counts over a window of some hundred tokens instead.
     """
 
     _: KW_ONLY
@@ -87,8 +88,8 @@ class Scissorhands(EvictionPolicy):
 
 @dataclass(frozen=True)
 class TOVA(EvictionPolicy):
-    """Rows by the weight in what the last query read, averaged over all heads: each head keeps the same rows (Oren et
-    al. 2024).
+    """Keeps the rows to which the last query gave the most weight (Oren et al. 2024).
+    Weights are averaged over all heads, so each head keeps the same rows.
     """
 
     needs_queries: ClassVar[bool] = True
@@ -99,23 +100,23 @@ class TOVA(EvictionPolicy):
 
 @dataclass(frozen=True)
 class ExpectedAttention(EvictionPolicy):
-    """Rows by the weight that queries to come are expected to pay them, times the length of their values (Devoto et al.
-    2025).
+    """Keeps the rows with the most weight that future queries are expected to give them (Devoto et al. 2025).
 
-    Queries to come are taken for normal, with the mean mu and the covariance Sigma of those that fold, so a row with
-    key k expects exp(z), z = scale k.mu + scale^2 / 2 k^T Sigma k, of each head: mean plus half the variance of its
-    scores, which is how it is computed here. A softmax over the rows makes shares of it, learned sinks taking theirs,
-    and they are averaged over a group's heads. Each query counts for each row, also for those behind it: it stands for
-    others to come, and a row that has just folded needs judges.
+    The weight is multiplied by the length of the row's value. Future queries are taken to be normally distributed, with
+    the mean mu and the covariance Sigma of those that fold. So the expectation of a row with key k is exp(z),
+    z = scale k.mu + scale^2 / 2 k^T Sigma k, for each head: mean plus half the variance of its scores, which is how it
+    is computed here. A softmax over the rows, with the learned sinks if there are any, makes shares of it, which are
+    averaged over the query heads that share a key/value head. Each query counts for each row, also for rows at later
+    positions: it stands for future queries, and otherwise a row that has just folded would be scored by too few.
 
-    Two things differ from the paper. It knows queries before their rotation and averages the rotation of the next 512
-    positions; a memory sees them rotated already, or never, so here those to come are as those just seen, where those
-    just stood. And it compresses once, with a whole prompt's queries; here each fold has only `every`, so what a row
-    expects is averaged over folds.
+    Two things differ from the paper. The paper reads queries before their rotation and averages the rotation of the
+    next 512 positions. A memory is given queries rotated already, or those of a layer without rotation, so here future
+    queries are assumed to be like the last ones, at their positions. And the paper compresses once, with the queries of
+    a whole prompt; here each fold has only `every` queries, so the expectation of a row is averaged over folds.
 
     Attributes:
-        decay: how much of that average stays at each fold, from the row's own first one on; 0 for what the last queries
-            say alone.
+        decay: weight of the old average at each fold, from the second fold of a row on; 0 keeps only what the last
+            queries give.
     """
 
     _: KW_ONLY
@@ -144,12 +145,12 @@ class ExpectedAttention(EvictionPolicy):
 
 @dataclass(frozen=True)
 class SnapKV(EvictionPolicy):
-    """Rows by the weight in what the last `observed` queries read, each smoothed over its neighbours (Li et al. 2024).
+    """Keeps the rows to which the last `observed` queries gave the most weight, smoothed over rows (Li et al. 2024).
 
     The paper compresses once, at the end of a prompt; here each fold does, with the queries that fold.
 
     Attributes:
-        kernel: rows that a weight is averaged over; odd.
+        kernel: number of neighbouring rows over which a weight is averaged; odd.
     """
 
     _: KW_ONLY
@@ -171,10 +172,12 @@ class SnapKV(EvictionPolicy):
 
 @dataclass(frozen=True)
 class PyramidKV(SnapKV):
-    """SnapKV with larger budgets in the first layers than in the last; `budget_tokens` is their mean (Cai et al. 2024).
+    """Keeps rows as SnapKV does, with larger budgets in the first layers than in the last (Cai et al. 2024).
+
+    `budget_tokens` is the mean of all budgets.
 
     Attributes:
-        steepness: the last layer has mean / steepness, the first 2 mean less that. The paper: 20.
+        steepness: the last layer has the budget mean / steepness, the first layer 2 mean less that. The paper: 20.
     """
 
     _: KW_ONLY

@@ -1,4 +1,4 @@
-"""What a policy is: a budget, and how rows compete for it."""
+"""Defines what an eviction policy is: a budget of rows, and the scores and ranks that choose the rows."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from memory.kernels import Scoring, reference
 
 @dataclass(frozen=True)
 class Candidates:
-    """Rows of one attention of one sequence that compete: R of them, by position; the last N are those that fold now.
+    """Holds the R rows of one attention layer of one sequence among which a policy chooses, in order of position.
+
+    The last N are those that fold now; the others were kept at the fold before.
 
     Attributes:
         keys, values: (G, R, D); values (G, R, value_dim) where they are a part of the keys, see `AttentionSpec`.
-        positions: (G, R) int64. Which rows were kept may differ from head to head.
-        scores: (G, R) float32: what `EvictionPolicy.score` said of them at the last fold; 0 for the last N.
-        queries: (N, H, D) of the rows that fold, where the policy observes them.
-        scoring: how the layer makes weights of them.
+        positions: (G, R) int64. The rows that were kept may differ from head to head.
+        scores: (G, R) float32: what `EvictionPolicy.score` returned for them at the last fold; 0 for the last N.
+        queries: (N, H, D) of the rows that fold; None unless the policy has `needs_queries`.
+        scoring: scale, softcap and so on, with which the layer computes weights.
     """
 
     keys: Tensor
@@ -37,15 +39,15 @@ class Candidates:
 
     @property
     def end(self) -> Tensor:
-        """The position behind the last row, (): the host does not wait for it."""
+        """Return the position behind the last row, as a tensor (), so that the host does not wait for the device."""
         return self.positions[0, -1] + 1
 
     @cached_property
     def weights(self) -> Tensor:
-        """(G, H / G, N, R) float32: the share of each row, up to its own, in what each query read; over R they sum to
-        one, sinks apart.
+        """Return the attention weights (G, H / G, N, R) float32 of each query for the rows up to its own.
 
-        N is at most `EvictionPolicy.every`, so no matrix of all queries and all rows is ever made.
+        Over R they sum to one, less the share of learned sinks. N is at most `EvictionPolicy.every`, so no matrix of
+        all queries and all rows is ever made.
         """
         queries = self._observed
         n_shared = queries.shape[1] // len(self.keys)
@@ -55,8 +57,8 @@ class Candidates:
 
     @property
     def query_scores(self) -> Tensor:
-        """(G, H / G, N, R) float32: what each query would score each row, also those behind it; capped where the layer
-        caps.
+        """Return the scores (G, H / G, N, R) float32 of each query for each row, rows at later positions included.
+        They are capped if the layer has a softcap.
         """
         queries = self._observed
         q_GSND = queries.float().transpose(0, 1).view(len(self.keys), -1, *queries.shape[::2])
@@ -68,14 +70,14 @@ class Candidates:
     def _observed(self) -> Tensor:
         if self.queries is None:
             raise SpecError(
-                "a policy reads the weights of queries that nobody remembers; give it `needs_queries: ClassVar[bool] = "
-                "True`"
+                "a policy reads the weights of queries that are not remembered; give it `needs_queries: ClassVar[bool] "
+                "= True`"
             )
         return self.queries
 
     @property
     def are_finite(self) -> bool:
-        """Whether a policy can be asked for sensible numbers."""
+        """True if keys, values, scores and queries are finite: only then a policy can compute finite numbers."""
         given = (
             (self.keys, self.values, self.scores)
             if self.queries is None
@@ -89,24 +91,23 @@ PolicyT = TypeVar("PolicyT", bound="Budget")
 
 @dataclass(frozen=True)
 class Budget(ABC):
-    """What `MemorySpec.with_policy` takes: how many rows attention may keep, or read."""
+    """Limits how many rows attention may keep, or read; `MemorySpec.with_policy` takes it."""
 
     budget_tokens: int
 
     @classmethod
     def of_ratio(cls: type[PolicyT], ratio: float, *, max_tokens: int, **options: Any) -> PolicyT:
-        """The policy whose budget is `ratio` of the longest sequence that is planned for: `H2O.of_ratio(0.2,
-        max_tokens=8192)`.
+        """Make a policy whose budget is a share of a length: `H2O.of_ratio(0.2, max_tokens=8192)`.
 
-        How long a sequence will become is not known when its first rows fold, and its body has one size from the first
-        fold on, so a ratio needs a length to refer to. Shorter sequences are compressed less, longer ones more.
+        The final length of a sequence is not known when its first rows fold, and its body has one size from the first
+        fold on, so a ratio must refer to a length. Shorter sequences are compressed less, longer ones more.
 
         Args:
-            ratio: rows that stay or are read / max_tokens, in (0, 1]. What others call a compression ratio is 1 - this
-                in kvpress.
+            ratio: rows that stay or are read / max_tokens, in (0, 1]. The compression ratio of kvpress is 1 - ratio.
+            max_tokens: length of the longest planned sequence.
             options: the policy's other arguments.
         Raises:
-            SpecError: a ratio or a length that makes no budget.
+            SpecError: a ratio or a length that gives no budget.
         """
         if isinstance(ratio, bool) or not isinstance(ratio, int | float) or not 0 < ratio <= 1:
             raise SpecError(
@@ -119,11 +120,12 @@ class Budget(ABC):
         return cls(max(1, round(ratio * max_tokens)), **options)
 
     def of_layer(self, number: int, n_layers: int) -> Budget:
-        """The policy of the attention `number` of the `n_layers` that are given this one."""
+        """Return the policy of attention layer `number` among the `n_layers` that are given this policy."""
         return self
 
     @property
     def label(self) -> str:
+        """Return the name and the budget as text: "H2O(1024)"."""
         return f"{type(self).__name__}({self.budget_tokens})"
 
     def _check_counts(self, **least: int) -> None:
@@ -146,15 +148,14 @@ class Budget(ABC):
 
 @dataclass(frozen=True)
 class EvictionPolicy(Budget):
-    """How rows compete for `budget_tokens` places a head.
+    """Chooses the `budget_tokens` rows of each key/value head that stay, by scores and ranks.
 
     Attributes:
-        budget_tokens: rows that are kept of those that have folded. Newer ones come on top, at most
-            rollback_window + every.
-        sinks: the first rows of a sequence, kept whatever their rank (Xiao et al. 2023, "StreamingLLM").
-        recent: of the rows that have folded, the newest that are kept whatever their rank.
+        budget_tokens: number of folded rows that are kept. Newer rows come on top, at most rollback_window + every.
+        sinks: number of first rows of a sequence that are kept whatever their rank (Xiao et al. 2023, "StreamingLLM").
+        recent: number of newest folded rows that are kept whatever their rank.
         every: tokens between two folds.
-        needs_queries: whether queries of rows that have not folded yet must be remembered, for `Candidates.queries`.
+        needs_queries: True if queries of rows that have not folded yet must be remembered, for `Candidates.queries`.
     """
 
     _: KW_ONLY
@@ -175,22 +176,24 @@ class EvictionPolicy(Budget):
             )
 
     def score(self, rows: Candidates) -> Tensor:
-        """(G, R) numbers, remembered as float32 with the rows that are kept."""
+        """Return the scores (G, R) of the rows; they are remembered as float32 with the rows that are kept."""
         return rows.scores
 
     @abstractmethod
     def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
-        """(G, R): the rows with the highest ranks are kept, of equal ones the newest.
-        Asked only when there are too many.
+        """Return the ranks (G, R): the rows with the highest ranks are kept, of equal ones the newest.
 
-        Below inf, which protected rows have; -inf is the lowest.
+        It is called only when there are more rows than the budget. Ranks are below inf, which protected rows get; -inf
+        is the lowest.
         """
 
     def keep(self, rows: Candidates) -> tuple[Tensor, Tensor]:
-        """Indices of the rows that stay, (G, the lesser of R and budget_tokens), ascending; and all scores (G, R).
+        """Return the indices of the rows that stay, ascending, and all scores (G, R).
+
+        The indices are (G, the lesser of R and budget_tokens).
 
         Raises:
-            SpecError: `score` or `rank` gives no number for a row, though all that it was given is finite.
+            SpecError: `score` or `rank` gives no number for a row, although all its inputs are finite.
         """
         scores, (n_heads, n_rows) = self._numbers("score", self.score(rows), rows), rows.positions.shape
         if n_rows <= self.budget_tokens:
@@ -201,8 +204,8 @@ class EvictionPolicy(Budget):
         return (n_rows - 1 - newest_first[:, : self.budget_tokens]).sort(dim=-1).values, scores
 
     def _numbers(self, method: str, x: Tensor, rows: Candidates) -> Tensor:
-        """What a method gave, one number a row.
-        On a device that is apart, numbers are not looked at: the host would have to wait.
+        """Check what `score` or `rank` returned: one number for each row.
+        On a device other than the host, the numbers themselves are not checked: the host would have to wait.
         """
         if x is rows.scores:
             return x
@@ -216,8 +219,7 @@ class EvictionPolicy(Budget):
                 f"{wanted} on {rows.positions.device}, and gave {tuple(x.shape)} of {x.dtype} on {x.device}"
             )
         x = x if x.is_floating_point() else x.float()
-        # A model that gives NaN, or a sequence of it, is none of the policy's fault, and no reason to fail the others
-        # of a step.
+        # NaN that comes from the model is no error of the policy, and must not fail the other sequences of a step.
         if not is_apart(x.device) and not (x < torch.inf).all() and rows.are_finite:
             raise SpecError(f"{wanted} below inf, and gave NaN or inf; give -inf to what should go first")
         return x

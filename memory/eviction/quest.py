@@ -1,4 +1,4 @@
-"""A policy that forgets nothing and reads little."""
+"""Defines Quest, a policy that keeps all rows and lets each query read only some pages."""
 
 from __future__ import annotations
 
@@ -11,25 +11,24 @@ from memory.eviction.policy import Budget
 
 @dataclass(frozen=True)
 class Quest(Budget):
-    """Every row is kept; a query reads the pages, of `HybridMemory(page_tokens=...)`, that may matter to it (Tang et
-    al. 2024).
+    """Keeps every row; a query reads only the pages with the highest scores (Tang et al. 2024).
 
-    A page's score is the most that a query could score a key between the least and the greatest of the page's, element
-    by element. Each key/value head reads pages of its own; of the query heads that share it, the one that scores a page
-    highest decides.
+    Pages are those of `HybridMemory(page_tokens=...)`. A page's score is an upper bound on the score of its keys: the
+    highest that the query could give a key between the page's least and greatest, element by element. Each key/value
+    head reads pages of its own; among the query heads that share it, the highest score of a page counts.
 
     A request with more than `select_up_to` new tokens reads everything, as prompts do in the paper: choosing pages for
     every token would cost more than it saves. Layers 0 and 1 are dense in the paper: `with_policy(Quest(1024),
     layers=range(2, n))`. A page takes two more rows of keys.
 
-    With a storage, what is chosen is a group of rows that it keeps together. The exact rows are read by every query,
-    beside the budget.
+    With a storage, quantization groups are chosen instead of pages. Rows that are not quantised yet are read by every
+    query, beside the budget.
 
     Attributes:
-        budget_tokens: rows that a query reads at most, in whole pages; sinks and recent rows are among them.
-        sinks: the first rows, whose pages every query reads.
-        recent: the rows up to the query, itself included, whose pages it reads whatever they score.
-        select_up_to: new tokens of a request in one step.
+        budget_tokens: number of rows that a query reads at most, in whole pages, sinks and recent rows included.
+        sinks: number of first rows whose pages every query reads.
+        recent: number of rows up to the query's own, this one included, whose pages it reads whatever their scores.
+        select_up_to: most new tokens of a request in one step for which pages are chosen.
     """
 
     _: KW_ONLY
@@ -41,8 +40,8 @@ class Quest(Budget):
         self._check_counts(budget_tokens=1, sinks=0, recent=1, select_up_to=1)
 
     def budget_pages(self, page_tokens: int, remedy: str = "the memory smaller page_tokens") -> int:
-        """Pages that a query reads at most.
-        Raises SpecError, with another `remedy`, if those that it always reads are more.
+        """Return the number of pages that a query reads at most.
+        Raises SpecError, which names a `remedy`, if sinks and recent rows alone take more pages.
         """
         n_sinks, n_recent = ceil_div(self.sinks, page_tokens), ceil_div(self.recent - 1, page_tokens) + 1
         if self.budget_tokens // page_tokens < n_sinks + n_recent:

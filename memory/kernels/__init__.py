@@ -1,9 +1,8 @@
-"""Kernels: `reference` (plain torch, the oracle), `cpu` (numba) and `cuda` (Triton), one signature, chosen by device
-    and dtype.
+"""Chooses the kernels for a device and dtype: `cpu` (numba), `cuda` (Triton) or `reference` (plain torch).
 
-The environment variable HYBRID_MEMORY_KERNELS overrides the choice: `reference`, `cpu`, `cuda`, or `triton`, which is
-`cuda` without the libraries that it otherwise asks for prompts where they are installed. `chosen_kernels` says what was
-chosen.
+All three have one signature, and the others are tested against `reference`. The environment variable
+HYBRID_MEMORY_KERNELS overrides the choice: `reference`, `cpu`, `cuda`, or `triton`, which is `cuda` without the
+libraries that it otherwise calls for prompts if they are installed. `chosen_kernels` returns what was chosen.
 """
 
 from __future__ import annotations
@@ -55,14 +54,14 @@ _SETS = ("reference", "cpu", "cuda", "triton")
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, n_groups: int = 1, gate: Tensor | None = None) -> Tensor:
-    """`Kernels.rms_norm` over the last axis of x (..., E), by whatever kernels suit x."""
+    """Compute `Kernels.rms_norm` over the last axis of x (..., E), by the kernels for its device and dtype."""
     if x.dim() == 2:
         return select_kernels(x.device, x.dtype).rms_norm(x, weight, eps, n_groups=n_groups, gate_TE=gate)
     return rms_norm(x.reshape(-1, x.shape[-1]), weight, eps, n_groups=n_groups, gate=gate).view(x.shape)
 
 
 def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
-    """The fastest kernels for tensors of these dtypes on `device`, unless HYBRID_MEMORY_KERNELS names others.
+    """Return the fastest kernels for tensors of these dtypes on `device`, unless HYBRID_MEMORY_KERNELS names others.
 
     numba if all are float32 on the CPU; Triton on a CUDA device, if it is installed; else plain torch.
 
@@ -83,10 +82,9 @@ def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
 
 
 def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tails: bool = False) -> dict[str, str]:
-    """What `select_kernels` would give: function -> the set that it is from, and the library that prompts are left to,
-    if one is.
+    """Return what `select_kernels` chooses: function -> its set, and the library that computes prompts, if any.
 
-    A set may leave a function to another set, as those of the CPU do `behind_tails`. Raises as `select_kernels`.
+    A set may call another set for a function, as those of the CPU do `behind_tails`. Raises as `select_kernels`.
     """
     kernels, helpers = select_kernels(torch.device(device), *dtypes), dict[str, str]()
     if _choice(torch.device(device), dtypes) == "cuda":
@@ -96,7 +94,7 @@ def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tail
     functions = [name for name in vars(Kernels) if not name.startswith("_")]
     sets = {name: getattr(kernels, name).__module__.split(".")[2] for name in functions}
     if behind_tails:
-        # see `memory.kernels.cpu.rows.as_tensors`
+        # See `memory.kernels.cpu.rows.as_tensors`
         sets |= {name: "reference" for name in OF_STATES if sets[name] == "cpu"}
         helpers = {}
     return {name: sets[name] + (f", prompts by {helpers[name]}" if name in helpers else "") for name in functions}

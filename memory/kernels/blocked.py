@@ -1,8 +1,7 @@
-"""Attention in plain torch, so many queries and rows at a time that what it needs beside them has one size, however
-long both are.
+"""Computes attention in plain torch, block by block, so that its temporary tensors have the same size for any length.
 
-The softmax goes on from block to block (Milakov & Gimelshein 2018). Where blocks begin follows from the request alone,
-so its result does not depend on who shares its step.
+The softmax is continued from block to block (Milakov & Gimelshein 2018). The blocks follow from the request alone, so
+its result does not depend on other requests of the step.
 """
 
 from __future__ import annotations
@@ -16,22 +15,22 @@ from torch import Tensor
 from memory.kernels.signature import Scoring
 
 Rows = Callable[[int, int], tuple[Tensor, Tensor]]
-"""begin, end -> keys and values of these rows of a request, (end - begin, G, D) each."""
+"""Reads rows of a request: begin, end -> their keys and values, (end - begin, G, D) each."""
 
 _ROWS = 512
 _SCORES = 1 << 18
-"""Scores that are kept at once, of all heads: 16 MiB."""
+"""Scores of all heads that are kept at once: 16 MiB."""
 
 
 def blocks(
     n_queries: int, n_rows: int, window: int | None, queries_at_once: int, rows_at_once: int
 ) -> Iterator[tuple[slice, int, list[tuple[int, int]]]]:
-    """Queries of the last of `n_rows` rows, block by block: which they are, the rows before the first, and the rows
-    that they see.
+    """Divide queries, the last of `n_rows` rows, into blocks, and the rows that each block sees into blocks as well.
 
-    Rows come in blocks [begin, end), oldest first. Few are one block; of more, the queries' own rows are the last. Each
-    query sees a row of each block if `rows_at_once` is no less than `queries_at_once`: where a window is so narrow that
-    it would not, all rows are one block, of less than twice as many as there are queries.
+    For each block of queries it generates the block, the number of rows before its first query, and blocks of rows
+    [begin, end), oldest first. Few rows are one block; of more, the queries' own rows are the last one. Each query sees
+    a row of each block if `rows_at_once` is at least `queries_at_once`; only a narrow window could prevent that, and
+    then all rows are one block, of less than twice as many rows as queries.
     """
     for begin in range(0, n_queries, queries_at_once):
         own = slice(begin, min(begin + queries_at_once, n_queries))
@@ -44,7 +43,7 @@ def blocks(
 
 
 def attend(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Scoring) -> Tensor:
-    """Queries of the last T of `n_rows` rows, computed in float32: (T, H, D) as q."""
+    """Attend from the last T of `n_rows` rows, in float32: (T, H, D) in the dtype of q."""
     n_heads, head_dim = q_THD.shape[1:]
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     for own, first, rows in blocks(
@@ -58,7 +57,7 @@ def attend(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Sco
             scores_HTR = (q_GXD @ k_GRD.transpose(1, 2)).view(n_heads, -1, end - begin)
             scores_HTR = scored(scores_HTR, scoring, first - begin)
             higher_HT1 = torch.maximum(highest_HT1, scores_HTR.amax(-1, keepdim=True))
-            shift_HT1 = higher_HT1.masked_fill(higher_HT1 == -torch.inf, 0.0)  # as long as no row has any weight
+            shift_HT1 = higher_HT1.masked_fill(higher_HT1 == -torch.inf, 0.0)  # until a row has a weight
             weights_HTR, fade_HT1 = scores_HTR.sub_(shift_HT1).exp_(), (highest_HT1 - shift_HT1).exp()
             total_HT1 = total_HT1 * fade_HT1 + weights_HTR.sum(-1, keepdim=True)
             found_GXD = weights_HTR.view(n_kv_heads, -1, end - begin) @ v_GRD
@@ -69,7 +68,7 @@ def attend(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Sco
 
 
 def _start(sinks_H: Tensor | None, mixed_HTD: Tensor) -> tuple[Tensor, Tensor]:
-    """The highest score and the sum of weights before any row: of none, or of a row of each head that has no value."""
+    """Return the highest score and the sum of weights before any row: of no row, or of the sink of each head."""
     highest_HT1 = mixed_HTD.new_full((*mixed_HTD.shape[:2], 1), -torch.inf)
     if sinks_H is not None:
         highest_HT1 = highest_HT1.maximum(torch.as_tensor(sinks_H).float()[:, None, None])
@@ -77,8 +76,8 @@ def _start(sinks_H: Tensor | None, mixed_HTD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scored(products_HTR: Tensor, scoring: Scoring, n_before: int) -> Tensor:
-    """Scores of products q . k, of which rows [0, n_before] stand before the first query or are its own.
-    May overwrite them.
+    """Compute scores from the products q . k; rows [0, n_before] are those before the first query and its own.
+    May overwrite the products.
     """
     scores_HTR = products_HTR.mul_(scoring.scale)
     if scoring.softcap is not None:
@@ -94,16 +93,17 @@ def scored(products_HTR: Tensor, scoring: Scoring, n_before: int) -> Tensor:
 
 
 def sees_all(n_queries: int, n_rows: int, window: int | None, n_before: int) -> bool:
-    """Whether every query sees every one of these rows."""
+    """True if every query sees every one of these rows."""
     return n_before >= n_rows - 1 and (window is None or n_before + n_queries <= window)
 
 
 def causal_mask(
     n_queries: int, n_rows: int, window: int | None, device: torch.device, n_before: int | None = None
 ) -> Tensor:
-    """(n_queries, n_rows), 0 or -inf. Query i sees rows up to n_before + i, or the last `window` of these.
+    """Return a mask (n_queries, n_rows) of 0 and -inf: query i sees rows up to n_before + i.
 
-    Unless `n_before` is given it is aligned at the bottom right: the last query sees every row.
+    With a window it sees the last `window` of these. Without `n_before` the mask is aligned at the bottom right: the
+    last query sees every row.
     """
     newest_Q1 = torch.arange(n_queries, device=device)[:, None] + (n_rows - n_queries if n_before is None else n_before)
     row_R = torch.arange(n_rows, device=device)

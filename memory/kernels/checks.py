@@ -1,7 +1,7 @@
-"""What kernels are given, checked before they run: compiled code does not look where it reads and writes.
+"""Checks the arguments of kernels before they run, because compiled code does not check where it reads and writes.
 
-One function for each kernel that a recurrence may call with rows and weights of its own, a microsecond or two each.
-Where blocks and pages lie is the memory's plan, and is not looked at.
+There is one function for each kernel that models or recurrences call with tensors of their own; it takes a microsecond
+or two. Offsets of blocks and pages come from the memory's plan and are not checked.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def choose_pages(q_QHD: Tensor, choice: PageChoice, n_kv_heads: int, dtypes: _Dt
 
 
 def _tokens(slots: StateSlots) -> int:
-    """Tokens of all runs. Raises StepError unless each run has a state to begin with and one to end with."""
+    """Count the tokens of all segments. Raises StepError unless each has a state to begin with and one to end with."""
     n_runs = len(slots.cu_rows.host) - 1
     if len(slots.sources) != n_runs or len(slots.targets) != n_runs:
         found = f"{len(slots.sources)} states to begin and {len(slots.targets)} to end with"
@@ -186,7 +186,7 @@ def _require_dtypes(what: str, dtypes: _Dtypes, *found: torch.dtype | None) -> N
 
 
 def _refuse(what: str, names: Iterable[str], found: _Shapes, expected: _Shapes) -> None:
-    """Raise StepError for the first shape that is not what it must be."""
+    """Raise StepError for the first shape that is wrong."""
     for name, own, wanted in zip(names, found, expected, strict=True):
         if own != wanted:
             raise StepError(

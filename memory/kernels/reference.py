@@ -1,4 +1,4 @@
-"""Kernels in plain torch, on any device and in any dtype: slow, short, and the oracle for all others."""
+"""Computes all kernels in plain torch, on any device and in any dtype: slow and short; others are tested against it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ def prepare(tensor: Tensor) -> Tensor:
 
 
 def plan_attention(*_: object) -> None:
-    """Nothing is laid out ahead."""
+    """Do nothing: no kernel here prepares a step."""
 
 
 def plan_choice(*_: object) -> None:
-    """As `plan_attention`."""
+    """Do nothing, as `plan_attention`."""
 
 
 def write_rows_(flat: Tensor, offsets_T: Tensor, rows_TR: Tensor) -> None:
@@ -43,14 +43,9 @@ def _elements(offsets_T: Tensor, n_elements: int) -> Tensor:
 
 
 def paged_attention(
-    q_THD: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    batch: PagedBatch,
-    n_kv_heads: int,
-    scoring: Scoring,
+    q_THD: Tensor, keys: Tensor, values: Tensor, batch: PagedBatch, n_kv_heads: int, scoring: Scoring,
     folded: FoldedRows | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     checks.paged_attention(q_THD, batch, n_kv_heads, scoring, checks.FLOATS)
     out_THD = torch.empty_like(q_THD)
     for i in range(len(batch.kv_lengths)):
@@ -64,8 +59,8 @@ def row_reader(
     gather: Callable[..., Tensor], keys: Prepared, values: Prepared, batch: PagedBatch, request: int, n_kv_heads: int,
     head_dim: int, folded: FoldedRows | None,
 ) -> tuple[int, Rows]:  # fmt: skip
-    """How many rows a request sees, and what reads them: those that have folded, then those in pages, by a
-    `gather_rows`.
+    """Return how many rows a request sees, and a function that reads them: folded rows first, then those in pages.
+    `gather`: the `gather_rows` of a set of kernels.
     """
     n_folded = 0 if folded is None else int(folded.lengths[request])
 
@@ -89,7 +84,7 @@ def row_reader(
 
 
 def gather_folded(folded: FoldedRows, request: int, begin: int = 0, end: int | None = None) -> tuple[Tensor, Tensor]:
-    """Keys and values [begin, end) of a request that a storage keeps, in order: (rows, G, D) float32 each."""
+    """Decode keys and values [begin, end) of a request that a storage keeps: (rows, G, D) float32 each, in order."""
     begin, end = slice(begin, end).indices(int(folded.lengths[request]))[:2]
     first, last = begin // folded.block_rows, ceil_div(end, folded.block_rows)
     blocks = folded.blocks[..., folded.cu_blocks[request] : folded.cu_blocks[request + 1]][..., first:last]
@@ -113,7 +108,7 @@ def attend_rows(
 
 
 def attention_weights(q_HTD: Tensor, k_HRD: Tensor, scoring: Scoring) -> Tensor:
-    """What each query of the last T of R rows pays to each row: (H, T, R), float32."""
+    """Return the weight of each of R rows for each query, which are those of the last T rows: (H, T, R), float32."""
     scores_HTR = scored(q_HTD @ k_HRD.transpose(1, 2), scoring, k_HRD.shape[1] - q_HTD.shape[1])
     if scoring.sinks_H is None:
         return scores_HTR.softmax(-1)
@@ -122,15 +117,10 @@ def attention_weights(q_HTD: Tensor, k_HRD: Tensor, scoring: Scoring) -> Tensor:
 
 
 def gather_rows(
-    flat: Tensor,
-    batch: PagedBatch,
-    request: int,
-    n_kv_heads: int,
-    head_dim: int,
-    begin: int = 0,
+    flat: Tensor, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int, begin: int = 0,
     end: int | None = None,
-) -> Tensor:
-    """Rows [begin, end) in pages of those that a request can see, in order: (rows, G, D), a copy."""
+) -> Tensor:  # fmt: skip
+    """Copy rows [begin, end) of those that a request can see in pages, in order: (rows, G, D)."""
     begin, end = slice(begin, end).indices(int(batch.kv_lengths[request]))[:2]
     row_R = torch.arange(begin, end)
     pages = torch.as_tensor(batch.pages)[..., batch.cu_pages[request] : batch.cu_pages[request + 1]]
@@ -160,8 +150,8 @@ def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageCho
 
 
 def page_scores(q_HD: Tensor, least_NGD: Tensor, greatest_NGD: Tensor) -> Tensor:
-    """(G, N) float32: what `Kernels.choose_pages` goes by.
-    Elements above zero meet the greatest key, those below the least.
+    """Compute the scores (G, N) float32 of `Kernels.choose_pages`.
+    Elements of q above zero are multiplied with the greatest key, those below with the least.
     """
     q_GSD = rearrange(q_HD.float(), "(g s) d -> g s d", g=least_NGD.shape[1])
     least_GDN, greatest_GDN = (rearrange(x.float(), "n g d -> g d n") for x in (least_NGD, greatest_NGD))
@@ -175,7 +165,7 @@ def causal_conv(
     checks.causal_conv(rows_TR, weight_WE, bias_E, window, checks.FLOATS)
     before = read_rows(window.flat, window.sources, window.shape, window.initial)
     if window.tail is not None:
-        return _causal_conv_behind(before, rows_TR, weight_WE, bias_E, window, window.tail, activation)
+        return _causal_conv_with_tail(before, rows_TR, weight_WE, bias_E, window, window.tail, activation)
     rows_TE = rows_TR[:, : weight_WE.shape[1]]
     out_TE, after = torch.empty_like(rows_TE), torch.empty_like(before)
     for i in range(len(before)):
@@ -192,20 +182,15 @@ def _convolved(x_TE: Tensor, weight_WE: Tensor, bias_E: Tensor | None, activatio
     return F.silu(out_TE) if activation else out_TE
 
 
-def _causal_conv_behind(
-    before: Tensor,
-    rows_TR: Tensor,
-    weight_WE: Tensor,
-    bias_E: Tensor | None,
-    window: StateSlots,
-    tail: Tail,
+def _causal_conv_with_tail(
+    before: Tensor, rows_TR: Tensor, weight_WE: Tensor, bias_E: Tensor | None, window: StateSlots, tail: Tail,
     activation: bool,
-) -> Tensor:
-    """Runs that come behind a tail, whose ring holds whole rows."""
+) -> Tensor:  # fmt: skip
+    """Convolve segments that come after a tail, whose ring holds whole rows."""
     n_before, n_channels = window.shape
     rows_TE = rows_TR[:, :n_channels]
     out_TE = torch.empty_like(rows_TE)
-    for i, own in enumerate(_runs(rows_TE, window)):
+    for i, own in enumerate(_segments(rows_TE, window)):
         (past,) = tail_rows(tail, i, (rows_TR.shape[1:],))
         seen = torch.cat([before[i], past[:, :n_channels].to(before.dtype), own.to(before.dtype)])
         fold, (start, end) = int(tail.folds[i]), window.cu_rows.host[i : i + 2].tolist()
@@ -215,7 +200,7 @@ def _causal_conv_behind(
     return out_TE
 
 
-def _runs(x: Tensor, slots: StateSlots) -> tuple[Tensor, ...]:
+def _segments(x: Tensor, slots: StateSlots) -> tuple[Tensor, ...]:
     return torch.split(x, (slots.cu_rows.host[1:] - slots.cu_rows.host[:-1]).tolist())
 
 
@@ -225,7 +210,7 @@ def _slots(tail: Tail, run: int, begin: int, end: int) -> Tensor:
 
 
 def tail_rows(tail: Tail, run: int, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
-    """What each ring remembers of the tokens between a state and a run, oldest first: (tokens, *shape)."""
+    """Read what each ring holds of the tokens between a state and a segment, oldest first: (tokens, *shape)."""
     slots = _slots(tail, run, 0, int(tail.counts[run]))
     return [
         read_rows(flat, source[run] + slots * math.prod(shape), shape, 0.0)
@@ -234,7 +219,7 @@ def tail_rows(tail: Tail, run: int, shapes: Sequence[tuple[int, ...]]) -> list[T
 
 
 def write_tail_rows_(tail: Tail, run: int, *rows: Tensor, first: int = 0) -> None:
-    """Remember a run's tokens from `first` on in each ring."""
+    """Write a segment's tokens from `first` on into each ring."""
     count = int(tail.counts[run])
     slots = _slots(tail, run, count + first, count + len(rows[0]))
     for flat, target, x in zip(tail.flats, tail.targets, rows, strict=True):
@@ -257,15 +242,9 @@ def softplus(x_TH: Tensor, bias_H: Tensor) -> Tensor:
 
 
 def selective_scan(
-    x_TE: Tensor,
-    dt_TE: Tensor,
-    dt_bias_E: Tensor,
-    b_TN: Tensor,
-    c_TN: Tensor,
-    a_NE: Tensor,
-    d_E: Tensor,
+    x_TE: Tensor, dt_TE: Tensor, dt_bias_E: Tensor, b_TN: Tensor, c_TN: Tensor, a_NE: Tensor, d_E: Tensor,
     state: StateSlots,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     checks.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state, checks.FLOATS)
     y_TE = torch.empty_like(x_TE, dtype=torch.float32)
     rings = [x.shape[1:] for x in (x_TE, dt_TE, b_TN)]
@@ -284,7 +263,7 @@ def selective_scan(
                 y_TE[t] = (h_NE * c_TN[t, :, None].float()).sum(0) + d_E * x_E
         if end == first + body_at:
             write_rows_(state.flat, state.targets[i : i + 1], h_NE.reshape(1, -1))
-        _remember_(state, i, own)
+        _write_tail_(state, i, own)
     return y_TE
 
 
@@ -300,56 +279,49 @@ def matrix_scan(
     q_THN = _to_heads(q_TGN, n_heads)
     for i, s_HVN in enumerate(read_rows(state.flat, state.sources, state.shape, state.initial).float()):
         start, end = state.cu_rows.host[i : i + 2].tolist()
-        deeds = [] if tail is None else list(zip(*tail_rows(tail, i, rings), strict=True))
-        first, body_at = start - len(deeds), _body_at(state, i)
+        updates = [] if tail is None else list(zip(*tail_rows(tail, i, rings), strict=True))
+        first, body_at = start - len(updates), _body_at(state, i)
         for t in range(first, end):
             if t == first + body_at:
                 write_rows_(state.flat, state.targets[i : i + 1], s_HVN.reshape(1, -1))
             if t >= start:
-                deed = _deed(s_HVN, t, k_TGN, v_THV, log_decay, erase, strength_TH)
-                deeds.append(
-                    deed if tail is None else tuple(x.to(flat.dtype) for x, flat in zip(deed, tail.flats, strict=True))
-                )
-            s_HVN = _done(s_HVN, *deeds[t - first])
+                update = _update(s_HVN, t, k_TGN, v_THV, log_decay, erase, strength_TH)
+                if tail is not None:  # what is added is what the ring holds, rounded to its dtype
+                    update = tuple(x.to(flat.dtype) for x, flat in zip(update, tail.flats, strict=True))
+                updates.append(update)
+            s_HVN = _updated(s_HVN, *updates[t - first])
             if t >= start:
                 y_THV[t] = (s_HVN * q_THN[t, :, None]).sum(-1)
         if end == first + body_at:
             write_rows_(state.flat, state.targets[i : i + 1], s_HVN.reshape(1, -1))
-        _remember_(state, i, [torch.stack(x) for x in zip(*deeds[start - first :], strict=True)])
+        _write_tail_(state, i, [torch.stack(x) for x in zip(*updates[start - first :], strict=True)])
     return y_THV if skip_H is None else y_THV + skip_H[:, None] * v_THV.float()
 
 
-def _deed(
-    s_HVN: Tensor,
-    t: int,
-    k_TGN: Tensor,
-    v_THV: Tensor,
-    log_decay: Tensor,
-    erase: Erase | None,
+def _update(
+    s_HVN: Tensor, t: int, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None,
     strength_TH: Tensor | None,
-) -> tuple[Tensor, ...]:
-    """What token t does to a matrix state: its key, what it writes to it, its decays; and, where it erases elsewhere, b
-    and S a.
-    """
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Return what token t changes in a matrix state: its key, what it writes, its decays; with b, also b and S a."""
     u_HV, strength_H1 = v_THV[t].float(), 1.0 if strength_TH is None else strength_TH[t, :, None].float()
     if erase is None:
         return k_TGN[t], u_HV * strength_H1, log_decay[t]
-    read_HVN = _faded(s_HVN, log_decay[t]) if erase.after_decay else s_HVN
+    read_HVN = _decayed(s_HVN, log_decay[t]) if erase.after_decay else s_HVN
     found_HV = (read_HVN * _to_heads(erase.a[t : t + 1], len(s_HVN))[0, :, None]).sum(-1)
     if erase.b is None:
         return k_TGN[t], (u_HV - found_HV) * strength_H1, log_decay[t]
     return k_TGN[t], u_HV * strength_H1, log_decay[t], erase.b[t], found_HV
 
 
-def _done(s_HVN: Tensor, k_GN: Tensor, u_HV: Tensor, log_decay: Tensor, *erased: Tensor) -> Tensor:
-    s_HVN = _faded(s_HVN, log_decay) + u_HV[:, :, None].float() * _to_heads(k_GN[None], len(s_HVN))[0, :, None]
+def _updated(s_HVN: Tensor, k_GN: Tensor, u_HV: Tensor, log_decay: Tensor, *erased: Tensor) -> Tensor:
+    s_HVN = _decayed(s_HVN, log_decay) + u_HV[:, :, None].float() * _to_heads(k_GN[None], len(s_HVN))[0, :, None]
     if not erased:
         return s_HVN
     b_HN, found_HV = erased
     return s_HVN + found_HV[:, :, None].float() * b_HN[:, None].float()
 
 
-def _faded(s_HVN: Tensor, log_decay: Tensor) -> Tensor:
+def _decayed(s_HVN: Tensor, log_decay: Tensor) -> Tensor:
     return s_HVN * log_decay.float().exp().view(len(s_HVN), 1, -1)
 
 
@@ -358,8 +330,8 @@ def _to_heads(x_TGN: Tensor, n_heads: int) -> Tensor:
 
 
 def _body_at(state: StateSlots, run: int) -> int:
-    """The position, counted from a run's source state on, whose state is to be written: its end, or where its tail
-    folds; -1 for none.
+    """Return the position whose state is written, counted from a segment's source state on; -1 for none.
+    It is the segment's end or, with a tail, the position up to which rows fold.
     """
     n_rows = int(state.cu_rows.host[run + 1] - state.cu_rows.host[run])
     if state.tail is None:
@@ -367,8 +339,8 @@ def _body_at(state: StateSlots, run: int) -> int:
     return int(state.tail.folds[run]) if state.targets[run] >= 0 else -1
 
 
-def _remember_(state: StateSlots, run: int, own: list[Tensor]) -> None:
-    """Write what a run's tokens did into the rings of its tail, at least from the fold on."""
+def _write_tail_(state: StateSlots, run: int, own: list[Tensor]) -> None:
+    """Write a segment's tokens into the rings of its tail, at least from the fold on."""
     if state.tail is not None:
         first = int(state.tail.folds[run] - state.tail.counts[run]) if state.targets[run] >= 0 else 0
         write_tail_rows_(state.tail, run, *own, first=max(0, first))

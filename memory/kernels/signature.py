@@ -1,8 +1,10 @@
-"""The one signature that every set of kernels has. Shape legend: `memory.interface`.
+"""Declares the one signature that every set of kernels has. Shape legend: `memory.interface`.
 
-A "flat" is all bytes of the arena seen as one dtype; rows and states are found in it by element offset. Flats, offsets
-and weights are used many times: what `Kernels.prepare` makes of them saves a conversion at each call. Tensors will do
-as well.
+A "flat" is all bytes of the arena viewed as one dtype; rows and states are found in it by element offset. Flats,
+offsets and weights are used many times: `Kernels.prepare` converts them once instead of at each call. Plain tensors are
+taken as well.
+
+A segment is the rows of one request, or of one sequence, in a call; in the code it is also called a run.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ Prepared = Any
 
 @dataclass(frozen=True)
 class PagedBatch:
-    """What attention needs to know of a step; the same for all layers.
+    """Holds lengths and pages of the requests of a step, for attention; the same for all layers.
 
     A page holds `page_tokens` rows head by head, (G, page_tokens, D): row r of head g begins (g page_tokens + r) D
-    after the page does.
+    elements behind the beginning of the page.
 
     Attributes:
         cu_seqlens: (S + 1,) request i owns queries [cu_seqlens[i], cu_seqlens[i + 1]); host. Short requests come first.
@@ -35,7 +37,7 @@ class PagedBatch:
             reads others.
         cu_pages: (S + 1,) request i has pages [cu_pages[i], cu_pages[i + 1]); host.
         page_tokens: rows a page.
-        layouts: what kernels have computed from these arrays, by their own keys.
+        layouts: results that kernels have computed from these arrays, under keys of their own.
     """
 
     cu_seqlens: Int64s
@@ -46,7 +48,7 @@ class PagedBatch:
     layouts: dict[object, Any] = field(default_factory=dict, compare=False, repr=False, init=False)
 
     def at(self, pages: Prepared) -> PagedBatch:
-        """Return this batch with its pages elsewhere. Layouts stay: they do not depend on where pages are."""
+        """Return this batch with other offsets of pages. Layouts stay: they do not depend on these offsets."""
         moved = replace(self, pages=pages)
         moved.layouts.update(self.layouts)
         return moved
@@ -54,15 +56,15 @@ class PagedBatch:
 
 @dataclass(frozen=True)
 class PageChoice:
-    """What queries choose pages from; the same for all layers.
+    """Holds the pages among which queries choose those that they read; the same for all layers.
 
     Attributes:
         pages: (all pages,) element offset of each page up to its query, query after query.
         cu_pages: (Q + 1,) query i chooses from pages [cu_pages[i], cu_pages[i + 1]); host.
-        n_first, n_last: pages that are chosen whatever they score: the first ones, and (Q,) the last ones; host.
+        n_first, n_last: pages that are chosen whatever their scores: the first ones, and (Q,) the last ones; host.
         cu_chosen: (Q + 1,) query i chooses cu_chosen[i + 1] - cu_chosen[i] pages, n_first + n_last[i] or more, or all;
             host.
-        layouts: what kernels have computed from these arrays, by their own keys.
+        layouts: results that kernels have computed from these arrays, under keys of their own.
     """
 
     pages: Prepared
@@ -74,13 +76,14 @@ class PageChoice:
 
 
 class Scoring(NamedTuple):
-    """How queries and keys become weights: softmax of scores s = scale q . k.
+    """Says how a layer computes weights from queries and keys: the softmax of scores s = scale q . k.
 
-    A row whose score is -inf has no weight. A query none of whose rows has another score gets NaN, which is 0 / 0;
-    beside a sink, zeros.
+    A row whose score is -inf has no weight. A query whose scores are all -inf gets NaN, which is 0 / 0; with a sink,
+    zeros.
 
     Attributes:
-        window: rows that a query sees, the newest its own; None for all.
+        scale: factor on products of queries and keys.
+        window: number of rows that a query sees, of which the newest is its own; None for all.
         softcap: scores become cap tanh(s / cap) (Gemma Team 2024, "Gemma 2"); None for no cap.
         sinks_H: for each query head the score of a row that has no value and takes its share of the weight ("learned
             sinks", Xiao et al. 2023, as in gpt-oss); None for none.
@@ -97,13 +100,13 @@ class Scoring(NamedTuple):
 
 @dataclass(frozen=True)
 class FoldedRows:
-    """Rows that a storage keeps, older than those in a step's pages: of one attention, for all requests of a step.
+    """Holds the rows of one attention layer that a storage keeps, for all requests of a step; pages hold newer ones.
 
     Attributes:
-        storage: how they are kept.
-        shapes: of the parts of a block: those of its keys, then as many of its values; n_rows a block, some of them
-            perhaps not in use.
-        flats: of each part, the arena as its dtype from the part's place in a block on.
+        storage: the storage that decodes them.
+        shapes: shapes of the parts of a block: those of its keys, then as many of its values. A block has n_rows rows,
+            of which some may be unused.
+        flats: for each part, the arena as its dtype, from the part's place in a block on.
         blocks: (all blocks,) byte address of each block, request after request; (G, all blocks) where each key/value
             head reads others. On the device.
         cu_blocks: (S + 1,); host.
@@ -125,21 +128,21 @@ class FoldedRows:
 
 
 class Tail(NamedTuple):
-    """Tokens that came after the states of S runs and before the runs: rings remember what they did, so that states
-    need not move.
+    """Holds the tails of S segments: tokens after their states and before their rows, in rings.
 
-    Position p of run i counts from its source state on: its ring has tokens [0, counts[i]), the run's own rows follow.
-    Position p is in slot (firsts[i] + p) % ring_rows.
+    A ring keeps what each token changes in a state, so that a step need not write states. Positions of segment i count
+    from its source state on: its ring has tokens [0, counts[i]), then the segment's own rows follow. Position p is in
+    slot (firsts[i] + p) % ring_rows.
 
     Attributes:
-        flats: of each ring, the arena as its dtype from the ring's place in a block on; the rings of a block have
-            equally many slots.
-        sources, targets: of each ring, (S,) element offsets of the blocks to read and to write; those may be one if no
-            new token needs the slot of an old one. What a matrix state's tokens do is written, at least from the fold
-            on; rows are only read.
+        flats: for each ring, the arena as its dtype, from the ring's place in a block on; all rings of a block have the
+            same number of slots.
+        sources, targets: for each ring, (S,) element offsets of the blocks to read and to write. They may be the same
+            if no new token needs the slot of an old one. The changes of a matrix state are written, at least from the
+            fold on; rows are only read.
         firsts, counts: (S,).
         folds: (S,) the state written to a target of `StateSlots` is that before position folds[i], at most that behind
-            the run.
+            the segment.
     """
 
     flats: tuple[Prepared, ...]
@@ -152,13 +155,14 @@ class Tail(NamedTuple):
 
 
 class StateSlots(NamedTuple):
-    """Where one state tensor of S runs begins and ends.
+    """Says where one state tensor of S segments is read, and where it is written.
 
     Attributes:
-        cu_rows: (S + 1,) run i covers rows [cu_rows[i], cu_rows[i + 1]).
-        flat: the arena; sources, targets: (S,) element offsets, source -1 for a state full of `initial`.
-        shape: of one state.
-        tail: what came between the states and the runs; None for nothing. With a tail a target of -1 is not written.
+        cu_rows: (S + 1,) segment i covers rows [cu_rows[i], cu_rows[i + 1]).
+        flat: the arena.
+        sources, targets: (S,) element offsets; a source of -1 is a state full of `initial`.
+        shape: shape of one state.
+        tail: tokens between the states and the segments; None for none. With a tail a target of -1 is not written.
     """
 
     cu_rows: Placed
@@ -171,12 +175,12 @@ class StateSlots(NamedTuple):
 
 
 class Erase(NamedTuple):
-    """The term (S a) b^T of `Kernels.matrix_scan`.
+    """Holds a and b of the term (S a) b^T of `Kernels.matrix_scan`.
 
     Attributes:
         a: (T, G, N), shared by the heads of a group.
         b: (T, H, N); None for -strength k, the delta rule.
-        after_decay: a reads S diag(w) instead of S.
+        after_decay: True if a reads S diag(w) instead of S.
     """
 
     a: Tensor
@@ -185,25 +189,25 @@ class Erase(NamedTuple):
 
 
 class Kernels(Protocol):
-    """The functions that touch the arena's bytes. `reference` is the oracle; the others must agree with it."""
+    """Declares the functions that read and write the arena's bytes. All sets must agree with `reference`."""
 
     def prepare(self, tensor: Tensor) -> Prepared:
-        """The same numbers, as these kernels take them. Shares memory with the tensor."""
+        """Return the tensor in the form that these kernels take. It shares memory with the tensor."""
         ...
 
     def write_rows_(self, flat: Prepared, offsets_T: Prepared, rows_TR: Tensor) -> None:
-        """flat[offsets[t] : offsets[t] + R] = rows[t]. Offsets do not overlap."""
+        """Write rows into the arena: flat[offsets[t] : offsets[t] + R] = rows[t]. Rows do not overlap there."""
         ...
 
     def read_rows(self, flat: Prepared, offsets_T: Prepared, shape: tuple[int, ...], initial: float) -> Tensor:
-        """(T, *shape): the elements from each offset on; `initial` where the offset is -1."""
+        """Read the elements from each offset on: (T, *shape); `initial` where the offset is -1."""
         ...
 
     def plan_attention(
         self, batch: PagedBatch, heads: tuple[int, int, int], dtype: torch.dtype, device: torch.device,
         window: int | None, folded: FoldedRows | None = None,
     ) -> None:  # fmt: skip
-        """Said before, while a step's plan is being uploaded: `paged_attention` of this batch is to come.
+        """Prepare `paged_attention` of this batch, so that its arrays are uploaded together with the step's plan.
 
         Args:
             heads: query heads, key/value heads, and channels a head.
@@ -214,38 +218,37 @@ class Kernels(Protocol):
         self, q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_kv_heads: int, scoring: Scoring,
         folded: FoldedRows | None = None,
     ) -> Tensor:  # fmt: skip
-        """Causal grouped-query attention over pages: (T, H, D).
+        """Compute causal grouped-query attention over pages: (T, H, D).
         The last query of a request sees all its rows, or the last `window`.
 
-        Rows that are `folded` come before those in pages, are seen by every query, and go with no window.
+        Rows that are `folded` come before those in pages and are seen by every query; there is no window then.
         """
         ...
 
     def plan_choice(self, choice: PageChoice, device: torch.device) -> None:
-        """Said before, while a step's plan is being uploaded: `choose_pages` of this choice is to come."""
+        """Prepare `choose_pages` of this choice, so that its arrays are uploaded together with the step's plan."""
         ...
 
     def choose_pages(
         self, q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: PageChoice, n_kv_heads: int
     ) -> Tensor:
-        """Element offsets of the pages that each key/value head should read, (G, all chosen), query after query, oldest
-        first.
+        """Choose the pages that each key/value head reads: their element offsets, (G, all chosen).
 
-        A page's score is the most that any query head of the group could score a key between the page's bounds, the (G,
-        D) elements of `least` and of `greatest` from its offset on: max_s sum_d max(q_sd least_d, q_sd greatest_d). Of
-        equal pages the older is chosen, and one whose score is NaN before all others (Tang et al. 2024, "Quest", Alg.
-        1).
+        They are in order of queries, and of a query oldest first. A page's score is the most that any query head of the
+        group could score a key between the page's bounds, the (G, D) elements of `least` and of `greatest` from its
+        offset on: max_s sum_d max(q_sd least_d, q_sd greatest_d). Among equal pages the older is chosen, and one whose
+        score is NaN before all others (Tang et al. 2024, "Quest", Alg. 1).
         """
         ...
 
     def attend_rows(
         self, q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None
     ) -> Tensor:
-        """`paged_attention` for one request whose rows are at hand, R >= T: (T, H, D).
+        """Compute `paged_attention` for one request whose rows are given as tensors, R >= T: (T, H, D).
 
         Args:
-            batch: of this request with a page a row, as `plan_attention` was told, if it was: where pages are is not
-                looked at.
+            batch: the batch of this request with a page for each row that was given to `plan_attention`, if one was;
+                its offsets of pages are not read.
         """
         ...
 
@@ -258,25 +261,25 @@ class Kernels(Protocol):
         *,
         activation: bool = True,
     ) -> Tensor:
-        """Causal depthwise convolution over the first E elements of each row, then silu unless `activation` is off: (T,
-        E).
+        """Compute a causal depthwise convolution over the first E elements of each row, then silu: (T, E).
 
-        `window` is (W - 1, E), the rows before; W >= 2. Tap W - 1 meets the newest row, as in causal-conv1d.
+        There is no silu if `activation` is off. `window` is (W - 1, E), the rows before; W >= 2. Tap W - 1 is that of
+        the newest row, as in causal-conv1d.
         """
         ...
 
     def rms_norm(
         self, x_TE: Tensor, weight_E: Prepared | None, eps: float, *, n_groups: int = 1, gate_TE: Tensor | None = None
     ) -> Tensor:
-        """z / sqrt(mean(z^2) + eps) * weight with z = x gate, the mean over each of `n_groups` equal parts of a row:
-        (T, E) as x.
+        """Normalise rows: z / sqrt(mean(z^2) + eps) * weight with z = x gate, (T, E) as x.
 
-        Computed in float32 (Zhang & Sennrich 2019). The same bits wherever a row stands.
+        The mean is over each of `n_groups` equal parts of a row. Computed in float32 (Zhang & Sennrich 2019). A row
+        gives the same bits at any place in a batch.
         """
         ...
 
     def softplus(self, x_TH: Tensor, bias_H: Prepared) -> Tensor:
-        """log(1 + exp(x + bias)): (T, H), float32. The same bits wherever a row stands, unlike torch's."""
+        """Compute log(1 + exp(x + bias)): (T, H), float32. A row gives the same bits at any place, unlike torch's."""
         ...
 
     def selective_scan(
@@ -290,9 +293,9 @@ class Kernels(Protocol):
         d_E: Prepared,
         state: StateSlots,
     ) -> Tensor:
-        """dt = softplus(dt + bias);  h = exp(dt A) h + dt B x;  y = C h + D x: (T, E), float32. `state` is h, (N, E).
+        """Compute the selective scan of Mamba-1 (Gu & Dao 2023, Alg. 2): y (T, E), float32. `state` is h, (N, E).
 
-        Gu & Dao 2023, Alg. 2.
+        dt = softplus(dt + bias);  h = exp(dt A) h + dt B x;  y = C h + D x
         """
         ...
 
@@ -300,7 +303,7 @@ class Kernels(Protocol):
         self, q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots, *,
         strength_TH: Tensor | None = None, skip_H: Prepared | None = None,
     ) -> Tensor:  # fmt: skip
-        """A state of one matrix a head, written by outer products: (T, H, V), float32. `state` is S, (H, V, N).
+        """Compute a recurrence whose state is a matrix a head: y (T, H, V), float32. `state` is S, (H, V, N).
 
             S = S diag(w) + (S a) b^T + strength v k^T      w = exp(log_decay)      y = S q + skip v
 
@@ -315,16 +318,15 @@ class Kernels(Protocol):
         ...
 
     def linear_scan(self, x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
-        """h = decay h + x, y = h: (T, E), float32. `state` is h, (E,)."""
+        """Compute h = decay h + x, y = h: (T, E), float32. `state` is h, (E,)."""
         ...
 
     def wkv4(
         self, k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...]
     ) -> Tensor:
-        """The average of v so far, weighted by exp(k) and fading, the newest weighted by exp(first + k): (T, E),
-        float32.
+        """Compute RWKV-4's decaying average of v, weighted by exp(k), the newest by exp(first + k): (T, E), float32.
 
-        `states` are numerator, denominator and the exponent that both are scaled by, (E,) each; `decay` is added to the
-        exponent a token. Peng et al. 2023, eq. 16 and appendix D.
+        `states` are numerator, denominator and the exponent by which both are scaled, (E,) each; `decay` is added to
+        the exponent at each token. Peng et al. 2023, eq. 16 and appendix D.
         """
         ...

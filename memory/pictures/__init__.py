@@ -1,4 +1,4 @@
-"""Pictures of a memory, drawn by matplotlib, which is optional: pip install 'hybrid-memory[notebooks]'."""
+"""Draws pictures of a memory with matplotlib, which is optional: pip install 'hybrid-memory[notebooks]'."""
 
 from memory.pictures.blocks import arena_map
 from memory.pictures.forks import fork_tree

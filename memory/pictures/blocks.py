@@ -1,4 +1,4 @@
-"""Which bytes of the budget belong to whom."""
+"""Draws the blocks of the budget, and the sequences that refer to them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from memory.hybrid import HybridMemory
 
-_NOBODY = np.iinfo(np.int64).max
+_NO_SEQUENCE = np.iinfo(np.int64).max
 _MOST_ROWS = 24
 _MOST_NUMBERS = 400
 _SHADES = (0.0, 0.3, 0.55)
@@ -42,13 +42,13 @@ _CHARACTER_INCHES, _WIDTH_INCHES, _ROW_INCHES = 0.075, 9.0, 0.26
 
 @dataclass(frozen=True)
 class Runs:
-    """Neighbouring blocks of one kind and one owner, in the order of their addresses. All int64 (n,).
+    """Groups neighbouring blocks of one pool and one owner, in the order of their addresses. All int64 (n,).
 
     Attributes:
         starts, ends: bytes of the arena.
-        pools: index of the kind.
-        owners: id of the first sequence that refers to them; `_NOBODY`: an open step has set them aside.
-        n_owners: how many refer to them.
+        pools: index of the pool.
+        owners: id of the first sequence that refers to the blocks; `_NO_SEQUENCE`: an open step has set them aside.
+        n_owners: number of references to each block.
     """
 
     starts: Int64s
@@ -59,8 +59,9 @@ class Runs:
 
     @staticmethod
     def of(inventory: Inventory) -> Runs:
+        """Group the blocks of an inventory. Cost: O(blocks)."""
         pools = [pool for group in inventory.groups for pool, _ in group.pools]
-        owners = {pool.name: np.full(len(pool.counts), _NOBODY) for pool in pools}
+        owners = {pool.name: np.full(len(pool.counts), _NO_SEQUENCE) for pool in pools}
         ids_S = np.array([s.id for s in inventory.sequences], np.int64)
         for holding in (h for group in inventory.groups for h in group.holdings):
             np.minimum.at(owners[holding.pool], holding.ids, np.repeat(ids_S, holding.counts))
@@ -91,19 +92,23 @@ class Runs:
         return len(self.starts)
 
     def colour(self, i: int) -> Colour:
-        """Its kind's; sequences that follow each other have different shades."""
+        """Return the colour of group i: its pool's, in a shade that differs between consecutive sequences."""
         return lighter(PALETTE[self.pools[i] % len(PALETTE)], _SHADES[self.owners[i] % len(_SHADES)])
 
     def label(self, i: int) -> str:
-        return "in a step" if self.owners[i] == _NOBODY else f"{self.owners[i]}{', …' if self.n_owners[i] > 1 else ''}"
+        return (
+            "in a step"
+            if self.owners[i] == _NO_SEQUENCE
+            else f"{self.owners[i]}{', …' if self.n_owners[i] > 1 else ''}"
+        )
 
 
 def arena_map(memory: HybridMemory) -> Figure:
-    """Every block of the budget: its colour is its kind, its shade and number its sequence, hatched where several share
-    it.
+    """Draw every block of the budget, coloured by pool, with the number of its sequence, and hatched if it is shared.
 
-    On top the whole budget to scale; below it, row after row as text is read, the bytes at both ends of the budget
-    without what is free between them. Cost: O(blocks). Raises SpecError without matplotlib.
+    The bar on top is the whole budget to scale. Below it, in rows that are read like text, are the bytes at both ends
+    of the budget, without the free bytes between them. Sequences also differ in shade. Cost: O(blocks). Raises
+    SpecError without matplotlib.
     """
     require_memory(memory, "arena_map(memory)")
     inventory = memory.counters.inventory()
@@ -128,7 +133,7 @@ def arena_map(memory: HybridMemory) -> Figure:
 
 
 def _regions(runs: Runs, capacity: int) -> list[tuple[int, int]]:
-    """The arena without its largest free range, unless that is small."""
+    """Return the byte ranges to draw: the arena without its largest free range, unless that is small."""
     if not len(runs):
         return []
     starts, ends = np.append(runs.starts, capacity), np.insert(runs.ends, 0, 0)
@@ -139,7 +144,7 @@ def _regions(runs: Runs, capacity: int) -> list[tuple[int, int]]:
 
 
 def _row_bytes(n_bytes: int, runs: Runs) -> int:
-    """A power of two, and no less than the smallest run."""
+    """Return the bytes that one row of the picture shows: a power of two, and no less than the smallest group."""
     least = int((runs.ends - runs.starts).min()) if len(runs) else 1
     return 1 << math.ceil(math.log2(max(least, n_bytes / _MOST_ROWS, 1)))
 
@@ -156,12 +161,12 @@ def _draw(ax: Axes, runs: Runs, region: tuple[int, int], row_bytes: int) -> None
     all_rows = [_box(left, right, y) for left, right, y in _rows(0, end - start, row_bytes)]
     ax.add_collection(PolyCollection(all_rows, facecolors=FREE, label="free"))
     inside = np.flatnonzero((runs.starts >= start) & (runs.ends <= end)).tolist()
-    least = 0 if n_rows > 1 else row_bytes // 500  # to be seen at all in a large budget
+    least = 0 if n_rows > 1 else row_bytes // 500  # otherwise a small group would be invisible in a large budget
     ends = np.maximum(runs.ends, runs.starts + least)
     pieces = [
         (i, *piece) for i in inside for piece in _rows(int(runs.starts[i]) - start, int(ends[i]) - start, row_bytes)
     ]
-    is_coarse = len(pieces) > _MOST_NUMBERS  # lines between blocks would hide these
+    is_coarse = len(pieces) > _MOST_NUMBERS  # then lines between blocks would hide the blocks
     for label, own in (("used", pieces), ("shared", [piece for piece in pieces if runs.n_owners[piece[0]] > 1])):
         boxes = PolyCollection([_box(left, right, y) for _, left, right, y in own], label=label)
         if label == "used":
@@ -191,7 +196,7 @@ def _draw(ax: Axes, runs: Runs, region: tuple[int, int], row_bytes: int) -> None
 
 
 def _rows(start: int, end: int, row_bytes: int) -> list[tuple[int, int, int]]:
-    """(left, right, row) of a range that goes on in the next row."""
+    """Split a byte range into rows: (left, right, row) of each part."""
     rows = range(start // row_bytes, ceil_div(end, row_bytes))
     return [(max(start - y * row_bytes, 0), min(end - y * row_bytes, row_bytes), y) for y in rows]
 

@@ -1,4 +1,4 @@
-"""What all pictures share: colours that everybody can tell apart, and figures that suit white and dark pages."""
+"""Makes figures for white and dark pages, in colours that colour-blind readers can tell apart too."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
 Colour = tuple[float, float, float]
 
 INK = "#767676"
-"""For text and lines: contrasts 4.5 to 1 with white as with black."""
+"""Grey for text and lines, with a contrast of 4.5 to 1 against white and against black."""
 
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#F0E442", "#999999")
-"""Of Okabe and Ito (2008)."""
+"""Colours of Okabe and Ito (2008)."""
 
 FREE = (0.5, 0.5, 0.5, 0.15)
-"""Where nothing is: a shade of whatever is behind the picture."""
+"""Translucent grey for free bytes, so that it suits any background."""
 
 _DOTS_PER_INCH = 110
 
 
 def need_matplotlib() -> None:
-    """Raise SpecError unless matplotlib is there."""
+    """Raise SpecError unless matplotlib is installed."""
     if find_spec("matplotlib") is None:
         raise SpecError("plots and pictures need matplotlib; install it with: pip install 'hybrid-memory[notebooks]'")
 
 
 def new_figure(width_inches: float, height_inches: float, title: str = "") -> Figure:
-    """A figure without a background that a notebook shows once, as the value of a cell.
+    """Make a figure without a background, which a notebook shows once, as the value of a cell.
     Raises SpecError without matplotlib.
     """
     need_matplotlib()
@@ -42,7 +42,7 @@ def new_figure(width_inches: float, height_inches: float, title: str = "") -> Fi
     from matplotlib.figure import Figure
 
     class Picture(Figure):
-        def _repr_png_(self) -> bytes:  # pyplot, which shows figures by itself, knows nothing of this one
+        def _repr_png_(self) -> bytes:  # pyplot would show its figures a second time; this one is not pyplot's
             png = BytesIO()
             self.savefig(png, format="png", dpi=_DOTS_PER_INCH)
             return png.getvalue()
@@ -54,12 +54,12 @@ def new_figure(width_inches: float, height_inches: float, title: str = "") -> Fi
 
 
 def literal(text: str) -> str:
-    """Text as it is: matplotlib would read what stands between dollar signs as a formula."""
+    """Escape dollar signs: matplotlib would read the text between two of them as a formula."""
     return text.replace("$", r"\$")
 
 
 def plain(axes: Axes) -> None:
-    """No frame, no background, everything written in `INK`."""
+    """Remove frame and background, and write everything in `INK`."""
     axes.set_facecolor("none")
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
@@ -71,12 +71,12 @@ def plain(axes: Axes) -> None:
 
 
 def entitle(axes: Axes, title: str) -> None:
-    """Write what it shows above it."""
+    """Write a title above the axes."""
     axes.set_title(title, loc="left", color=INK, fontsize=9)
 
 
 def legend(figure: Figure, handles: list[Artist]) -> None:
-    """Below everything."""
+    """Draw a legend below everything."""
     if handles:
         columns = min(4, len(handles))
         figure.legend(
@@ -85,12 +85,12 @@ def legend(figure: Figure, handles: list[Artist]) -> None:
 
 
 def lighter(colour: str, share: float) -> Colour:
-    """A colour, made lighter: 0 leaves it, 1 is white."""
+    """Return a lighter colour: a share of 0 leaves it unchanged, 1 makes it white."""
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return red + (1 - red) * share, green + (1 - green) * share, blue + (1 - blue) * share
 
 
 def ink_on(colour: Colour) -> str:
-    """Black or white, whichever is easier to read on it."""
+    """Return black or white, whichever is easier to read on this colour."""
     red, green, blue = colour
     return "black" if 0.299 * red + 0.587 * green + 0.114 * blue > 0.45 else "white"

@@ -1,8 +1,7 @@
-"""Which sequences and checkpoints come from each other, and what they share.
+"""Draws sequences and checkpoints as a tree of forks, with the bytes that they share.
 
-Nobody writes down who was forked from whom, and the one may be closed that others were forked from. What says it as
-well is what is
-there: within a family the tokens on which sequences agree, and the blocks to which several refer.
+Forks are not recorded, and a sequence may be closed while its forks are open. So the tree is computed from what is
+there: within a family, from the tokens on which sequences agree and the blocks to which several of them refer.
 """
 
 from __future__ import annotations
@@ -26,16 +25,17 @@ if TYPE_CHECKING:
     from memory.hybrid import HybridMemory
 
 _MOST_SEQUENCES = 40
-"""That are drawn; also fewer than an int64 has bits, for `share_out`."""
+"""Sequences that are drawn; fewer than an int64 has bits, for `share_out`."""
 
 
 @dataclass
 class Node:
-    """Tokens [start, end) on which all sequences below agree, or what one of them holds beyond the others.
+    """Holds tokens [start, end) on which all sequences below agree, or those that one sequence holds beyond the others.
 
     Attributes:
-        sequence: that ends here; then nothing is below.
-        n_bytes: of blocks that only those below refer to, and no single branch of them: of a sequence, its own.
+        sequence: the sequence that ends here; then nothing is below.
+        n_bytes: bytes of blocks to which only sequences below refer, of more than one branch. At the end of a sequence,
+            bytes that only it refers to.
     """
 
     start: int
@@ -50,11 +50,11 @@ class Node:
 
 
 def grow(sequences: list[Sequence], tokens: dict[int, Int64s], start: int = 0) -> Node:
-    """The tree of sequences that agree on tokens [0, start). Cost: O(tokens) for each time that they part."""
+    """Return the tree of sequences that agree on tokens [0, start). Cost: O(tokens) for each time that they part."""
     first = tokens[sequences[0].id]
     if len(sequences) == 1:
         return Node(start, len(first), sequences[0])
-    end = min(_agree(first, tokens[s.id]) for s in sequences)
+    end = min(_n_common(first, tokens[s.id]) for s in sequences)
     branches: dict[int, list[Sequence]] = {}
     for s in sequences:
         if len(tokens[s.id]) > end:
@@ -63,15 +63,16 @@ def grow(sequences: list[Sequence], tokens: dict[int, Int64s], start: int = 0) -
     return Node(start, end, below=ending + [grow(branch, tokens, end) for branch in branches.values()])
 
 
-def _agree(a: Int64s, b: Int64s) -> int:
+def _n_common(a: Int64s, b: Int64s) -> int:
+    """Return the number of leading tokens that are equal."""
     n = min(len(a), len(b))
     differs = a[:n] != b[:n]
     return int(differs.argmax()) if differs.any() else n
 
 
 def share_out(root: Node, inventory: Inventory) -> None:
-    """Give each block's bytes to the node that all who refer to it are below; those that strangers refer to as well, to
-    the root.
+    """Add the bytes of each block to the lowest node that has all sequences below it that refer to the block.
+    A block to which sequences outside of the tree refer as well counts at the root.
     """
     bits = {s.id: 1 << i for i, s in enumerate(root.sequences)}
     bits_S = np.array([bits[s.id] for s in inventory.sequences], np.int64)
@@ -88,6 +89,7 @@ def share_out(root: Node, inventory: Inventory) -> None:
 
 
 def _lowest(node: Node, pattern: int, bits: dict[int, int]) -> Node:
+    """Return the lowest node that has all sequences of a bit pattern below it."""
     for below in node.below:
         if not pattern & ~sum(bits[s.id] for s in below.sequences):
             return _lowest(below, pattern, bits)
@@ -95,12 +97,11 @@ def _lowest(node: Node, pattern: int, bits: dict[int, int]) -> Node:
 
 
 def fork_tree(memory: HybridMemory) -> Figure:
-    """Sequences and checkpoints along their tokens, drawn as one as far as they agree, with the bytes that each stretch
-    adds.
+    """Draw sequences and checkpoints as a tree along their tokens, with the bytes that each part of it adds.
 
-    What all stretches add is what the memory uses, in host memory too. Families with most sequences come first; of more
-    than 40 sequences the rest is only counted. Cost: O(blocks and tokens of those shown). Raises SpecError without
-    matplotlib.
+    Sequences are one line as far as their tokens agree. All bytes together are those that the memory uses, host memory
+    included. Families with the most sequences come first; of more than 40 sequences the rest is only counted. Cost:
+    O(blocks and tokens of those shown). Raises SpecError without matplotlib.
     """
     require_memory(memory, "fork_tree(memory)")
     need_matplotlib()
@@ -143,7 +144,7 @@ def _n_rows(node: Node) -> int:
 
 
 def _draw(ax: Axes, memory: HybridMemory, node: Node, y: int, colour: str) -> None:
-    """A node in row `y`, those below it in the rows below."""
+    """Draw a node in row `y`, and the nodes below it in the rows below."""
     ax.plot([node.start, node.end], [y, y], color=colour, linewidth=1.5 if node.sequence else 3, solid_capstyle="butt")
     if s := node.sequence:
         fill = "none" if s.is_swapped else colour
@@ -161,7 +162,7 @@ def _draw(ax: Axes, memory: HybridMemory, node: Node, y: int, colour: str) -> No
 def _label(node: Node, memory: HybridMemory) -> str:
     s = node.sequence
     if s is None:
-        n_here = sum(not leaf.is_swapped for leaf in node.sequences)  # who comes back from elsewhere shares nothing
+        n_here = sum(not leaf.is_swapped for leaf in node.sequences)  # a swapped-out sequence shares no blocks
         return f"{format_bytes(node.n_bytes) if node.n_bytes else 'nothing'} shared among {n_here}"
     name = f"{'checkpoint' if s.is_checkpoint else 'sequence'} {s.id}, {node.end:,} tokens: "
     if s.is_swapped:

@@ -1,4 +1,4 @@
-"""What each layer of a model remembers of one sequence."""
+"""Draws which tokens of one sequence each layer of a model holds, as body and tail."""
 
 from __future__ import annotations
 
@@ -24,11 +24,12 @@ _HATCH = "////"
 
 @dataclass(frozen=True)
 class Stretch:
-    """Tokens [start, end) that one memory holds as one part, in `n_bytes`; [-1, -1): a state that is stale.
+    """Holds the tokens [start, end) that a layer keeps as one part of a sequence; [-1, -1): a stale state.
 
     Attributes:
-        fold_tokens: distance of the positions at which its rows fold; None: they do not.
-        is_folded: whether it is no longer the rows as they came.
+        n_bytes: bytes of this part.
+        fold_tokens: distance between the positions at which its rows fold; None if they do not fold.
+        is_folded: True if the rows are no longer kept verbatim.
     """
 
     part: Part
@@ -41,14 +42,14 @@ class Stretch:
 
 @dataclass(frozen=True)
 class LayerRow:
-    """One memory of a layer; None of a layer that remembers nothing."""
+    """Holds what one memory of a layer keeps of a sequence; `memory` is None for a layer that remembers nothing."""
 
     layer: int
     memory: LayerSpec | None = None
     stretches: list[Stretch] = field(default_factory=list)
 
     def bytes_of(self, part: str) -> int:
-        """Of "body", "tail", "head" or "all"."""
+        """Return the bytes of a part: "body", "tail", "head" or "all"."""
         return sum(s.n_bytes for s in self.stretches if part in ("all", s.part))
 
     @property
@@ -66,12 +67,12 @@ class LayerRow:
 
 
 def layer_rows(memory: HybridMemory, sequence: Sequence) -> list[LayerRow]:
-    """The memories of all layers in order, and what they hold of one sequence; their bytes sum to those that it refers
-    to.
+    """Return what each memory of each layer holds of one sequence, in order.
+    Their bytes sum to those of the blocks to which the sequence refers.
     """
     groups, length = {group.name: group for group in memory.counters.inventory(sequence).groups}, sequence.length
-    if (there := memory.counters.host_inventory(sequence)) is not None and there.sequences:  # and then not here
-        groups |= {group.name: group for group in there.groups}
+    if (on_host := memory.counters.host_inventory(sequence)) is not None and on_host.sequences:
+        groups |= {group.name: group for group in on_host.groups}  # its pages are in host memory only
     rows: dict[tuple[int, str], LayerRow] = {}
     for group in groups.values():
         folds = any(h.part == "tail" for h in group.holdings)
@@ -99,12 +100,12 @@ def _stretch(holding: Holding, length: int, block_bytes: int, folds: bool) -> St
 
 
 def layer_map(memory: HybridMemory, sequence: Sequence) -> Figure:
-    """The layers of a model in order: which tokens of a sequence each holds as body and tail, and in how many bytes.
+    """Draw which tokens of a sequence each layer holds as body and tail, and in how many bytes.
 
-    White lines in a tail are positions at which rows fold into the body; the dashed line is the horizon, the earliest
-    position to which a rollback reaches by itself. A hollow diamond is a state that a rollback has left stale: its
-    bytes are held, and the next step computes it again. Where a tail is short beside the sequence, a second picture
-    shows the newest tokens.
+    White lines in a tail are positions at which rows fold into the body. The dashed line is the horizon, the earliest
+    position that a rollback reaches without a checkpoint. A hollow diamond is a state that a rollback has left stale:
+    its bytes are held, and the next step computes it again. If all tails are short compared with the sequence, a second
+    picture shows the newest tokens.
 
     Raises SpecError without matplotlib; SequenceError: a closed sequence, or one of another memory.
     """
@@ -141,7 +142,7 @@ def layer_map(memory: HybridMemory, sequence: Sequence) -> Figure:
 
 
 def _spans(rows: list[LayerRow], length: int) -> list[tuple[int, int]]:
-    """Token ranges to draw: all and, where all tails together are short beside it, the newest."""
+    """Return the token ranges to draw: all tokens and, if all tails are short in that, the newest ones."""
     tails = [s.start for row in rows for s in row.stretches if s.part == "tail"]
     n_newest = length - min(tails, default=0)
     if not tails or n_newest > length / 8:
@@ -197,7 +198,7 @@ def _draw(ax: Axes, y: int, row: LayerRow, length: int) -> None:
 
 
 def _write_bytes(ax: Axes, rows: list[LayerRow]) -> None:
-    """In columns to the right of the bars."""
+    """Write the bytes of each part in columns to the right of the bars."""
     parts = [
         part
         for part in ("body", "tail", "head", "all")

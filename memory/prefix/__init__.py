@@ -1,4 +1,4 @@
-"""Prefix cache: checkpoints of prompts, found by their tokens."""
+"""Caches prefixes: keeps checkpoints of earlier prompts, and finds them by their tokens."""
 
 from memory.prefix.cache import Lookup, PrefixCache, PrefixStats
 

@@ -1,15 +1,14 @@
-"""Prefixes that several sequences have in common: a radix tree over token ids whose nodes hold checkpoints.
+"""Caches the prefixes of prompts in a radix tree over token ids, whose nodes hold checkpoints of a memory.
 
-Attention could go on from wherever two prompts part; a recurrent layer only from a position whose state somebody kept.
-So the tree knows
-both: which tokens were seen, and where checkpoints stand.
+Attention can continue from any position at which two prompts part; a recurrent layer only from a position whose state
+was kept. So the tree holds both: the tokens that were seen, and the checkpoints along them.
 
     You are a helpful ... | system prompt ends *  | What is my dog called? *
                                                   | My cat is called Zoe. *       * a checkpoint
 
-A hit is a fork of the nearest checkpoint, taken back by at most the rollback window. Checkpoints live in the memory's
-own budget, and go when it lacks room: first those that save the least recomputation a byte, and were not used for long
-(after Pan et al. 2024, "Marconi").
+A hit is a fork of the nearest checkpoint, rolled back by at most the rollback window. Checkpoints take their bytes from
+the memory's own budget. When it is full they are closed: first those that save the least recomputation per byte and
+have not been used for long (after Pan et al. 2024, "Marconi").
 """
 
 from __future__ import annotations
@@ -33,20 +32,20 @@ from memory.sequences.token_buffer import common_prefix
 
 _CLOSED = "this prefix cache is closed; make another one"
 _RECLAIMED_SHARE = 64
-"""Checkpoints go in lots of one part in so many of the budget: to find those of least worth costs a look at all of
-them, and a full memory asks for a little room at almost every step."""
+"""Checkpoints are closed until 1/64 of the budget is freed, even if less is missing. To find those of least worth costs
+a look at all of them, and a full memory lacks a little room at almost every step."""
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """What a prompt found.
+    """Says how many tokens of a prompt the cache can reuse, and why not more.
 
     Attributes:
-        n_tokens: of the prompt.
+        n_tokens: length of the prompt.
         by_attention: leading tokens that were seen before; a memory of attention alone could reuse them all.
-        by_recurrent: leading tokens up to which states can be had: from a checkpoint, or by taking one back.
+        by_recurrent: leading tokens behind which a state can be had: that of a checkpoint, or of one rolled back.
         reused: the lesser of the two, and less than `n_tokens`: the last token must be fed for its output.
-        why: in words.
+        why: the reason in words.
     """
 
     n_tokens: int
@@ -62,13 +61,13 @@ class Lookup:
 
 @dataclass(frozen=True)
 class PrefixStats:
-    """What a cache has done, and what it holds.
+    """Counts the hits of a cache, and what it holds.
 
     Attributes:
-        n_lookups, n_hits: prompts asked for, and those of which anything was reused.
-        n_tokens, n_reused: their tokens.
-        n_checkpoints, n_evicted: that it holds, and that went for want of room.
-        private_bytes: what closing all its checkpoints, one alone each, would give back at least.
+        n_lookups, n_hits: prompts opened, and those of which tokens were reused.
+        n_tokens, n_reused: tokens of these prompts, and those of them that were reused.
+        n_checkpoints, n_evicted: checkpoints that it holds, and those that were closed because the budget was full.
+        private_bytes: sum of what closing each checkpoint alone would free; closing all frees at least that.
     """
 
     n_lookups: int
@@ -81,23 +80,23 @@ class PrefixStats:
 
     @property
     def hit_rate(self) -> float:
-        """Share of all prompts' tokens that were reused."""
+        """Return the share of all prompts' tokens that were reused."""
         return self.n_reused / self.n_tokens if self.n_tokens else 0.0
 
 
 class PrefixCache(NotCopied):
-    """Checkpoints of a memory by the tokens that led to them.
+    """Keeps checkpoints of a memory, and finds the longest reusable prefix of a prompt.
 
-    Whoever may ask for prompts and see how many of their tokens were reused, or how soon they are answered, can find
-    out what was asked before. So prefixes have owners, any hashable values: what was inserted under one is found under
-    the same one and under no other, as if each had a cache alone. They share the budget. Unless given, the owner is
-    None, and all prompts are found by all.
+    A user who sees how many tokens of a prompt were reused, or how soon the reply begins, can find out what others have
+    asked. So prefixes have owners, any hashable values: what was inserted for one owner is found for this owner only,
+    as if each had a cache of its own. They share the budget. The owner is None unless it is given, and then all users
+    find all prompts.
 
     Args:
-        grid_tokens: `cuts` asks for a checkpoint at each multiple of this, so that a prompt that parts from others
-            where none has parted before recomputes no more than that; 0 for none.
+        grid_tokens: `cuts` returns each multiple of this, so that a prompt that parts from others at a position without
+            a checkpoint recomputes at most so many tokens; 0 for no such grid.
     Raises:
-        SpecError: a model whose sequences depend on more than their tokens (an encoder), or a grid that cannot be.
+        SpecError: a model whose sequences depend on more than their tokens (on an encoder), or a wrong `grid_tokens`.
     """
 
     def __init__(self, memory: HybridMemory, *, grid_tokens: int = 512) -> None:
@@ -106,24 +105,24 @@ class PrefixCache(NotCopied):
         require_memory(memory, "PrefixCache(memory)")
         if memory.spec.of_kind("cross-attention"):
             raise SpecError(
-                f"sequences of {memory.spec.model} depend on what an encoder said, so equal tokens are no equal prefix"
+                f"sequences of {memory.spec.model} depend on an encoder, so equal tokens are no equal prefix"
             )
         self._memory: HybridMemory | None = memory
         self.grid_tokens = grid_tokens
         self._lot_bytes = memory.budget_bytes // _RECLAIMED_SHARE
         self._roots: dict[Hashable, Node] = {}  # by owner
-        self._marked: dict[Sequence, Node] = {}
+        self._checkpoints: dict[Sequence, Node] = {}
         self._ranking = Ranking()
         self._clock = 0
         self._n_lookups = self._n_hits = self._n_tokens = self._n_reused = self._n_evicted = 0
-        self._reclaimer = _reclaimer(weakref.ref(self), weakref.ref(memory), self._marked)
+        self._reclaimer = _reclaimer(weakref.ref(self), weakref.ref(memory), self._checkpoints)
         memory.add_reclaimer(self._reclaimer)
 
     instead = "make one beside each memory; it fills with what is inserted"
 
     @property
     def memory(self) -> HybridMemory:
-        """The memory that it was made for. Raises SequenceError: the cache is closed."""
+        """Return the memory whose checkpoints it keeps. Raises SequenceError: the cache is closed."""
         if self._memory is None:
             raise SequenceError(_CLOSED)
         return self._memory
@@ -131,12 +130,12 @@ class PrefixCache(NotCopied):
     # Looking up
 
     def find(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> Lookup:
-        """What `open` would reuse. Changes nothing. Cost: O(tokens matched); an int64 array saves its conversion."""
+        """Return what `open` would reuse; nothing changes. Cost: O(tokens matched); int64 arrays are not converted."""
         return self._find(_as_tokens(token_ids), owner)[0]
 
     def open(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> tuple[Sequence, Lookup]:
-        """A new sequence that holds the longest reusable prefix of a prompt; feed it `token_ids[lookup.reused:]`, one
-        token at least.
+        """Open a sequence that holds the longest reusable prefix of a prompt already.
+        Feed it the rest, `token_ids[lookup.reused:]`, which is at least one token.
 
         Raises BatchError: no tokens. Cost: `find` and a fork; no tensor is copied.
         """
@@ -164,7 +163,7 @@ class PrefixCache(NotCopied):
         for node in path:
             if node.mark is not None and node.depth <= limit:
                 best, reused = node, node.depth
-        # What was kept a little further on, along the same tokens or past where they part, may be taken back.
+        # A checkpoint a little behind the last common token may be rolled back to it.
         for node in (*(node for node in path if node.depth > limit), *first_marked(beyond)) if limit > reused else ():
             if node.mark is not None and limit > reused and node.mark.horizon <= limit:
                 best, reused = node, limit
@@ -172,8 +171,10 @@ class PrefixCache(NotCopied):
         return Lookup(len(tokens), n_matched, by_recurrent, reused, _why(len(tokens), n_matched, reused)), best
 
     def _walk(self, tokens: Int64s, owner: Hashable) -> tuple[int, list[Node], Node | None]:
-        """How many tokens match, the nodes that end within them, and the node below that they end inside of, or next
-        to.
+        """Return the number of tokens that match, the nodes that end within them, and the node to search further in.
+
+        That is the one inside of which they end, or, if they end between nodes, the last of the path; None if nothing
+        is below.
         """
         node, at = self._roots.get(owner, NOTHING_SEEN), 0
         path: list[Node] = []
@@ -192,9 +193,10 @@ class PrefixCache(NotCopied):
     # Remembering
 
     def cuts(self, token_ids: Seq[int] | Int64s, start: int, marks: Seq[int] = (), owner: Hashable = None) -> list[int]:
-        """Positions in (start, len(token_ids)), ascending, at which a prefill should pause and `insert` what it has.
+        """Return the positions at which a prefill should pause and `insert` a checkpoint, ascending.
 
-        They are where this prompt parts from those seen before, where the caller wants one, and on the grid.
+        They lie in (start, len(token_ids)): the position at which this prompt parts from those seen before, the
+        positions `marks` of the caller, and the multiples of `grid_tokens`.
 
         Raises BatchError: a mark that is no position of the prompt.
         """
@@ -213,9 +215,10 @@ class PrefixCache(NotCopied):
         return sorted(position for position in wanted if start < position < len(tokens))
 
     def insert(self, sequence: Sequence, owner: Hashable = None) -> None:
-        """Remember a sequence where it stands, for this owner.
-        Nothing happens at position 0, where a checkpoint stands already, and for a sequence from whose middle tokens
-        were dropped: it is not what its tokens would give.
+        """Keep a checkpoint of a sequence at its present length, for this owner.
+
+        Nothing happens for an empty sequence, at a position that has a checkpoint already, and for a sequence from
+        whose middle tokens were dropped: its memory is not what feeding its tokens would give.
 
         Raises SequenceError. Cost: O(tokens) and a checkpoint, which copies no tensor.
         """
@@ -227,13 +230,13 @@ class PrefixCache(NotCopied):
             node = self._node_at(tokens, owner)
             if node.mark is None:
                 node.mark = self.memory.checkpoint(sequence)
-                self._marked[node.mark] = node
+                self._checkpoints[node.mark] = node
                 self._ranking.add(node.mark, node.depth - marked_above(node), held_bytes)
                 self._count_saved_below(node, node.depth)
             self._touch(node)
 
     def _count_saved_below(self, node: Node, start: int) -> None:
-        """The next checkpoints below a node save the tokens from `start` on."""
+        """Note that the nearest checkpoints below a node save the tokens from `start` on."""
         below = list(node.children.values())
         while below:
             child = below.pop()
@@ -243,7 +246,7 @@ class PrefixCache(NotCopied):
                 below.extend(child.children.values())
 
     def _node_at(self, tokens: Int64s, owner: Hashable) -> Node:
-        """The node that ends with these tokens, made if there is none."""
+        """Return the node that ends with these tokens; make it if there is none."""
         node, at = self._roots.setdefault(owner, Node(EMPTY, 0, None, owner=owner)), 0
         while at < len(tokens):
             rest = tokens[at:]
@@ -265,37 +268,38 @@ class PrefixCache(NotCopied):
     # Forgetting
 
     def reclaim(self, missing_bytes: int) -> bool:
-        """Close checkpoints, those of least worth first, until `missing_bytes` more are free; whether any was closed.
+        """Close checkpoints, those of least worth first, until `missing_bytes` more are free; True if any was closed.
 
-        More of them go at once, up to 1/64 of the budget, so that the next calls find room. What shares all its bytes
-        frees none: it goes last, and only for `missing_bytes`.
+        More are closed at once, up to 1/64 of the budget, so that the next calls find room. A checkpoint that shares
+        all its bytes frees none: it is closed last, and only for `missing_bytes`.
         """
-        free_bytes, n_before = self.memory.free_bytes, len(self._marked)
+        free_bytes, n_before = self.memory.free_bytes, len(self._checkpoints)
         lot_bytes = max(missing_bytes, self._lot_bytes)
         chosen, n_promised = list[Sequence](), 0
-        for mark, n_bytes in self._ranking.ascending(self._clock, self.memory.counters.private_bytes):
+        for checkpoint, n_bytes in self._ranking.ascending(self._clock, self.memory.counters.private_bytes):
             if n_promised >= (lot_bytes if n_bytes else missing_bytes):
                 break
-            chosen.append(mark)
+            chosen.append(checkpoint)
             n_promised += n_bytes
-        for mark in chosen:
-            # two that share with each other alone free more than promised
+        for checkpoint in chosen:
+            # Two that share blocks only with each other free more than was promised for each.
             if self.memory.free_bytes - free_bytes >= lot_bytes:
                 break
-            self._evict(mark)
-        self._n_evicted += n_before - len(self._marked)
-        return len(self._marked) < n_before
+            self._evict(checkpoint)
+        self._n_evicted += n_before - len(self._checkpoints)
+        return len(self._checkpoints) < n_before
 
-    def _evict(self, mark: Sequence) -> None:
-        node: Node | None = self._marked.pop(mark)
+    def _evict(self, checkpoint: Sequence) -> None:
+        """Close a checkpoint, and remove the nodes that only led to it."""
+        node: Node | None = self._checkpoints.pop(checkpoint)
         assert node is not None
         node.mark = None
-        self._ranking.remove(mark)
+        self._ranking.remove(checkpoint)
         self._count_saved_below(node, marked_above(node))
-        self.memory.close(mark)
+        self.memory.close(checkpoint)
         while node is not None and node.parent is not None and node.mark is None and len(node.children) < 2:
             parent, first = node.parent, int(node.tokens[0])
-            if node.children:  # its tokens go to its only child
+            if node.children:  # one child, which takes its tokens
                 (child,) = node.children.values()
                 child.tokens, child.parent = np.concatenate([node.tokens, child.tokens]), parent
                 parent.children[first] = child
@@ -308,12 +312,11 @@ class PrefixCache(NotCopied):
     def clear(self) -> None:
         """Close all checkpoints and forget all tokens."""
         with uninterrupted():
-            for mark in list(self._marked):
-                self._evict(mark)
+            for checkpoint in list(self._checkpoints):
+                self._evict(checkpoint)
 
     def close(self) -> None:
-        """Close all checkpoints and let go of the memory, which goes on without the cache.
-        Later use raises SequenceError.
+        """Close all checkpoints and release the memory, which can be used further. Later use raises SequenceError.
 
         Closing it again does nothing. `with PrefixCache(memory) as cache:` closes it at the end.
         """
@@ -321,7 +324,7 @@ class PrefixCache(NotCopied):
             self.clear()
             self._memory.remove_reclaimer(self._reclaimer)
         self._memory = None
-        self._marked.clear()
+        self._checkpoints.clear()
         self._root = Node(EMPTY, 0, None)
 
     def __enter__(self) -> PrefixCache:
@@ -333,31 +336,34 @@ class PrefixCache(NotCopied):
         self.close()
 
     def stats(self) -> PrefixStats:
-        private_bytes = int(self.memory.counters.private_bytes([*self._marked]).sum())
-        counts = (self._n_lookups, self._n_hits, self._n_tokens, self._n_reused, len(self._marked), self._n_evicted)
+        """Return the counts since the cache was made, and the checkpoints that it holds."""
+        held = [*self._checkpoints]
+        private_bytes = int(self.memory.counters.private_bytes(held).sum())
+        counts = (self._n_lookups, self._n_hits, self._n_tokens, self._n_reused, len(held), self._n_evicted)
         return PrefixStats(*counts, private_bytes)
 
     def __repr__(self) -> str:
-        where = "closed" if self._memory is None else f"with {len(self._marked)} checkpoints in {self._memory!r}"
+        where = "closed" if self._memory is None else f"with {len(self._checkpoints)} checkpoints in {self._memory!r}"
         return f"<PrefixCache {where}>"
 
 
 def _reclaimer(
-    cache: weakref.ref[PrefixCache], memory: weakref.ref[HybridMemory], marked: dict[Sequence, Node]
+    cache: weakref.ref[PrefixCache], memory: weakref.ref[HybridMemory], checkpoints: dict[Sequence, Node]
 ) -> Callable[[int], bool]:
-    """What a memory asks for room, which keeps no cache alive: checkpoints of one that is gone, which nobody can find
-    again, all go.
+    """Return the function that a full memory calls for room; it refers to the cache only weakly.
+
+    If the cache was deleted without `close`, no lookup can find its checkpoints: all of them are closed.
     """
 
     def reclaim(missing_bytes: int) -> bool:
         if (living := cache()) is not None:
             return living.reclaim(missing_bytes)
         owner = memory()
-        assert owner is not None, "it asks"
+        assert owner is not None, "the memory is the caller"
         owner.remove_reclaimer(reclaim)
-        for mark in marked:
-            owner.close(mark)
-        return bool(marked)
+        for checkpoint in checkpoints:
+            owner.close(checkpoint)
+        return bool(checkpoints)
 
     return reclaim
 

@@ -1,4 +1,4 @@
-"""Nodes of a radix tree over token ids: what two lists of tokens share is written once, up to where they part."""
+"""Holds the nodes of a radix tree over token ids: tokens that several prompts begin with are in it once."""
 
 from __future__ import annotations
 
@@ -11,31 +11,36 @@ from memory.interface import Sequence
 
 @dataclass
 class Node:
-    """Tokens from the parent's depth to this one's, and the checkpoint that stands at their end, if any."""
+    """Holds the tokens from the parent's depth to its own, and the checkpoint at their end, if there is one.
+
+    Attributes:
+        mark: the checkpoint.
+        owner: of the tree; set at its root only.
+    """
 
     tokens: Int64s
     depth: int
     parent: Node | None
     mark: Sequence | None = None
     children: dict[int, Node] = field(default_factory=dict)
-    owner: Hashable = None  # of the tree, at its root
+    owner: Hashable = None
 
 
 NOTHING_SEEN = Node(EMPTY, 0, None)
 
 
 def split(node: Node, n: int) -> Node:
-    """A node of the first n tokens of `node`, between it and its parent."""
+    """Put a node with the first n tokens of `node` between it and its parent, and return the new one."""
     assert node.parent is not None, "the root has no tokens"
     upper = Node(node.tokens[:n].copy(), node.depth - len(node.tokens) + n, node.parent)
     node.parent.children[int(upper.tokens[0])] = upper
-    node.tokens, node.parent = node.tokens[n:].copy(), upper  # a view would keep what the other part was
+    node.tokens, node.parent = node.tokens[n:].copy(), upper  # a view would keep all tokens in host memory
     upper.children[int(node.tokens[0])] = node
     return upper
 
 
 def marked_above(node: Node) -> int:
-    """Where the nearest checkpoint above a node stands; 0 if there is none."""
+    """Return the position of the nearest checkpoint above a node; 0 if there is none."""
     above = node.parent
     while above is not None and above.mark is None:
         above = above.parent
@@ -43,7 +48,7 @@ def marked_above(node: Node) -> int:
 
 
 def first_marked(node: Node | None) -> Iterator[Node]:
-    """The checkpoints nearest below, one on each way down from the shortest child on."""
+    """Generate the first node with a checkpoint from `node` downwards, always through the child of the least depth."""
     while node is not None:
         if node.mark is not None:
             yield node

@@ -1,4 +1,4 @@
-"""One file per family of recurrences: the shapes of its row and state, and the fold itself."""
+"""Defines the recurrences, one file per family: the shapes of row and state, and the function that advances states."""
 
 from memory.recurrences.convolution import CausalConv, ShortConv, short_conv_spec, window_tensors
 from memory.recurrences.delta_rule import DeltaRule, DeltaRuleShape

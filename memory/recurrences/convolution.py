@@ -1,7 +1,7 @@
-"""Short causal convolution over channels: a fold that remembers its last inputs, alone (LFM2) or before another
-recurrence.
+"""Computes the short causal convolution over channels, alone (LFM2) or before another recurrence.
 
-y_t = sum over w of weight_w x_{t - W + 1 + w}, a tap for each channel: "depthwise". The state is the last W - 1 rows.
+y_t = sum over w of weight_w x_{t - W + 1 + w}, with taps of its own for each channel: "depthwise". The state is the
+last W - 1 rows.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from memory.state.access import Recurrence, States
 
 
 def window_tensors(n_channels: int, n_taps: int) -> tuple[StateTensor, ...]:
-    """The state of a convolution: its last n_taps - 1 rows in the memory's dtype; none for a single tap."""
+    """Return the state of a convolution: its last n_taps - 1 rows in the memory's dtype; none for a single tap."""
     return (StateTensor("conv", (n_taps - 1, n_channels), dtype=None, ring=()),) if n_taps > 1 else ()
 
 
 @dataclass(frozen=True)
 class CausalConv:
-    """The convolution's weights.
+    """Convolves rows with weights (W, E).
 
     Attributes:
         weight_WE: taps, the last one for the newest row.
-        bias_E: or None.
-        activation: silu afterwards.
+        bias_E: bias, or None.
+        activation: True for silu afterwards.
     """
 
     weight_WE: Tensor
@@ -39,7 +39,7 @@ class CausalConv:
     activation: bool = True
 
     def __call__(self, states: States, rows_TR: Tensor) -> Tensor:
-        """The first E elements of each row, convolved: (T, E). State 0 is the window."""
+        """Convolve the first E elements of each row: (T, E). State 0 is the window."""
         n_taps, n_channels = self.weight_WE.shape
         if n_taps > 1:
             weight, bias = self._weights.prepared(states.kernels)
@@ -53,18 +53,18 @@ class CausalConv:
 
 
 def short_conv_spec(n_channels: int, n_taps: int, name: str = "recurrence") -> RecurrentSpec:
-    """Row: the E channels. State: the last n_taps - 1 of them; n_taps >= 2, for one tap alone remembers nothing."""
+    """Describe a layer with this recurrence only. Row: the E channels. State: the last n_taps - 1 rows; n_taps >= 2."""
     return RecurrentSpec("short_conv", (n_channels,), window_tensors(n_channels, n_taps), name)
 
 
 @dataclass(frozen=True)
 class ShortConv:
-    """A convolution as a layer's only recurrence. What gates its input and output is the model's."""
+    """Convolves rows as a layer's only recurrence. The gates of its input and output belong to the model."""
 
     conv: CausalConv
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
-        """Rows (T, E) -> outputs (T, E) in the rows' dtype."""
+        """Advance the states by rows (T, E); returns outputs (T, E) in the rows' dtype, and the states."""
         return self.conv(states, rows), states.written()
 
 

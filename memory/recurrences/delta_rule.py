@@ -1,4 +1,4 @@
-"""The gated delta rule: each token erases what its key finds in the state before it writes, after a short convolution.
+"""Computes the gated delta rule after a short convolution: each token erases, along its key, before it writes.
 
 Yang et al. 2024, "Gated Delta Networks", eq. 10, one decay a head (Qwen3-Next, Qwen3.5), and Kimi Team 2025, "Kimi
 Linear", eq. 1, one decay a key channel. For each head, with S as (V, N), k and q of length 1 and q scaled by
@@ -28,10 +28,13 @@ from memory.state.access import Recurrence, States
 
 @dataclass(frozen=True)
 class DeltaRuleShape:
-    """Sizes: queries and keys of `key_dim` for `n_key_heads`, values of `value_dim` for `n_heads`, a multiple; `d_conv`
-        taps.
+    """Holds the sizes of a layer with the gated delta rule.
 
-    `decays_keys` gives each key channel a decay of its own.
+    Attributes:
+        n_heads, value_dim: heads of the values, and the size of each; n_heads is a multiple of n_key_heads.
+        n_key_heads, key_dim: heads of queries and keys, and the size of each.
+        d_conv: taps of the convolution.
+        decays_keys: True if each key channel has a decay of its own.
     """
 
     n_heads: int
@@ -54,7 +57,7 @@ class DeltaRuleShape:
 
     @property
     def n_channels(self) -> int:
-        """What is convolved: q, k and v."""
+        """Return the number of channels that are convolved: q, k and v."""
         return 2 * self.n_keys + self.n_heads * self.value_dim
 
     @property
@@ -62,7 +65,7 @@ class DeltaRuleShape:
         return self.n_heads * (self.key_dim if self.decays_keys else 1)
 
     def spec(self, name: str = "recurrence") -> RecurrentSpec:
-        """Row: q, k and v before the convolution, beta, and a before its bias.
+        """Describe the layer's recurrence. Row: q, k and v before the convolution, beta, and a before its bias.
         State: the convolution's window, and S, (H, V, N).
         """
         s = matrix_tensor(
@@ -75,7 +78,7 @@ class DeltaRuleShape:
 
 @dataclass(frozen=True)
 class DeltaRule:
-    """A layer's weights, and the fold.
+    """Advances states by the gated delta rule with a layer's weights.
 
     Attributes:
         a_bias_A: (n_decays,) float32.
@@ -88,12 +91,12 @@ class DeltaRule:
     rate_A: Tensor
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
-        """Rows (T, row) -> outputs (T, H V) in the rows' dtype."""
+        """Advance the states by rows (T, row); returns outputs (T, H V) in the rows' dtype, and the states."""
         shape = self.shape
         x_TE = self.conv(states, rows)
         qk, v, kernels = x_TE[:, : 2 * shape.n_keys], x_TE[:, 2 * shape.n_keys :], states.kernels
         a_bias, to_length = self._weights.prepared(kernels)
-        # x / |x| as flash-linear-attention does it, with 1e-6 below the root: a norm whose weights set the length.
+        # x / |x| as in flash-linear-attention, with 1e-6 under the root: an RMS norm whose weights set the length.
         qk = kernels.rms_norm(qk.float(), to_length, 1e-6 / shape.key_dim, n_groups=2 * shape.n_key_heads)
         q_TGN, k_TGN = qk.view(len(rows), 2, shape.n_key_heads, shape.key_dim).unbind(1)
         beta_TH = rows[:, shape.n_channels : shape.n_channels + shape.n_heads]
@@ -108,7 +111,7 @@ class DeltaRule:
     @cached_property
     def _weights(self) -> Weights:
         n, key_dim = self.shape.n_keys, self.shape.key_dim
-        # of q: 1 / sqrt(N), of k: 1
+        # Weights of the norm: q gets the length 1 / sqrt(N), k the length 1.
         to_length = torch.cat([torch.full((n,), 1.0 / key_dim), torch.full((n,), key_dim**-0.5)])
         return Weights(self.a_bias_A, to_length.to(self.a_bias_A.device))
 

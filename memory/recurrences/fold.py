@@ -1,4 +1,4 @@
-"""Any recurrence, from its formula for one token."""
+"""Makes a recurrence from its formula for one token."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ Formula = Callable[[tuple[Tensor, ...], Tensor], tuple[tuple[Tensor, ...], Tenso
 
 
 class Fold:
-    """Runs `state, y = f(state, row)` token by token in plain torch: a new family in five lines, and the oracle for
-    kernels.
+    """Runs `state, y = f(state, row)` token by token in plain torch.
+
+    It makes a new family of five lines, and it is what the kernels are tested against.
 
     Args:
-        f: takes states, (S, *shape) each, and rows (S, *row_shape); returns the next states and outputs (S, ...). Runs
-            of unequal length meet it with fewer and fewer sequences.
+        f: takes states, (S, *shape) each, and rows (S, *row_shape); returns the next states and outputs (S, ...). When
+            segments differ in length, later calls have fewer sequences.
 
-    Cost: one call of `f` for each row of the longest run.
+    Cost: one call of `f` for each row of the longest segment.
     """
 
     def __init__(self, f: Formula) -> None:
@@ -30,7 +31,7 @@ class Fold:
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         counts, cu_rows = np.diff(states.cu_rows), states.device_cu_rows
-        # Longest first, so that the runs still going are always the first ones.
+        # Longest first, so that the segments that have rows left are always the first ones.
         order = None if (counts == counts[0]).all() else torch.argsort(cu_rows.diff(), descending=True, stable=True)
         current, first = states.start(), cu_rows[:-1]
         if order is not None:
@@ -53,7 +54,7 @@ class Fold:
             )
             outputs = y.new_empty(len(rows), *y.shape[1:]) if outputs is None else outputs
             outputs[at] = y
-        assert outputs is not None, "a run has at least one row"
+        assert outputs is not None, "a segment has at least one row"
         if order is not None:
             back = torch.argsort(order)
             current = tuple(tensor[back] for tensor in current)

@@ -1,4 +1,4 @@
-"""Linear attention whose memory fades at one fixed rate a head: lightning attention (MiniMax-01), retention.
+"""Computes linear attention with one fixed decay a head: lightning attention (MiniMax-01), retention.
 
 MiniMax 2025, "MiniMax-01", section 2.2; Sun et al. 2023, "Retentive Network", eq. 6. For each head, with S as (V, N):
 
@@ -20,20 +20,25 @@ from memory.state.access import Recurrence, States
 
 
 def linear_attention_spec(n_heads: int, value_dim: int, key_dim: int, name: str = "recurrence") -> RecurrentSpec:
-    """Row: q, k and v of each head. State: S, (H, V, N) in float32."""
+    """Describe a layer with this recurrence. Row: q, k and v of each head. State: S, (H, V, N) in float32."""
     state = matrix_tensor("kv", n_heads, value_dim, key_dim, n_heads)
     return RecurrentSpec("linear_attention", (n_heads, 2 * key_dim + value_dim), (state,), name)
 
 
 @dataclass(frozen=True)
 class LinearAttention:
-    """`log_decay_H`: logarithm of what is left of a head's state after a token, float32, at most 0."""
+    """Advances states by linear attention.
+
+    Attributes:
+        log_decay_H: logarithm of the factor on a head's state at each token, float32, at most 0.
+        key_dim: size of queries and keys.
+    """
 
     log_decay_H: Tensor
     key_dim: int
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
-        """Rows (T, H, 2 N + V) -> outputs (T, H, V) in the rows' dtype."""
+        """Advance the states by rows (T, H, 2 N + V); returns outputs (T, H, V) in the rows' dtype, and the states."""
         n_keys = self.key_dim
         q_THN, k_THN, v_THV = rows.split_with_sizes([n_keys, n_keys, rows.shape[2] - 2 * n_keys], -1)
         log_decay_TH = self.log_decay_H.expand(len(rows), -1)

@@ -1,4 +1,4 @@
-"""Mamba-1: short convolution, small projections and selective scan, as one fold over the convolution's input.
+"""Computes Mamba-1 as one recurrence over the convolution's input: convolution, small projections, selective scan.
 
 Gu & Dao 2023, "Mamba: Linear-Time Sequence Modeling with Selective State Spaces", Alg. 2 and section 3.6; the optional
 norms of dt, B and C are Jamba's (Lieber et al. 2024, section 3.1).
@@ -27,7 +27,9 @@ from memory.state.access import Recurrence, States
 
 
 def mamba1_spec(n_channels: int, d_state: int, d_conv: int, name: str = "recurrence") -> RecurrentSpec:
-    """Row: the E channels before the convolution. State: the last d_conv - 1 rows, and h as (N, E) in float32."""
+    """Describe a Mamba-1 layer. Row: the E channels before the convolution.
+    State: the last d_conv - 1 rows, and h as (N, E) in float32.
+    """
     ring = (((n_channels,), None), ((n_channels,), None), ((d_state,), None))  # x, dt and B
     h = StateTensor("ssm", (d_state, n_channels), ring=ring)
     return RecurrentSpec("mamba1", (n_channels,), (*window_tensors(n_channels, d_conv), h), name)
@@ -35,11 +37,11 @@ def mamba1_spec(n_channels: int, d_state: int, d_conv: int, name: str = "recurre
 
 @dataclass(frozen=True)
 class Mamba1:
-    """A layer's weights, and the fold.
+    """Advances states by the Mamba-1 recurrence with a layer's weights.
 
     Attributes:
         x_proj, dt_proj: the small projections, (T, E) -> (T, dt_rank + 2 N) and (T, dt_rank) -> (T, E).
-        dt_bias_E: of dt, (E,).
+        dt_bias_E: bias of dt, (E,).
         a_NE: -exp(A_log) transposed, float32.
         d_E: float32.
         norms: weights of the RMS norms of dt, B and C with their epsilon, or None.
@@ -54,7 +56,7 @@ class Mamba1:
     norms: tuple[Tensor, Tensor, Tensor, float] | None = None
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
-        """Rows (T, E) -> outputs (T, E) in the rows' dtype."""
+        """Advance the states by rows (T, E); returns outputs (T, E) in the rows' dtype, and the states."""
         kernels = states.kernels
         dt_bias, a, d = self._weights.prepared(kernels)
         x_TE = self.conv(states, rows)
@@ -67,7 +69,7 @@ class Mamba1:
         return Weights(self.dt_bias_E, self.a_NE, self.d_E)
 
     def project(self, x_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """dt before its bias and softplus (T, E), B and C (T, N) each."""
+        """Return dt before its bias and softplus (T, E), and B and C (T, N) each."""
         dt_b_c, n_states = self.x_proj(x_TE), self.a_NE.shape[0]
         dt_TR, b_TN, c_TN = dt_b_c.split_with_sizes([dt_b_c.shape[1] - 2 * n_states, n_states, n_states], -1)
         if self.norms is not None:

@@ -1,4 +1,4 @@
-"""The families of recurrences that are known, each with a small layer to try it on."""
+"""Registers the families of recurrences, each with a small layer on which it is tested."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from memory.state.access import Recurrence
 Example = Callable[[Generator], tuple[RecurrentSpec, Recurrence]]
 """Makes a small layer with random weights in float32: its spec, and the recurrence that runs rows of that spec.
 
-Rows of numbers between -1 and 1 must be valid, and must matter.
+Rows of numbers between -1 and 1 must be valid, and must change the outputs.
 """
 
 
 @dataclass(frozen=True)
 class Family:
-    """A family of recurrences.
+    """Describes a family of recurrences.
 
     Attributes:
-        name: as `RecurrentSpec.family`.
-        example: a small layer; the conformance suite runs on it.
-        is_exact: whether a replay gives the bits of the first run. Not so where the fold holds a matrix product, whose
-            sums depend on how many rows it is given.
+        name: name of the family, as in `RecurrentSpec.family`.
+        example: makes a small layer, on which the conformance suite runs.
+        is_exact: True if a replay gives the bits of the first run. It does not if the recurrence contains a matrix
+            product, whose sums depend on the number of rows.
     """
 
     name: str
@@ -38,7 +38,7 @@ FAMILIES: dict[str, Family] = {}
 
 
 def register_family(name: str, *, is_exact: bool = True) -> Callable[[Example], Example]:
-    """Function decorator: the function makes an example of the family `name`."""
+    """Register a family: a decorator for the function that makes its example."""
 
     def add(example: Example) -> Example:
         if name in FAMILIES:

@@ -1,12 +1,12 @@
-"""The real-gated linear recurrent unit of Griffin and RecurrentGemma, after a short convolution.
+"""Computes the real-gated linear recurrent unit of Griffin and RecurrentGemma, after a short convolution.
 
 De et al. 2024, "Griffin", eq. 1-4. For each channel, with gates from block-diagonal projections of the convolved input:
 
     x = conv(row)               r = sigmoid(W_r x + b_r)     i = sigmoid(W_i x + b_i)
     a = exp(-8 r softplus(p))   h = a h + sqrt(1 - a^2) i x      y = h
 
-The first token of a sequence enters whole, without the square root. The gates are part of the fold, so a replay repeats
-their products.
+The first token of a sequence enters without the factor of the square root. The gates are part of the recurrence, so a
+replay repeats their matrix products.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _SHARPNESS = 8.0
 
 
 def rg_lru_spec(n_channels: int, d_conv: int, name: str = "recurrence") -> RecurrentSpec:
-    """Row: the channels before the convolution. State: the convolution's window, and h in float32."""
+    """Describe an RG-LRU layer. Row: the channels before the convolution.
+    State: the convolution's window, and h in float32.
+    """
     return RecurrentSpec(
         "rg_lru", (n_channels,), (*window_tensors(n_channels, d_conv), StateTensor("lru", (n_channels,))), name
     )
@@ -35,7 +37,7 @@ def rg_lru_spec(n_channels: int, d_conv: int, name: str = "recurrence") -> Recur
 
 @dataclass(frozen=True)
 class RGLRU:
-    """A layer's weights, and the fold.
+    """Advances states by the RG-LRU recurrence with a layer's weights.
 
     Attributes:
         gate_weight_BIO, gate_bias_BO: the block-diagonal projections to both gates: B blocks of width I, O = 2 I
@@ -49,7 +51,7 @@ class RGLRU:
     decay_E: Tensor
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
-        """Rows (T, E) -> outputs (T, E) in the rows' dtype."""
+        """Advance the states by rows (T, E); returns outputs (T, E) in the rows' dtype, and the states."""
         x_TE = self.conv(states, rows)
         x_BTI = x_TE.view(len(rows), *self.gate_weight_BIO.shape[:2]).transpose(0, 1)
         gates_BTO = torch.baddbmm(self.gate_bias_BO[:, None], x_BTI, self.gate_weight_BIO).sigmoid()
@@ -57,7 +59,7 @@ class RGLRU:
         log_a_TE = -_SHARPNESS * recurrent_TE.float() * self.decay_E
         scale_TE = torch.sqrt(-torch.expm1(2 * log_a_TE))
         first_rows = states.device_cu_rows[:-1]
-        is_begin = torch.as_tensor(states.sources[-1]) < 0  # of a sequence: there is no state
+        is_begin = torch.as_tensor(states.sources[-1]) < 0  # no source state: the sequence begins here
         scale_TE[first_rows] = scale_TE[first_rows].masked_fill_(is_begin[:, None], 1.0)
         y_TE = states.kernels.linear_scan((x_TE * input_TE).float() * scale_TE, log_a_TE.exp(), states.slots(-1))
         return y_TE.to(rows.dtype), states.written()

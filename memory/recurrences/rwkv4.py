@@ -1,4 +1,4 @@
-"""RWKV-4's average of values, weighted by exponentials of keys that fade with age; and the token shift of all RWKVs.
+"""Computes RWKV-4's average of values, weighted by decaying exponentials of keys, and the token shift of all RWKVs.
 
 Peng et al. 2023, "RWKV: Reinventing RNNs for the Transformer Era", eq. 16, kept in range as in appendix D. A replay
 holds no matrix product.
@@ -19,11 +19,13 @@ from memory.specs import RecurrentSpec, StateTensor
 from memory.state.access import Recurrence, States
 
 _LOWEST = -1e38
-"""The exponent of an empty sum: as small as float32 can bear a sum with."""
+"""The exponent of an empty sum: about as low as it can be for float32 to still add to it."""
 
 
 def rwkv4_spec(n_channels: int, name: str = "recurrence") -> RecurrentSpec:
-    """Row: k and v. State: numerator, denominator and the exponent that both are scaled by, float32."""
+    """Describe an RWKV-4 layer. Row: k and v.
+    State: numerator, denominator and the exponent by which both are scaled, float32.
+    """
     sums = (StateTensor("numerator", (n_channels,)), StateTensor("denominator", (n_channels,)))
     return RecurrentSpec(
         "rwkv4",
@@ -35,10 +37,10 @@ def rwkv4_spec(n_channels: int, name: str = "recurrence") -> RecurrentSpec:
 
 @dataclass(frozen=True)
 class RWKV4:
-    """A layer's weights, and the fold.
+    """Advances states by the RWKV-4 recurrence with a layer's weights.
 
     Attributes:
-        decay_E: added to the exponent a token, -exp(time_decay), float32.
+        decay_E: added to the exponent at each token, -exp(time_decay), float32.
         first_E: added to the newest token's key for its own output, float32.
     """
 
@@ -46,7 +48,7 @@ class RWKV4:
     first_E: Tensor
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
-        """Rows (T, 2, E) -> outputs (T, E) in the rows' dtype."""
+        """Advance the states by rows (T, 2, E); returns outputs (T, E) in the rows' dtype, and the states."""
         k_TE, v_TE = rows.unbind(1)
         decay, first = self._weights.prepared(states.kernels)
         slots = (states.slots(0), states.slots(1), states.slots(2))
@@ -58,7 +60,7 @@ class RWKV4:
 
 
 def token_shift_spec(n_channels: int, name: str = "token_shift") -> RecurrentSpec:
-    """Row: a layer's input. State: the last one."""
+    """Describe a token shift. Row: a layer's input. State: the last row."""
     return RecurrentSpec(
         "token_shift", (n_channels,), (StateTensor("last", (1, n_channels), dtype=None, ring=()),), name
     )
@@ -66,11 +68,12 @@ def token_shift_spec(n_channels: int, name: str = "token_shift") -> RecurrentSpe
 
 @dataclass(frozen=True)
 class TokenShift:
-    """The row before each row, zeros before the first: a convolution of two taps, of which only the
-    older one counts."""
+    """Returns the row before each row, and zeros before the first.
+    It is computed as a convolution of two taps, of which the newer one is 0.
+    """
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
-        """Rows (T, E) -> (T, E)."""
+        """Advance the states by rows (T, E); returns the rows before them (T, E), and the states."""
         return _shift(rows.shape[1], rows.dtype, rows.device)(states, rows), states.written()
 
 

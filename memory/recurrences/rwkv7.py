@@ -1,11 +1,11 @@
-"""RWKV-7's state evolution: a decay for each channel, and a rank-one change that need not be what the key wrote.
+"""Computes RWKV-7's state evolution: a decay for each channel, and separate keys for erasing and for writing.
 
 Peng et al. 2025, "RWKV-7 Goose", eq. 16-17. For each head, with S as (V, N):
 
     S = S diag(w) - (S kappa) (a * kappa)^T + v k^T     y = S r
 
-Everything that makes the rows (token shift, low-rank projections) comes before, everything after y (group norm, bonus,
-gate) holds no state. A replay holds no matrix product.
+Token shift and low-rank projections, which make the rows, come before; group norm, bonus and gate, which come after y,
+hold no state. A replay holds no matrix product.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from memory.state.access import Recurrence, States
 
 
 def rwkv7_spec(n_heads: int, head_dim: int, name: str = "recurrence") -> RecurrentSpec:
-    """Row, for each head: r, log w, k, v, kappa and a, of `head_dim` each. State: S, (H, V, N) in float32."""
+    """Describe an RWKV-7 layer. Row, for each head: r, log w, k, v, kappa and a, of `head_dim` each.
+    State: S, (H, V, N) in float32.
+    """
     state = matrix_tensor("wkv", n_heads, head_dim, head_dim, n_heads, decays_keys=True, has_b=True)
     return RecurrentSpec("rwkv7", (6, n_heads, head_dim), (state,), name)
 
 
 @dataclass(frozen=True)
 class RWKV7:
-    """The fold; it has no weights of its own."""
+    """Advances states by the RWKV-7 recurrence, which has no weights of its own."""
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
-        """Rows (T, 6, H, N) -> outputs (T, H, N) in the rows' dtype. kappa has length 1; log w is at most 0."""
+        """Advance the states by rows (T, 6, H, N); returns outputs (T, H, N) in the rows' dtype, and the states.
+        kappa has length 1; log w is at most 0.
+        """
         r, log_w, k, v, kappa, a = rows.float().unbind(1)
         y_THV = states.kernels.matrix_scan(r, k, v, log_w, Erase(kappa, -kappa * a, after_decay=False), states.slots(0))
         return y_THV.to(rows.dtype), states.written()
@@ -39,7 +43,7 @@ class RWKV7:
 
 @dataclass(frozen=True)
 class _Example:
-    """Any row made a valid one."""
+    """Runs RWKV-7 after it has made any row a valid one."""
 
     fold: RWKV7
 

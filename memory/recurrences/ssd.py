@@ -1,8 +1,7 @@
-"""Mamba-2's state space duality: one decay a head, keys and queries shared by a group of heads, after a short
-convolution.
+"""Computes Mamba-2's state space duality: one decay a head, B and C shared by a group of heads, after a convolution.
 
 Dao & Gu 2024, "Transformers are SSMs", eq. 16 and section 7; in the words of the paper, for each head with its x, dt
-and A, and its group's B and C:
+and A, and its group's B and C (keys and queries):
 
     x, B, C = silu(conv(row))     dt = clamp(softplus(dt + b_dt))
     h = exp(dt A) h + dt x B^T    y = h C + D x
@@ -29,8 +28,12 @@ from memory.state.access import Recurrence, States
 
 @dataclass(frozen=True)
 class SSDShape:
-    """Sizes of a Mamba-2 layer: `n_heads` heads of `head_dim` channels, B and C of `d_state` for each of `n_groups`,
-    `d_conv` taps.
+    """Holds the sizes of a Mamba-2 layer.
+
+    Attributes:
+        n_heads, head_dim: heads, and the channels of each.
+        n_groups, d_state: groups of heads that share B and C, and the size of each B and C.
+        d_conv: taps of the convolution.
     """
 
     n_heads: int
@@ -52,11 +55,11 @@ class SSDShape:
 
     @property
     def n_channels(self) -> int:
-        """What is convolved: x, B and C."""
+        """Return the number of channels that are convolved: x, B and C."""
         return self.n_inner + 2 * self.n_groups * self.d_state
 
     def spec(self, name: str = "recurrence") -> RecurrentSpec:
-        """Row: x, B and C before the convolution, and dt before its bias.
+        """Describe the layer's recurrence. Row: x, B and C before the convolution, and dt before its bias.
         State: the convolution's window, and h, (H, P, N) in float32.
         """
         h = matrix_tensor("ssm", self.n_heads, self.head_dim, self.d_state, self.n_groups)
@@ -67,11 +70,11 @@ class SSDShape:
 
 @dataclass(frozen=True)
 class SSD:
-    """A layer's weights, and the fold.
+    """Advances states by the Mamba-2 recurrence with a layer's weights.
 
     Attributes:
         dt_bias_H, a_H, d_H: float32; a is -exp(A_log). d may be None.
-        dt_limits: what dt is clamped to.
+        dt_limits: least and greatest dt, to which it is clamped.
     """
 
     shape: SSDShape
@@ -82,7 +85,7 @@ class SSD:
     dt_limits: tuple[float, float] = (0.0, math.inf)
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
-        """Rows (T, E + H) -> outputs (T, H P) in the rows' dtype."""
+        """Advance the states by rows (T, E + H); returns outputs (T, H P) in the rows' dtype, and the states."""
         shape = self.shape
         x_TE = self.conv(states, rows)
         n_keys = shape.n_groups * shape.d_state

@@ -48,19 +48,19 @@ class uninterrupted:
     """
 
     def __enter__(self) -> None:
-        self._held: tuple[int, FrameType | None] | None = None
+        self._has_come = False
         self._previous = _current_handler()
         if self._previous is not None:
             _set_handler(_SIGINT, self._hold)
 
     def _hold(self, number: int, frame: FrameType | None) -> None:
-        self._held = self._held or (number, frame)
+        self._has_come = True  # and not the frame, whose variables would live on: among them an `uninterrupted_call`
 
     def __exit__(self, *error: object) -> None:
         if self._previous is not None:
             _set_handler(_SIGINT, self._previous)
-            if self._held:
-                self._previous(*self._held)
+            if self._has_come:
+                self._previous(_SIGINT, sys._getframe())
 
 
 class _End(weakref.ref[Any]):

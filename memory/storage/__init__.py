@@ -1,1 +1,1 @@
-"""Out of the budget and back: host memory, swap files, saved sequences."""
+"""Moves sequences out of the budget and back: into host memory, swap files and saved files."""

@@ -1,13 +1,12 @@
-"""A sequence as a file: safetensors with one tensor of blocks for each pool, and everything else as JSON in its header.
+"""Writes a sequence to a safetensors file, and reads it: a tensor of blocks for each pool, and JSON in the header.
 
     tensors    tokens (n,) int64; blocks/NAME OF A POOL (n, block_bytes) uint8
-    metadata   format, version, records, about (of the sequence, and the signature of its memory), sha256 over this
+    metadata   format, version, records, about (the sequence, and the signature of its memory), sha256 over all of it
 
-Bytes are the arena's own, so a loaded sequence goes on bit for bit as the saved one would; a memory of another
-signature refuses them. A file is a function of what it holds: equal sequences make equal bytes. So the header is
-written here, its names sorted; safetensors' own writer puts metadata in an order that changes from call to call.
-Paths are those of fsspec: a local file, or a URL such as s3://bucket/name. It and safetensors are imported by who saves
-or loads.
+The bytes of blocks are those of the arena, so a loaded sequence continues bit for bit as the saved one would; a memory
+of another signature refuses them. Equal sequences make equal files. So the header is written here, with its names
+sorted: safetensors' own writer puts metadata in an order that changes from call to call. Paths are those of fsspec: a
+local file, or a URL such as s3://bucket/name. fsspec and safetensors are imported only when a file is saved or loaded.
 """
 
 from __future__ import annotations
@@ -33,22 +32,22 @@ _DTYPES = {torch.int64: "I64", torch.uint8: "U8"}
 
 
 def read_path(option: str, path: Any, wanted: str, error: type[SpecError | FormatError] = SpecError) -> str:
-    """A path or URL as text. Raises `error` for anything else, saying what is wanted."""
+    """Return a path or URL as text. Raises `error` for anything else, with `wanted` as the remedy."""
     if not isinstance(path, str | os.PathLike) or not os.fspath(path):
         raise error(f"{option}={path!r} is no path; give {wanted}")
     return os.fsdecode(path)
 
 
 def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any]) -> None:
-    """Write a file, whole or not at all: what stood there before stays until the new one is complete.
+    """Write a file, whole or not at all: an older file stays until the new one is complete.
 
-    On a local disk the file is as `written_whole` has it; object stores show an upload when it is complete.
+    A local file is written by `written_whole`; object stores show an upload when it is complete.
 
     Args:
-        about: what JSON can say of the sequence; `tokens` may be an array.
+        about: facts on the sequence as JSON values; `tokens` may be an array.
     Raises:
         SpecError: a dry run's memory has no bytes to write; or the path is a folder, or leads into one that does not
-        exist. OSError: as the file system has it.
+        exist. OSError: the file system's.
     """
     from fsspec.core import url_to_fs
 
@@ -74,7 +73,7 @@ def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any]) -> None
 
 
 def _check_place(path: str, place: str) -> None:
-    """Raise SpecError unless a file can stand at this place of a local disk."""
+    """Raise SpecError if a local path is a folder, or its folder does not exist."""
     folder, name = os.path.split(place)
     if os.path.isdir(place):  # noqa: PTH112 - a URL's place may be no Path
         example = os.path.join(place, "alice.safetensors")  # noqa: PTH118
@@ -84,7 +83,7 @@ def _check_place(path: str, place: str) -> None:
 
 
 def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
-    """Read what `write_snapshot` wrote, and `about`, its tokens an array again and with the file's `version`.
+    """Read a file of `write_snapshot`: its snapshot, and `about` with `tokens` as an array and the file's `version`.
 
     Raises FormatError unless every byte is as it was written.
     """
@@ -143,11 +142,10 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
 
 
 def _serialized(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
-    """The pieces of a safetensors file: the header's length, the header, and tensors, those of the widest elements
-    first.
+    """Generate the pieces of a safetensors file: the header's length, the header, and the tensors.
 
-    https://huggingface.co/docs/safetensors describes the format; elements are aligned in it as in the files of its own
-    writer.
+    https://huggingface.co/docs/safetensors describes the format. Tensors of the widest elements come first, so that
+    elements are aligned as in the files of its own writer.
     """
     header, at = dict[str, Any](__metadata__=metadata), 0
     names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
@@ -169,6 +167,7 @@ def _bytes(tensor: Tensor) -> memoryview:
 
 
 def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    """Return the checksum of a file's content, as hexadecimal text."""
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())

@@ -1,10 +1,9 @@
-"""Files that are whole or not there, that only their owner can read, and that do not outlive whoever was killed while
-writing them.
+"""Writes local files whole or not at all, readable by their owner only, and removes those that killed processes left.
 
-A file is written beside its place, under a name that ends in ".part", and then renamed. Meanwhile its writer holds a
-lock on it, which the operating system takes away from a process that ends: so one that is left behind is told from one
-that is being written. A folder of files that belong to running processes is told from one of those that are gone in the
-same way. Where there are no such locks (on Windows, on some network file systems) nothing is removed.
+A file is written beside its final path, under a name that ends in ".part", and then renamed. Meanwhile its writer holds
+a lock on it. The operating system releases the lock when the process ends, so an abandoned file can be told from one
+that is being written. In the same way, files of running processes in a folder are told from files of processes that
+have ended. Without such locks (on Windows, on some network file systems) nothing is removed.
 """
 
 from __future__ import annotations
@@ -28,11 +27,10 @@ _OWNER_ONLY = 0o600
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[BinaryIO]:
-    """Write a new file with mode 0600, which takes the place of the old one when the block is left, and not if it
-    raises.
+    """Write a new file with mode 0600; it replaces the old one when the block ends without an error.
 
-    File and folder have reached the disk then. What others left half-written on the way to this path is removed. Raises
-    OSError.
+    Then file and folder have reached the disk. Half-written files that other processes left on the way to this path are
+    removed. Raises OSError.
     """
     remove_abandoned(path.parent, re.escape(path.name))
     beside, file = _open_beside(path)
@@ -41,7 +39,7 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-            beside.replace(path)  # before the lock goes, with which it is not taken for one that was left
+            beside.replace(path)  # while it is locked: without the lock it could be removed as abandoned
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
@@ -49,10 +47,9 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
 
 
 def remove_abandoned(folder: Path, names: str) -> bool:
-    """Remove half-written files on the way to paths in `folder` whose names match the pattern `names`, if their writers
-    are gone.
+    """Remove half-written files whose writers have ended, of paths in `folder` whose names match the pattern `names`.
 
-    Returns whether any is still being written.
+    Returns True if any is still being written.
     """
     is_busy = False
     for part in [folder / name for name in _names_in(folder) if re.fullmatch(f"(?:{names}){_PART}", name)]:
@@ -62,18 +59,18 @@ def remove_abandoned(folder: Path, names: str) -> bool:
                     part.unlink()
                 else:
                     is_busy = True
-        except FileNotFoundError:  # its writer is ready, or somebody else has removed it
+        except FileNotFoundError:  # its writer has renamed it, or another process has removed it
             continue
-        except OSError:  # another user's
+        except OSError:  # of another user
             is_busy = True
     return is_busy
 
 
 def share_folder(folder: Path, names: str) -> int | None:
-    """Make a folder, or join those who have files in one, until the descriptor that is returned is closed.
+    """Make a folder, and share it with other processes until the returned descriptor is closed.
 
-    If nobody else has any, those whose names match the pattern `names` were left by processes that are gone: they are
-    removed. None where folders cannot be locked.
+    If no other process shares it, files whose names match the pattern `names` were left by processes that have ended:
+    they are removed. Returns None where folders cannot be locked.
     """
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if fcntl is None:
@@ -88,24 +85,25 @@ def share_folder(folder: Path, names: str) -> int | None:
 
 
 def _open_beside(path: Path) -> tuple[Path, BinaryIO]:
+    """Open and lock a new file beside `path`, with a name of its own."""
     while True:
         beside = path.with_name(f"{path.name}.{uuid4().hex}.part")
         file = open(beside, "xb", opener=lambda name, flags: os.open(name, flags, _OWNER_ONLY))
         _lock(file.fileno(), shared=False, waits=True)
         if os.fstat(file.fileno()).st_nlink:
             return beside, file
-        file.close()  # somebody took it for one that was left, before it was locked
+        file.close()  # another process removed it as abandoned before it was locked
 
 
 def _names_in(folder: Path) -> list[str]:
     try:
         return sorted(os.listdir(folder))  # noqa: PTH208 - names are all that is wanted
-    except OSError:  # whoever writes there will say why
+    except OSError:  # writing there will raise the same error, with a better place
         return []
 
 
 def _lock(descriptor: int, *, shared: bool, waits: bool) -> bool:
-    """Whether the lock is held now; never where there are none."""
+    """Lock a file or folder; True if the lock is held now, never where the system has none."""
     if fcntl is None:
         return False
     try:
@@ -116,7 +114,7 @@ def _lock(descriptor: int, *, shared: bool, waits: bool) -> bool:
 
 
 def _flush_folder(folder: Path) -> None:
-    """A new name survives a crash only once its folder has reached the disk."""
+    """Write a folder to the disk: only then a new name in it survives a crash."""
     if not hasattr(os, "O_DIRECTORY"):
         return
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)

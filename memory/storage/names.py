@@ -1,7 +1,7 @@
-"""Names that saved files have for layer memories, pools, policies and storages: constants of the format.
+"""Holds the names of layer memories, pools, policies and storages in saved files: constants of the format.
 
-The code may rename its own classes, fields and pools; then this table maps the new ones to the names below, and files
-stay readable.
+The code may rename its classes, fields and pools; then the table here maps the new names to those in files, which stay
+readable.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec
 
 @dataclass(frozen=True)
 class Named:
-    """Gives the name in files of a policy's or a storage's class, and of its parameters."""
+    """Holds the name in files of a policy's or a storage's class, and of its parameters (field -> name in files)."""
 
     name: str
     parameters: dict[str, str]
 
     def values(self, choice: Any) -> dict[str, Any]:
-        """Return name in files -> value, in the order of `parameters`."""
+        """Return the parameters of a policy or a storage: name in files -> value, in the order of `parameters`."""
         return {name: getattr(choice, field) for name, field in self.parameters.items()}
 
 
@@ -61,14 +61,14 @@ CHOICES: dict[type, Named] = {
 
 
 def kind_in_files(memory: LayerSpec) -> str:
-    """Return the kind of a layer memory."""
+    """Return the name in files of a layer memory's kind."""
     if isinstance(memory, AttentionSpec):
         return "attention"
     return "cross-attention" if isinstance(memory, CrossAttentionSpec) else "recurrence"
 
 
 def pools_in_files(memory: LayerSpec) -> tuple[str, ...]:
-    """Return the names of the pools of its layer memory, in the order of `LayerMemory.pools`."""
+    """Return the names in files of a layer memory's pools, in the order of `LayerMemory.pools`."""
     if isinstance(memory, CrossAttentionSpec):
         return ("encoder pages",)
     if not isinstance(memory, AttentionSpec) or isinstance(memory.policy, EvictionPolicy):
@@ -81,14 +81,15 @@ class Names:
     """Maps names of layer memories and of pools to others.
 
     Attributes:
-        records: of layer memories. pools: of pools.
+        records: of layer memories, which have one record each.
+        pools: of pools.
     """
 
     records: dict[str, str]
     pools: dict[str, str]
 
     def renamed(self, snapshot: Snapshot) -> Snapshot:
-        """Return the snapshot under other names. Names that are not known stay."""
+        """Return the snapshot under other names. Names that are not in the table stay."""
         return Snapshot(
             {self.records.get(name, name): record for name, record in snapshot.records.items()},
             {self.pools.get(name, name): blocks for name, blocks in snapshot.blocks.items()},
@@ -96,12 +97,12 @@ class Names:
 
     @property
     def reversed(self) -> Names:
-        """Return the names the other way round."""
+        """Return the table from the new names to the old ones."""
         return Names({new: old for old, new in self.records.items()}, {new: old for old, new in self.pools.items()})
 
 
 def names_in_files(layers: LayerMemories) -> Names:
-    """Return what files call the layer memories and pools of a memory.
+    """Return the table from a memory's own names of layer memories and pools to those in files.
 
     A layer memory is KIND LAYER NAME of the first attention or recurrence that it serves, such as "attention 3
     attention"; a pool is that, a slash, and its name by `pools_in_files`.

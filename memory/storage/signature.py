@@ -1,7 +1,7 @@
-"""The signature of a saved sequence: what its memory must have in common with the one that loads it, in plain JSON.
+"""Makes the signature of a memory, in plain JSON: a saved sequence can be loaded by a memory of the same signature.
 
-Nothing in it follows from the name of a class or a variable of this library: `memory.storage.names` has what files call
-them.
+Nothing in it follows from the name of a class or a variable of this library: `memory.storage.names` has their names in
+files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Signature = dict[str, Any]
 
 
 def signature_of(spec: MemorySpec, page_tokens: int, rules: TailRules) -> Signature:
-    """Return what decides whether the bytes of one memory mean the same to another one. Weights are not part of it."""
+    """Return all that decides whether the bytes of one memory mean the same in another one; weights do not count."""
     return {
         "vocab_size": spec.vocab_size, "dtype": _dtype(spec.dtype), "page_tokens": page_tokens,
         "rollback_window": rules.rollback_window, "fold": rules.mode.value,
@@ -62,9 +62,7 @@ def _memory(memory: LayerSpec, rules: TailRules) -> dict[str, Any]:
 
 
 def _rotation(rotation: Rotation | None) -> dict[str, Any] | None:
-    """Keys are kept rotated, so the angles count; there may be many, and a digest of them says whether they are the
-    same.
-    """
+    """Return what says how keys were rotated: they are kept so, and the frequencies, often many, count as a digest."""
     if rotation is None:
         return None
     digest = hashlib.sha256(json.dumps(rotation.frequencies).encode()).hexdigest()
@@ -77,15 +75,14 @@ def _rotation(rotation: Rotation | None) -> dict[str, Any] | None:
 
 
 def _choice(choice: Any) -> Any:
-    """Return a policy or a storage as a class and its parameters: one of this library by the names of `CHOICES`.
+    """Return a policy or a storage as the name of its class and its parameters.
 
-    One of a user's is signed by the module and the qualified name of its class, which must stay, and by each field of
-    the dataclass that takes part in comparisons (`compare=True`, the default), or, of a class that is no dataclass, by
-    each public attribute. A value
-    counts as follows, also within lists, tuples, sets and dicts: numbers, texts, dtypes, paths and bytes by value;
-    tensors and arrays by dtype, shape and a digest of their elements; members of an enum, functions and classes by
-    module and name, so code is not compared; objects as choices are; what shows no attributes by its repr, without
-    addresses.
+    One of this library has the names of `CHOICES`. One of a user's has the module and the qualified name of its class,
+    which must stay, and each field of the dataclass that takes part in comparisons (`compare=True`, the default), or,
+    of a class that is no dataclass, each public attribute. A value counts as follows, also within lists, tuples, sets
+    and dicts: numbers, texts, dtypes, paths and bytes by value; tensors and arrays by dtype, shape and a digest of
+    their elements; members of an enum, functions and classes by module and name, so code is not compared; objects as
+    policies and storages are; objects without attributes by their repr, without addresses.
     """
     if choice is None:
         return None
@@ -94,7 +91,7 @@ def _choice(choice: Any) -> Any:
     owner = type(choice)
     if is_dataclass(choice):
         names = [field.name for field in fields(choice) if field.compare]
-    else:  # cached properties are there once they have been read
+    else:  # without cached properties, which are in `vars` only after they have been read
         names = [
             n
             for n in sorted(vars(choice))
@@ -159,8 +156,8 @@ def fitted(
     rules: TailRules,
     layers: LayerMemories,
 ) -> Snapshot:
-    """Return a file's snapshot with the names of a memory.
-    Raises FormatError, naming what differs, if the file does not suit it.
+    """Return a file's snapshot with the names of the memory that loads it.
+    Raises FormatError, which names what differs, if its signature is another one.
     """
     if about["version"] == 2:
         version_2.check_layout(path, about, spec, page_tokens, rules)
@@ -170,11 +167,12 @@ def fitted(
 
 
 def _check(path: str, about: dict[str, Any], ours: Signature) -> None:
+    """Raise FormatError unless the signature in a file is ours."""
     theirs = about.get("signature")
     if not isinstance(theirs, dict):
         raise FormatError(
-            f"{path} does not say of what memory it is a part: it is a swapped-out one; give a file that memory.save "
-            "wrote"
+            f"{path} lacks the signature of its memory: it is a swap file, not a saved sequence; give a file that "
+            "memory.save wrote"
         )
     found = _difference(theirs, ours)
     if found is None:

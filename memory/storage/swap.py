@@ -1,7 +1,7 @@
-"""Keeps swapped-out sequences: in host memory, and where that is full, in files.
+"""Keeps swapped-out sequences in host memory and, when that is full, in files.
 
-What a sequence holds is copied whole, what it shares with others included: it needs nobody to come back, and others may
-go. On its return it shares nothing.
+All blocks of a sequence are copied, those that it shares with others included: so it can be swapped in even if all
+others are closed. Swapped in again, it shares nothing.
 """
 
 from __future__ import annotations
@@ -21,51 +21,52 @@ _NAMES = rf"{_PREFIX}[0-9a-f]{{32}}\.safetensors"
 
 
 class Tiers:
-    """What was swapped out, by slot. Its length is how many sequences are.
+    """Keeps swapped-out sequences by slot, in host memory or in files. Its length is their number.
 
     Attributes:
-        n_to_host, n_to_disk: sequences that were swapped out so far so that files did not grow, or did. n_back: swapped
-            in.
+        n_to_host, n_to_disk: sequences that were swapped out so far without, and with, new bytes in files.
+        n_back: sequences that were swapped in so far.
 
     Args:
-        host_bytes: that may wait in host memory; None for any number.
-        folder: where the others go, those first that have waited longest; None for nowhere. What processes left there
-            that were killed is removed when the first file is written, unless another one that still runs has files
-            there.
+        host_bytes: bytes that swapped-out sequences may take in host memory; None for any number.
+        folder: folder for files. When host memory is full, the sequences that were swapped out first are moved there;
+            None for no files. Files of processes that were killed are removed when the first file is written, unless a
+            running process has files there.
     """
 
     def __init__(self, host_bytes: int | None, folder: Path | None) -> None:
         self.host_bytes = host_bytes
         self.folder = folder
-        self._waiting: dict[int, Snapshot] = {}  # in the order in which they came
+        self._on_host: dict[int, Snapshot] = {}  # in the order in which they were swapped out
         self._files: dict[int, tuple[Path, int]] = {}
-        self._waiting_bytes = self._file_bytes = 0
+        self._used_host_bytes = self._file_bytes = 0
         self._has_joined = False
         self.n_to_host = self.n_to_disk = self.n_back = 0
-        # without the memory nobody could come back from them
+        # Without this object no sequence can be swapped in from the files, so they are removed with it.
         weakref.finalize(self, _unlink_all, self._files, os.getpid())
 
     def __len__(self) -> int:
-        return len(self._waiting) + len(self._files)
+        return len(self._on_host) + len(self._files)
 
     @property
     def used_bytes(self) -> tuple[int, int]:
-        """In host memory, and in files."""
-        return self._waiting_bytes, self._file_bytes
+        """Return the bytes in host memory, and those in files."""
+        return self._used_host_bytes, self._file_bytes
 
     def put(self, slot: int, snapshot: Snapshot) -> None:
-        """Raises CapacityError: no room in either, nothing has changed.
-        Whatever writing a file raises, with nothing lost.
+        """Keep a slot's snapshot, in host memory if it fits there.
+
+        Raises CapacityError if there is no room in either, and what writing a file raises; then no sequence is lost.
         """
         free_bytes, file_bytes = self._free_host_bytes(), self._file_bytes
-        while snapshot.n_bytes > free_bytes and self._waiting and self.folder is not None:
-            oldest = next(iter(self._waiting))
-            self._to_file(oldest, self._waiting[oldest])
-            self._waiting_bytes -= self._waiting.pop(oldest).n_bytes
+        while snapshot.n_bytes > free_bytes and self._on_host and self.folder is not None:
+            oldest = next(iter(self._on_host))
+            self._to_file(oldest, self._on_host[oldest])
+            self._used_host_bytes -= self._on_host.pop(oldest).n_bytes
             free_bytes = self._free_host_bytes()
         if snapshot.n_bytes <= free_bytes:
-            self._waiting[slot] = snapshot
-            self._waiting_bytes += snapshot.n_bytes
+            self._on_host[slot] = snapshot
+            self._used_host_bytes += snapshot.n_bytes
         elif self.folder is not None:
             self._to_file(slot, snapshot)
         else:
@@ -78,22 +79,22 @@ class Tiers:
         self.n_to_host += self._file_bytes <= file_bytes
 
     def get(self, slot: int) -> Snapshot:
-        """Return a slot's snapshot, which stays. Raises FormatError if its file was damaged or taken away."""
-        if slot in self._waiting:
-            return self._waiting[slot]
+        """Return a slot's snapshot and keep it. Raises FormatError if its file was damaged or removed."""
+        if slot in self._on_host:
+            return self._on_host[slot]
         return read_snapshot(str(self._files[slot][0]))[0]
 
     def drop(self, slot: int) -> None:
-        """Forget it, and its file."""
-        if slot in self._waiting:
-            self._waiting_bytes -= self._waiting.pop(slot).n_bytes
+        """Delete a slot's snapshot, or its file."""
+        if slot in self._on_host:
+            self._used_host_bytes -= self._on_host.pop(slot).n_bytes
         if slot in self._files:
             path, n_bytes = self._files.pop(slot)
             self._file_bytes -= n_bytes
             path.unlink(missing_ok=True)
 
     def _free_host_bytes(self) -> float:
-        return float("inf") if self.host_bytes is None else self.host_bytes - self._waiting_bytes
+        return float("inf") if self.host_bytes is None else self.host_bytes - self._used_host_bytes
 
     def _to_file(self, slot: int, snapshot: Snapshot) -> None:
         assert self.folder is not None
@@ -107,6 +108,6 @@ class Tiers:
 
 
 def _unlink_all(files: dict[int, tuple[Path, int]], process: int) -> None:
-    if os.getpid() == process:  # a fork of it has the same books, and the files are not its own
+    if os.getpid() == process:  # a forked process has a copy of the table, but the files are not its own
         for path, _ in files.values():
             path.unlink(missing_ok=True)

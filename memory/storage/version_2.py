@@ -1,7 +1,7 @@
-"""Reads saved sequences of format version 2, in which a digest of how specs printed stood for a signature.
+"""Reads saved sequences of format version 2, whose signature was a digest of the printed specs.
 
-The texts and names are those of the library that wrote such files, spelled out: nothing here follows from how today's
-specs print.
+The texts and names are those of the library that wrote such files, spelled out: nothing here follows from how specs
+print today.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def check_layout(path: str, about: dict[str, Any], spec: MemorySpec, page_tokens
     theirs = about.get("layout")
     if not isinstance(theirs, dict):
         raise FormatError(
-            f"{path} does not say of what memory it is a part: it is a swapped-out one; give a file that memory.save "
-            "wrote"
+            f"{path} lacks the layout of its memory: it is a swap file, not a saved sequence; give a file that "
+            "memory.save wrote"
         )
     for name, value in _layout(spec, page_tokens, rules).items():
         if theirs.get(name) != value:
@@ -42,7 +42,7 @@ def check_layout(path: str, about: dict[str, Any], spec: MemorySpec, page_tokens
 
 def _layout(spec: MemorySpec, page_tokens: int, rules: TailRules) -> dict[str, int | str]:
     layers = text_of(spec)
-    if rules.defers:  # then tails hold what tokens did, of which the text of a state says nothing
+    if rules.defers:  # then tails also hold the rings of states, which the text of a state lacks
         layers += repr(
             [m.tail_parts(deferred=True) for specs in spec.layers for m in specs if isinstance(m, RecurrentSpec)]
         )
@@ -87,7 +87,7 @@ def _rotation(rotation: Rotation | None) -> str:
 
 
 def _choice(choice: Any) -> str:
-    """Return the text of a policy or a storage; a user's prints itself, as it did then."""
+    """Return the text of a policy or a storage as version 2 printed it; one of a user's is its repr, as it was then."""
     if (named := CHOICES.get(type(choice))) is None:
         return repr(choice)
     return f"{named.name}({', '.join(f'{name}={value!r}' for name, value in named.values(choice).items())})"
@@ -101,8 +101,9 @@ def _tuple(texts: Iterable[str]) -> str:
 def with_own_names(snapshot: Snapshot, layers: LayerMemories) -> Snapshot:
     """Return a version 2 file's snapshot with the names of a memory that it suits.
 
-    Then a layer memory of attention with a policy or a storage was "attention N, LABEL", N its number among those of
-    attention, and its pools "ROLE of " that; the pools of attention with a window were "ROLE over WINDOW".
+    In version 2 a layer memory of attention with a policy or a storage was "attention N, LABEL", N its number among
+    those of attention, and its pools were "ROLE of " that; the pools of attention with a window were "ROLE over
+    WINDOW".
     """
     specs = {own: layers.members[own][0] for own in layers}
     attention = [own for own, (_, spec) in specs.items() if isinstance(spec, AttentionSpec)]

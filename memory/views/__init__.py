@@ -1,1 +1,1 @@
-"""What can be seen of a memory: counters, usage by kind and by sequence, and tables."""
+"""Shows what a memory holds: counters, bytes by pool and by sequence, and tables."""

@@ -1,7 +1,7 @@
-"""Small tables of text and numbers, shown as plain text, in a terminal by rich, and as HTML in a notebook.
+"""Prints small tables of text and numbers: as plain text, in a terminal by rich, and as HTML in a notebook.
 
 The HTML stands alone: no script, no style sheet, nothing to load. It takes the text colour of the page around it and
-lays translucent grey over its background, so it is as readable on dark as on light. Every string is escaped.
+lays translucent grey over its background, so it can be read on dark and on light pages. Every string is escaped.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ PART_COLOURS = {
     "body": "#0072B2", "tail": "#E69F00", "head": "#009E73", "checkpoints": "#CC79A7", "steps": "#56B4E9",
     "shared": "#999999",
 }  # fmt: skip
-"""What tells parts apart for everybody: colours of Okabe and Ito (2008)."""
+"""Colours of Okabe and Ito (2008), which colour-blind readers can tell apart too."""
 
 _LINE = "1px solid rgba(128,128,128,.35)"
 
 
 def format_bytes(n_bytes: float) -> str:
-    """'1.5 MiB': three significant digits in the largest binary unit below."""
+    """Write a number of bytes with three significant digits in a binary unit: "1.5 MiB"."""
     step = int(min(np.log2(max(n_bytes, 1)) // 10, 4))
     number = n_bytes / 1024**step
     return f"{number:{'.0f' if number >= 999.5 else '.3g'}} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[step]}"
 
 
 def count(n: int, one: str, several: str) -> str:
-    """'1 page', '2,000 pages'."""
+    """Write a number with its noun: "1 page", "2,000 pages"."""
     return f"{n:,} {one if n == 1 else several}"
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text.
+    """Holds the rows of a table as text.
 
     Attributes:
-        columns: their heads; the first is aligned to the left, the others, which are numbers, to the right.
-        n_hidden: rows that are left out, and said to be.
+        columns: titles; the first column is aligned to the left, the others, which are numbers, to the right.
+        n_hidden: rows that are left out; a note below the table says how many.
     """
 
     columns: tuple[str, ...]
@@ -87,7 +87,7 @@ class Table:
 
 
 def as_rich(heading: str, tables: list[Table]) -> Group:
-    """For `__rich__`. Needs rich, which only those have who look through it."""
+    """Return a heading and tables for `__rich__`. Needs rich, which calls that method."""
     from rich import box
     from rich.console import Group
     from rich.table import Table as RichTable
@@ -107,11 +107,11 @@ def as_rich(heading: str, tables: list[Table]) -> Group:
 
 
 def as_html(title: str, lines: list[str], bar: dict[str, int], total_bytes: int, tables: list[Table]) -> str:
-    """A view for notebooks.
+    """Return a view for notebooks: a title, lines of text, a bar of bytes by part, and tables.
 
     Args:
-        lines: of text below the title.
-        bar: part -> bytes, drawn to scale in `total_bytes`; what is left of them stays empty.
+        lines: text below the title.
+        bar: part -> bytes, drawn to the scale of `total_bytes`; the rest of the bar stays empty.
     """
     pieces, keys = [], []
     for part, n_bytes in bar.items():

@@ -1,4 +1,4 @@
-"""Where the bytes are: what `HybridMemory.usage()` returns, and how memories and sequences show themselves."""
+"""Counts the bytes of a memory by use and by sequence, for `HybridMemory.usage()` and for views in notebooks."""
 
 from __future__ import annotations
 
@@ -26,16 +26,15 @@ Booleans = NDArray[np.bool_]
 
 _PARTS = ("body", "tail", "head", "checkpoints", "steps")
 _MOST_ROWS = {"text": 20, "html": 50}
-_MOST_MARKS = 8
+_MOST_CHECKPOINTS = 8
 
 
 class Place(NamedTuple):
-    """Where bytes are.
+    """Names one use of bytes: by which layer memory, in which pool, as which part of a sequence.
 
-    group: the layers that share blocks: "attention", "recurrence" ...
-    kind: of block: "pages", "states", "tails" ...
-    part: "body", "tail" or "head", which are states that only save work. Of a whole memory also "checkpoints", what no
-        live sequence refers to, and "steps", what open steps have set aside.
+    group, kind: names of a layer memory ("attention", "recurrence" ...) and of a pool ("pages", "states", "tails" ...).
+    part: "body", "tail" or "head". Of a whole memory also "checkpoints", blocks to which only checkpoints refer, and
+        "steps", blocks that open steps have set aside.
     """
 
     group: str
@@ -45,12 +44,12 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that share blocks, and who holds these.
+    """Describes one layer memory: its layers, its pools, and the blocks that sequences hold in them.
 
     Attributes:
-        members: (layer, spec) of each of its memories.
-        pools: each with how its blocks are laid out.
-        holdings: of the inventory's sequences.
+        members: (layer, spec) of each memory that it keeps.
+        pools: pools, each with the layout of its blocks.
+        holdings: blocks that the inventory's sequences hold.
     """
 
     name: str
@@ -60,12 +59,12 @@ class Group:
 
     @property
     def shares(self) -> dict[str, tuple[int, ...]]:
-        """Return pool -> bytes of a block that each member has."""
+        """Return pool -> bytes that each member has in one of its blocks."""
         return {pool.name: layout.shares for pool, layout in self.pools}
 
 
 class Layers(Protocol):
-    """What is looked at of the layer memories of a model: `memory.layer_memories.LayerMemories`."""
+    """Declares what an inventory reads of all layer memories: a part of `memory.layer_memories.LayerMemories`."""
 
     members: dict[str, list[tuple[int, LayerSpec]]]
 
@@ -74,10 +73,10 @@ class Layers(Protocol):
 
 @dataclass(frozen=True)
 class Inventory:
-    """Which blocks there are and who refers to them. It is a view, valid until the memory changes.
+    """Lists all blocks and the sequences that refer to them. It is a view, valid until the memory changes.
 
     Attributes:
-        sequences: open sequences and checkpoints (S,), with their lengths, and the bytes of those swapped out.
+        sequences, lengths, away_bytes: (S,) open ones and checkpoints, their tokens, and bytes that are swapped out.
     """
 
     arena: Arena
@@ -90,29 +89,29 @@ class Inventory:
     def of(
         arena: Arena, sequences: list[Sequence], lengths: Int64s, away_bytes: Int64s, layers: Layers, slots: Int64s
     ) -> Inventory:
-        """Of sequences in slots (S,), layer memory by layer memory."""
+        """Make the inventory of sequences in slots (S,)."""
         groups = [Group(name, layers.members[name], m.pools, m.holdings(slots)) for name, m in layers.items()]
         return Inventory(arena, sequences, lengths, away_bytes, groups)
 
 
 class _Held:
-    """Sums over bytes by place."""
+    """Sums bytes by one field of their place."""
 
     held: Mapping[Place, int]
 
     @property
     def by_kind(self) -> dict[str, int]:
-        """Bytes by kind of block: pages, states, tails ..."""
+        """Return bytes by pool: pages, states, tails ..."""
         return self._sums(1)
 
     @property
     def by_group(self) -> dict[str, int]:
-        """Bytes by the layers that share blocks."""
+        """Return bytes by layer memory: attention, recurrence ..."""
         return self._sums(0)
 
     @property
     def by_part(self) -> dict[str, int]:
-        """Bytes by what they are to a sequence."""
+        """Return bytes by part: body, tail, head ..."""
         return self._sums(2)
 
     def _sums(self, field: int) -> dict[str, int]:
@@ -124,11 +123,12 @@ class _Held:
 
 @dataclass(frozen=True)
 class SequenceUsage(_Held):
-    """Bytes that one sequence refers to. What others refer to as well is in `held` and again in `shared_bytes`.
+    """Counts the bytes of the blocks to which one sequence or checkpoint refers.
 
     Attributes:
-        held: bytes by place.
-        swapped_bytes: that wait outside of the budget.
+        held: bytes by place, shared ones included.
+        shared_bytes: the part of them to which others refer as well.
+        swapped_bytes: bytes of it outside of the budget, if it is swapped out.
     """
 
     id: int
@@ -144,22 +144,22 @@ class SequenceUsage(_Held):
 
     @property
     def private_bytes(self) -> int:
-        """What closing the sequence would give back."""
+        """Return the bytes that closing the sequence would free."""
         return self.total_bytes - self.shared_bytes
 
 
 @dataclass(frozen=True, eq=False)
 class BySequence(Mapping[int, SequenceUsage]):
-    """Id -> usage, of S sequences at P places. Each is made when it is asked for: of thousands, few are.
+    """Maps the ids of S sequences to their usage, which is made when it is read: of thousands, few are.
 
     Attributes:
-        index: id -> where it stands below, (S,) each.
-        held_SP: bytes.
+        index: id -> row in the arrays, which are (S,) or (S, P).
+        held_SP, shared, swapped: bytes.
     """
 
     index: dict[int, int]
     lengths: Int64s
-    is_mark: Booleans
+    is_checkpoint: Booleans
     places: list[Place]
     held_SP: Int64s
     shared: Int64s
@@ -168,9 +168,8 @@ class BySequence(Mapping[int, SequenceUsage]):
     def __getitem__(self, id: int) -> SequenceUsage:
         i = self.index[id]
         held = dict(zip(self.places, self.held_SP[i].tolist(), strict=True))
-        return SequenceUsage(
-            id, int(self.lengths[i]), bool(self.is_mark[i]), held, int(self.shared[i]), int(self.swapped[i])
-        )
+        n_tokens, shared, swapped = int(self.lengths[i]), int(self.shared[i]), int(self.swapped[i])
+        return SequenceUsage(id, n_tokens, bool(self.is_checkpoint[i]), held, shared, swapped)
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.index)
@@ -180,29 +179,27 @@ class BySequence(Mapping[int, SequenceUsage]):
 
     @property
     def counted(self) -> str:
-        """How many there are: "2 sequences and 1 checkpoint"."""
-        n_marks = int(self.is_mark.sum())
-        sequences = count(len(self) - n_marks, "sequence", "sequences")
-        return f"{sequences} and {count(n_marks, 'checkpoint', 'checkpoints')}" if n_marks else sequences
+        """Return their number in words: "2 sequences and 1 checkpoint"."""
+        n_checkpoints = int(self.is_checkpoint.sum())
+        sequences = count(len(self) - n_checkpoints, "sequence", "sequences")
+        return f"{sequences} and {count(n_checkpoints, 'checkpoint', 'checkpoints')}" if n_checkpoints else sequences
 
 
 @dataclass(frozen=True, repr=False)
 class Usage(_Held):
-    """Bytes of a memory, counted in the arena. `held` sums to `used_bytes`; each block counts once there.
+    """Counts the bytes of a memory. `held` sums to `used_bytes`: each block counts once in it, however many share it.
 
     Attributes:
-        budget_bytes: what the memory may use at most; used_bytes + free_bytes.
-        held: bytes by place. A block that is several things to several sequences counts as the first in body, tail,
-            head. Rows of attention stay in their pages when they leave the tail, so all of its pages count as body;
-            policies and storages move them, and have tails.
-        shared: kind -> bytes of blocks that several refer to.
-        block_bytes: of one block of each kind.
-        padding_bytes: part of `used_bytes` that alignment adds.
-        layers: group -> layers.
-        by_sequence: open sequences and checkpoints by id.
-        host_bytes, disk_bytes: what was swapped out holds outside of the budget.
-        on_host: of pages in host memory, which have a budget of their own, and of the sequences whose pages are there;
-            None without `host_pages`.
+        budget_bytes: bytes that the memory may use at most: used_bytes + free_bytes.
+        held: bytes by place. A block that belongs to different parts of different sequences counts as the first of
+            body, tail, head. Rows of attention stay in their pages when they leave the tail, so all of its pages count
+            as body. With an eviction policy or a storage, rows move when they fold, so there are tails.
+        shared, block_bytes: pool -> bytes of blocks to which several sequences refer, and of one block.
+        padding_bytes: the part of `used_bytes` that alignment adds.
+        layers: layer memory -> its layers.
+        by_sequence: usage of open sequences and checkpoints by id.
+        host_bytes, disk_bytes: bytes of swapped-out sequences in host memory, and in files.
+        on_host: usage of pages in host memory and of the sequences that have theirs there; None without `host_pages`.
     """
 
     budget_bytes: int
@@ -228,13 +225,13 @@ class Usage(_Held):
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """Return the most important numbers in one line."""
         kinds = ", ".join(f"{name} {format_bytes(n)}" for name, n in self.by_kind.items())
         places = ((self.host_bytes, "host memory"), (self.disk_bytes, "files"))
-        away = "".join(f", {format_bytes(n)} swapped out to {place}" for n, place in places if n)
+        swapped = "".join(f", {format_bytes(n)} swapped out to {place}" for n, place in places if n)
         used, budget = format_bytes(self.used_bytes), format_bytes(self.budget_bytes)
-        hosted = f"; in host memory {self.on_host.summary}" if self.on_host is not None else ""
-        return f"{used} of {budget} in {self.by_sequence.counted} ({kinds}){away}{hosted}"
+        on_host = f"; in host memory {self.on_host.summary}" if self.on_host is not None else ""
+        return f"{used} of {budget} in {self.by_sequence.counted} ({kinds}){swapped}{on_host}"
 
     def __str__(self) -> str:
         return "\n\n".join([self.summary, *map(str, self.tables("text"))])
@@ -249,18 +246,16 @@ class Usage(_Held):
         return self.html("Usage")
 
     def html(self, title: str) -> str:
+        """Return the summary, a bar and the tables as HTML."""
         return as_html(title, [self.summary], self.by_part, self.budget_bytes, self.tables("html"))
 
     def tables(self, medium: str) -> list[Table]:
-        """Where the bytes are, and whose they are; then the same of host memory."""
-        own = [*([self._places("kind")] if self.held else []), *self._sequences(_MOST_ROWS[medium], "sequence")]
-        if self.on_host is None or not self.on_host.by_sequence:
+        """Return tables of bytes by pool and by sequence, then the same of host memory. `medium`: "text" or "html"."""
+        most, on_host = _MOST_ROWS[medium], self.on_host
+        own = [*([self._places("kind")] if self.held else []), *self._sequences(most, "sequence")]
+        if on_host is None or not on_host.by_sequence:
             return own
-        return [
-            *own,
-            self.on_host._places("in host memory"),
-            *self.on_host._sequences(_MOST_ROWS[medium], "in host memory"),
-        ]
+        return [*own, on_host._places("in host memory"), *on_host._sequences(most, "in host memory")]
 
     def _places(self, title: str) -> Table:
         by_part = self.by_part
@@ -278,25 +273,19 @@ class Usage(_Held):
             return
         shown = list(islice(self.by_sequence.values(), most))
         parts = [part for part in ("body", "tail", "head") if any(s.by_part.get(part) for s in shown)]
-        is_away = any(s.swapped_bytes for s in shown)
+        has_swapped = any(s.swapped_bytes for s in shown)
         rows = []
         for s in shown:
             name = f"{'checkpoint' if s.is_checkpoint else 'sequence'} {s.id}"
-            by_part = s.by_part
-            sizes = (
-                *(by_part[part] for part in parts),
-                s.total_bytes,
-                s.shared_bytes,
-                s.private_bytes,
-                *[s.swapped_bytes] * is_away,
-            )
+            sizes = [s.by_part[part] for part in parts] + [s.total_bytes, s.shared_bytes, s.private_bytes]
+            sizes += [s.swapped_bytes] * has_swapped
             rows.append((name, f"{s.n_tokens:,}", *map(_cell, sizes)))
-        columns = (title, "tokens", *parts, "total", "shared", "private", *["swapped out"] * is_away)
+        columns = (title, "tokens", *parts, "total", "shared", "private", *["swapped out"] * has_swapped)
         yield Table(columns, rows, len(self.by_sequence) - len(shown))
 
 
 def _name(group: str, kind: str, n_layers: int) -> str:
-    """'attention: pages, 4 layers'; names of kinds that tell of their layers already stand alone."""
+    """Return the title of a row: "attention: pages, 4 layers". A pool whose name has the group's in it stands alone."""
     return f"{kind if group in kind else f'{group}: {kind}'}, {count(n_layers, 'layer', 'layers')}"
 
 
@@ -305,16 +294,15 @@ def _cell(n_bytes: int) -> str:
 
 
 def measure(inventory: Inventory, swapped_bytes: tuple[int, int], host_inventory: Inventory | None = None) -> Usage:
-    """Count bytes.
+    """Count the bytes of all blocks, by place and by sequence.
 
     Args:
-        inventory: of all sequences.
-        swapped_bytes: in host memory, and in files.
-        host_inventory: of all sequences whose pages are in host memory.
+        inventory, host_inventory: of all sequences, and of those whose pages are in host memory.
+        swapped_bytes: bytes of swapped-out sequences in host memory, and in files.
     Cost: O(blocks in use).
     """
     sequences, arena = inventory.sequences, inventory.arena
-    is_mark = np.array([s.is_checkpoint for s in sequences], np.bool_)
+    is_checkpoint = np.array([s.is_checkpoint for s in sequences], np.bool_)
     held: dict[Place, int] = {}
     shared: dict[str, int] = {}
     columns: dict[Place, Int64s] = {}
@@ -327,12 +315,13 @@ def measure(inventory: Inventory, swapped_bytes: tuple[int, int], host_inventory
                 columns[place] = columns.get(place, 0) + holding.counts * pool.block_bytes
                 owners = np.repeat(np.arange(len(sequences)), holding.counts)
                 shared_S += np.bincount(owners[several], minlength=len(sequences)) * pool.block_bytes
-            n_blocks = _by_part(pool, holdings, is_mark)
+            n_blocks = _by_part(pool, holdings, is_checkpoint)
             held |= {Place(group.name, pool.name, part): n * pool.block_bytes for part, n in n_blocks.items()}
             shared[pool.name] = int((pool.counts > 1).sum()) * pool.block_bytes
     held_SP = np.array(list(columns.values()), np.int64).reshape(len(columns), len(sequences)).T
     index = {s.id: i for i, s in enumerate(sequences)}
-    by_sequence = BySequence(index, inventory.lengths, is_mark, list(columns), held_SP, shared_S, inventory.away_bytes)
+    lengths, swapped_S = inventory.lengths, inventory.away_bytes
+    by_sequence = BySequence(index, lengths, is_checkpoint, list(columns), held_SP, shared_S, swapped_S)
     pools = [entry for group in inventory.groups for entry in group.pools]
     return Usage(
         budget_bytes=arena.capacity_bytes,
@@ -350,44 +339,39 @@ def measure(inventory: Inventory, swapped_bytes: tuple[int, int], host_inventory
     )
 
 
-def _by_part(pool: BlockPool, holdings: list[Holding], is_mark: Booleans) -> dict[str, int]:
-    """Blocks in use by part, each once: as the first of `_PARTS` that it is to anybody."""
+def _by_part(pool: BlockPool, holdings: list[Holding], is_checkpoint: Booleans) -> dict[str, int]:
+    """Count a pool's blocks in use by part; a block with several parts counts as the first of `_PARTS`."""
     ranks = np.full(len(pool.counts), _PARTS.index("steps"))
-    for part in ("checkpoints", "head", "tail", "body"):
-        for holding in holdings:
-            is_marks = np.repeat(is_mark, holding.counts)
-            if part == "checkpoints":
-                ranks[holding.ids[is_marks]] = _PARTS.index(part)
-            elif part == holding.part:
-                ranks[holding.ids[~is_marks]] = _PARTS.index(part)
+    checkpoints = _PARTS.index("checkpoints")
+    for holding in holdings:
+        own = np.where(np.repeat(is_checkpoint, holding.counts), checkpoints, _PARTS.index(holding.part))
+        np.minimum.at(ranks, holding.ids, own)
     return dict(zip(_PARTS, np.bincount(ranks[pool.counts > 0], minlength=len(_PARTS)).tolist(), strict=True))
 
 
-def sequence_html(inventory: Inventory, marks: list[Sequence], host_inventory: Inventory | None = None) -> str:
-    """An open sequence for notebooks.
+def sequence_html(inventory: Inventory, checkpoints: list[Sequence], host_inventory: Inventory | None = None) -> str:
+    """Return a view of one open sequence for notebooks.
 
     Args:
-        inventory: of it alone; host_inventory: of what it has in host memory.
-        marks: checkpoints of its family.
+        inventory, host_inventory: of this sequence alone, on the device and in host memory.
+        checkpoints: those of its family, to which it can roll back.
     """
     (sequence,) = inventory.sequences
     usage = measure(inventory, (0, 0)).by_sequence[sequence.id]
     parts = [part for part in ("body", "tail", "head") if part != "head" or usage.by_part.get(part)]
-    tables, facts = (
-        [_blocks("kind", inventory, usage, parts)] if inventory.groups else [],
-        list(_facts(sequence, usage, marks)),
-    )
+    tables = [_blocks("kind", inventory, usage, parts)] if inventory.groups else []
+    facts = list(_facts(sequence, usage, checkpoints))
     if host_inventory is not None and host_inventory.sequences:
-        there = measure(host_inventory, (0, 0)).by_sequence[sequence.id]
-        tables.append(_blocks("in host memory", host_inventory, there, parts))
-        facts.append(f"in host memory {format_bytes(there.total_bytes)}: keys and values")
+        on_host = measure(host_inventory, (0, 0)).by_sequence[sequence.id]
+        tables.append(_blocks("in host memory", host_inventory, on_host, parts))
+        facts.append(f"in host memory {format_bytes(on_host.total_bytes)}: keys and values")
     title = f"{'Checkpoint' if sequence.is_checkpoint else 'Sequence'} {sequence.id}"
     bar = {part: usage.by_part.get(part, 0) for part in _PARTS}
     return as_html(title, facts, bar, max(1, usage.total_bytes), tables)
 
 
 def _blocks(title: str, inventory: Inventory, usage: SequenceUsage, parts: list[str]) -> Table:
-    """Of one sequence, kind by kind."""
+    """Return a table of one sequence's bytes, pool by pool."""
     rows = []
     for group in inventory.groups:
         n_layers = len({layer for layer, _ in group.members})
@@ -399,12 +383,13 @@ def _blocks(title: str, inventory: Inventory, usage: SequenceUsage, parts: list[
     return Table((title, *parts, "total", "shared"), rows)
 
 
-def _facts(sequence: Sequence, usage: SequenceUsage, marks: list[Sequence]) -> Iterator[str]:
+def _facts(sequence: Sequence, usage: SequenceUsage, checkpoints: list[Sequence]) -> Iterator[str]:
+    """Generate lines of text: length and horizon, the reach of a rollback, bytes."""
     length, horizon = usage.n_tokens, sequence.horizon
     yield f"{count(length, 'token', 'tokens')}, horizon {horizon:,}"
     if not sequence.is_checkpoint:
-        others = [f"to checkpoint {mark.id} at {mark.length:,}" for mark in marks[:_MOST_MARKS]]
-        more = [f"to {len(marks) - _MOST_MARKS:,} more checkpoints"] * (len(marks) > _MOST_MARKS)
+        others = [f"to checkpoint {c.id} at {c.length:,}" for c in checkpoints[:_MOST_CHECKPOINTS]]
+        more = [f"to {n:,} more checkpoints" for n in [len(checkpoints) - _MOST_CHECKPOINTS] if n > 0]
         reach = ", ".join([f"to {horizon:,} … {length:,}", *["to 0"] * (horizon > 0), *others, *more])
         yield f"{'once it is back, it ' if sequence.is_swapped else ''}can roll back {reach}"
     if sequence.is_swapped:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from memory import AttentionSpec, CrossAttentionSpec, HybridMemory, MemorySpec, 
 from memory.eviction import H2O
 from memory.quantization import Quantized
 from memory.rotary import UNROTATED
-from memory.sequences.interrupts import Lease, uninterrupted_call
+from memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
 from tests.interrupts import Outcome, try_places
 from tests.toy import VOCAB, Toy
 
@@ -235,3 +236,25 @@ def test_a_lease_ends_with_its_block() -> None:
         assert lease.is_taken
         raise ValueError("why")
     assert not lease.is_taken
+
+
+def test_a_call_inside_of_a_block_puts_the_handler_back() -> None:
+    """The block keeps nothing alive that the call would have ended."""
+
+    def call() -> None:
+        with uninterrupted_call() as held:
+            signal.raise_signal(signal.SIGINT)
+            held.deliver()
+
+    def hold_twice() -> None:
+        with uninterrupted_call() as _until_return, uninterrupted():
+            call()
+
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            hold_twice()
+            time.sleep(0)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, previous)

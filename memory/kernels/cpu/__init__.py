@@ -1,12 +1,12 @@
-"""Kernels for float32 on the CPU, compiled by numba: `memory.kernels.signature.Kernels`.
+"""Computes `memory.kernels.signature.Kernels` for float32 on the CPU, compiled by numba.
 
 Pages, rows and states are read and written in place. Each output element is computed by one thread in an order that
-does not depend on the rest of the batch, so a request's result is the same bits whoever shares its step.
+does not depend on the rest of the batch, so the bits of a request's result do not depend on other requests of the step.
 
-Habits that make LLVM use full vector registers: arrays are contiguous (numba compiles others for any stride); an inner
-loop runs over slices of its own, from 0 on (numba would check other indices for being negative; unsigned ones it does
-not check); no array is read through one slice and written through another that may overlap it; divisions do not check
-for zero.
+So that LLVM uses full vector registers: arrays are contiguous (numba compiles others for any stride); an inner loop
+runs over slices of its own, from 0 on (numba would check other indices for being negative; unsigned ones it does not
+check); no array is read through one slice and written through another that may overlap it; divisions do not check for
+zero.
 
 Machine code is kept on disk until a source of `memory.kernels` changes, see `compiled`.
 """

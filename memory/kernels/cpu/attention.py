@@ -1,4 +1,4 @@
-"""Attention over pages: few queries read them in place, many gather them once for torch's fused attention."""
+"""Computes attention over pages on the CPU: few queries read pages in place, many gather them for torch's attention."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from memory.kernels.reference import row_reader
 from memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-"""What `scaled_dot_product_attention` calls on a CPU, which keeps the sums of weights to itself."""
+"""The function behind `scaled_dot_product_attention` on a CPU; unlike that, it also returns the sums of weights."""
 
 _FEW_QUERIES = 16
 _MOST_QUERIES, _ROWS, _MOST_ELEMENTS = 1024, 1024, 1 << 22
-"""Of more queries than few: so many at once, or as many as have so many elements, and so many rows."""
+"""Limits of one call with many queries: queries, rows, and elements of the queries."""
 
 _NO_WINDOW = 1 << 60
 _NO_SINKS, _NO_BIAS = np.zeros(0, np.float32), np.zeros((0, 0), np.float32)
@@ -80,10 +80,9 @@ def attend_rows(
 
 
 def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scoring: Scoring, out_THD: Tensor) -> None:
-    """Write what queries of the last T of `n_rows` rows find, by torch's fused attention where it can compute such
-    scores.
+    """Attend from the last T of `n_rows` rows, by torch's fused attention if that can compute such scores.
 
-    It leaves the log of each query's sum of weights, by which what was found in several blocks of rows is joined.
+    It also returns the log of each query's sum of weights, with which the results of several blocks of rows are joined.
     """
     if scoring.softcap is not None or scoring.sinks_H is not None or scoring.bias_HL is not None:
         out_THD[:] = attend(q_THD, n_rows, n_kv_heads, read, scoring)
@@ -96,7 +95,7 @@ def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scorin
         found_GSTD, log_sum_GST = torch.empty(0), torch.empty(0)
         for begin, end in rows:
             k_GSRD, v_GSRD = (x.transpose(0, 1)[:, None].expand(-1, q_GSTD.shape[1], -1, -1) for x in read(begin, end))
-            # Its `is_causal` aligns at the top left: right where the rows are the queries' own.
+            # Its `is_causal` aligns at the top left, which is right if the rows are the queries' own.
             mask, is_causal = None, begin == first and (scoring.window is None or n_queries <= scoring.window)
             if not is_causal and not sees_all(n_queries, end - begin, scoring.window, first - begin):
                 mask = causal_mask(n_queries, end - begin, scoring.window, q_THD.device, first - begin)
@@ -104,7 +103,7 @@ def _attend_many(q_THD: Tensor, n_rows: int, n_kv_heads: int, read: Rows, scorin
                 q_GSTD, k_GSRD, v_GSRD, is_causal=is_causal, attn_mask=mask, scale=scoring.scale
             )
             if len(rows) > 1 and (log_more_GST == 0.0).any() and k_GSRD[:, 0].isinf().any():
-                # Where no score is above -inf it says 0, the log of one. Only such keys, which no model has, score so.
+                # If all scores are -inf it returns 0, the log of one. Only infinite keys score so; no model has them.
                 out_THD[:] = attend(q_THD, n_rows, n_kv_heads, read, scoring)
                 return
             if begin == rows[0][0]:
@@ -122,8 +121,8 @@ def _attend_few(  # type: ignore[no-untyped-def]
     q_THD, keys, values, cu_seqlens, kv_lengths, pages_GP, cu_pages, page_tokens, n_kv_heads, heads_a_task, scale,
     window, softcap, sinks, bias_HL, out_THD,
 ):  # fmt: skip
-    """Online softmax over blocks of rows (Milakov & Gimelshein 2018); a task is a request and some of its key/value
-    heads.
+    """Attend by an online softmax over blocks of rows (Milakov & Gimelshein 2018).
+    A task is a request and some of its key/value heads.
     """
     head_dim = q_THD.shape[2]
     apart = page_tokens * head_dim

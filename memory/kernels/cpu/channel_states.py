@@ -1,4 +1,6 @@
-"""Recurrences whose state is a few numbers a channel, and their gates. A task is one run over some of the channels."""
+"""Computes recurrences whose state is a few numbers a channel (RG-LRU, RWKV-4), and softplus for gates, on the CPU.
+A task is one segment, over some of the channels.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from memory.kernels.cpu.vector_math import exp_f32, softplus_f32
 from memory.kernels.signature import Prepared, StateSlots
 
 _AT_ONCE = 128
-"""Channels a task runs."""
+"""Channels of a task."""
 
 
 def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
@@ -91,7 +93,7 @@ def _wkv4(  # type: ignore[no-untyped-def]
     for task in prange((len(cu_rows) - 1) * n_chunks):
         i, first = task // n_chunks, task % n_chunks * _AT_ONCE
         last = min(first + _AT_ONCE, n_channels)
-        # Apart from the arena, because the compiler cannot know that the three do not overlap there.
+        # Copies, because the compiler cannot know that the three do not overlap in the arena.
         top = np.empty(last - first, np.float32)
         below = np.empty(last - first, np.float32)
         exponent = np.empty(last - first, np.float32)

@@ -1,10 +1,10 @@
-"""Kernels are compiled once for a machine and kept on disk: `compiled` stands for `numba.njit(cache=True)`.
+"""Compiles kernels once for a machine and keeps them on disk: `compiled` takes the place of `numba.njit(cache=True)`.
 
-numba's own cache lies beside the source or in the user's home, and fails to import where it can write to neither; and
-it asks whether one file has changed, where kernels inline functions of others. This one lies where users' caches do.
-Each kernel and signature has one file, named by everything that its machine code follows from and checked against it:
-a file that is torn, damaged or of something else is compiled again. Where nothing can be written, kernels are compiled
-in memory.
+numba's own cache is beside the source or in the user's home, and fails to import if it can write to neither. And it
+only looks whether one file has changed, although kernels inline functions of other files. This cache is where users'
+caches are. Each kernel and signature has one file, named by everything on which its machine code depends, and checked
+against that: if a file is incomplete, damaged or of something else, the kernel is compiled again. If nothing can be
+written, kernels are compiled in memory.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ from numba.core.serialize import dumps
 _LOG = logging.getLogger("memory")
 _PLACE = "HYBRID_MEMORY_CACHE"
 _MOST_BUILDS = 8
-"""Versions of the kernels that are kept, of all that were ever run on this machine."""
+"""Versions of the kernels that are kept on this machine; older ones are removed."""
 
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
 def sources_digest(folder: Path) -> str:
-    """A digest of all Python files in a folder: their names and what they contain."""
+    """Compute a digest of all Python files in a folder: their names and their content."""
     digest = hashlib.sha256()
     for path in sorted(folder.rglob("*.py")):
         digest.update(f"{path.relative_to(folder).as_posix()} {path.stat().st_size}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 
 
-# When this is imported: files may change while a process runs on, and what it compiles later is of them as they were.
+# Computed at import: files may change while a process runs, but what it compiles later is still the code of before.
 _BUILD = repr(
     (
         sources_digest(Path(__file__).parent.parent),
@@ -56,9 +56,9 @@ _BUILD = repr(
 
 
 def cache_folder() -> Path | None:
-    """Where this version's kernels are kept; None where the user has no home directory.
+    """Return the folder in which this version's kernels are kept; None if the user has no home directory.
 
-    In HYBRID_MEMORY_CACHE if the environment has it, else where the system keeps users' caches.
+    It is in HYBRID_MEMORY_CACHE if the environment has that, else where the system keeps users' caches.
     """
     name = "hybrid-memory"
     try:
@@ -76,33 +76,33 @@ def cache_folder() -> Path | None:
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """`numba.njit(**options)`, whose machine code is kept in `cache_folder()`."""
+    """Decorate as `numba.njit(**options)`, and keep the machine code in `cache_folder()`."""
 
     def compile_lazily(function: Callable[..., Any]) -> Any:
         kernel = numba.njit(**options)(function)
         try:
             kernel._cache = KernelCache(function)
         except OSError as error:  # there is no file of its source
-            _tell_once(error)
+            _warn_once(error)
         return kernel
 
     return compile_lazily
 
 
 class KernelCache(_Cache):
-    """The files of one kernel; what numba asks when it needs a kernel for some types of arguments."""
+    """Reads and writes the files of one kernel; numba calls it when it needs the kernel for some types of arguments."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         source = Path(function.__code__.co_filename)
         self._name = f"{source.stem}.{function.__qualname__}"
-        self._source = hashlib.sha256(source.read_bytes()).hexdigest()  # it may lie elsewhere than what `_BUILD` knows
+        self._source = hashlib.sha256(source.read_bytes()).hexdigest()  # it may be outside of the folder of `_BUILD`
 
     @property
     def cache_path(self) -> Path | None:
         return cache_folder()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """The kernel for a signature; None if there is no whole and right file of it."""
+        """Load the kernel for a signature; None if there is no valid file of it."""
         target_context.refresh()
         key, name = self._key(sig, target_context.codegen())
         try:
@@ -115,9 +115,9 @@ class KernelCache(_Cache):
         return CompileResult._rebuild(target_context, *pickle.loads(payload))  # type: ignore[no-untyped-call]
 
     def save_overload(self, sig: Any, data: Any) -> None:
-        """Keep a kernel, if that is possible."""
+        """Write a kernel's file, if that is possible."""
         if data.library.has_dynamic_globals:
-            return  # addresses of this process
+            return  # it contains addresses of this process
         key, name = self._key(sig, data.codegen)
         payload: bytes = dumps(data._reduce())  # type: ignore[no-untyped-call]
         try:
@@ -125,30 +125,29 @@ class KernelCache(_Cache):
                 raise FileNotFoundError("the user has no home directory")
             _write(folder / name, hashlib.sha256(key + payload).digest() + payload)
         except OSError as error:
-            _tell_once(error)
+            _warn_once(error)
 
     def _key(self, sig: Any, codegen: Any) -> tuple[bytes, str]:
-        """Everything that the machine code follows from, with the processor's name and features; and
-        its file's name."""
+        """Return all on which the machine code depends, with the processor's name and features, and its file's name."""
         flags = str(config.OPT), config.BOUNDSCHECK  # type: ignore[attr-defined]
         key = repr((_BUILD, self._source, self._name, str(sig), codegen.magic_tuple(), flags)).encode()
         return key, f"{self._name}-{hashlib.sha256(key).hexdigest()[:24]}"
 
     def enable(self) -> None:
-        """Nothing turns it off."""
+        """Do nothing: the cache is always on."""
 
     def disable(self) -> None:
-        """As `enable`."""
+        """Do nothing: the cache is always on."""
 
     def flush(self) -> None:
-        """Files are right or not read: none needs to go."""
+        """Do nothing: a file that is not valid is not read, so none must be removed."""
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Put a file in its place whole, whoever else writes it."""
+    """Write a whole file at once, even if other processes write it at the same time."""
     if not path.parent.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _forget_old_builds(path.parent)
+        _remove_old_builds(path.parent)
     part = path.with_name(f"{path.name}.{uuid4().hex}.part")
     try:
         part.write_bytes(content)
@@ -158,8 +157,8 @@ def _write(path: Path, content: bytes) -> None:
         raise
 
 
-def _forget_old_builds(folder: Path) -> None:
-    """Remove all but the newest versions. One that is still in use is compiled again."""
+def _remove_old_builds(folder: Path) -> None:
+    """Remove all versions but the newest. A removed one that is still in use is compiled again."""
     with suppress(OSError):  # another process does the same
         others = [(other.stat().st_mtime, other) for other in folder.parent.iterdir() if other != folder]
         for _, other in sorted(others, reverse=True)[_MOST_BUILDS - 1 :]:
@@ -169,7 +168,7 @@ def _forget_old_builds(folder: Path) -> None:
 _has_told = False
 
 
-def _tell_once(error: Exception) -> None:
+def _warn_once(error: Exception) -> None:
     global _has_told
     if not _has_told:
         _has_told = True

@@ -1,7 +1,7 @@
-"""Attention over rows that a storage keeps and, after them, rows in pages: for few queries.
+"""Computes attention of few queries over quantised rows and, after them, rows in pages, on the CPU.
 
-Codes of up to BLOCK rows of one head are turned into floats in the cache, and from there on are rows like others. Where
-a channel or a row has one scale, it multiplies the query, the scores or the weights instead of every number.
+Codes of up to BLOCK rows of one head are decoded to floats, which stay in the cache, and are then used like other rows.
+If a channel or a row has one scale, the query, the scores or the weights are multiplied by it instead of every number.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from memory.kernels.signature import FoldedRows, PagedBatch, Prepared, Scoring
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _BY_NUMBER, _BY_CHANNEL, _BY_ROW = 0, 1, 2
 _0, _1, _2, _3, _LANES, _LAST_LANE = (np.uint64(i) for i in (0, 1, 2, 3, LANES, LANES - 1))
-# Moving the bits of a short float to where those of a float32 stand leaves its exponent too small by the difference of
-# their biases.
+# A short float whose bits are moved to the places of a float32's has an exponent that is too small, by the difference
+# of the two biases. These factors correct it.
 _HALF_BIAS, _FLOAT8_BIAS = np.float32(2.0**112), np.float32(2.0**120)
 _NONE = np.zeros(0, np.uint16)
 
@@ -32,7 +32,7 @@ def attend_few_folded(
     q_THD: Tensor, keys: Prepared, values: Prepared, batch: PagedBatch, n_requests: int, n_kv_heads: int,
     scoring: Scoring, sinks: Prepared, bias_HL: Prepared, folded: FoldedRows, out_THD: Tensor,
 ) -> None:  # fmt: skip
-    """Write the outputs of the first `n_requests` requests."""
+    """Attend for the first `n_requests` requests, and write their outputs into `out_THD`."""
     counts, lengths = np.diff(batch.cu_seqlens), batch.kv_lengths + folded.lengths
     use_threads(2 * q_THD[0].numel() * int((counts * lengths)[:n_requests].sum()))
     flats = [as_array(flat) for flat in folded.flats]
@@ -50,7 +50,7 @@ def attend_few_folded(
 
 
 def _scale_shapes(folded: FoldedRows) -> tuple[Int64s, Int64s]:
-    """Of the scales of a head's keys and of its values: (rows, scales a row)."""
+    """Return the shapes of the scales of a head's keys and of its values: (rows, scales a row)."""
     n_parts = len(folded.shapes) // 2
     return tuple(
         np.array(half[1][1:] if n_parts > 1 else (0, 0)) for half in (folded.shapes[:n_parts], folded.shapes[n_parts:])
@@ -63,7 +63,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
     bias_HL, bits, key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, key_scale_shape,
     value_scale_shape, blocks_GB, cu_blocks, block_rows, folded_lengths, out_THD,
 ):  # fmt: skip
-    """A task is a request and one of its key/value heads."""
+    """Attend over folded rows, then over pages. A task is a request and one of its key/value heads."""
     head_dim = q_THD.shape[2]
     n_heads = q_THD.shape[1] // n_kv_heads
     keys_fold, values_fold = _fold_of(bits, key_scale_shape, head_dim), _fold_of(bits, value_scale_shape, head_dim)
@@ -120,7 +120,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
 
 @njit
 def _fold_of(bits, scale_shape, head_dim):  # type: ignore[no-untyped-def]
-    """What scales a product with codes can be multiplied with instead of each number.
+    """Return whether scales multiply each number, or can multiply products with codes, by channel or by row.
     A block of one row has one row of scales as well.
     """
     if bits == 0:
@@ -132,10 +132,10 @@ def _fold_of(bits, scale_shape, head_dim):  # type: ignore[no-untyped-def]
 
 @njit(error_model="numpy")
 def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):  # type: ignore[no-untyped-def]
-    """Rows [first, first + n) of head g in the block at byte `at`, as floats; without scales and lows where a product
-    takes them.
+    """Decode rows [first, first + n) of head g in the block at byte `at`, as floats.
 
-    No slices: making one takes as long as decoding 16 codes.
+    Scales and lows are left out if a product is multiplied by them instead. There are no slices here: making one takes
+    as long as decoding 16 codes.
     """
     at, g, block_rows, first, n, bits = place
     head_dim, scale_rows, scales_a_row = len(scales), scale_shape[0], scale_shape[1]
@@ -160,7 +160,7 @@ def _decode(codes, halves, low_halves, scale_shape, place, scales, lows, out):  
 
 @njit(inline="always", error_model="numpy")
 def _row_(codes, code, bits, out, row, n_bytes):  # type: ignore[no-untyped-def]
-    """Codes of 4 or 2 bits: the first of each byte, then the second of each byte."""
+    """Decode a row of 4-bit or 2-bit codes: the first code of each byte, then the second of each byte, and so on."""
     if bits == 4 and n_bytes & _LAST_LANE == _0:
         for e in range(_0, n_bytes, _LANES):
             store(out, row + e, load_codes(codes, code + e, np.int32(0), np.int32(15)))
@@ -212,7 +212,7 @@ def _half(bits):  # type: ignore[no-untyped-def]
 
 @njit(error_model="numpy")
 def _read_scales(halves, low_halves, scale_shape, place, scales, lows):  # type: ignore[no-untyped-def]
-    """One a channel, or one for each of n rows."""
+    """Read scales and lows as float32: one a channel, or one for each of n rows."""
     at, g, _, first, n, _ = place
     start, count = (
         (at // 2 + g * scale_shape[1], scale_shape[1])
@@ -225,7 +225,7 @@ def _read_scales(halves, low_halves, scale_shape, place, scales, lows):  # type:
 
 @njit(fastmath=REDUCING, error_model="numpy")
 def _scale_query_(q, scales, lows, q_scaled, offsets):  # type: ignore[no-untyped-def]
-    """q . (code scale + low) = (q scale) . code + q . low"""
+    """Scale a query by channel: q . (code scale + low) = (q scale) . code + q . low"""
     head_dim = len(scales)
     for h in range(len(offsets)):
         own, scaled, offset = q[h * head_dim : (h + 1) * head_dim], q_scaled[h * head_dim : (h + 1) * head_dim], _ZERO
@@ -245,7 +245,7 @@ def _add_offsets_(scores, n, offsets, scale):  # type: ignore[no-untyped-def]
 
 @njit(fastmath=REDUCING, error_model="numpy")
 def _scale_scores_(scores, n, q, row_scales, row_lows, scale):  # type: ignore[no-untyped-def]
-    """q . (code scale + low) = (q . code) scale + sum(q) low"""
+    """Scale scores by row: q . (code scale + low) = (q . code) scale + sum(q) low"""
     head_dim = len(q) // (len(scores) // BLOCK)
     for h in range(len(scores) // BLOCK):
         own, offset = scores[h * BLOCK : h * BLOCK + n], _ZERO
@@ -258,7 +258,9 @@ def _scale_scores_(scores, n, q, row_scales, row_lows, scale):  # type: ignore[n
 
 @njit(fastmath=REDUCING, error_model="numpy")
 def _scale_weights_(weights, n, out, row_scales, row_lows):  # type: ignore[no-untyped-def]
-    """sum of weight (code scale + low) = sum of (weight scale) code + sum of weight low, which is added to `out`."""
+    """Scale weights by row: sum of w (code scale + low) = sum of (w scale) code + sum of w low.
+    The last sum is added to `out`.
+    """
     head_dim = len(out) // (len(weights) // BLOCK)
     for h in range(len(weights) // BLOCK):
         own, below, offset = weights[h * BLOCK : h * BLOCK + n], out[h * head_dim : (h + 1) * head_dim], _ZERO

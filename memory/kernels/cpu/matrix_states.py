@@ -1,4 +1,6 @@
-"""Recurrences whose state is a matrix a head. A task is one run over some rows of one head's state."""
+"""Computes recurrences whose state is a matrix a head (Mamba-2, delta rules, RWKV-7), on the CPU.
+A task is one segment, over some rows of one head's state.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,8 @@ from memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, spla
 from memory.kernels.signature import Erase, Prepared, StateSlots
 
 _LONG_RUN_ELEMENTS = 8192
-"""State elements a task runs in long runs: 32 KiB stay close from token to token, and outweigh what a token costs a
-task.
-"""
+"""State elements of a task in long segments: 32 KiB stay in a fast cache from token to token, and are enough for the
+fixed cost of a token and task to be small."""
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _NOTHING = np.zeros(0, np.float32)
@@ -57,8 +58,8 @@ def matrix_scan(
 
 
 def _is_long(cu_rows: Int64s) -> bool:
-    """Whether runs are so long that their states stay in a cache from token to token.
-    In short ones each state is met once.
+    """True if segments have so many tokens that states should stay in a cache from token to token.
+    In short segments each state is read only once.
     """
     return bool(cu_rows[-1] >= 4 * (len(cu_rows) - 1))
 
@@ -78,13 +79,13 @@ def _matrix_scan(  # type: ignore[no-untyped-def]
         last = min(first + at_once, n_rows)
         offset, size = (h * n_rows + first) * n_columns, (last - first) * n_columns
         target = flat[targets[i] + offset : targets[i] + offset + size]
-        # The state is run in place, in its target.
+        # The state is advanced in place, in its target.
         if sources[i] < 0:
             target[:] = initial
         elif sources[i] != targets[i]:
             copy_(target, flat[sources[i] + offset : sources[i] + offset + size])
         s = target if width == n_columns else _widened(target, n_columns, width)
-        # What a token brings, padded with zeros to whole vectors.
+        # A token's inputs, padded with zeros to whole vectors.
         query, key, u = np.zeros(width, np.float32), np.zeros(width, np.float32), np.empty(last - first, np.float32)
         decay, erasing, writing = np.zeros(width, np.float32), np.zeros(width, np.float32), np.zeros(width, np.float32)
         for t in range(cu_rows[i], cu_rows[i + 1]):
@@ -131,7 +132,7 @@ def _widened(rows, n_columns, width):  # type: ignore[no-untyped-def]
 
 @njit(error_model="numpy")
 def _advance(s, w, k, u, q, y):  # type: ignore[no-untyped-def]
-    """S goes on by a token, s = w s + u k for each row, and y = s . q."""
+    """Advance S by a token, s = w s + u k for each row, and compute y = s . q."""
     n, w = len(k), splat(w)
     for r in range(len(u)):
         u0, y0 = splat(u[r]), splat(_ZERO)
@@ -144,11 +145,11 @@ def _advance(s, w, k, u, q, y):  # type: ignore[no-untyped-def]
 
 @njit(error_model="numpy")
 def _advance_erasing(s, w, a, b, k, u, q, y, is_long):  # type: ignore[no-untyped-def]
-    """As `_advance`, a decay for each column: s = w s + (s . a) b + u k.
+    """Advance as `_advance`, with a decay for each column and erasing: s = w s + (s . a) b + u k.
 
-    In long runs, with the state in a near cache, four rows share what is loaded: it takes two thirds of the time. Where
-    it comes from memory, one row after the other is read faster. The sums of a row have one order, so both give the
-    same bits.
+    In long segments, with the state in a fast cache, four rows share what is loaded: that takes two thirds of the time.
+    If the state comes from main memory, it is faster to read one row after the other. The sums of a row have one order,
+    so both give the same bits.
     """
     n, n_rows = len(k), len(u)
     n_fours = n_rows // 4 if is_long else 0

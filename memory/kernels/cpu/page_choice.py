@@ -1,4 +1,4 @@
-"""Which pages a query reads, by the bounds of their keys."""
+"""Chooses the pages that a query reads by the bounds of their keys (Quest), on the CPU."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def choose_pages(q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: Pag
 def _choose(  # type: ignore[no-untyped-def]
     q_QGE, least, greatest, pages, cu_pages, n_first, n_last, cu_chosen, heads_a_task, head_dim, out_GC,
 ):  # fmt: skip
-    """A task is a query and some of its key/value heads."""
+    """Choose pages. A task is a query and some of its key/value heads."""
     tasks_a_query = len(out_GC) // heads_a_task
     for task in prange(len(q_QGE) * tasks_a_query):
         i, first = task // tasks_a_query, task % tasks_a_query * heads_a_task
@@ -69,14 +69,14 @@ def _score(q_GE, least, greatest, pages, first, head_dim, scores_GN):  # type: i
                 score = _ZERO
                 for d in range(size):
                     score += up_GE[g, h + d] * greatest[row + d] + down_GE[g, h + d] * least[row + d]
-                # NaN counts as the best: whoever reads the page shall see it.
+                # NaN counts as the best score, so that it reaches the output.
                 best = score if score > best else best if score == score else np.float32(np.inf)
             scores_GN[g, p] = best
 
 
 @njit(error_model="numpy")
 def _take_best(scores, pages, n_first, n_last, chosen):  # type: ignore[no-untyped-def]
-    """chosen = the first pages, the best of the middle, and the last ones, ascending."""
+    """Fill `chosen` with the first pages, the best ones of the middle, and the last ones, in order."""
     copy_(chosen[:n_first], pages[:n_first])
     copy_(chosen[len(chosen) - n_last :], pages[len(pages) - n_last :])
     n_best = len(chosen) - n_first - n_last

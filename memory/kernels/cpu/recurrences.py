@@ -1,4 +1,6 @@
-"""Causal convolution and selective scan. A task is one run over some of the channels."""
+"""Computes the causal convolution and Mamba-1's selective scan, on the CPU.
+A task is one segment, over some of the channels.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f
 from memory.kernels.signature import Prepared, StateSlots
 
 _LONG_RUN = 128
-"""Channels a task runs in long runs: 128 x 16 states (8 KiB) stay in the first-level cache from row to row."""
+"""Channels of a task in long segments: 128 x 16 states (8 KiB) stay in the first-level cache from row to row."""
 
 _ONE = np.float32(1.0)
 
 
 def _channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: int) -> int:
-    """In short runs each state is met once: a task takes the longest stretch that leaves two tasks a thread."""
+    """Return the channels of a task.
+    In short segments each state is read only once: a task takes as many channels as leave two tasks a thread.
+    """
     n_runs = len(cu_rows) - 1
     if n_rows >= 4 * n_runs:
         return _LONG_RUN
@@ -77,7 +81,7 @@ def _causal_conv(  # type: ignore[no-untyped-def]
                     _add_product_(out, weight_WE[w, first:last], flat[before : before + width])
             if activation:
                 _silu_(out)
-        # Oldest first: where source and target are one, a row is read before it is overwritten.
+        # Oldest first: if source and target are the same, a row must be read before it is overwritten.
         for w in range(n_taps - 1):
             r = end - (n_taps - 1 - w)
             after = flat[target + w * n_channels : target + w * n_channels + width]
@@ -135,7 +139,7 @@ def _selective_scan(  # type: ignore[no-untyped-def]
         i, first = task // n_chunks, (task % n_chunks) * at_once
         last = min(first + at_once, n_channels)
         source, target, width = sources[i] + first, targets[i] + first, last - first
-        # The state is run in place, in its target.
+        # The state is advanced in place, in its target.
         for n in range(n_states):
             h = flat[target + n * n_channels : target + n * n_channels + width]
             if source < first:
@@ -154,7 +158,7 @@ def _selective_scan(  # type: ignore[no-untyped-def]
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _time_step(raw, bias, x, dt, dtx):  # type: ignore[no-untyped-def]
-    """dt in units of ln 2, so that exp(dt A) is a power of two, and dt x."""
+    """Compute dt in units of ln 2, so that exp(dt A) is a power of two, and dt x."""
     for e in range(len(dt)):
         step = softplus_f32(raw[e] + bias[e])
         dt[e] = step * LOG2_E

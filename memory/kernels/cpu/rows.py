@@ -1,4 +1,4 @@
-"""Rows into the arena and out of it."""
+"""Copies rows into the arena and out of it, on the CPU."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def prepare(tensor: Tensor) -> Prepared:
 
 
 def plan_attention(*_: object) -> None:
-    """Nothing is laid out ahead: kernels find their work as they go."""
+    """Do nothing: kernels here divide their work when they run."""
 
 
 def plan_choice(*_: object) -> None:
-    """As `plan_attention`."""
+    """Do nothing, as `plan_attention`."""
 
 
 def as_array(x: Prepared) -> Prepared:
@@ -36,8 +36,8 @@ def as_array(x: Prepared) -> Prepared:
 
 
 def as_tensors(slots: StateSlots) -> StateSlots:
-    """For `reference`, which runs what comes behind a tail: on a CPU a state is better written than read again behind
-    one.
+    """Convert for `reference`, which computes segments that come after a tail.
+    There is no kernel for that here: on a CPU it is faster to write a state than to read it again with a tail.
     """
     flat, sources, targets = (torch.as_tensor(x) for x in (slots.flat, slots.sources, slots.targets))
     tail = slots.tail
@@ -52,10 +52,9 @@ def as_tensors(slots: StateSlots) -> StateSlots:
 
 
 def as_flat(x: Tensor) -> tuple[Prepared, int]:
-    """All elements of float32 x (T, ...) as one contiguous array, and the distance of two rows in it: a view where each
-    row is contiguous.
+    """Return float32 x (T, ...) as one flat array, and the distance of two rows in it, in elements.
 
-    A part of a wider row, such as the keys in a projection, is read in place.
+    It is a view if each row is contiguous: a part of a wider row, such as the keys in a projection, is read in place.
     """
     n_rows, n_elements = x.shape[0], math.prod(x.shape[1:])
     if x.is_contiguous():
@@ -98,7 +97,7 @@ def _read_rows(flat, offsets_T, rows_TR, initial):  # type: ignore[no-untyped-de
 def gather_rows(
     flat: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int, begin: int, end: int
 ) -> Tensor:
-    """Rows [begin, end) of those that a request can see in pages, in order: (rows, G, D), each head's rows together."""
+    """Copy rows [begin, end) of those that a request can see in pages, in order: (rows, G, D), stored head by head."""
     rows_GRD = torch.empty(n_kv_heads, end - begin, head_dim)
     pages_GP = np.atleast_2d(as_array(batch.pages))[:, batch.cu_pages[request] : batch.cu_pages[request + 1]]
     _gather_rows(as_array(flat), pages_GP, batch.page_tokens, begin, rows_GRD.numpy())
@@ -107,7 +106,7 @@ def gather_rows(
 
 @compiled()
 def _gather_rows(flat, pages_GP, page_tokens, first, rows_GRD):  # type: ignore[no-untyped-def]
-    """Rows from the request's row `first` on."""
+    """Copy rows from the request's row `first` on."""
     n_heads, n_rows, head_dim = rows_GRD.shape
     for g in range(n_heads):
         table = pages_GP[g if len(pages_GP) > 1 else 0]

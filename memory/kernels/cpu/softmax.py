@@ -1,8 +1,7 @@
-"""Online softmax over blocks of rows (Milakov & Gimelshein 2018): the steps that attention kernels are made of, for one
-query.
+"""Computes an online softmax over blocks of rows (Milakov & Gimelshein 2018): the parts of attention for one query.
 
-Heads are those of one query that a task works on, `scores` holds BLOCK of them for each, `out` what the values sum up
-to so far.
+`heads` are those of the query that a task works on; `scores` holds BLOCK scores for each, and `out` the weighted sum of
+values so far.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _0, _1, _2, _3, _4, _STRIDE, _LINE, _AHEAD, _LANES, _LAST_LANE = (
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def start_(out, highest, total, sinks):  # type: ignore[no-untyped-def]
-    """Before any row: nothing, or for each head a row of its own without a value."""
+    """Start without any row, or with the sink of each head: a row without a value."""
     out[:] = _ZERO
     if len(sinks) > 0:
         copy_(highest, sinks)
@@ -39,7 +38,7 @@ def start_(out, highest, total, sinks):  # type: ignore[no-untyped-def]
 
 @njit(error_model="numpy")
 def find_rows(table, begin, page_tokens, head, head_dim, rows):  # type: ignore[no-untyped-def]
-    """rows[i] = where row begin + i of a head begins, in a table of pages."""
+    """Find the element offset of row begin + i of a head, by the page table: rows[i]."""
     page, slot = begin // page_tokens, begin % page_tokens
     row = table[page] + (head * page_tokens + slot) * head_dim
     for i in range(len(rows)):
@@ -52,12 +51,12 @@ def find_rows(table, begin, page_tokens, head, head_dim, rows):  # type: ignore[
 
 
 @njit(error_model="numpy")
-def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, asks):  # type: ignore[no-untyped-def]
-    """scores[h, r] = scale q[h] . keys[rows[r]], for the query heads of each of the key heads, whose rows lie `apart`
-    elements apart.
+def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, prefetches):  # type: ignore[no-untyped-def]
+    """Compute scores[h, r] = scale q[h] . keys[rows[r]] for all query heads.
 
-    Four rows share what is loaded of a query; the sums of a row have one order wherever it stands. If it `asks`, the
-    values of these rows and the keys of rows that come a little later are fetched meanwhile.
+    The rows of consecutive key heads are `apart` elements apart. Four rows share what is loaded of a query; the sums of
+    a row have one order at any place. `prefetches`: whether the values of these rows, and the keys of rows a little
+    later, are prefetched meanwhile.
     """
     head_dim, n_groups, apart, n = np.uint64(head_dim), np.uint64(n_groups), np.uint64(apart), np.uint64(len(rows))
     n_kv_heads = np.uint64(len(q)) // (head_dim * n_groups)
@@ -67,9 +66,11 @@ def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, 
             at = g * apart
             a, b = np.uint64(rows[r]) + at, np.uint64(rows[r + _1]) + at
             c, d = np.uint64(rows[r + _2]) + at, np.uint64(rows[r + _3]) + at
-            if asks:
+            if prefetches:
                 for i in range(r, r + _4):
-                    _ask(keys, values, np.uint64(rows[i]) + at, np.uint64(rows[min(i + _AHEAD, n - _1)]) + at, head_dim)
+                    _prefetch_row(
+                        keys, values, np.uint64(rows[i]) + at, np.uint64(rows[min(i + _AHEAD, n - _1)]) + at, head_dim
+                    )
             for h in range(g * n_groups, (g + _1) * n_groups):
                 o, place = h * head_dim, h * _STRIDE + r
                 x0 = x1 = x2 = x3 = splat(_ZERO)
@@ -85,8 +86,8 @@ def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, 
     for r in range(n_fours, n):
         for g in range(n_kv_heads):
             row = np.uint64(rows[r]) + g * apart
-            if asks:
-                _ask(keys, values, row, row, head_dim)
+            if prefetches:
+                _prefetch_row(keys, values, row, row, head_dim)
             for h in range(g * n_groups, (g + _1) * n_groups):
                 o, x = h * head_dim, splat(_ZERO)
                 for e in range(_0, head_dim & ~_LAST_LANE, _LANES):
@@ -95,7 +96,7 @@ def score_rows(q, keys, values, rows, n_groups, head_dim, apart, scale, scores, 
 
 
 @njit(error_model="numpy")
-def _ask(keys, values, row, ahead, head_dim):  # type: ignore[no-untyped-def]
+def _prefetch_row(keys, values, row, ahead, head_dim):  # type: ignore[no-untyped-def]
     for line in range(_0, head_dim, _LINE):
         prefetch(values, row + line)  # type: ignore[call-arg]
         prefetch(keys, ahead + line)
@@ -103,7 +104,7 @@ def _ask(keys, values, row, ahead, head_dim):  # type: ignore[no-untyped-def]
 
 @njit(error_model="numpy")
 def _add_rest(x, q, o, keys, row, head_dim):  # type: ignore[no-untyped-def]
-    """x and the products of the elements that do not fill a vector."""
+    """Add the products of the elements that do not fill a vector to x."""
     for e in range(head_dim & ~_LAST_LANE, head_dim):
         x += q[o + e] * keys[row + e]
     return x
@@ -111,8 +112,8 @@ def _add_rest(x, q, o, keys, row, head_dim):  # type: ignore[no-untyped-def]
 
 @njit(error_model="numpy")
 def add_values_(out, values, rows, n_groups, head_dim, apart, weights):  # type: ignore[no-untyped-def]
-    """out[h] += sum of weights[h, r] values[rows[r]], in the order of rows; four rows at once, so that `out` is written
-    less often.
+    """Add values to the output: out[h] += sum of weights[h, r] values[rows[r]], in the order of rows.
+    It takes four rows at once, so that `out` is written less often.
     """
     head_dim, n_groups, apart, n = np.uint64(head_dim), np.uint64(n_groups), np.uint64(apart), np.uint64(len(rows))
     n_kv_heads, whole = np.uint64(len(out)) // (head_dim * n_groups), head_dim & ~_LAST_LANE
@@ -143,16 +144,16 @@ def add_values_(out, values, rows, n_groups, head_dim, apart, weights):  # type:
 
 @njit(error_model="numpy")
 def _add_rest_(out, o, weight, values, row, begin, end):  # type: ignore[no-untyped-def]
-    """The elements that do not fill a vector."""
+    """Add the elements that do not fill a vector."""
     for e in range(begin, end):
         out[o + e] += weight * values[row + e]
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def weigh_(scores, n, out, highest, total, softcap, bias_HL, distance):  # type: ignore[no-untyped-def]
-    """scores[h, :n] become weights relative to the highest score so far, which `out` and `total` are scaled to.
+    """Replace scores[h, :n] by weights relative to the highest score so far; `out` and `total` are scaled to that.
 
-    Row 0 stands `distance` before the query. As long as all scores are -inf there are no weights, and `total` is 0.
+    Row 0 is `distance` positions before the query. As long as all scores are -inf all weights and `total` are 0.
     """
     head_dim = len(out) // len(highest)
     for h in range(len(highest)):
@@ -176,21 +177,21 @@ def weigh_(scores, n, out, highest, total, softcap, bias_HL, distance):  # type:
 
 @njit(error_model="numpy")
 def _hide_(x):  # type: ignore[no-untyped-def]
-    """Scores become weights where none is above -inf: 0, or NaN."""
+    """Replace scores by weights if none is above -inf: -inf by 0, NaN by NaN."""
     for e in range(len(x)):
         x[e] = _ZERO if x[e] == -np.inf else np.float32(np.nan)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _cap_(x, cap):  # type: ignore[no-untyped-def]
-    """x = cap tanh(x / cap)."""
+    """Cap scores: x = cap tanh(x / cap)."""
     for e in range(len(x)):
         x[e] = cap * (_ONE - _TWO / (_ONE + exp_f32(_TWO * x[e] / cap)))
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _add_bias_(x, bias, distance):  # type: ignore[no-untyped-def]
-    """x[0] is the score of a row at this distance, those after it are nearer."""
+    """Add the bias of each distance; x[0] is the score of a row at `distance`, the next one is nearer by one."""
     for e in range(len(x)):
         x[e] += bias[min(distance - e, len(bias) - 1)]
 

@@ -1,4 +1,4 @@
-"""How many threads a kernel uses, and which liberties the compiler may take."""
+"""Sets how many threads a kernel uses, and which floating-point rules the compiler may relax."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import threading
 import torch
 from numba import get_num_threads, set_num_threads
 
-# Reassociation lets sums use vector registers; where nothing is reduced it stays off. Together with "nsz" it would let
-# LLVM undo the rounding steps of `exp2_f32`. "nnan" and "ninf" stay off: NaN must come through.
+# Reassociation lets sums use vector registers; without sums it stays off. Together with "nsz" it would let LLVM remove
+# the rounding steps of `exp2_f32`. "nnan" and "ninf" stay off: NaN must reach the output.
 REDUCING = {"reassoc", "contract"}
 ELEMENTWISE = {"contract", "arcp", "nsz"}
 
@@ -17,8 +17,8 @@ _WORTH_A_THREAD = 1 << 15
 
 
 def _launch() -> int:
-    """Launch numba's threads and say how many there are.
-    They share OpenMP with torch's, whose number that changes: put it back.
+    """Start numba's threads and return their number.
+    They share OpenMP with torch's threads, whose number this changes: it is restored.
     """
     n_threads = torch.get_num_threads()
     n_most = get_num_threads()
@@ -28,7 +28,7 @@ def _launch() -> int:
 
 _MOST_THREADS = _launch()
 _last = threading.local()
-"""What this thread asked numba for: asking numba itself takes five microseconds, several times a layer."""
+"""The number that this thread has set last: reading it from numba takes five microseconds, several times a layer."""
 
 
 def use_threads(n_multiplications: int) -> int:

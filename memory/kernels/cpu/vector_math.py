@@ -1,7 +1,7 @@
-"""Scalar float32 math that LLVM turns into vector code.
+"""Computes exp2, exp and softplus of float32 scalars by code that LLVM can vectorise.
 
-numba's `math.exp` calls a scalar library function and stops a loop from being vectorised. These are branch-free
-polynomials, so a loop over channels becomes full-width SIMD. Accuracy (tested): 2 ulp for `exp2_f32`, 4 for
+numba's `math.exp` calls a scalar library function, so a loop with it is not vectorised. These are polynomials without
+branches, so a loop over channels becomes full-width SIMD. Accuracy (tested): 2 ulp for `exp2_f32`, 4 for
 `softplus_f32`.
 """
 
@@ -29,7 +29,7 @@ _ATANH = tuple(np.float32(1 / k) for k in (3, 5, 7, 9, 11, 13, 15))
 
 @intrinsic
 def float_from_bits(typing_context, bits):  # type: ignore[no-untyped-def]
-    """int32 -> the float32 of the same bits."""
+    """Return the float32 with the same bits as an int32."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.bitcast(arguments[0], ir.FloatType())
@@ -47,8 +47,8 @@ def _bits_from_float(typing_context, x):  # type: ignore[no-untyped-def]
 
 @njit(inline="always", error_model="numpy")
 def exp2_f32(x):  # type: ignore[no-untyped-def]
-    """2**x for float32, to 2 ulp within [-126, 127]; beyond, what it is at that end."""
-    # Written so that NaN passes: every comparison with it is false.
+    """Compute 2**x for float32, to 2 ulp within [-126, 127]; x outside is clamped to it."""
+    # Written so that NaN stays NaN: every comparison with it is false.
     x = _LOWEST if x < _LOWEST else x
     x = _HIGHEST if x > _HIGHEST else x
     shifted = x + _ROUNDER
@@ -67,13 +67,13 @@ def exp2_f32(x):  # type: ignore[no-untyped-def]
 
 @njit(inline="always", error_model="numpy")
 def exp_f32(x):  # type: ignore[no-untyped-def]
-    """e**x for float32. The product with log2(e) rounds: relative error up to |x| * 1.2e-7, as for a rounded x."""
+    """Compute e**x for float32. The product with log2(e) rounds: relative error up to |x| * 1.2e-7, as if x rounded."""
     return exp2_f32(x * LOG2_E)
 
 
 @njit(inline="always", error_model="numpy")
 def softplus_f32(x):  # type: ignore[no-untyped-def]
-    """log(1 + e**x) without overflow."""
+    """Compute log(1 + e**x) without overflow."""
     u = exp_f32(-abs(x))
     s = u / (_TWO + u)
     z = s * s
@@ -90,7 +90,7 @@ def softplus_f32(x):  # type: ignore[no-untyped-def]
 
 @intrinsic
 def prefetch(typing_context, array, index):  # type: ignore[no-untyped-def]
-    """Ask for the cache line of array[index], a contiguous array, without waiting for it."""
+    """Prefetch the cache line of array[index], of a contiguous array, without waiting for it."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         data = context.make_array(signature.args[0])(context, builder, arguments[0]).data

@@ -1,8 +1,8 @@
-"""Sixteen float32 in a vector register, for loops where the order of a sum must be ours rather than LLVM's.
+"""Defines operations on vectors of sixteen float32, for loops that must sum in a fixed order on the CPU.
 
-A loop that LLVM vectorises sums in an order of its choice, and stops at a loop over several rows that share operands.
-These compile to full vectors on any machine (AVX-512: one register; AVX2: two; NEON: four), and round alike on all of
-them.
+LLVM chooses the order of sums in loops that it vectorises, and does not vectorise a loop over several rows that share
+operands. These operations compile to full vectors on any machine (AVX-512: one register; AVX2: two; NEON: four), and
+round in the same way on all of them.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class _Model(models.PrimitiveModel):
 
 
 def _compiled(typing: Callable[..., Any]) -> Any:
-    """numba's `intrinsic`, whose own type hides how the result is called."""
+    """Decorate with numba's `intrinsic`, whose own type hides how the result is called."""
     return intrinsic(typing)
 
 
 @_compiled
 def load(typing_context, array, at):  # type: ignore[no-untyped-def]
-    """array[at : at + 16] of a contiguous float32 array; not checked."""
+    """Load array[at : at + 16] of a contiguous float32 array; not checked."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.load(_pointer(context, builder, signature, arguments), align=4)
@@ -52,7 +52,7 @@ def load(typing_context, array, at):  # type: ignore[no-untyped-def]
 
 @_compiled
 def store(typing_context, array, at, x):  # type: ignore[no-untyped-def]
-    """array[at : at + 16] = x; not checked."""
+    """Store array[at : at + 16] = x; not checked."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         builder.store(arguments[2], _pointer(context, builder, signature, arguments), align=4)
@@ -63,7 +63,7 @@ def store(typing_context, array, at, x):  # type: ignore[no-untyped-def]
 
 @_compiled
 def splat(typing_context, x):  # type: ignore[no-untyped-def]
-    """x in every lane."""
+    """Return x in every lane."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return _in_every_lane(builder, arguments[0])
@@ -73,7 +73,7 @@ def splat(typing_context, x):  # type: ignore[no-untyped-def]
 
 @_compiled
 def load_codes(typing_context, array, at, shift, mask):  # type: ignore[no-untyped-def]
-    """(array[at : at + 16] >> shift) & mask of a contiguous uint8 array, as float32; not checked.
+    """Load (array[at : at + 16] >> shift) & mask of a contiguous uint8 array, as float32; not checked.
     `shift` and `mask` are int32.
     """
 
@@ -88,10 +88,11 @@ def load_codes(typing_context, array, at, shift, mask):  # type: ignore[no-untyp
 
 @_compiled
 def load_float8(typing_context, array, at):  # type: ignore[no-untyped-def]
-    """The float8 e4m3 numbers array[at : at + 16] of a contiguous uint8 array, as float32; not checked.
+    """Load the float8 e4m3 numbers array[at : at + 16] of a contiguous uint8 array, as float32; not checked.
 
-    Exponents are counted from 120 less. Numbers below 2**-6 have no leading one; given one, they are 2**-6 too large.
-    (Moving the bits and multiplying by 2**120 would be shorter, but for such numbers processors leave the fast path.)
+    The bias of float8's exponents is 120 less than float32's. Numbers below 2**-6 have no leading one: with one, they
+    are too large by 2**-6. (Moving the bits and multiplying by 2**120 would be shorter, but for such numbers processors
+    are slow.)
     """
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -120,7 +121,7 @@ def multiply(typing_context, x, y):  # type: ignore[no-untyped-def]
 
 @_compiled
 def multiply_add(typing_context, x, y, z):  # type: ignore[no-untyped-def]
-    """x * y + z, rounded once."""
+    """Return x * y + z, rounded once."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         kind = ir.FunctionType(_VECTOR, [_VECTOR] * 3)
@@ -131,7 +132,7 @@ def multiply_add(typing_context, x, y, z):  # type: ignore[no-untyped-def]
 
 @_compiled
 def total(typing_context, x):  # type: ignore[no-untyped-def]
-    """The sum of all lanes, by halves."""
+    """Sum all lanes, by halves."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.extract_element(_halved(builder, arguments[0], 1), _INDEX(0))
@@ -141,7 +142,7 @@ def total(typing_context, x):  # type: ignore[no-untyped-def]
 
 @_compiled
 def store_totals(typing_context, array, at, x0, x1, x2, x3):  # type: ignore[no-untyped-def]
-    """array[at : at + 4] = the totals of four vectors, the same bits as `total` of each."""
+    """Store the totals of four vectors in array[at : at + 4], the same bits as `total` of each."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         x0, x1, x2, x3 = arguments[2:]
@@ -153,12 +154,12 @@ def store_totals(typing_context, array, at, x0, x1, x2, x3):  # type: ignore[no-
 
 
 def _paired(builder: ir.IRBuilder, x: ir.Value, y: ir.Value, n_parts: int) -> ir.Value:
-    """Each of the n parts of x, then of y, as the sum of its halves."""
+    """Return the sum of the halves of each of the n parts of x, then of y."""
     return _sum_of_halves(builder, x, y, 2 * n_parts, LANES // n_parts)
 
 
 def _halved(builder: ir.IRBuilder, x: ir.Value, n_parts: int) -> ir.Value:
-    """The n parts of x, each summed up to one lane."""
+    """Sum each of the n parts of x to one lane."""
     while x.type.count > n_parts:
         x = _sum_of_halves(builder, x, ir.Constant(x.type, ir.Undefined), n_parts, x.type.count // n_parts)
     return x
@@ -175,7 +176,7 @@ def _in_every_lane(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
 
 
 def _bytes(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> ir.Value:
-    """Sixteen bytes as int32."""
+    """Load sixteen bytes as int32."""
     pointer = _pointer(context, builder, signature, arguments, ir.VectorType(ir.IntType(8), LANES))
     return builder.zext(builder.load(pointer, align=1), _CODES)
 

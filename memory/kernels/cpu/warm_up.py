@@ -1,4 +1,4 @@
-"""Compiling the kernels before they are needed."""
+"""Compiles the CPU kernels before they are needed."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from memory.quantization import Float8
 
 _LOG = logging.getLogger("memory")
 _SILENT_SECONDS = 1.0
-"""Loading from numba's cache takes less."""
+"""Loading compiled kernels from disk takes less."""
 
 _is_warm = False
 
 
 def warm_up() -> float:
-    """Run every kernel once on almost nothing: compiles those that numba's cache does not hold; returns the seconds it
-    took.
+    """Run every kernel once on tiny inputs, which compiles those that are not on disk; returns the seconds it took.
 
-    The first memory of a process calls this, so that nobody waits in the middle of a step; whoever waits is told why.
+    The first memory of a process calls this, so that no step has to wait for the compiler; a warning says why it takes
+    long.
     """
     global _is_warm
     if _is_warm:

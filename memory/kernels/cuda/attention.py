@@ -1,10 +1,9 @@
-"""Attention over pages: a tile of queries and heads goes over keys and values with an online softmax (Dao et al. 2022,
-2023).
+"""Computes attention over pages on the GPU: a tile of queries reads keys and values with an online softmax.
 
-Few queries (decoding, checking drafts) divide their rows among programs, whose results `_merge` puts together; many
-(prompts) do not. Query heads that share a key/value head share a tile, so each key and value is read once for all of
-them. A head_dim that is no power of two goes in two parts: 576 as 512 and 64. Scores are in units of log2, for the
-hardware has exp2.
+Dao et al. 2022 and 2023. The rows of few queries (decoding, verifying drafts) are divided among programs, whose results
+`_merge` joins; those of many queries (prompts) are not. Query heads that share a key/value head share a tile, so each
+key and value is read once for all of them. A head_dim that is no power of two is computed in two parts: 576 as 512 and
+64. Scores are in units of log2, because the hardware has exp2.
 """
 
 from __future__ import annotations
@@ -97,21 +96,21 @@ def attend_rows(
 def _lay_out(
     batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows | None, device: torch.device
 ) -> tuple[Tiles, Tensor, Tensor]:
-    """Cut a batch into tiles, once for all layers of a shape; also their tasks and merges on the device."""
+    """Divide a batch into tiles, once for all layers of a shape; returns them, and tasks and merges on the device."""
     arrays = () if folded is None else (folded.lengths, folded.cu_blocks)
     key = (shape, window, *map(id, arrays))
     if key not in batch.layouts:
         tiles = tile(batch, shape, window, folded)
         n = tiles.merges.size
         ints = upload(np.concatenate([tiles.merges.ravel(), tiles.tasks.ravel()]), device)
-        # The arrays are kept, so that no others can have their ids.
+        # The arrays are kept, so that no other array can have the same id.
         batch.layouts[key] = (tiles, ints[n:].view(-1, TASK), ints[:n].view(-1, MERGE)), arrays
     found: tuple[Tiles, Tensor, Tensor] = batch.layouts[key][0]
     return found
 
 
 class Attend(NamedTuple):
-    """Rows of keys a tile, warps, and tiles in flight."""
+    """Holds a choice for `_attend`: rows of keys of a tile, warps, and tiles in flight."""
 
     block_n: int
     num_warps: int
@@ -120,11 +119,12 @@ class Attend(NamedTuple):
 
 @tunable("attend", Attend, block_n=powers_of_2(16, 128), num_warps=powers_of_2(1, 16), num_stages=range(1, 9))
 def _choose(block_m: int, head_dim: int, itemsize: int, bits: int) -> Attend:
-    """Two or three tiles of keys and values in flight where shared memory (227 KiB) allows it.
-    `bits`: of folded rows."""
+    """Choose two or three tiles of keys and values in flight if shared memory (227 KiB) allows it.
+    `bits`: bits of the codes of folded rows.
+    """
     block_n = 64 if head_dim * itemsize <= 256 else 32 if head_dim * itemsize <= 1024 else 16
     tile_bytes = 2 * block_n * next_power_of_2(head_dim) * itemsize
-    wanted = 3 if block_m >= 64 else 4  # of a small tile, one goes to offsets of pages
+    wanted = 3 if block_m >= 64 else 4  # with a small tile, one stage is used for offsets of pages
     num_stages = 1 if bits != NOT_FOLDED else max(1, min(wanted, (160 << 10) // tile_bytes))
     return Attend(block_n, 8 if block_m * head_dim > 64 * 128 else 4, num_stages)
 
@@ -139,7 +139,7 @@ def _attend(  # type: ignore[no-untyped-def]
     D0: tl.constexpr, D1: tl.constexpr, ALIGN: tl.constexpr, BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr,
     K_ROWS: tl.constexpr, K_SCALES: tl.constexpr, V_ROWS: tl.constexpr, V_SCALES: tl.constexpr,
 ):  # fmt: skip
-    """One task for one key/value head g, or for some of the query heads that share it."""
+    """Compute one task for one key/value head g, or for some of the query heads that share it."""
     task, g, part = tasks + (first_task + tl.program_id(0)) * TASK, tl.program_id(1) // PARTS, tl.program_id(1) % PARTS
     token, n_queries, newest = tl.load(task), tl.load(task + 1).to(tl.int32), tl.load(task + 2).to(tl.int32)
     begin, end, partial_row = tl.load(task + 3).to(tl.int32), tl.load(task + 4).to(tl.int32), tl.load(task + 6)
@@ -150,7 +150,7 @@ def _attend(  # type: ignore[no-untyped-def]
     q0, q1 = load_rows(q, (token + query) * q_token + head * q_head, is_own, D, D0, D1)
     highest, total = tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
     if HAS_SINKS:
-        if partial_row < 0:  # else they are merged
+        if partial_row < 0:  # otherwise `_merge` adds them
             highest, total = tl.load(sinks + head, mask=is_own, other=0.0).to(tl.float32) * LOG2_E, total + 1.0
     acc0, acc1 = tl.zeros([BLOCK_M, D0], tl.float32), tl.zeros([BLOCK_M, D1 if D1 > 0 else 1], tl.float32)
     if BITS >= 0:
@@ -182,7 +182,7 @@ def _attend(  # type: ignore[no-untyped-def]
             s += load_bias(bias, head, newest + query, r, is_own, n_distances)
         s = hide(s, newest + query, r, end, window, HAS_WINDOW)
         acc0, acc1, highest, total = add(s, v0, v1, acc0, acc1, highest, total, D1)
-    # No score was above -inf: of a part of the rows `highest` says so, and of all rows it is 0 / 0.
+    # A total of 0: no score was above -inf. For a part of the rows `highest` says so; for all rows it is 0 / 0.
     total = tl.where(total == 0.0, tl.where(partial_row < 0, float("nan"), 1.0), total)
     share = (1.0 / total)[:, None]
     if partial_row < 0:
@@ -198,7 +198,7 @@ def _merge(  # type: ignore[no-untyped-def]
     partial, totals, merges, sinks, out, N_HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
     HAS_SINKS: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """What programs found for one query and head, each weighted by the total of its weights."""
+    """Join the results of several programs for one query and head, each weighted by its total of weights."""
     merge, head = merges + tl.program_id(0) * MERGE, tl.program_id(1)
     token, first, step, n = tl.load(merge), tl.load(merge + 1), tl.load(merge + 2), tl.load(merge + 3).to(tl.int32)
     d = tl.arange(0, BLOCK_D)

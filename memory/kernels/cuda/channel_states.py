@@ -1,11 +1,11 @@
-"""Selective scan: a few states for each channel.
-A program is one run over some of the channels, its states in registers.
+"""Computes Mamba-1's selective scan on the GPU.
+A program is one segment over some of the channels, with its states in registers.
 
-Of longer runs, chunks run side by side: first from zeros, for what each brings, and, when that has been added up, from
-where each begins.
+Chunks of longer segments run in parallel: first from zeros, to find what each adds to the state, and then, after these
+have been added up, from the state before each.
 
-Behind a tail it begins with the tail's tokens, out of rings of x, dt and B, and writes only its own tokens and, now and
-then, a body.
+With a tail, a program first adds the tail's tokens, from rings of x, dt and B. It writes its own tokens to the rings
+and, if rows fold, a new body.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from memory.kernels.signature import Prepared, StateSlots
 
 
 class SelectiveScan(NamedTuple):
-    """Channels of a program, at most; tokens of a chunk; and warps."""
+    """Holds a choice for the scan: the most channels of a program, tokens of a chunk, and warps."""
 
     channels: int
     chunk: int
@@ -44,7 +44,7 @@ class SelectiveScan(NamedTuple):
     num_warps=powers_of_2(1, 16),
 )
 def _choose(n_states: int, itemsize: int) -> SelectiveScan:
-    """One warp, 16 registers a thread: with 16 states a channel, 32 channels."""
+    """Choose one warp, 16 registers a thread: with 16 states a channel, 32 channels."""
     return SelectiveScan(max(32, 512 // next_power_of_2(n_states)), 64, 1)
 
 
@@ -99,7 +99,7 @@ def _selective_scan(  # type: ignore[no-untyped-def]
     ring_rows, firsts, counts, folds, starts, n_runs, n_channels, n_states,
     HAS_TAIL: tl.constexpr, CHUNK: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """A run from its state on, or one of its chunks from what `starts` says."""
+    """Compute a segment from its state on, or one of its chunks from the state in `starts`."""
     run, chunk = tl.program_id(0), 0
     if CHUNK:
         run = run_of(tl.program_id(0), cu_rows, n_runs, CHUNK, 1)
@@ -138,7 +138,7 @@ def _selective_scan(  # type: ignore[no-untyped-def]
             p = (t - start).to(tl.int32) + count
             is_body = is_channel[None, :] & (states < tl.where(p == fold, limit, 0))[:, None]
             tl.store(flat + target + at, h.to(flat.dtype.element_ty), mask=is_body)
-            # What is added is what rings remember. Tokens that the body holds already may have no slot of their own.
+            # What is added is what rings hold, rounded. Tokens that the new body contains may have no slot in them.
             slot, is_kept = (first + p) % ring_rows, p >= fold
             new = keep_row(inputs, input_targets, run, slot, new, channels, n_channels, is_kept)
             time = keep_row(times, time_targets, run, slot, time, channels, n_channels, is_kept)
@@ -158,7 +158,7 @@ def _chunk_ends(  # type: ignore[no-untyped-def]
     x, x_stride, dt, dt_stride, b, b_stride, dt_bias, a, cu_rows, ends, times, n_runs, n_channels, n_states,
     CHUNK: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """The state behind each chunk if it began with zeros, and the time it takes."""
+    """Compute the state behind each chunk from a state of zeros, and the sum of its time steps."""
     piece = tl.program_id(0)
     run = run_of(piece, cu_rows, n_runs, CHUNK, 1)
     channels, states = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, STATES)
@@ -184,8 +184,8 @@ def _chunk_starts(  # type: ignore[no-untyped-def]
     ring_rows, firsts, counts, folds, starts, chunk_times, n_channels, n_states,
     HAS_TAIL: tl.constexpr, CHUNK: tl.constexpr, CHANNELS: tl.constexpr, STATES: tl.constexpr,
 ):  # fmt: skip
-    """From chunks that began with zeros to where each begins, in place: h = exp(total time A) h + what its tokens
-    brought.
+    """Replace the ends of chunks that began with zeros by the state before each chunk, in place.
+    For each chunk h = exp(total time A) h + end.
     """
     run = tl.program_id(0)
     channels, states = tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS), tl.arange(0, STATES)
@@ -223,9 +223,7 @@ def _add_tail(  # type: ignore[no-untyped-def]
     h, body, limit, fold, count, first, run, rate, bias, channels, states, inputs, input_sources, times, time_sources,
     keys, key_sources, ring_rows, n_channels, n_states,
 ):  # fmt: skip
-    """A state (STATES, CHANNELS) before the `count` tokens of its tail goes on to behind them; that before token `fold`
-    is stored.
-    """
+    """Advance a state (STATES, CHANNELS) by the `count` tokens of its tail, and store that before token `fold`."""
     for p in range(count):
         is_body = (channels < n_channels)[None, :] & (states < tl.where(p == fold, limit, 0))[:, None]
         tl.store(body, h.to(body.dtype.element_ty), mask=is_body)

@@ -1,12 +1,11 @@
-"""Tile sizes, warps and stages of a kernel: as they were measured on a device like this one, or by the kernel's own
-function.
+"""Chooses tile sizes, warps and stages of a kernel: the best that was measured on such a device, or a default.
 
-What was measured lies in files, JSON, one for each compute capability. `cache_file` is what `python -m benchmarks tune`
-wrote on this machine; where it says nothing, `shipped_file` counts, which the package brings for some devices; where
-that is missing, the default does.
+Measured choices are in JSON files, one for each compute capability. `cache_file` is written by `python -m benchmarks
+tune` on this machine; what it lacks is looked up in `shipped_file`, which the package has for some devices; the last
+resort is the kernel's default function.
 
-A choice belongs to sizes of a layer or of one request, never to how many requests a step has: a sequence's bits do not
-depend on its neighbours. Files are read once in a process, so that sums keep their order.
+A choice depends on the sizes of a layer or of one request, never on the number of requests in a step: the bits of a
+sequence do not depend on others. Files are read once in a process, so that sums keep their order.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ _FORMAT = 1
 
 
 class Tunable(Generic[C]):
-    """What a kernel chooses for some sizes.
+    """Chooses a kernel's options for some sizes.
 
     Attributes:
-        kernel: its name in files.
-        sizes: names of what a choice is made for.
-        default: makes it where nothing was measured.
-        allowed: for each field of a choice the values that the kernel works with.
+        kernel: the kernel's name in files.
+        sizes: names of the sizes on which a choice depends.
+        default: returns the choice if none was measured.
+        allowed: field of a choice -> values that the kernel works with.
     """
 
     def __init__(
@@ -57,10 +56,10 @@ class Tunable(Generic[C]):
         return self.default(*sizes) if found is None else found
 
     def checked(self, values: Mapping[str, object]) -> C:
-        """The choice of these values.
+        """Return the choice of these values.
 
         Raises:
-            ValueError: the kernel has no such choice.
+            ValueError: the kernel does not work with them.
         """
         if values.keys() != self.allowed.keys():
             raise ValueError(f"{self.kernel} chooses {', '.join(self.allowed)}, not {', '.join(map(str, values))}")
@@ -71,9 +70,7 @@ class Tunable(Generic[C]):
 
     @contextmanager
     def instead(self, choose: Callable[..., C]) -> Iterator[None]:
-        """Another function of sizes chooses inside, to measure or to test what it says: sums may come in another order
-        there.
-        """
+        """Choose by another function inside of the block, to measure or to test: sums may have another order there."""
         before, self._instead = self._instead, choose
         try:
             yield
@@ -82,11 +79,11 @@ class Tunable(Generic[C]):
 
 
 TUNABLES: dict[str, Tunable[Any]] = {}
-"""By kernel; whole once `memory.kernels.cuda` is imported."""
+"""Name of a kernel -> its `Tunable`; complete once `memory.kernels.cuda` is imported."""
 
 
 def tunable(kernel: str, choice: type[C], **allowed: Container[int]) -> Callable[[Callable[..., C]], Tunable[C]]:
-    """Make a default function, of sizes, one that knows what was measured, and takes the device first."""
+    """Decorate a default function of sizes: the result takes the device first, and prefers measured choices."""
 
     def wrap(default: Callable[..., C]) -> Tunable[C]:
         TUNABLES[kernel] = made = Tunable(kernel, choice, allowed, default)
@@ -101,18 +98,18 @@ def powers_of_2(least: int, most: int) -> tuple[int, ...]:
 
 @cache
 def measured(device: torch.device) -> dict[Key, Any]:
-    """What was measured on devices of this capability. Asks neither the device nor the disk a second time."""
+    """Return the choices that were measured on devices of this capability; device and disk are read only once."""
     if device.type != "cuda" or torch.version.cuda is None:
         return {}
     capability = capability_of(device)
     found = read(shipped_file(capability), capability)
-    with suppress(RuntimeError):  # nobody's home
+    with suppress(RuntimeError):  # the user has no home directory
         found |= read(cache_file(capability), capability)
     return found
 
 
 def capability_of(device: torch.device) -> str:
-    """Such as sm90, which is Hopper."""
+    """Return the compute capability as text, such as sm90 for Hopper."""
     return "sm{}{}".format(*torch.cuda.get_device_capability(device))
 
 
@@ -121,13 +118,13 @@ def shipped_file(capability: str) -> Path:
 
 
 def cache_file(capability: str) -> Path:
-    """In the user's cache folder: XDG_CACHE_HOME if that is a whole path, or ~/.cache."""
+    """Return the file in the user's cache folder: XDG_CACHE_HOME if that is an absolute path, or ~/.cache."""
     given = Path(os.environ.get("XDG_CACHE_HOME", ""))
     return (given if given.is_absolute() else Path.home() / ".cache") / "hybrid-memory" / f"choices_{capability}.json"
 
 
 def read(path: Path, capability: str) -> dict[Key, Any]:
-    """The choices in a file, none if there is no such file. What is wrong with it is said once, and never raised."""
+    """Read the choices in a file; none if there is no such file. Faults in it are logged as warnings, never raised."""
     found, refused = dict[Key, Any](), list[str]()
     try:
         content = json.loads(path.read_text())
@@ -167,7 +164,7 @@ def _parse(entry: dict[str, Any]) -> tuple[Key, Any]:
 
 
 def write(path: Path, capability: str, choices: dict[Key, Any], made_on: str) -> None:
-    """A file that `read` reads, whole at any moment. `made_on` is for people."""
+    """Write a file for `read`, all at once. `made_on` is a note for people."""
     entries = [
         {
             "kernel": kernel,

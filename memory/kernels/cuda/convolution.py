@@ -1,4 +1,6 @@
-"""Causal convolution. A program is a tile of one run's rows, over some of the channels."""
+"""Computes the causal convolution on the GPU.
+A program is a tile of one segment's rows, over some of the channels.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from memory.kernels.signature import Prepared, StateSlots
 
 
 class Convolve(NamedTuple):
-    """Of a tile: rows and elements, at most; and warps."""
+    """Holds a choice for the convolution: the most rows and elements of a tile, and warps."""
 
     rows: int
     elements: int
@@ -64,7 +66,7 @@ def causal_conv(
         "WINDOW": next_power_of_2(n_taps - 1), "ROWS": n_rows, "CHANNELS": n_columns, "IS_SHORT": is_short,
         "num_warps": num_warps,
     }  # fmt: skip
-    # A run of several tiles may start from the very window that it leaves: that is written when all tiles are done.
+    # A segment of several tiles may write its window where it reads one, so windows are written after all tiles.
     n_blocks = ceil_div(n_channels, n_columns)
     launch(_causal_conv, (n_tiles, n_blocks), *arguments, **options, WRITES_ROWS=True, WRITES_WINDOW=is_short)
     if not is_short:
@@ -123,7 +125,7 @@ def _before(  # type: ignore[no-untyped-def]
     p, channels, mask, rows, row_stride, start, count, flat, source, initial, ring, block, slot, ring_rows, ring_stride,
     n_channels, HAS_TAIL: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Inputs at positions p, counted from the state in `source`: out of its window, the ring or the run's rows."""
+    """Load inputs at positions p, counted from the state in `source`: from its window, the ring or the new rows."""
     is_new = (p >= count)[:, None]
     x = tl.load(rows + (start + p - count)[:, None] * row_stride + channels[None, :], mask=mask & is_new, other=0.0).to(
         tl.float32

@@ -1,4 +1,4 @@
-"""Rows that a storage keeps, read as floats inside of the attention kernel."""
+"""Decodes rows that a storage keeps to floats inside of the attention kernel, on the GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ NOT_FOLDED = -1
 
 
 def constants(folded: FoldedRows | None) -> dict[str, int]:
-    """For the kernel: bits of a code (0 for a float8, NOT_FOLDED for no rows), rows a block, and of scales: rows, and
-    scales a row.
+    """Return constants for the kernel: bits of a code, rows of a block, and rows of scales and scales of a row.
+    Bits are 0 for float8, and NOT_FOLDED for no rows.
     """
     if folded is None:
         return {"BITS": NOT_FOLDED, "BLOCK_ROWS": 1, "K_ROWS": 1, "K_SCALES": 1, "V_ROWS": 1, "V_SCALES": 1}
@@ -30,7 +30,7 @@ def constants(folded: FoldedRows | None) -> dict[str, int]:
 
 
 def flats(folded: FoldedRows | None, none: Tensor) -> list[Any]:
-    """Codes, scales and lows of keys, then of values; `none` where there are none."""
+    """Return codes, scales and lows of keys, then of values; `none` in place of those that do not exist."""
     if folded is None:
         return [none] * 6
     half = len(folded.flats) // 2
@@ -42,7 +42,7 @@ def load_folded(  # type: ignore[no-untyped-def]
     codes, scales, lows, block, slot, head, inside, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Rows of D channels in two parts, (N, D0) and (N, D1) float32; the first twice if it is all.
+    """Decode rows of D channels in two parts, (N, D0) and (N, D1) float32; the first twice if D1 is 0.
 
     Args:
         block, slot: (N,) byte address of a row's block, and the row in it.
@@ -59,7 +59,7 @@ def _load_part(  # type: ignore[no-untyped-def]
     codes, scales, lows, block, slot, head, inside, START: tl.constexpr, SIZE: tl.constexpr, D: tl.constexpr,
     BITS: tl.constexpr, BLOCK_ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Channels [START, START + SIZE) of rows: (N, SIZE) float32."""
+    """Decode channels [START, START + SIZE) of rows: (N, SIZE) float32."""
     d = START + tl.arange(0, SIZE)
     mask = inside[:, None] & (d < D)[None, :]
     row = block + (head * BLOCK_ROWS + slot) * (D if BITS == 0 else D * BITS // 8)

@@ -1,4 +1,4 @@
-"""Which functions leave prompts to a library, where it is installed."""
+"""Lists the functions that call a library for prompts if it is installed."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ _FOR_PROMPTS = {
     "causal_conv": ("causal_conv1d", "causal_conv1d_cuda"),
     "selective_scan": ("mamba_ssm", "selective_scan_cuda"),
 }
-"""Function of `Kernels` -> the package whose public functions it calls for prompts, and the extension that it needs:
-mamba-ssm may come without."""
+"""Function of `Kernels` -> the package that it calls for prompts, and the compiled extension that this needs: mamba-ssm
+may be installed without."""
 
 
 def for_prompts() -> dict[str, str]:
-    """Function -> package, of those that are installed; none under HYBRID_MEMORY_KERNELS=triton."""
+    """Return function -> package, of packages that are installed; none with HYBRID_MEMORY_KERNELS=triton."""
     if os.environ.get("HYBRID_MEMORY_KERNELS") == "triton":
         return {}
     return _installed()

@@ -1,4 +1,4 @@
-"""Functions of numbers in registers, float32, and of indices."""
+"""Computes functions of float32 numbers in registers, and the numbering of chunks of segments, in Triton."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from memory.blocks.arrays import Int64s
 
 @triton.jit
 def softplus(x):  # type: ignore[no-untyped-def]
-    """log(1 + exp(x)), to rounding also where it is tiny: log1p(e) = log(u) e / (u - 1) with u = 1 + e as it was
-    rounded (Higham 2002).
+    """Compute log(1 + exp(x)), exact to rounding even for tiny results.
+    log1p(e) = log(u) e / (u - 1) with the rounded u = 1 + e (Higham 2002).
     """
     e = tl.exp(-tl.abs(x))
     u = 1.0 + e
@@ -26,8 +26,8 @@ def silu(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def summable(log_decay):  # type: ignore[no-untyped-def]
-    """float64, and finite where all is forgotten (-inf): what is left of anything after exp(-10000) is 0, and sums have
-    differences.
+    """Return log decays in float64, with -10000 for lower ones, so that differences of sums are numbers.
+    exp(-10000) is 0, as exp(-inf) is.
     """
     x = log_decay.to(tl.float64)
     return tl.where(x < -10000.0, -10000.0, x)  # NaN stays
@@ -35,30 +35,31 @@ def summable(log_decay):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def bound(offset, n):  # type: ignore[no-untyped-def]
-    """n, or 0 where an offset says that there is nothing: what indices are compared with. (The interpreter cannot join
-    a block of bools and a single one.)"""
+    """Return n, or 0 for an offset of -1: the bound of indices in a mask.
+    (The interpreter cannot combine a block of bools with a single one.)
+    """
     return tl.where(offset < 0, 0, n)
 
 
 def count_pieces(cu_rows: Int64s, size: int, spare: int) -> int:
-    """Numbers that `first_piece` gives to all runs; (S + 1,) cu_rows on the host."""
+    """Count the numbers that `first_piece` gives to all segments; (S + 1,) cu_rows on the host."""
     return int(cu_rows[-1] - cu_rows[0]) // size + spare * (len(cu_rows) - 1)
 
 
 @triton.jit
 def first_piece(run, cu_rows, size, spare):  # type: ignore[no-untyped-def]
-    """Where pieces of `size` rows of a run are numbered from, if each run may have as many as fill it and `spare` more.
-    (S + 1,) cu_rows.
+    """Return the number of a segment's first piece of `size` rows, if the pieces of all segments are numbered.
 
-    A run of n rows gets n // size + spare numbers at least, and all runs `count_pieces`.
+    A segment may have as many pieces as its rows fill, and `spare` more: one of n rows gets at least n // size + spare
+    numbers, and all segments get `count_pieces`. (S + 1,) cu_rows.
     """
     return ((tl.load(cu_rows + run) - tl.load(cu_rows)) // size + spare * run).to(tl.int32)
 
 
 @triton.jit
 def run_of(piece, cu_rows, n_runs, size, spare):  # type: ignore[no-untyped-def]
-    """The run that a number of `first_piece` belongs to, by halving: so the host need not say, nor upload, what cu_rows
-    says already.
+    """Return the segment of a piece, by binary search over `first_piece`.
+    So the host need not upload an array that follows from cu_rows.
     """
     low, high = tl.zeros((), tl.int32), tl.zeros((), tl.int32) + n_runs - 1
     while low < high:

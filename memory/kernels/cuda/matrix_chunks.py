@@ -1,19 +1,18 @@
-"""Matrix states over many tokens: chunks of 32, as products of matrices.
-A program is one run over some rows of one head's state.
+"""Computes matrix states with one decay a head over many tokens on the GPU: chunks, as products of matrices.
+A program is one segment over some rows of one head's state; a chunk has 32 tokens by default.
 
 Within a chunk, with G the sum of log decays up to and including each token, S the state before it and U the rows that
 are written,
 
     Y = exp(G) Q S^T + (Q K^T * exp(G_i - G_j), j <= i) U          S = exp(G_C) S + (exp(G_C - G) U)^T K
 
-where U = strength V, or, for the delta rule, what is left of it once each token has erased what its key found (Yang et
-al. 2024, "Parallelizing Linear Transformers with the Delta Rule", eq. 10; with decays "Gated Delta Networks", section
-3.3):
+where U = strength V, or, for the delta rule, the rest of it after each token has erased what its key finds (Yang et al.
+2024, "Parallelizing Linear Transformers with the Delta Rule", eq. 10; with decays "Gated Delta Networks", section 3.3):
 
     (I + A) U = strength (V - exp(G) K S^T)          A_ij = strength_i (k_i . k_j) exp(G_i - G_j), j < i
 
-The inverse of I + A knows nothing of S, so all chunks' are made beforehand, side by side, by forward substitution.
-A body that is asked for within a run is stored on the way: chunks end there, and start again.
+The inverse of I + A does not depend on S, so the inverses of all chunks are computed before, in parallel, by forward
+substitution. If rows fold within a segment, a chunk ends at that position, where the new body is stored.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from memory.kernels.cuda.rings import no_rings, rings_of
 from memory.kernels.signature import StateSlots
 
 SPARE = tl.constexpr(2)
-"""Chunks a run may have more than fill it: the last one, and the one up to a body."""
+"""Chunks that a segment may have beyond its full ones: the last one, and the one that ends at a body."""
 
 
 class ScanChunks(NamedTuple):
-    """Tokens at once, rows of a head's state a program, warps, and chunks in flight."""
+    """Holds a choice: tokens of a chunk, rows of a head's state of a program, warps, and chunks in flight."""
 
     chunk: int
     rows: int
@@ -56,12 +55,12 @@ class ScanChunks(NamedTuple):
     num_stages=range(1, 5),
 )
 def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanChunks:
-    """Compiled for Hopper, twice as many tokens do not fit into registers."""
+    """Choose 32 tokens: compiled for Hopper, twice as many do not fit into registers."""
     return ScanChunks(32, min(32, max(16, next_power_of_2(n_rows))), 4, 1)
 
 
 def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
-    """`Kernels.matrix_scan` of runs of many tokens, with a tail or without."""
+    """Compute `Kernels.matrix_scan` of segments of many tokens, with a tail or without."""
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, columns, device = len(state.cu_rows.host) - 1, max(16, next_power_of_2(n_columns)), y_THV.device
     chunk, rows, num_warps, num_stages = _choose(
@@ -92,14 +91,14 @@ def scan_chunks(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tenso
 
 
 def precision(inputs: Inputs) -> str:
-    """Of products: three of tf32 are as good as one of float32; rows of 16 bits are tf32 already."""
+    """Return the precision of products: three in tf32 are as good as one in float32; 16-bit rows need only one."""
     return "tf32x3" if inputs.v.dtype == torch.float32 else "tf32"
 
 
 @triton.jit
 def split_at(run, cu_rows, targets, counts, folds, HAS_TAIL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First row of a run, its rows, and those before the body that it leaves on its way: all, if it leaves one at its
-    end, or none.
+    """Return a segment's first row, its number of rows, and how many of them come before the new body.
+    These are all rows if the body is at its end or there is no tail, and none if no body is written within it.
     """
     start = tl.load(cu_rows + run)
     n_new = (tl.load(cu_rows + run + 1) - start).to(tl.int32)
@@ -113,7 +112,7 @@ def split_at(run, cu_rows, targets, counts, folds, HAS_TAIL: tl.constexpr):  # t
 
 @triton.jit
 def place_of(chunk, start, n_new, split, CHUNK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """First row of a run's chunk, and where its rows end: chunks end where the body is left, and start again."""
+    """Return the first row of a segment's chunk, and where its rows end: a chunk ends at the position of the body."""
     n_before = tl.cdiv(split, CHUNK)
     first = tl.where(chunk < n_before, chunk * CHUNK, split + (chunk - n_before) * CHUNK)
     return start + first, start + tl.where(chunk < n_before, split, n_new)
@@ -121,7 +120,7 @@ def place_of(chunk, start, n_new, split, CHUNK: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def _fades(log_decay, decay_stride, h, rows, end):  # type: ignore[no-untyped-def]
-    """Sums of log decays up to each row, float64: differences of sums are as exact as the decays."""
+    """Return sums of log decays up to each row, in float64: differences of sums are as exact as the decays."""
     fade = tl.load(log_decay + rows * decay_stride + h, mask=rows < end, other=0.0)
     return tl.cumsum(summable(fade), axis=0)
 
@@ -138,7 +137,7 @@ def _invert(  # type: ignore[no-untyped-def]
     targets, counts, folds, inverses, n_heads, n_columns, HAS_STRENGTH: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr, HAS_TAIL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """(I + A)^-1 of one chunk of one head: row i is e_i - sum of A_ij times row j."""
+    """Compute (I + A)^-1 of one chunk of one head: row i is e_i - sum of A_ij times row j."""
     h, run = tl.program_id(1), run_of(tl.program_id(0), cu_rows, n_runs, CHUNK, SPARE)
     start, n_new, split = split_at(run, cu_rows, targets, counts, folds, HAS_TAIL)
     first, end = place_of(tl.program_id(0) - first_piece(run, cu_rows, CHUNK, SPARE), start, n_new, split, CHUNK)
@@ -150,7 +149,7 @@ def _invert(  # type: ignore[no-untyped-def]
         reading *= tl.load(strength + rows * strength_stride + h, mask=rows < end, other=0.0).to(tl.float32)[:, None]
     fade = _fades(log_decay, decay_stride, h, rows, end)
     left = tl.exp(tl.where(i[:, None] < i[None, :], fade[None, :] - fade[:, None], 0.0).to(tl.float32))
-    # Transposed, so that what one row needs of A lies along the axis that is summed over.
+    # Transposed, so that the elements of A that one row needs are along the axis of the sum.
     transposed = tl.dot(key, tl.trans(reading), input_precision=PRECISION) * left
     transposed = tl.where(i[:, None] < i[None, :], transposed, 0.0)
     inverse = tl.where(i[:, None] == i[None, :], 1.0, 0.0)
@@ -167,7 +166,7 @@ def _advance(  # type: ignore[no-untyped-def]
     strength_stride, skip, y, inverse, rows, end, h, r, n, n_heads, n_rows, n_columns, ERASES: tl.constexpr,
     HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of `rows` before `end`: the state behind it, and what it wrote (CHUNK, ROWS)."""
+    """Advance a state by a chunk of `rows` before `end`; returns it, U (CHUNK, ROWS) and the keys."""
     i = tl.arange(0, CHUNK)
     query = load_matrix(q, q_stride, h // q_heads, rows, end, n, n_columns)
     key = load_matrix(k, k_stride, h // k_heads, rows, end, n, n_columns)

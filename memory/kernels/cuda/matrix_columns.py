@@ -1,5 +1,4 @@
-"""Matrix states that fade column by column, or that erase otherwise than by their keys, over many tokens: chunks, as
-products of matrices.
+"""Computes matrix states with a decay a column, or with b, over many tokens on the GPU: chunks, as matrix products.
 
 Within a chunk, with G the sums of log decays up to and including each token, H those that readings see (G, or the sums
 before its token), S the state before the chunk, u = strength v, and f = S_t a what each reading finds (as Peng et al.
@@ -11,8 +10,8 @@ before its token), S the state before the chunk, u = strength v, and f = S_t a w
 with AB_ij = sum over columns of exp(H_i - G_j) a_i b_j for j < i, AK, QK and QB alike (j <= i for q). Without b, the
 delta rule, b = -strength k, so that u = strength (v - f) and only AK and QK are wanted.
 
-Differences of G are at most 0, while exp(-G) alone may be out of range. So these sums go over columns one by one rather
-than through tensor cores; they know nothing of S, and all chunks' are made beforehand, side by side.
+Differences of G are at most 0, while exp(-G) alone may be out of range. So these sums are computed key by key instead
+of by tensor cores. They do not depend on S, so those of all chunks are computed before, in parallel.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from memory.kernels.signature import StateSlots
 
 
 class ScanColumns(NamedTuple):
-    """Tokens at once, rows of a head's state a program, and warps."""
+    """Holds a choice: tokens of a chunk, rows of a head's state of a program, and warps."""
 
     chunk: int
     rows: int
@@ -47,12 +46,12 @@ class ScanColumns(NamedTuple):
     "scan_columns", ScanColumns, chunk=powers_of_2(16, 64), rows=powers_of_2(16, 128), num_warps=powers_of_2(1, 16)
 )
 def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanColumns:
-    """Compiled for Hopper, more rows of 128 columns do not fit into registers."""
+    """Choose few rows: compiled for Hopper, more rows of 128 columns do not fit into registers."""
     return ScanColumns(16, max(16, min(2048 // next_power_of_2(n_columns), 32, next_power_of_2(n_rows))), 4)
 
 
 def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
-    """`Kernels.matrix_scan` of runs of many tokens, with a tail or without."""
+    """Compute `Kernels.matrix_scan` of segments of many tokens, with a tail or without."""
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, b, erases = len(state.cu_rows.host) - 1, absent(inputs.b, inputs.q), inputs.a is not None
     chunk, rows, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), erases)
@@ -78,8 +77,8 @@ def scan_columns(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tens
 
 @triton.jit
 def _sums(log_decay, decay_stride, h, rows, end, n, n_columns, BY_COLUMN: tl.constexpr, AFTER_DECAY: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Log decays, sums of them up to each row, and those that its reading has behind it: (CHUNK, COLUMNS) or (CHUNK,
-    1), sums float64.
+    """Return log decays, their sums up to each row, and the sums that its reading sees (H), both in float64.
+    Each is (CHUNK, COLUMNS) or (CHUNK, 1).
     """
     if BY_COLUMN:
         mask = (rows < end)[:, None] & (n < n_columns)[None, :]
@@ -98,7 +97,7 @@ def _weigh(  # type: ignore[no-untyped-def]
     AFTER_DECAY: tl.constexpr, HAS_TAIL: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr,
     MATRICES: tl.constexpr,
 ):  # fmt: skip
-    """QK, (I - AB)^-1, AK and QB of one chunk of one head."""
+    """Compute QK, (I - AB)^-1, AK and QB of one chunk of one head."""
     h, run = tl.program_id(1), run_of(tl.program_id(0), cu_rows, n_runs, CHUNK, SPARE)
     start, n_new, split = split_at(run, cu_rows, targets, counts, folds, HAS_TAIL)
     first, end = place_of(tl.program_id(0) - first_piece(run, cu_rows, CHUNK, SPARE), start, n_new, split, CHUNK)
@@ -128,7 +127,7 @@ def _weigh(  # type: ignore[no-untyped-def]
             later = i[:, None] > j
             looking = reading * tl.exp(tl.where(later, behind - sum_j, 0.0).to(tl.float32))
             ak = tl.where(is_column & later, tl.sum(looking * key[None, :], axis=1)[:, None], ak)
-            # Transposed, so that what one row needs of AB lies along the axis that is summed over.
+            # Transposed, so that the elements of AB that one row needs are along the axis of the sum.
             is_row = (i[:, None] == j) & (i[None, :] > j)
             ab = tl.where(is_row, tl.sum(looking * erasing[None, :], axis=1)[None, :], ab)
             if HAS_B:
@@ -158,7 +157,7 @@ def _advance(  # type: ignore[no-untyped-def]
     ERASES: tl.constexpr, HAS_STRENGTH: tl.constexpr, HAS_SKIP: tl.constexpr, BY_COLUMN: tl.constexpr,
     HAS_B: tl.constexpr, AFTER_DECAY: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """A chunk of `rows` before `end`: the state behind it, and what each token did: its key, u, log decays, b and f."""
+    """Advance a state by a chunk of `rows` before `end`; returns it, and each token's key, u, log decays, b and f."""
     i = tl.arange(0, CHUNK)
     at = weights + i[:, None] * CHUNK + i[None, :]
     query = load_matrix(q, q_stride, h // q_heads, rows, end, n, n_columns)

@@ -1,4 +1,4 @@
-"""What the kernels of matrix states are given, as they take it."""
+"""Prepares the arguments of `Kernels.matrix_scan` for the kernels of matrix states on the GPU."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memory.kernels.signature import Erase, Prepared, StateSlots
 
 
 class Inputs(NamedTuple):
-    """The arguments of `Kernels.matrix_scan`, each row contiguous."""
+    """Holds the arguments of `Kernels.matrix_scan`, each row contiguous."""
 
     q: Tensor
     k: Tensor
@@ -40,13 +40,13 @@ class Inputs(NamedTuple):
 
     @property
     def sizes(self) -> tuple[int, int, int]:
-        """Heads, rows and columns of a head's state."""
+        """Return the number of heads, and the rows and columns of a head's state."""
         return self.v.shape[1], self.v.shape[2], self.q.shape[2]
 
     @property
     def pointers(self) -> tuple[Any, ...]:
-        """q, k, v, log decay, a and strength, each followed by its stride, those with groups by their heads a group;
-        and skip.
+        """Return the tensors, each followed by its stride, and q, k and a also by their heads a group.
+        The order is q, k, a, v, log decay, strength and skip, which has no stride.
         """
         n_heads, a, strength = self.v.shape[1], absent(self.a, self.q), absent(self.strength, self.q)
         grouped = [y for x in (self.q, self.k, a) for y in (x, x.stride(0), n_heads // x.shape[1])]
@@ -63,14 +63,14 @@ class Inputs(NamedTuple):
 
 
 def rows_a_program(n_rows: int, n_columns: int) -> int:
-    """Of a head's state: 16 KiB, and no rows that no head has.
-    It does not depend on how many runs a step has, nor do sums' orders.
+    """Return the rows of a head's state of a program: 16 KiB, and no more rows than a head has.
+    It does not depend on the number of segments of a step, so the order of sums does not either.
     """
     return min(max(8, 4096 // next_power_of_2(n_columns)), next_power_of_2(n_rows))
 
 
 def part_of(state: StateSlots, begin: int, end: int) -> StateSlots:
-    """Runs [begin, end) alone."""
+    """Return the slots of segments [begin, end) alone."""
     chosen, tail = slice(begin, end), state.tail
     if tail is not None:
         sources, targets = (tuple(x[chosen] for x in ring) for ring in (tail.sources, tail.targets))

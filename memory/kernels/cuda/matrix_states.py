@@ -1,9 +1,9 @@
-"""Recurrences whose state is a matrix a head: which kernel runs them.
+"""Chooses the kernel for recurrences whose state is a matrix a head (Mamba-2, delta rules, RWKV-7), on the GPU.
 
 matrix_tokens   any recurrence, a few tokens, one by one; the state goes through registers once
 matrix_columns  any recurrence, many tokens: 16 at once, as products of matrices
 matrix_chunks   one decay a head, many tokens: 32 at once, as products of matrices
-matrix_tails    one decay a head, a few tokens behind a tail: the state is met once, and the tail without it
+matrix_tails    one decay a head, a few tokens after a tail: the state is read once, and not written
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from memory.kernels.cuda.matrix_tokens import scan_tokens
 from memory.kernels.signature import Erase, Prepared, StateSlots
 
 _LONG_RUN = 17
-"""Tokens from which on a run is cut into chunks."""
+"""Tokens from which on a segment is divided into chunks."""
 
 
 def matrix_scan(
@@ -34,12 +34,11 @@ def matrix_scan(
     is_simple = log_decay.dim() == 2 and (erase is None or (erase.b is None and erase.after_decay))
     y_THV = torch.empty(v_THV.shape, dtype=torch.float32, device=v_THV.device)
     inputs = Inputs.of(q_TGN, k_TGN, v_THV, log_decay, erase, strength_TH, skip_H)
-    # What tokens write is read again from their ring, so those of a run must not meet there; chunks hold them
-    # elsewhere.
+    # `read_states` reads the updates of tokens again from their ring, so the tokens of a segment need slots of their
+    # own there; chunks keep updates elsewhere.
     least = min(_LONG_RUN, state.tail.ring_rows + 1) if state.tail is not None and is_simple else _LONG_RUN
     is_long = np.diff(state.cu_rows.host) >= least
-    # Requests come with the shortest first, but for those that a step puts otherwise: neighbours of one kind run
-    # together.
+    # Requests mostly come with the shortest first: neighbours for which the same kernel is chosen share a launch.
     cu_rows = state.cu_rows.device
     bounds = [0, *(np.flatnonzero(np.diff(is_long)) + 1).tolist(), len(is_long)]
     scan_many = scan_chunks if is_simple else scan_columns

@@ -1,10 +1,9 @@
-"""Matrix states that stay where they are: a few tokens on top of a state and a tail, nothing written but what the
-tokens bring.
+"""Computes a few tokens of matrix states on the GPU from a state and a tail, without writing the state.
 
 A state after L tokens is S_L = (w_1 ... w_L) S_0 + sum of (w_{j+1} ... w_L) u_j k_j^T, where u_j is what token j wrote:
-strength v, or strength (v - S a) where it erases. So y = S_L q takes one pass over S_0, only read, and the rings of u,
-k and log w, which are small (ReplaySSM, Dao AI Lab 2026). A target, every few steps, gets S_0 folded over the oldest
-tokens, from the very registers.
+strength v, or strength (v - S a) where it erases. So y = S_L q takes one pass over S_0, which is only read, and over
+the rings of u, k and log w, which are small (ReplaySSM, Dao AI Lab 2026). Every few steps there is a target: then S_0,
+still in registers, is advanced by the oldest tokens and written there as the new body.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from memory.kernels.signature import StateSlots
 
 
 class ReadStates(NamedTuple):
-    """Rows of a head's state a program, tokens of a tail that are met at once, and warps."""
+    """Holds a choice: rows of a head's state of a program, tokens of a tail that are read at once, and warps."""
 
     rows: int
     block: int
@@ -38,8 +37,8 @@ def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ReadSta
 
 
 def read_states(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
-    """`Kernels.matrix_scan` with a tail."""
-    assert state.tail is not None, "`matrix_scan` looks"
+    """Compute `Kernels.matrix_scan` of segments of a few tokens with a tail."""
+    assert state.tail is not None, "`matrix_scan` chooses this kernel only with a tail"
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, erases = len(state.cu_rows.host) - 1, inputs.a is not None
     rows, block, num_warps = _choose(y_THV.device, n_rows, n_columns, inputs.v.element_size(), erases)
@@ -67,7 +66,7 @@ def _read_states(  # type: ignore[no-untyped-def]
     first, n_new = tl.load(firsts + run).to(tl.int32), (tl.load(cu_rows + run + 1) - start).to(tl.int32)
     is_held = (r < bound(source, n_rows))[:, None] & is_column[None, :]
     s = tl.load(flat + source + at, mask=is_held, other=initial).to(tl.float32)
-    # Where this head's part of slot 0 is, of the blocks that are read and of those that are written.
+    # Offsets of this head's part of slot 0, in the blocks that are read and in those that are written.
     old_key, new_key = tl.load(key_sources + run) + group * n_columns, tl.load(key_targets + run) + group * n_columns
     old_write, new_write = tl.load(write_sources + run) + h * n_rows, tl.load(write_targets + run) + h * n_rows
     old_decay, new_decay = tl.load(decay_sources + run) + h, tl.load(decay_targets + run) + h
@@ -102,7 +101,7 @@ def _read_states(  # type: ignore[no-untyped-def]
             tl.store(decays + new_decay + slot * n_heads, tl.load(decay_rows + t * decay_stride).to(tl.float32))
             if h % k_heads == 0:
                 tl.store(keys + new_key + slot * n_keys + n, key, mask=is_column)
-        tl.debug_barrier()  # what this token wrote, the next one reads
+        tl.debug_barrier()  # the next token reads what this one has written
     target, fold = tl.load(targets + run), tl.load(folds + run).to(tl.int32)
     s = fold_tail(
         s, 0, tl.where(target < 0, 0, fold), r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write,
@@ -118,11 +117,11 @@ def _meet_tail(  # type: ignore[no-untyped-def]
     decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
     ERASES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What a query at position `end` finds in the tail, and what its token's reading does, (ROWS,) each; and how the
-    state has faded.
+    """Return the tail's part of y for a query at position `end`, and of S a for its token's reading, (ROWS,) each.
+    Also the sum of log decays since the state.
     """
     out, found, total = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32), 0.0
-    # from the newest token to the oldest, so that each is faded by a sum of its own
+    # From the newest token to the oldest, because the decay of each is the sum over all newer ones.
     for block in range(tl.cdiv(end, BLOCK)):
         p = end - (block + 1) * BLOCK + tl.arange(0, BLOCK)
         fade = _decays(p + 1, count, end + 1, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads)
@@ -143,7 +142,7 @@ def fold_tail(  # type: ignore[no-untyped-def]
     s, begin, end, r, n, count, keys, old_key, key_rows, k_stride, n_keys, writes, old_write, new_write,
     decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads, n_rows, n_columns,
 ):  # fmt: skip
-    """A state (ROWS, COLUMNS) before position `begin` goes on to `end`."""
+    """Advance a state (ROWS, COLUMNS) from position `begin` to `end`."""
     for p in range(begin, end):
         w = _decay(p, count, decays, old_decay, decay_rows, decay_stride, first, ring_rows, n_heads)
         place = p + tl.zeros((1,), tl.int32)
@@ -155,7 +154,7 @@ def fold_tail(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _decays(p, count, end, ring, old, rows, row_stride, first, ring_rows, n_heads):  # type: ignore[no-untyped-def]
-    """Log decays of positions p < end: (BLOCK,), zeros elsewhere. Those from `count` on are the run's own."""
+    """Load log decays of positions p < end: (BLOCK,), zeros elsewhere. Those from `count` on are the segment's own."""
     is_old, is_new = (p >= 0) & (p < count), (p >= count) & (p < end)
     old_fade = tl.load(ring + old + (first + p) % ring_rows * n_heads, mask=is_old, other=0.0)
     return old_fade + tl.load(rows + (p - count) * row_stride, mask=is_new, other=0.0).to(tl.float32)
@@ -171,7 +170,7 @@ def _decay(p, count, ring, old, rows, row_stride, first, ring_rows, n_heads):  #
 
 @triton.jit
 def _keys(p, n, count, end, ring, old, rows, row_stride, first, ring_rows, ring_stride, n_columns):  # type: ignore[no-untyped-def]
-    """Keys of positions p < end: (BLOCK, COLUMNS), as a ring rounds them, zeros elsewhere."""
+    """Load keys of positions p < end: (BLOCK, COLUMNS), rounded as in a ring, zeros elsewhere."""
     is_old, is_new = (p >= 0) & (p < count), (p >= count) & (p < end)
     is_column = (n < n_columns)[None, :]
     at = ring + old + ((first + p) % ring_rows * ring_stride)[:, None] + n[None, :]
@@ -182,7 +181,7 @@ def _keys(p, n, count, end, ring, old, rows, row_stride, first, ring_rows, ring_
 
 @triton.jit
 def _writes(p, r, count, end, ring, old, new, first, ring_rows, ring_stride, n_rows):  # type: ignore[no-untyped-def]
-    """What positions p < end wrote: (BLOCK, ROWS), zeros elsewhere."""
+    """Load u of positions p < end: (BLOCK, ROWS), zeros elsewhere."""
     mask = ((p >= 0) & (p < end))[:, None] & (r < n_rows)[None, :]
     at = ring + (tl.where(p < count, old, new) + (first + p) % ring_rows * ring_stride)[:, None] + r[None, :]
     return tl.load(at, mask=mask, other=0.0).to(tl.float32)

@@ -1,9 +1,9 @@
-"""Recurrences whose state is a matrix a head, token by token.
-A program is one run over some rows of one head's state, in registers.
+"""Computes any recurrence whose state is a matrix a head token by token, on the GPU.
+A program is one segment over some rows of one head's state, in registers.
 
-So every state element is read once and written once, however many tokens a run has. Behind a tail nothing is written
-but what the tokens bring, and now and then a body: the tail's tokens are added to the registers first, from rings of
-what each did (see `matrix_tails`),
+So every state element is read once and written once, however many tokens a segment has. With a tail, the tail's tokens
+are first added to the registers, from rings of their updates (see `matrix_tails`). Then only the updates of new tokens
+are written and, if rows fold, a new body,
 
     S = S diag(w) + u k^T + f b^T       u = strength v, or strength (v - S a)       f = S a, where b is given
 """
@@ -26,7 +26,7 @@ from memory.kernels.signature import StateSlots
 
 
 class ScanTokens(NamedTuple):
-    """Rows of a head's state a program, and warps."""
+    """Holds a choice: rows of a head's state of a program, and warps."""
 
     rows: int
     num_warps: int
@@ -38,7 +38,7 @@ def _choose(n_rows: int, n_columns: int, itemsize: int, erases: bool) -> ScanTok
 
 
 def scan_tokens(inputs: Inputs, state: StateSlots, cu_rows: Tensor, y_THV: Tensor) -> None:
-    """`Kernels.matrix_scan`, one token after the other."""
+    """Compute `Kernels.matrix_scan`, one token after the other."""
     n_heads, n_rows, n_columns = inputs.sizes
     n_runs, b = len(state.cu_rows.host) - 1, absent(inputs.b, inputs.q)
     rings = no_rings(cu_rows, 5) if state.tail is None else rings_of(state.tail, n_absent=2 if inputs.b is None else 0)
@@ -94,7 +94,7 @@ def _scan_tokens(  # type: ignore[no-untyped-def]
         if HAS_TAIL:
             p = (t - start).to(tl.int32) + count
             _store(flat + target + at, s, r, tl.where(p == fold, limit, 0), n, n_columns)
-            # What is added is what rings remember. Those that the body holds already may have no slot of their own.
+            # What is added is what rings hold, rounded. Tokens that the new body contains may have no slot in them.
             slot, is_kept, is_first = (first + p) % ring_rows, p >= fold, (tl.program_id(0) == 0) & (p >= fold)
             u = keep_row(writes, write_targets, run, slot * n_heads + h, u, r, n_rows, is_kept)
             group, is_key = slot * (n_heads // k_heads) + h // k_heads, is_first & (h % k_heads == 0)
@@ -125,13 +125,13 @@ def _load(place, r, limit, n, n_columns, initial):  # type: ignore[no-untyped-de
 
 @triton.jit
 def _store(place, s, r, limit, n, n_columns):  # type: ignore[no-untyped-def]
-    """The rows of a state before `limit`."""
+    """Store the rows of a state before `limit`."""
     tl.store(place, s.to(place.dtype.element_ty), mask=(r < limit)[:, None] & (n < n_columns)[None, :])
 
 
 @triton.jit
 def _decays(n, n_columns, BY_COLUMN: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Indices of a head's decays, and how many they are."""
+    """Return the indices of a head's decays, and their number."""
     if BY_COLUMN:
         d, n_decays = n, n_columns
     else:
@@ -145,9 +145,7 @@ def add_tail(  # type: ignore[no-untyped-def]
     decay_sources, others, other_sources, finds, find_sources, ring_rows, n_heads, n_rows, n_columns,
     BY_COLUMN: tl.constexpr, HAS_B: tl.constexpr,
 ):  # fmt: skip
-    """A state (ROWS, COLUMNS) before the `count` tokens of its tail goes on to behind them; that before token `fold` is
-    stored.
-    """
+    """Advance a state (ROWS, COLUMNS) by the `count` tokens of its tail, and store that before token `fold`."""
     d, n_decays = _decays(n, n_columns, BY_COLUMN)
     for p in range(count):
         _store(body, s, r, tl.where(p == fold, limit, 0), n, n_columns)

@@ -1,4 +1,4 @@
-"""Which pages a query reads, by the bounds of their keys: a kernel scores them, torch's sort takes the best."""
+"""Chooses the pages that a query reads on the GPU (Quest): a kernel scores them, torch's sort takes the best."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from memory.kernels.signature import PageChoice
 
 
 class ScorePages(NamedTuple):
-    """Pages a tile, and warps."""
+    """Holds a choice: pages of a tile, and warps."""
 
     block_n: int
     num_warps: int
@@ -31,10 +31,14 @@ def _choose(block_m: int, head_dim: int, itemsize: int) -> ScorePages:
 
 
 class _Places(NamedTuple):
-    """For each query: index of the first page that is scored, how many are, how many of them are chosen, and the first
-    one's column.
+    """Holds for each query which pages are scored, how many of them are chosen, and where these go in the result.
 
-    `fixed` are (column, index of a page) of those that are chosen whatever they score.
+    Attributes:
+        begin_Q: index of the first page that is scored.
+        n_scored_Q, n_best_Q: number of pages that are scored, and of those among them that are chosen.
+        column_Q: column of the first of these in the result.
+        fixed: (2, n) column and index of pages that are chosen whatever their scores.
+        most_scored: the greatest of n_scored_Q.
     """
 
     begin_Q: Tensor
@@ -53,7 +57,7 @@ def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageCho
     checks.choose_pages(q_QHD, choice, n_kv_heads, checks.FLOATS)
     device, n_chosen = q_QHD.device, int(choice.cu_chosen[-1])
     places, pages = _lay_out(choice, device), choice.pages
-    # what is not chosen goes into the last column
+    # Pages that are not chosen are written into the last column.
     chosen_GC = torch.empty(n_kv_heads, n_chosen + 1, dtype=torch.int64, device=device)
     chosen_GC[:, places.fixed[0]] = pages[places.fixed[1]]
     if places.most_scored:
@@ -69,7 +73,7 @@ def choose_pages(q_QHD: Tensor, least: Tensor, greatest: Tensor, choice: PageCho
 
 
 def _lay_out(choice: PageChoice, device: torch.device) -> _Places:
-    """Lay out a choice, once for all layers."""
+    """Return the places of a choice, computed once for all layers."""
     if "places" not in choice.layouts:
         choice.layouts["places"] = _places(choice, device)
     places: _Places = choice.layouts["places"]
@@ -97,7 +101,7 @@ def _places(choice: PageChoice, device: torch.device) -> _Places:
 
 
 def _scores(q_QHD: Tensor, least: Tensor, greatest: Tensor, pages: Tensor, places: _Places, n_kv_heads: int) -> Tensor:
-    """(Q, G, N) float32: of the pages that are scored, then -inf."""
+    """Compute the scores (Q, G, N) float32 of pages; behind a query's last scored page they are -inf."""
     n_queries, n_heads, head_dim = q_QHD.shape
     q_QHD = q_QHD if q_QHD.stride(-1) == 1 else q_QHD.contiguous()
     n_shared, itemsize = n_heads // n_kv_heads, q_QHD.element_size()
@@ -119,8 +123,8 @@ def _score(  # type: ignore[no-untyped-def]
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr,
     ALIGN: tl.constexpr,
 ):  # fmt: skip
-    """A block of pages for one query and one key/value head.
-    What is above zero in q meets the greatest key, what is below the least.
+    """Score a block of pages for one query and one key/value head.
+    Elements of q above zero are multiplied with the greatest key, those below with the least.
     """
     query, g = tl.program_id(0).to(tl.int64), tl.program_id(2)
     p = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,4 +1,4 @@
-"""Tails as kernels take them."""
+"""Reads and writes rings of tails in Triton kernels, and prepares their arguments."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from memory.kernels.signature import Tail
 
 
 def rings_of(tail: Tail, *, n_absent: int = 0) -> tuple[Any, ...]:
-    """Each ring with the blocks to read and to write, then `n_absent` that are never read; and what is
-    common to them."""
+    """Return a tail's arguments: each ring with the blocks to read and to write, then what all rings share.
+    There are `n_absent` more rings, which are never read, behind the last one.
+    """
     rings = [x for ring in zip(tail.flats, tail.sources, tail.targets, strict=True) for x in ring]
     return (*rings, *rings[:3] * n_absent, tail.ring_rows, tail.firsts, tail.counts, tail.folds)
 
 
 def no_rings(instead: Tensor, n_rings: int) -> tuple[Any, ...]:
-    """`rings_of` where there is no tail: pointers that are never read."""
+    """Return the arguments of `rings_of` without a tail: pointers that are never read."""
     return (*[instead] * (3 * n_rings), 1, instead, instead, instead)
 
 
 @triton.jit
 def ring_row(ring, sources, run, row, columns, n_columns):  # type: ignore[no-untyped-def]
-    """Row `row` of n_columns of the ring of a run, float32, zeros beyond its end."""
+    """Load row `row`, of n_columns, of the ring of a segment, as float32; zeros beyond its end."""
     return tl.load(ring + tl.load(sources + run) + row * n_columns + columns, mask=columns < n_columns, other=0.0).to(
         tl.float32
     )
@@ -33,7 +34,7 @@ def ring_row(ring, sources, run, row, columns, n_columns):  # type: ignore[no-un
 
 @triton.jit
 def keep_row(ring, targets, run, row, x, columns, n_columns, is_kept):  # type: ignore[no-untyped-def]
-    """x as the ring rounds it, which is written there if it `is_kept`."""
+    """Round x to the ring's dtype, write it there if it `is_kept`, and return it as float32."""
     rounded = x.to(ring.dtype.element_ty)
     tl.store(
         ring + tl.load(targets + run) + row * n_columns + columns,

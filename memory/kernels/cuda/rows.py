@@ -1,4 +1,4 @@
-"""Rows into the arena and out of it."""
+"""Copies rows into the arena and out of it, on the GPU."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memory.kernels.cuda.launch import aligned_elements, launch, next_power_of_2
 from memory.kernels.signature import Prepared
 
 _MOST_ELEMENTS = 2048
-"""Of a tile: 16 bytes or more for each thread of four warps."""
+"""Most elements of a tile: 16 bytes or more for each thread of four warps."""
 
 
 def prepare(tensor: Tensor) -> Prepared:
@@ -67,7 +67,7 @@ def read_rows(flat: Tensor, offsets_T: Tensor, shape: tuple[int, ...], initial: 
 
 
 def _tile(n_elements: int) -> tuple[int, int]:
-    """Rows and elements that a program copies."""
+    """Return the numbers of rows and elements that a program copies."""
     block_R = min(next_power_of_2(n_elements), _MOST_ELEMENTS)
     return max(1, _MOST_ELEMENTS // block_R // 8), block_R
 

@@ -1,5 +1,5 @@
-"""Steps of an online softmax over tiles of keys (Milakov & Gimelshein 2018).
-M queries by N rows; heads in parts of D0 and D1 channels.
+"""Computes the parts of an online softmax over tiles of keys (Milakov & Gimelshein 2018), in Triton.
+A tile is M queries by N rows; heads are in two parts, of D0 and D1 channels.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import triton.language as tl
 from memory.kernels.cuda.launch import dot
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-"""Scores are in units of log2, for the hardware has exp2."""
+"""Scores are in units of log2, because the hardware has exp2."""
 
 
 @triton.jit
 def load_rows(flat, at, inside, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows of D channels from offsets `at` (N,) on: (N, D0) and (N, D1), the first twice if it is all; zeros where not
-    `inside`.
+    """Load rows of D channels from offsets `at` (N,) on: (N, D0) and (N, D1), the first twice if D1 is 0.
+    Rows that are not `inside` are zeros.
     """
     d = tl.arange(0, D0)
     mask = inside[:, None] & (d < D)[None, :] if D0 > D else inside[:, None]
@@ -41,7 +41,7 @@ def store_rows(flat, at, x0, x1, inside, D: tl.constexpr, D0: tl.constexpr, D1: 
 
 @triton.jit
 def score(q0, q1, k0, k1, scale, softcap, D1: tl.constexpr, HAS_SOFTCAP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(M, N) float32: scale q . k, capped."""
+    """Compute scores (M, N) float32: scale q . k, capped."""
     s = dot(q0, tl.trans(k0), tl.zeros([q0.shape[0], k0.shape[0]], tl.float32))
     if D1 > 0:
         s = dot(q1, tl.trans(k1), s)
@@ -55,15 +55,14 @@ def score(q0, q1, k0, k1, scale, softcap, D1: tl.constexpr, HAS_SOFTCAP: tl.cons
 
 @triton.jit
 def load_bias(bias, head, newest, r, is_own, n_distances):  # type: ignore[no-untyped-def]
-    """(M, N): what is added to the scores of rows `r` (N,) for their distance from the row that a query
-    sees last (M,)."""
+    """Load the bias (M, N) of rows `r` (N,), by their distance from the last row that each query sees (M,)."""
     distance = tl.minimum(tl.maximum(newest[:, None] - r[None, :], 0), n_distances - 1)
     return tl.load(bias + head[:, None] * n_distances + distance, mask=is_own[:, None], other=0.0) * LOG2_E
 
 
 @triton.jit
 def hide(s, newest, r, end, window, HAS_WINDOW: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Scores of rows that a query does not see become -inf."""
+    """Set the scores of rows that a query does not see to -inf."""
     seen = (r[None, :] <= newest[:, None]) & (r < end)[None, :]
     if HAS_WINDOW:
         seen &= r[None, :] > newest[:, None] - window
@@ -72,8 +71,7 @@ def hide(s, newest, r, end, window, HAS_WINDOW: tl.constexpr):  # type: ignore[n
 
 @triton.jit
 def add(s, v0, v1, acc0, acc1, highest, total, D1: tl.constexpr):  # type: ignore[no-untyped-def]
-    """What queries have found so far, `acc` relative to `highest` and not yet divided by `total`, and
-    now N more rows."""
+    """Add N more rows to the results of queries: `acc` is relative to `highest` and not yet divided by `total`."""
     higher = tl.maximum(highest, tl.max(s, 1))
     shift = tl.where(higher == float("-inf"), 0.0, higher)  # a query that has seen no row yet
     fade = tl.exp2(highest - shift)

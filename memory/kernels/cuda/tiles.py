@@ -1,8 +1,8 @@
-"""How attention is divided among programs: numbers on the host, once for all layers of a kind.
+"""Divides attention among GPU programs, on the host and once for all layers of one shape.
 
 A program works on a tile: some queries of one request, for the query heads of one key/value head (or some of them). The
-rows that a few queries see are split among programs, and their results are merged. How follows from the request's own
-lengths.
+rows that few queries see are split among programs, and their results are merged. The division depends only on the
+request's own lengths.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from memory.kernels.cuda.launch import next_power_of_2
 from memory.kernels.signature import FoldedRows, PagedBatch
 
 FEW_QUERIES = 16
-"""Requests of up to so many split their rows: more fill the device by themselves."""
+"""Requests of up to so many queries split their rows; more queries fill the device without that."""
 
 SPLIT_ROWS = 256
-"""The least that a program reads if rows are split: what it writes for the merge is then 3 % of that, or less."""
+"""Least rows that a program reads if rows are split: then it writes at most 3 % as many bytes for the merge."""
 
 _MOST_PROGRAMS = 256
-"""That share the rows of one request: about two for each multiprocessor of a Hopper GPU."""
+"""Most programs that share the rows of one request: about two for each multiprocessor of a Hopper GPU."""
 
 WHOLE_TILES = 64
 """Rows of a split are a multiple of this, and so of most tiles of keys."""
 
 
 class Split(NamedTuple):
-    """`SPLIT_ROWS` and `_MOST_PROGRAMS` of an attention."""
+    """Holds a choice: `SPLIT_ROWS` and `_MOST_PROGRAMS` for one shape of attention."""
 
     rows: int
     programs: int
@@ -44,13 +44,13 @@ def _choose_split(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int) -
 
 
 class Shape(NamedTuple):
-    """What tiles of one attention look like.
+    """Holds the sizes of tiles for one shape of attention.
 
     Attributes:
-        heads: query heads a tile, all of one key/value head.
+        heads: query heads of a tile, all of one key/value head.
         parts: tiles that share a key/value head.
-        most: rows of a tile, at most: queries times heads.
-        split: how rows are divided.
+        most: most rows of a tile: queries times heads.
+        split: how rows are divided among programs.
     """
 
     n_kv_heads: int
@@ -61,14 +61,14 @@ class Shape(NamedTuple):
 
     @staticmethod
     def of(n_heads: int, n_kv_heads: int, head_dim: int, itemsize: int, device: torch.device) -> Shape:
-        """Accumulators of a tile (rows x head_dim float32) must fit into the registers of eight warps."""
+        """Choose sizes: a tile's accumulators (rows x head_dim float32) must fit into the registers of eight warps."""
         most = 128 if head_dim <= 128 and itemsize < 4 else 64 if head_dim <= 256 or itemsize < 4 else 16
         heads, split = min(n_heads // n_kv_heads, most), _choose_split(device, n_heads, n_kv_heads, head_dim, itemsize)
         return Shape(n_kv_heads, heads, ceil_div(n_heads // n_kv_heads, heads), most, split)
 
 
 class Launch(NamedTuple):
-    """Tasks [begin, end), each of at most `n_queries` queries."""
+    """Holds one launch: tasks [begin, end), each of at most `n_queries` queries."""
 
     n_queries: int
     begin: int
@@ -76,15 +76,16 @@ class Launch(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """What programs do.
+    """Holds the work of all programs of a step.
 
     Attributes:
-        tasks: (n, TASK): packed index of the first query, queries, the row that it sees last, rows [begin, end) to
-            read, index of the request's first page, of the first row of partial results or -1, folded rows, index of
-            the first of their blocks. Where all requests have few queries there are more, of no queries.
-        merges: (m, MERGE): packed index of a query, its first row of partial results, how far apart they are, how many
-            there are. Where all requests have few queries, none or one each, some of nothing.
-        n_partial: rows of partial results, or more.
+        tasks: (n, TASK): packed index of the first query, number of queries, the last row that the first one sees, rows
+            [begin, end) to read, index of the request's first page, of the first row of partial results or -1, number
+            of folded rows, index of the first of their blocks. If all requests have few queries, tasks of no queries
+            are added as room.
+        merges: (m, MERGE): packed index of a query, its first row of partial results, the distance between these rows,
+            and their number. If all requests have few queries, there are none or one for each, some of no rows.
+        n_partial: number of rows of partial results, with room.
     """
 
     launches: tuple[Launch, ...]
@@ -145,8 +146,8 @@ def tile(batch: PagedBatch, shape: Shape, window: int | None, folded: FoldedRows
 
 
 def _with_room(tiles: Tiles, n_queries: int) -> Tiles:
-    """So that the next step, in which every request sees a row more, mostly has tiles of the same shapes
-    (`memory.cuda_graphs`).
+    """Add room, so that the next step, in which requests see a row more, mostly has tiles of the same shapes.
+    Then a captured step can be replayed (`memory.cuda_graphs`).
     """
     size, _, n_tasks = tiles.launches[0]
     n_room, n_split = room_for(n_tasks), len(tiles.merges)
@@ -156,7 +157,7 @@ def _with_room(tiles: Tiles, n_queries: int) -> Tiles:
 
 
 def _splits(n_rows: Int64s, may_split: Int64s, shape: Shape) -> tuple[Int64s, Int64s]:
-    """Programs that share the rows of each tile, and rows for each but the last."""
+    """Return the number of programs that share the rows of each tile, and the rows of each but the last."""
     most = max(1, shape.split.programs // (shape.n_kv_heads * shape.parts))
     wanted = np.where(may_split, np.clip(ceil_div(n_rows, shape.split.rows), 1, most), 1)
     length = -(-n_rows // wanted // WHOLE_TILES) * WHOLE_TILES
@@ -173,6 +174,6 @@ def _starts(counts: Int64s) -> Int64s:
 
 
 def _places(counts: Int64s) -> Int64s:
-    """0, 1, ... counts[i] - 1 for each i, one after the other."""
+    """Return 0, 1, ... counts[i] - 1 for each i, one after the other."""
     places: Int64s = np.arange(int(counts.sum())) - np.repeat(_starts(counts), counts)
     return places

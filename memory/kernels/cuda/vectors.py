@@ -1,5 +1,6 @@
-"""Recurrences whose state is a few numbers a channel, and their gates.
-A program is one run over some of the channels."""
+"""Computes recurrences whose state is a few numbers a channel (RG-LRU, RWKV-4), and softplus for gates, on the GPU.
+A program is one segment, over some of the channels.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from memory.kernels.signature import Prepared, StateSlots
 
 
 class Vectors(NamedTuple):
-    """Channels of a program, and warps."""
+    """Holds a choice: channels of a program, and warps."""
 
     channels: int
     num_warps: int
@@ -28,7 +29,7 @@ class Vectors(NamedTuple):
 
 @tunable("vectors", Vectors, channels=powers_of_2(16, 4096), num_warps=powers_of_2(1, 16))
 def _choose(itemsize: int) -> Vectors:
-    """`linear_scan` and `wkv4`. More channels would leave processors of a device without any."""
+    """Choose for `linear_scan` and `wkv4`; with more channels, some of a device's processors would have no work."""
     return Vectors(128, 4)
 
 

@@ -1,0 +1,93 @@
+"""The loop of every decoder: feed the tokens that are wanted, choose from the logits, commit, write down the choice.
+
+What differs is a mode. The engine chooses one token for each of its generations (`chat.engine.engine`). Drafts are
+verified, and the part that the model agrees with is accepted (`chat.decoding.speculative`); a smaller model that drafts
+is a loop itself (`chat.decoding.drafts`). Beams are reordered (`chat.decoding.beams`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from memory import HybridMemory, Sequence, Step
+from memory.chunked_prefill import run_in_chunks
+from memory.sequences.batch import count_tokens
+from memory.sequences.interrupts import uninterrupted_call
+from memory.step import Outputs
+from models import LanguageModel
+
+ChosenT = TypeVar("ChosenT")
+
+
+class Mode(Protocol[ChosenT]):
+    """What a decoder feeds, how it chooses, and what it does with the choice.
+
+    Attributes:
+        outputs: whose logits it wants: "last" for the last token of each sequence, "all" for every token.
+    """
+
+    outputs: Outputs
+
+    def requests(self) -> dict[Sequence, list[int]]:
+        """Return the tokens of the next step, none if there is no next step."""
+        ...
+
+    def choose(self, logits: Tensor, step: Step | None) -> ChosenT:
+        """Choose from the logits of a step, which may still fail: change nothing, except by `step.accept`.
+
+        There is no step if the tokens were fed in chunks, which have been committed.
+        """
+        ...
+
+    def keep(self, chosen: ChosenT) -> None:
+        """Write down the choice. The step has been committed, and a Ctrl-C waits until this returns."""
+        ...
+
+
+def decode(model: LanguageModel, memory: HybridMemory, mode: Mode[Any], *, step_tokens: int = 512) -> None:
+    """Feed, choose and keep until the mode has no more requests. Arguments and errors as `feed`."""
+    while requests := mode.requests():
+        feed(model, memory, mode, requests, step_tokens=step_tokens)
+
+
+def feed(
+    model: LanguageModel, memory: HybridMemory, mode: Mode[ChosenT], requests: dict[Sequence, list[int]], *,
+    step_tokens: int,
+) -> None:  # fmt: skip
+    """Feed the requests, choose and keep.
+
+    Args:
+        step_tokens: more tokens than these are fed in several steps, all of them or none. Then the mode gets the logits
+            of last tokens, whatever it wants.
+    Raises:
+        As `HybridMemory.run`. The sequences and the mode are as before, and the same can be tried again.
+    """
+    held = uninterrupted_call()  # until this returns, once the tokens are committed
+    if count_tokens(list(requests.values())).sum() <= step_tokens:
+        take_step(model, memory.step(requests, outputs=mode.outputs), mode.choose, mode.keep, held)
+        return
+    with ExitStack() as commit:  # chunks need a checkpoint of each sequence; a step of few tokens does without
+        rows_SV = run_in_chunks(memory, model, requests, max_tokens=step_tokens, outputs="last", held=held)
+        commit.push(held)
+        assert rows_SV is not None, "only a dry run has no logits"
+        mode.keep(mode.choose(rows_SV, None))
+
+
+def take_step(
+    model: LanguageModel, step: Step, choose: Callable[[Tensor, Step], ChosenT], keep: Callable[[ChosenT], None],
+    held: AbstractContextManager[Any],
+) -> None:  # fmt: skip
+    """Run the model on a step, choose, commit and keep.
+
+    Args:
+        held: holds a Ctrl-C back from the commit until `keep` has returned, so that both are done or neither.
+    """
+    with ExitStack() as commit:
+        with step:
+            chosen = choose(model(step), step)
+            commit.enter_context(held)
+        keep(chosen)
