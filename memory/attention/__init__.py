@@ -1,3 +1,1 @@
-"""Attention layer memories beside the dense one: quantized, evicting, selecting, cross-attention, and pages in host
-memory.
-"""
+"""Attention layer memories beside the dense one: quantized, evicting, selecting, cross-attention, offloaded."""

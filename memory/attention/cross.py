@@ -1,7 +1,7 @@
-"""Keys and values of what an encoder said: written once when a sequence is opened, read by every step, never changed.
+"""Keeps keys and values of an encoder's output: written when a sequence is opened, read by every step, never changed.
 
-They belong to the sequence, not to its tokens: forks share them, a rollback does not touch them, closing gives them
-back. Pages are as those of `attention_cache`, but as many as the encoder's rows need.
+They belong to the sequence, not to its tokens: forks share them, a rollback does not touch them, and closing frees
+them. Pages are like those of `attention_cache`, as many as the encoder's rows need.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from memory.specs import CrossAttentionSpec
 
 @dataclass(frozen=True)
 class CrossPlan:
-    """Holds what the kernels need in a step: every query is a request of its own, for it sees all rows."""
+    """Holds what the kernels read in a step; every query is a request of its own, because it sees all rows."""
 
     n_tokens: int
     batch: PagedBatch
 
 
 class CrossAttentionCache:
-    """Encoder keys and values of all cross-attention layers: `memory.interface.LayerMemory`.
+    """Keeps the encoder's keys and values of all cross-attention layers: a `memory.interface.LayerMemory`.
 
     Args:
-        specs: the cross-attention specs, in the order that `cross_attend` numbers them.
+        specs: the cross-attention specs, in the order in which `cross_attend` numbers them.
         page_tokens: rows a page.
     """
 
@@ -61,7 +61,7 @@ class CrossAttentionCache:
         return self.pool.block_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """Count the encoder's pages, which are allocated already."""
+        """Return (4, N) bytes of the encoder's pages, which are allocated already."""
         return np.stack([self._table.counts(stretch.slots) * self.pool.block_bytes] * 4)
 
     def write(self, slot: int, encoded: Encoded) -> None:
@@ -86,7 +86,7 @@ class CrossAttentionCache:
                 self._kernels.write_rows_(flat, offsets, rows_RGD.detach().flatten(0, 1))
 
     def _check(self, encoded: Encoded) -> int:
-        """The number of rows, the same in every layer."""
+        """Return the number of rows, which is the same in every layer. Raises BatchError."""
         if not isinstance(encoded, tuple | list):
             raise BatchError(
                 f"encoder={type(encoded).__name__}; give what model.encode returned for one input: "
@@ -135,7 +135,7 @@ class CrossAttentionCache:
         for slot in slots:
             if slot not in self._table.ids:
                 raise SequenceError(
-                    "a sequence of this model needs what its encoder said; open it with memory.open(encoder=...)"
+                    "a sequence of this model needs its encoder's output; open it with memory.open(encoder=...)"
                 )
         repeats = packed.counts.tolist()
         tables = [self._table[slot] for slot, n in zip(slots, repeats, strict=True) for _ in range(n)]
@@ -172,19 +172,19 @@ class CrossAttentionCache:
     # Sequences
 
     def plan_drop(self, dropped: Dropped) -> None:
-        """Do nothing: encoder rows stay, whatever the decoder forgets."""
+        """Do nothing: encoder rows stay, whatever tokens are dropped."""
 
     def drop(self, plan: None) -> None:
-        """As `plan_drop`."""
+        """Do nothing, as `plan_drop`."""
 
     def abandon_drop(self, plan: None) -> None:
-        """As `plan_drop`."""
+        """Do nothing, as `plan_drop`."""
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
         self._table.share(sources, targets)
 
     def truncate(self, slot: int, to: int) -> None:
-        """Do nothing: encoder rows stay, whatever the decoder forgets."""
+        """Do nothing: encoder rows stay, whatever tokens are taken back."""
 
     def release(self, slot: int) -> None:
         self._table.release(slot)

@@ -1,7 +1,7 @@
-"""Attention that keeps a budget of old rows: the body holds what a policy has kept, the tail the newest rows verbatim.
+"""Keeps keys and values under an eviction policy: the body holds the kept rows, the tail the newest rows verbatim.
 
 Blocks, fold points, forks and rollback are those of a `TailTable`. There is no head, for attention reads body and tail
-as they are. A step sees the body as it was before the step, the rows of the tail, and its own; then those that have
+as they are. A step reads the body as it was before the step, the rows of the tail, and its own; then rows that have
 become older than the rollback window fold into a new body.
 
     position 0 .......................... body_at ............... start ......... end
@@ -38,17 +38,17 @@ from memory.state.tails import TailMember, TailStep, TailTable
 
 @dataclass(frozen=True)
 class Reads:
-    """What attention finds where in a step.
+    """Says where the rows are that a step reads.
 
     Attributes:
-        in_place: the requests all of whose rows are in the arena while the step runs: its new ones fit into the tail. A
-            page is a row; where it lies differs from attention to attention.
+        in_place: the requests whose rows are all in the arena while the step runs, because new ones fit into the tail.
+            A page is one row; its address differs from attention to attention.
         tokens: (t,) packed index of their tokens; None if they are all.
-        rows: elements a row in a tail and in a body -> element offset of each row that they see, counted from the first
-            of its kind of block and attention on.
-        is_tail: 1 for each of these rows that lies in a tail, 0 in a body.
-        bodies, cu_bodies, n_kept: with a storage, of the rows that it keeps for them: as `FoldedRows` has it.
-        beside: of each other request, what it is alone, all rows in one place.
+        rows: elements a row in a tail and in a body -> element offset of each row that they see, without the offset of
+            an attention's field in its block.
+        is_tail: 1 for each of these rows that is in a tail, 0 in a body.
+        bodies, cu_bodies, n_kept: with a storage, the bodies that hold their kept rows: as in `FoldedRows`.
+        beside: for each other request a batch of its own, whose rows are copied together.
         old_rows: of each request that folds, elements a row -> element offset of each old row of its tail.
     """
 
@@ -65,7 +65,7 @@ class Reads:
 
 @dataclass(frozen=True)
 class EvictingPlan:
-    """The blocks set aside for a step, what its attentions read (nothing in a dry run), and where its rows go."""
+    """Holds the blocks that are allocated for a step, what it reads (None in a dry run), and where its rows go."""
 
     step: TailStep
     reads: Reads | None
@@ -73,10 +73,10 @@ class EvictingPlan:
 
 
 class EvictingAttention(CannotDrop, TailMemory):
-    """Kept rows and tails of all attention layers of one policy: `memory.interface.LayerMemory`.
+    """Keeps body and tail of all attention layers of one eviction policy: a `memory.interface.LayerMemory`.
 
     Args:
-        specs: the attention specs, in the order that `attend` numbers them; `policy` is that of all of them.
+        specs: the attention specs, in the order in which `attend` numbers them; `policy` is that of all of them.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class EvictingAttention(CannotDrop, TailMemory):
             if storage is not None:
                 storage.check(spec.head_dim)
         members = [_member(s, policy, storage) for s in specs]
-        # What a storage keeps of rows lies head by head.
+        # The parts of a storage are laid out head by head, so rows are their second axis.
         row_axes = [0 if storage is None or t.name in _BESIDE else 1 for m in members for t in m.states]
         rules = TailRules.of_attention(rollback_window, policy.every)
         super().__init__(TailTable(members, dtype, rules, store, label=f" of {name}", row_axes=row_axes))
@@ -97,8 +97,8 @@ class EvictingAttention(CannotDrop, TailMemory):
         self._access = access = BlockAccess(self.table, self._kernels)
         self._sizes = [(n_row, _kept_elements(s)) for n_row, s in zip(access.row_elements, specs, strict=True)]
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
-        # Each row holds its keys and then its values: found from one offset, in a flat of the whole arena and in one
-        # that starts later. Where values are a part of the keys, later is at once.
+        # A row holds its keys and then its values. One offset finds both: in a flat tensor of the whole arena, and in
+        # one that begins as many elements later as keys take; none, where values are a part of the keys.
         self._all: dict[int, Prepared] = {}
         if not store.is_dry:
             for first in {0, *(_values_at(s) for s in specs)}:
@@ -118,7 +118,7 @@ class EvictingAttention(CannotDrop, TailMemory):
         in_place = (packed.starts >= after.body_at).nonzero()[0]
         chosen = before.take(in_place)
         starts, counts = packed.starts[in_place], packed.counts[in_place]
-        # For each request three stretches of rows: what was kept, the old rows of the tail, the new ones.
+        # Each request reads three stretches of rows: those that were kept, the old ones of the tail, the new ones.
         n_kept = np.minimum(chosen.body_at, self.policy.budget_tokens)
         bodies = states.addresses[chosen.body[n_kept > 0]]
         n_in_place = np.zeros_like(n_kept) if self.storage else n_kept
@@ -173,7 +173,7 @@ class EvictingAttention(CannotDrop, TailMemory):
         if scoring.bias_HL is not None:
             raise StepError(f"scores with a bias by distance need every row; take {self.policy.label} off this layer")
         reads = plan.reads
-        assert reads is not None, "somebody attends"
+        assert reads is not None, "a dry run does not attend"
         kv = [k_TGD] if v_TGD is None else [k_TGD, v_TGD]
         rows_TRD = torch.cat([*kv, q_THD] if self.policy.needs_queries else kv, 1)
         self._access.write_rows(index, plan.writes, rows_TRD)
@@ -218,7 +218,7 @@ class EvictingAttention(CannotDrop, TailMemory):
     def kept_positions(self, slot: int, index: int) -> Tensor:
         """Return the positions of the rows that attention `index` has kept of a sequence, (R, G) int64, ascending.
 
-        Those of the tail are not among them.
+        Positions of the tail are not among them.
         """
         slots = self.table.slots
         n_kept = min(int(slots.body_at[slot]), self.policy.budget_tokens)
@@ -244,10 +244,10 @@ class EvictingAttention(CannotDrop, TailMemory):
             self.storage, shapes, flats, reads.bodies, reads.cu_bodies, reads.n_kept, self._specs[index].head_dim
         )
 
-    # Bodies. Parts are what rows (G, R, D) are stored as: keys and values, or each of them as a storage encodes it.
+    # Bodies. Parts are rows (G, R, D) in stored form: keys and values, or what a storage encodes them as.
 
     def _body(self, index: int, block: int) -> list[Tensor]:
-        """The state tensors of attention `index` in a block, in place; of no block, zeros that nobody reads."""
+        """Return views of the state tensors of attention `index` in a block; without a block, zeros of their shapes."""
         states = self.table.members[index].states
         if block < 0:
             return [torch.zeros(s.shape, dtype=s.dtype or self._dtype, device=self._store.device) for s in states]
@@ -258,7 +258,7 @@ class EvictingAttention(CannotDrop, TailMemory):
         return views
 
     def _kept(self, plan: EvictingPlan, index: int, request: int) -> tuple[Parts, Tensor, Tensor]:
-        """What was kept of a request before the step: parts, positions (G, R) as int64, scores (G, R)."""
+        """Return what a request's body held before the step: parts, positions (G, R) int64, and scores (G, R)."""
         n_kept = min(int(plan.step.before.body_at[request]), self.policy.budget_tokens)
         *parts, positions_RG, scores_RG = self._body(index, int(plan.step.before.body[request]))
         if self.storage is None:
@@ -271,18 +271,18 @@ class EvictingAttention(CannotDrop, TailMemory):
         return tuple(part for x_GRD in rows_GRD for part in self.storage.encode(x_GRD, by_channel=False))
 
     def _rows(self, parts: Parts) -> tuple[Tensor, Tensor]:
-        """Keys and values, (G, R, D) each; the same, where values are a part of the keys."""
+        """Return keys and values, (G, R, D) each; the same tensor where values are a part of the keys."""
         if self.storage is None:
             return parts[0], parts[-1]
         n = len(parts) // 2
         return self.storage.decode(parts[:n]).to(self._dtype), self.storage.decode(parts[n:]).to(self._dtype)
 
     def _tail(self, reads: Reads, index: int, request: int) -> Tensor:
-        """The old rows of a request's tail, (R, *row_shape)."""
+        """Read the old rows of a request's tail, (R, *row_shape)."""
         return self._access.read_rows(index, reads.old_rows[request])
 
     def _fold(self, plan: EvictingPlan, index: int, request: int, rows_NXD: Tensor, scoring: Scoring) -> None:
-        """A new body for a request: its old one, and the rows up to the new one's position, `every` at a time."""
+        """Write a request's new body: the policy chooses from its old one and the folding rows, `every` at a time."""
         spec, every = self._specs[index], self.policy.every
         n_heads, n_parts = spec.n_kv_heads, spec.n_parts
         first, last = int(plan.step.before.body_at[request]), int(plan.step.after.body_at[request])
@@ -313,14 +313,14 @@ class EvictingAttention(CannotDrop, TailMemory):
 
 
 _BESIDE = ("positions", "scores")
-"""State tensors that lie row by row however rows are kept."""
+"""State tensors whose first axis is that of rows, with each storage."""
 
 _POSITIONS = -2
-"""Where among the state tensors of an attention positions are; scores come last, what comes before are rows."""
+"""Index of the positions among an attention's state tensors: scores are behind them, stored rows before them."""
 
 
 def _kept_by(policy: EvictionPolicy, rows: Candidates) -> tuple[Tensor, Tensor]:
-    """`EvictionPolicy.keep`, whoever has written it. Bodies have a place for just so many rows."""
+    """Call `EvictionPolicy.keep`, of any policy. Raises SpecError unless what it returns fits a body."""
     chosen_GB, scores_GR = policy.keep(rows)
     n_heads, n_rows = rows.positions.shape
     n_kept = min(n_rows, policy.budget_tokens)
@@ -338,13 +338,13 @@ def _kept_by(policy: EvictionPolicy, rows: Candidates) -> tuple[Tensor, Tensor]:
 def _member(spec: AttentionSpec, policy: EvictionPolicy, storage: Storage | None) -> TailMember:
     """Return what the blocks hold for an attention.
 
-    A row holds keys, own values and, where the policy observes them, queries; a body kept rows, their positions and
-    scores.
+    A row of a tail holds keys, values unless they are part of the keys, and, where the policy observes them, queries. A
+    body holds kept rows, their positions and scores.
     """
     n_heads, budget = spec.n_kv_heads, policy.budget_tokens
     if storage is None:
         kept = [StateTensor("kept", (budget, spec.n_parts, n_heads, spec.head_dim), dtype=None)]
-    else:  # rows go one by one, so keys are grouped as values are
+    else:  # single rows are evicted, so keys are grouped by row, as values are
         shapes = storage.shapes(n_heads, budget, spec.head_dim, by_channel=False)
         kept = [StateTensor(f"{name} {i}", *shape) for name in ("keys", "values") for i, shape in enumerate(shapes)]
     states = (
@@ -356,10 +356,10 @@ def _member(spec: AttentionSpec, policy: EvictionPolicy, storage: Storage | None
 
 
 def _kept_elements(spec: AttentionSpec) -> int:
-    """Of a row in a body."""
+    """Return the number of elements of a row in a body."""
     return spec.n_parts * spec.n_kv_heads * spec.head_dim
 
 
 def _values_at(spec: AttentionSpec) -> int:
-    """Elements from a row's keys to its values."""
+    """Return the number of elements from a row's keys to its values."""
     return (spec.n_parts - 1) * spec.n_kv_heads * spec.head_dim

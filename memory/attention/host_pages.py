@@ -16,52 +16,52 @@ from memory.views.usage import Inventory
 
 
 class HostPages:
-    """Holds the half of a memory's attention that is in host memory.
+    """Moves pages of sequences between the device and host memory, and counts those in host memory.
 
     Args:
         store, host_store: the memory's own, and that of its pages in host memory.
-        near, far: name -> kind of attention memory in the one and in the other.
-        hosted: both as one, as the memory has them.
+        device, host: the attention caches in each of the two, by the same names.
+        hosted: name -> the pair of these as one layer memory.
     """
 
     def __init__(
-        self, store: Store, host_store: Store, near: LayerMemories, far: LayerMemories,
+        self, store: Store, host_store: Store, device: LayerMemories, host: LayerMemories,
         hosted: dict[str, HostedAttention]
     ) -> None:  # fmt: skip
         self._store, self._host_store = store, host_store
-        self._near, self._far = near, far
+        self._device, self._host = device, host
         self._hosted = list(hosted.values())
 
     def has(self, slot: int) -> bool:
+        """True if the slot's pages are in host memory."""
         return self._hosted[0].is_far(slot)
 
     def move(self, slot: int, *, to_host: bool) -> None:
-        """Move a slot's pages into host memory or back, unless they are there.
-        Raises CapacityError with nothing changed.
-        """
+        """Move a slot's pages to host memory or back to the device. Raises CapacityError with nothing changed."""
         if self.has(slot) == to_host:
             return
         if to_host:
-            self._far.take_over(slot, self._host_store, self._near, self._store)
+            self._host.take_over(slot, self._host_store, self._device, self._store)
         else:
-            self._near.take_over(slot, self._store, self._far, self._host_store)
-        for kind in self._hosted:
-            kind.moved(slot, is_far=to_host)
+            self._device.take_over(slot, self._store, self._host, self._host_store)
+        for cache in self._hosted:
+            cache.moved(slot, is_far=to_host)
 
     def snapshot(self, slot: int, length: int) -> Snapshot:
         """Copy what the slot has in host memory."""
-        return self._far.snapshot(slot, length, self._host_store)
+        return self._host.snapshot(slot, length, self._host_store)
 
     def inventory(self, sequences: list[Sequence], lengths: Int64s, slots: Int64s) -> Inventory:
-        return Inventory.of(self._host_store.arena, sequences, lengths, slots * 0, self._far, slots)
+        return Inventory.of(self._host_store.arena, sequences, lengths, slots * 0, self._host, slots)
 
     def check(self, slots: list[int]) -> None:
-        """Raise IntegrityError unless kinds agree on who is there, and no byte is lost.
-        Pages are checked with the other kinds.
+        """Raise IntegrityError unless all caches have a slot in the same place, and no byte of host memory is lost.
+
+        The pages themselves are checked with the layer memories.
         """
         for slot in slots:
-            if len({kind.is_far(slot) for kind in self._hosted}) > 1:
+            if len({cache.is_far(slot) for cache in self._hosted}) > 1:
                 raise IntegrityError(
                     f"slot {slot} has its pages in host memory for some layers, and on the device for others"
                 )
-        self._host_store.arena.check([used for pool, _ in self._far.pools for used in pool.used_ranges()])
+        self._host_store.arena.check([used for pool, _ in self._host.pools for used in pool.used_ranges()])

@@ -1,9 +1,8 @@
-"""Attention whose keys and values lie on the device or, of chosen sequences, in host memory (after He & Zhai 2024,
-"FastDecode").
+"""Keeps keys and values of chosen sequences in host memory, of all others on the device.
 
-Two attention memories of the same layers, one in each place, of whichever kind. A sequence is in one of them whole, so
-each does for its own sequences what it would do alone; a step with sequences of both is a step of each. Forks stay
-where their source is: pages are never shared between the two.
+This follows He & Zhai 2024, "FastDecode". There are two attention caches of the same layers, one in each place, of any
+class. A sequence is wholly in one of them, so each works as if it were alone; a step with sequences of both is a step
+of each. Forks are where their source is: pages are never shared between the two.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from memory.specs import AttentionSpec
 
 
 class Attention(LayerMemory[Any], Protocol):
-    """Any kind of memory of attention layers."""
+    """Declares a layer memory of attention layers."""
 
     def attend(
         self, plan: Any, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
@@ -40,10 +39,11 @@ class Attention(LayerMemory[Any], Protocol):
 
 @dataclass(frozen=True)
 class PartPlan:
-    """What one of the two does in a step.
+    """Holds one cache's part of a step.
 
     Attributes:
-        requests: (s,) its requests; tokens: (t,) packed index of their tokens, None if they are all of the step.
+        requests: (s,) its requests.
+        tokens: (t,) packed index of their tokens; None if they are all of the step.
     """
 
     memory: Attention
@@ -55,16 +55,20 @@ class PartPlan:
 
 @dataclass(frozen=True)
 class HostedPlan:
+    """Holds the plans of the one or two caches that take part in a step."""
+
     packed: Packed
     parts: list[PartPlan]
 
 
 class HostedAttention:
-    """Two attention memories as one: `memory.interface.LayerMemory`. To the budget's books it is the one on the device.
+    """Joins a cache on the device and one in host memory to one `memory.interface.LayerMemory`.
+
+    Only the blocks on the device are counted: those in host memory are not in the budget.
 
     Args:
-        near, far: on the device and in host memory, with their stores.
-        specs: the attention specs, in the order that `attend` numbers them.
+        near, far: the cache on the device, and the one in host memory; `store` and `host_store` hold their bytes.
+        specs: the attention specs, in the order in which `attend` numbers them.
     """
 
     def __init__(
@@ -91,12 +95,13 @@ class HostedAttention:
         return self.near.least_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        """Count bytes of the budget; pages in host memory take none of it."""
+        """Return (4, N) bytes of the budget; pages in host memory take none of it."""
         return np.where(self._are_far(stretch.slots), 0, self.near.bytes_for(stretch))
 
     # Where sequences are
 
     def is_far(self, slot: int) -> bool:
+        """True if the slot's pages are in host memory."""
         return slot in self._far_slots
 
     def moved(self, slot: int, *, is_far: bool) -> None:
@@ -110,7 +115,7 @@ class HostedAttention:
         return np.fromiter(map(self._far_slots.__contains__, slots.tolist()), np.bool_, len(slots))
 
     def _divided(self, slots: Int64s) -> Iterator[tuple[Attention, Store, Int64s]]:
-        """Each of the two that has any of these slots, with its store and which they are."""
+        """Yield each cache that has any of these slots, with its store and the indices of its slots."""
         are_far = self._are_far(slots)
         for memory, store, own in zip((self.near, self.far), self._stores, (~are_far, are_far), strict=True):
             if own.any():
@@ -134,12 +139,13 @@ class HostedAttention:
         return HostedPlan(packed, parts)
 
     def can_record(self, plan: HostedPlan) -> bool:
-        """Not where the host attends; nor where all are in host memory, whose plan looks like that of as many on the
-        device.
+        """True if a CUDA graph can replay the step: the device attends to all, and some sequence is on the device.
+
+        If all are in host memory, the uploads have the same shapes as those of as many sequences on the device.
         """
-        is_told_apart = len(plan.parts) == 2 or plan.parts[0].memory is self.near
-        is_near_by = all(part.store.device.type == self._stores[0].device.type for part in plan.parts)
-        return is_told_apart and is_near_by and all(part.memory.can_record(part.plan) for part in plan.parts)
+        is_distinct = len(plan.parts) == 2 or plan.parts[0].memory is self.near
+        device_attends = all(part.store.device.type == self._stores[0].device.type for part in plan.parts)
+        return is_distinct and device_attends and all(part.memory.can_record(part.plan) for part in plan.parts)
 
     def begin(self, plan: HostedPlan) -> None:
         for part in plan.parts:
@@ -148,12 +154,13 @@ class HostedAttention:
     def attend(
         self, plan: HostedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
     ) -> Tensor:
-        """As each of the two.
-        Where the host attends, it waits for its rows; while it is busy with them the device is with the others.
+        """Remember keys and values, and attend, in each cache that takes part: (T, H, D or value_dim).
+
+        Where the host attends, it waits for its rows; meanwhile the device attends for the other sequences.
         """
         device, spec = self._stores[0].device, self._specs[index]
         spec.check_rows(len(plan.packed.token_ids), self._dtype, device, q_THD, k_TGD, v_TGD)
-        # to the host before the device has more to do
+        # All rows are moved to the host first, before the device has more to do.
         given = [_given(part, (q_THD, k_TGD, v_TGD), scoring) for part in plan.parts]
         found = [
             part.memory.attend(part.plan, index, *own).to(q_THD.device)
@@ -192,7 +199,7 @@ class HostedAttention:
         are_far = self._are_far(sources)
         for memory, _, own in self._divided(sources):
             memory.share(sources[own], targets[own])
-        # Not before all have taken their share: a target may be the source of another one.
+        # Release only after all have shared, because a target may be the source of another one.
         for slot, is_far in zip(targets.tolist(), are_far.tolist(), strict=True):
             (self.near if is_far else self.far).release(slot)
             self.moved(slot, is_far=is_far)
@@ -234,22 +241,19 @@ class HostedAttention:
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         for memory, is_far in ((self.near, False), (self.far, True)):
-            of_lengths, of_peaks = (
-                {s: n for s, n in of.items() if self.is_far(s) == is_far} for of in (lengths, peaks)
-            )
-            memory.check(of_lengths, of_peaks)
+            own = [slot for slot in lengths if self.is_far(slot) == is_far]
+            memory.check({slot: lengths[slot] for slot in own}, {slot: peaks[slot] for slot in own})
 
 
 def _given(part: PartPlan, rows: tuple[Tensor, Tensor, Tensor | None], scoring: Scoring) -> tuple[Any, ...]:
-    """Queries, keys and values of a part's tokens, and how they are scored, where its kernels are."""
-    own, place = (
-        rows if part.tokens is None else tuple(None if x is None else x[part.tokens] for x in rows),
-        part.store.device,
-    )
-    if place.type == rows[0].device.type:
+    """Return queries, keys and values of a part's tokens, and their scoring, on the device of its kernels."""
+    own = rows if part.tokens is None else tuple(None if x is None else x[part.tokens] for x in rows)
+    device = part.store.device
+    if device.type == rows[0].device.type:
         return *own, scoring
-    return *_moved(own, place), Scoring(*_moved(scoring, place))
+    return *_moved(own, device), Scoring(*_moved(scoring, device))
 
 
 def _moved(values: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
+    """Move those of the values that are tensors to a device."""
     return tuple(value.to(device) if isinstance(value, Tensor) else value for value in values)

@@ -1,8 +1,8 @@
-"""Attention whose old rows are kept in few bits: the body is quantised pages, the tail exact ones.
+"""Keeps old keys and values in few bits: the body is quantised pages, the tail exact ones.
 
-The tail is an `AttentionCache` that gives pages up as one with a window does. When the `group` oldest of its rows have
-become older than the rollback window they fold: a quantised page takes their place. Groups lie at fixed positions, so
-forks, reruns and prefixes agree on them, and each is quantised once, from exact rows. A step sees the body as it was
+The tail is an `AttentionCache` that releases old pages, as one with a window does. When the `group` oldest of its rows
+have become older than the rollback window they fold: a quantised page replaces them. Groups are at fixed positions, so
+forks, reruns and prefixes agree on them, and each is quantised once, from exact rows. A step reads the body as it was
 before the step.
 
     position 0 ............................. body_at ............... start ......... end
@@ -38,7 +38,7 @@ from memory.specs import AttentionSpec
 
 @dataclass(frozen=True)
 class FoldGrid(PageGrid):
-    """A grid of pages that leave `group` rows at a time, when all of these are older than the rollback window."""
+    """Divides rows into pages that are released `group` rows at a time, when all are older than the rollback window."""
 
     group: int
 
@@ -47,7 +47,7 @@ class FoldGrid(PageGrid):
         return True
 
     def n_groups(self, peaks: Int64s) -> Int64s:
-        """Count the groups that have folded of sequences that have reached `peaks`."""
+        """Return the number of groups that have folded of sequences with these peaks."""
         return FoldPoints(self.rollback_window, self.group).count(peaks)
 
     def first_page(self, peaks: Int64s) -> Int64s:
@@ -56,7 +56,7 @@ class FoldGrid(PageGrid):
 
 @dataclass(frozen=True)
 class QuantizedPlan:
-    """Blocks set aside for a step.
+    """Holds the blocks that are allocated for a step, and what it reads and writes.
 
     Attributes:
         exact: of the pages that are exact while the step runs.
@@ -75,14 +75,13 @@ class QuantizedPlan:
 
 
 class QuantizedAttention(CannotDrop):
-    """Quantised pages and exact tails of all attention layers of one storage: `memory.interface.LayerMemory`.
+    """Keeps quantised pages and exact tails of attention layers of one storage: a `memory.interface.LayerMemory`.
 
     Args:
-        specs: the attention specs, in the order that `attend` numbers them; `storage` is that of all of them.
+        specs: the attention specs, in the order in which `attend` numbers them; `storage` is that of all of them.
         page_tokens: of the exact pages; a divisor of `storage.group`.
-        selection: what chooses the groups that are read, None if all are.
-    Raises:
-        SpecError: pages do not divide groups, or groups or bits do not suit the heads.
+        selection: chooses the groups that are read; None if all are read.
+    Raises SpecError: pages do not divide groups, or groups or bits do not suit the heads.
     """
 
     def __init__(
@@ -101,12 +100,8 @@ class QuantizedAttention(CannotDrop):
         for spec in specs:
             storage.check(spec.head_dim)
         shapes = [
-            [
-                part
-                for is_key in (True, False)
-                for part in storage.shapes(s.n_kv_heads, storage.group, s.head_dim, by_channel=is_key)
-            ]
-            for s in specs
+            [*storage.shapes(*size, by_channel=True), *storage.shapes(*size, by_channel=False)]
+            for size in ((s.n_kv_heads, storage.group, s.head_dim) for s in specs)
         ]
         own_fields = [[*own, *self._bound_fields(spec)] for spec, own in zip(specs, shapes, strict=True)]
         self.layout = BlockLayout.of([field for own in own_fields for field in own]).shared_by([*map(len, own_fields)])
@@ -122,12 +117,10 @@ class QuantizedAttention(CannotDrop):
         self._open_plans: dict[int, QuantizedPlan] = {}
 
     def _bound_fields(self, spec: AttentionSpec) -> list[Shaped]:
-        """What a block holds beside rows, where blocks are chosen."""
-        return (
-            []
-            if self._selection is None
-            else [(shape, self._dtype) for shape in self._selection.bound_shapes(spec.n_kv_heads, spec.head_dim)]
-        )
+        """Return the fields of a block for bounds, if a selection reads them."""
+        if self._selection is None:
+            return []
+        return [(shape, self._dtype) for shape in self._selection.bound_shapes(spec.n_kv_heads, spec.head_dim)]
 
     @property
     def pools(self) -> list[tuple[BlockPool, BlockLayout]]:
@@ -138,9 +131,8 @@ class QuantizedAttention(CannotDrop):
         return self.exact.least_bytes
 
     def bytes_for(self, stretch: Stretch) -> Int64s:
-        before, after = (
-            self.grid.n_groups(peaks) for peaks in (stretch.peaks, np.maximum(stretch.peaks, stretch.ends))
-        )
+        before = self.grid.n_groups(stretch.peaks)
+        after = self.grid.n_groups(np.maximum(stretch.peaks, stretch.ends))
         return self.exact.bytes_for(stretch) + np.stack([before, after, after, before]) * self.bodies.block_bytes
 
     # Steps
@@ -154,9 +146,8 @@ class QuantizedAttention(CannotDrop):
             cu_blocks = starts_of(n_blocks)
             blocks = self.bodies.addresses[np.concatenate(tables)]
             fresh = self.bodies.allocate(int(n_new.sum()))
-            reads = self._reads(
-                packed, exact, Body(self._store.place(blocks), cu_blocks, n_blocks * self.storage.group)
-            )
+            body = Body(self._store.place(blocks), cu_blocks, n_blocks * self.storage.group)
+            reads = self._reads(packed, exact, body)
             plan = QuantizedPlan(packed, exact, n_new, fresh, self._targets(fresh), reads)
         except BaseException:
             self.bodies.release(fresh)
@@ -185,15 +176,14 @@ class QuantizedAttention(CannotDrop):
     def attend(
         self, plan: QuantizedPlan, index: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor | None, scoring: Scoring
     ) -> Tensor:
-        """Write the step's keys and values, attend to everything up to each token: (T, H, D). Then fold."""
+        """Write the step's keys and values, and attend to everything up to each token: (T, H, D). Then fold."""
         self.exact.write(plan.exact, index, q_THD, k_TGD, v_TGD)
         out_THD = attend_each(plan.reads, q_THD, lambda read, q_QHD: self._read(read, index, q_QHD, scoring))
         taken = 0
         for i in plan.n_new.nonzero()[0].tolist():
             n_new = int(plan.n_new[i])
-            self._fold(
-                plan, index, i, {size: targets[taken : taken + n_new] for size, targets in plan.targets.items()}, n_new
-            )
+            targets = {size: offsets[taken : taken + n_new] for size, offsets in plan.targets.items()}
+            self._fold(plan, index, i, targets, n_new)
             taken += n_new
         return out_THD
 
@@ -217,9 +207,8 @@ class QuantizedAttention(CannotDrop):
         """Quantise the oldest exact rows of a request, a group into each block."""
         n_pages = n_new * self.storage.group // self.grid.page_tokens
         parts, bounds = list[Tensor](), list[Tensor]()
-        for rows, is_key in zip(
-            self.exact.oldest_rows(plan.exact, index, request, n_pages), (True, False), strict=True
-        ):
+        keys_values = self.exact.oldest_rows(plan.exact, index, request, n_pages)
+        for rows, is_key in zip(keys_values, (True, False), strict=True):
             rows_BGRD = rows.view(n_new, -1, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
             parts += self.storage.encode(rows_BGRD, by_channel=is_key)
             if is_key and self._selection is not None:
@@ -228,7 +217,7 @@ class QuantizedAttention(CannotDrop):
             reference.write_rows_(flat, targets[part.element_size()], part.flatten(1))
 
     def can_record(self, plan: QuantizedPlan) -> bool:
-        # The host counts from how many groups each query chooses.
+        # No step that folds; and from how many groups a query chooses is counted on the host, anew for each step.
         return not plan.n_new.any() and all(read.choice is None for read in plan.reads)
 
     def commit(self, plan: QuantizedPlan, kept: Int64s) -> None:
@@ -296,9 +285,7 @@ class QuantizedAttention(CannotDrop):
         self.exact.check_slot(slot, length, peak)
         n_blocks, expected = len(self._table[slot]), int(self.grid.n_groups(np.array(peak)))
         if n_blocks != expected:
-            raise IntegrityError(
-                f"slot {slot} holds {n_blocks} quantised pages, its furthest position {peak} makes it {expected}"
-            )
+            raise IntegrityError(f"slot {slot} holds {n_blocks} quantised pages, its peak {peak} makes it {expected}")
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
         self.exact.check(lengths, peaks)

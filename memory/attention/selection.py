@@ -1,10 +1,9 @@
-"""Attention that keeps every row and reads some blocks: those that may hold what a query looks for (Tang et al. 2024,
-"Quest").
+"""Selects blocks for queries to read, while every row is kept (Tang et al. 2024, "Quest").
 
 A block is a page, or a group of rows that were quantised together. Beside its rows it holds the least and the greatest
-of its keys, element by element. They are written when the block's last row is, from exact keys, and looked at only
-while the block is full: what they say follows from its rows and from nothing else. So a rollback has nothing to undo (a
-page that is cut is read whole until it is full again, and bounded anew), and a fork shares bounds as it shares rows.
+of its keys, element by element. These bounds are written when the block is full, from exact keys, and read only while
+it is full: they follow from its rows and from nothing else. So a rollback has nothing to undo (a page that is no longer
+full is read whole until it is full again, and gets new bounds), and a fork shares bounds as it shares rows.
 
 Which blocks a query reads depends on its position and on the rows up to it. Over quantised groups, exact rows are read
 by every query, on top of the policy's budget, as with policies that evict.
@@ -28,18 +27,17 @@ from memory.kernels import PageChoice, PagedBatch, Prepared
 from memory.sequences.reads import Body, Read
 
 Place = Callable[[Int64s], Prepared]
-"""Uploads a plan's array, as kernels take it."""
+"""Uploads an array of a step's plan for the kernels."""
 
 
 class Selection:
-    """Plans which blocks the queries of a step read: `memory.sequences.reads.Selects`.
+    """Plans which blocks the queries of a step read: a `memory.sequences.reads.Selects`.
 
     Args:
         policy: that of all layers of the cache.
         block_tokens: rows of a block.
-        remedy: what else may be changed where the policy's budget is too small.
-    Raises:
-        SpecError: the policy's budget is less than the blocks that it always reads.
+        remedy: what else may be changed where the policy's budget is too small, for the message.
+    Raises SpecError: the policy's budget is less than the blocks that it always reads.
     """
 
     def __init__(self, policy: Quest, block_tokens: int, store: Store, *remedy: str) -> None:
@@ -60,10 +58,8 @@ class Selection:
         if not len(tokens):
             return (Read(batch),)
         n_rows = packed.positions[tokens] + 1
-        begins, n_pages = (
-            np.repeat(batch.cu_pages[:-1][chosen], packed.counts[chosen]),
-            ceil_div(n_rows, self._block_tokens),
-        )
+        begins = np.repeat(batch.cu_pages[:-1][chosen], packed.counts[chosen])
+        n_pages = ceil_div(n_rows, self._block_tokens)
         choice = self._choice(place(pages[ranges(begins, begins + n_pages)]), n_pages, n_rows)
         lengths = n_rows - (n_pages - np.diff(choice.cu_chosen)) * self._block_tokens
         best = PagedBatch(np.arange(len(tokens) + 1), lengths, choice.pages, choice.cu_chosen, self._block_tokens)
@@ -73,6 +69,7 @@ class Selection:
     def groups_read(
         self, packed: Packed, batch: PagedBatch, pages: Int64s, place: Place, body: Body, itemsize: int
     ) -> tuple[Read, ...]:
+        """Return what the queries of a step read of quantised groups, and of the exact pages behind them."""
         n_groups = np.diff(body.cu_blocks)
         chosen, others, tokens = self._divide(packed, n_groups)
         if not len(tokens):
@@ -81,7 +78,7 @@ class Selection:
         begins, n = body.cu_blocks[:-1][request], n_groups[request]
         blocks = body.blocks.host[ranges(begins, begins + n)] // itemsize
         choice = self._choice(self._store.upload(blocks), n, packed.positions[tokens] + 1)
-        # Which blocks are read is chosen later: until then it matters how many.
+        # The blocks are chosen only when the kernel runs; planning needs their number alone.
         best = Body(body.blocks, choice.cu_chosen, np.full(len(tokens), self._n_read * self._block_tokens))
         exact = self._exact_up_to(batch, pages, request, tokens, place)
         reads = [Read(exact, self._store.upload(tokens), choice, best)]
@@ -92,8 +89,7 @@ class Selection:
         return tuple(reads)
 
     def _divide(self, packed: Packed, n_blocks: Int64s) -> tuple[Int64s, Int64s, Int64s]:
-        """Requests whose queries choose of these many blocks, all others, and the packed index of the
-        former's tokens."""
+        """Return the requests whose queries choose among `n_blocks`, all others, and the packed tokens of the first."""
         selects = (packed.counts <= self.policy.select_up_to) & (n_blocks > self._n_read)
         chosen = selects.nonzero()[0]
         return chosen, (~selects).nonzero()[0], ranges(packed.cu_seqlens[:-1][chosen], packed.cu_seqlens[1:][chosen])
@@ -102,7 +98,7 @@ class Selection:
         return self._store.upload(ranges(packed.cu_seqlens[:-1][requests], packed.cu_seqlens[1:][requests]))
 
     def _choice(self, blocks: Prepared, n_blocks: Int64s, n_rows: Int64s) -> PageChoice:
-        """What queries that see `n_rows` choose from: `n_blocks` each."""
+        """Return what queries that see `n_rows` choose from, `n_blocks` each."""
         n_last = np.maximum(0, n_blocks - np.maximum(0, n_rows - self.policy.recent) // self._block_tokens)
         cu_chosen = starts_of(np.minimum(n_blocks, self._n_read))
         return PageChoice(
@@ -112,7 +108,7 @@ class Selection:
     def _exact_up_to(
         self, batch: PagedBatch, pages: Int64s, request: Int64s, tokens: Int64s, place: Place
     ) -> PagedBatch:
-        """The exact rows up to each of these tokens, of these requests."""
+        """Return the exact rows up to each of these tokens, of these requests."""
         lengths = batch.kv_lengths[request] - (batch.cu_seqlens[1:][request] - 1 - tokens)
         begins, n_pages = batch.cu_pages[:-1][request], ceil_div(lengths, batch.page_tokens)
         placed = place(pages[ranges(begins, begins + n_pages)])
@@ -120,7 +116,7 @@ class Selection:
 
 
 def _part_of(batch: PagedBatch, pages: Int64s, requests: Int64s, place: Place) -> PagedBatch:
-    """The part of a step's batch that these requests are."""
+    """Return the part of a step's batch that belongs to these requests."""
     placed = place(pages[ranges(batch.cu_pages[:-1][requests], batch.cu_pages[1:][requests])])
     cu_seqlens, cu_pages = (starts_of(np.diff(x)[requests]) for x in (batch.cu_seqlens, batch.cu_pages))
     return PagedBatch(cu_seqlens, batch.kv_lengths[requests], placed, cu_pages, batch.page_tokens)

@@ -1,1 +1,1 @@
-"""Bytes: how the budget is cut into blocks, and the arrays that say where they are. Knows no layer."""
+"""Holds bytes: the arena that divides a budget into blocks, the pools and tables of blocks, and their arrays."""

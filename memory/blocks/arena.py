@@ -1,10 +1,9 @@
-"""The arena hands out byte ranges of one budget to blocks of every size.
+"""The arena allocates byte ranges of one budget for blocks of every size.
 
-The arena is one address space. Pages are taken from its low end, states and tails from its high end, each at its
-natural size, lowest (highest) free address first; so the split between kinds follows demand, nothing is padded, moved
-or sized ahead.
+It is one address space. Pages are taken from its low end, states and tails from its high end, each at its natural size,
+lowest (highest) free address first. So the split between them follows demand: nothing is padded, moved or sized ahead.
 
-The bookkeeping half (`Arena`, `BlockPool`) knows no tensors; `Store` holds the bytes.
+`Arena` and `BlockPool` hold no tensors; `Store` holds the bytes.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ from memory.blocks.layout import ALIGNMENT_BYTES
 from memory.errors import BUDGET_UNIT, IntegrityError, SpecError
 
 _MOST_BYTES = 1 << 62
-"""So that addresses stay within int64."""
+"""Largest budget, so that addresses stay within int64."""
 
 
 def read_budget(budget: float | str, option: str = "budget") -> int:
-    """Bytes of a budget given as a number of bytes or as text: "512MiB", "1.5 GB", "80g".
+    """Read a budget given as a number of bytes or as text: "512MiB", "1.5 GB", "80g". Raises SpecError.
 
     K, M, G and T are powers of 1000, Ki, Mi, Gi and Ti of 1024, in capitals or not; the B may be left out.
 
     Args:
-        option: what the caller calls it, for messages.
+        option: the caller's name of it, for messages.
     """
     wanted: float = 0
     if isinstance(budget, int | float | np.integer | np.floating) and not isinstance(budget, bool):
@@ -48,22 +47,22 @@ def read_budget(budget: float | str, option: str = "budget") -> int:
 
 
 class Arena:
-    """Keeps the free byte ranges of [0, capacity_bytes), coalesced.
+    """Holds the free byte ranges of [0, capacity_bytes), coalesced.
 
-    Ranges are found by either end, so that neighbours join at once. For each size and side asked for, a heap says where
-    the first range lies that is long enough; it may also name ranges that are no more, which are passed over when they
+    Ranges are found by either end, so that neighbours join at once. For each size and side that was allocated, a heap
+    finds the first range that is long enough. It may also name ranges that no longer exist, which are skipped when they
     come up.
 
     Args:
-        unit: what refusals count: `CapacityError.unit`.
+        unit: `CapacityError.unit` of refusals.
     """
 
     def __init__(self, capacity_bytes: int, unit: str = BUDGET_UNIT) -> None:
         self.unit = unit
         self.capacity_bytes = capacity_bytes // ALIGNMENT_BYTES * ALIGNMENT_BYTES
         self.free_bytes = 0
-        self._ends: dict[int, int] = {}  # of free ranges, by their starts
-        self._starts: dict[int, int] = {}  # and the other way round
+        self._ends: dict[int, int] = {}  # start -> end of each free range
+        self._starts: dict[int, int] = {}  # end -> start
         self._heaps: dict[tuple[int, bool], list[int]] = {}  # (size, from_top) -> starts, or negative ends
         if self.capacity_bytes:
             self.free(0, self.capacity_bytes)
@@ -73,13 +72,14 @@ class Arena:
         return self.capacity_bytes - self.free_bytes
 
     def allocate(self, n_bytes: int, *, from_top: bool) -> int | None:
-        """Address of `n_bytes` (a multiple of ALIGNMENT_BYTES), or None if no free range is that long.
+        """Allocate `n_bytes`, a multiple of ALIGNMENT_BYTES; return the address, or None if no free range is as long.
+
         Cost: as `allocate_many`.
         """
         return next(iter(self.allocate_many(1, n_bytes, from_top=from_top)), None)
 
     def allocate_many(self, n: int, n_bytes: int, *, from_top: bool) -> list[int]:
-        """Addresses of `n` blocks of `n_bytes` each, or of as many as fit, each at the first place where it does.
+        """Allocate `n` blocks of `n_bytes` each, or as many as fit, each at the first place; return their addresses.
 
         Cost: O(log free ranges) for each range that they are taken from.
         """
@@ -104,7 +104,7 @@ class Arena:
         return addresses
 
     def free(self, start: int, n_bytes: int) -> None:
-        """Give a range back. Cost: O(log free ranges)."""
+        """Free a range. Cost: O(log free ranges)."""
         end = start + n_bytes
         low, high = self._starts.pop(start, start), self._ends.pop(end, end)
         self._ends[low], self._starts[high] = high, low
@@ -113,17 +113,17 @@ class Arena:
         self.free_bytes += n_bytes
 
     def _enlist(self, name: int, bytes_before: int, bytes_now: int, from_top: bool) -> None:
-        """A range of this name has grown: it is long enough for more sizes."""
+        """Add a range that has grown to the heaps of sizes for which it has become long enough."""
         for (n_bytes, side), heap in self._heaps.items():
             if side == from_top and bytes_before < n_bytes <= bytes_now:
                 heappush(heap, name)
 
     def _named(self, name: int, from_top: bool) -> tuple[int, int]:
-        """The free range of this name in a heap; an empty one if it is no more."""
+        """Return the free range of this name in a heap; an empty one if it no longer exists."""
         return (self._starts.get(-name, -name), -name) if from_top else (name, self._ends.get(name, name))
 
     def _heap(self, n_bytes: int, from_top: bool) -> list[int]:
-        """Names of all free ranges that are long enough, and not many more. Cost: O(1), amortised."""
+        """Return a heap of the names of all free ranges that are long enough, and few others. Amortised cost: O(1)."""
         heap = self._heaps.get((n_bytes, from_top))
         if heap is None or len(heap) > 2 * len(self._ends) + 64:
             heap = [-end if from_top else start for start, end in self._ends.items() if end - start >= n_bytes]
@@ -134,7 +134,7 @@ class Arena:
     def check(self, used_ranges: Seq[tuple[int, int]]) -> None:
         """Raise IntegrityError unless `used_ranges` and the free ranges tile the arena exactly.
 
-        Cost: to sort the ranges, and to look at each of them once for each size of block.
+        Cost: O(ranges log ranges), and O(ranges) for each size of block.
         """
         position = 0
         for start, end in sorted([*used_ranges, *self._ends.items()]):
@@ -149,12 +149,9 @@ class Arena:
             side: {-end if side else start: end - start for start, end in self._ends.items()} for side in (False, True)
         }
         named = {key: frozenset(heap) for key, heap in self._heaps.items()}
-        lost = [
-            n
-            for (size, side), own in named.items()
-            for n, length in names[side].items()
-            if length >= size and n not in own
-        ]
+        lost = list[int]()
+        for (size, side), own in named.items():
+            lost += [name for name, length in names[side].items() if length >= size and name not in own]
         if lost or self._starts != {end: start for start, end in self._ends.items()}:
             raise IntegrityError(f"the arena's free ranges contradict each other, or cannot be found: {lost}")
         n_free = sum(end - start for start, end in self._ends.items())

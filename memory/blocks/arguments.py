@@ -11,11 +11,11 @@ import torch
 from memory.errors import HybridMemoryError, SpecError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Of rows and states, by name."""
+"""The dtypes of rows and states, by name."""
 
 
 def is_integer(value: Any, least: int | None = None) -> TypeGuard[int]:
-    """Whether this is an integer, Python's or numpy's, and no truth value; and at least `least`."""
+    """True if this is an integer, Python's or numpy's, not a bool, and at least `least`."""
     is_one = isinstance(value, int | np.integer) and not isinstance(value, bool)
     return is_one and (least is None or bool(value >= least))
 
@@ -30,10 +30,10 @@ def read_count(
 
 
 def read_dtype(option: str, dtype: Any, others: str = "") -> torch.dtype:
-    """One of `DTYPES`, by its name or itself.
+    """Read one of `DTYPES`, or its name. Raises SpecError.
 
     Args:
-        others: what else the caller takes, for the message.
+        others: what else the caller accepts, for the message.
     """
     for name, known in DTYPES.items():
         if dtype is known or (isinstance(dtype, str) and dtype == name):
@@ -42,7 +42,7 @@ def read_dtype(option: str, dtype: Any, others: str = "") -> torch.dtype:
 
 
 def read_device(option: str, device: Any) -> torch.device:
-    """A device by its name, whether or not this machine has it."""
+    """Read a device, or its name, whether or not this machine has it. Raises SpecError."""
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:

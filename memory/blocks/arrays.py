@@ -1,4 +1,4 @@
-"""Integer arrays of plans and tables, and the few operations on them that many places need."""
+"""Defines the integer arrays of plans and tables, and the few operations on them that many files use."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Int64s: TypeAlias = NDArray[np.int64]
 Bools: TypeAlias = NDArray[np.bool_]
 
 EMPTY: Int64s = np.zeros(0, np.int64)
-"""No integers: one array for all who have none."""
+"""An array of no integers, shared by all that have none."""
 
 
 _NumberT = TypeVar("_NumberT", int, Int64s)
@@ -23,8 +23,7 @@ def ceil_div(n: _NumberT, divisor: int) -> _NumberT:
 
 
 def starts_of(counts: Int64s) -> Int64s:
-    """Return (n + 1,) where each of n parts of these lengths starts, one after the other, and where the
-    last one ends."""
+    """Return (n + 1,) cumulative sums from 0: where each of n parts starts, and where the last ends."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=starts[1:])
     return starts

@@ -1,4 +1,4 @@
-"""How the blocks of a pool are divided into tensors, and where in them the rows of tokens lie."""
+"""Block layouts say how the blocks of a pool are divided into tensors, and where the rows of tokens are in them."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ ALIGNMENT_BYTES = 64
 
 
 def aligned_bytes(n_bytes: int) -> int:
+    """Round up to a multiple of ALIGNMENT_BYTES."""
     return ceil_div(n_bytes, ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 @dataclass(frozen=True)
 class Field:
-    """One tensor at a fixed place in every block of a kind.
+    """Describes one tensor at a fixed place in every block of a pool.
 
     Attributes:
-        row_axis: the axis of `shape` along which a block's rows lie; None if the tensor describes all of them at once.
+        row_axis: the axis of `shape` that is that of rows; None if the tensor describes all rows of a block at once.
     """
 
     offset_bytes: int
@@ -41,13 +42,13 @@ class Field:
 
     @property
     def end_bytes(self) -> int:
-        """Behind its last byte."""
+        """Return the offset behind its last byte."""
         return self.offset_bytes + self.n_elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class BlockLayout:
-    """How a block is divided into fields. `padding_bytes` is what alignment adds to their sizes.
+    """Says how a block is divided into fields. `padding_bytes` is what alignment adds to their sizes.
 
     Attributes:
         shares: bytes of a block that each member of its layer memory has, in the order of their numbers; together the
@@ -60,9 +61,7 @@ class BlockLayout:
 
     @staticmethod
     def of(tensors: Seq[tuple[tuple[int, ...], torch.dtype]], row_axes: Seq[int | None] | None = None) -> BlockLayout:
-        """Lay (shape, dtype) tensors out one after the other.
-        Args: row_axes: `Field.row_axis` of each, None unless given.
-        """
+        """Lay out (shape, dtype) tensors one after the other; `row_axes` are their `Field.row_axis`, or None."""
         fields, offset = list[Field](), 0
         for (shape, dtype), row_axis in zip(tensors, row_axes or [None] * len(tensors), strict=True):
             fields.append(Field(offset, shape, dtype, row_axis))
@@ -84,12 +83,11 @@ class BlockLayout:
     def blank_(self, blocks: Tensor, is_live: NDArray[np.bool_]) -> None:
         """Zero every byte of blocks (n, block_bytes) that holds no live row: is_live (n, rows a block).
 
-        A field that describes all rows of a block at once stays only where all of them are live. Cost: O(blocks with a
-        row to clear).
+        A field that describes all rows of a block at once is zeroed unless all of them are live.
+        Cost: O(blocks with a row to clear).
         """
-        for field, next_bytes in zip(
-            self.fields, [*(f.offset_bytes for f in self.fields[1:]), self.block_bytes], strict=True
-        ):
+        next_offsets = [*(field.offset_bytes for field in self.fields[1:]), self.block_bytes]
+        for field, next_bytes in zip(self.fields, next_offsets, strict=True):
             blocks[:, field.end_bytes : next_bytes] = 0
         for i in (~is_live.all(1)).nonzero()[0].tolist():
             dead_R = torch.from_numpy(~is_live[i])

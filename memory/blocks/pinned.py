@@ -1,7 +1,6 @@
-"""Host memory that a CUDA device reads and writes where it is, over the bus.
+"""Pins host memory, so that a CUDA device reads and writes it over the bus.
 
-Ordinary memory is registered with CUDA: pinned memory of torch's own would take the next power of two of the bytes
-asked for.
+Ordinary memory is registered with CUDA: pinned memory of torch's own would take the next power of two of the bytes.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from memory.blocks.store import Store, reserve
 from memory.errors import HOST_UNIT
 
 HostAttention = Literal["stream", "compute"]
-"""Who attends to pages in host memory: the device, which reads them over the bus, or the host's processor, which sends
-it what it found.
-"""
+"""What attends to pages in host memory: the device, over the bus, or the host's processor, which sends the results."""
 
 _HOST = torch.device("cpu")
 _PORTABLE_AND_MAPPED = 1 | 2
@@ -28,11 +25,11 @@ _PORTABLE_AND_MAPPED = 1 | 2
 
 
 def host_store(n_bytes: int, device: torch.device, attention: HostAttention, *, poison: bool) -> Store:
-    """A store in host memory, for a memory on `device`. It is of the device whose kernels work on it.
+    """Make a store in host memory, for a memory on `device`. Its tensors are of the device whose kernels read them.
 
-    Raises SpecError: the host cannot give, or pin, so many bytes.
+    Raises SpecError: the host cannot allocate, or pin, so many bytes.
     """
-    if device.type != "cuda":  # its memory is the host's already, or there is none ("meta")
+    if device.type != "cuda":  # the CPU's memory is the host's already, and "meta" has none
         return Store(n_bytes, device, poison=poison, unit=HOST_UNIT)
     index = torch.cuda.current_device() if device.index is None else device.index
     place = _HOST if attention == "compute" else torch.device("cuda", index)
@@ -40,9 +37,7 @@ def host_store(n_bytes: int, device: torch.device, attention: HostAttention, *, 
 
 
 def _reserve_pinned(n_bytes: int, place: torch.device, index: int) -> Tensor:
-    """(n_bytes,) uint8 in host memory that CUDA device `index` reaches: as a tensor of the device's, or of the host's
-    own.
-    """
+    """Return (n_bytes,) uint8 in host memory that CUDA device `index` reaches, as a tensor on `place`."""
     pinned = _Pinned(reserve(n_bytes, _HOST), index)
     return torch.from_numpy(np.asarray(pinned)) if place == _HOST else torch.as_tensor(pinned, device=place)
 
@@ -52,14 +47,14 @@ def _cudart() -> Any:
 
 
 class _Pinned:
-    """Host bytes, pinned as long as a tensor of them, or this, is referred to."""
+    """Holds host bytes, pinned as long as anything refers to this or to a tensor of them."""
 
     def __init__(self, host: Tensor, index: int) -> None:
         with torch.cuda.device(index):
             error = int(_cudart().cudaHostRegister(host.data_ptr(), host.numel(), _PORTABLE_AND_MAPPED))
         if error:
             raise RuntimeError(f"cudaHostRegister answers with error {error}")
-        # With unified addressing the device finds them where the host does.
+        # With unified addressing, the device uses the same addresses as the host.
         self.__array_interface__ = {
             "shape": tuple(host.shape),
             "typestr": "|u1",
@@ -67,11 +62,11 @@ class _Pinned:
             "version": 3,
         }
         self.__cuda_array_interface__: dict[str, Any] = self.__array_interface__
-        weakref.finalize(self, _unpin, host, index, os.getpid())  # which holds the bytes until then
+        weakref.finalize(self, _unpin, host, index, os.getpid())  # keeps the bytes alive until then
 
 
 def _unpin(host: Tensor, index: int, process: int) -> None:
-    if os.getpid() != process:  # CUDA serves no forks
+    if os.getpid() != process:  # CUDA does not work in a forked child
         return
     torch.cuda.synchronize(index)  # kernels may still read them
     _cudart().cudaHostUnregister(host.data_ptr())

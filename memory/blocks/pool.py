@@ -1,4 +1,4 @@
-"""Pools of reference-counted blocks, all of one size, that are carved from the arena."""
+"""Pools hold reference-counted blocks, all of one size, that are taken from the arena."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from memory.errors import CapacityError, IntegrityError
 
 
 def _runs(block_bytes: int, *addresses: Int64s) -> Iterator[tuple[int, int, list[int]]]:
-    """(first, end, addresses) of blocks [first, end) that lie one behind the other everywhere: what was allocated
-    together mostly does.
+    """Yield (first, end, addresses) for blocks [first, end) that are contiguous in all arrays of addresses.
+
+    Blocks that were allocated together mostly are.
     """
     if len(addresses[0]) == 1:
         yield 0, 1, [int(of[0]) for of in addresses]
@@ -26,11 +27,11 @@ def _runs(block_bytes: int, *addresses: Int64s) -> Iterator[tuple[int, int, list
 
 
 _FEW = 8
-"""Blocks that are counted one by one in less time than together."""
+"""Up to so many blocks, a loop counts references faster than numpy."""
 
 
 class BlockPool:
-    """Reference-counted blocks of one size in an arena. A block is written only while its count is 1.
+    """Holds reference-counted blocks of one size in an arena. A block is written only while its count is 1.
 
     Attributes:
         addresses: (n_ids,) byte address of each block; meaningless for ids not in use.
@@ -55,15 +56,13 @@ class BlockPool:
         return self.n_used * self.block_bytes
 
     def allocate(self, n: int) -> Int64s:
-        """`n` fresh blocks with one reference each: ids (n,).
-        Raises CapacityError and takes none if they do not fit."""
+        """Allocate `n` blocks with one reference each; return ids (n,). Raises CapacityError with nothing allocated."""
         addresses = self._arena.allocate_many(n, self.block_bytes, from_top=self._from_top)
         if len(addresses) < n:
             for address in addresses:
                 self._arena.free(address, self.block_bytes)
-            raise CapacityError.of(
-                f"{n} x {self.name} need", n * self.block_bytes, self._arena.free_bytes, self._arena.unit
-            )
+            arena, needed = self._arena, n * self.block_bytes
+            raise CapacityError.of(f"{n} x {self.name} need", needed, arena.free_bytes, arena.unit)
         ids = np.array(self._take_ids(n), np.int64)
         self.addresses[ids], self.counts[ids] = addresses, 1
         self.n_used += n
@@ -80,7 +79,7 @@ class BlockPool:
                 self.counts[block] += 1
 
     def release(self, ids: Int64s) -> None:
-        """Take away a reference from each block; blocks without any are freed."""
+        """Remove a reference from each block; blocks without any are freed."""
         if len(ids) > _FEW:
             np.subtract.at(self.counts, ids, 1)
             freed: list[int] = np.unique(ids[self.counts[ids] == 0]).tolist()
@@ -99,6 +98,7 @@ class BlockPool:
             self._on_change(start, (end - first) * self.block_bytes)
 
     def used_ranges(self) -> list[tuple[int, int]]:
+        """Return the byte range [start, end) of each block in use."""
         starts = self.addresses[self.counts > 0].tolist()
         return [(start, start + self.block_bytes) for start in starts]
 
@@ -121,6 +121,7 @@ class BlockPool:
             raise IntegrityError(f"{self.name} counts {self.n_used} blocks in use, {int((self.counts > 0).sum())} are")
 
     def _take_ids(self, n: int) -> list[int]:
+        """Take `n` free ids; the tables grow if there are too few."""
         while len(self._free_ids) < n:
             n_ids = len(self.counts)
             self.addresses, self.counts = (

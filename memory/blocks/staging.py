@@ -1,10 +1,10 @@
 """Uploads the host arrays of a step's plan to the device in one copy, and downloads numbers from it.
 
-What a step's plan says is uploaded in one copy, from pinned memory: the host never waits for the device, which reads an
-array when all that was asked of it before is done.
+The copy is from pinned memory, so the host never waits for the device, which reads an array when all earlier kernels
+are done.
 
-Plans go to the same place, one after the other. Two plans of arrays of the same shapes therefore lie at the same
-addresses, which is what lets a step be recorded once and replayed for others (`memory.cuda_graphs`).
+Plans are uploaded to the same buffer, one after the other. So two plans of arrays of the same shapes are at the same
+addresses, which is why a step can be captured once and replayed for others (`memory.cuda_graphs`).
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from memory.errors import StepError
 
 _LEAST_ELEMENTS = 1 << 14
 _WHOLE = 2
-"""Arrays begin at multiples of 16 bytes, which kernels load at once."""
+"""Elements to which arrays are aligned: 16 bytes, which kernels load at once."""
 
 
 def room_for(n: int) -> int:
-    """Round a capacity up, by an eighth or 16 at most, so that numbers close to each other give the same."""
+    """Round a capacity up, by at most an eighth or 16, so that numbers close to each other give the same."""
     step = max(16, (1 << n.bit_length()) // 16)
     return ceil_div(n, step) * step
 
 
 class Stage:
-    """Holds the place on a device where one step after the other has its plan.
+    """Holds the buffer on a device to which the plans of one step after the other are uploaded.
 
     Attributes:
-        layout: what two steps have in common if all their arrays lie at the same addresses; None if a plan has outgrown
-            the place.
+        layout: a key, the same for two steps whose arrays are all at the same addresses; None if a plan has outgrown
+            the buffer.
     """
 
     def __init__(self, device: torch.device, stages: Stages) -> None:
@@ -54,7 +54,7 @@ class Stage:
         return (self, self._place.data_ptr(), *self._sizes) if is_whole else None
 
     def open(self) -> None:
-        """The plan that lay here has been carried out, or is about to be, by what was asked of the device before."""
+        """Begin a new plan. Kernels that were launched before still read the old one before the new one is copied."""
         if self._n_elements > len(self._place) or not len(self._place):
             self._place = torch.empty(
                 max(_LEAST_ELEMENTS, 2 * self._n_elements), dtype=torch.int64, device=self._device
@@ -66,12 +66,12 @@ class Stage:
 
     def _use(self, place: Tensor) -> None:
         self._on_device, self._used = place, 0
-        # torch gives pinned memory to nobody else before copies out of it are done.
+        # torch does not use pinned memory again before copies out of it are done.
         self._pinned = torch.empty(len(place), dtype=torch.int64, pin_memory=self._device.type == "cuda")
         self._host = self._pinned.numpy()
 
     def add(self, array: Int64s, size: int) -> Tensor:
-        """What will be a copy of the array once this is sent; a flat one with room for `size` elements."""
+        """Return the tensor that is a copy of the array after `send`; a flat one if `size` is larger than the array."""
         end = self._used + size
         if end > len(self._host):
             self.send()
@@ -85,12 +85,13 @@ class Stage:
         return placed if size > array.size else placed.view(array.shape)
 
     def send(self) -> None:
+        """Start the copy of all arrays that were added to the device."""
         n = min(self._used, len(self._host))
         if n:
             self._on_device[:n].copy_(self._pinned[:n], non_blocking=True)
 
     def close(self) -> None:
-        """The plan is not needed any more; another one may come. Nothing happens if that is known."""
+        """Return the buffer for another plan. Nothing happens if it is closed already."""
         if not self._is_open:
             return
         self._is_open = False
@@ -99,11 +100,10 @@ class Stage:
 
 
 class Stages:
-    """The places of a memory's plans: one for each step that is open at the same time.
-    None on a device that is not apart.
+    """Holds the buffers of a memory's plans, one for each step that is open at the same time; on the CPU none.
 
     Attributes:
-        idle: those that no step uses.
+        idle: buffers that no step uses.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -111,6 +111,7 @@ class Stages:
         self.idle: list[Stage] = []
 
     def take(self) -> Stage | None:
+        """Return an idle buffer or a new one; None on a device without memory of its own."""
         if not is_apart(self._device):
             return None
         return self.idle.pop() if self.idle else Stage(self._device, self)
@@ -120,7 +121,7 @@ _PLAYS_DEVICE = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def is_apart(device: torch.device) -> bool:
-    """Whether the device has memory of its own. In Triton's interpreter the host plays such a one."""
+    """True if the device has memory of its own. For Triton's interpreter, the CPU counts as such a device."""
     return device.type == "cuda" or (_PLAYS_DEVICE and device.type == "cpu")
 
 
@@ -130,9 +131,9 @@ _is_recording: ContextVar[bool] = ContextVar("is_recording", default=False)
 
 @contextmanager
 def together(stages: Stages) -> Iterator[Stage | None]:
-    """What is uploaded inside goes to one place, in one copy at the end; until then it can be handed on, but not read.
+    """Upload all arrays of the block in one copy, at its end; until then they can be passed on, but not read.
 
-    The place is the caller's to close. If anything is raised inside, it is closed here.
+    The caller closes the stage that this yields. If the block raises, it is closed here.
     """
     stage = stages.take()
     if stage is None:
@@ -152,8 +153,7 @@ def together(stages: Stages) -> Iterator[Stage | None]:
 
 @contextmanager
 def forbidden() -> Iterator[None]:
-    """Forbid uploads inside of the block: a captured graph would read other data when it is replayed.
-    Raises StepError."""
+    """Forbid uploads in the block (StepError): a captured graph would read other data when it is replayed."""
     token = _is_recording.set(True)
     try:
         yield
@@ -162,12 +162,12 @@ def forbidden() -> Iterator[None]:
 
 
 def is_recording() -> bool:
-    """Whether this is inside of `forbidden`."""
+    """True inside of `forbidden`, while a step is captured."""
     return _is_recording.get()
 
 
 class Placed(NamedTuple):
-    """An array of a step's plan, where the host reads it and where kernels on the device do.
+    """Holds an array of a step's plan twice: for the host, and for kernels on the device.
 
     Attributes:
         host: int64, of any shape.
@@ -178,15 +178,15 @@ class Placed(NamedTuple):
     device: Tensor
 
     def part(self, begin: int, end: int) -> Placed:
-        """Return elements [begin, end) of the first axis, where they are."""
+        """Return elements [begin, end) of the first axis: views."""
         return Placed(self.host[begin:end], self.device[begin:end])
 
 
 def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor:
-    """The array, int64, on the device; on the CPU it shares memory with it. The host does not wait.
+    """Upload an int64 array to the device, without waiting; on the CPU the tensor shares memory with the array.
 
     Args:
-        room: on the device there may be more behind its end, so that a plan that has grown a little keeps its layout.
+        room: round its capacity up, so that later, slightly larger plans keep the same addresses.
     """
     if not is_apart(device):
         return torch.from_numpy(array)
@@ -194,6 +194,7 @@ def upload(array: Int64s, device: torch.device, *, room: bool = False) -> Tensor
 
 
 def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
+    """Add an array to the open stage, or upload it by itself; raises StepError if that would be in a captured step."""
     stage = _open_stage.get()
     if stage is not None:
         return stage.add(array, room_for(array.size) if room else array.size)
@@ -204,12 +205,12 @@ def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
 
 
 def place(array: Int64s, device: torch.device) -> Placed:
-    """Upload an array that the host reads as well: `upload`."""
+    """Upload an array that the host reads as well, as `upload` does."""
     return Placed(array, upload(array, device))
 
 
 class Download:
-    """Numbers (n,) int64 that the device has perhaps not computed yet, on their way to the host."""
+    """Copies numbers (n,) int64, which the device may not have computed yet, to the host, without waiting."""
 
     def __init__(self, numbers: Tensor) -> None:
         self.on_device = numbers
@@ -221,9 +222,7 @@ class Download:
             self._arrival.record(torch.cuda.current_stream(numbers.device))
 
     def wait(self) -> Int64s:
-        """The numbers.
-        The host waits for what was asked of the device before they were, and for nothing that came after.
-        """
+        """Return the numbers. The host waits for kernels that were launched before the copy, and for no later ones."""
         if self._arrival is not None:
             self._arrival.synchronize()
         numbers: Int64s = self._on_host.numpy()

@@ -1,4 +1,4 @@
-"""The bytes of a budget on a device, which pools address and kernels read and write."""
+"""The store holds the bytes of a budget on a device, which pools address and kernels read and write."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from memory.blocks.staging import Placed
 from memory.errors import BUDGET_UNIT, SpecError
 
 _mappings: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()
-"""Address -> what `reserve` has mapped there, as long as a tensor of it lives."""
+"""Address -> the memory that `reserve` has mapped there, as long as a tensor of it exists."""
 
 
 def reserve(n_bytes: int, device: torch.device) -> Tensor:
-    """(n_bytes,) uint8, of any content. On the CPU, bytes that are never touched take no memory.
+    """Allocate (n_bytes,) uint8, of any content. On the CPU, bytes that are never touched take no memory.
 
-    Linux is asked for large pages: what a step touches first then costs one page fault in 2 MiB instead of one in 4
-    KiB.
+    On Linux it requests huge pages: the first use of memory then costs one page fault for 2 MiB instead of 4 KiB.
     """
     if n_bytes and device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
         pages = mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -37,13 +36,13 @@ def reserve(n_bytes: int, device: torch.device) -> Tensor:
 
 
 class Store:
-    """An arena with its bytes: one tensor on the device, none at all on "meta".
+    """Holds an arena and its bytes: one tensor on the device, no bytes on "meta".
 
     Args:
-        reserve: (bytes, device) -> that tensor, uint8; what the device has unless given.
-        unit: of the arena.
-        poison: fill every block with NaN when it is handed out and when it is freed, so that reading memory nobody
-            wrote shows at once. For tests: it costs a write of every block.
+        reserve: (bytes, device) -> that tensor, uint8; memory of the device unless given.
+        unit: of the arena's refusals: `CapacityError.unit`.
+        poison: fill every block with NaN when it is allocated and when it is freed, so that reading memory that was not
+            written shows at once. For tests: it costs a write of every block.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Store:
         self.is_dry = device.type == "meta"
         self._poison = poison and not self.is_dry
         try:
-            with torch.inference_mode(False):  # or the bytes could be written inside of inference mode only
+            with torch.inference_mode(False):  # otherwise they could only be written inside of inference mode
                 self._bytes = reserve(
                     0 if self.is_dry else self.arena.capacity_bytes, torch.device("cpu") if self.is_dry else device
                 )
@@ -73,16 +72,14 @@ class Store:
             self._bytes.fill_(0xFF)
 
     def give_back(self) -> None:
-        """Nobody uses the bytes any more: they go now, whatever still refers to them, such as the frames of a
-        traceback.
-        """
+        """Free the bytes now, even if something still refers to them, such as the frames of a traceback."""
         if self.device.type == "cuda":
             self._bytes.untyped_storage().resize_(0)
         elif (pages := _mappings.get(self._bytes.data_ptr())) is not None:
             pages.madvise(mmap.MADV_DONTNEED)
 
     def flat(self, field: Field) -> Tensor:
-        """All bytes as a flat tensor of the field's dtype, from the field's place in a block at address 0 on.
+        """Return all bytes as a flat tensor of the field's dtype, from the field's place in a block at address 0 on.
 
         In it, element i of that field in the block at address a is element a // itemsize + i.
         """
@@ -92,20 +89,20 @@ class Store:
         return BlockPool(self.arena, name, layout.block_bytes, from_top=from_top, on_change=self._poison_block)
 
     def upload(self, array: Int64s, *, room: bool = False) -> Tensor:
-        """A plan's array where the kernels want it: `memory.blocks.staging`."""
+        """Upload an array of a plan for the kernels, as `memory.blocks.staging.upload` does."""
         return uploads.upload(array, self.device, room=room)
 
     def place(self, array: Int64s) -> Placed:
-        """Upload an array that kernels read on the host or on the device, each as it needs."""
+        """Upload an array that some kernels read on the host and others on the device."""
         return uploads.place(array, self.device)
 
     def copy(self, source: int, target: int, n_bytes: int) -> None:
-        """Copy one block's bytes onto another's."""
+        """Copy the bytes of one block to another."""
         if not self.is_dry:
             self._bytes[target : target + n_bytes] = self._bytes[source : source + n_bytes]
 
     def read(self, addresses: Int64s, block_bytes: int) -> Tensor:
-        """Copies of blocks, (n, block_bytes) uint8 on the host; in a dry run on "meta"."""
+        """Copy blocks to the host, (n, block_bytes) uint8; in a dry run to "meta"."""
         if self.is_dry:
             return torch.empty(len(addresses), block_bytes, dtype=torch.uint8, device="meta")
         blocks = torch.empty(len(addresses), block_bytes, dtype=torch.uint8)
@@ -114,7 +111,7 @@ class Store:
         return blocks
 
     def write(self, addresses: Int64s, blocks: Tensor) -> None:
-        """Put what `read` returned into other blocks."""
+        """Write what `read` returned to other blocks."""
         if not self.is_dry:
             n_bytes = blocks.shape[1]
             for first, end, (address,) in _runs(n_bytes, addresses):
@@ -128,6 +125,6 @@ class Store:
                 self._bytes[target : target + n_bytes].copy_(source._bytes[address : address + n_bytes])
 
     def _poison_block(self, address: int, n_bytes: int) -> None:
-        """All bits set is NaN in every floating-point dtype."""
+        """Fill a block with NaN if the store is poisoned: all bits set is NaN in every floating-point dtype."""
         if self._poison:
             self._bytes[address : address + n_bytes].fill_(0xFF)

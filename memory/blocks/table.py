@@ -1,4 +1,4 @@
-"""Block tables: which blocks of a pool each slot refers to, such as a page table of an attention cache."""
+"""Block tables say which blocks of a pool each slot refers to, like the page table of an attention cache."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class BlockTable:
         self._what = what
 
     def __getitem__(self, slot: int) -> Int64s:
-        """(n,) ids of a slot's blocks."""
+        """Return (n,) the ids of a slot's blocks."""
         return self.ids.get(slot, EMPTY)
 
     def counts(self, slots: Int64s) -> Int64s:
-        """Count the blocks that each slot (S,) refers to."""
+        """Return (S,) the number of blocks that each slot refers to."""
         return np.array([len(self[slot]) for slot in slots.tolist()], np.int64)
 
     def set(self, slot: int, ids: Int64s, **numbers: int) -> None:
-        """Let a slot refer to these blocks, whose references are given with them, and have these numbers."""
+        """Make a slot refer to these blocks, whose references pass to it, and set its numbers."""
         self.ids[slot] = ids
         for name, value in numbers.items():
             if value:
@@ -44,24 +44,24 @@ class BlockTable:
                 self.numbers[name].pop(slot, None)
 
     def append(self, slot: int, ids: Int64s) -> None:
-        """Let a slot refer to these blocks as well."""
+        """Make a slot refer to these blocks as well, behind its others."""
         self.ids[slot] = np.concatenate([self[slot], ids])
 
     def truncate(self, slot: int, n_kept: int) -> None:
-        """Give up a slot's blocks behind the first `n_kept`."""
+        """Release a slot's blocks behind the first `n_kept`."""
         ids = self[slot]
         if n_kept < len(ids):
             self.pool.release(ids[n_kept:])
             self.ids[slot] = ids[:n_kept]
 
     def release(self, slot: int) -> None:
-        """Give up all blocks of a slot."""
+        """Release all blocks of a slot."""
         for column in self.numbers.values():
             column.pop(slot, None)
         self.pool.release(self.ids.pop(slot, EMPTY))
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
-        """Let each target refer to what its source does, all at once. Copies no block."""
+        """Make each target refer to the blocks of its source, all at once. Copies no block."""
         held = [
             (self.ids.get(slot), [column.get(slot, 0) for column in self.numbers.values()]) for slot in sources.tolist()
         ]
@@ -74,7 +74,7 @@ class BlockTable:
                 self.set(slot, ids, **dict(zip(self.numbers, values, strict=True)))
 
     def holding(self, part: Part, slots: Int64s, starts: Int64s, ends: Int64s | None = None) -> Holding:
-        """Return what slots (S,) refer to, as one part of what they hold; the blocks stand for tokens [start, end)."""
+        """Return the blocks of slots (S,), as this part of their memory, for tokens [start, end)."""
         return Holding.of_tables(self.pool.name, part, [self[slot] for slot in slots.tolist()], starts, ends)
 
     def record(self, slot: int) -> Record:
@@ -82,9 +82,7 @@ class BlockTable:
         return {name: [column.get(slot, 0)] for name, column in self.numbers.items()}
 
     def adopt(self, slot: int, record: Record, ids: Int64s) -> None:
-        """Let an empty slot refer to blocks with the bytes of a saved file.
-        Raises KeyError or ValueError for a bad record.
-        """
+        """Make an empty slot refer to blocks with the bytes of a saved file. Raises KeyError or ValueError."""
         numbers = {name: int(record[name][0]) for name in self.numbers}
         self.set(slot, ids, **numbers)
 

@@ -1,1 +1,1 @@
-"""Positions of sequences: the ledger, packing, fold points, pages, rollback, dropping. Holds no tensors."""
+"""Computes positions: the ledger, packing, fold points, pages, rollback and drops. No tensors."""

@@ -1,4 +1,4 @@
-"""Packing: requests of any lengths become one flat axis, and rows find their way back into the caller's order."""
+"""Packs requests of any lengths into one flat axis of tokens, and finds the outputs in the caller's order."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 @dataclass(frozen=True)
 class TokenLists:
-    """Token ids of several requests, one after the other in `flat` (T,); request i has counts[i].
+    """Holds the token ids of several requests, one after the other in `flat` (T,); request i has counts[i].
 
-    Those that are `late` are on the device alone: zeros stand for them until `arrive`.
+    `late` ids are still on the device: `flat` holds zeros in their place until `arrive`.
     """
 
     flat: Int64s
@@ -35,18 +35,18 @@ class TokenLists:
 
     @staticmethod
     def of(lists: list[Int64s]) -> TokenLists:
+        """Join lists of token ids, (n,) each."""
         return TokenLists(np.concatenate(lists), np.fromiter(map(len, lists), np.int64, len(lists)))
 
     @staticmethod
     def on_their_way(parts: list[Tensor]) -> TokenLists:
-        """Of tensors of integers on the device, (n,) or () each."""
+        """Start the download of integer tensors on the device, (n,) or () each, without waiting for it."""
         late = Download(torch.cat([part.reshape(-1) for part in parts]).to(torch.int64))
-        return TokenLists(
-            np.zeros(len(late.on_device), np.int64), np.array([part.numel() for part in parts], np.int64), late
-        )
+        counts = np.array([part.numel() for part in parts], np.int64)
+        return TokenLists(np.zeros(len(late.on_device), np.int64), counts, late)
 
     def arrive(self, sequences: list[Sequence], vocab_size: int) -> None:
-        """Late tokens take their places. Raises BatchError if one is outside the vocabulary."""
+        """Wait for late tokens and put them in place. Raises BatchError if one is outside the vocabulary."""
         if self.late is not None:
             self.flat[:] = self.late.wait()
             for sequence, ids in zip(sequences, self, strict=True):
@@ -67,8 +67,9 @@ class TokenLists:
 
 
 def read_pairs(requests: Requests) -> tuple[list[Sequence], list[Tokens]]:
-    """Sequences and, unread, what each is to be fed.
-    Raises BatchError: no requests, something that is none, or a sequence twice.
+    """Return the sequences and, not checked yet, the tokens of each.
+
+    Raises BatchError: no requests, something that is no request, or a sequence twice.
     """
     if not isinstance(requests, Iterable):
         raise BatchError(f"{requests!r} are no requests; give {{sequence: tokens}} or (sequence, tokens) pairs")
@@ -78,30 +79,30 @@ def read_pairs(requests: Requests) -> tuple[list[Sequence], list[Tokens]]:
 
 
 def count_tokens(values: list[Any]) -> Int64s:
-    """(S,) how many each is, by its length alone: whether they are tokens is not looked at."""
-    counts = [
-        x.numel()
-        if isinstance(x, Tensor)
-        else x.size
-        if isinstance(x, np.ndarray)
-        else len(x)
-        if isinstance(x, Sized)
-        else 1
-        for x in values
-    ]
-    return np.maximum(np.array(counts, np.int64), 1)
+    """Return (S,) the number of tokens of each request, by its length alone: the tokens are not read."""
+
+    def count(x: object) -> int:
+        if isinstance(x, list):  # first, because an engine passes lists
+            return len(x)
+        if isinstance(x, Tensor):
+            return x.numel()
+        if isinstance(x, np.ndarray):
+            return x.size
+        return len(x) if isinstance(x, Sized) else 1
+
+    return np.maximum(np.array([count(x) for x in values], np.int64), 1)
 
 
 def read_tokens(sequences: list[Sequence], values: list[Any], vocab_size: int) -> TokenLists:
-    """Token ids of each request.
+    """Read and check the token ids of each request.
 
     Raises BatchError, naming the request and the value: no tokens, or tokens that are not integers with 0 <= id <
     vocab_size.
     """
-    # a decode step: all tokens at once
+    # Of a decode step, check all tokens at once.
     if set(map(type, values)) == {int} and 0 <= min(values) <= max(values) < vocab_size:
         return TokenLists(np.array(values, np.int64), np.ones(len(values), np.int64))
-    if set(map(type, values)) == {list} and all(values):  # as an engine has them: lists, most of one token
+    if set(map(type, values)) == {list} and all(values):  # an engine passes lists, most of one token
         flat = list(chain.from_iterable(values))
         if set(map(type, flat)) == {int} and 0 <= min(flat) <= max(flat) < vocab_size:
             return TokenLists(np.array(flat, np.int64), np.fromiter(map(len, values), np.int64, len(values)))
@@ -111,7 +112,7 @@ def read_tokens(sequences: list[Sequence], values: list[Any], vocab_size: int) -
 
 
 def _are_late(values: list[Tokens]) -> TypeGuard[list[Tensor]]:
-    """Whether all tokens are where the host would have to wait for them. Others, and wrong ones, are read at once."""
+    """True if all are integer tensors on a device for which the host has to wait; else all are read at once."""
     return all(
         isinstance(x, Tensor) and is_apart(x.device) and x.dtype in _INTEGERS and x.dim() <= 1 and x.numel()
         for x in values
@@ -119,6 +120,7 @@ def _are_late(values: list[Tokens]) -> TypeGuard[list[Tensor]]:
 
 
 def _read_pairs(requests: Iterable[tuple[Sequence, Tokens]]) -> tuple[list[Sequence], list[Tokens]]:
+    """Check pairs of a sequence and its tokens, and separate them. Raises BatchError."""
     pairs = list(requests)
     if not pairs:
         raise BatchError("the step has no requests; give at least one sequence its tokens")
@@ -133,11 +135,12 @@ def _read_pairs(requests: Iterable[tuple[Sequence, Tokens]]) -> tuple[list[Seque
 
 
 def _read_tokens(sequence: Sequence, tokens: Tokens, vocab_size: int) -> Int64s:
+    """Read and check the token ids of one request. Raises BatchError."""
     if isinstance(tokens, Tensor):
         if tokens.device.type == "meta":
             raise BatchError(f"the tokens of {sequence!r} are a meta tensor and have no values; give real token ids")
         if tokens.dtype.is_floating_point or tokens.dtype.is_complex:
-            raise _not_integers(sequence, tokens, vocab_size)  # numpy has no bfloat16, so this cannot wait
+            raise _not_integers(sequence, tokens, vocab_size)  # here, because numpy has no bfloat16
         tokens = tokens.detach().cpu().numpy()
     try:
         ids = np.asarray(tokens)
@@ -165,14 +168,12 @@ def _not_integers(sequence: Sequence, tokens: Tokens, vocab_size: int) -> BatchE
 
 
 def why_no_ids(tokens: object, vocab_size: int) -> str:
-    """Why something is no list of token ids, and what to give instead."""
+    """Return for an error why something is no list of token ids, and what to give instead."""
     if isinstance(tokens, Mapping) and "input_ids" in tokens:
         return "what a tokenizer returns has the ids as its ['input_ids']; give those"
     if isinstance(tokens, Set):
         return "a set has no order; give a list of token ids"
-    parts = (
-        tokens.tolist() if isinstance(tokens, np.ndarray) else tokens if isinstance(tokens, list | tuple) else [tokens]
-    )
+    parts = tokens.tolist() if isinstance(tokens, np.ndarray) else tokens
     for part in parts if isinstance(parts, list | tuple) else [parts]:
         if isinstance(part, str | bytes):
             return "that is text; encode it with the model's tokenizer first"
@@ -182,14 +183,14 @@ def why_no_ids(tokens: object, vocab_size: int) -> str:
 
 
 def pack(tokens: TokenLists, slots: Int64s, starts: Int64s, peaks: Int64s) -> Packed:
-    """Pack requests for a step: short ones first, equal lengths together, otherwise as the caller gave them.
+    """Pack requests for a step: short ones first, equal lengths together, otherwise in the caller's order.
 
     Args:
-        tokens: of each request, in the caller's order, like `slots`, `starts` (lengths so far) and `peaks` (furthest
-            positions so far), int64 (S,).
+        tokens: of each request, in the caller's order.
+        slots, starts, peaks: (S,) in the same order; `starts` are the lengths before the step.
     """
     n = len(slots)
-    if len(tokens.flat) == n:  # one token each: the general case below, with nothing to put in order
+    if len(tokens.flat) == n:  # one token each: as below, but nothing needs sorting
         return Packed(slots, starts, np.arange(n + 1), np.maximum(peaks, starts + 1), tokens.flat, starts, np.arange(n))
     order = np.argsort(tokens.counts, kind="stable")
     place = np.empty_like(order)
@@ -208,7 +209,7 @@ def pack(tokens: TokenLists, slots: Int64s, starts: Int64s, peaks: Int64s) -> Pa
 
 
 def requests_of(packed: Packed, chosen: Int64s) -> tuple[Packed, Int64s]:
-    """A step of these requests (s,) alone, ascending, and the packed index (t,) of their tokens."""
+    """Return a step of these requests (s,) alone, ascending, and the packed indices (t,) of their tokens."""
     tokens = ranges(packed.cu_seqlens[:-1][chosen], packed.cu_seqlens[1:][chosen])
     return Packed(
         slots=packed.slots[chosen],
@@ -222,6 +223,6 @@ def requests_of(packed: Packed, chosen: Int64s) -> tuple[Packed, Int64s]:
 
 
 def output_rows(packed: Packed, outputs: str) -> Int64s:
-    """Packed row of each output, in the caller's order: the last token of each request, or all tokens."""
+    """Return the packed row of each output, in the caller's order: the last token of each request, or all tokens."""
     starts, ends = packed.cu_seqlens[:-1][packed.place], packed.cu_seqlens[1:][packed.place]
     return ends - 1 if outputs == "last" else ranges(starts, ends)

@@ -1,4 +1,4 @@
-"""Dropping tokens from the middle of a sequence, in all layer memories or in none."""
+"""Drops tokens from the middle of a sequence, in all layer memories or in none."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memory.interface import Dropped, DropsTokens
 
 
 class CannotDrop(ABC):
-    """`DropsTokens` of a kind whose old rows cannot move: it refuses, so there is never a plan."""
+    """Refuses to drop tokens, for layer memories whose old rows cannot move; so there is never a plan."""
 
     @abstractmethod
     def why_not(self) -> str:
@@ -31,21 +31,19 @@ class CannotDrop(ABC):
         raise AssertionError("there is no plan")
 
 
-def drop_from_all(kinds: Iterable[DropsTokens], dropped: Dropped, free_bytes: int) -> None:
-    """Drop tokens from all layer memories, or from none."""
+def drop_from_all(memories: Iterable[DropsTokens], dropped: Dropped, free_bytes: int) -> None:
+    """Drop tokens from all layer memories, or from none. Raises DropError or CapacityError."""
     plans: list[tuple[DropsTokens, Any]] = []
     try:
-        for kind in kinds:
-            plans.append((kind, kind.plan_drop(dropped)))
+        for memory in memories:
+            plans.append((memory, memory.plan_drop(dropped)))
     except BaseException as error:
-        for kind, plan in plans:
-            kind.abandon_drop(plan)
-        # What it missed came on top of what other kinds had taken already.
+        for memory, plan in plans:
+            memory.abandon_drop(plan)
+        # The layer memories that had planned before held blocks as well: count them as needed.
         if isinstance(error, CapacityError) and error.unit == BUDGET_UNIT:
-            needed = error.needed + free_bytes - error.free
-            raise CapacityError.of(
-                "the rows behind the dropped tokens are copied and need at least", needed, free_bytes
-            ) from None
+            needed, what = error.needed + free_bytes - error.free, "the rows behind the dropped tokens are copied and"
+            raise CapacityError.of(f"{what} need at least", needed, free_bytes) from None
         raise
-    for kind, plan in plans:
-        kind.drop(plan)
+    for memory, plan in plans:
+        memory.drop(plan)

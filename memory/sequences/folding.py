@@ -1,4 +1,6 @@
-"""When bodies move, and which rows must run from which state: positions and addresses only, no tensors.
+"""Decides when rows fold into the body, and which rows a recurrence must run from which state.
+
+It computes positions and addresses only, no tensors.
 
     position 0 ......... body_at ............... head_at .... start ............ end
                           | tail rows, verbatim ------------ | new rows of the step |
@@ -20,19 +22,19 @@ from memory.blocks.arrays import Int64s
 from memory.interface import Packed, Stretch
 
 Fold = Literal["keep", "replay", "defer"]
-"""The `FoldMode` of recurrences, as `HybridMemory(fold=...)` is given it."""
+"""The fold mode of recurrent layers, as an argument of `HybridMemory(fold=...)`."""
 
 NOTHING = -1
-"""No block; as the address of a start state: the state at position 0."""
+"""The id of no block. As the address of a start state it means the state at position 0."""
 
 
 class FoldMode(Enum):
-    """How a new body is made, and what a step begins with.
+    """Says how a new body is made, and with which state a step begins.
 
-    KEEP and REPLAY hold a head: a state at the newest position, with which a step begins. A new body is a head that was
-    kept when it passed that position, or is run again from the old body over the rows between. DEFER holds none: each
-    step reads the body behind the tail, and leaves a new body on its way. NONE is for attention, which reads its body
-    and its tail as they are.
+    KEEP and REPLAY hold a head, a state at the newest position, with which a step begins. With KEEP a new body is a
+    head that was kept when it passed the fold point; with REPLAY the old body is run again over the rows between. DEFER
+    holds no head: each step reads body and tail, and writes a new body when it passes a fold point. NONE is for
+    attention, which reads body and tail as they are.
     """
 
     KEEP = "keep"
@@ -43,13 +45,13 @@ class FoldMode(Enum):
 
 @dataclass(frozen=True)
 class FoldPoints:
-    """The positions at which tokens may leave the tail, or a page its sequence: the multiples of `fold_tokens`.
+    """Computes fold points: positions at which rows may fold, or pages be released; the multiples of `fold_tokens`.
 
-    Where a sequence has folded depends on the furthest position that it has reached and on nothing else, so reruns
-    agree on it and prefixes can be shared.
+    Where a sequence has folded depends on its peak, the furthest position that it has reached, and on nothing else: so
+    reruns agree on it and prefixes can be shared.
 
     Attributes:
-        window_tokens: newest tokens that never fold, counted from the furthest position reached.
+        window_tokens: newest tokens that never fold, counted from the peak.
         fold_tokens: distance of two fold points.
     """
 
@@ -57,23 +59,23 @@ class FoldPoints:
     fold_tokens: int
 
     def count(self, peaks: Int64s) -> Int64s:
-        """Return (N,) how many fold points sequences have passed that have reached `peaks`."""
+        """Return (N,) the number of fold points that sequences with these peaks have passed."""
         return np.maximum(0, peaks - self.window_tokens) // self.fold_tokens
 
     def last(self, peaks: Int64s) -> Int64s:
-        """Return (N,) the last of these fold points: the greatest one <= peak - window_tokens, or 0."""
+        """Return (N,) the last of these fold points, the greatest one <= peak - window_tokens; or 0."""
         return self.count(peaks) * self.fold_tokens
 
 
 @dataclass(frozen=True)
 class TailRules:
-    """Where the body of a sequence belongs, how a new one is made, and how many rows a tail has.
+    """Says at which position the body of a sequence is, how a new one is made, and how many rows a tail has.
 
     Attributes:
-        points: where bodies may stand; the window is that of rollback.
-        mode: with KEEP, points as far apart as the window is long make one kept state enough.
-        tail_rows: rows of a sequence's ring. The first rollback_window + fold_tokens - 1 are what a tail can hold; the
-            rest lets a short step write in place.
+        points: the fold points, at which bodies may be; their window is the rollback window.
+        mode: the fold mode. With KEEP the points are a window apart, so that one kept state is enough.
+        tail_rows: rows of a sequence's ring. A tail holds at most rollback_window + fold_tokens - 1; the rest lets a
+            short step write in place.
     """
 
     points: FoldPoints
@@ -82,10 +84,10 @@ class TailRules:
 
     @staticmethod
     def of(fold: Fold, rollback_window: int) -> TailRules:
-        """Return what recurrences of a memory with this `fold` and window follow.
+        """Return the rules of recurrences in a memory with this `fold` and window.
 
         Keep: points a window apart, so a ring of two windows. Replay: an eighth of the window, so a ring of 1.2
-        windows. Defer: half the window, so that what a step reads of the tail, and writes of bodies, both stay small.
+        windows. Defer: half the window, so that a step reads few rows of the tail, and bodies are written rarely.
         Without a window there is no tail, and nothing to defer.
         """
         mode, window = FoldMode(fold), rollback_window
@@ -96,49 +98,49 @@ class TailRules:
 
     @staticmethod
     def of_attention(rollback_window: int, fold_tokens: int) -> TailRules:
-        """Return what attention follows whose rows fold `fold_tokens` at a time."""
+        """Return the rules of attention whose rows fold `fold_tokens` at a time."""
         return TailRules._with_ring(FoldMode.NONE, rollback_window, fold_tokens)
 
     @staticmethod
     def _with_ring(mode: FoldMode, rollback_window: int, fold_tokens: int) -> TailRules:
+        """Return rules whose ring is about 3 % larger than the longest tail."""
         n_held = rollback_window + fold_tokens - 1
         return TailRules(FoldPoints(rollback_window, fold_tokens), mode, n_held + max(1, n_held // 32))
 
     @property
     def rollback_window(self) -> int:
-        """Tokens that can always be taken back, counted from the furthest position reached."""
+        """Return the number of tokens that can always be taken back, counted from the peak."""
         return self.points.window_tokens
 
     @property
     def fold_tokens(self) -> int:
-        """Distance of two body positions."""
+        """Return the distance of two fold points."""
         return self.points.fold_tokens
 
     @property
     def keeps(self) -> bool:
-        """Whether heads are kept where the body will move next."""
+        """True if heads are kept at the fold point to which the body moves next."""
         return self.mode is FoldMode.KEEP
 
     @property
     def has_heads(self) -> bool:
-        """Whether there is a state at the newest position."""
+        """True if there is a state at the newest position."""
         return self.mode is FoldMode.KEEP or self.mode is FoldMode.REPLAY
 
     @property
     def defers(self) -> bool:
-        """Whether recurrences read the body behind the tail."""
+        """True if recurrences read body and tail, without a head."""
         return self.mode is FoldMode.DEFER
 
     def body_at(self, peaks: Int64s) -> Int64s:
-        """Return (N,) where the body of a sequence belongs that has reached `peaks`."""
+        """Return (N,) the positions of the bodies of sequences with these peaks."""
         return self.points.last(peaks)
 
     def held_blocks(self, stretch: Stretch) -> tuple[Int64s, Int64s]:
         """Return (4, N) states and (4, N) tails that sequences hold before, in and after a step.
 
-        The last row is what forks share for good: none.
-
-        Of a sequence that was taken back nothing is known but its tail: a head or a kept state may be there or not.
+        The last row is what forks share for good: none. A sequence that was rolled back may have a head or a kept state
+        or not, so only its tail is counted.
         """
         starts, ends, is_fresh = stretch.starts, stretch.ends, stretch.peaks == stretch.starts
         old_body, new_body = self.body_at(stretch.peaks), self.body_at(np.maximum(stretch.peaks, ends))
@@ -155,22 +157,23 @@ class TailRules:
         return np.stack([before, np.maximum(before + fresh, after), after, none]), tails
 
     def _shortcuts(self, lengths: Int64s, body_at: Int64s) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return whether sequences that were fed to these lengths have a head, and a kept state.
+        """Return for sequences of these lengths, never rolled back, whether each has a head, and a kept state.
 
-        A head where one is kept becomes it.
+        A head at a fold point becomes the kept state, so there is none then.
         """
         has_kept = self.keeps & (body_at + self.fold_tokens <= lengths)
         return self.has_heads & (lengths > body_at) & ~(has_kept & (lengths % self.fold_tokens == 0)), has_kept
 
 
 def _count(*are_there: NDArray[np.bool_]) -> Int64s:
+    """Return (N,) how many of these masks (N,) are true."""
     counts: Int64s = np.sum(are_there, axis=0)
     return counts
 
 
 @dataclass(frozen=True)
 class Columns:
-    """One value for each sequence, by slot or by request: positions of states, and ids of blocks.
+    """Holds positions of states and ids of blocks, one column for each sequence, by slot or by request.
 
     Positions count the tokens that a state has seen. After `drop` these are more than the sequence has, for a state
     still contains the dropped tokens: position p of the sequence is p + offset of its states.
@@ -178,13 +181,13 @@ class Columns:
         the sequence   0 ............... start ........ length
         its states     0 ......... end ............ length + offset
 
-    `kept` is the state at a later body position, at most one. It and the head are shortcuts: the body and the tail are
-    enough.
+    `kept` is the state at the fold point after the body, if it was kept. It and the head are only shortcuts: the body
+    and the tail are enough.
 
     Attributes:
         table: (9, n): body_at, head_at, kept_at, offset, floor, then the ids of body, head, kept and tail. The floor is
             the earliest position of the sequence that has a state: before it, position + offset is that of a dropped
-            token. It is at least 1 once tokens were dropped, for at position 0 nothing is remembered at all.
+            token. It is at least 1 once tokens were dropped, for a rollback to position 0 needs no state.
     """
 
     table: Int64s
@@ -243,13 +246,13 @@ class Columns:
 
     @property
     def states(self) -> Int64s:
-        """(3, n): ids of body, head and kept."""
+        """Return (3, n): ids of body, head and kept."""
         rows: Int64s = self.table[5:8]
         return rows
 
     @property
     def ids(self) -> Int64s:
-        """(4, n): ids of body, head, kept and tail."""
+        """Return (4, n): ids of body, head, kept and tail."""
         rows: Int64s = self.table[5:]
         return rows
 
@@ -266,7 +269,7 @@ EMPTY_COLUMN: Int64s = np.array([0, NOTHING, NOTHING, 0, 0, NOTHING, NOTHING, NO
 
 @dataclass(frozen=True)
 class StateAddresses:
-    """(S,) byte addresses of each request's states; NOTHING where there is none."""
+    """Holds the byte addresses (S,) of each request's states; NOTHING where there is none."""
 
     old_body: Int64s
     old_head: Int64s
@@ -278,11 +281,11 @@ class StateAddresses:
 
 @dataclass(frozen=True)
 class Pass:
-    """Runs that do not depend on each other, one for each of `requests`: rows [begin, end) from one state to another.
+    """Describes segments that one kernel call may run: for each of `requests` rows [begin, end), from state to state.
 
     Attributes:
-        is_replay: the rows are old ones, from tails, and their outputs are not wanted.
-        source, target: byte addresses of the state before and after.
+        is_replay: True if the rows are old ones, from tails, whose outputs are not needed.
+        source, target: byte addresses of the states before and after.
     """
 
     is_replay: bool
@@ -300,10 +303,8 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
     """
     starts, ends, fold = packed.starts, packed.ends, after.body_at
     from_kept = before.kept_at > before.body_at
-    at, source = (
-        np.where(from_kept, before.kept_at, before.body_at),
-        np.where(from_kept, states.old_kept, states.old_body),
-    )
+    at = np.where(from_kept, before.kept_at, before.body_at)
+    source = np.where(from_kept, states.old_kept, states.old_body)
     from_head = (before.head_at >= at) & (before.head_at <= starts)
     at, source = np.where(from_head, before.head_at, at), np.where(from_head, states.old_head, source)
     passes: list[Pass] = []
@@ -311,8 +312,8 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
     def add(is_replay: bool, mask: NDArray[np.bool_], begin: Int64s, end: Int64s, target: Int64s) -> None:
         passes.append(Pass(is_replay, mask.nonzero()[0], begin[mask], end[mask], source[mask], target[mask]))
 
-    # 1. Old rows up to the new body, unless it was kept. States beyond it cannot help: they run from the old body,
-    #    beside the rest.
+    # 1. Old rows up to the new body, unless that was kept. Requests whose nearest state is beyond it run these rows
+    #    from the old body, and go on from that nearest state in the next passes.
     mask = fold > before.body_at
     if np.count_nonzero(mask) and (mask := mask & (fold <= starts) & (before.kept_at != fold)).any():
         is_beside = mask & (at >= fold)
@@ -325,7 +326,7 @@ def schedule(packed: Packed, before: Columns, after: Columns, states: StateAddre
     if np.count_nonzero(mask):
         add(True, mask, at, starts, states.new_head)
         source = np.where(mask, states.new_head, source)
-    # 3. New rows up to the new body, and then up to where a state is kept on the way.
+    # 3. New rows up to the new body, and then up to the fold point whose state is kept.
     at = starts
     for position, target in ((fold, states.new_body), (after.kept_at, states.new_kept)):
         mask = position > at

@@ -1,14 +1,14 @@
 """Holds a Ctrl-C back while tables are being written.
 
 Python runs the handler of a signal between two bytecodes of the main thread, so an interrupt may come anywhere: also
-between the last write of a function and its return, and before the first line of an `__exit__`. Three ways to be whole
-nevertheless:
+between the last write of a function and its return, and before the first line of an `__exit__`. There are three ways to
+stay consistent:
 
-- `uninterrupted`: nothing is raised inside of the block; what came is raised at its end, when all is done.
-- `uninterrupted_call`: nor on the way from the block to the caller, so that a result is never lost. What can still be
-  undone asks with `deliver` at the end of the block, and is undone if that raises.
-- `Lease`: for what may be interrupted. Whether its block still runs is asked, not written down by its last line, which
-  may never run.
+- `uninterrupted`: nothing is raised inside the block; a Ctrl-C that came is raised at its end, when all is done.
+- `uninterrupted_call`: nothing is raised on the way from the block to the caller either, so that a result is never
+  lost. A block that can still undo its work calls `deliver` at its end, and undoes it if that raises.
+- `Lease`: the block may be interrupted; whether it still runs is computed, not noted by its last line, which may never
+  run.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from operator import methodcaller
 from types import FrameType
 from typing import Any
 
-try:  # what `signal` wraps: without the conversion to enums, which costs several times the system call
+try:  # the functions that `signal` wraps, whose conversion to enums takes several times as long as the system call
     from _signal import getsignal as _get_handler
     from _signal import signal as _set_handler
 except ImportError:
@@ -31,22 +31,20 @@ except ImportError:
     from signal import signal as _set_handler
 
 
-_SIGINT = int(signal.SIGINT)  # an enum takes its time
+_SIGINT = int(signal.SIGINT)  # an enum would be slower
 
 
 def _current_handler() -> Any:
-    """Only the main thread is ever interrupted, and where another program owns the signal, there is nothing to be
-    called.
-    """
+    """Return the Python handler of Ctrl-C; None in other threads, which are never interrupted, or if there is none."""
     handler = _get_handler(_SIGINT) if threading.current_thread() is threading.main_thread() else None
     return handler if callable(handler) else None
 
 
 class uninterrupted:
     """Let a Ctrl-C wait until the block is done, so that bookkeeping is never left half-way.
-    Cost: some two microseconds.
 
     Only the main thread is ever interrupted; elsewhere, and where another program owns the signal, nothing is changed.
+    Cost: some two microseconds.
     """
 
     def __enter__(self) -> None:
@@ -66,9 +64,7 @@ class uninterrupted:
 
 
 class _End(weakref.ref[Any]):
-    """A weak reference on which callbacks find functions of C: they run when the block dies, with no bytecode of Python
-    between them.
-    """
+    """Refers weakly to a block, with C functions that run when the block dies, no bytecode of Python between them."""
 
     __slots__ = ()
     set_handler = _set_handler
@@ -79,10 +75,12 @@ _interrupt_again = methodcaller("interrupt")
 
 
 class _Waiting:
-    """The handler meanwhile. It must not refer to the block, whose death ends it; so it keeps no frame either.
+    """Handles the signal while an `uninterrupted_call` waits, and notes that it came.
+
+    It must not refer to the block, whose death ends the wait; so it keeps no frame either.
 
     Attributes:
-        ends: what is called when the block dies, the last one first.
+        ends: called when the block dies, the last one first.
     """
 
     __slots__ = ("_restore", "ends", "has_come", "previous")
@@ -94,8 +92,9 @@ class _Waiting:
         self._restore = methodcaller("set_handler", _SIGINT, previous)
 
     def wait_for(self, block: uninterrupted_call) -> None:
+        """Restore the handler when the block dies, and then raise a Ctrl-C that has come."""
         self.ends = (_End(block, self._restore),)
-        if self.has_come:  # asked last: it may come meanwhile
+        if self.has_come:  # read only now, because a Ctrl-C may come during the line above
             self.ends = (_End(block, _interrupt_again), _End(block, self._restore))
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -105,11 +104,11 @@ class _Waiting:
 
 
 class uninterrupted_call:
-    """Let a Ctrl-C wait until the function that keeps this block in a variable has returned: `with uninterrupted_call()
-    as held: ...`.
+    """Let a Ctrl-C wait until the function that holds this in a variable has returned.
 
-    What has come by then is raised where the caller goes on, who has the result. If the block raises, there is none,
-    and the wait ends with the block. Cost: some three microseconds.
+    Use it as `with uninterrupted_call() as held: ...`. A Ctrl-C that has come by then is raised in the caller, which
+    has the result. If the block raises, there is no result, and the wait ends with the block.
+    Cost: some three microseconds.
     """
 
     __slots__ = ("__weakref__", "_handler")
@@ -124,7 +123,7 @@ class uninterrupted_call:
         return self
 
     def deliver(self) -> None:
-        """Raise what has come so far, at the last moment at which all can be as if nothing had been asked."""
+        """Raise a Ctrl-C that has come so far: call it last, while the block can still undo all its work."""
         if (handler := self._handler) is not None and handler.has_come:
             handler.has_come = False
             handler.wait_for(self)
@@ -139,9 +138,9 @@ class uninterrupted_call:
 
 
 class Lease:
-    """Whether a block runs: `with lease.take(): ...`, and `lease.is_taken` inside of it and nowhere else.
+    """Says whether a block runs: in `with lease.take(): ...`, and only there, `lease.is_taken` is True.
 
-    What is taken lives on the stack of the `with` statement alone, so it is gone when the block has been left, in
+    What `take` returns lives only on the stack of the `with` statement, so it is gone when the block has been left, in
     whatever way.
     """
 

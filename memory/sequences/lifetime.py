@@ -1,4 +1,4 @@
-"""How long a memory serves: until it is closed, in the process that made it, and never as a copy."""
+"""Ends a memory: when it is closed, or in a child process made by `fork`, every later use raises SequenceError."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ELSEWHERE = (
 
 
 class _Ended:
-    """Stands where the parts of a memory were that serves no more: using it raises SequenceError."""
+    """Replaces the parts of a memory that has ended: every use raises SequenceError."""
 
     def __init__(self, why: str, kept: object) -> None:
         self._why, self._kept = why, kept
@@ -31,11 +31,11 @@ class _Ended:
 
 
 class Lifetime:
-    """Base of what serves until it is ended: then every use of its parts raises SequenceError.
+    """Can be ended: then every use of its parts raises SequenceError. A base class.
 
     Attributes:
-        parts: names of the attributes that go.
-        why_ended: None as long as it serves.
+        parts: names of the attributes that are replaced then.
+        why_ended: the reason, for the error; None until it is ended.
     """
 
     parts: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Lifetime:
         _alive.add(self)
 
     def end(self, why: str, *, keeps: bool = False) -> None:
-        """Serve no longer. What the parts held is freed, unless this `keeps` it, untouched."""
+        """End it: free the parts, or hold them untouched if `keeps` is True."""
         parts = {name: getattr(self, name) for name in self.parts}
         vars(self).update(dict.fromkeys(parts, _Ended(why, parts if keeps else None)))
         self.why_ended = why
@@ -55,9 +55,7 @@ _alive: weakref.WeakSet[Lifetime] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """In a child made by `fork`: threads of kernels do not exist there, a CUDA device cannot be used, and files are the
-    parent's.
-    """
+    """End all memories in a child made by `fork`: kernel threads and CUDA are missing there, files are the parent's."""
     for memory in list(_alive):
         memory.end(_ELSEWHERE, keeps=True)
 

@@ -1,4 +1,4 @@
-"""Which pages a sequence keeps: positions only, no tensors."""
+"""Computes which pages a sequence holds, from positions alone, without tensors."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from memory.sequences.folding import FoldPoints
 
 @dataclass(frozen=True)
 class PageGrid:
-    """How rows are cut into pages, and which pages a sequence keeps.
+    """Says how rows are divided into pages, and which pages a sequence holds.
 
     Attributes:
         page_tokens: rows a page.
         window: rows that a token sees, itself included; None for all.
-        rollback_window: tokens that can always be taken back, counted from the furthest position reached.
+        rollback_window: tokens that can always be taken back, counted from the peak.
     """
 
     page_tokens: int
@@ -27,12 +27,13 @@ class PageGrid:
     rollback_window: int
 
     def pages(self, positions: Int64s) -> Int64s:
-        """Count the pages that rows [0, position) take."""
+        """Return the number of pages that rows [0, position) take."""
         return ceil_div(positions, self.page_tokens)
 
     def held_pages(self, stretch: Stretch) -> Int64s:
-        """(4, N) pages that sequences hold before, in and after a step: old ones leave when it is over.
-        And full ones that never leave.
+        """Return (4, N) pages that sequences hold before, in and after a step, and full ones that are never released.
+
+        Pages that leave the window are released when the step is over.
         """
         before, after = (self.first_page(peaks) for peaks in (stretch.peaks, np.maximum(stretch.peaks, stretch.ends)))
         wanted, stays = self.pages(stretch.ends), stretch.starts // self.page_tokens * (not self.leaves)
@@ -40,30 +41,27 @@ class PageGrid:
 
     @property
     def leaves(self) -> bool:
-        """Whether a sequence gives up old pages."""
+        """True if old pages are released."""
         return self.window is not None
 
     def first_page(self, peaks: Int64s) -> Int64s:
-        """The oldest page that a sequence keeps that has reached `peaks`.
-        It depends on nothing else, as a body's position does.
-        """
+        """Return the oldest page that sequences with these peaks hold; as with a body, it depends on the peak alone."""
         if self.window is None:
             return np.zeros_like(peaks)
         return FoldPoints(self.rollback_window + self.window - 1, self.page_tokens).count(peaks)
 
     def oldest_wanted(self, peaks: Int64s) -> Int64s:
-        """The oldest row that a token sees to which a sequence may be taken back that has reached `peaks`."""
+        """Return the oldest row that tokens see after any rollback in the window, of sequences with these peaks."""
         return np.maximum(0, peaks - self.rollback_window - (self.window or 0) + 1)
 
     def horizon(self, oldest: Int64s) -> Int64s:
-        """The earliest position whose window lies in rows [oldest, ...)."""
+        """Return the earliest position whose window lies in rows [oldest, ...)."""
         return np.where(oldest > 0, oldest + (self.window or 1) - 1, 0)
 
     def after_drop(self, dropped: Dropped, oldest: int) -> tuple[int, int]:
-        """The first page and the oldest row, at its new position, of a sequence that holds rows from `oldest` on and
-        drops tokens.
+        """Return the first page and the oldest row after a drop, of a sequence that holds rows from `oldest` on.
 
-        Raises DropError: then tokens would see rows that have left the window.
+        Raises DropError if tokens would then see rows that have left the window.
         """
         if self.window is None:
             return 0, 0
@@ -84,12 +82,12 @@ class PageGrid:
 
 @dataclass(frozen=True)
 class DropPlan:
-    """What a slot's table of pages will be once tokens are dropped.
+    """Says what a slot's page table will be after tokens are dropped.
 
     Attributes:
-        first_page, oldest: the page it begins with, and the oldest row that is there.
-        n_kept: of the pages that it has now, those that stay, from the first on.
-        fresh: those that follow.
+        first_page, oldest: the number of its first page, and the oldest row that it holds.
+        n_kept: how many of its present pages stay, from the first on.
+        fresh: the pages that follow.
     """
 
     slot: int

@@ -1,4 +1,4 @@
-"""Finds how far back a sequence can go: the positions that `rollback` reaches, and why it refuses others."""
+"""Finds the positions that a rollback of a sequence reaches, and explains why it refuses others."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def position_before(sequence: Sequence, length: int, n_tokens: object, to: objec
 
 
 def nearest_position(ledger: Ledger, sequence: Sequence, to: object, horizon: int) -> tuple[int, Sequence | None]:
-    """Find the nearest reachable position <= to, and the sequence or checkpoint whose blocks hold it; None for position
-    0.
+    """Find the nearest reachable position <= to, and the handle whose blocks hold it (None at position 0).
+
+    Raises RollbackError: `to` is no position.
     """
     length = int(ledger.lengths[sequence.slot])
     if not is_integer(to, 0):
@@ -35,13 +36,12 @@ def nearest_position(ledger: Ledger, sequence: Sequence, to: object, horizon: in
 
 def out_of_reach(sequence: Sequence, to: int, reached: int, length: int, horizon: int) -> RollbackError:
     """Return the refusal of position `to`, where `reached` is the nearest one that can be reached."""
-    why = (
-        f"it holds only {reached} tokens"
-        if to > reached and reached == length
-        else f"its tail reaches back to {horizon}, and no checkpoint holds {to}. The nearest reachable position is "
-        f"{reached}: "
-        f"roll back to it and feed tokens {reached} ... {to - 1} again"
-    )
-    return RollbackError(
-        f"{sequence!r} cannot return to position {to}: {why}", to=to, horizon=horizon, resume_at=reached
-    )
+    if to > reached and reached == length:
+        why = f"it holds only {reached} tokens"
+    else:
+        why = (
+            f"its tail reaches back to {horizon}, and no checkpoint holds {to}. The nearest reachable position is "
+            f"{reached}: roll back to it and feed tokens {reached} ... {to - 1} again"
+        )
+    message = f"{sequence!r} cannot return to position {to}: {why}"
+    return RollbackError(message, to=to, horizon=horizon, resume_at=reached)

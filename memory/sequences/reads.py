@@ -1,6 +1,4 @@
-"""This module says which pages and quantised blocks the queries of a step read: all, or those that a selection chooses
-for them.
-"""
+"""Describes which pages and quantised blocks the queries of a step read: all, or those that a selection chooses."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from memory.kernels import PageChoice, PagedBatch, Prepared
 
 
 class Body(NamedTuple):
-    """Quantised blocks before the pages of a step: `blocks`, `cu_blocks` and `lengths` as `FoldedRows` has them."""
+    """Names the quantised blocks before the pages of a step, in the fields of `FoldedRows`."""
 
     blocks: Placed
     cu_blocks: Int64s
@@ -25,11 +23,11 @@ class Body(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What some queries of a step read.
+    """Says what some queries of a step read.
 
     Attributes:
         tokens: packed index of the queries (Q,), None if they are all of the step.
-        choice: what each query chooses from, of the body if there is one, else of pages; None if it reads everything.
+        choice: the blocks of the body, or else the pages, from which each query chooses; None if it reads all.
     """
 
     batch: PagedBatch
@@ -39,37 +37,35 @@ class Read(NamedTuple):
 
 
 class Selects(Protocol):
-    """Plans which pages the queries of a step read, by bounds that each page holds of its keys:
-    `memory.attention.selection`.
-    """
+    """Declares what chooses the pages that queries read, by bounds of their keys: `memory.attention.selection`."""
 
     label: str
 
     def bound_shapes(self, n_kv_heads: int, head_dim: int) -> list[tuple[int, ...]]:
-        """Shapes of the bounds that a block holds beside its rows."""
+        """Return the shapes of the bounds that a block holds beside its rows."""
         ...
 
     def bounds(self, k_BGRD: Tensor) -> list[Tensor]:
-        """The bounds of full blocks that have these keys."""
+        """Compute the bounds of full blocks that have these keys."""
         ...
 
     def pages_read(
         self, packed: Packed, batch: PagedBatch, pages: Int64s, place: Callable[[Int64s], Prepared]
     ) -> tuple[Read, ...]:
-        """What the queries of a step read of its pages, which lie at element offsets `pages`."""
+        """Return what the queries of a step read of its pages, which are at element offsets `pages`."""
         ...
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Pages set aside for a step, and where its rows are read and written.
+    """Holds the pages that are allocated for a step, and where its rows are read and written.
 
     Attributes:
-        tables: request -> what its table of pages will be if all tokens are kept, where it changes.
+        tables: request -> its page table if all tokens are kept, where it changes.
         copies: (request, old page, new page) of last pages that are shared and will be appended to.
-        fresh: pages this plan allocated, copies included.
+        fresh: pages that were allocated for this plan, copies included.
         pages: element offset of each page that the step reads, request after request.
-        batch: what the attention kernels need to know.
+        batch: the pages, lengths and queries, for the attention kernels.
         rows: for each attention, (T * G,) element offset of each new token's row of each key/value head.
         reads: what the queries read.
         full: pages that the step fills, element offsets (F,), where a selection wants their bounds.

@@ -1,6 +1,4 @@
-"""Finds room in the budget: computes what requests need before their tokens are read, and frees what is optional for
-them.
-"""
+"""Finds room in the budget: computes the bytes that requests need, and frees what is optional, or refuses them."""
 
 from __future__ import annotations
 
@@ -21,15 +19,13 @@ from memory.sequences.ledger import Ledger
 _T = TypeVar("_T")
 
 _MANY_TOKENS = 4096
-"""In a step: reading them, and planning for them, takes longer than to ask whether they can fit."""
+"""Tokens of a step from which on it is faster to compute whether they can fit than to read and plan them in vain."""
 _MOST_STEPS = 1024
-"""That are looked at, the last ones: sequences hold the more the longer they are, but for what comes and goes within
-few steps.
-"""
+"""Last steps of a prompt that are computed: sequences grow, but for blocks that come and go within few steps."""
 
 
 class Holders(Protocol):
-    """What is asked of the layer memories of a model: `memory.layer_memories.LayerMemories`."""
+    """Declares what is read of the layer memories of a model: a part of `memory.layer_memories.LayerMemories`."""
 
     def bytes_for(self, stretch: Stretch) -> Int64s: ...
     def held_bytes(self, *slots: int) -> int: ...
@@ -39,13 +35,13 @@ class Holders(Protocol):
 
 @dataclass(frozen=True)
 class Need:
-    """Bytes of the budget that requests take while they are fed: of new sequences to the byte, of others at least.
+    """Says how many bytes of the budget requests take while they are fed: exact for new sequences, else a lower bound.
 
     Attributes:
         n_tokens, n_requests: of all of them.
         new_bytes: on top of what is held now, at the worst moment.
         total_bytes: with what their own sequences hold.
-        spare_bytes: for gaps that blocks of several sizes leave between them: so much more is enough, less may be.
+        spare_bytes: for gaps between blocks of several sizes: so much more is always enough, less may be.
     """
 
     n_tokens: int
@@ -82,12 +78,11 @@ class Need:
 def need_of(holders: Holders, slots: Int64s, lengths: Int64s, peaks: Int64s, counts: Int64s, max_tokens: int) -> Need:
     """Compute the bytes of requests that are fed in the steps of `memory.chunked_prefill.split_requests`.
 
-    Cost: O(steps), no more than so many, and O(requests).
-
     Args:
-        slots: (S,) of their sequences; -1 for one that is yet to be opened. lengths, peaks: (S,) as the ledger has
-            them.
+        slots: (S,) of their sequences; -1 for one that is not open yet.
+        lengths, peaks: (S,) as the ledger has them.
         counts: (S,) tokens of each request.
+    Cost: O(requests + steps), of which at most the last 1024 count.
     """
     order = counts.argsort(kind="stable")
     slots, lengths, peaks, counts = slots[order], lengths[order], peaks[order], counts[order]
@@ -101,7 +96,7 @@ def need_of(holders: Holders, slots: Int64s, lengths: Int64s, peaks: Int64s, cou
     before, inside, after, _ = holders.bytes_for(
         Stretch(slots[request], starts, piece_ends, np.maximum(peaks[request], starts))
     )
-    # What is done holds all its tokens, and what goes on holds what its last step has left.
+    # A request that is done holds all its tokens; one that goes on holds what its last step has left.
     is_done = ends <= first
     done = lengths[is_done] + counts[is_done]
     done_bytes = holders.bytes_for(Stretch(slots[is_done], done, done, np.maximum(peaks[is_done], done)))[0].sum()
@@ -118,26 +113,25 @@ def need_of(holders: Holders, slots: Int64s, lengths: Int64s, peaks: Int64s, cou
 
 
 def _spare_bytes(holders: Holders, n_requests: int, total_bytes: int) -> int:
-    """Estimate the bytes lost in gaps between blocks of several sizes: more sequences leave more, but never a large
-    part.
-    """
+    """Estimate the bytes lost in gaps between blocks of several sizes: at most a quarter, or a few blocks."""
     sizes = holders.block_bytes
     gaps_bytes = max(sum(sizes) + max(sizes, default=0), min(n_requests * sum(sizes), total_bytes // 4))
     return aligned_bytes(gaps_bytes) if len(set(sizes)) > 1 else 0
 
 
 def _count(n: int, what: str) -> str:
+    """Return "1 token" or "2 tokens"."""
     return f"{n:,} {what}{'' if n == 1 else 's'}"
 
 
 class Room:
-    """Finds room in the budget for what is asked of a memory, or refuses it.
+    """Finds room in the budget for calls that allocate blocks, or refuses them.
 
     Attributes:
-        reclaimers: called with the bytes that are missing; each frees what is only optional, and says whether it has
+        reclaimers: called with the bytes that are missing; each frees what is optional, and returns True if it has
             freed anything.
     Args:
-        abort_abandoned: aborts steps that were left without being told, and says whether there was any.
+        abort_abandoned: aborts steps that an interrupt left open, and returns True if there was any.
     """
 
     def __init__(self, arena: Arena, holders: Holders, ledger: Ledger, abort_abandoned: Callable[[], bool]) -> None:
@@ -148,35 +142,31 @@ class Room:
         self._abort_abandoned = abort_abandoned
 
     def need(self, slots: Int64s, counts: Int64s, max_tokens: int) -> Need:
-        """Compute what requests of slots (S,) need that have counts (S,) tokens; see `need_of`."""
+        """Compute the bytes that requests for slots (S,) of counts (S,) tokens need; see `need_of`."""
         return need_of(self._holders, slots, self._ledger.lengths[slots], self._ledger.peaks[slots], counts, max_tokens)
 
     def refusal(self, need: Need) -> CapacityError:
-        """Return the error for a need that has no room, in this budget or now."""
+        """Return the error for requests that do not fit, into this budget or now."""
         return need.refusal(self.arena.capacity_bytes, self.arena.free_bytes)
 
     def lack(self, slots: Int64s, counts: Int64s, max_tokens: int, *, least_bytes: int = 0) -> CapacityError:
-        """Return the error for requests without room; it names the bytes of all of them, at least `least_bytes` new
-        ones.
-        """
+        """Return the error for requests that do not fit; their new bytes are `least_bytes` or more."""
         return self.refusal(self.need(slots, counts, max_tokens).at_least(least_bytes))
 
     def refuse_hopeless(self, sequences: list[Sequence], values: list[Any]) -> None:
-        """Raise CapacityError if these are thousands of tokens, of which nothing but their number was read, that never
-        fit.
-        """
+        """Raise CapacityError if these are thousands of tokens that never fit; only their number is read."""
         if set(map(type, values)) != {int} and (counts := count_tokens(values)).sum() > _MANY_TOKENS:
             need = self.need(self._ledger.check_all_usable(sequences), counts, int(counts.sum()))
             if need.total_bytes > self.arena.capacity_bytes:
                 raise self.refusal(need)
 
     def require(self, sequences: list[Sequence], counts: Int64s, max_tokens: int) -> None:
-        """Refuse requests that cannot fit, before anything is done for them; what is optional goes if they can.
+        """Refuse requests that cannot fit, before they change anything; free what is optional if they then can.
 
         Args:
             counts: (S,) tokens of each.
         Raises:
-            CapacityError: naming the bytes that all of them need together; SequenceError.
+            CapacityError: with the bytes that all of them need together. SequenceError.
         """
         slots = self._ledger.check_all_usable(sequences)
 
@@ -190,7 +180,7 @@ class Room:
     def make(self, attempt: Callable[[], _T]) -> _T:
         """Return what `attempt` returns. Where it lacks room, free what is optional and call it again.
 
-        Nothing goes for what the whole budget could not hold.
+        Nothing is freed for what the whole budget could not hold.
         """
         while True:
             try:
@@ -198,13 +188,10 @@ class Room:
             except CapacityError as error:
                 if self._abort_abandoned():
                     continue
-                # In host memory only checkpoints that are there make room; others need not go in vain.
-                can_help = (
-                    error.needed <= self.arena.capacity_bytes
-                    if error.unit != HOST_UNIT
-                    else any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
-                )
-                if not can_help or not any(
-                    reclaim(max(1, error.needed - error.free)) for reclaim in [*self.reclaimers]
-                ):
+                if error.unit == HOST_UNIT:  # only closing checkpoints that are in host memory makes room there
+                    can_help = any(s.is_checkpoint and s.is_on_host for s in self._ledger.handles.values())
+                else:
+                    can_help = error.needed <= self.arena.capacity_bytes
+                missing_bytes = max(1, error.needed - error.free)
+                if not can_help or not any(reclaim(missing_bytes) for reclaim in [*self.reclaimers]):
                     raise

@@ -1,4 +1,4 @@
-"""Token ids that a sequence, its forks and its checkpoints hold once, together (copy on write)."""
+"""Buffers hold token ids once for a sequence, its forks and its checkpoints (copy on write)."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from memory.blocks.arrays import Int64s
 from memory.interface import Sequence
 
 _LEAST_TOKENS = 1024
-"""Buffers of no more tokens than these are never too large."""
+"""Buffers of at most so many tokens are never shrunk."""
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint among the holders of a buffer: it never changes, so its horizon is asked for once."""
+    """Describes a checkpoint in a buffer. It never changes, so its horizon is computed only once."""
 
     n_tokens: int
     id: int
@@ -25,21 +25,22 @@ class Checkpoint(NamedTuple):
 
 
 def _order(checkpoint: Checkpoint) -> tuple[int, int]:
+    """Return what checkpoints of a buffer are sorted by: the number of tokens, then the id."""
     return checkpoint[:2]
 
 
 class TokenBuffer:
-    """Token ids from position 0 on. Each holder holds as many of them as it is long.
+    """Holds token ids from position 0 on, for several sequences and checkpoints, each up to its own length.
 
-    One live holder at most, the writer, appends in place: no other one reaches further than it does. All others copy
-    what they hold before they append. So a checkpoint or a fork costs no tokens, and appending stays O(1) a token.
+    At most one live sequence, the writer, appends in place, and no other is longer than that. All others copy their
+    tokens before they append. So a checkpoint or a fork copies no tokens, and appending stays O(1) a token.
 
     Attributes:
-        ids: (capacity,) of which as many are valid as the longest holder has.
-        writer: slot of the holder that appends in place; None after it went back, or left.
-        live: slots of all holders that are no checkpoints.
-        checkpoints: the others, those with the fewest tokens first.
-        longest_tail: at least as long as the way from any checkpoint back to its horizon.
+        ids: (capacity,) of which as many are valid as the longest sequence or checkpoint has.
+        writer: slot of the sequence that appends in place; None after it was rolled back, or left the buffer.
+        live: slots of all sequences, which are not checkpoints.
+        checkpoints: those with the fewest tokens first.
+        longest_tail: at least the distance of any checkpoint from its horizon, in tokens.
     """
 
     __slots__ = ("checkpoints", "ids", "live", "longest_tail", "writer")
@@ -52,7 +53,7 @@ class TokenBuffer:
         self.longest_tail = 0
 
     def add_checkpoint(self, checkpoint: Checkpoint) -> None:
-        if checkpoint.n_tokens >= self.checkpoint_tokens:  # as most are: the longest, and the newest
+        if checkpoint.n_tokens >= self.checkpoint_tokens:  # most new checkpoints are the longest
             self.checkpoints.append(checkpoint)
         else:
             insort(self.checkpoints, checkpoint, key=_order)
@@ -65,23 +66,20 @@ class TokenBuffer:
 
     @property
     def checkpoint_tokens(self) -> int:
-        """Tokens of the longest checkpoint."""
+        """Return the number of tokens of the longest checkpoint."""
         return self.checkpoints[-1].n_tokens if self.checkpoints else 0
 
     def nearest(self, position: int, is_away: np.ndarray) -> tuple[int, Sequence | None]:
-        """The furthest position <= `position` that a checkpoint of this buffer can be taken back to, and that
-        checkpoint.
+        """Return the furthest position <= `position` that a checkpoint of this buffer reaches, and that checkpoint.
 
         Args:
-            position: up to which the buffer is what the caller needs.
-            is_away: (n_slots,) whether a checkpoint is swapped out: it serves nobody until it is back.
-        Cost: O(log checkpoints), and those whose tail may reach the position.
+            position: up to here the buffer holds the caller's own tokens.
+            is_away: (n_slots,) True for slots that are swapped out: such checkpoints cannot be used.
+        Cost: O(log checkpoints), and one for each whose tail may reach the position.
         """
         first = bisect_right(self.checkpoints, position, key=lambda checkpoint: checkpoint.n_tokens)
-        below = next(
-            (self.checkpoints[i] for i in range(first - 1, -1, -1) if not is_away[self.checkpoints[i].handle.slot]),
-            None,
-        )
+        shorter = (self.checkpoints[i] for i in range(first - 1, -1, -1))
+        below = next((checkpoint for checkpoint in shorter if not is_away[checkpoint.handle.slot]), None)
         if below is not None and below.n_tokens == position:
             return position, below.handle
         for above in islice(self.checkpoints, first, None):
@@ -93,7 +91,7 @@ class TokenBuffer:
 
 
 def common_prefix(a: Int64s, b: Int64s) -> int:
-    """How many leading tokens are the same. Cost: O(their number)."""
+    """Return how many leading tokens are the same. Cost: O(their number)."""
     n, start, size = min(len(a), len(b)), 0, 64
     while start < n:
         end = min(n, start + size)
@@ -106,5 +104,5 @@ def common_prefix(a: Int64s, b: Int64s) -> int:
 
 
 def is_roomy(ids: Int64s, n_tokens: int) -> bool:
-    """Whether an array is far larger than so many tokens need."""
+    """True if an array is far larger than so many tokens need."""
     return len(ids) > 4 * n_tokens + _LEAST_TOKENS

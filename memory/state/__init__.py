@@ -1,1 +1,1 @@
-"""What a sequence holds as a body and a tail: the table of its blocks, and how they are read."""
+"""Keeps bodies and tails: the table of their blocks, and how recurrences read them."""

@@ -1,4 +1,4 @@
-"""How recurrences and kernels reach the states and rows in blocks."""
+"""Gives recurrences and kernels access to the states and rows in blocks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from memory.state.tails import TailStep, TailTable
 
 
 class States:
-    """Where a recurrence finds its start states and leaves its end states, for S runs of packed rows.
+    """Gives a recurrence the start states of S segments of packed rows, and takes their end states.
 
     A recurrence in plain torch uses `start()` and `end(...)`; one with kernels uses `slots(j)` and `written()`.
 
     Attributes:
-        cu_rows: (S + 1,) run i covers rows [cu_rows[i], cu_rows[i + 1]); int64 on the host.
+        cu_rows: (S + 1,) segment i has rows [cu_rows[i], cu_rows[i + 1]); int64 on the host.
         device_cu_rows: the same on the device.
     """
 
@@ -53,9 +53,9 @@ class States:
 
     @property
     def begins(self) -> Int64s:
-        """(S,) position of each run's first row; int64 on the host.
+        """Return (S,) the position of each segment's first row; int64 on the host.
 
-        Raises StepError while a step is recorded, which stands for others.
+        Raises StepError while a step is captured in a CUDA graph, which is replayed at other positions.
         """
         if is_recording():
             raise StepError(
@@ -64,28 +64,23 @@ class States:
         return self._begins
 
     def slots(self, index: int) -> StateSlots:
-        """Where state tensor `index` begins and ends, for kernels that read and write it in place."""
+        """Return where state tensor `index` starts and ends, for kernels that read and write it in place."""
         state = self.spec.states[index]
         tail = None if self.tails is None else self.tails[index]
         source, target = self.sources[index], self.targets[index]
         return StateSlots(self._cu_rows, self.flats[index], source, target, state.shape, state.initial, tail)
 
     def start(self) -> tuple[Tensor, ...]:
-        """The start states, (S, *shape) each: copies.
-
-        Those that name a dtype come in float32, however few bits they are kept in.
-        """
+        """Return copies of the start states, (S, *shape) each; float32 if their spec names any dtype."""
         if self.tails is not None:
             raise StepError(
                 f"states of {self.spec.family!r} stand behind a tail; take `slots`, or give its StateTensors no `ring`"
             )
-        tensors = (
-            self.kernels.read_rows(flat, source, state.shape, state.initial)
-            for flat, source, state in zip(self.flats, self.sources, self.spec.states, strict=True)
-        )
-        return tuple(
-            t if state.dtype is None else t.float() for t, state in zip(tensors, self.spec.states, strict=True)
-        )
+        tensors = list[Tensor]()
+        for flat, source, state in zip(self.flats, self.sources, self.spec.states, strict=True):
+            tensor = self.kernels.read_rows(flat, source, state.shape, state.initial)
+            tensors.append(tensor if state.dtype is None else tensor.float())
+        return tuple(tensors)
 
     def end(self, *tensors: Tensor) -> States:
         """Write the end states, (S, *shape) each."""
@@ -101,13 +96,13 @@ class States:
         return self.written()
 
     def written(self) -> States:
-        """Say that a kernel has written the end states in place."""
+        """Note that a kernel has written the end states in place."""
         self.is_written = True
         return self
 
 
 class Recurrence(Protocol):
-    """A fold over rows, owned by a layer of a model: state, y = f(state, row)."""
+    """Declares the function of a recurrent layer, (state, row) -> (state, output), run over many rows at once."""
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Run rows (T, *row_shape), packed by states.cu_rows, from the start states.
@@ -119,10 +114,12 @@ class Recurrence(Protocol):
 
 @dataclass(frozen=True)
 class Run:
-    """Some recurrence runs of a step that do not depend on each other; the same for every recurrence.
+    """Describes segments of a step that one kernel call runs, because none depends on another.
+
+    It is the same for every recurrence.
 
     Attributes:
-        cu_rows: (n + 1,).
+        cu_rows: (n + 1,) segment i has rows [cu_rows[i], cu_rows[i + 1]).
         begins: (n,) position of the first row.
         sources, targets: element size in bytes -> (n,) element offset of the start and end state's block.
         tail_rows: for rows that come from tails: elements a row -> (rows,) element offset; None if the rows are new.
@@ -138,7 +135,7 @@ class Run:
 
 
 class RowWrites(NamedTuple):
-    """Which of a step's new rows go into tails, and where.
+    """Says which of a step's new rows are written to tails, and where.
 
     Attributes:
         indices: (n,) packed index of each.
@@ -154,7 +151,7 @@ class BlockAccess:
 
     Attributes:
         states, tails: for each member a flat view of each of its state tensors, and of each part of its tails: at the
-            element offset of a block lies that block's own. There are none in a dry run.
+            element offset of a block it holds that block's tensor. There are none in a dry run.
         row_elements: elements of each member's row in a tail; 0 where it has none.
     """
 
@@ -189,7 +186,7 @@ class BlockAccess:
         return {size: self.place(block + slot * size) for size in self._row_sizes}
 
     def plan_writes(self, step: TailStep) -> RowWrites:
-        """Find the places in tails of the new rows behind each new body."""
+        """Find the places in tails for the new rows behind each new body."""
         packed, after = step.packed, step.after
         if not self.table.rules.tail_rows or not self._row_sizes:
             return RowWrites(self._store.upload(EMPTY), {})
@@ -197,12 +194,12 @@ class BlockAccess:
             return RowWrites(self._store.upload(np.arange(len(packed.starts))), self.ring(after.tail, packed.starts))
         begin, ends = np.maximum(packed.starts, after.body_at), packed.ends
         counts = ends - begin
-        shift: Int64s = packed.cu_seqlens[:-1] - packed.starts
+        to_packed: Int64s = packed.cu_seqlens[:-1] - packed.starts  # from positions to packed indices
         offsets = self.ring(np.repeat(after.tail, counts), ranges(begin, ends))
-        return RowWrites(self._store.upload(ranges(begin + shift, ends + shift)), offsets)
+        return RowWrites(self._store.upload(ranges(begin + to_packed, ends + to_packed)), offsets)
 
     def write_rows(self, index: int, writes: RowWrites, rows: Tensor) -> None:
-        """Write those of the step's rows (T, *row_shape) of member `index` that go into tails."""
+        """Write those of the step's rows (T, *row_shape) of member `index` that `plan_writes` has chosen."""
         n_elements, n_written = self.row_elements[index], writes.indices.shape[0]
         if n_elements and n_written:
             written = rows if n_written == len(rows) else rows[writes.indices]

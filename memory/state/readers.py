@@ -1,6 +1,6 @@
-"""How recurrences run over bodies and tails.
+"""Runs recurrences over bodies and tails.
 
-A `HeadReader` keeps a state at the newest position, a `TailReader` leaves it behind and reads the tail with it.
+A `HeadReader` keeps a state at the newest position, a head; a `TailReader` has none, and reads body and tail.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ class Reader(Protocol[ReadsT]):
     access: BlockAccess
 
     def plan(self, step: TailStep) -> ReadsT:
-        """Find what the step reads and writes, the same for every recurrence."""
+        """Find what the step reads and writes; it is the same for every recurrence."""
         ...
 
     def run(self, reads: ReadsT, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
-        """Run recurrence `index` over the step's rows (T, *row_shape); its outputs (T, ...)."""
+        """Run recurrence `index` over the step's rows (T, *row_shape), and return its outputs (T, ...)."""
         ...
 
     def can_record(self, reads: ReadsT) -> bool:
-        """Whether another step whose uploads have the same shapes asks the same of the device."""
+        """True if a step whose uploads have the same shapes launches the same kernels, so a CUDA graph serves both."""
         ...
 
 
 class HeadReader:
-    """Runs recurrences whose states stand at the newest position: `Reader`.
+    """Runs recurrences with a head, a state at the newest position: a `Reader`.
 
     A step begins with the head or, if a rollback made it stale, runs the tail's rows from the body first. Where the
-    body moves, the rows that it passes are run from the old one into a new block.
+    body moves, the rows that it passes are run from the old body, and the new one is written to a new block.
     """
 
     def __init__(self, specs: list[RecurrentSpec], table: TailTable, kernels: Kernels | None = None) -> None:
@@ -59,7 +59,7 @@ class HeadReader:
         self._table = table
 
     def plan(self, step: TailStep) -> list[Run]:
-        """Return the runs of the step, in the order in which they must run."""
+        """Return what the kernel calls of the step run, in their order."""
         packed, before, after = step.packed, step.before, step.after
         ids = np.concatenate([before.states, after.states])
         states = StateAddresses(*np.where(ids < 0, NOTHING, self._table.states.addresses[ids]))
@@ -74,8 +74,8 @@ class HeadReader:
         if one_pass.is_replay:
             tail_rows = access.ring(np.repeat(tails[one_pass.requests], counts), ranges(one_pass.begin, one_pass.end))
         elif cu_rows[-1] < len(packed.token_ids):
-            shift = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]
-            new_rows = upload(ranges(one_pass.begin + shift, one_pass.end + shift))
+            to_packed = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]  # from positions to packed indices
+            new_rows = upload(ranges(one_pass.begin + to_packed, one_pass.end + to_packed))
         source, target = access.elements(one_pass.source), access.elements(one_pass.target)
         return Run(self._table.store.place(cu_rows), one_pass.begin, source, target, tail_rows, new_rows)
 
@@ -94,17 +94,17 @@ class HeadReader:
                 outputs[run.new_rows] = y
             elif run.tail_rows is None:
                 outputs = y
-        assert outputs is not None, "every new row belongs to run 3 or 4"
+        assert outputs is not None, "`schedule` puts every new row into a pass"
         return outputs
 
     def can_record(self, reads: list[Run]) -> bool:
-        """Runs of one length: kernels, and how many rows are read and written, follow from shapes alone."""
+        """True if all segments of a run are of one length: then kernels and row counts follow from shapes alone."""
         return all(map(_is_even, reads))
 
 
 @dataclass(frozen=True)
 class TailReads:
-    """One run a request, of all its new rows, behind its tail.
+    """Holds what a step reads and writes where each request's new rows are one segment, behind its tail.
 
     Attributes:
         sources, targets: element size in bytes -> (S,) element offset of the tail block to read and to write.
@@ -120,25 +120,24 @@ class TailReads:
 
 
 class TailReader:
-    """Runs recurrences whose states are written only when the body moves: `Reader`.
+    """Runs recurrences whose states are written only when the body moves (fold mode "defer"): a `Reader`.
 
         position 0 ......... body_at ............................ start ............ end
                               | tail: rows, and what each token did --- | new rows of the step |
 
-    There is no head, and nothing runs twice. A step runs each recurrence from the body behind the tail: a kernel reads
-    the state once, and from rings what the tokens since have written to it (`memory.kernels.Tail`). When the body
-    moves, the same kernel leaves the state of that position in a fresh block. On hardware whose speed is that of its
-    memory this is a decode step of half the bytes (ReplaySSM, Dao AI Lab 2026).
+    There is no head, and no row runs twice. In a step, a kernel reads the body's state once, and from rings what the
+    later tokens have written to it (`memory.kernels.Tail`). When the body moves, the same kernel writes the state at
+    its new position to a fresh block. On hardware that is bound by memory bandwidth, a decode step moves half the bytes
+    (ReplaySSM, Dao AI Lab 2026).
 
-    Raises:
-        SpecError: a recurrence one of whose states cannot be left behind (`StateTensor.ring`).
+    Raises SpecError: a recurrence with a state that is needed at each token (`StateTensor.ring`).
     """
 
     def __init__(self, specs: list[RecurrentSpec], table: TailTable, kernels: Kernels | None = None) -> None:
         if unable := sorted({spec.family for spec in specs if not spec.can_defer}):
+            names = ", ".join(unable)
             raise SpecError(
-                f"fold='defer' is not for {', '.join(unable)}: a state of theirs is needed at each token; choose "
-                "'replay'"
+                f"fold='defer' is not for {names}: a state of theirs is needed at each token; choose 'replay'"
             )
         self.specs = specs
         self.access = BlockAccess(table, kernels)
@@ -148,13 +147,13 @@ class TailReader:
 
     @staticmethod
     def _rings_of(spec: RecurrentSpec, flats: list[Prepared]) -> list[tuple[Prepared, ...]]:
-        """Of each state tensor the rings that it is found behind: its own, or that of the rows."""
+        """Return for each state tensor the rings that a kernel reads with it: its own, or that of the rows."""
         has_rows = spec.has_rows(deferred=True)
         rows, parts = tuple(flats[:has_rows]), iter(flats[has_rows:])
         return [tuple(next(parts) for _ in state.ring or ()) or rows for state in spec.states]
 
     def plan(self, step: TailStep) -> TailReads:
-        """Return the only run of the step."""
+        """Return what the step's only kernel call runs."""
         packed, before, after = step.packed, step.before, step.after
         table, place, elements = self._table, self.access.place, self.access.elements
         moves = after.body_at > before.body_at
@@ -172,6 +171,7 @@ class TailReader:
         return _run_one(states, rows, recurrence)
 
     def _tail(self, reads: TailReads, flats: tuple[Prepared, ...]) -> Tail:
+        """Return the tail with these rings, for kernels."""
         sources, targets = (tuple(blocks[flat.itemsize] for flat in flats) for blocks in (reads.sources, reads.targets))
         return Tail(flats, sources, targets, self._table.rules.tail_rows, reads.firsts, reads.counts, reads.folds)
 
@@ -180,13 +180,13 @@ class TailReader:
 
 
 def _is_even(run: Run) -> bool:
-    """Return whether all parts of a run have the same number of rows."""
+    """True if all segments of a run have the same number of rows."""
     cu_rows = run.cu_rows.host
     return bool((np.diff(cu_rows) == cu_rows[1]).all())
 
 
 def _run_one(states: States, rows: Tensor, recurrence: Recurrence) -> Tensor:
-    """Call a recurrence. Raises StepError: it has written no end states, or not one output for each row."""
+    """Call a recurrence. Raises StepError if it wrote no end states, or did not return one output for each row."""
     y, ended = recurrence(states, rows)
     if ended is not states or not states.is_written:
         raise StepError(

@@ -1,4 +1,4 @@
-"""What all memories over a `TailTable` have in common: the table answers for their slots."""
+"""Forwards calls about slots to a `TailTable`, for all layer memories that use one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from memory.state.tails import TailTable
 
 
 class TailMemory:
-    """Forwards to a `TailTable` what `memory.interface.LayerMemory` is asked about slots.
+    """Implements the part of `memory.interface.LayerMemory` that is about slots, by a `TailTable`.
 
-    Planning, running and committing a step is left to those who inherit.
+    Subclasses plan, run and commit steps.
     """
 
     def __init__(self, table: TailTable) -> None:
