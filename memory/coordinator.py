@@ -120,7 +120,7 @@ class Coordinator(Lifetime):
             return
         with uninterrupted():
             try:
-                self.layers.abort(opened.plans)
+                self.layers.commit(opened.plans, opened.packed.nothing)
             finally:
                 self._settle(opened)
 

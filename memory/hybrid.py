@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from memory.blocks.arguments import read_count
+from memory.blocks.copying import refuse_to_copy
 from memory.blocks.pinned import HostAttention
 from memory.build import build, check_choices, default_fold, kernels_of, resolved_spec
 from memory.chunked_prefill import Model, run_in_chunks
 from memory.errors import FormatError, SequenceError, SpecError
-from memory.interface import Encoded, Requests, Sequence, refuse_to_copy
+from memory.interface import Encoded, Requests, Sequence
 from memory.sequences.batch import read_pairs, read_tokens
 from memory.sequences.folding import Fold, TailRules
 from memory.sequences.interrupts import uninterrupted_call
@@ -100,8 +101,7 @@ class HybridMemory:
         self.counters = Counters(self._coordinator)
         self.budget_bytes = self.counters.budget_bytes
 
-    _instead = "save sequences with memory.save(sequence, path), load them in a memory made there, or fork a sequence"
-    __reduce_ex__ = refuse_to_copy
+    __reduce_ex__ = refuse_to_copy("write sequences with memory.save(sequence, path) and load them there, or fork one")
 
     @property
     def is_open(self) -> bool:

@@ -18,13 +18,15 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import cached_property
 from html import escape
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from weakref import ReferenceType
 
+import numpy as np
 from torch import Tensor
 
 from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import Int64s
+from memory.blocks.copying import refuse_to_copy
 from memory.blocks.holdings import Holding, LiveRows, Record
 from memory.errors import DropError, SequenceError
 
@@ -77,32 +79,6 @@ class DropsTokens(Protocol):
         ...
 
 
-def refuse_to_copy(self: Any, protocol: object) -> NoReturn:
-    """Raise SequenceError: a `__reduce_ex__` for what must not be copied, pickled or sent to another process.
-
-    `_instead` of the object is the remedy that the message names.
-    """
-    raise SequenceError(
-        f"a {type(self).__name__} cannot be copied, pickled or sent to another process; {self._instead}"
-    )
-
-
-class NotCopied:
-    """Refuses `copy`, `deepcopy`, `pickle` and so `multiprocessing`: a mixin of objects bound to one memory.
-
-    Attributes:
-        instead: the remedy that the message names.
-    """
-
-    __slots__ = ()
-    instead = ""
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        raise SequenceError(
-            f"a {type(self).__name__} cannot be copied, pickled or sent to another process; {self.instead}"
-        )
-
-
 class SequenceOwner(Protocol):
     """Declares what a handle calls of the memory that made it."""
 
@@ -139,7 +115,7 @@ class SequenceOwner(Protocol):
         ...
 
 
-class Sequence(NotCopied):
+class Sequence:
     """Refers to one remembered sequence or checkpoint: a handle, valid only in the memory that made it.
 
     It does not keep its memory alive.
@@ -151,7 +127,9 @@ class Sequence(NotCopied):
 
     __slots__ = ("__weakref__", "_owner", "closed", "id", "is_checkpoint", "lineage", "slot")
 
-    instead = "use memory.fork(sequence) here, and memory.save(sequence, path) and load to hand it over"
+    __reduce_ex__ = refuse_to_copy(
+        "use memory.fork(sequence) here, and memory.save(sequence, path) and load to hand it over"
+    )
 
     def __init__(
         self, owner: weakref.ref[SequenceOwner], id: int, slot: int, lineage: int, *, is_checkpoint: bool
@@ -257,6 +235,12 @@ class Packed:
         return counts
 
     @cached_property
+    def nothing(self) -> Int64s:
+        """(S,) zeros: what `LayerMemory.commit` keeps of a step that is aborted."""
+        nothing: Int64s = np.zeros_like(self.slots)
+        return nothing
+
+    @cached_property
     def ends(self) -> Int64s:
         """Return (S,) the length of each sequence if all its tokens are kept."""
         ends: Int64s = self.starts + self.counts
@@ -298,13 +282,22 @@ class OpenStep:
     is_settled: bool = False
 
 
-PlanT = TypeVar("PlanT")
+class StepPlan(Protocol):
+    """Declares what every plan of a layer memory says; the rest is known to that layer memory alone."""
+
+    @property
+    def can_capture(self) -> bool:
+        """True if a step whose uploads have the same shapes launches the same kernels: a CUDA graph serves both."""
+        ...
+
+
+PlanT = TypeVar("PlanT", bound=StepPlan)
 
 
 class LayerMemory(DropsTokens, Protocol[PlanT]):
     """Keeps one kind of state for all layers that use it. Positions are passed to it; it has no length of its own.
 
-    A step is plan -> begin -> (the model runs) -> commit or abort. Only `plan` may refuse.
+    A step is plan -> begin -> (the model runs) -> commit. To abort is to commit nothing. Only `plan` may refuse.
     """
 
     @property
@@ -325,10 +318,6 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         """
         ...
 
-    def can_record(self, plan: PlanT) -> bool:
-        """True if a step whose uploads have the same shapes launches the same kernels: a CUDA graph serves both."""
-        ...
-
     def plan(self, packed: Packed) -> PlanT:
         """Allocate the blocks that a step will write. Raises CapacityError with nothing changed."""
         ...
@@ -339,10 +328,6 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
 
     def commit(self, plan: PlanT, kept: Int64s) -> None:
         """Keep the first kept[i] (S,) new tokens of request i; 0 leaves that sequence as it was."""
-        ...
-
-    def abort(self, plan: PlanT) -> None:
-        """Leave every sequence of the step as it was."""
         ...
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
@@ -391,10 +376,10 @@ class LayerMemory(DropsTokens, Protocol[PlanT]):
         """
         ...
 
-    def check_slot(self, slot: int, length: int, peak: int) -> None:
-        """Do what `check` does, for one slot with this length and peak; the cost depends on no other slot."""
-        ...
+    def check(self, lengths: dict[int, int], peaks: dict[int, int], *, is_all: bool = True) -> None:
+        """Raise IntegrityError unless the blocks of the given slots fit their lengths and peaks.
 
-    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
-        """Raise IntegrityError unless exactly the given slots hold blocks, and theirs fit their lengths and peaks."""
+        Args:
+            is_all: also raise if another slot holds blocks; else the cost depends on the given slots alone.
+        """
         ...

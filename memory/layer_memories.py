@@ -122,7 +122,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
             for name, plan in plans.items():
                 self[name].begin(plan)
         except BaseException as error:
-            self.abort(plans)
+            self.commit(plans, packed.nothing)
             # The layer memories that had planned before held blocks as well: count them as needed.
             if isinstance(error, CapacityError) and error.unit == BUDGET_UNIT:
                 raise CapacityError.of(
@@ -131,17 +131,13 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
             raise
         return plans
 
-    def can_record(self, plans: Plans) -> bool:
+    def can_capture(self, plans: Plans) -> bool:
         """True if steps with uploads of the same shapes launch the same kernels, so that one CUDA graph serves all."""
-        return all(self[name].can_record(plan) for name, plan in plans.items())
+        return all(plan.can_capture for plan in plans.values())
 
     def commit(self, plans: Plans, kept: Int64s) -> None:
         for name, plan in plans.items():
             self[name].commit(plan, kept)
-
-    def abort(self, plans: Plans) -> None:
-        for name, plan in plans.items():
-            self[name].abort(plan)
 
     def horizons_after(self, packed: Packed) -> Int64s:
         horizons = np.zeros_like(packed.starts)
@@ -298,7 +294,7 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
     def check_slot(self, slot: int, length: int, peak: int) -> None:
         """Raise IntegrityError unless a slot's blocks fit this length and peak. The cost depends on no other slot."""
         for memory in self.values():
-            memory.check_slot(slot, length, peak)
+            memory.check({slot: length}, {slot: peak}, is_all=False)
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int], store: Store) -> None:
         """Raise IntegrityError unless exactly the given slots hold blocks, and theirs fit their lengths and peaks."""

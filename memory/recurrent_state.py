@@ -29,6 +29,11 @@ class RecurrentPlan(Generic[ReadsT]):
     reads: ReadsT
     writes: RowWrites
 
+    @property
+    def can_capture(self) -> bool:
+        # With segments of one length, kernels and row counts follow from shapes alone.
+        return all(run.is_even for run in self.reads.runs)
+
 
 class RecurrentState(TailMemory, Generic[ReadsT]):
     """Keeps body, tail and head of the recurrences of all layers: a `memory.interface.LayerMemory`.
@@ -52,9 +57,6 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
             self.table.abort(step)
             raise
 
-    def can_record(self, plan: RecurrentPlan[ReadsT]) -> bool:
-        return self.reader.can_record(plan.reads)
-
     def begin(self, plan: RecurrentPlan[ReadsT]) -> None:
         self.table.begin(plan.step)
 
@@ -76,9 +78,6 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
 
     def commit(self, plan: RecurrentPlan[ReadsT], kept: Int64s) -> None:
         self.table.commit(plan.step, kept)
-
-    def abort(self, plan: RecurrentPlan[ReadsT]) -> None:
-        self.table.abort(plan.step)
 
     # Dropping tokens: the states still contain them, so a position offset says how far they are ahead
 

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import Int64s
+from memory.blocks.copying import refuse_to_copy
 from memory.errors import BatchError, RollbackError, SequenceError, StepError
-from memory.interface import NotCopied, OpenStep, Sequence
+from memory.interface import OpenStep, Sequence
 from memory.kernels import Scoring
 from memory.layer_memories import LayerMemories, Place, Places
 from memory.sequences.batch import TokenLists, output_rows
@@ -60,7 +61,7 @@ class _Leave:
         return leave
 
 
-class Step(NotCopied):
+class Step:
     """Feeds new tokens to a model, all or nothing: `with memory.step(requests) as step: logits = model(step)`.
 
     Entering allocates blocks and may refuse (CapacityError, BatchError, SequenceError). Leaving normally commits: every
@@ -91,7 +92,7 @@ class Step(NotCopied):
         self._begun: set[Place] = set()  # recurrences that were run: they may have overwritten their start states
         self._is_spent = False
 
-    instead = "make a step where the memory is"
+    __reduce_ex__ = refuse_to_copy("make a step where the memory is")
 
     @property
     def _owner(self) -> StepOwner:
@@ -273,7 +274,7 @@ class Step(NotCopied):
         opened = self._entered()
         counts, place = opened.packed.counts, None if opened.stage is None else opened.stage.layout
         is_of_few = counts[0] <= _FEW_TOKENS and (counts == counts[0]).all()
-        if place is None or self._served or not is_of_few or not self._owner.layers.can_record(opened.plans):
+        if place is None or self._served or not is_of_few or not self._owner.layers.can_capture(opened.plans):
             return None
         return place, int(counts[0]), self.outputs
 

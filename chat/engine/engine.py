@@ -36,7 +36,7 @@ from chat.engine.streaming import TextStream
 from chat.prompts import Tokenizer, find_stop_ids
 from memory import BatchError, CapacityError, HybridMemory, Sequence, SequenceError, SpecError, Step, StepError
 from memory.blocks.arguments import read_count
-from memory.interface import NotCopied
+from memory.blocks.copying import refuse_to_copy
 from memory.prefix.cache import PrefixCache
 from memory.sequences.batch import count_tokens
 from memory.sequences.interrupts import Lease, uninterrupted, uninterrupted_call
@@ -55,7 +55,7 @@ def require_engine(engine: object, call: str) -> None:
         )
 
 
-class Engine(NotCopied):
+class Engine:
     """Generates for any number of requests at once.
     Drive it with `step` or `run`, or let `serve` do so beside an event loop.
 
@@ -77,7 +77,7 @@ class Engine(NotCopied):
             memory.
     """
 
-    instead = "make one in each process, with a memory of its own"
+    __reduce_ex__ = refuse_to_copy("make one in each process, with a memory of its own")
 
     def __init__(
         self,

@@ -31,6 +31,10 @@ class CrossPlan:
     n_tokens: int
     batch: PagedBatch
 
+    @property
+    def can_capture(self) -> bool:
+        return True
+
 
 class CrossAttentionCache:
     """Keeps the encoder's keys and values of all cross-attention layers: a `memory.interface.LayerMemory`.
@@ -160,13 +164,7 @@ class CrossAttentionCache:
         for heads in self._heads:
             self._kernels.plan_attention(plan.batch, heads, self._dtype, self._store.device, None)
 
-    def can_record(self, plan: CrossPlan) -> bool:
-        return True
-
     def commit(self, plan: CrossPlan, kept: Int64s) -> None:
-        """Do nothing: a step changes no encoder row."""
-
-    def abort(self, plan: CrossPlan) -> None:
         """Do nothing: a step changes no encoder row."""
 
     # Sequences
@@ -212,12 +210,13 @@ class CrossAttentionCache:
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
         self._table.adopt(slot, record, blocks[self.pool.name])
 
-    def check_slot(self, slot: int, length: int, peak: int) -> None:
+    def _check_slot(self, slot: int) -> None:
         n_pages, n_rows = len(self._table[slot]), self._n_rows.get(slot, 0)
         if n_pages != ceil_div(n_rows, self.page_tokens):
             raise IntegrityError(f"slot {slot} holds {n_rows} encoder rows in {n_pages} pages of {self.page_tokens}")
 
-    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
-        for slot, length in lengths.items():
-            self.check_slot(slot, length, peaks[slot])
-        self._table.check(lengths)
+    def check(self, lengths: dict[int, int], peaks: dict[int, int], *, is_all: bool = True) -> None:
+        for slot in lengths:
+            self._check_slot(slot)
+        if is_all:
+            self._table.check(lengths)

@@ -71,6 +71,10 @@ class EvictingPlan:
     reads: Reads | None
     writes: RowWrites
 
+    @property
+    def can_capture(self) -> bool:
+        return False  # eviction is decided on the host, so a CUDA graph cannot replay it
+
 
 class EvictingAttention(CannotDrop, TailMemory):
     """Keeps body and tail of all attention layers of one eviction policy: a `memory.interface.LayerMemory`.
@@ -199,12 +203,6 @@ class EvictingAttention(CannotDrop, TailMemory):
 
     def commit(self, plan: EvictingPlan, kept: Int64s) -> None:
         self.table.commit(plan.step, kept)
-
-    def abort(self, plan: EvictingPlan) -> None:
-        self.table.abort(plan.step)
-
-    def can_record(self, plan: EvictingPlan) -> bool:
-        return False  # eviction is decided on the host, so a CUDA graph cannot replay it
 
     def why_not(self) -> str:
         return f"which rows attention with {self.policy.label} has kept depends on them"

@@ -59,6 +59,7 @@ class HostedPlan:
 
     packed: Packed
     parts: list[PartPlan]
+    can_capture: bool
 
 
 class HostedAttention:
@@ -134,18 +135,18 @@ class HostedAttention:
                 parts.append(PartPlan(memory, store, memory.plan(own), requests, tokens))
         except BaseException:
             for part in parts:
-                part.memory.abort(part.plan)
+                part.memory.commit(part.plan, packed.nothing[part.requests])
             raise
-        return HostedPlan(packed, parts)
+        return HostedPlan(packed, parts, self._can_capture(parts))
 
-    def can_record(self, plan: HostedPlan) -> bool:
+    def _can_capture(self, parts: list[PartPlan]) -> bool:
         """True if a CUDA graph can replay the step: the device attends to all, and some sequence is on the device.
 
         If all are in host memory, the uploads have the same shapes as those of as many sequences on the device.
         """
-        is_distinct = len(plan.parts) == 2 or plan.parts[0].memory is self.near
-        device_attends = all(part.store.device.type == self._stores[0].device.type for part in plan.parts)
-        return is_distinct and device_attends and all(part.memory.can_record(part.plan) for part in plan.parts)
+        is_distinct = len(parts) == 2 or parts[0].memory is self.near
+        device_attends = all(part.store.device.type == self._stores[0].device.type for part in parts)
+        return is_distinct and device_attends and all(part.plan.can_capture for part in parts)
 
     def begin(self, plan: HostedPlan) -> None:
         for part in plan.parts:
@@ -176,10 +177,6 @@ class HostedAttention:
     def commit(self, plan: HostedPlan, kept: Int64s) -> None:
         for part in plan.parts:
             part.memory.commit(part.plan, kept[part.requests])
-
-    def abort(self, plan: HostedPlan) -> None:
-        for part in plan.parts:
-            part.memory.abort(part.plan)
 
     # Dropping tokens
 
@@ -236,13 +233,10 @@ class HostedAttention:
         """Adopt a saved slot on the device."""
         self.near.adopt(slot, record, blocks)
 
-    def check_slot(self, slot: int, length: int, peak: int) -> None:
-        self._of(slot).check_slot(slot, length, peak)
-
-    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
+    def check(self, lengths: dict[int, int], peaks: dict[int, int], *, is_all: bool = True) -> None:
         for memory, is_far in ((self.near, False), (self.far, True)):
-            own = [slot for slot in lengths if self.is_far(slot) == is_far]
-            memory.check({slot: lengths[slot] for slot in own}, {slot: peaks[slot] for slot in own})
+            own = {slot: length for slot, length in lengths.items() if self.is_far(slot) == is_far}
+            memory.check(own, peaks, is_all=is_all)
 
 
 def _given(part: PartPlan, rows: tuple[Tensor, Tensor, Tensor | None], scoring: Scoring) -> tuple[Any, ...]:

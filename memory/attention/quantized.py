@@ -73,6 +73,11 @@ class QuantizedPlan:
     targets: dict[int, Tensor]
     reads: tuple[Read, ...]
 
+    @property
+    def can_capture(self) -> bool:
+        # The host folds groups, and counts from how many groups a query chooses.
+        return not self.n_new.any() and all(read.choice is None for read in self.reads)
+
 
 class QuantizedAttention(CannotDrop):
     """Keeps quantised pages and exact tails of attention layers of one storage: a `memory.interface.LayerMemory`.
@@ -151,7 +156,7 @@ class QuantizedAttention(CannotDrop):
             plan = QuantizedPlan(packed, exact, n_new, fresh, self._targets(fresh), reads)
         except BaseException:
             self.bodies.release(fresh)
-            self.exact.abort(exact)
+            self.exact.commit(exact, packed.nothing)
             raise
         self._open_plans[id(plan)] = plan
         return plan
@@ -216,10 +221,6 @@ class QuantizedAttention(CannotDrop):
         for flat, part in zip(self._flats[index], [*parts, *bounds], strict=True):
             reference.write_rows_(flat, targets[part.element_size()], part.flatten(1))
 
-    def can_record(self, plan: QuantizedPlan) -> bool:
-        # No step that folds; and from how many groups a query chooses is counted on the host, anew for each step.
-        return not plan.n_new.any() and all(read.choice is None for read in plan.reads)
-
     def commit(self, plan: QuantizedPlan, kept: Int64s) -> None:
         del self._open_plans[id(plan)]
         self.exact.commit(plan.exact, kept)
@@ -230,11 +231,6 @@ class QuantizedAttention(CannotDrop):
                 self._table.append(slot, fresh)
             else:
                 self.bodies.release(fresh)
-
-    def abort(self, plan: QuantizedPlan) -> None:
-        del self._open_plans[id(plan)]
-        self.exact.abort(plan.exact)
-        self.bodies.release(plan.fresh)
 
     # Dropping tokens
 
@@ -281,14 +277,14 @@ class QuantizedAttention(CannotDrop):
         self.exact.adopt(slot, record, blocks)
         self._table.adopt(slot, {}, blocks[self.bodies.name])
 
-    def check_slot(self, slot: int, length: int, peak: int) -> None:
-        self.exact.check_slot(slot, length, peak)
+    def _check_slot(self, slot: int, peak: int) -> None:
         n_blocks, expected = len(self._table[slot]), int(self.grid.n_groups(np.array(peak)))
         if n_blocks != expected:
             raise IntegrityError(f"slot {slot} holds {n_blocks} quantised pages, its peak {peak} makes it {expected}")
 
-    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
-        self.exact.check(lengths, peaks)
-        for slot, length in lengths.items():
-            self.check_slot(slot, length, peaks[slot])
-        self._table.check(lengths, (plan.fresh for plan in self._open_plans.values()))
+    def check(self, lengths: dict[int, int], peaks: dict[int, int], *, is_all: bool = True) -> None:
+        self.exact.check(lengths, peaks, is_all=is_all)
+        for slot in lengths:
+            self._check_slot(slot, peaks[slot])
+        if is_all:
+            self._table.check(lengths, (plan.fresh for plan in self._open_plans.values()))

@@ -22,9 +22,10 @@ import numpy as np
 
 from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import EMPTY, Int64s
+from memory.blocks.copying import refuse_to_copy
 from memory.errors import BatchError, SequenceError, SpecError
 from memory.hybrid import HybridMemory, require_memory
-from memory.interface import NotCopied, Sequence
+from memory.interface import Sequence
 from memory.prefix.radix_tree import NOTHING_SEEN, Node, first_marked, marked_above, split
 from memory.prefix.victims import Ranking
 from memory.sequences.interrupts import uninterrupted, uninterrupted_call
@@ -84,7 +85,7 @@ class PrefixStats:
         return self.n_reused / self.n_tokens if self.n_tokens else 0.0
 
 
-class PrefixCache(NotCopied):
+class PrefixCache:
     """Keeps checkpoints of a memory, and finds the longest reusable prefix of a prompt.
 
     A user who sees how many tokens of a prompt were reused, or how soon the reply begins, can find out what others have
@@ -118,7 +119,7 @@ class PrefixCache(NotCopied):
         self._reclaimer = _reclaimer(weakref.ref(self), weakref.ref(memory), self._checkpoints)
         memory.add_reclaimer(self._reclaimer)
 
-    instead = "make one beside each memory; it fills with what is inserted"
+    __reduce_ex__ = refuse_to_copy("make one beside each memory; it fills with what is inserted")
 
     @property
     def memory(self) -> HybridMemory:

@@ -81,6 +81,10 @@ class AttentionPlan:
     reads: tuple[Read, ...]
     full: Prepared | None = None
 
+    @property
+    def can_capture(self) -> bool:
+        return self.full is None  # the host counts how many pages a selection chooses
+
 
 def attend_each(reads: tuple[Read, ...], q_THD: Tensor, attend: Callable[[Read, Tensor], Tensor]) -> Tensor:
     """Let the queries of each read attend to what it reads: (T, H, D or value_dim)."""

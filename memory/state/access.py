@@ -133,6 +133,12 @@ class Run:
     tail_rows: dict[int, Prepared] | None
     new_rows: Tensor | None
 
+    @property
+    def is_even(self) -> bool:
+        """True if all segments have the same number of rows."""
+        cu_rows = self.cu_rows.host
+        return bool((np.diff(cu_rows) == cu_rows[1]).all())
+
 
 class RowWrites(NamedTuple):
     """Says which of a step's new rows are written to tails, and where.

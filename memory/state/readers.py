@@ -20,7 +20,17 @@ from memory.specs import RecurrentSpec
 from memory.state.access import BlockAccess, Recurrence, Run, States
 from memory.state.tails import TailStep, TailTable
 
-ReadsT = TypeVar("ReadsT")
+
+class Reads(Protocol):
+    """What the recurrences of a step read and write."""
+
+    @property
+    def runs(self) -> list[Run]:
+        """Return what the kernel calls run, in their order."""
+        ...
+
+
+ReadsT = TypeVar("ReadsT", bound=Reads)
 
 
 class Reader(Protocol[ReadsT]):
@@ -41,9 +51,12 @@ class Reader(Protocol[ReadsT]):
         """Run recurrence `index` over the step's rows (T, *row_shape), and return its outputs (T, ...)."""
         ...
 
-    def can_record(self, reads: ReadsT) -> bool:
-        """True if a step whose uploads have the same shapes launches the same kernels, so a CUDA graph serves both."""
-        ...
+
+@dataclass(frozen=True)
+class HeadReads:
+    """Holds what the kernel calls of a step run, in their order."""
+
+    runs: list[Run]
 
 
 class HeadReader:
@@ -58,12 +71,13 @@ class HeadReader:
         self.access = BlockAccess(table, kernels)
         self._table = table
 
-    def plan(self, step: TailStep) -> list[Run]:
-        """Return what the kernel calls of the step run, in their order."""
+    def plan(self, step: TailStep) -> HeadReads:
+        """Find what the step reads and writes."""
         packed, before, after = step.packed, step.before, step.after
         ids = np.concatenate([before.states, after.states])
         states = StateAddresses(*np.where(ids < 0, NOTHING, self._table.states.addresses[ids]))
-        return [self._run(one_pass, packed, before.tail) for one_pass in schedule(packed, before, after, states)]
+        passes = schedule(packed, before, after, states)
+        return HeadReads([self._run(one_pass, packed, before.tail) for one_pass in passes])
 
     def _run(self, one_pass: Pass, packed: Packed, tails: Int64s) -> Run:
         """Find the rows and states of a pass for the kernels."""
@@ -79,10 +93,10 @@ class HeadReader:
         source, target = access.elements(one_pass.source), access.elements(one_pass.target)
         return Run(self._table.store.place(cu_rows), one_pass.begin, source, target, tail_rows, new_rows)
 
-    def run(self, reads: list[Run], index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
+    def run(self, reads: HeadReads, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         spec, access = self.specs[index], self.access
         outputs: Tensor | None = None
-        for run in reads:
+        for run in reads.runs:
             states = States(spec, access.kernels, access.states[index], run)
             if run.tail_rows is not None:
                 run_rows = access.read_rows(index, run.tail_rows)
@@ -96,10 +110,6 @@ class HeadReader:
                 outputs = y
         assert outputs is not None, "`schedule` puts every new row into a pass"
         return outputs
-
-    def can_record(self, reads: list[Run]) -> bool:
-        """True if all segments of a run are of one length: then kernels and row counts follow from shapes alone."""
-        return all(map(_is_even, reads))
 
 
 @dataclass(frozen=True)
@@ -117,6 +127,10 @@ class TailReads:
     firsts: Prepared
     counts: Prepared
     folds: Prepared
+
+    @property
+    def runs(self) -> list[Run]:
+        return [self.run]
 
 
 class TailReader:
@@ -174,15 +188,6 @@ class TailReader:
         """Return the tail with these rings, for kernels."""
         sources, targets = (tuple(blocks[flat.itemsize] for flat in flats) for blocks in (reads.sources, reads.targets))
         return Tail(flats, sources, targets, self._table.rules.tail_rows, reads.firsts, reads.counts, reads.folds)
-
-    def can_record(self, reads: TailReads) -> bool:
-        return _is_even(reads.run)
-
-
-def _is_even(run: Run) -> bool:
-    """True if all segments of a run have the same number of rows."""
-    cu_rows = run.cu_rows.host
-    return bool((np.diff(cu_rows) == cu_rows[1]).all())
 
 
 def _run_one(states: States, rows: Tensor, recurrence: Recurrence) -> Tensor:

@@ -60,8 +60,5 @@ class TailMemory:
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
         self.table.adopt(slot, record, blocks)
 
-    def check_slot(self, slot: int, length: int, peak: int) -> None:
-        self.table.check_slot(slot, length, peak)
-
-    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
-        self.table.check(lengths, peaks)
+    def check(self, lengths: dict[int, int], peaks: dict[int, int], *, is_all: bool = True) -> None:
+        self.table.check(lengths, peaks, is_all=is_all)

@@ -346,10 +346,12 @@ class TailTable:
 
     # Checks
 
-    def check(self, lengths: dict[int, int], peaks: dict[int, int]) -> None:
-        """Raise IntegrityError unless exactly the given slots hold blocks, and theirs fit their lengths and peaks."""
+    def check(self, lengths: dict[int, int], peaks: dict[int, int], *, is_all: bool) -> None:
+        """See `memory.interface.LayerMemory.check`."""
         for slot, length in lengths.items():
-            self.check_slot(slot, length, peaks[slot])
+            self._check_slot(slot, length, peaks[slot])
+        if not is_all:
+            return
         closed = np.setdiff1d(np.arange(len(self.slots)), np.fromiter(lengths, np.int64, len(lengths)))
         if (self.slots.ids[:, closed] >= 0).any():
             raise IntegrityError("states or tails are held for slots that are not open")
@@ -363,7 +365,7 @@ class TailTable:
             held = np.concatenate(columns)
             pool.check(held[held >= 0])
 
-    def check_slot(self, slot: int, length: int, peak: int) -> None:
+    def _check_slot(self, slot: int, length: int, peak: int) -> None:
         """Raise IntegrityError unless one slot's blocks fit this length and peak of its sequence."""
         self._grow_to(slot + 1)
         body_at, head_at, kept_at, offset, floor, body, head, kept, tail = self.slots.table[:, slot].tolist()

@@ -430,7 +430,7 @@ def test_what_the_host_computes_is_sent_there_and_back(monkeypatch: pytest.Monke
         assert calls == ["moved", "moved", "near", "far"], (
             "while the host computes, the device must have something to do"
         )
-        assert not both.can_record(plan)
+        assert not plan.can_capture
 
 
 def test_host_memory_is_pinned_as_long_as_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from memory import CapacityError, HybridMemory, Sequence, SpecError, StepError
 from memory.attention_cache import AttentionCache
+from memory.coordinator import Coordinator
 from memory.sequences.ledger import Ledger
 from tests.toy import Toy
 
@@ -82,7 +83,7 @@ def test_a_step_that_is_dropped_lets_go(memory: HybridMemory) -> None:
 
 
 @pytest.mark.parametrize(
-    "moment", [(AttentionCache, "commit"), (Ledger, "append"), (AttentionCache, "plan"), (AttentionCache, "abort")]
+    "moment", [(AttentionCache, "commit"), (Ledger, "append"), (AttentionCache, "plan"), (Coordinator, "abort")]
 )
 def test_a_ctrl_c_in_the_books_waits(
     memory: HybridMemory,

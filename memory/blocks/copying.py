@@ -1,0 +1,20 @@
+"""Refuses copies of objects that are bound to one memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from memory.errors import SequenceError
+
+
+def refuse_to_copy(remedy: str) -> Callable[[Any, Any], NoReturn]:
+    """Return a `__reduce_ex__` for objects that cannot be copied, pickled or sent to another process.
+
+    It raises SequenceError, which names the remedy.
+    """
+
+    def refuse(self: Any, protocol: Any) -> NoReturn:
+        raise SequenceError(f"a {type(self).__name__} cannot be copied, pickled or sent to another process; {remedy}")
+
+    return refuse
