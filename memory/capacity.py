@@ -114,7 +114,9 @@ def _encoded(spec: MemorySpec, n_rows: int) -> Encoded | None:
     """Return an encoder's output without data, None for a model without an encoder. Raises SpecError."""
     cross = [m for _, m in spec.of_kind("cross-attention") if isinstance(m, CrossAttentionSpec)]
     if bool(cross) != bool(n_rows):
-        why = "has an encoder; give the rows of its output" if cross else "has no encoder; leave encoder_tokens out"
+        why = (
+            "has an encoder; say how many rows its output has" if cross else "has no encoder; leave encoder_tokens out"
+        )
         raise SpecError(f"encoder_tokens={n_rows}: {spec.model} {why}")
     rows = [torch.empty(n_rows, m.n_kv_heads, m.head_dim, dtype=spec.dtype, device="meta") for m in cross]
     return [(r, r) for r in rows] if cross else None

@@ -93,6 +93,6 @@ class BlockTable:
             in_flight: blocks of open steps, which no slot refers to yet.
         """
         held = self.ids.keys() | {slot for column in self.numbers.values() for slot in column}
-        if strangers := held - set(open_slots):
-            raise IntegrityError(f"{self._what} are held for slots that are not open: {sorted(strangers)}")
+        if closed := held - set(open_slots):
+            raise IntegrityError(f"{self._what} are held for slots that are not open: {sorted(closed)}")
         self.pool.check(np.concatenate([EMPTY, *self.ids.values(), *in_flight]))

@@ -388,7 +388,7 @@ class Ledger:
         writable = self._writable.nonzero()[0].tolist()
         wrong = [slot for slot in writable if self._writable[slot] != self._may_write_to(slot)]
         if wrong or self._reserved.keys() - set(self.is_busy.nonzero()[0].tolist()):
-            raise IntegrityError(f"slots {wrong} may write where they must not, or tokens are reserved for nobody")
+            raise IntegrityError(f"slots {wrong} may write where they must not, or tokens are reserved for no step")
         found = {(handle.lineage, buffer) for buffer, handles in checkpoints.items() for handle in handles}
         if found != {(lineage, buffer) for lineage, family in self._families.items() for buffer in family}:
             raise IntegrityError("checkpoints of a family cannot be found")
