@@ -23,6 +23,15 @@ def test_packages_are_rooms(package: str) -> None:
     assert len(list((ROOT / package).glob("*.py"))) <= MOST_FLAT[package]
 
 
+def test_lines_end_before_column_120() -> None:
+    """What follows a line for a tool, such as `# type: ignore`, does not count."""
+    paths = [path for folder in (*MOST_FLAT, "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    lines = [
+        (path, re.split(r"  # (?:type|noqa|fmt)\b", line)[0]) for path in paths for line in path.read_text().split("\n")
+    ]
+    assert len(paths) > 400 and [(path, line) for path, line in lines if len(line.rstrip()) > 120] == []
+
+
 def test_the_contract_has_eleven_layers_and_counts_imports_for_types() -> None:
     text = (ROOT / "pyproject.toml").read_text()
     contract = text[text.index('containers = ["memory"]') :]
