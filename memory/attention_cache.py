@@ -301,7 +301,7 @@ class AttentionCache:
         new_page_R, new_slot_R = np.divmod(new_R - origin, self.page_tokens)
         targets = self.pool.addresses[fresh[new_page_R]] // self._dtype.itemsize
         rotations = {s.rotation for s in self._specs if s.rotation is not None}
-        turns = {rotation: rotation.turns(old_R, new_R) for rotation in rotations}
+        angles = {rotation: rotation.angles_between(old_R, new_R) for rotation in rotations}
         for spec, (keys, values) in zip(self._specs, self._keys_values, strict=True):
             assert spec.rotation is not None, "`plan_drop` has refused these"
             is_held_RG = np.repeat(is_held, spec.n_kv_heads)
@@ -310,7 +310,7 @@ class AttentionCache:
             for flat in (keys, values)[: spec.n_parts]:
                 rows_RGD = self.kernels.read_rows(flat, source, (spec.head_dim,), 0.0).view(len(new_R), *spec.kv_shape)
                 if flat is keys:
-                    rows_RGD = spec.rotation.turned(rows_RGD, turns[spec.rotation])
+                    rows_RGD = spec.rotation.rotated(rows_RGD, angles[spec.rotation])
                 self.kernels.write_rows_(flat, target, rows_RGD.flatten(0, 1))
 
     def _bound(self, index: int, full: Prepared) -> None:

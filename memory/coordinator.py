@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s
-from memory.blocks.staging import together
+from memory.blocks.staging import in_one_copy
 from memory.blocks.store import Store
 from memory.errors import BUDGET_UNIT, BatchError, CapacityError, FormatError, SequenceError, SpecError
 from memory.interface import Dropped, Encoded, OpenStep, Packed, Plans, Sequence
@@ -87,7 +87,7 @@ class Coordinator(Lifetime):
         ledger = self.ledger
         slots = ledger.check_all_usable(step.sequences)
         packed = pack(step.tokens, slots, ledger.lengths[slots], ledger.peaks[slots])
-        with uninterrupted(), together(self.store.stages) as stage:
+        with uninterrupted(), in_one_copy(self.store.stages) as stage:
             plans = self.room.make(lambda: self._plan(packed))
             opened = OpenStep(packed, plans, stage, step.block)
             self.open_steps[opened] = None

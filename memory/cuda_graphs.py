@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from memory.blocks.arguments import is_integer
-from memory.blocks.staging import forbidden
+from memory.blocks.staging import uploads_forbidden
 from memory.errors import SpecError
 from memory.step import Step
 
@@ -132,7 +132,7 @@ class RecordedModel:
     def _try_to_record(self, step: Step) -> Recording | _State:
         """Capture a step, or warn and return CANNOT_BE. Kernels are only captured here, not run."""
         try:
-            with forbidden(), step.while_recorded() as twin:
+            with uploads_forbidden(), step.while_captured() as twin:
                 return self._record(lambda: self.model(twin))
         except Exception as error:
             if not self._has_warned:

@@ -32,7 +32,7 @@ class RecurrentPlan(Generic[ReadsT]):
     @property
     def can_capture(self) -> bool:
         # With segments of one length, kernels and row counts follow from shapes alone.
-        return all(run.is_even for run in self.reads.runs)
+        return all(segments.is_even for segments in self.reads.segments)
 
 
 class RecurrentState(TailMemory, Generic[ReadsT]):

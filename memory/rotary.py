@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memory.errors import SpecError
 
-Turns = tuple[Tensor, Tensor]
+Angles = tuple[Tensor, Tensor]
 """Cosines and sines, (R, 1, pairs) float32 each, of the angles by which each row's pairs of elements are rotated."""
 
 
@@ -55,7 +55,7 @@ class Rotation:
     def __repr__(self) -> str:
         return f"<Rotation of {len(self.frequencies)} pairs, {self.layout}>"
 
-    def turns(self, old_R: NDArray[np.int64], new_R: NDArray[np.int64]) -> Turns:
+    def angles_between(self, old_R: NDArray[np.int64], new_R: NDArray[np.int64]) -> Angles:
         """Compute the angles that rotate keys from positions old_R to new_R.
 
         A model rounds position times frequency to float32, which at position 10,000 is off by up to 5e-4. The
@@ -68,7 +68,7 @@ class Rotation:
         cos, sin = (torch.from_numpy(f(new - old).astype(np.float32))[:, None] for f in (np.cos, np.sin))
         return cos, sin
 
-    def turned(self, keys_RGD: Tensor, turns: Turns) -> Tensor:
+    def rotated(self, keys_RGD: Tensor, angles: Angles) -> Tensor:
         """Rotate keys (R, G, D) to their new positions; returns float32. Those given may be overwritten."""
         start, end, middle = self.start, self.end, self.start + len(self.frequencies)
         out = keys_RGD.float()
@@ -77,7 +77,7 @@ class Rotation:
             if self.layout == "half"
             else (slice(start, end, 2), slice(start + 1, end, 2))
         )
-        cos, sin = (t.to(keys_RGD.device) for t in turns)
+        cos, sin = (t.to(keys_RGD.device) for t in angles)
         a, b = out[..., first], out[..., second]
         out[..., first], out[..., second] = a * cos - b * sin, b * cos + a * sin
         return out

@@ -284,7 +284,7 @@ class Step:
         self._served = set(self._owner.places.values())
 
     @contextmanager
-    def while_recorded(self) -> Iterator[Step]:
+    def while_captured(self) -> Iterator[Step]:
         """Yield a twin of this step to capture: nothing is computed then, so this step must not count it as used."""
         self._entered()
         twin = object.__new__(type(self))

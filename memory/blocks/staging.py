@@ -126,11 +126,11 @@ def is_apart(device: torch.device) -> bool:
 
 
 _open_stage: ContextVar[Stage | None] = ContextVar("open_stage", default=None)
-_is_recording: ContextVar[bool] = ContextVar("is_recording", default=False)
+_is_capturing: ContextVar[bool] = ContextVar("is_capturing", default=False)
 
 
 @contextmanager
-def together(stages: Stages) -> Iterator[Stage | None]:
+def in_one_copy(stages: Stages) -> Iterator[Stage | None]:
     """Upload all arrays of the block in one copy, at its end; until then they can be passed on, but not read.
 
     The caller closes the stage that this yields. If the block raises, it is closed here.
@@ -152,18 +152,18 @@ def together(stages: Stages) -> Iterator[Stage | None]:
 
 
 @contextmanager
-def forbidden() -> Iterator[None]:
+def uploads_forbidden() -> Iterator[None]:
     """Forbid uploads in the block (StepError): a captured graph would read other data when it is replayed."""
-    token = _is_recording.set(True)
+    token = _is_capturing.set(True)
     try:
         yield
     finally:
-        _is_recording.reset(token)
+        _is_capturing.reset(token)
 
 
-def is_recording() -> bool:
-    """True inside of `forbidden`, while a step is captured."""
-    return _is_recording.get()
+def is_capturing() -> bool:
+    """True inside of `uploads_forbidden`, while a step is captured."""
+    return _is_capturing.get()
 
 
 class Placed(NamedTuple):
@@ -198,7 +198,7 @@ def _upload(array: Int64s, device: torch.device, *, room: bool) -> Tensor:
     stage = _open_stage.get()
     if stage is not None:
         return stage.add(array, room_for(array.size) if room else array.size)
-    if is_recording():
+    if is_capturing():
         raise StepError("a step that is recorded wants to upload what its plan does not hold")
     copied = torch.from_numpy(array.copy())
     return copied.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else copied

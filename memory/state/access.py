@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memory.blocks.arrays import EMPTY, Int64s, ranges
 from memory.blocks.layout import BlockLayout
-from memory.blocks.staging import Placed, is_recording
+from memory.blocks.staging import Placed, is_capturing
 from memory.errors import StepError
 from memory.kernels import Kernels, Prepared, StateSlots, Tail, select_kernels
 from memory.specs import RecurrentSpec
@@ -31,15 +31,16 @@ class States:
     __slots__ = ("_begins", "_cu_rows", "flats", "is_written", "kernels", "sources", "spec", "tails", "targets")
 
     def __init__(
-        self, spec: RecurrentSpec, kernels: Kernels, flats: list[Prepared], run: Run, tails: list[Tail] | None = None
-    ) -> None:
+        self, spec: RecurrentSpec, kernels: Kernels, flats: list[Prepared], own: Segments,
+        tails: list[Tail] | None = None,
+    ) -> None:  # fmt: skip
         self.spec = spec
         self.kernels = kernels
         self.flats = flats
-        self._cu_rows = run.cu_rows
-        self._begins = run.begins
-        self.sources = [run.sources[flat.itemsize] for flat in flats]
-        self.targets = [run.targets[flat.itemsize] for flat in flats]
+        self._cu_rows = own.cu_rows
+        self._begins = own.begins
+        self.sources = [own.sources[flat.itemsize] for flat in flats]
+        self.targets = [own.targets[flat.itemsize] for flat in flats]
         self.tails = tails
         self.is_written = False
 
@@ -57,7 +58,7 @@ class States:
 
         Raises StepError while a step is captured in a CUDA graph, which is replayed at other positions.
         """
-        if is_recording():
+        if is_capturing():
             raise StepError(
                 f"{self.spec.family!r} asks the host for positions, and a step that is recorded serves others as well"
             )
@@ -113,7 +114,7 @@ class Recurrence(Protocol):
 
 
 @dataclass(frozen=True)
-class Run:
+class Segments:
     """Describes segments of a step that one kernel call runs, because none depends on another.
 
     It is the same for every recurrence.

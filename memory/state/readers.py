@@ -17,7 +17,7 @@ from memory.interface import Packed
 from memory.kernels import Kernels, Prepared, Tail
 from memory.sequences.folding import NOTHING, Pass, StateAddresses, schedule
 from memory.specs import RecurrentSpec
-from memory.state.access import BlockAccess, Recurrence, Run, States
+from memory.state.access import BlockAccess, Recurrence, Segments, States
 from memory.state.tails import TailStep, TailTable
 
 
@@ -25,7 +25,7 @@ class Reads(Protocol):
     """What the recurrences of a step read and write."""
 
     @property
-    def runs(self) -> list[Run]:
+    def segments(self) -> list[Segments]:
         """Return what the kernel calls run, in their order."""
         ...
 
@@ -56,7 +56,7 @@ class Reader(Protocol[ReadsT]):
 class HeadReads:
     """Holds what the kernel calls of a step run, in their order."""
 
-    runs: list[Run]
+    segments: list[Segments]
 
 
 class HeadReader:
@@ -79,7 +79,7 @@ class HeadReader:
         passes = schedule(packed, before, after, states)
         return HeadReads([self._run(one_pass, packed, before.tail) for one_pass in passes])
 
-    def _run(self, one_pass: Pass, packed: Packed, tails: Int64s) -> Run:
+    def _run(self, one_pass: Pass, packed: Packed, tails: Int64s) -> Segments:
         """Find the rows and states of a pass for the kernels."""
         access, upload = self.access, self._table.store.upload
         counts = one_pass.end - one_pass.begin
@@ -91,22 +91,22 @@ class HeadReader:
             to_packed = (packed.cu_seqlens[:-1] - packed.starts)[one_pass.requests]  # from positions to packed indices
             new_rows = upload(ranges(one_pass.begin + to_packed, one_pass.end + to_packed))
         source, target = access.elements(one_pass.source), access.elements(one_pass.target)
-        return Run(self._table.store.place(cu_rows), one_pass.begin, source, target, tail_rows, new_rows)
+        return Segments(self._table.store.place(cu_rows), one_pass.begin, source, target, tail_rows, new_rows)
 
     def run(self, reads: HeadReads, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         spec, access = self.specs[index], self.access
         outputs: Tensor | None = None
-        for run in reads.runs:
-            states = States(spec, access.kernels, access.states[index], run)
-            if run.tail_rows is not None:
-                run_rows = access.read_rows(index, run.tail_rows)
+        for own in reads.segments:
+            states = States(spec, access.kernels, access.states[index], own)
+            if own.tail_rows is not None:
+                own_rows = access.read_rows(index, own.tail_rows)
             else:
-                run_rows = rows if run.new_rows is None else rows[run.new_rows]
-            y = _run_one(states, run_rows, recurrence)
-            if run.new_rows is not None:
+                own_rows = rows if own.new_rows is None else rows[own.new_rows]
+            y = _run_one(states, own_rows, recurrence)
+            if own.new_rows is not None:
                 outputs = y.new_empty(len(rows), *y.shape[1:]) if outputs is None else outputs
-                outputs[run.new_rows] = y
-            elif run.tail_rows is None:
+                outputs[own.new_rows] = y
+            elif own.tail_rows is None:
                 outputs = y
         assert outputs is not None, "`schedule` puts every new row into a pass"
         return outputs
@@ -121,7 +121,7 @@ class TailReads:
         firsts, counts, folds: as `memory.kernels.Tail` has them.
     """
 
-    run: Run
+    own: Segments
     sources: dict[int, Prepared]
     targets: dict[int, Prepared]
     firsts: Prepared
@@ -129,8 +129,8 @@ class TailReads:
     folds: Prepared
 
     @property
-    def runs(self) -> list[Run]:
-        return [self.run]
+    def segments(self) -> list[Segments]:
+        return [self.own]
 
 
 class TailReader:
@@ -173,15 +173,16 @@ class TailReader:
         moves = after.body_at > before.body_at
         source = np.where(before.body < 0, NOTHING, table.states.addresses[before.body])
         target = np.where(moves, table.states.addresses[after.body], NOTHING)
-        run = Run(table.store.place(packed.cu_seqlens), packed.starts, elements(source), elements(target), None, None)
+        cu_rows = table.store.place(packed.cu_seqlens)
+        own = Segments(cu_rows, packed.starts, elements(source), elements(target), None, None)
         addresses = (table.tails.addresses[before.tail], table.tails.addresses[after.tail])
         old, new = ({size: place(blocks // size) for size in self._part_sizes} for blocks in addresses)
         counts, folds = packed.starts - before.body_at, after.body_at - before.body_at
-        return TailReads(run, old, new, place(before.body_at), place(counts), place(folds))
+        return TailReads(own, old, new, place(before.body_at), place(counts), place(folds))
 
     def run(self, reads: TailReads, index: int, rows: Tensor, recurrence: Recurrence) -> Tensor:
         access, tails = self.access, [self._tail(reads, flats) for flats in self._rings[index]]
-        states = States(self.specs[index], access.kernels, access.states[index], reads.run, tails)
+        states = States(self.specs[index], access.kernels, access.states[index], reads.own, tails)
         return _run_one(states, rows, recurrence)
 
     def _tail(self, reads: TailReads, flats: tuple[Prepared, ...]) -> Tail:

@@ -39,7 +39,7 @@ def test_what_stands_for_a_step_while_it_is_recorded_has_notes_of_its_own() -> N
     memory = HybridMemory(model.memory_spec, "1MiB")
     with memory.step({memory.open(): [1, 2]}) as step:
         step.notes["angles"] = "the step's"
-        with step.while_recorded() as twin:
+        with step.while_captured() as twin:
             assert not twin.notes
             twin.notes["angles"] = "the recording's"
         assert step.notes == {"angles": "the step's"} and not twin.notes

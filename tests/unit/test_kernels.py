@@ -37,7 +37,7 @@ from memory.kernels import (
 from memory.kernels.cpu import attention
 from memory.kernels.cpu.vector_math import exp2_f32, exp_f32, softplus_f32
 from memory.recurrences import Fold
-from memory.state.access import Run
+from memory.state.access import Segments
 from tests.tolerances import assert_kernel_close
 
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65)
@@ -600,7 +600,7 @@ def test_a_fold_is_a_loop_over_each_run(lengths: tuple[int, ...], second_dtype: 
     sources = {size: s.sources for size, s in zip(sizes, fresh, strict=True)}
     targets = {size: s.targets for size, s in zip(sizes, fresh, strict=True)}
     kernels = select_kernels(torch.device("cpu"), torch.float32, second_dtype)
-    run = Run(on_host(cumulate(lengths)), np.zeros(len(lengths), np.int64), sources, targets, None, None)
+    run = Segments(on_host(cumulate(lengths)), np.zeros(len(lengths), np.int64), sources, targets, None, None)
     states = States(spec, kernels, [s.flat for s in fresh], run)
 
     outputs, ended = Fold(blend)(states, rows)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from memory.blocks import staging as uploads
 from memory.blocks.arrays import Int64s
-from memory.blocks.staging import Stage, Stages, place, together, upload
+from memory.blocks.staging import Stage, Stages, in_one_copy, place, upload
 from tests.subjects import make_subject
 
 HOST = torch.device("cpu")
@@ -46,7 +46,7 @@ def test_a_plan_that_is_handed_over_and_then_fails_leaves_its_place_once(monkeyp
     """Or two steps that are open at the same time would be written over each other."""
     monkeypatch.setattr(uploads, "is_apart", lambda device: True)
     stages = Stages(HOST)
-    with pytest.raises(MemoryError), together(stages) as handed_over:
+    with pytest.raises(MemoryError), in_one_copy(stages) as handed_over:
         raise MemoryError
     assert handed_over is not None
     handed_over.close()  # as the step does that it was handed to
@@ -80,11 +80,11 @@ def test_plans_of_one_layout_lie_at_one_place(stage: Stage) -> None:
 def test_a_plan_that_is_done_leaves_its_place_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "is_apart", lambda device: True)
     stages = Stages(HOST)
-    with together(stages) as stage:
+    with in_one_copy(stages) as stage:
         placed = place(np.arange(4), HOST)
     assert stage is not None and placed.host.tolist() == placed.device.tolist() == [0, 1, 2, 3]
     stage.close()
-    with together(stages) as again:
+    with in_one_copy(stages) as again:
         assert again is stage
         assert upload(np.arange(4, 8), HOST).data_ptr() == placed.device.data_ptr()
 
