@@ -1,1 +1,1 @@
-"""Choosing tokens: sampling, speculative drafts, beam search."""
+"""Chooses tokens by sampling, by verifying drafts (speculative decoding), and by beam search."""

@@ -1,4 +1,4 @@
-"""Which tokens of a draft are kept: those that the model would have chosen itself, or would have drawn as often."""
+"""Decides which tokens of a draft are accepted, so that replies are chosen, or distributed, as without drafts."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from chat.decoding.drafts import Draft, Draws
 
 @dataclass
 class Acceptance:
-    """What drafts have been worth so far.
+    """Counts drafted and accepted tokens.
 
     Attributes:
         n_drafted: tokens of drafts that the model was fed.
-        n_accepted: those of them that it agreed with.
+        n_accepted: those of them that it accepted.
         n_turns: times that a sequence got new tokens; n_generated: how many in all.
     """
 
@@ -26,12 +26,12 @@ class Acceptance:
 
     @property
     def rate(self) -> float:
-        """Share of drafted tokens that were accepted."""
+        """The share of drafted tokens that were accepted."""
         return self.n_accepted / self.n_drafted if self.n_drafted else 0.0
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens that a sequence gets from a step; 1 without drafts."""
+        """The mean number of tokens that a sequence gets from a step; 1 without drafts."""
         return self.n_generated / self.n_turns if self.n_turns else 0.0
 
     def __str__(self) -> str:
@@ -40,7 +40,7 @@ class Acceptance:
 
 
 def accept_likeliest(draft: Draft, rows_KV: Tensor) -> list[int]:
-    """The leading tokens of a draft that are the likeliest, and the likeliest behind them."""
+    """Return the leading tokens of a draft that are the model's likeliest, and its likeliest token behind them."""
     best: list[int] = rows_KV.argmax(-1).tolist()
     n_accepted = next(
         (i for i, (a, b) in enumerate(zip(draft.token_ids, best, strict=False)) if a != b), len(draft.token_ids)
@@ -49,15 +49,14 @@ def accept_likeliest(draft: Draft, rows_KV: Tensor) -> list[int]:
 
 
 def accept_drawn(draft: Draft, rows_KV: Tensor, draws: Draws) -> list[int]:
-    """Leading tokens of a draft, and one more, distributed as if the sampler had chosen each of them (Leviathan et al.
-    2023).
+    """Return leading tokens of a draft, and one more, distributed as the sampler's own (Leviathan et al. 2023).
 
     A drafted token x, drawn from q, is accepted with probability min(1, p(x) / q(x)); else a token is drawn from max(0,
     p - q), normed, and the rest of the draft is dropped. A drafter that had no other choice has q(x) = 1: x is accepted
     with p(x), or p without x remains.
 
     Args:
-        draws: is told of the tokens, one after the other.
+        draws: its sampler counts the tokens, one after the other.
     """
     token_ids: list[int] = []
     certain: list[Tensor | None] = [None] * len(draft.token_ids)
@@ -72,7 +71,7 @@ def accept_drawn(draft: Draft, rows_KV: Tensor, draws: Draws) -> list[int]:
 
 
 def _remainder(p_V: Tensor, token_id: int, chances_V: Tensor | None) -> Tensor:
-    """What a token is drawn from where the drafted one was not accepted, not normed."""
+    """Return the weights, not normed, that a token is drawn from instead of a rejected one."""
     if chances_V is None:
         rest_V = p_V.clone()
         rest_V[token_id] = 0

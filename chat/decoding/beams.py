@@ -1,5 +1,4 @@
-"""Several continuations of one prompt: beam search and n-best sampling, by forks of its sequence and by reordering
-them.
+"""Generates several continuations of one prompt: beam search and n-best sampling, by fork and reorder.
 
 A beam is a fork: it shares all blocks with the others and copies what it writes, attention and recurrent states alike.
 Where beams change places, `memory.reorder` moves all of them at once and copies no tensor.
@@ -28,7 +27,7 @@ from models import LanguageModel
 
 @dataclass(frozen=True)
 class Beam:
-    """A continuation of a prompt.
+    """Holds one continuation of a prompt.
 
     Attributes:
         token_ids: what was generated, with the stop token if one ended it.
@@ -43,16 +42,16 @@ class Beam:
 
 @dataclass(frozen=True)
 class BeamOptions:
-    """How beams are searched for; the meaning of each is that in transformers' `generate`.
+    """Says how beams are searched for; each option means the same as in transformers' `generate`.
 
     Attributes:
-        n_beams: that go on at once, and that are returned.
-        max_tokens: that a beam may have; one that is as long is complete.
+        n_beams: beams that go on at once, and that are returned.
+        max_tokens: the most tokens of a beam; one that is as long is complete.
         length_penalty: above 0 it favours long beams, below 0 short ones; 0 compares plain log probabilities.
         early_stopping: True ends a search as soon as it has `n_beams` complete beams. False ends it once the best of
             those that go on would, at its present length, score no better than the worst complete one: a guess where a
-            longer one may still score better. "never" asks for the best score that it could still reach, at full length
-            where the penalty favours length.
+            longer one may still score better. "never" compares with the best score that it could still reach, at full
+            length where the penalty favours length.
         stop_ids: tokens that complete a beam.
     Raises:
         BatchError: a number that is not a positive integer.
@@ -80,7 +79,7 @@ def beam_search(
     model: LanguageModel, memory: HybridMemory, prompt_ids: list[int], n_beams: int, max_tokens: int, *,
     length_penalty: float = 1.0, early_stopping: bool | Literal["never"] = False, stop_ids: tuple[int, ...] = (),
 ) -> list[Beam]:  # fmt: skip
-    """The continuations of a prompt that beam search finds, best first; see `BeamOptions` and `beam_searches`."""
+    """Return the continuations that beam search finds for a prompt, best first; see `BeamOptions`, `beam_searches`."""
     check_parts(model, memory, "beam_search(model, memory, prompt_ids, n_beams, max_tokens)")
     options = BeamOptions(n_beams, max_tokens, length_penalty, early_stopping, stop_ids)
     return beam_searches(model, memory, [prompt_ids], options)[0]
@@ -89,7 +88,7 @@ def beam_search(
 def beam_searches(
     model: LanguageModel, memory: HybridMemory, prompts: Seq[list[int]], options: BeamOptions
 ) -> list[list[Beam]]:
-    """Beam search for several prompts of any lengths, all beams of all of them in one batch.
+    """Search beams for several prompts of any lengths, all beams of all of them in one batch.
 
     At each step the (1 + stop ids) x n_beams, at least 2 x n_beams, likeliest continuations of the beams that go on are
     looked at. Those that are complete count if they are among the first n_beams; the first n_beams others go on.
@@ -133,7 +132,7 @@ def _close_all(memory: HybridMemory, sequences: Iterable[Sequence]) -> None:
 
 
 class _Searching:
-    """The mode of beam search: all beams of all searches get one more token, and change places."""
+    """Advances beam searches (a mode): all beams of all searches get one more token, and are reordered."""
 
     outputs: Outputs = "last"
 
@@ -155,7 +154,7 @@ class _Searching:
 
 @dataclass(frozen=True)
 class _Candidate:
-    """Beam `parent` and one more token; their log probability together."""
+    """Extends beam `parent` by one token; their log probability together."""
 
     parent: int
     token_id: int
@@ -163,7 +162,7 @@ class _Candidate:
 
 
 class _Search:
-    """Beam search from one prompt.
+    """Holds the beam search of one prompt.
 
     Attributes:
         beams: sequences of those that go on, none once the search is over.
@@ -195,7 +194,7 @@ class _Search:
             self._go_on(going_on if going_on and self._may_improve(going_on[0].log_probability) else [])
 
     def _candidates(self, logits_BV: Tensor) -> list[_Candidate]:
-        """The likeliest continuations of all beams, likeliest first."""
+        """Return the likeliest continuations of all beams, likeliest first."""
         log_BV = logits_BV.float().log_softmax(-1) + self._log_probabilities.to(logits_BV.device)[:, None]
         n_wanted = max(2, 1 + len(self._options.stop_ids)) * self._options.n_beams
         values, places = log_BV.flatten().topk(min(n_wanted, log_BV.numel()))
@@ -216,7 +215,7 @@ class _Search:
         )
 
     def _may_improve(self, best_log_probability: float) -> bool:
-        """Whether a beam that goes on may still come out among the best, as `BeamOptions.early_stopping` guesses."""
+        """True if a beam that goes on may still be among the best, as `BeamOptions.early_stopping` defines."""
         options = self._options
         if len(self.complete) < options.n_beams:
             return True
@@ -229,9 +228,9 @@ class _Search:
         )
 
     def _go_on(self, chosen: list[_Candidate]) -> None:
-        """The chosen become the beams; there are none if nothing was chosen.
+        """Make the chosen candidates the beams; there are none if nothing was chosen.
 
-        The first child of each beam stays where it is; others take over beams without a child, or forks.
+        The first child of each beam keeps its sequence; others get the sequence of a beam without a child, or a fork.
         """
         parents = {c.parent for c in chosen}
         spare = [beam for i, beam in enumerate(self.beams) if i not in parents]
@@ -293,7 +292,7 @@ def n_best(
 
 
 class _Drawing:
-    """The mode of n-best sampling: forks of one prompt get one drawn token each.
+    """Draws n continuations (a mode): forks of one prompt get one drawn token each.
 
     Attributes:
         sequences: of the prompt, and its forks once it has been read.

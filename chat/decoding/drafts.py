@@ -1,6 +1,6 @@
-"""Drafts for speculative decoding: guesses at the next tokens of a text, from the text itself or from a smaller model.
+"""Makes drafts for speculative decoding: guesses of the next tokens, from the text itself or from a smaller model.
 
-A drafter may guess anything: what it says changes how fast a text is decoded, never which text
+A drafter may guess anything: drafts change how fast a text is decoded, never which text
 (`chat.decoding.speculative`).
 """
 
@@ -27,9 +27,9 @@ from models import LanguageModel
 
 @dataclass(frozen=True)
 class Draws:
-    """How the tokens of one text are drawn, with random numbers apart from those of `Sampler.draw`.
+    """Draws the tokens of one text, with random numbers apart from those of `Sampler.draw`.
 
-    A drafted token, the question whether it is accepted and the token in its place must not hang on the same number.
+    A drafted token, its acceptance and the token in its place must not depend on the same number.
     """
 
     sampler: Sampler
@@ -42,18 +42,18 @@ class Draws:
         )
 
     def ahead(self) -> Draws:
-        """The same, to be told of tokens that may not come: this one does not hear of them."""
+        """Return a copy with a sampler of its own, which can count tokens that may still be rejected."""
         return Draws(copy(self.sampler), self.random)
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """(V,) how likely each token is to be next. Raises StepError for logits that say nothing."""
+        """Return (V,): the probability of each token to be next. Raises StepError for logits that are not finite."""
         p_V = self.sampler.probabilities(logits_V)
         if not bool(torch.isfinite(p_V.sum())):
             raise StepError("the model's logits are not finite; give it a wider dtype, such as float32 or bfloat16")
         return p_V
 
     def draw(self, weights_V: Tensor) -> int:
-        """A token, with probabilities in proportion to `weights_V` >= 0, of which not all are 0."""
+        """Draw a token with probabilities in proportion to `weights_V` >= 0, of which not all are 0."""
         cumulative_V = weights_V.double().cumsum(-1)
         point = cumulative_V.new_tensor([self.random.random()]) * cumulative_V[-1]
         # Rounded up to the total, the point would lie behind the last token that is possible.
@@ -62,7 +62,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """What a drafter is asked for.
+    """Requests a draft for one text.
 
     Attributes:
         text: the prompt and everything generated; it grows at its end while the list is the same.
@@ -77,11 +77,11 @@ class DraftRequest:
 
 @dataclass(frozen=True)
 class Draft:
-    """Tokens that may come next.
+    """Proposes tokens that may come next.
 
     Attributes:
-        chances: for each token, the probabilities (V,) that it was drawn from; None where nothing was drawn: there was
-            no other choice.
+        chances: for each token, the probabilities (V,) that it was drawn from; None where nothing was drawn:
+            each had probability 1.
     """
 
     token_ids: list[int]
@@ -89,25 +89,25 @@ class Draft:
 
 
 class Drafter(Protocol):
-    """Guesses for any number of sequences at once.
+    """Makes drafts for any number of sequences at once.
 
     Attributes:
         n_draft: the most tokens that a draft may have.
-        vocab_size: of the ids it may name; None if it only repeats ids of the text.
+        vocab_size: of the ids in its drafts; None if it only repeats ids of the text.
     """
 
     n_draft: int
     vocab_size: int | None
 
     def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
-        """Drafts of at least one token; sequences that it has no guess for are left out.
+        """Return drafts of at least one token; sequences without a guess are left out.
 
-        Those that are not asked about have no reply under way; nobody is, when the last one has ended.
+        Sequences that are not in `requests` have no reply under way; it is empty when the last one has ended.
         """
         ...
 
     def forget(self, sequence: Sequence) -> None:
-        """Give back whatever is kept for a sequence; one that is not known is fine."""
+        """Free what is kept for a sequence; one without a draft so far is no error."""
         ...
 
 
@@ -122,16 +122,14 @@ def check_counts(**counts: int) -> None:
 
 @dataclass
 class _Index:
-    """Where the n-grams of a text stand: n-gram -> the position behind its latest occurrence, leaving out the end of
-    the text.
-    """
+    """Maps each n-gram of a text to the position behind its latest occurrence, leaving out the end of the text."""
 
     text: list[int]
     behind: dict[tuple[int, ...], int] = field(default_factory=dict)
     n_indexed: int = 0
 
     def continuation(self, n_gram: int, n_tokens: int) -> list[int]:
-        """What followed the last n-gram when it stood in the text before; empty if it never did."""
+        """Return what followed the last n-gram at its previous occurrence; empty if there is none."""
         text, n = self.text, len(self.text)
         for end in range(max(self.n_indexed, n_gram), n):
             self.behind[tuple(text[end - n_gram : end])] = end
@@ -146,10 +144,10 @@ class _Index:
 
 
 class PromptLookup:
-    """Prompt lookup (Saxena 2023): where the last `n_gram` tokens stood before, what followed then may follow again.
+    """Looks up drafts in the text itself (prompt lookup, Saxena 2023): what followed the last `n_gram` tokens before.
 
-    It needs no model and holds no state of one. It pays where answers repeat their prompt or themselves: summaries,
-    edits, code, loops.
+    It needs no model and no state. It pays where replies repeat their prompt or themselves: summaries, edits, code,
+    loops.
 
     Args:
         n_gram: tokens that must agree; with fewer there are more drafts and worse ones.
@@ -169,7 +167,7 @@ class PromptLookup:
 
     def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
         drafts, before = {}, self._indices
-        self._indices = {}  # whose text is not asked about any more is done
+        self._indices = {}  # texts that are not requested any more have ended
         for sequence, request in requests.items():
             index = before.get(sequence)
             if index is None or index.text is not request.text:
@@ -188,10 +186,10 @@ class PromptLookup:
 
 @dataclass
 class _Follower:
-    """A sequence of the draft model's memory that follows a text.
+    """Holds a sequence of the draft model's memory that follows a text.
 
     Attributes:
-        n_settled: so many leading tokens of it were fed from the text; what stands behind them were guesses.
+        n_settled: this many leading tokens of it were fed from the text; those behind them were guesses.
     """
 
     sequence: Sequence
@@ -201,7 +199,7 @@ class _Follower:
 
 @dataclass
 class _Guess:
-    """A draft that grows.
+    """Holds a draft that grows.
 
     Attributes:
         next_ids: tokens to be fed before its next token is guessed.
@@ -226,7 +224,7 @@ class _Guess:
 
 
 class _Guessing:
-    """The mode of a draft model: every draft gets one more token in each step."""
+    """Generates drafts with a draft model (a mode): every draft gets one more token in each step."""
 
     outputs: Outputs = "last"
 
@@ -246,16 +244,15 @@ class _Guessing:
 
 
 class DraftModel:
-    """A smaller model with the same vocabulary, on a memory of its own, decodes ahead: one small step for each token of
-    a draft.
+    """Decodes drafts with a smaller model of the same vocabulary and a memory of its own: a step for each draft token.
 
-    Its sequences follow the texts by themselves: what was guessed wrong, or has been edited since, is rolled back
-    within the memory's window, and fed again from the nearest reachable position where it lies beyond.
+    Its sequences follow the texts: what was guessed wrong, or has been edited since, is rolled back within the memory's
+    window, and fed again from the nearest reachable position where it lies beyond.
 
     Args:
-        memory: made from `model.memory_spec`; nobody else may advance the sequences that are opened here.
+        memory: made from `model.memory_spec`; the sequences that are opened here must not be advanced elsewhere.
         n_draft: tokens of a draft, at most the memory's `rollback_window`.
-        step_tokens: a longer text is read in steps of so many tokens.
+        step_tokens: a longer text is read in steps of this many tokens.
     Raises:
         SpecError: a number that cannot work.
     """
@@ -272,7 +269,8 @@ class DraftModel:
         self._followers: dict[Sequence, _Follower] = {}
 
     def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
-        """As `Drafter.draft`. Where this memory has no room left, drafts are shorter or missing; that is no error."""
+        """Return drafts as `Drafter.draft`. Where this memory has no room left, they are shorter or missing, without an
+        error."""
         for sequence in [s for s in self._followers if s.closed]:
             self.forget(sequence)
         drafts = {s: Draft([], None if r.draws is None else []) for s, r in requests.items()}
@@ -291,8 +289,7 @@ class DraftModel:
         return {s: draft for s, draft in drafts.items() if draft.token_ids}
 
     def _catch_up(self, sequence: Sequence, text: list[int]) -> list[int]:
-        """Take back what this memory holds beside the text; the tokens of it that it must still be fed,
-        at least one."""
+        """Roll back what this memory holds beside the text; return the tokens that must still be fed, at least one."""
         follower = self._followers.get(sequence)
         if follower is None:
             with uninterrupted():
@@ -319,7 +316,7 @@ class DraftModel:
 
 
 def check_window(n_draft: int, memory: HybridMemory) -> None:
-    """Raise SpecError unless drafts of so many tokens can always be taken back.
+    """Raise SpecError unless drafts of this many tokens can always be rolled back.
 
     A step of 1 + n_draft tokens may keep only its first: the horizon, at most rollback_window tokens before the
     furthest position that was ever fed, then lies at or before that token.

@@ -1,4 +1,4 @@
-"""Choosing the next token: greedy, or drawn from what transformers' processors leave of the logits."""
+"""Chooses the next token: greedily, or drawn from what transformers' logits processors leave."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memory.blocks.arguments import is_integer
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen. The defaults are greedy.
+    """Says how tokens are chosen. The defaults are greedy.
 
     Attributes:
         temperature: 0 takes the most likely token, whatever top_k and top_p say.
@@ -72,12 +72,12 @@ class Sampling:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether nothing is drawn. A repetition penalty may still change which token is the most likely one."""
+        """True if nothing is drawn. A repetition penalty may still change which token is the most likely one."""
         return self.temperature == 0
 
     @property
     def is_plain(self) -> bool:
-        """Whether the choice is the argmax of the logits as they are."""
+        """True if the choice is the argmax of the logits as they are."""
         return self.is_greedy and self.repetition_penalty == 1
 
 
@@ -96,7 +96,7 @@ class Sampler:
     """Chooses the tokens of one sequence, one after the other.
 
     A draw is a function of the seed, the logits and the number of tokens so far: choosing again after a step that
-    failed gives the same token, and no other sequence of the batch has a say.
+    failed gives the same token, whatever the other sequences of the batch are.
 
     Args:
         prompt_ids: all tokens that the sequence holds, for the repetition penalty.
@@ -120,7 +120,7 @@ class Sampler:
                 self._warpers.append(TopPLogitsWarper(float(sampling.top_p)))
 
     def choose(self, logits_V: Tensor) -> int:
-        """The next token, which counts from now on.
+        """Choose the next token and count it.
         Raises StepError, with nothing changed, if no logit is finite or one is NaN.
         """
         token_id = self.draw(logits_V)
@@ -128,7 +128,7 @@ class Sampler:
         return token_id
 
     def draw(self, logits_V: Tensor) -> int:
-        """What `choose` would return; nothing changes. Cost: O(V), and a sort of V numbers with top_p."""
+        """Return what `choose` would return; nothing changes. Cost: O(V), and a sort of V numbers with top_p."""
         scores_1V = self._scores(logits_V)
         if not bool(torch.isfinite(scores_1V.max())):
             raise StepError("the model's logits are not finite; give it a wider dtype, such as float32 or bfloat16")
@@ -137,15 +137,15 @@ class Sampler:
         cumulative_V = _softmax(scores_1V).double().cumsum(-1)
         total = float(cumulative_V[-1])
         uniform = float(np.random.Generator(np.random.Philox(key=self._key, counter=self._n_chosen)).random())
-        # The first token whose cumulative probability is beyond the point; below the total, so that it is never one
-        # that was ruled out.
+        # The token is the first whose cumulative probability is beyond the point. The point lies below the total, or
+        # a token that was ruled out could be chosen.
         point = torch.tensor(
             [min(uniform * total, math.nextafter(total, 0))], dtype=torch.float64, device=cumulative_V.device
         )
         return int(torch.searchsorted(cumulative_V, point, right=True))
 
     def probabilities(self, logits_V: Tensor) -> Tensor:
-        """(V,) float32: how likely each token is to be chosen next. Greedy: 1 for one token."""
+        """Return (V,) float32: the probability of each token to be chosen next. Greedy: 1 for one token."""
         scores_1V = self._scores(logits_V)
         if self.sampling.is_greedy:
             return torch.nn.functional.one_hot(scores_1V[0].argmax(), scores_1V.shape[1]).float()
@@ -158,13 +158,12 @@ class Sampler:
             self._seen = torch.cat([self._seen, torch.tensor([[token_id]], device=self._seen.device)], dim=1)
 
     def _scores(self, logits_V: Tensor) -> Tensor:
-        """(1, V) float32 after all processors, in the order of transformers' `generate`."""
+        """Return (1, V) float32 scores after all processors, in the order of transformers' `generate`."""
         scores_1V = logits_V.detach().float()[None]
         if self._penalty is not None and self._seen is not None and self._seen.numel():
             self._seen = self._seen.to(scores_1V.device)
             scores_1V = self._penalty(self._seen, scores_1V)
-        # Probabilities do not see a shift; without one, a temperature close to 0 would turn large logits into infinite
-        # ones.
+        # A shift does not change probabilities; without one, a temperature close to 0 would make large logits infinite.
         shifted_1V = scores_1V - scores_1V.max() if self._warpers else scores_1V
         for warp in self._warpers:
             shifted_1V = warp(None, shifted_1V)

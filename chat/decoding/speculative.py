@@ -1,5 +1,4 @@
-"""Speculative decoding: drafts are fed with the last token in one step, and `step.accept` keeps those that the model
-agrees with.
+"""Decodes speculatively: drafts are fed with the last token in one step, and `step.accept` keeps the accepted ones.
 
 A step of a few tokens takes little longer than a step of one, because it reads the weights once. A hybrid model usually
 pays for the rest with a copy of its recurrent states for each token of a draft. Here rejected tokens only shorten the
@@ -31,7 +30,7 @@ _NO_DRAFT = Draft([])
 
 @dataclass(frozen=True)
 class NewToken:
-    """One token that the model chose for a sequence; `is_last` if it ends the reply."""
+    """Holds one token that the model chose for a sequence; `is_last` if it ends the reply."""
 
     sequence: Sequence
     token_id: int
@@ -42,21 +41,23 @@ class SpeculativeBatch:
     """Decodes any number of sequences together, several tokens a sequence in a step; new ones may join before any step.
 
     Sequences have drafts of their own lengths, or none, in the same step. The caller owns the sequences, and the memory
-    has room for them: nobody is made to wait here, as the engine does it.
+    must have room for them: no sequence waits or is swapped out here, as in the engine.
 
     What it generates: unless sampled, each token is the likeliest after those before it, as without drafts. The texts
     are equal unless
     - two logits are closer than a step of several tokens and steps of one round apart: in float32 up to 1e-4 of the
       logits' spread;
     - the memory is lossy (sparse or quantised attention): rows leave the exact tail by the furthest position fed, and
-    drafts feed further. Sampled, every token has the distribution that it has without drafts (Leviathan et al. 2023),
+      drafts feed further.
+
+    Sampled, every token has the distribution that it has without drafts (Leviathan et al. 2023),
     but not the same random numbers.
 
-    A step with a prompt in it has no drafts: it wants the logits of last tokens only.
+    A step with a prompt in it has no drafts: it computes the logits of last tokens only.
 
     Args:
         stop_ids: tokens that end a reply; the first is the one written where a reply is cut short.
-        drafter: who guesses; see `chat.decoding.drafts`. It must not be shared with another batch.
+        drafter: makes the drafts; see `chat.decoding.drafts`. It must not be shared with another batch.
         adapts: shorten drafts where they fail: to twice what was accepted of the sequence's last one, plus one.
         remembers_end: also feed the token that ends a reply, so that the memory holds the whole turn and a next one can
             follow.
@@ -100,7 +101,7 @@ class SpeculativeBatch:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing waits to be fed, or to be returned."""
+        """True if no tokens wait to be fed or returned."""
         return not self._waiting and not self._untold
 
     def add(
@@ -122,7 +123,7 @@ class SpeculativeBatch:
         self.memory.step({sequence: ids})  # raises for a handle that cannot take part; nothing is entered
         self._waiting[sequence] = ids
         self._n_left[sequence] = max_tokens
-        # A new list: whatever a drafter knows of this sequence may have been edited since.
+        # A new list: the text may have been edited since the drafter last saw it.
         self._texts[sequence] = [*sequence.tokens.tolist(), *self._waiting[sequence]]
         self._n_draft[sequence] = self._drafter.n_draft
         self._draws.pop(sequence, None)
@@ -130,14 +131,14 @@ class SpeculativeBatch:
             self._draws[sequence] = Draws.of(sampling, self._texts[sequence])
 
     def discard(self, sequence: Sequence) -> None:
-        """Stop decoding a sequence; the memory keeps what it has seen."""
+        """Stop decoding a sequence; the memory keeps the tokens that were fed."""
         self._waiting.pop(sequence, None)
         self._untold = [new for new in self._untold if new.sequence is not sequence]
         self._settle(sequence)
         self._drafter.forget(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
-        """Its reply is complete; the drafter may go on from what it knows if another one follows."""
+        """Free what is kept for a complete reply; the drafter keeps its own, for a next reply of the sequence."""
         for known in (self._texts, self._draws, self._n_draft, self._n_left):
             known.pop(sequence, None)
 
@@ -150,7 +151,7 @@ class SpeculativeBatch:
             The new tokens: sequences in the order in which they were added, each one's tokens in the order of its text.
         Raises:
             As `HybridMemory.run`; nothing has changed then, and the same step can be tried again. After a Ctrl-C while
-            the step commits, what it has found is what the next call returns.
+            the step commits, its tokens are what the next call returns.
         """
         if self._waiting and not self._untold:
             self._advance()
@@ -159,7 +160,7 @@ class SpeculativeBatch:
             return new
 
     def _advance(self) -> None:
-        """Take a step, and have its tokens ready: both, or neither."""
+        """Take a step and keep its tokens: both, or neither."""
         drafts = self._draft()
         try:
             self._feed(drafts)
@@ -173,7 +174,7 @@ class SpeculativeBatch:
         feed(self.model, self.memory, mode, mode.requests(), step_tokens=self._step_tokens)
 
     def _note(self, chosen: dict[Sequence, list[int]]) -> None:
-        """Write down the tokens that were chosen, and what is to be fed for them."""
+        """Keep the tokens that were chosen, and queue what is to be fed for them."""
         self.acceptance.n_turns += len(chosen)
         self.acceptance.n_generated += sum(map(len, chosen.values()))
         self._waiting = {}
@@ -181,7 +182,7 @@ class SpeculativeBatch:
             self._keep(sequence, token_id) for sequence, token_ids in chosen.items() for token_id in token_ids
         ]
         if not self._waiting:
-            self._drafter.draft({})  # nobody is left
+            self._drafter.draft({})  # no reply is under way
 
     def _keep(self, sequence: Sequence, token_id: int) -> NewToken:
         self._waiting.pop(sequence, None)  # the token before this one is fed already
@@ -195,7 +196,7 @@ class SpeculativeBatch:
         return new
 
     def _take(self, sequence: Sequence, token_id: int) -> NewToken:
-        """Note the token, and what is to be fed for it."""
+        """Count a token, and queue what is to be fed for it."""
         self._n_left[sequence] -= 1
         is_stop = token_id in self._stop_ids
         is_last = is_stop or self._n_left[sequence] == 0
@@ -206,7 +207,7 @@ class SpeculativeBatch:
         return NewToken(sequence, token_id, is_last)
 
     def _draft(self) -> dict[Sequence, Draft]:
-        """Drafts for those that are decoding, no longer than what they may still generate and a step may hold."""
+        """Make drafts for sequences that decode, no longer than what they may still generate and a step may hold."""
         if any(len(tokens) > 1 for tokens in self._waiting.values()):
             return {}
         most = self._step_tokens // len(self._waiting) - 1
@@ -218,8 +219,7 @@ class SpeculativeBatch:
         return self._drafter.draft(requests) if requests else {}
 
     def _verify(self, sequence: Sequence, draft: Draft, rows_KV: Tensor) -> list[int]:
-        """The tokens that follow: the accepted part of the draft and one of the model's own, cut behind one that ends
-        the reply.
+        """Return the accepted part of the draft and one token of the model's own, cut behind one that ends the reply.
 
         rows_KV: (1 + tokens of the draft, vocab) logits after the last token and after each of the draft.
         """
@@ -238,7 +238,7 @@ class SpeculativeBatch:
 
 
 class _Verifying:
-    """The mode of a step with drafts, or with none: what the model agrees with is kept, and one token of its own."""
+    """Verifies drafts in a step (a mode): their accepted part is kept, and one token of the model's own."""
 
     def __init__(self, batch: SpeculativeBatch, drafts: dict[Sequence, Draft]) -> None:
         self.outputs: Outputs = "all" if drafts else "last"
@@ -251,7 +251,7 @@ class _Verifying:
         return requests
 
     def choose(self, logits: Tensor, step: Step | None) -> dict[Sequence, list[int]]:
-        """Verify the drafts: the next tokens of each sequence whose reply is not complete."""
+        """Verify the drafts, and return the next tokens of each sequence whose reply is not complete."""
         batch = self._batch
         rows: Iterable[Tensor] = logits[:, None]
         if self._drafts:

@@ -1,4 +1,4 @@
-"""The engine: continuous batching of generations over one model and one memory."""
+"""The engine batches generations continuously over one model and one memory."""
 
 from chat.engine.engine import Engine
 

@@ -1,4 +1,4 @@
-"""Checks of what programs are put together from: models, memories, tokenizers, stop ids.
+"""Checks the parts that an engine is built from: model, memory, tokenizer, stop ids.
 
 Errors show how the call should read.
 """
@@ -22,14 +22,14 @@ HOW_TO_LOAD = "with a model from load_model(...) and memory = HybridMemory(model
 
 
 def check_parts(model: object, memory: object, call: str) -> None:
-    """Raise SpecError unless these are a model and a memory, in this order; `call` says how they are handed over."""
+    """Raise SpecError unless these are a model and a memory, in this order; `call` shows how the caller is called."""
     if isinstance(model, HybridMemory | str | Path) or not callable(model):
         raise SpecError(f"{model!r:.80} is no model; call {call}, {HOW_TO_LOAD}")
     require_memory(memory, call)
 
 
 def check_belonging(model: LanguageModel, memory: HybridMemory, prefixes: PrefixCache | None) -> None:
-    """Raise SpecError unless they belong together: else every request would end with an error of its own."""
+    """Raise SpecError unless model, memory and prefix cache fit, so that not every request ends with an error."""
     spec, own = model.memory_spec, memory.spec
     if not own.same_memories(spec):
         raise SpecError(
@@ -50,7 +50,7 @@ def check_belonging(model: LanguageModel, memory: HybridMemory, prefixes: Prefix
 
 
 def check_tokenizer(tokenizer: Any) -> None:
-    """Raise SpecError unless this may be a tokenizer, or None."""
+    """Raise SpecError unless this can decode token ids, or is None."""
     if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
         raise SpecError(
             f"tokenizer={tokenizer!r} is none; give chat.prompts.load_tokenizer(folder), with the model's folder, or "
@@ -59,7 +59,7 @@ def check_tokenizer(tokenizer: Any) -> None:
 
 
 def read_stop_ids(stop_ids: Any, vocab_size: int | None = None) -> tuple[int, ...]:
-    """Ids of tokens that end a reply. Raises BatchError; None as `vocab_size`: not known yet."""
+    """Return the ids of tokens that end a reply. Raises BatchError; `vocab_size` is None where it is not known yet."""
     if isinstance(stop_ids, int | np.integer):
         raise BatchError(f"stop_ids={stop_ids!r}; give several token ids, such as [{int(stop_ids)}]")
     if isinstance(stop_ids, str | bytes) or not isinstance(stop_ids, Iterable):

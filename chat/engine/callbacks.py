@@ -1,4 +1,4 @@
-"""What became visible of replies, until those who asked for them were told."""
+"""Collects new text of replies during a step and passes it to their callbacks after the step."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from chat.engine.scheduling import Scheduler
 
 
 class News:
-    """Text that nobody was told of yet, by job.
-    Whose callback raises is told no more, and its generation ends with that error.
+    """Holds new text by job until the job's `on_token` is called.
+    A callback that raises is not called again, and its generation ends with that error.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -16,11 +16,11 @@ class News:
         self._pieces: dict[Job, str] = {}
 
     def add(self, job: Job, piece: str) -> None:
-        """There is a new token, or an end, and so much text by it."""
+        """Add the text that a new token, or the end, of a reply made visible."""
         self._pieces[job] = self._pieces.get(job, "") + piece
 
     def tell(self) -> bool:
-        """Tell everybody, also of what comes up meanwhile; whether there was anything."""
+        """Call all callbacks, also for text that is added meanwhile; True if there was any text."""
         has_any = bool(self._pieces)
         while self._pieces:
             job = next(iter(self._pieces))
@@ -29,7 +29,7 @@ class News:
                 continue
             try:
                 job.request.on_token(job.generation, piece)
-            except Exception as error:  # somebody else's code: it must not end the others
+            except Exception as error:  # the caller's code: its errors must not end other generations
                 job.is_deaf = True
                 job.generation.error = job.generation.error or error
                 if job.outcome is None:

@@ -1,4 +1,4 @@
-"""From the logits of a step to the tokens that follow."""
+"""Chooses the next tokens of generations from the logits of a step."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from chat.engine.requests import Job
 from memory import StepError
 
 Plan = list[tuple[Job, int]]
-"""Who takes part in a step, each with the number of tokens that are fed."""
+"""The jobs of a step, each with the number of tokens that it is fed."""
 Choice = int | StepError | None
 Choose = Callable[[Tensor, Plan], list[Choice]]
 
 
 def choose_tokens(logits_SV: Tensor, plan: Plan) -> list[Choice]:
-    """The next token of each job that wants one; what ends it where there is none.
+    """Choose the next token of each job that wants one, or the error that ends the job.
     Nothing changes, so a failed step can be tried again.
     """
     highest: list[float] = []
@@ -34,6 +34,6 @@ def choose_tokens(logits_SV: Tensor, plan: Plan) -> list[Choice]:
             assert job.sampler is not None, "made when it was admitted"
             try:
                 chosen.append(job.sampler.draw(logits_SV[i]))
-            except StepError as error:  # no finite logits: it alone ends
+            except StepError as error:  # no finite logits: only this job ends
                 chosen.append(error)
     return chosen

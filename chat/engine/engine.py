@@ -1,18 +1,16 @@
-"""Continuous batching: many requests, one memory, one step of the model after the other.
+"""The engine batches continuously: it makes one step of the model after the other for many generations over one memory.
 
-Each step feeds one token of every reply that is being decoded, and with what is left of `step_tokens` it goes on with
-prompts. Who finishes leaves, who waits joins, nobody waits for somebody else's prompt, but for one that begins alike:
-with a prefix cache it is computed once for all who come together. When the memory is full, the request that came in
-last is
-swapped out and comes back before anybody new: what it had computed is kept, and what it says is what it would have
-said.
+Each step decodes one token of every running reply; what is left of `step_tokens` prefills prompts. Finished generations
+leave after a step and waiting ones join before it. No prompt waits for another, except for one that begins alike: with
+a prefix cache their common part is computed once. When the memory is full, the request that was admitted last is
+swapped out and comes back before new ones: what was computed for it is kept, and its reply stays the same.
 
-What a sequence holds when its generation has ended, for who keeps it (`keeps_sequence`):
-- "stop" or "length": the prompt and every chosen token but the last, which nobody had to feed; with `remembers_end` the
-  last one too, and behind a reply that was cut (by max_tokens or a stop string) the first of `stop_ids`. A stop string
-  is found in tokens that were chosen already: they stand in the sequence although the text ends before them. Roll back
-  to go on from the text itself.
-- "cancelled", "deadline", "error": what had been fed by then, some prefix of the same. It may be swapped out.
+A sequence that is kept (`keeps_sequence`) holds, when its generation has ended with
+- "stop" or "length": the prompt and every chosen token but the last, which did not have to be fed; with `remembers_end`
+  the last one too, and behind a reply that was cut (by max_tokens or a stop string) the first of `stop_ids`. A stop
+  string is found in tokens that were chosen already: they stand in the sequence although the text ends before them.
+  Roll back to go on from the text itself.
+- "cancelled", "deadline", "error": the part of this that had been fed by then. It may be swapped out.
 """
 
 from __future__ import annotations
@@ -56,7 +54,7 @@ def require_engine(engine: object, call: str) -> None:
 
 
 class Engine:
-    """Generates for any number of requests at once.
+    """Generates replies to any number of requests at once.
     Drive it with `step` or `run`, or let `serve` do so beside an event loop.
 
     `submit`, `cancel` and the properties may be used from any thread at any time. The memory may not: while steps run
@@ -65,13 +63,13 @@ class Engine:
 
     Args:
         tokenizer: None: generations have ids and no text.
-        stop_ids: tokens that end a reply; the first is written where one is cut short and to be remembered. Unless
-            given, what the tokenizer and the model's config name.
-        prefixes: prompts go on from what it knows, and it gets to know prompts and replies.
-        step_tokens: fed in one step at most.
-        max_running: requests in one step at most; fewer than `step_tokens`, so that prompts always go on.
+        stop_ids: tokens that end a reply; the first is written behind a reply that is cut short and to be remembered.
+            The default: those that the tokenizer and the model's config name.
+        prefixes: the cache that prompts are looked up in, and that prompts and replies are inserted into.
+        step_tokens: the most tokens of one step.
+        max_running: the most requests in one step; fewer than `step_tokens`, so that prompts always go on.
         clock: seconds; for tests.
-        choose: the next tokens from a step's logits; for dry runs, which have none.
+        choose: chooses the next tokens from a step's logits; another one is for dry runs, which have no logits.
     Raises:
         SpecError: numbers that cannot work; a memory that was made for another model, or a prefix cache of another
             memory.
@@ -141,12 +139,12 @@ class Engine:
         priority: int = 0,
         owner: Hashable = None,
     ) -> Generation:
-        """Ask for a reply. It joins the others before the next step in which there is room.
+        """Submit a request for a reply. It joins the batch before the next step in which there is room.
 
         Args:
             token_ids: to be fed; the reply follows them.
-            sequence: a live one to go on with, swapped out or not; nobody else may use it until the generation has
-                ended. None: a new one.
+            sequence: a live one to go on with, swapped out or not; it may not be used otherwise until the generation
+                has ended. None: a new one.
             max_tokens: to choose at most, the one that ends the reply included. 0: only feed.
             stop: strings that end the reply; its text is cut before them.
             deadline_s: seconds from now after which it ends as it is.
@@ -157,9 +155,9 @@ class Engine:
                 after that.
             on_token: see `OnToken`. It is called by the thread that steps, after the step. If it raises, its generation
                 ends with "error", and no other.
-            priority: larger ones come in first and are preempted last.
-            owner: of the prefixes that it goes on from and leaves behind: no other owner finds them. Whoever must not
-                learn what others have asked needs an owner of their own; see `PrefixCache`.
+            priority: larger ones are admitted first and preempted last.
+            owner: of the prefixes that it reuses and leaves in the cache; no other owner finds them. Give each user one
+                where users must not learn about each other's prompts; see `PrefixCache`.
         Raises:
             BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use.
             CapacityError: a prompt that the memory's whole budget could not hold; the error says what it needs. Nothing
@@ -187,8 +185,8 @@ class Engine:
             return generation
 
     def _require_possible(self, token_ids: object, sequence: Sequence | None) -> None:
-        """Refuse tokens by their number alone, before they are looked at: in steps as short as those that they take in
-        need.
+        """Raise CapacityError for a prompt too long for the budget, before its tokens are read.
+        It counts with the shortest steps, which the engine falls back to when room is short.
         """
         n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
         if sequence is None or sequence.is_whole:
@@ -214,7 +212,7 @@ class Engine:
             return
         self._serving.wake()
         with ExitStack() as held:
-            with uninterrupted():  # else whoever holds it will see; an event loop must not wait for a step
+            with uninterrupted():  # else the step that holds it settles this; an event loop must not wait for a step
                 has_lock = self.lock.acquire(blocking=False)
                 if has_lock:
                     held.callback(self.lock.release)
@@ -223,17 +221,17 @@ class Engine:
 
     @property
     def is_idle(self) -> bool:
-        """Every generation has ended."""
+        """True if every generation has ended."""
         return not self._scheduler.jobs
 
     @property
     def load(self) -> Load:
-        """How many generations have not ended, and how they stand."""
+        """Counts the generations that have not ended: running, waiting, preempted."""
         return self._scheduler.load
 
     def waiting_sequences(self) -> list[Sequence]:
-        """Live ones, in the memory, of generations that take no part in the steps: those first that will wait for
-        longest. Swap them out where room is short (`HybridMemory.add_reclaimer`)."""
+        """Return live sequences, not swapped out, of generations that do not run, those first that will wait longest.
+        Swap them out where room is short (`HybridMemory.add_reclaimer`)."""
         return self._scheduler.waiting_sequences()
 
     # Beside an event loop
@@ -241,7 +239,7 @@ class Engine:
     def stream(self, token_ids: Any, **options: Any) -> AsyncIterator[str]:
         """Return the text of a reply, piece by piece; arguments and errors as `submit`.
 
-        Somebody must step: `serve`, most often. Whoever stops listening (`aclose`, a cancelled task) cancels the
+        Steps must be made elsewhere, usually by `serve`. Closing the stream (`aclose`, a cancelled task) cancels the
         generation. Raises whatever ended the generation with "error". After a cancellation or a deadline the text ends.
         """
         return self._serving.stream(token_ids, **options)
@@ -261,7 +259,7 @@ class Engine:
     # Steps
 
     def step(self) -> list[Generation]:
-        """One step of the model, over everybody who has something to be fed.
+        """Make one step of the model, over all generations that have tokens to be fed.
 
         Returns:
             The generations that ended since the last step returned, in the order in which they did.
@@ -284,14 +282,14 @@ class Engine:
     def run(self) -> None:
         """Step until every generation has ended. Raises as `step`.
 
-        A request that fails raises nothing here, for the others go on: its `finish_reason` is "error", and its `error`
-        says why.
+        A request that fails raises nothing here, since the others go on: its `finish_reason` is "error", and its
+        `error` is the reason.
         """
         while not self.is_idle:
             self.step()
 
     def _feed(self) -> None:
-        """One step of the model, with as many of those who run as the memory can hold."""
+        """Make one step of the model, with as many of the running generations as the memory has room for."""
         scheduler, limit = self._scheduler, self.step_tokens
         while scheduler.running:
             plan = plan_step(scheduler.running, limit)
@@ -312,21 +310,21 @@ class Engine:
     def _run_step(self, step: Step, plan: Plan) -> None:
         started = time.perf_counter()
 
-        def keep(chosen: list[Choice]) -> None:  # the books here agree with the memory's when this is done
+        def keep(chosen: list[Choice]) -> None:  # after this the jobs' counts agree with the memory's
             self.stats.n_steps += 1
             now = self._clock()
             for (job, n_tokens), choice in zip(plan, chosen, strict=True):
                 self._record(job, n_tokens)
                 try:
-                    self._hear(job, choice, now)
-                except Exception as error:  # of the tokenizer: the others have nothing to do with it
+                    self._apply(job, choice, now)
+                except Exception as error:  # of the tokenizer: the other generations go on
                     self._scheduler.end(job, "error", error)
             self.stats.seconds += time.perf_counter() - started
 
         take_step(self.model, step, lambda logits, _: self._choose(logits, plan), keep, uninterrupted())
 
     def _record(self, job: Job, n_tokens: int) -> None:
-        """The memory holds this many more of the job's tokens."""
+        """Count `n_tokens` more of the job's tokens as fed."""
         if job.lookup is not None:
             self.stats.count_lookup(job.lookup)
             job.lookup = None
@@ -337,7 +335,8 @@ class Engine:
         if was_prefilling and (job.n_fed == job.generation.n_prompt or job.n_fed in job.cuts):
             self._to_remember.append((job.live_sequence, job.request.owner))
 
-    def _hear(self, job: Job, choice: Choice, now: float) -> None:
+    def _apply(self, job: Job, choice: Choice, now: float) -> None:
+        """Add the chosen token to the job, or end the job."""
         if isinstance(choice, StepError):
             self._scheduler.end(job, "error", choice)
             return
@@ -353,7 +352,7 @@ class Engine:
     # Between steps
 
     def _settle(self) -> None:
-        """End what is to end, and tell everybody what is new."""
+        """Release what has ended, fill the prefix cache and call the callbacks."""
         while True:
             self._scheduler.reap(self._clock())
             while self._to_remember:
@@ -366,7 +365,7 @@ class Engine:
                 return
 
     def _release(self, job: Job) -> None:
-        """Give the bytes back, and write down how it ended."""
+        """Close or keep the sequence of a job that has ended, and write its result."""
         assert job.outcome is not None, "it has ended"
         generation, (reason, error) = job.generation, job.outcome
         with uninterrupted():
@@ -379,7 +378,7 @@ class Engine:
                 if job.request.keeps_sequence:
                     generation.sequence = job.sequence
                 else:
-                    with suppress(SequenceError):  # somebody has it in a step of their own: then it is theirs to close
+                    with suppress(SequenceError):  # it is in a step of the caller's, who closes it then
                         self.memory.close(job.sequence)
             self._news.add(job, piece)
             generation.text = job.stream.text

@@ -1,8 +1,8 @@
-"""The loop of every decoder: feed the tokens that are wanted, choose from the logits, commit, write down the choice.
+"""The generation loop of every decoder: feed tokens in a step, choose from the logits, commit, keep the choice.
 
-What differs is a mode. The engine chooses one token for each of its generations (`chat.engine.engine`). Drafts are
-verified, and the part that the model agrees with is accepted (`chat.decoding.speculative`); a smaller model that drafts
-is a loop itself (`chat.decoding.drafts`). Beams are reordered (`chat.decoding.beams`).
+Decoders differ in their mode. The engine chooses one token for each generation of the step (`chat.engine.engine`).
+Speculative decoding verifies drafts and accepts their leading part (`chat.decoding.speculative`); its draft model is
+decoded by the same loop (`chat.decoding.drafts`). Beam search reorders sequences (`chat.decoding.beams`).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ ChosenT = TypeVar("ChosenT")
 
 
 class Mode(Protocol[ChosenT]):
-    """What a decoder feeds, how it chooses, and what it does with the choice.
+    """Defines what a decoder feeds, how it chooses tokens, and what it does with the choice.
 
     Attributes:
-        outputs: whose logits it wants: "last" for the last token of each sequence, "all" for every token.
+        outputs: which logits it needs: those of the "last" token of each sequence, or of "all" tokens.
     """
 
     outputs: Outputs
@@ -44,7 +44,7 @@ class Mode(Protocol[ChosenT]):
         ...
 
     def keep(self, chosen: ChosenT) -> None:
-        """Write down the choice. The step has been committed, and a Ctrl-C waits until this returns."""
+        """Keep the choice. The step has been committed, and a Ctrl-C waits until this returns."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""A request to the engine: what was asked for, what has come of it, and where it stands between the two."""
+"""Holds a request to the engine, the generation that results, and the job between the two."""
 
 from __future__ import annotations
 
@@ -20,18 +20,17 @@ from memory.prefix.cache import Lookup
 from memory.sequences.batch import why_no_ids
 
 LEAST_CHUNK_TOKENS = 16
-"""Prompts share a step in chunks no smaller than this, or than what they still want: below, each costs more than its
-tokens.
+"""The least chunk of a prompt in a shared step, unless less is left of it: smaller ones cost more than their tokens.
 """
 EXPECTED_REPLY_TOKENS = 512
-"""Room that is kept for a reply at most: a large max_tokens says that a reply may be long, not that it will be."""
+"""The most tokens that room is kept for in a reply: a large max_tokens allows a long reply, but most are short."""
 
 FinishReason = Literal["stop", "length", "cancelled", "deadline", "error"]
 
 
 @dataclass
 class EngineStats:
-    """What an engine has done so far. Counts are tokens unless they say otherwise.
+    """Counts what an engine has done so far, in tokens unless the name says otherwise.
 
     Attributes:
         n_fed: computed by the model: prompts and generated tokens.
@@ -40,8 +39,7 @@ class EngineStats:
             state" of a recurrent layer was kept where attention could have gone on, or it was the "last token", which
             is fed for its output.
         n_steps: of the model.
-        n_preempted, n_swapped_in: times that a request had to leave, and that one came back from where it was swapped
-            to.
+        n_preempted, n_swapped_in: times that a request was preempted, and that one was swapped in again.
         finished: reason -> generations.
         seconds: in steps of the model, choosing tokens included.
     """
@@ -67,7 +65,7 @@ class EngineStats:
         )
 
     def count_lookup(self, lookup: Lookup) -> None:
-        """Count what a prompt had from the prefix cache, and what it could not have."""
+        """Count the tokens of a prompt that were reused from the prefix cache, and those that could not be."""
         could_reuse = min(lookup.by_attention, lookup.n_tokens - 1)
         self.n_reused += lookup.reused
         self.recomputed += Counter(
@@ -77,7 +75,7 @@ class EngineStats:
 
 @dataclass(eq=False)
 class Generation:
-    """What has come of a request so far. The engine writes it, everybody else only reads.
+    """Holds the result of a request so far. The engine writes it, callers only read.
 
     Attributes:
         n_prompt: tokens that were to be fed.
@@ -90,7 +88,7 @@ class Generation:
         error: why it ended with "error".
         sequence: the live sequence, once it has ended, if it was to be kept. It is still swapped out if it was swapped
             out at its end.
-        lookup: what the prefix cache knew of the prompt, if it was asked.
+        lookup: the prefix cache's lookup of the prompt, if there was one.
         submitted_at, first_token_at, finished_at: seconds on the engine's clock.
     """
 
@@ -119,7 +117,7 @@ OnToken = Callable[[Generation, str], None]
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments of `Engine.submit`. Raises BatchError naming the argument and its value."""
+    """Holds the arguments of `Engine.submit`. Raises BatchError naming the argument and its value."""
 
     token_ids: list[int]
     sequence: Sequence | None
@@ -154,7 +152,7 @@ class Request:
 
 
 def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:
-    """A request's tokens as a list.
+    """Return a request's tokens as a list.
     Raises BatchError unless they are one or more integers with 0 <= id < vocab_size."""
     if isinstance(token_ids, Tensor | np.ndarray):
         if token_ids.ndim > 1:
@@ -178,7 +176,7 @@ def read_token_ids(token_ids: object, vocab_size: int) -> list[int]:
 
 
 def check_max_tokens(max_tokens: object) -> None:
-    """Raise BatchError unless this may be the length of a reply."""
+    """Raise BatchError unless this is a possible length of a reply."""
     if not is_integer(max_tokens, 0):
         raise BatchError(
             f"max_tokens={max_tokens!r}; give an integer of at least 0 (0 feeds the tokens and chooses none)"
@@ -186,7 +184,7 @@ def check_max_tokens(max_tokens: object) -> None:
 
 
 def read_stop(stop: object) -> tuple[str, ...]:
-    """Stop strings, given as several or as one. Raises BatchError."""
+    """Return stop strings, given as several or as one. Raises BatchError."""
     if not isinstance(stop, Iterable):
         raise BatchError(f"stop={stop!r}; give a string or several")
     stops = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -196,7 +194,7 @@ def read_stop(stop: object) -> tuple[str, ...]:
 
 
 def read_marks(marks: object) -> tuple[Any, ...]:
-    """Positions in a prompt, which `Request` compares with its length. Raises BatchError."""
+    """Return positions in a prompt, which `Request` compares with its length. Raises BatchError."""
     if not isinstance(marks, Iterable):
         raise BatchError(f"marks={marks!r}; give a list of positions in token_ids")
     return tuple(marks)
@@ -204,22 +202,22 @@ def read_marks(marks: object) -> tuple[Any, ...]:
 
 @dataclass(eq=False)
 class Job:
-    """A request on its way through the engine.
+    """Holds the state of a request on its way through the engine.
 
     Attributes:
         tokens: everything to be fed, in order: the prompt, what was chosen, and the end of the reply if it is to be
             remembered.
         n_fed: how many of `tokens` the sequence holds; at an index i of `tokens` its length is n_base + i.
         n_reused: how many of them came from the prefix cache.
-        lookup: what the cache said of them, until the first step with this sequence is counted.
+        lookup: the cache's lookup of them, until the first step with this sequence is counted.
         cuts: indices into `tokens`, ascending, where a chunk of the prompt ends because the prefix cache wants to
             remember it.
-        leader: while it waits, whose prompt begins like its own and is being fed, and up to where.
-        ending: why the reply is complete; what is left to be fed is its end.
-        outcome: why it ends now, and the error if it is one; set first, the rest follows between steps.
+        leader: while it waits, the running job whose prompt begins alike, and the index up to which it is fed first.
+        ending: why the reply is complete; only its end is left to be fed.
+        outcome: why it ends now, and the error if it is one; the job is released between steps.
         is_deaf: its on_token has raised and is not called again.
         served: number of the step in which it last got tokens.
-        admitted: number among all admissions; the latest gives way first.
+        admitted: number among all admissions; the latest is preempted first.
     """
 
     request: Request
@@ -244,28 +242,28 @@ class Job:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Who comes first in a queue has the lower one: the more important, then the older."""
+        """The job's order in a queue, lowest first: the more important, then the older."""
         return -self.request.priority, self.generation.id
 
     @property
     def live_sequence(self) -> Sequence:
-        """Its sequence, which everybody who runs has."""
+        """The sequence of a running job."""
         assert self.sequence is not None, "opened when it was admitted"
         return self.sequence
 
     @property
     def is_prefilling(self) -> bool:
-        """Whether there is more to be fed than the token that was chosen last."""
+        """True if there is more to be fed than the token that was chosen last."""
         return self.n_fed < max(self.generation.n_prompt, len(self.tokens) - 1)
 
     @property
     def is_untouched(self) -> bool:
-        """Whether closing its sequence loses nothing that was computed for it."""
+        """True if closing the sequence loses nothing that was computed for it."""
         return self.request.sequence is None and self.n_fed == self.n_reused
 
     @property
     def next_stop(self) -> int:
-        """Index into `tokens` up to which the next chunk may go."""
+        """The index into `tokens` that the next chunk may reach."""
         if not self.is_prefilling:
             return self.n_fed + 1
         ends = (*self.cuts, self.generation.n_prompt, len(self.tokens))
@@ -273,21 +271,21 @@ class Job:
 
     @property
     def expected_tokens(self) -> int:
-        """How long its sequence will be, if it generates half of what it may and no long text: most replies end before
-        they are cut.
+        """The expected length of the sequence, with half of max_tokens, at most EXPECTED_REPLY_TOKENS, for the reply:
+        most replies end before they are cut.
         """
         n_reply = min(self.request.max_tokens // 2, EXPECTED_REPLY_TOKENS)
         return self.n_base + max(len(self.tokens), self.generation.n_prompt + n_reply)
 
     def wants_choice(self, n_tokens: int) -> bool:
-        """Whether a token is to be chosen once the next `n_tokens` are fed."""
+        """True if a token is to be chosen once the next `n_tokens` are fed."""
         is_last = self.n_fed + n_tokens == len(self.tokens)
         return is_last and self.ending is None and len(self.generation.token_ids) < self.request.max_tokens
 
     def take(self, token_id: int, stop_ids: tuple[int, ...], now: float) -> str:
-        """Note the token that was chosen; the text that becomes visible by it."""
+        """Add the token that was chosen, and return the text that it makes visible."""
         generation, request = self.generation, self.request
-        assert self.sampler is not None, "it was there to choose the token"
+        assert self.sampler is not None, "a token was chosen by it"
         self.sampler.add(token_id)
         generation.token_ids.append(token_id)
         if generation.first_token_at is None:

@@ -1,4 +1,4 @@
-"""Who takes part in a step, with how many tokens, and who has to wait."""
+"""Schedules generations: which run, which wait, and which are preempted."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from memory.prefix.cache import PrefixCache
 from memory.sequences.interrupts import uninterrupted
 
 _MOST_ASKED = 64
-"""Of those who wait, the next: whether they should be let in is asked at every step."""
+"""The most waiting jobs that are considered for admission in a step."""
 _REGAINED_SHARE = 32
-"""Of the budget, what each request that ends gives back of the trust that was lost when somebody had to leave."""
+"""The budget divided by this is added to `most_bytes`, after a preemption lowered it, for each request that ends."""
 
 
 def _n_common(a: list[int], b: list[int]) -> int:
-    """How many leading tokens are the same: slices are compared faster than tokens."""
+    """Count the leading tokens that are the same; slices are compared faster than tokens."""
     at, size = 0, 1024
     while size:
         if a[at : at + size] == b[at : at + size] and at < min(len(a), len(b)):
@@ -33,9 +33,7 @@ def _n_common(a: list[int], b: list[int]) -> int:
 
 
 class Sizes:
-    """Bytes that sequences of some length take in a memory, looked up once: by themselves, and what of these forks
-    share for good.
-    """
+    """Computes the bytes of a sequence by its length, and those of them that forks share for good; both are cached."""
 
     def __init__(self, memory: HybridMemory) -> None:
         self.budget_bytes = memory.budget_bytes
@@ -52,12 +50,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Load:
-    """Generations that have not ended.
+    """Counts generations that have not ended.
 
     Attributes:
         running: take part in the steps.
-        waiting: have not been let in yet.
-        preempted: had to leave, and come back before those who wait.
+        waiting: have not been admitted yet.
+        preempted: were taken out of the steps, and come back before those that wait.
     """
 
     running: int
@@ -70,19 +68,19 @@ class Load:
 
 
 class Scheduler:
-    """All requests that have not ended: who waits, who runs, and who ran and had to leave.
+    """Holds all jobs that have not ended, and decides which run, which wait and which are preempted.
 
     `add`, `cancel`, `check_sequence`, `waiting_sequences` and `load` may be called from any thread; everything else
     belongs to the thread that steps.
 
     Attributes:
         jobs: all of them, by generation.
-        waiting: not in yet, who is next first.
+        waiting: not admitted yet, the next one first.
         running: take part in the steps.
-        parked: had to leave, who comes back next first. They are swapped out, or stay in place if there is nowhere to
-            swap to.
-        most_bytes: that those who run may be expected to take: the budget, less after somebody had to leave, more again
-            as others end.
+        parked: preempted, the next one to come back first. They are swapped out, or stay in place if there is nowhere
+            to swap to.
+        most_bytes: the most that running jobs may be expected to take: the budget, less after a preemption, more again
+            as jobs end.
     """
 
     def __init__(
@@ -95,7 +93,7 @@ class Scheduler:
         self.running: list[Job] = []
         self.parked: list[Job] = []
         self.most_bytes = memory.budget_bytes
-        self._given: set[Sequence] = set()  # by callers, for jobs to go on with
+        self._given: set[Sequence] = set()  # sequences of callers that jobs go on with
         self._cancelled: list[Job] = []
         self._deadlines: list[tuple[float, int, Job]] = []  # ascending
         self._ended: list[Job] = []
@@ -107,7 +105,7 @@ class Scheduler:
         self._n_admitted = 0
 
     def add(self, request: Request, stream: TextStream, now: float) -> Generation:
-        """Let a request wait. Raises SequenceError if its sequence cannot go on. The caller holds a Ctrl-C back."""
+        """Queue a request. Raises SequenceError if its sequence cannot go on. The caller holds a Ctrl-C back."""
         sequence, deadline_s = request.sequence, request.deadline_s
         with self._lock:
             n_base = 0 if sequence is None else self._length_of(sequence)
@@ -128,7 +126,7 @@ class Scheduler:
         return Load(len(self.running), len(self.waiting), len(self.parked))
 
     def waiting_sequences(self) -> list[Sequence]:
-        """Live ones of those who wait or are parked, not swapped out, those first that will wait for longest."""
+        """Return live sequences of waiting and parked jobs, not swapped out, those first that will wait longest."""
         with uninterrupted(), self._lock:
             jobs = [*self.parked, *self.waiting]
         return [job.sequence for job in reversed(jobs) if job.sequence is not None and not job.sequence.is_swapped]
@@ -147,17 +145,17 @@ class Scheduler:
         return sequence.length
 
     def going_on(self) -> list[Job]:
-        """Those that have no outcome yet, in the order in which they came."""
+        """Return jobs that have no outcome yet, in the order of their submission."""
         with uninterrupted(), self._lock:
             return [job for job in self.jobs.values() if job.outcome is None]
 
     def ended(self) -> list[Job]:
-        """Those that have one, and that the engine has still to let go, in the order in which they came."""
+        """Return jobs that have an outcome and are not released yet, in the order of their submission."""
         return sorted(self._ended, key=lambda job: job.generation.id)
 
     def forget(self, job: Job, reason: FinishReason) -> None:
-        """Let a generation go that has ended. The caller holds a Ctrl-C back."""
-        with self._lock:  # whoever sees that it has ended may submit its sequence again
+        """Remove a job that has ended. The caller holds a Ctrl-C back."""
+        with self._lock:  # once `finish_reason` is set, callers may submit its sequence again
             job.generation.finish_reason = reason
             del self.jobs[job.generation]
             self._ended.remove(job)
@@ -168,7 +166,7 @@ class Scheduler:
                 self._given.discard(job.request.sequence)
 
     def cancel(self, generation: Generation) -> bool:
-        """Let a generation end at the next `reap`; whether it goes on until then. From any thread."""
+        """Mark a generation to end at the next `reap`; False if it has ended. From any thread."""
         with uninterrupted(), self._lock:
             job = self.jobs.get(generation)
             if job is None:
@@ -178,7 +176,8 @@ class Scheduler:
         return True
 
     def reap(self, now: float) -> None:
-        """End who was cancelled, is too late, or has lost its sequence (who waits finds that out when it is let in)."""
+        """End jobs that were cancelled, are past their deadline, or whose sequence was closed.
+        For waiting jobs a closed sequence is found at admission."""
         with uninterrupted():
             with self._lock:
                 cancelled, self._cancelled = self._cancelled, []
@@ -191,7 +190,7 @@ class Scheduler:
                 self.end(job, "error", SequenceError(f"{job.sequence!r} was closed while its generation was running"))
 
     def end(self, job: Job, reason: FinishReason, error: Exception | None = None) -> None:
-        """Take a job out of the steps; the engine does the rest when the step is over."""
+        """Take a job out of the steps; the engine releases it when the step is over."""
         with uninterrupted():
             if job.outcome is None:
                 self._ended.append(job)
@@ -205,9 +204,8 @@ class Scheduler:
                     self.waiting.remove(job)
 
     def admit(self) -> None:
-        """Let in who fits: first those who had to leave, then new ones; but not who would only compute what another one
-        is computing.
-        """
+        """Admit jobs that fit, preempted ones first.
+        A job that would only compute what a running one is computing waits for it."""
         while len(self.running) < self._max_running:
             job = self._next()
             if job is None or not self._has_room(job):
@@ -220,7 +218,7 @@ class Scheduler:
                     return
                 if self.restart():
                     continue
-                self.end(job, "error", error)  # nobody is left who could make room
+                self.end(job, "error", error)  # no other job is left that could make room
             except (
                 HybridMemoryError,
                 OSError,
@@ -233,10 +231,9 @@ class Scheduler:
         return next((job for job in waiting if not self._follows(job)), None)
 
     def _follows(self, job: Job) -> bool:
-        """Whether a new request should wait for one that runs: it will find in the prefix cache what that one is about
-        to compute.
+        """True if a new request should wait for a running one, whose prompt it will then find in the prefix cache.
 
-        Whom it follows runs, and does so until it has fed that or runs no more, so nobody waits in vain.
+        The leader runs until it has fed the common part, or runs no more, so no request waits in vain.
         """
         if self._prefixes is None or job.sequence is not None or job.admitted or job.request.sequence is not None:
             return False
@@ -248,8 +245,8 @@ class Scheduler:
         return leader.n_fed < n_common
 
     def _find_leader(self, job: Job) -> tuple[Job, int] | None:
-        """The one that runs and is about to feed most of what this request begins with, up to a checkpoint that it will
-        leave there.
+        """Return the running job that is about to feed most of what this request begins with, and where its checkpoint
+        of that will be.
         """
         assert self._prefixes is not None
         n_common, leader = 0, None
@@ -267,8 +264,8 @@ class Scheduler:
         return leader, n_common
 
     def _taken_bytes(self) -> int:
-        """What is expected of those who run.
-        What they have from the prefix cache they share: it counts once for all that begin alike.
+        """Estimate the bytes of all running jobs.
+        Blocks reused from the prefix cache are shared: they count once for all prompts that begin alike.
         """
         prefixes: dict[object, int] = {}
         taken = 0
@@ -281,26 +278,26 @@ class Scheduler:
         return taken + sum(prefixes.values())
 
     def _has_room(self, job: Job) -> bool:
-        """Whether it is worth trying to let this one in, beside what those who run are expected to take."""
+        """True if the job is expected to fit beside the running ones."""
         return not self.running or self._taken_bytes() + self._sizes.of(job.expected_tokens) <= self.most_bytes
 
     def _expect_less(self) -> None:
-        """Those who run are all that there is room for, it turned out: others grew, or keep what nobody expected."""
+        """Lower `most_bytes` to what is running: room ran out earlier than estimated."""
         self.most_bytes = min(self.most_bytes, self._taken_bytes())
 
     def make_room(self) -> None:
-        """Somebody has ended: a little more is tried again."""
+        """Raise `most_bytes` a little, since a job has ended."""
         self.most_bytes = min(self._sizes.budget_bytes, self.most_bytes + self._sizes.budget_bytes // _REGAINED_SHARE)
 
     def _start(self, job: Job) -> None:
-        """Bring a job's sequence in and let it run. Raises as the memory does, with the job where it was."""
+        """Swap in or open a job's sequence and let it run. Raises as the memory does; the job stays where it was."""
         if job.sequence is not None and job.sequence.is_swapped:
             self._memory.swap_in(job.sequence)
             self._stats.n_swapped_in += 1
         with uninterrupted():
             if job.sequence is None or not job.admitted:
                 self._prepare(job)
-            if not job.admitted:  # once: who came early does not become the next to leave by coming back
+            if not job.admitted:  # once: coming back must not make an early job the first to be preempted
                 self._n_admitted += 1
                 job.admitted = self._n_admitted
             with self._lock:
@@ -319,7 +316,7 @@ class Scheduler:
         else:
             job.sequence, job.lookup = self._prefixes.open(job.tokens, request.owner)
             job.n_fed = job.n_reused = job.sequence.length
-            if not job.generation.token_ids:  # else it starts again, and asks for more than the prompt
+            if not job.generation.token_ids:  # else it starts again, and looks up more than the prompt
                 job.generation.lookup = job.lookup
         if self._prefixes is not None:
             marks = [job.n_base + mark for mark in request.marks]
@@ -329,7 +326,7 @@ class Scheduler:
         job.sampler = job.sampler or Sampler(request.sampling, known)
 
     def preempt(self) -> None:
-        """Make the least important one leave, the last to come of those. What was computed for it is kept."""
+        """Preempt the job of least priority, of these the one admitted last. What was computed for it is kept."""
         job = min(self.running, key=lambda job: (job.request.priority, -job.admitted))
         self._stats.n_preempted += 1
         with uninterrupted():
@@ -343,14 +340,14 @@ class Scheduler:
             try:
                 self._memory.swap_out(job.live_sequence)
             except (CapacityError, OSError):
-                pass  # nowhere to swap to: it waits in place, and the others go on with what there is
+                pass  # nowhere to swap to: it waits in place, and the others use the room that is left
             self.running.remove(job)
             self._expect_less()
             insort(self.parked, job, key=lambda job: job.rank)
 
     def restart(self) -> bool:
-        """Take the bytes of the last of those who wait in place, to be computed again; whether there was one.
-        What was chosen stays.
+        """Close the sequence of the last parked job that is not swapped out; True if there was one.
+        It is computed again later; the tokens that were chosen stay.
         """
         for job in reversed(self.parked):
             if job.request.sequence is None and job.sequence is not None and not job.sequence.is_swapped:

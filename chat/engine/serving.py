@@ -1,4 +1,4 @@
-"""An engine beside an event loop: replies as asynchronous streams, steps in a thread of their own."""
+"""Runs an engine beside an event loop: replies are asynchronous streams, steps run in a thread of their own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memory import StepError
 
 
 class Stepped(Protocol):
-    """The part of an engine that an event loop needs."""
+    """Declares the part of an engine that an event loop needs."""
 
     @property
     def is_idle(self) -> bool: ...
@@ -25,7 +25,7 @@ class Stepped(Protocol):
 
 
 class Serving:
-    """Steps an engine in a thread of its own, and gives its replies to programs that use asyncio.
+    """Steps an engine in a thread of its own, and streams its replies to programs that use asyncio.
 
     The methods are those of `Engine`, which hands its calls on.
     """
@@ -35,22 +35,22 @@ class Serving:
         self._server: tuple[asyncio.AbstractEventLoop, asyncio.Event] | None = None
 
     async def stream(self, token_ids: Any, **options: Any) -> AsyncIterator[str]:
-        """The text of a reply, piece by piece; arguments and errors as `submit`.
-        Somebody must step: `serve`, most often.
+        """Return the text of a reply, piece by piece; arguments and errors as `submit`.
 
-        Who stops listening (`aclose`, a cancelled task) cancels the generation.
+        Steps must be made elsewhere, usually by `serve`. Closing the stream (`aclose`, a cancelled task) cancels the
+        generation.
 
         Raises whatever ended the generation with "error". After a cancellation or a deadline the text just ends.
         """
         loop, pieces = asyncio.get_running_loop(), asyncio.Queue[tuple[str, bool]]()
         also = options.pop("on_token", None)
 
-        def hear(generation: Generation, piece: str) -> None:
+        def put(generation: Generation, piece: str) -> None:
             loop.call_soon_threadsafe(pieces.put_nowait, (piece, generation.is_finished))
             if also is not None:
                 also(generation, piece)
 
-        generation = self._engine.submit(token_ids, on_token=hear, **options)
+        generation = self._engine.submit(token_ids, on_token=put, **options)
         try:
             is_last = False
             while not is_last:
@@ -95,12 +95,12 @@ class Serving:
         try:
             await asyncio.shield(step)
         except asyncio.CancelledError:
-            await asyncio.wait([step])  # nobody may use the memory before it is done
+            await asyncio.wait([step])  # the memory may not be used before it is done
             raise
 
     def wake(self) -> None:
-        """Let `serve` look whether there is something to do; from any thread."""
+        """Wake `serve`, which then steps if there is something to do; from any thread."""
         server = self._server
         if server is not None:
-            with suppress(RuntimeError):  # a loop that was closed under `serve`: somebody else will have to step
+            with suppress(RuntimeError):  # the loop was closed under `serve`: there is nothing to wake
                 server[0].call_soon_threadsafe(server[1].set)

@@ -1,4 +1,4 @@
-"""How a step of the engine is shared: which generations take part, and with how many tokens."""
+"""Shares the tokens of a step among generations, and opens the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from memory import BatchError, HybridMemory, SequenceError, Step
 
 
 def plan_step(jobs: list[Job], step_tokens: int) -> Plan:
-    """How many tokens each job is fed in a step; those that get none are left out.
+    """Return how many tokens each job is fed in a step; those that get none are left out.
 
     One for each that decodes. What is left goes in equal parts to the prompts: a short one is soon done, a long one
     goes on at every step. Where there are too many prompts for all to get a chunk, those that have waited for the
@@ -25,7 +25,7 @@ def plan_step(jobs: list[Job], step_tokens: int) -> Plan:
     queue = sorted((job for job in jobs if job.is_prefilling), key=lambda job: (job.served, *job.rank))
     needed = accumulate(min(_n_wanted(job), LEAST_CHUNK_TOKENS) for job in queue)
     prompts = queue[: max(1, sum(n_tokens <= left for n_tokens in needed))]
-    for i, job in enumerate(sorted(prompts, key=_n_wanted)):  # who wants less than its part leaves more to the others
+    for i, job in enumerate(sorted(prompts, key=_n_wanted)):  # short ones first: what they leave goes to the longer
         n_tokens = min(_n_wanted(job), left // (len(prompts) - i))
         left -= n_tokens
         plan.append((job, n_tokens))
@@ -37,7 +37,8 @@ def _n_wanted(job: Job) -> int:
 
 
 def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan) -> Step | None:
-    """The step, or None if a sequence in it was spoilt from outside: its generation has ended with an error then."""
+    """Return the opened step, or None if a sequence of it was changed from outside.
+    The generation of that sequence has ended with an error then."""
     requests = [(job.live_sequence, job.tokens[job.n_fed : job.n_fed + n]) for job, n in plan]
     try:
         return memory.step(requests)

@@ -1,15 +1,15 @@
-"""Text from tokens as they come: whole characters only, and never any of a stop string."""
+"""Decodes tokens to text as they come: whole characters only, and never any of a stop string."""
 
 from __future__ import annotations
 
 from chat.prompts import Tokenizer
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""What decoders write for bytes that are no character, or not yet."""
+"""Tokenizers decode bytes to this that are no character, or not yet."""
 
 
 class TextStream:
-    """The text of a reply that grows token by token.
+    """Decodes the text of a reply that grows token by token.
 
     Text is held back while a later token could still change it (the bytes of a character that came in part) or prove it
     to be the start of a stop string. Special tokens have no text.
@@ -34,7 +34,7 @@ class TextStream:
         self._n_taken = 0  # characters of the window's text that were taken already
 
     def add(self, token_id: int) -> str:
-        """The text that this token completes. Cost: the decoding of a few tokens."""
+        """Return the text that this token completes. Cost: the decoding of a few tokens."""
         if self._tokenizer is None or self.stopped_by is not None:
             return ""
         self._window.append(token_id)
@@ -49,7 +49,7 @@ class TextStream:
         return self._show(new)
 
     def flush(self) -> str:
-        """The text that was held back; no token follows.
+        """Return the text that was held back; no token follows.
         Bytes that are no character show as replacement characters then.
         """
         if self._tokenizer is None or self.stopped_by is not None:
@@ -74,7 +74,7 @@ class TextStream:
         return piece
 
     def _n_suspect(self) -> int:
-        """Characters at the end that may be the start of a stop string: the most that any of them explains."""
+        """Count the characters at the end that may be the start of a stop string, the longest such start."""
         held = self._held
         return max(
             (n for stop in self._stop for n in range(1, min(len(stop), len(held) + 1)) if held.endswith(stop[:n])),
