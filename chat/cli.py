@@ -1,5 +1,4 @@
-"""The `hybrid-memory` command: `generate` for several prompts at once, `chat` with a model, a server, and the `demo`
-that checks itself.
+"""Declares the `hybrid-memory` command: `generate`, `chat`, `serve`, and the `demo`, which checks itself.
 
 The libraries behind a command are imported when it runs: torch and transformers would make `--help` wait for seconds.
 """
@@ -253,7 +252,7 @@ def serve(
 def _warm_engine(
     model: LanguageModel, memory: HybridMemory, tokenizer: Tokenizer, has_prefixes: bool, **sizes: Any
 ) -> Engine:
-    """An engine that has taken a step: kernels are compiled, and nobody's first request waits for that."""
+    """Return an engine that has taken a step: kernels are compiled, so the first request does not wait for them."""
     from chat.engine.engine import Engine
     from memory.prefix.cache import PrefixCache
 
@@ -269,7 +268,7 @@ def _warm_engine(
 
 
 def _name_of(model: str) -> str:
-    """What clients call a model: its folder's name, or what it was loaded by."""
+    """Return the name of a model for clients: its folder's name, or what it was loaded by."""
     folder = Path(model).expanduser()
     return folder.resolve().name if folder.is_dir() else model
 
@@ -294,7 +293,7 @@ def _load(model: str, device: str, dtype: str) -> tuple[LanguageModel, Tokenizer
 
 
 def _stream_replies(engine: Engine, prompts: list[list[int]], max_tokens: int) -> Iterator[list[Reply]]:
-    """Replies in the order of `prompts`, after every step."""
+    """Return the replies in the order of `prompts`, after every step."""
     from chat.console import Reply
 
     generations = [engine.submit(prompt, max_tokens=max_tokens) for prompt in prompts]
@@ -307,9 +306,7 @@ def _stream_replies(engine: Engine, prompts: list[list[int]], max_tokens: int) -
 
 @contextmanager
 def _one_line_errors() -> Iterator[None]:
-    """Turn what the library refuses into one line on stderr and exit code 1; anything else is a bug and keeps its
-    traceback.
-    """
+    """Turn the library's errors into one line on stderr and exit code 1; others are bugs and keep their traceback."""
     from memory import HybridMemoryError
 
     try:
@@ -322,7 +319,7 @@ def _one_line_errors() -> Iterator[None]:
 
 
 def _find_extra(*modules: str) -> None:
-    """Raises SpecError if what only the server needs is not installed."""
+    """Raise SpecError if a package that only the server needs is not installed."""
     from memory import SpecError
 
     missing = [module for module in modules if find_spec(module) is None]

@@ -1,4 +1,4 @@
-"""What the command line shows: replies while they grow, and tables at the end."""
+"""Prints on the command line: replies while they grow, and tables at the end."""
 
 from __future__ import annotations
 
@@ -20,23 +20,21 @@ from memory.views.usage import Usage
 MOST_ROWS = 40
 """Right answers beyond these are counted, not listed."""
 MOST_CHARACTERS = 2000
-"""Of a text out of a file."""
+"""Characters that are shown of a text from a file."""
 _PIPED_WIDTH = 120
-"""Columns where nobody says how wide the output is: most rows fit on one line."""
+"""Columns of an output without a width, such as a pipe: most rows fit on one line."""
 _MOST_LIVE_ROWS = 12
 _REFRESHES_PER_SECOND = 12
 
 
 def make_console() -> Console:
-    """Standard output."""
+    """Return the console of standard output."""
     console = Console()
     return console if console.is_terminal else Console(width=_PIPED_WIDTH)
 
 
 def harmless(text: str) -> str:
-    """Text of files that anybody may have written, as a terminal may show it: control characters are named, and nothing
-    is endless.
-    """
+    """Return text from a stranger's file as a terminal may show it: control characters are named, long text is cut."""
     shown = "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text[:MOST_CHARACTERS]
     )
@@ -45,14 +43,14 @@ def harmless(text: str) -> str:
 
 @dataclass
 class Reply:
-    """A text that grows."""
+    """Holds a text that grows."""
 
     text: str = ""
     is_complete: bool = False
 
 
 def show_replies(console: Console, stream: Iterator[list[Reply]]) -> None:
-    """Show replies in order: live on a terminal; else each as plain text as soon as it and all before it are complete.
+    """Show replies in order: live on a terminal, else each as plain text once it and all before it are complete.
 
     Args:
         stream: yields all replies, again and again, until every one is complete. A single one is shown without a
@@ -71,7 +69,7 @@ def show_replies(console: Console, stream: Iterator[list[Reply]]) -> None:
 
 
 def _show_live(console: Console, stream: Iterator[list[Reply]]) -> None:
-    """What outgrows the screen is cut off meanwhile, and written in full at the end, however it ends."""
+    """Show replies while they grow. What exceeds the screen is cut meanwhile, and written in full at the end."""
     table = Table.grid()
     try:
         with Live(table, console=console, refresh_per_second=_REFRESHES_PER_SECOND, transient=True) as live:
@@ -91,7 +89,7 @@ def _replies_table(replies: list[Reply]) -> Table:
 
 
 class _Stage:
-    """The replies of the users who spoke first, as they grow, above a progress line."""
+    """Shows the replies of the users who spoke first, as they grow, above a progress line."""
 
     def __init__(self, bar: Progress) -> None:
         self._bar = bar
@@ -115,7 +113,7 @@ class _Stage:
 
 @contextmanager
 def live_stage(console: Console) -> Iterator[OnWord]:
-    """Show conversations while they go on; nothing where the console is no terminal.
+    """Show conversations while they go on; nothing if the console is no terminal.
 
     Yields:
         To be called after every new token.
@@ -130,7 +128,7 @@ def live_stage(console: Console) -> Iterator[OnWord]:
 
 
 def print_report(console: Console, report: Report) -> None:
-    """The answers, what was reused, where the bytes are, how fast it was, and the verdict."""
+    """Print the answers, reuse, bytes, speed and the verdict."""
     console.print(_answers_table(report))
     console.print(_reuse_table(report))
     console.print(_usage_table(report.usage))
@@ -145,7 +143,7 @@ def print_report(console: Console, report: Report) -> None:
 
 
 def _answers_table(report: Report) -> Table:
-    """All wrong answers; the first right ones are left out when there are more than fit."""
+    """Return a table of all wrong answers; if there are too many rows, the first right ones are left out."""
     table = Table(title="Every question that was asked")
     table.add_column("user", no_wrap=True)
     for heading in ("question", "answer", "expected", ""):

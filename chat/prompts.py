@@ -1,4 +1,4 @@
-"""From messages to token ids: the tokenizer of a checkpoint, and a chat's new part encoded on its own."""
+"""Turns messages into token ids: a checkpoint's tokenizer, and the new part of a chat encoded on its own."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ Span = tuple[int, int]
 
 
 def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
-    """The tokenizer of a checkpoint, which is named as `load_model` takes it.
+    """Load the tokenizer of a checkpoint, named as for `load_model`.
+
     Raises FormatError if it is missing or damaged.
     """
     folder = find_folder(path_or_hub_id)
@@ -35,8 +36,9 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
 
 
 def find_stop_ids(tokenizer: Tokenizer, model: LanguageModel) -> tuple[int, ...]:
-    """The tokens that end a reply: the tokenizer's own end first, then what config.json adds.
-    Empty if nothing names one.
+    """Return the tokens that end a reply: the tokenizer's end token first, then those of config.json.
+
+    Empty if neither names one.
     """
     configured = getattr(model.config, "eos_token_id", None)
     ids = [tokenizer.eos_token_id, *(configured if isinstance(configured, list) else [configured])]
@@ -44,7 +46,7 @@ def find_stop_ids(tokenizer: Tokenizer, model: LanguageModel) -> tuple[int, ...]
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str, *, is_chat: bool | None) -> list[int]:
-    """Token ids of a user's first message, or of plain text.
+    """Return the token ids of a user's first message, or of plain text.
 
     Args:
         is_chat: None uses the chat template if the tokenizer has one. Plain text is the whole prompt: special tokens
@@ -60,7 +62,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str, *, is_chat: bool | None) -> l
 
 
 def encode_turn(tokenizer: Tokenizer, history: list[Message], text: str) -> list[int]:
-    """Token ids of what a new user message adds to a chat that a memory already holds.
+    """Return the token ids that a new user message adds to a chat that a memory already holds.
 
     The memory has seen everything up to and with the end token of the last reply; whatever the template puts behind it
     belongs to the new part. Special tokens that stand in the message are text.
@@ -86,7 +88,7 @@ def encode_turn(tokenizer: Tokenizer, history: list[Message], text: str) -> list
 
 
 def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special: bool = False) -> list[int]:
-    """Token ids of a whole chat, up to where the reply begins.
+    """Return the token ids of a whole chat, up to where the reply begins.
 
     Args:
         parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people
@@ -101,9 +103,7 @@ def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special:
 
 
 def _encode_around(tokenizer: Tokenizer, text: str, spans: Seq[tuple[int, int, str]]) -> list[int]:
-    """Token ids of a text in which somebody of a role wrote these characters [start, end), ascending, and a template
-    the others.
-    """
+    """Encode a text of which a role has written the characters [start, end), ascending, and a template the rest."""
     ids, at = list[int](), 0
     for start, end, role in spans:
         ids += tokenizer.encode(text[at:start], add_special_tokens=False) if start > at else []
@@ -113,8 +113,7 @@ def _encode_around(tokenizer: Tokenizer, text: str, spans: Seq[tuple[int, int, s
 
 
 def apart(tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_reply: bool = True) -> dict[Span, int]:
-    """Contents that must be encoded by themselves, for special tokens are written in them: where they stand -> number
-    of the message.
+    """Return the contents that contain special tokens and are encoded by themselves: place -> number of the message.
 
     Most often none are, and the text is encoded as a whole.
 
@@ -145,8 +144,9 @@ def apart(tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_re
 def locate(
     tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_reply: bool
 ) -> tuple[list[Span | None], str, set[int]]:
-    """Where each content stands, None where the template left it out or nobody can tell; the text with marks in their
-    places, and of which messages it has any.
+    """Find each content in the rendered text; None if the template left it out, or it cannot be found for certain.
+
+    Also returns the text with marks in their places, and of which messages it has any.
 
     To search for a content would find an "a" in "<|assistant|>": instead, the template renders marks that stand nowhere
     else, and what it puts around them leads the way through the real text.
@@ -175,12 +175,12 @@ def locate(
 
 
 def _stripped(content: str) -> tuple[str, ...]:
-    """As templates write a content."""
+    """Strip a content as templates do."""
     return content, content.strip(), content.lstrip(), content.rstrip()
 
 
 def render(tokenizer: Tokenizer, messages: list[Message], *, awaits_reply: bool = True) -> str:
-    """The chat template's text of these messages, with the opening of a reply behind them unless told otherwise.
+    """Render messages by the chat template, with the opening of a reply behind them unless told otherwise.
 
     Raises:
         FormatError: there is no template, or it refuses the messages.

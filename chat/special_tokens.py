@@ -1,4 +1,4 @@
-"""Special tokens that somebody has only written: text that reads like the end of a turn is text, and no end of a turn.
+"""Keeps special tokens that a user has only written from having an effect: text like the end of a turn stays text.
 
 A tokenizer finds the names of special tokens wherever they stand, in a user's message as in the chat template around
 it. Whoever writes them could forge a turn. So what people write is encoded by itself where it holds such a name, as the
@@ -25,7 +25,7 @@ Tokenizer = Any
 
 @dataclass(frozen=True)
 class SpecialTokens:
-    """The special tokens of a tokenizer, and a way around them.
+    """Holds the special tokens of a tokenizer, and encodes text without them.
 
     Attributes:
         names: name -> id: of what the tokenizer calls special, and of what else the chat template writes. A reply's own
@@ -36,8 +36,7 @@ class SpecialTokens:
     names: dict[str, int]
 
     def are_in(self, text: str) -> bool:
-        """Whether a name may be found in a text: in whatever case and form, for some tokenizers look for them in a text
-        that they have changed."""
+        """True if a name may be in a text, in any case and form: some tokenizers change texts before they look."""
         return self.pattern is not None and self.pattern.search(_folded(text)) is not None
 
     def count(self, text: str) -> int:
@@ -49,8 +48,7 @@ class SpecialTokens:
         return re.compile("|".join(map(re.escape, names))) if names else None
 
     def encode_text(self, text: str) -> list[int]:
-        """Token ids of text that people wrote: none is that of a special token, but for the one that stands for what is
-        unknown.
+        """Return the token ids of text that people wrote: no special token, except the one for unknown characters.
 
         Raises FormatError: the tokenizer knows no other way to write it.
         """
@@ -80,8 +78,9 @@ class SpecialTokens:
 
     @cached_property
     def _blind(self) -> tokenizers.Tokenizer | None:
-        """The same tokenizer, which finds none of the names.
-        A copy: to switch one off and on again would be seen by other threads.
+        """Return a copy of the tokenizer that finds none of the names.
+
+        It is a copy because other threads would see it if one was switched off and on again.
         """
         if not isinstance(self.tokenizer, PreTrainedTokenizerFast):
             return None
@@ -97,8 +96,10 @@ _known: WeakKeyDictionary[Any, tuple[str, SpecialTokens, SpecialTokens]] = WeakK
 
 
 def special_tokens_of(tokenizer: Tokenizer, role: str = "user") -> SpecialTokens:
-    """What must not be taken for special in a text of this role.
-    Found out once for each tokenizer and chat template."""
+    """Return the special tokens that must stay text in a message of this role.
+
+    They are found once for each tokenizer and chat template.
+    """
     # a server's refuse long texts; what is known does not differ
     tokenizer = getattr(tokenizer, "unbounded", tokenizer)
     template = tokenizer.chat_template if isinstance(getattr(tokenizer, "chat_template", None), str) else ""

@@ -1,4 +1,4 @@
-"""The demo: many users talk to one model at once, and every answer can be checked.
+"""Plays the demo: many users talk to one model at once, and every reply can be checked.
 
 A leak between users, a wrong rollback or a fork that shares too much turns into a wrong word. Nothing is scripted on
 the model's side: what is remembered and judged is what it generated, greedily, token by token.
@@ -20,7 +20,7 @@ from models import LanguageModel
 
 @dataclass(frozen=True)
 class Reuse:
-    """History that a scene went on from instead of computing it again. All counts are tokens, measured at the engine.
+    """Counts how much of its history a scene reused instead of computing it. Counts are tokens, measured in the engine.
 
     Attributes:
         n_reused: history kept by the rollback, or shared by the forks.
@@ -37,7 +37,7 @@ class Reuse:
 
 @dataclass
 class Report:
-    """What a demo found. `usage` is taken at the end, with all users, forks and checkpoints still open."""
+    """Holds the results of a demo. `usage` is taken at the end, with all users, forks and checkpoints still open."""
 
     speed: EngineStats
     usage: Usage
@@ -50,7 +50,7 @@ class Report:
 
     @property
     def is_ok(self) -> bool:
-        """Every answer is right and no history was computed twice."""
+        """True if every reply is right and no history was computed twice."""
         return not self.wrong and all(reuse.n_recomputed == 0 for reuse in self.reuses)
 
 
@@ -64,7 +64,7 @@ def run_demo(
     budget: int | str = "1GiB",
     on_word: OnWord = lambda conversation, text, reply, is_last: None,
 ) -> Report:
-    """Play all scenes in one memory, check its books, and report.
+    """Play all scenes in one memory, check the memory, and report.
 
     Args:
         n_users: at least 2, or nobody's secrets could leak to anybody.
@@ -94,7 +94,7 @@ def run_demo(
 
 
 class _Scenes:
-    """The scenes, each over conversations that the ones before have left in the memory."""
+    """Plays the scenes, each on conversations that the scenes before have left in the memory."""
 
     def __init__(self, memory: HybridMemory, player: Player, seed: int) -> None:
         self._memory = memory
@@ -102,13 +102,12 @@ class _Scenes:
         self._seed = seed
 
     def talk(self, users: list[Conversation], n_turns: int) -> list[Answer]:
-        """Every user's own dialogue, all at once, about facts that training never showed."""
+        """Play every user's own dialogue, all at once, about facts that training never showed."""
         dialogues = [_make_dialogue(self._rng(user.name), n_turns) for user in users]
         return self._player.play("dialogue", list(zip(users, dialogues, strict=True)))
 
     def edit(self, report: Report, user: Conversation, *strangers: Conversation, n_later: int) -> None:
-        """The user states a fact and chats on for `n_later` turns; all that is taken back, another value is stated and
-        asked for.
+        """State a fact, chat for `n_later` turns, take all of it back, state another value, and ask for it.
 
         Args:
             strangers: have not told anything about the topic either.
@@ -136,7 +135,7 @@ class _Scenes:
         report.reuses.append(Reuse(f"{user.name} edits a fact", means, kept, n_fed - n_new, n_new))
 
     def fork(self, report: Report, user: Conversation) -> None:
-        """Two forks are told different values, the original nothing; all three are asked in the same steps."""
+        """Tell two forks different values and the original nothing, and ask all three in the same steps."""
         rng = self._rng("fork")
         topic = self._new_topic(rng, user)
         left = choose_value(rng, topic, held_out=True)
@@ -152,7 +151,7 @@ class _Scenes:
         report.reuses.append(Reuse(f"{user.name} is forked", "two forks", len(forks) * kept, n_fed - n_new, n_new))
 
     def probe_leaks(self, users: list[Conversation]) -> list[Answer]:
-        """Every user, all at once, is asked for something that another user told and they did not."""
+        """Ask every user at once for something that only another user has told."""
         rng = self._rng("leak")
         scripts: list[tuple[Conversation, list[Turn]]] = []
         for user in users:
@@ -163,7 +162,7 @@ class _Scenes:
         return self._player.play("told by other users only", scripts)
 
     def _new_topic(self, rng: random.Random, *users: Conversation) -> str:
-        """Something that none of these users has told; a name if there is one left."""
+        """Return a topic that none of these users has told; a name if there is one left."""
         topics = [topic for topic in sorted(TOPICS) if not any(topic in user.told for user in users)]
         if not topics:
             raise SpecError(f"{users[0].name} has told everything there is to tell; give the demo fewer turns")
@@ -174,7 +173,7 @@ class _Scenes:
 
 
 def _make_dialogue(rng: random.Random, n_turns: int) -> list[Turn]:
-    """A dialogue that ends in a question; a very short one may have ended before there was anything to ask."""
+    """Make a dialogue that ends in a question; a very short one may end without one."""
     while True:
         turns = make_dialogue(rng, n_turns, held_out=True)
         if turns[-1].is_question:

@@ -1,4 +1,4 @@
-"""`hybrid-memory inspect`: its options, and what it shows. Libraries are imported when it runs."""
+"""Declares the options of `hybrid-memory inspect`, and prints its findings. Libraries are imported when it runs."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def inspect(
 
 
 def _show(console: Console, finding: Finding) -> None:
-    """Every string may be another's, so none is read as markup, and none reaches the terminal with control characters
-    in it.
-    """
+    """Escape a string, which may come from a stranger: no markup and no control characters reach the terminal."""
     from rich.table import Table
     from rich.text import Text
 

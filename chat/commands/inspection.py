@@ -1,5 +1,6 @@
-"""What a file is: a saved sequence, a saved chat, a model's checkpoint or its config; what it holds, and whether it is
-whole.
+"""Finds out what a file is, what it holds and whether it is whole.
+
+It knows saved sequences and chats, checkpoints of models, and their configs.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from models.loading.load import build, read_config
 
 MOST_TENSORS = 8
 _ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BOOL": 8, "U8": 8, "I8": 8, "F4": 4}
-"""Of dtypes as safetensors names them; those of 8 and 16 bits say so in their names."""
+"""Bits of dtypes by their names in safetensors; those of 8 and 16 bits end in that number."""
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file."""
+    """Describes a tensor in a file."""
 
     name: str
     dtype: str
@@ -36,7 +37,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Finding:
-    """What a file holds.
+    """Describes what a file holds.
 
     Attributes:
         kind: "saved sequence", "saved chat", "model" or "config".
@@ -56,12 +57,12 @@ class Finding:
     parts: tuple[Finding, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can say it."""
+        """Return the finding as JSON can hold it."""
         return asdict(self)
 
 
 def inspect_path(path: Path) -> Finding:
-    """Look at a file or folder. Raises FormatError: nothing there, nothing known, or damaged."""
+    """Inspect a file or folder. Raises FormatError: there is nothing, it is of no known kind, or it is damaged."""
     path = path.expanduser()
     if path.is_dir():
         if (path / SESSION_FILE).exists():
@@ -131,7 +132,7 @@ def _inspect_chat(folder: Path) -> Finding:
 
 
 def _inspect_model(path: Path) -> Finding:
-    """A folder, or a config alone."""
+    """Inspect a model's folder, or a config alone."""
     config_path = path / "config.json" if path.is_dir() else path
     raw = _read_object(config_path)
     if "architectures" not in raw and "model_type" not in raw:
@@ -157,8 +158,10 @@ def _inspect_model(path: Path) -> Finding:
 
 
 def _describe_model(path: Path, raw: dict[str, Any], checkpoint: UnreadCheckpoint | None) -> dict[str, Any]:
-    """What a model of this config is.
-    With weights, names and shapes of all tensors are compared with what it asks for."""
+    """Describe the model of a config.
+
+    If there are weights, the names and shapes of all tensors are compared with those that the model needs.
+    """
     config, model_class = read_config(path)
     spec = build(model_class, config, checkpoint or DryCheckpoint(config.architectures[0], torch.float32)).memory_spec
     if raw.get("quantization_config"):
@@ -181,7 +184,7 @@ def _describe_model(path: Path, raw: dict[str, Any], checkpoint: UnreadCheckpoin
 
 
 def _layers_by_kind(spec: MemorySpec) -> dict[str, str]:
-    """How often each kind of memory occurs, and what its token or state is."""
+    """Count the layers of each kind of memory, and describe a token or state of each."""
     found: Counter[tuple[str, str]] = Counter()
     for memory in (m for layer in spec.layers for m in layer):
         if isinstance(memory, RecurrentSpec):

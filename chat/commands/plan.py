@@ -1,4 +1,4 @@
-"""`hybrid-memory plan`: its options, and what it does with them. Libraries are imported when it runs."""
+"""Declares the options of `hybrid-memory plan`, and runs it. Libraries are imported when it runs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def plan(
 
 
 def _read_model(model: str, dtype: str) -> tuple[LanguageModel, str]:
-    """A model without weights, and its architecture."""
+    """Read a model without its weights, and its architecture."""
     from models.loading.load import dry_model, find_config, read_config
 
     config, _ = read_config(find_config(model))

@@ -1,4 +1,4 @@
-"""`hybrid-memory simulate`: its options, and what it does with them. Libraries are imported when it runs."""
+"""Declares the options of `hybrid-memory simulate`, and runs it. Libraries are imported when it runs."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def simulate(
 def _find_workload(
     habits: tuple[Any, ...], seed: int, trace: Path | None, save_trace: Path | None
 ) -> tuple[Workload, dict[str, object]]:
-    """The workload, and what the report says of it."""
+    """Return the workload, and its description for the report."""
     from chat.simulation.traces import read_trace, write_trace
     from chat.simulation.workload import Habits, make_workload
 
@@ -118,7 +118,7 @@ def _find_workload(
 
 
 def _check_outputs(alone: str, plots: Path | None) -> None:
-    """Refuse now what would be refused after the simulation."""
+    """Refuse now the options that could only be refused after the simulation."""
     from memory import SpecError
     from memory.pictures.canvas import need_matplotlib
 
@@ -143,7 +143,7 @@ def _read_speed(speed: str) -> float | None:
 
 
 def _make_setup(model: str, device: str, dtype: str, numbers: dict[str, Any], *, is_dry: bool) -> Setup:
-    """What the users talk to. A dry run reads the config, and the tokenizer if there is one, but no weights."""
+    """Return the model, memory and engine of the users. A dry run reads config and tokenizer, but no weights."""
     import torch
 
     from chat.prompts import load_tokenizer

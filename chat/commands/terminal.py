@@ -1,4 +1,4 @@
-"""A chat in a terminal, or over a pipe: replies as they come, and commands that take back what was said.
+"""Runs a chat in a terminal or over a pipe: replies as they come, and commands that take back what was said.
 
 Replies and what was asked for go to standard output; what a turn took, and errors, one line each, to standard error.
 """
@@ -26,13 +26,14 @@ from models import LanguageModel
 
 _MAIN = "main"
 _SHOWN_CHARACTERS = 60
-"""Of each message in /history."""
+"""Characters of each message that /history shows."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """How a terminal begins.
-    What is None is the saved session's own with `resume`, and the default of `ChatSession` without.
+    """Holds the options that a terminal begins with.
+
+    With `resume`, None stands for the saved session's own value, else for the default of `ChatSession`.
     """
 
     budget: str = "1GiB"
@@ -44,7 +45,8 @@ class Settings:
 
 
 def run_terminal(model: LanguageModel, tokenizer: Tokenizer, settings: Settings) -> None:
-    """Talk to a model on standard input and output until the input ends.
+    """Chat with a model on standard input and output until the input ends.
+
     Raises as `ChatSession` does when it is made or resumed.
     """
     memory = HybridMemory(model.memory_spec, settings.budget)
@@ -68,7 +70,7 @@ def run_terminal(model: LanguageModel, tokenizer: Tokenizer, settings: Settings)
 
 
 class Terminal:
-    """Sessions by name, one of which is being talked to.
+    """Holds sessions by name, and lets the user talk to one of them.
 
     Args:
         console: for replies and tables.
@@ -106,7 +108,7 @@ class Terminal:
         return self.sessions[self.current]
 
     def run(self, lines: Iterator[str] | None = None) -> None:
-        """Read and answer until the input ends or somebody quits. `lines`: instead of standard input."""
+        """Read and reply until the input ends or the user quits. `lines`: instead of standard input."""
         with suppress(_Quit):
             for line in self._read() if lines is None else lines:
                 self.take(line)
@@ -116,8 +118,9 @@ class Terminal:
             session.close()
 
     def take(self, line: str) -> None:
-        """Do what one line asks for.
-        What the library or the file system refuses is one line on the notes, and nothing has changed.
+        """Do what one line of input says.
+
+        If the library or the file system refuses, one line of the notes says so, and nothing has changed.
         """
         line = line.strip()
         if not line:
@@ -151,7 +154,7 @@ class Terminal:
     # Talking
 
     def _show(self, call: Callable[[Callable[[str], None]], Turn]) -> None:
-        """Print a reply while it grows. Ctrl-C ends it, and what was asked is as if it had not been."""
+        """Print a reply while it grows. Ctrl-C ends it, and the session is as before the message."""
         out, is_terminal, has_begun = self._console.file, self._console.is_terminal, False
 
         def hear(piece: str) -> None:

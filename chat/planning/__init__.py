@@ -1,3 +1,1 @@
-"""What `hybrid-memory plan` says: how many sessions fit, what each holds, what policies and storages buy, and what
-peers would hold.
-"""
+"""Plans capacity: how many sessions fit, what each holds, and how policies, storages and other engines compare."""

@@ -1,5 +1,6 @@
-"""What the same sessions take in other engines, by the formulas that these document; `tests/chat/test_peers.py` checks
-each against figures that they publish.
+"""Computes what the same sessions take in other engines, by the formulas in their documents.
+
+`tests/chat/test_peers.py` checks each formula against figures that they publish.
 
 Attention is kept in the model's dtype there as here, states in the plan's (llama.cpp: in float32), and nothing is
 shared between sessions.
@@ -18,7 +19,7 @@ from memory.blocks.arrays import ceil_div
 
 @dataclass(frozen=True)
 class Model:
-    """What the formulas need to know of a model.
+    """Holds the numbers of a model that the formulas need.
 
     Attributes:
         token_elements: of each attention: elements that it remembers a token by.
@@ -56,17 +57,17 @@ class Model:
 
     @property
     def state_bytes(self) -> tuple[int, ...]:
-        """Of each recurrence: its whole state."""
+        """Return the bytes of the whole state of each recurrence."""
         return tuple(n * size + fixed for (n, size), fixed in zip(self.row_bytes, self.fixed_bytes, strict=True))
 
     @property
     def token_bytes(self) -> int:
-        """Of all attention layers."""
+        """Return the bytes of one token in all attention layers."""
         return sum(self.token_elements) * self.itemsize
 
 
 def _rows_of(states: tuple[StateTensor, ...], itemsize: int) -> tuple[int, int]:
-    """(columns, bytes of one) of the state tensors that are kept as rows are; (0, 0) if there are none."""
+    """Return (columns, bytes of one) of the state tensors that are kept as rows; (0, 0) if there are none."""
     rows = [s.shape for s in states if s.dtype is None]
     n = rows[0][0] if rows else 0
     return n, sum(math.prod(shape) for shape in rows) * itemsize // n if n else 0
@@ -74,8 +75,7 @@ def _rows_of(states: tuple[StateTensor, ...], itemsize: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class PeerPlan:
-    """What an engine takes for a session, and how many fit; `why_not` says why its documents give no answer, else the
-    rest is known.
+    """Holds what an engine takes for a session, and how many fit; or `why_not`, why its documents do not say.
 
     Attributes:
         window_bytes, n_window_sessions: the same, if the newest tokens of every session can be taken back; None if they
@@ -94,7 +94,7 @@ class PeerPlan:
 
 
 def plan_peers(model: Model, budget_bytes: int, context_tokens: int, window_tokens: int) -> tuple[PeerPlan, ...]:
-    """The same question, put to each engine."""
+    """Plan the same sessions in each engine."""
     engines: tuple[Callable[[Model, int, int, int], PeerPlan], ...] = (llama_cpp, vllm, sglang)
     return tuple(engine(model, budget_bytes, context_tokens, window_tokens) for engine in engines)
 
@@ -117,7 +117,7 @@ _LLAMA_CELLS, _LLAMA_UBATCH, _LLAMA_ITEMSIZE = 256, 512, 2
 
 
 def llama_cpp_kv_bytes(model: Model, context_tokens: int) -> int:
-    """Of one sequence; a window's cache has room for the window and a physical batch."""
+    """Return the KV bytes of one sequence; a window's cache has room for the window and a physical batch."""
     n_bytes = 0
     for elements, window in zip(model.token_elements, model.windows, strict=True):
         wanted = context_tokens if window is None else min(context_tokens, window + _LLAMA_UBATCH)
@@ -153,15 +153,17 @@ VLLM_BLOCK_TOKENS = 16
 
 
 def vllm_block_tokens(token_bytes: int, state_bytes: int) -> int:
-    """Tokens of an attention block: at least 16, and so many that a page holds one layer's state.
+    """Return the tokens of an attention block: at least 16, and so many that a page holds a layer's state.
+
     Bytes are those of one layer.
     """
     return max(VLLM_BLOCK_TOKENS, _up(ceil_div(state_bytes, token_bytes), VLLM_BLOCK_TOKENS))
 
 
 def vllm_group_layers(*counts: int) -> int:
-    """Layers of a group, given how many there are of each kind: the fewest, or the most where that is less than half as
-    many more.
+    """Return the layers of a group, given how many there are of each kind.
+
+    They are the fewest, or the most where that is less than half as many more.
     """
     present = [n for n in counts if n]
     return max(present) if max(present) < 1.5 * min(present) else min(present)
@@ -203,7 +205,7 @@ SGLANG_RATIO = Fraction(9, 10)
 
 
 def sglang_draft_bytes(model: Model, n_drafts: int) -> int:
-    """Of a running request: a state for each draft token, convolution windows overlapping."""
+    """Return the bytes of a running request: a state for each draft token; convolution windows overlap."""
     if not n_drafts:
         return 0
     windows = sum((n_drafts + n - 1) * column_bytes for n, column_bytes in model.row_bytes if n)

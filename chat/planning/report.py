@@ -1,4 +1,4 @@
-"""The figures of a plan. Ours are measured in dry memories; nothing here knows how they are shown."""
+"""Computes the figures of a capacity plan. Ours are measured in dry memories; `chat.planning.view` shows them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STORAGES: tuple[Storage, ...] = (Quantized(8), Float8(), Quantized(4), Quantized
 
 @dataclass(frozen=True)
 class Question:
-    """What is planned.
+    """Says what is planned.
 
     Attributes:
         architecture: as the config has it.
@@ -50,7 +50,7 @@ class Question:
     weight_bytes: int | None = None
 
     def measure(self, spec: MemorySpec) -> SequencePlan:
-        """A session in a memory of this spec, which may keep old rows in another way."""
+        """Measure a session in a memory of this spec, which may have another policy or storage."""
         return plan_sequence(
             spec, self.context_tokens, encoder_tokens=self.encoder_tokens, rollback_window=self.window_tokens
         )
@@ -58,7 +58,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Choice:
-    """What a policy or a storage buys: `why_not` says why it does not suit the model, else the rest is known."""
+    """Holds what a policy or a storage saves; or `why_not`, why it does not suit the model."""
 
     names: tuple[str, ...]
     session_bytes: int = 0
@@ -68,7 +68,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Report:
-    """See `Question` and `SequencePlan`.
+    """Holds the figures of a plan; see `Question` and `SequencePlan`.
 
     Attributes:
         attention_token_bytes: that a token adds to K/V pages that keep all; None if there are none.
@@ -86,7 +86,7 @@ class Report:
     peers: tuple[PeerPlan, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON can say it."""
+        """Return the report as JSON can hold it."""
         question, session = self.question, self.session
         return {
             "model": question.spec.model, "device": str(question.spec.device),
@@ -100,7 +100,7 @@ class Report:
 
 
 def make_report(question: Question) -> Report:
-    """Answer a question. Raises SpecError: options that cannot work."""
+    """Compute the figures that answer a question. Raises SpecError: options that cannot work."""
     session = question.measure(question.spec)
     sizes = (question.budget_bytes, question.context_tokens, question.window_tokens)
     page_bytes, page_tokens = session.block_bytes.get("pages", 0), session.page_tokens
@@ -130,7 +130,7 @@ def _with_storage(question: Question, storage: Storage) -> Callable[[], MemorySp
 
 
 def _choices(question: Question, specs: list[tuple[str, Callable[[], MemorySpec]]]) -> tuple[Choice, ...]:
-    """What each buys, those together that buy the same."""
+    """Measure each policy and storage; those that save the same share a row."""
     names: dict[Choice, list[str]] = {}
     for name, make_spec in specs:
         try:

@@ -1,4 +1,4 @@
-"""A plan on a terminal."""
+"""Prints a capacity plan on a terminal."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memory.views.text_tables import format_bytes
 
 
 def print_plan(console: Console, report: Report) -> None:
-    """What a session holds, how many fit, and what else could be done. Strings of the config are shown as they are."""
+    """Print what a session holds, how many fit, and what else could be chosen. Strings of the config are escaped."""
     question = report.question
     dtype = str(question.spec.dtype).removeprefix("torch.")
     title = f"{question.spec.model} in {dtype} on {question.spec.device}: {question.context_tokens:,} tokens a session"
@@ -52,7 +52,7 @@ def _session_table(report: Report) -> Table:
 
 
 def _roles(n_states: int, window_tokens: int) -> str:
-    """What the states of a sequence are, whatever order it got them in."""
+    """Return the roles of a sequence's states, in an order that does not depend on how they were allocated."""
     if n_states == 1:
         return "head" if window_tokens else "body"
     return ", ".join(("body", "head", "next body")[:n_states])
@@ -88,7 +88,7 @@ def _choices_table(heading: str, choices: tuple[Choice, ...], report: Report) ->
 
 
 def _peers_table(report: Report) -> Table:
-    """Ours first. Each takes the window's tokens back in its own way, or not at all."""
+    """Return the table of engines, ours first. Each takes the window's tokens back in its own way, or not at all."""
     question, session = report.question, report.session
     table = Table(title="The same sessions elsewhere, as documented there")
     table.add_column("")

@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server on the engine: `make_app` builds it, `bind` and `run` put it on a port.
+"""Serves the engine to OpenAI's clients: `make_app` builds the app, `bind` and `run` put it on a port.
 
 It needs the extra: pip install "hybrid-memory[server]". The command is `hybrid-memory serve`.
 """

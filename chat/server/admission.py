@@ -1,4 +1,4 @@
-"""Who may ask: what is decided by a request's head, before its body is read."""
+"""Decides by a request's head, before its body is read, whether its client may ask."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _OPEN_TO_ALL = "/health"
 
 
 class Admission:
-    """The rules for hosts, origins and keys.
+    """Holds the rules for hosts, origins and keys.
 
     A web page can make its visitor's browser send requests to this machine: under a name of its own that it has pointed
     here (DNS rebinding), or as requests whose answers it may not read. A key keeps both out; without one, hosts and
@@ -45,14 +45,14 @@ class Admission:
         return "*" in self._origins or _text(origin).lower() in self._origins
 
     def headers_for(self, headers: Headers) -> list[tuple[bytes, bytes]]:
-        """Headers of the answer that let an allowed page, and no other, read it."""
+        """Return the headers that let an allowed page, and no other, read the response."""
         origin = headers.get(b"origin")
         if origin is not None and self.allows_origin(origin):
             return [(b"access-control-allow-origin", origin), (b"vary", b"Origin")]
         return [(b"vary", b"Origin")] if self._origins else []
 
     def is_preflight(self, method: str, headers: Headers) -> bool:
-        """Whether a browser asks on behalf of an allowed page what the page may send; it never shows a key."""
+        """True if a browser asks on behalf of an allowed page what the page may send; it never shows a key."""
         asks = method == "OPTIONS" and b"access-control-request-method" in headers
         return asks and self.allows_origin(headers.get(b"origin", b""))
 
@@ -77,7 +77,7 @@ class Admission:
 
 
 def preflight_headers(headers: Headers) -> dict[str, str]:
-    """Headers of the answer to a preflight request: the page may send every header that it asks for."""
+    """Return the headers of the response to a preflight: the page may send every header that it asks for."""
     return {
         "Access-Control-Allow-Methods": "GET, POST",
         "Access-Control-Allow-Headers": _text(headers.get(b"access-control-request-headers", b"")),
@@ -86,7 +86,7 @@ def preflight_headers(headers: Headers) -> dict[str, str]:
 
 
 def _name_of(host: str) -> str:
-    """The name in a Host header: without port, brackets and the dot that may end it."""
+    """Return the name in a Host header: without port, brackets and a dot at the end."""
     name, _, port = host.rpartition(":")
     if not name or not port.isdigit():
         name = host.removesuffix(":")

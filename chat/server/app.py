@@ -1,4 +1,4 @@
-"""The app: which path leads where."""
+"""Builds the app, and maps paths to the service."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from chat.server.service import Service
 
 
 def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: ServerOptions | None = None) -> FastAPI:
-    """An ASGI app that owns the engine's loop: it steps from the app's start to its end.
+    """Return an ASGI app that steps the engine from the app's start to its end.
 
     Args:
         tokenizer: the engine's.

@@ -1,6 +1,4 @@
-"""What the signs of a JSON body say of it before it is parsed. numpy counts them, which lets other threads run
-meanwhile.
-"""
+"""Counts the signs of a JSON body before it is parsed, in numpy, so that other threads run meanwhile."""
 
 from __future__ import annotations
 
@@ -12,11 +10,11 @@ from numpy.typing import NDArray
 UInt8s: TypeAlias = NDArray[np.uint8]
 
 _IS_VALUE = np.isin(np.arange(256), list(b"{[:"))
-"""Of each byte, whether it begins an object, an array or the value of a key."""
+"""True for each byte that begins an object, an array or the value of a key."""
 
 
 def has_more_values(body: bytes, most: int) -> bool:
-    """Whether a body has more objects, arrays and keys than `most`. Its strings may hold their signs."""
+    """True if a body has more objects, arrays and keys than `most`. Signs in strings may count as well."""
     if _count(np.frombuffer(body, np.uint8), b"{[:") <= most:
         return False
     signs = _read_signs(body)
@@ -41,7 +39,7 @@ def count_longest_list(body: bytes, least: int) -> int:
 
 
 def _read_signs(body: bytes) -> UInt8s:
-    """A body without what is escaped in its strings: every quotation mark begins or ends one."""
+    """Return the body's signs without those that are escaped in strings: each quotation mark begins or ends one."""
     return np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in body else body, np.uint8)
 
 

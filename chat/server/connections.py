@@ -1,4 +1,4 @@
-"""Connections: how many there may be, how long their clients may take, and what is refused before there is a request.
+"""Limits connections: their number, the time of their clients, and bytes that are refused before there is a request.
 
 uvicorn's h11 protocol waits for a head without end and answers what is malformed in plain text; this one does neither.
 Heads are collected here and handed to h11 when they are whole and `check_head` has nothing against them.
@@ -22,12 +22,12 @@ from chat.server.options import ServerOptions
 MOST_CHUNKS = 4096
 """Chunks of one body: each costs the event loop as much as a small request."""
 MOST_READ_BYTES = 16 << 10
-"""Of one connection before the event loop looks at the others."""
+"""Bytes that are read from one connection before the event loop serves the others."""
 _LOG_SECONDS = 60.0
 
 
 class Seldom(logging.Filter):
-    """Lets each message through once in a while, with the number of those that it held back.
+    """Logs each message once in a while, with the number of those that it held back.
 
     Args:
         seconds: between two of the same message.
@@ -56,7 +56,7 @@ log.addFilter(Seldom())
 
 
 class Connections:
-    """The open connections, bounded in number and per peer address.
+    """Holds the open connections, bounded in number and per peer address.
 
     Where there are too many, the one that waits longest for its client is closed: half-sent requests cannot keep others
     out.
@@ -98,7 +98,7 @@ class Connections:
 
 
 class _Parser(h11.Connection):
-    """h11's, which refuses bodies in very many chunks."""
+    """Parses HTTP by h11, and refuses bodies in very many chunks."""
 
     _n_chunks = 0
 
@@ -114,7 +114,7 @@ class _Parser(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """One client's connection.
+    """Holds one client's connection.
 
     Args:
         connections: those it counts among.
@@ -137,7 +137,7 @@ class Connection(H11Protocol):
 
     @property
     def awaits_client(self) -> bool:
-        """Whether it has no whole request to answer, but waits for the client's bytes, or to be closed."""
+        """True if there is no complete request to answer: it waits for the client's bytes, or to be closed."""
         return self.transport.is_closing() or self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
 
     # What asyncio calls
@@ -204,7 +204,7 @@ class Connection(H11Protocol):
         self.refuse(ApiError(408, message, code="request_timeout"))
 
     def _end_after_answer(self) -> None:
-        """Close behind the answer in progress: bytes that follow a request unasked are never read as another one."""
+        """Close after the response in progress: bytes that follow a request unasked are never read as another one."""
         self.cycle.keep_alive = False
         self.flow.resume_reading()  # or it would not be seen that the client goes
 
@@ -227,7 +227,7 @@ class Connection(H11Protocol):
             super().shutdown()
 
     def refuse(self, error: ApiError) -> None:
-        """Answer without the app, unless an answer has begun, and close. Who is closing already is cut."""
+        """Respond without the app, unless a response has begun, and close. A connection that is closing is cut."""
         self._stop_timers()
         if self.transport.is_closing():
             self.transport.abort()

@@ -1,4 +1,4 @@
-"""What goes wrong, as OpenAI's clients expect to be told: {"error": {"message", "type", "param", "code"}}."""
+"""Writes errors in the form of OpenAI's clients: {"error": {"message", "type", "param", "code"}}."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MOST_VALUE = 100
 
 
 def clip(text: str, most: int = _MOST_VALUE) -> str:
-    """Shorten what a client sent before it is given back: at most so many characters, the last a dot dot dot."""
+    """Shorten what a client sent before it is shown again: so many characters at most, with an ellipsis at the end."""
     return text if len(text) <= most else f"{text[: most - 1]}…"
 
 
 class ApiError(Exception):
-    """A request that is answered with an error. `param` names the field of the request that is to blame.
+    """Ends a request with an error. `param` names the field of the request that is wrong.
 
     Message and param are clipped, whatever of the request they quote.
     """
@@ -56,7 +56,7 @@ class ApiError(Exception):
 
 
 class StoppingError(Exception):
-    """What ends the generations of a server that stops."""
+    """Ends the generations of a server that stops."""
 
 
 def stopping() -> ApiError:
@@ -64,7 +64,7 @@ def stopping() -> ApiError:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """What a client is told of an error of the engine. Those that are our fault go to the log, not to the client."""
+    """Return an engine's error as a client may see it. Errors of the server itself go to the log instead."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, StoppingError):
@@ -88,7 +88,7 @@ async def answer_api_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def answer_http_error(request: Request, error: Exception) -> JSONResponse:
-    """What the router refuses: unknown paths, and methods that a path does not have."""
+    """Respond to what the router refuses: unknown paths, and methods that a path does not have."""
     assert isinstance(error, HTTPException)
     status, headers = error.status_code, dict(error.headers or {})
     what = f"{clip(request.method)} {clip(request.url.path)}"

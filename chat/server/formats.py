@@ -1,4 +1,4 @@
-"""Answers as OpenAI's clients read them: whole, and in pieces as server-sent events."""
+"""Writes replies as OpenAI's clients read them: whole, or in pieces as server-sent events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def as_event(value: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Chat completions."""
+    """Writes chat completions."""
 
     model: str
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
@@ -63,7 +63,7 @@ class ChatFormat:
 
 @dataclass(frozen=True)
 class CompletionFormat:
-    """Completions of plain text.
+    """Writes completions of plain text.
 
     Attributes:
         echoes: what stands before the reply of each choice.
@@ -101,7 +101,7 @@ class CompletionFormat:
 
 
 class EventStream(Response):
-    """Server-sent events, each sent when it is there."""
+    """Sends server-sent events, each as soon as it is there."""
 
     media_type = "text/event-stream"
 

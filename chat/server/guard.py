@@ -1,5 +1,4 @@
-"""What every request passes on its way in and out: admission, limits, counters, and its end when its
-client goes away."""
+"""Guards every request on its way in and out: admission, limits, counters, and its end when the client disconnects."""
 
 from __future__ import annotations
 
@@ -23,21 +22,21 @@ PATHS_WITH_BODIES = ("/v1/chat/completions", "/v1/completions")
 _PATHS = ("/health", "/metrics", "/v1/models", *PATHS_WITH_BODIES)
 _DRAIN_SECONDS = 2.0
 _PATIENCE_SECONDS = 5.0
-"""For a body to come in before its rate is looked at."""
+"""Time that a body may take before its rate is checked."""
 _LARGE_BYTES_PER_SECOND = 8_000_000
-"""Of all large bodies together, while somebody is answered: a step of decoding waits for the event loop that reads
-them.
+"""Most bytes that all large bodies together bring while a reply is in progress: its steps wait for the event loop that
+reads them.
 """
 CLIENT_GONE = 499
-"""What is counted for a client that did not wait for its answer; nobody is sent it."""
+"""The status that is counted for a client that disconnected before its response; it is never sent."""
 
 
 class ClientGoneError(Exception):
-    """The client has closed the connection."""
+    """Says that the client has closed the connection."""
 
 
 class Guarded(Protocol):
-    """What the guard asks of the service behind it."""
+    """Declares what the guard calls of the service behind it."""
 
     options: ServerOptions
     metrics: Metrics
@@ -46,13 +45,13 @@ class Guarded(Protocol):
 
 @dataclass
 class Places:
-    """How many requests are answered at once, and may be."""
+    """Counts the requests that are answered at once, and limits them."""
 
     limit: int
     n_taken: int = 0
 
     def check(self) -> None:
-        """Raises ApiError 429 if there is none left."""
+        """Raise ApiError 429 if there is no place left."""
         if self.n_taken >= self.limit:
             message = f"The server is answering {self.n_taken} requests already; try again."
             raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)
@@ -60,7 +59,7 @@ class Places:
 
 @dataclass
 class Exchange:
-    """A request on its way.
+    """Holds a request on its way.
 
     Attributes:
         places: those that it takes one of.
@@ -82,7 +81,7 @@ class Exchange:
     is_counted: bool = False
 
     def take_place(self) -> None:
-        """Count among those that are answered, from now to the end. Raises ApiError 429."""
+        """Take a place among the requests that are answered, until the end. Raises ApiError 429."""
         self.places.check()
         self.has_place = True
         self.places.n_taken += 1
@@ -126,7 +125,7 @@ class Guard:
             self._count(exchange)
 
     def _count(self, exchange: Exchange) -> None:
-        """A request is over: once, and before its client can know, or the client's next request might not be let in."""
+        """Count a request that is over, once, and before its client can know: the next request must find a place."""
         if exchange.is_counted:
             return
         exchange.is_counted = True
@@ -202,7 +201,7 @@ class Guard:
         return ApiError(413, message, code="request_too_large")
 
     async def _drain(self, headers: Headers, incoming: _Incoming) -> None:
-        """Read a little of a body that nobody wants: a client that is still sending would not see the answer."""
+        """Read a little of a body that is refused: a client that is still sending would not see the response."""
         most = 16 * self._service.options.max_body_bytes
         if _declared_bytes(headers) > most or b"100-continue" in headers.get(b"expect", b"").lower():
             return
@@ -210,7 +209,7 @@ class Guard:
             await asyncio.wait_for(incoming.skip(most), _DRAIN_SECONDS)
 
     async def _run(self, scope: Scope, exchange: Exchange, body: bytes, receive: Receive, send: Send) -> None:
-        """Run the app until it is done or the client is gone."""
+        """Run the app until it is done or the client has disconnected."""
         given = False
 
         async def replay() -> Message:
@@ -237,7 +236,7 @@ class Guard:
         task.result()
 
     def _watch(self, exchange: Exchange, headers: Headers, incoming: _Incoming, send: Send) -> Send:
-        """`send`, noting what is sent; a client that takes nothing for too long counts as gone."""
+        """Return a `send` that notes what is sent; a client that takes nothing for too long counts as disconnected."""
         loop, seconds = asyncio.get_running_loop(), self._service.options.stall_seconds
         extra = self._admission.headers_for(headers)
 
@@ -263,9 +262,7 @@ class Guard:
 
 
 class _Turnstile:
-    """Lets one piece of a large body through at a time, of whatever client, and no faster than others can be answered
-    meanwhile.
-    """
+    """Lets one piece of a large body pass at a time, and no faster than other clients can be answered meanwhile."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
@@ -278,7 +275,7 @@ class _Turnstile:
 
 
 class _Incoming:
-    """A body as it comes in.
+    """Reads a body as it comes in.
 
     Args:
         turnstile: of all large bodies.
@@ -294,7 +291,7 @@ class _Incoming:
         self.has_ended = False
 
     async def read(self, options: ServerOptions) -> bytes | None:
-        """Read all of it; None as soon as it has too many bytes.
+        """Read all of the body; None as soon as it has too many bytes.
 
         Raises:
             asyncio.TimeoutError: it is late as a whole, or for what has come so far. ClientGoneError.
@@ -315,13 +312,13 @@ class _Incoming:
             reading.cancel()
 
     async def _collect(self, body: bytearray, most: int) -> bool:
-        """Whether the whole body is there; not if it has more bytes than `most`."""
+        """True if the whole body is there; False if it has more bytes than `most`."""
         while not self.has_ended and len(body) <= most:
             body += await self._next()
         return len(body) <= most
 
     async def skip(self, most: int) -> None:
-        """Let go of what comes, until it ends or `most` bytes have gone by. Raises ClientGoneError."""
+        """Discard what comes, until it ends or `most` bytes have passed. Raises ClientGoneError."""
         n_skipped = 0
         while not self.has_ended and n_skipped <= most:
             n_skipped += len(await self._next())

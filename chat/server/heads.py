@@ -1,4 +1,4 @@
-"""The head of a request as bytes: what makes its end ambiguous is refused before anything parses it.
+"""Checks the head of a request as bytes: what makes its end ambiguous is refused before a parser sees it.
 
 A proxy in front and this server must agree on where each request ends, or the rest of one client's request is answered
 as a request of another client. RFC 9112 leaves a server free to repair several forms; none of them is repaired here.
@@ -20,7 +20,7 @@ _LENGTH = re.compile(rb"[0-9]{1,18}\Z")
 
 
 def find_head_end(received: bytearray, n_searched: int) -> int | None:
-    """The number of bytes of the head that `received` begins with; None while its empty line is missing.
+    """Return the number of bytes of the head that `received` begins with; None while its empty line is missing.
 
     Args:
         n_searched: bytes that held no end before.

@@ -1,4 +1,4 @@
-"""How many tokens a request may have."""
+"""Limits the tokens of a request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ _DRY_STEPS = 64
 
 
 def find_context_tokens(engine: Engine, wanted: int | None) -> int:
-    """How long a sequence may become: what is wanted, what the model's config names, what the budget holds; the least
-    of them.
+    """Return the longest sequence: the least of what is wanted, what the config names and what the budget holds.
 
     Cost: a dry run of about 64 steps.
     """
@@ -37,7 +36,7 @@ def find_context_tokens(engine: Engine, wanted: int | None) -> int:
 
 
 def check_length(n_prompt: int, wanted: int | None, default: int, limit: int, *, param: str) -> int:
-    """How many tokens a reply may have. Raises ApiError 400 if a prompt with so many does not fit."""
+    """Return the tokens that a reply may have. Raises ApiError 400 if a prompt of this length does not fit."""
     if wanted is None:
         if n_prompt < limit:
             return min(default, limit - n_prompt)

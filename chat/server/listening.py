@@ -1,4 +1,4 @@
-"""From an app to a port: who may connect, and how it ends."""
+"""Puts an app on a port, and stops it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BACKLOG = 256
 
 
 def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
-    """A listening socket.
+    """Open a listening socket.
 
     Args:
         port: 0 takes a free one.
@@ -42,9 +42,7 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's, which tells the service when it is to stop: what runs may end in its own time, and is told so if it
-    cannot.
-    """
+    """Runs uvicorn, and tells the service when it is to stop: replies in progress may end in the grace period."""
 
     def __init__(self, app: FastAPI) -> None:
         service = app.state.service
@@ -71,7 +69,7 @@ class Server(uvicorn.Server):
 
 
 def run(app: FastAPI, listener: socket.socket, on_listening: Callable[[str], None]) -> None:
-    """Answer until a signal says to stop.
+    """Serve until a signal says to stop.
 
     Args:
         on_listening: told the URL.

@@ -1,4 +1,4 @@
-"""Numbers for Prometheus: what was asked, how fast it was answered, and where the bytes are.
+"""Counts for Prometheus: requests, their latency, and bytes of the memory.
 
 Every app has a registry of its own, so that one process can hold several.
 """
@@ -19,7 +19,7 @@ _BETWEEN_TOKENS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0
 
 
 class Metrics:
-    """What a server counts by itself, beside what the engine and its memory know."""
+    """Holds what a server counts itself, beside the counters of the engine and its memory."""
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
@@ -54,12 +54,12 @@ class Metrics:
         ProcessCollector(registry=self.registry)  # resident memory among others: what the budget does not count
 
     def render(self) -> bytes:
-        """The text that Prometheus reads. It waits for the step that is running: call it in a thread of its own."""
+        """Return the text that Prometheus reads. It waits for the step in progress: call it in a thread of its own."""
         return generate_latest(self.registry)
 
 
 class _EngineCollector(Collector):
-    """Reads the engine's and the memory's books whenever somebody looks."""
+    """Reads the counters of engine and memory whenever Prometheus asks."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

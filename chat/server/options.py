@@ -1,4 +1,4 @@
-"""What a server allows: how large, how many, how long, and to whom."""
+"""Holds the limits of a server: sizes, numbers, times, and who may connect."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^\s/,]+|null")
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """The limits of a server.
+    """Holds the limits of a server.
 
     Attributes:
         api_key: what clients must send as `Authorization: Bearer KEY`; None: nothing.

@@ -1,4 +1,4 @@
-"""The generations of one HTTP request, heard by the event loop as one stream of pieces."""
+"""Joins the generations of one HTTP request to one stream of pieces for the event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chat.server.metrics import Metrics
 
 @dataclass(frozen=True)
 class Ask:
-    """One prompt, how each of its choices is to be generated, and who finds it among the cached prefixes."""
+    """Holds one prompt, the sampling of each of its choices, and the owner of its prefixes."""
 
     token_ids: list[int]
     max_tokens: int
@@ -25,7 +25,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Piece:
-    """What one step of the engine brought for one choice.
+    """Holds what one step of the engine brought for one choice.
 
     Attributes:
         index: of the choice: those of the first prompt, then those of the second ...
@@ -41,7 +41,7 @@ class Piece:
 
 
 class Replies:
-    """Asks the engine for all choices of all prompts. Whoever makes it calls `cancel` in the end, whatever happens.
+    """Submits all choices of all prompts. Whoever makes it calls `cancel` in the end, whatever happens.
 
     The first choice of a prompt goes ahead; the others follow when it has its first token, and find its prompt in the
     prefix cache.
@@ -92,7 +92,7 @@ class Replies:
         )
 
     async def next(self) -> Piece | None:
-        """The next piece of any choice; None when all have ended.
+        """Wait for the next piece of any choice; None when all have ended.
 
         Raises:
             Whatever ended a generation with an error. ApiError 503: it was ended because the server stops.
@@ -128,13 +128,13 @@ class Replies:
         self._heard_at[piece.index] = piece.heard_at
 
     def cancel(self) -> None:
-        """End what has not ended, and free its bytes."""
+        """End the generations that have not ended, and free their bytes."""
         self._is_cancelled = True
         for generation in self.generations.values():
             self._engine.cancel(generation)
 
     def usage(self) -> dict[str, object]:
-        """Tokens of prompts, each counted once however many choices it has, and of replies."""
+        """Count the tokens of prompts, each once however many choices it has, and of replies."""
         n_prompt = sum(len(ask.token_ids) for ask in self.asks)
         firsts = [self.generations[self._index(i, 0)] for i in range(len(self.asks))]
         n_cached = sum(g.lookup.reused for g in firsts if g.lookup is not None)

@@ -1,4 +1,4 @@
-"""What clients may ask for, in OpenAI's words.
+"""Reads requests in OpenAI's words, and refuses what they cannot mean.
 
 No parameter is ignored in silence: one that is not supported is refused by name, unless its value changes nothing.
 `user` and `safety_identifier` say who asks: they are read, change nothing and are kept nowhere. `prompt_cache_key`
@@ -33,7 +33,7 @@ ModelT = TypeVar("ModelT", bound="_Checked")
 
 
 def read_request(model: type[ModelT], body: bytes) -> ModelT:
-    """A request's body. Raises ApiError 400, naming the parameter."""
+    """Read a request's body. Raises ApiError 400, naming the parameter."""
     if has_more_values(body, MOST_VALUES):
         message = (
             f"The body has more than {MOST_VALUES:,} objects, arrays and keys; send fewer messages, or join their "
@@ -69,7 +69,7 @@ def _explain(detail: ErrorDetails) -> ApiError:
 
 
 class _Checked(BaseModel):
-    """A JSON object whose every field is known, and of the right type as it is."""
+    """Reads a JSON object whose every field is known and has the right type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     neutral: ClassVar[Neutral] = {}
@@ -105,7 +105,7 @@ def _is_stop(value: object) -> bool:
 
 
 def _read_content(value: object) -> str:
-    """A message's text, given whole or in parts, which are joined as they are."""
+    """Read a message's text, given whole or in parts, which are joined as they are."""
     if isinstance(value, str):
         return value
     if not isinstance(value, list) or not value:
@@ -122,7 +122,7 @@ def _read_part(part: object) -> str:
 
 
 def _read_prompts(value: object) -> list[Prompt]:
-    """One prompt or several, each a text or token ids."""
+    """Read one prompt or several, each a text or token ids."""
     if isinstance(value, str) or _are_ids(value):
         return [value]  # type: ignore[list-item]
     if isinstance(value, list) and len(value) > MOST_CHOICES and not isinstance(value[0], int):
@@ -157,12 +157,12 @@ class Message(_Checked):
     content: Annotated[str, BeforeValidator(_read_content)]
 
     def as_template_knows(self) -> dict[str, str]:
-        """Developers' messages are what systems' used to be called."""
+        """Return the message as templates know it: "developer" is what "system" used to be called."""
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
 class _Request(_Checked):
-    """What both kinds of requests have in common. `top_k` and `repetition_penalty` are not OpenAI's."""
+    """Holds what both kinds of requests have in common. `top_k` and `repetition_penalty` are not OpenAI's."""
 
     model: str
     temperature: float = Field(1.0, ge=0, le=2)
@@ -188,13 +188,11 @@ class _Request(_Checked):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def owner(self, authorization: str | None) -> bytes:
-        """Who shares cached prefixes with this request: those with the same API key and `prompt_cache_key`, and nobody
-        else.
-        """
+        """Return the owner of this request's prefixes: those with the same key and `prompt_cache_key`."""
         return hashlib.sha256(repr((authorization, self.prompt_cache_key)).encode()).digest()
 
     def sampling(self, choice: int) -> Sampling:
-        """How the tokens of the n-th choice are drawn: each from a seed of its own, all known if the request's is."""
+        """Return the sampling of choice n: each has a seed of its own, and all are known if the request's seed is."""
         return Sampling(
             temperature=self.temperature if self.temperature >= _COLDEST else 0.0,
             top_k=self.top_k,
@@ -214,7 +212,7 @@ def _check_n_messages(value: object) -> object:
 
 
 class ChatRequest(_Request):
-    """POST /v1/chat/completions."""
+    """Holds a request to POST /v1/chat/completions."""
 
     neutral: ClassVar[Neutral] = {
         **_PENALTIES,
@@ -243,13 +241,13 @@ class ChatRequest(_Request):
 
     @property
     def wanted_tokens(self) -> int | None:
-        """Tokens of the reply at most; the smaller number of the two names that it has."""
+        """Return the most tokens of the reply: the smaller of the two parameters for it."""
         given = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
         return min(given, default=None)
 
 
 class CompletionRequest(_Request):
-    """POST /v1/completions."""
+    """Holds a request to POST /v1/completions."""
 
     neutral: ClassVar[Neutral] = {**_PENALTIES, "best_of": (1,), "logprobs": (), "suffix": ("",)}
     prompt: Annotated[list[Prompt], BeforeValidator(_read_prompts)]

@@ -1,4 +1,4 @@
-"""What the server does: from a request to the engine and back, and the loop that keeps the engine stepping."""
+"""Answers requests by the engine, and keeps the engine stepping."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from memory import CapacityError, FormatError, IntegrityError
 
 
 class Service:
-    """One model behind the endpoints.
+    """Serves one model at all paths.
 
     Args:
         tokenizer: the engine's.
@@ -63,7 +63,7 @@ class Service:
             self._texts.close()
 
     async def _keep_serving(self) -> None:
-        """A step that fails ends the requests of its time, not the server; unless the memory's books are wrong."""
+        """Step the engine. A step that fails ends its requests; the server only if the memory is damaged."""
         while True:
             try:
                 await self.engine.serve()
@@ -75,13 +75,13 @@ class Service:
                 log.exception("a step failed; every generation has ended")
 
     def close(self) -> None:
-        """Refuse new requests; what runs has the grace period to end, and is ended then. Called on the event loop."""
+        """Refuse new requests, and end those in progress after the grace period. Call it on the event loop."""
         self.is_open = False
         loop = asyncio.get_running_loop()
         loop.call_later(self.options.grace_seconds, self._cancel_all)
 
     def _cancel_all(self) -> None:
-        """Takes no lock: a thread that steps without a pause could keep it for long."""
+        """Cancel all generations without a lock: a thread that steps without a pause could keep it for long."""
         for replies in self._live:
             replies.cancel()
 
@@ -136,7 +136,7 @@ class Service:
             raise ApiError(404, message, param="model", code="model_not_found")
 
     def _read_chat(self, texts: Tokenizer, body: bytes) -> tuple[ChatRequest, list[int]]:
-        """A request and its tokens. Raises ApiError."""
+        """Read a request and its tokens. Raises ApiError."""
         check_lists(body, self.context_tokens, param="messages")
         asked = read_request(ChatRequest, body)
         self._check_model(asked.model)
@@ -147,7 +147,7 @@ class Service:
             raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
 
     def _read_completion(self, texts: Tokenizer, body: bytes) -> tuple[CompletionRequest, list[list[int]]]:
-        """A request and the tokens of its prompts. Raises ApiError."""
+        """Read a request and the tokens of its prompts. Raises ApiError."""
         check_lists(body, self.context_tokens, param="prompt")
         asked = read_request(CompletionRequest, body)
         self._check_model(asked.model)

@@ -1,4 +1,4 @@
-"""Where texts become tokens: off the event loop, and no short text waits for a long one.
+"""Turns texts into tokens off the event loop; short texts do not wait for long ones.
 
 The tokenizers of transformers let other threads run while they work, so two threads are enough: one for short texts,
 and one in which long ones wait for each other. Each has a tokenizer of its own, since a tokenizer is not made for two
@@ -21,12 +21,12 @@ from chat.server.errors import RETRY, ApiError
 T = TypeVar("T")
 
 LONG_BYTES = 32 << 10
-"""Of a body: those with more take their turn among the long ones."""
+"""Bodies with more bytes are processed one at a time."""
 _BYTES_PER_SECOND = 100_000
 
 
 class Texts:
-    """Runs what needs a tokenizer, and refuses texts that can have no place in a context before they are tokenised.
+    """Runs the tokenizer, and refuses texts that cannot fit a context before they are tokenised.
 
     Args:
         context_tokens: that a prompt and its reply may have together.
@@ -83,7 +83,7 @@ class Texts:
 
 
 class _Lane:
-    """A thread, the tokenizer that nobody else uses, and who waits for them."""
+    """Holds a thread with a tokenizer of its own, and the requests that wait for it."""
 
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         self.tokenizer = tokenizer
@@ -119,7 +119,7 @@ class _Lane:
 
 
 class _Bounded:
-    """A tokenizer that refuses, before it begins, the text with which a prompt has more bytes than its tokens can have.
+    """Is a tokenizer that refuses a text first if a prompt has more bytes with it than its tokens can have.
 
     Attributes:
         unbounded: that tokenizer.
@@ -149,7 +149,7 @@ class _Bounded:
 
 
 def find_longest_token(tokenizer: Tokenizer) -> int:
-    """The most bytes of text that one token stands for: a token's name has no fewer, in whatever way it writes them.
+    """Return the most bytes of text that one token stands for: its name has no fewer, however it is written.
 
     What a tokenizer leaves out of a text (spaces that it joins, runs of characters that it does not know) is not
     considered.

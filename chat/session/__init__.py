@@ -1,4 +1,4 @@
-"""Chat sessions: turns, edits, branches, saved sessions, templates."""
+"""Holds chat sessions: turns, edits, branches, saved sessions, templates."""
 
 from chat.session.session import ChatSession
 

@@ -1,4 +1,4 @@
-"""Conversations over one memory: each user's turns, one after the other; all users in the same steps."""
+"""Plays conversations over one memory: each user's turns one after the other, all users in the same steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MAX_REPLY_TOKENS = 32
 
 @dataclass
 class Conversation:
-    """A user, the sequence that remembers them, and what was said.
+    """Holds a user, the sequence that remembers them, and their messages.
 
     Attributes:
         told: topic -> value, as the user stated them last: what a right answer is judged by, never shown to the model.
@@ -27,13 +27,13 @@ class Conversation:
     told: dict[str, str] = field(default_factory=dict)
 
     def copy(self, name: str, sequence: Sequence) -> Conversation:
-        """The same words under another name and on another sequence: what belongs to a fork of the memory."""
+        """Return the same messages under another name and on another sequence, which is a fork."""
         return Conversation(name, sequence, list(self.messages), dict(self.told))
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A question that was asked, what the model said and what was right."""
+    """Holds a question, the model's answer and the right one."""
 
     scene: str
     user: str
@@ -83,9 +83,7 @@ class Player:
         return [answer for line in lines for answer in line.answers]
 
     def _start(self, line: _Line) -> Generation:
-        """Feed the next turn's user text, and the end of the reply to it, so that memories hold what the chat template
-        would render.
-        """
+        """Feed the next turn's user text, and the end of the reply to it, as the chat template would render them."""
         conversation, turn = line.conversation, line.turns[0]
         return self.engine.submit(
             encode_turn(self._tokenizer, conversation.messages, turn.user),
@@ -111,7 +109,7 @@ class Player:
 
 @dataclass
 class _Line:
-    """A conversation's part of a scene: the turns to come and the answers so far."""
+    """Holds a conversation's part of a scene: the turns to come and the answers so far."""
 
     conversation: Conversation
     turns: list[Turn]

@@ -1,4 +1,4 @@
-"""What was said, as tokens: the chat template's text, in which the model's own words stand as it chose them.
+"""Encodes a history by the chat template, with the model's own replies in the tokens that it chose.
 
 A template renders a whole history as text, and the text is tokenised. But a model may have chosen its words in other
 tokens than a tokenizer would: "Okay" as "O" and "kay". The memory holds the tokens that were chosen, so they are to be
@@ -30,7 +30,7 @@ _MOST_MARKS = 8
 
 @dataclass(frozen=True)
 class Utterance:
-    """A message.
+    """Holds a message.
 
     Attributes:
         role: "system", "user" or "assistant", as far as the chat template knows them.
@@ -53,7 +53,7 @@ class Utterance:
 
 
 def read_messages(messages: Any) -> tuple[Utterance, ...]:
-    """A history, each message an `Utterance` or as OpenAI's clients write it: {"role": "user", "content": "Hello"}.
+    """Read a history of `Utterance`s or OpenAI's messages: {"role": "user", "content": "Hello"}.
 
     Raises BatchError.
     """
@@ -72,14 +72,15 @@ def _read_message(message: Any) -> Utterance:
 
 
 def _is_text(part: Any) -> bool:
-    """Whether a part of a content is {"type": "text", "text": ...}."""
+    """True if a part of a content is {"type": "text", "text": ...}."""
     return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
 
 
 @dataclass(frozen=True)
 class _Segment:
-    """Characters from `start` on that were tokenised by themselves, or a reply's own tokens; `first` is the number of
-    the first token.
+    """Holds characters from `start` on that were tokenised by themselves, or a reply's own tokens.
+
+    `first` is the number of the first token.
 
     `encode` has found them; None of a reply's.
     """
@@ -93,7 +94,7 @@ class _Segment:
 
 @dataclass(frozen=True)
 class Rendering:
-    """A history as the template renders it.
+    """Holds a history as the template renders it.
 
     Attributes:
         token_ids: of all of it.
@@ -106,9 +107,7 @@ class Rendering:
     segments: tuple[_Segment, ...]
 
     def position(self, character: int) -> int:
-        """How many tokens stand before this character, whatever follows it: what two texts that agree so far have in
-        common at least.
-        """
+        """Count the tokens before this character that do not depend on what follows it."""
         for segment in self.segments:
             n = character - segment.start
             if n == len(segment.text):
@@ -123,7 +122,7 @@ class Rendering:
 def encode_history(
     tokenizer: Tokenizer, messages: Seq[Utterance], *, awaits_reply: bool = True, parse_special: bool = False
 ) -> Rendering:  # fmt: skip
-    """Token ids of a whole history, with the opening of a reply behind it unless told otherwise.
+    """Return the token ids of a whole history, with the opening of a reply behind it unless told otherwise.
 
     Args:
         parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people
@@ -164,12 +163,12 @@ def encode_history(
 
 
 def decode(tokenizer: Tokenizer, token_ids: Seq[int]) -> str:
-    """The text of a reply: special tokens have none."""
+    """Return the text of a reply: special tokens have none."""
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
 
 def common_tokens(a: Seq[int], b: Seq[int]) -> int:
-    """How many leading tokens are the same."""
+    """Count the leading tokens that are the same."""
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
@@ -178,7 +177,8 @@ def _as_dict(message: Utterance) -> Message:
 
 
 def choose_marks(prompt: Rendering, messages: Iterable[Utterance], n_kept: int) -> list[int]:
-    """Positions, from `n_kept` on, where the latest user messages begin.
+    """Return positions from `n_kept` on at which the latest user messages begin.
+
     Where replies begin, the engine leaves a checkpoint anyway.
     """
     marks: list[int] = []
@@ -196,6 +196,6 @@ def choose_marks(prompt: Rendering, messages: Iterable[Utterance], n_kept: int) 
 
 
 def count_old(prompt: Rendering, n_heard: int) -> int:
-    """Tokens of the prompt that stand for messages that were there before."""
+    """Count the tokens of the prompt that stand for messages that were there before."""
     span = prompt.spans[n_heard - 1] if n_heard else None
     return 0 if span is None else prompt.position(span[1])

@@ -1,4 +1,4 @@
-"""Finding the longest start of a token list that need not be computed: in a live sequence, or in the prefix cache."""
+"""Finds the longest prefix of a token list that need not be computed: in a live sequence, or in the prefix cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from memory import FormatError, Sequence
 
 @dataclass(frozen=True)
 class Start:
-    """Where to go on from.
+    """Says where to continue from.
 
     Attributes:
         sequence: holds the first `n_kept` tokens of the list; feed it the others, one at least.
@@ -28,7 +28,7 @@ class Start:
 
 
 def resume(engine: Engine, sequence: Sequence | None, token_ids: Seq[int], owner: Hashable = None) -> Start:
-    """Go on from whatever keeps more of `token_ids`: the live sequence, rolled back, or a fork from the prefix cache.
+    """Continue from what keeps more of `token_ids`: the live sequence, rolled back, or a fork from the prefix cache.
 
     Args:
         sequence: live, and the caller's no longer: it is rolled back, or closed where the cache has more. None: only

@@ -1,4 +1,4 @@
-"""A session as a folder: what was said as JSON, and what is remembered of it as a file of the memory's own.
+"""Saves a session as a folder: its messages as JSON, and its sequence as a file of the memory.
 
     session.json                 messages, options, the name of the other file, and a checksum over all of this
     memory-<number>.safetensors  what `HybridMemory.save` writes; none if nothing was computed yet
@@ -31,7 +31,7 @@ _MEMORY_FILE = re.compile(r"memory-[0-9a-f]{32}\.safetensors")
 
 @dataclass(frozen=True)
 class SavedSession:
-    """What is saved of a session beside its memory; see `ChatSession`."""
+    """Holds what is saved of a session beside its memory; see `ChatSession`."""
 
     messages: tuple[Utterance, ...]
     n_heard: int
@@ -64,7 +64,7 @@ def write_session(folder: Path, saved: SavedSession, memory: HybridMemory, live:
 
 
 def _remove_others(folder: Path) -> None:
-    """Remove the memory of sessions that were saved there before, and what was left by whoever was killed while saving.
+    """Remove the files of sessions that were saved there before, and those of a process killed while saving.
 
     Files are listed before anybody is asked who is writing, and the session is read last: what another process has just
     written stays.
@@ -78,7 +78,8 @@ def _remove_others(folder: Path) -> None:
 
 
 def read_session(folder: Path, memory: HybridMemory) -> tuple[SavedSession, Callable[[], Sequence | None]]:
-    """What was saved, and what loads its memory when called.
+    """Read what was saved; returns it with a function that loads its memory.
+
     Raises FormatError; loading raises it as well, and CapacityError.
     """
     path = folder / SESSION_FILE
@@ -106,7 +107,7 @@ def read_session(folder: Path, memory: HybridMemory) -> tuple[SavedSession, Call
 
 
 def read_about(path: Path) -> dict[str, Any]:
-    """The JSON of a saved session, its checksum right. Raises FormatError."""
+    """Read the JSON of a saved session. Raises FormatError, also if its checksum is wrong."""
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
@@ -124,7 +125,7 @@ def read_about(path: Path) -> dict[str, Any]:
 
 
 def _memory_file_of(folder: Path) -> str | None:
-    """The memory file of the session that is saved there now."""
+    """Return the memory file of the session that is saved there now."""
     try:
         name = read_about(folder / SESSION_FILE)["memory"]
     except (FormatError, KeyError):
@@ -137,7 +138,7 @@ def _digest(about: dict[str, Any]) -> str:
 
 
 def read_folder(folder: Any, error: type[SpecError | FormatError]) -> Path:
-    """The folder of a saved session. Raises `error` for what can be none."""
+    """Return the folder of a saved session. Raises `error` if it cannot be one."""
     path = Path(read_path("folder", folder, "the folder of a saved session", error))
     if path.is_file():
         raise error(f"{path} is a file; give the folder of a saved session")

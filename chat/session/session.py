@@ -38,7 +38,7 @@ OnText = Callable[[str], None]
 
 
 class ChatSession:
-    """One conversation. Its messages are what counts; the live sequence only saves computing them again.
+    """Holds one conversation. Its messages are what counts; the live sequence only saves computing them again.
 
     A call that fails leaves the messages as they were. Checkpoints that edits and regenerations return to are the
     prefix cache's, if the engine has one; without, they return as far as the rollback window reaches, or to the
@@ -103,8 +103,7 @@ class ChatSession:
 
     @property
     def sequence(self) -> Sequence | None:
-        """The live sequence, to be looked at: its tokens are what the memory holds of this session.
-        None: nothing yet, or no more.
+        """Return the live sequence, to be looked at: its tokens are what the memory holds of this session, or None.
 
         Who closes it loses nothing but time: the next call computes the history again.
         """
@@ -188,7 +187,7 @@ class ChatSession:
         return common_tokens(live.tokens.tolist(), said)
 
     def branch(self) -> ChatSession:
-        """Another session that has heard the same and goes its own way. It shares all memory until either goes on.
+        """Return another session with the same messages. It shares all memory until either goes on.
 
         Raises CapacityError: this one sleeps, and there is no room to wake it. Cost: no layer runs; no tensor is
         copied.
@@ -209,8 +208,7 @@ class ChatSession:
     # Waiting, staying, ending
 
     def sleep(self) -> None:
-        """Give the memory's bytes back while nobody talks: they wait in host memory or in files, and the next call
-        brings them back.
+        """Swap the session's memory out, to host memory or files; the next call swaps it in.
 
         Raises CapacityError: no room there. Prefixes and branches that share them keep theirs.
         """
@@ -227,8 +225,7 @@ class ChatSession:
                 self.engine.memory.swap_in(self._live)
 
     def save(self, folder: str | Path) -> None:
-        """Write the messages and all that is remembered of them to a folder of their own, which `resume` reads in any
-        process.
+        """Write the messages and their memory to a folder of their own, which `resume` reads in any process.
 
         A session that was saved there before is replaced when the new one is complete, and not before. Checkpoints stay
         behind, and so does what was taken back: of tokens that no message has, nothing is written.
@@ -256,7 +253,8 @@ class ChatSession:
     def resume(
         engine: Engine, folder: str | Path, *, owner: Hashable = None, parse_special: bool = False
     ) -> ChatSession:
-        """The session that was saved there, which goes on bit for bit.
+        """Load the session that was saved there, which goes on bit for bit.
+
         The engine's model, tokenizer and memory must be like those that wrote it; weights are not compared. The owner,
         and whether special tokens may be written, are not saved.
 
@@ -277,7 +275,7 @@ class ChatSession:
                 raise
 
     def close(self) -> None:
-        """Give everything back. The messages can still be read; closing again does nothing."""
+        """Free all memory. The messages can still be read; closing again does nothing."""
         if self._is_closed:
             return
         self._check_free()
@@ -303,7 +301,7 @@ class ChatSession:
         self, why: str, n_kept: int, new: list[Utterance], max_tokens: int | None, sampling: Sampling | None,
         on_text: OnText | None
     ) -> tuple[tuple[Utterance, ...], Turn]:  # fmt: skip
-        """Reply to the first `n_kept` messages and to `new` ones: the messages that there are then, and the turn.
+        """Reply to the first `n_kept` messages and to `new` ones; returns all messages, and the turn.
 
         Nothing is said until the caller keeps the messages. It does so in the call that the user waits for: an
         interrupt that is held back there is raised where the user has the turn.
@@ -355,7 +353,7 @@ class ChatSession:
         return encode_history(self._tokenizer, messages, awaits_reply=awaits_reply, parse_special=self.parse_special)
 
     def _stop(self) -> None:
-        """End the reply that is coming, if one is: it was told enough."""
+        """End the reply in progress, if there is one."""
         self._on_text = None
         if self._generation is not None and not self._generation.is_finished:
             with self.engine.lock:  # so that it has ended when this returns

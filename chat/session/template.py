@@ -1,4 +1,4 @@
-"""Templates with several holes: what is given is fed, what is not is generated, and many are filled in one batch.
+"""Fills templates with several holes: given text is fed, holes are generated, and many are filled in one batch.
 
     article = Template("Q: {question}\\nA: {answer:max_tokens=20,stop='\\n'}\\nConfidence:
     {score:choices=['low','high']}") filled = fill(engine, article, [{"question": question} for question in questions])
@@ -34,7 +34,7 @@ GIVEN, CHOSEN = "given", "choice"
 
 @dataclass(frozen=True)
 class Filled:
-    """A template without holes.
+    """Holds a template without holes.
 
     Attributes:
         text: all of it.
@@ -125,7 +125,7 @@ def _pair(templates: Template | Iterable[Template], values: Any) -> list[tuple[T
 
 
 class _Job:
-    """A template that is being filled: up to which part, and what stands there so far."""
+    """Holds a template that is being filled: up to which part, and its text so far."""
 
     def __init__(self, template: Template, given: dict[str, str], engine: Engine, *, parse_special: bool) -> None:
         if engine.tokenizer is None:
@@ -157,12 +157,12 @@ class _Job:
 
     @property
     def hole(self) -> Hole | None:
-        """The hole that is to be filled next. None: there is none left."""
+        """Return the hole that is to be filled next; None if there is none left."""
         part = self._template.parts[self._at] if self._at < len(self._template.parts) else None
         return part if isinstance(part, Hole) else None
 
     def advance(self) -> None:
-        """Go on to the next hole whose words nobody knows; behind the last one, nothing is to be read any more."""
+        """Go on to the next hole whose text is not given; behind the last one nothing needs to be fed."""
         rest = self._template.parts[self._at :]
         n_known = next(
             (i for i, part in enumerate(rest) if isinstance(part, Hole) and part.name not in self.words), None
@@ -215,9 +215,7 @@ class _Filler:
     # What several begin with
 
     def share(self) -> None:
-        """Feed what jobs have in common once, and give each a fork of it, level by level of the tree that their tokens
-        make.
-        """
+        """Feed common prefixes once, and give each job a fork, level by level of the tree of their tokens."""
         groups: list[tuple[list[_Job], Sequence | None, int]] = [
             ([job for job in self.jobs if job.hole is not None], None, 0)
         ]
@@ -238,6 +236,7 @@ class _Filler:
 
     def _feed(self, tokens: list[int], sequence: Sequence | None, n_held: int) -> Sequence | None:
         """Let a sequence that holds `n_held` of these tokens have all of them.
+
         None: a new one, or none at all if there are no tokens.
         """
         if len(tokens) == n_held:
@@ -255,7 +254,7 @@ class _Filler:
     def _split(
         self, group: list[_Job], trunk: Sequence | None, n: int
     ) -> list[tuple[list[_Job], Sequence | None, int]]:
-        """Those who go on alike behind n tokens, each with a fork of the trunk; the last ones have the trunk itself."""
+        """Divide jobs by the token behind n; each part gets a fork of the trunk, the last one the trunk."""
         alike: dict[object, list[_Job]] = {}
         for job in group:
             alike.setdefault(job if len(job.tokens) == n + 1 else job.tokens[n], []).append(job)
@@ -266,7 +265,7 @@ class _Filler:
         return [(part, sequence, n) for part, sequence in zip(parts, [*forks, trunk], strict=True)]
 
     def _wait(self) -> None:
-        """Until all that is running has ended. Raises what ended one of them."""
+        """Step until all generations in progress have ended. Raises what ended one of them."""
         while not all(generation.is_finished for generation in self.running):
             self.engine.step()
         for generation in self.running:
@@ -277,7 +276,7 @@ class _Filler:
     # Hole by hole
 
     def run(self) -> None:
-        """Fill hole after hole. Nobody waits for the slowest: who has filled one goes on to the next."""
+        """Fill hole after hole. No job waits for the slowest: one that has filled a hole goes on to the next."""
         todo = [job for job in self.jobs if job.hole is not None]
         while todo:
             if choosing := [job for job in todo if job.hole is not None and job.hole.choices]:
@@ -293,7 +292,7 @@ class _Filler:
             todo = [job for job in todo if job.hole is not None]
 
     def _resume(self, job: _Job) -> tuple[Sequence, list[int]]:
-        """The job's sequence, and the tokens that it lacks."""
+        """Return the job's sequence, and the tokens that it lacks."""
         start = resume(self.engine, job.sequence, job.tokens, self.owner)
         self.open.add(start.sequence)
         job.sequence = start.sequence
@@ -356,7 +355,7 @@ class _Filler:
                 self._settle(job, choices[i], scores[i], {j: fork for (k, j), fork in forks.items() if k == i})
 
     def _settle(self, job: _Job, choices: list[list[int]], scores: list[float], forks: dict[int, Sequence]) -> None:
-        """Go on with the best choice, and give the others' forks back."""
+        """Go on with the best choice, and close the others' forks."""
         assert job.hole is not None and job.sequence is not None
         best = max(range(len(scores)), key=scores.__getitem__)
         forks[-1] = job.sequence
@@ -368,7 +367,7 @@ class _Filler:
         job.put(job.hole.choices[best], choices[best], CHOSEN)
 
     def _run(self, requests: dict[Sequence, list[int]], outputs: Any) -> Tensor:
-        """The rows' logits, in float64. They count among what the engine fed."""
+        """Return the rows' logits, in float64. They count among the tokens that the engine fed."""
         logits = self.engine.memory.run(
             self.engine.model, requests, max_tokens=self.engine.step_tokens, outputs=outputs
         )
@@ -378,15 +377,13 @@ class _Filler:
 
 
 def _n_shared(jobs: list[_Job]) -> int:
-    """Leading tokens that all have in common, but for the last of the shortest."""
+    """Count the leading tokens that all have in common, except the last one of the shortest."""
     first = jobs[0].tokens
     return min(min(common_tokens(first, job.tokens) for job in jobs[1:]), *(len(job.tokens) - 1 for job in jobs))
 
 
 def _tokens_of(job: _Job, text: str, ids: Seq[int]) -> list[int]:
-    """The chosen tokens as far as they are those of the text; where a stop string cut one in two, the text's rest
-    tokenised.
-    """
+    """Return the chosen tokens of the text; where a stop string cut one in two, the rest of the text is tokenised."""
     for n in range(len(ids), -1, -1):
         words = decode(job.tokenizer, ids[:n])
         if text.startswith(words):

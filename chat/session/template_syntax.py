@@ -1,4 +1,4 @@
-"""What a template is made of: text, and holes that a model fills. And how a template is written as a string.
+"""Parses templates: text, and holes that a model fills.
 
 Q: {question}\\nA: {answer:max_tokens=20,stop='\\n'}\\nConfidence: {score:choices=['low','high']}
 
@@ -23,7 +23,7 @@ _OPTIONS = ("max_tokens", "stop", "choices")
 
 @dataclass(frozen=True)
 class Text:
-    """Words that are given."""
+    """Holds text that is given."""
 
     text: str
 
@@ -34,7 +34,7 @@ class Text:
 
 @dataclass(frozen=True)
 class Hole:
-    """Words that the model is to find, unless they are given when the template is filled.
+    """Holds a place for text that the model generates, unless it is given when the template is filled.
 
     Attributes:
         name: an identifier. A second hole of the same name gets the words of the first.
@@ -78,7 +78,7 @@ Part = Text | Hole
 
 @dataclass(frozen=True)
 class Template:
-    """Texts and holes, as a list of them or as a string; see above for how a string is written.
+    """Holds texts and holes, from a list of them or a string; see above for how a string is written.
 
     Raises:
         BatchError: a string that cannot be read, something that is no part, or two holes of one name that want
@@ -106,12 +106,12 @@ class Template:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the holes, each once."""
+        """Return the names of the holes, each once."""
         return tuple(dict.fromkeys(part.name for part in self.parts if isinstance(part, Hole)))
 
 
 def parse(template: str) -> Iterator[Part]:
-    """The parts of a template that was written as a string. Raises BatchError, naming the place."""
+    """Parse a template that was written as a string. Raises BatchError, naming the place."""
     text, at = "", 0
     while at < len(template):
         if template[at : at + 2] in ("{{", "}}"):
@@ -133,9 +133,7 @@ def parse(template: str) -> Iterator[Part]:
 
 
 def _parse_hole(template: str, start: int) -> tuple[Hole, int]:
-    """The hole whose brace opens at `start`, and where it ends: at the first brace that makes sense, for strings may
-    hold braces too.
-    """
+    """Return the hole whose brace opens at `start`, and where it ends: strings in it may hold braces too."""
     reason, end = "it is not closed", template.find("}", start)
     while end >= 0:
         name, has_options, options = template[start + 1 : end].partition(":")
@@ -151,8 +149,9 @@ def _parse_hole(template: str, start: int) -> tuple[Hole, int]:
 
 
 def _read_options(options: str) -> dict[str, Any]:
-    """Keyword arguments as Python writes them, literals only.
-    Raises SyntaxError where they are not complete, BatchError where wrong.
+    """Read keyword arguments as Python writes them, literals only.
+
+    Raises SyntaxError where they are not complete, BatchError where they are wrong.
     """
     # A line break in a string, as "{a:stop='\n'}" has it once Python has read it, is meant as one.
     call = ast.parse(f"f({options})".replace("\n", "\\n"), mode="eval").body

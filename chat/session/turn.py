@@ -1,4 +1,4 @@
-"""A turn of a session: the reply, and why each token of the prompt had to be computed."""
+"""Describes a turn of a session: the reply, and why each token of the prompt was computed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LAST = "last token, for its output"
 
 @dataclass(frozen=True)
 class Turn:
-    """A reply, and what it took. Counts are tokens.
+    """Holds a reply, and its cost. Counts are tokens.
 
     Attributes:
         text: the reply.
@@ -40,7 +40,7 @@ class Turn:
 
 
 def explain(why: str, prompt: Rendering, start: Start, n_old: int, *, was_held: bool) -> dict[str, int]:
-    """Why each token had to be computed, in the order in which they stand in the prompt."""
+    """Say why each token was computed, in the order in which they stand in the prompt."""
     n = len(prompt.token_ids)
     n_known = min(start.n_known, n - 1)
     at, found = start.n_kept, dict[str, int]()

@@ -1,4 +1,4 @@
-"""The same users one at a time: what a batch must not change."""
+"""Serves the same users one at a time, to find what serving them together must not change."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from chat.simulation.workload import Family, Workload
 
 
 def serve_alone(setup: Setup, family: Family, user: str) -> dict[int, str]:
-    """What a user is told when nobody else is there: a fresh memory, nothing cached or swapped, one conversation, the
-    same words.
+    """Return the replies to a user who is served alone: a fresh memory, no cache, no swap, the same messages.
 
     A branch is served from the beginning of the conversation that it grew from.
 
@@ -26,7 +25,7 @@ def serve_alone(setup: Setup, family: Family, user: str) -> dict[int, str]:
 
 
 def compare_alone(setup: Setup, workload: Workload, report: Report, *, which: str = "wrong") -> None:
-    """Note in a report's answers what the model says to the same questions when it serves nobody else.
+    """Note in a report's answers what the model replies to the same questions when it serves one user alone.
 
     Args:
         which: "wrong": in conversations with a wrong answer, "all" or "none".
@@ -44,7 +43,7 @@ def compare_alone(setup: Setup, workload: Workload, report: Report, *, which: st
 
 
 def _path_to(family: Family, user: str) -> list[int]:
-    """Indices of the events that lead to a user's conversation and make it up."""
+    """Return indices of the events that lead to a user's conversation and make it up."""
     own = [i for i, event in enumerate(family) if event.user == user]
     born = next((i for i, event in enumerate(family) if event.into == user), None)
     return own if born is None else [i for i in _path_to(family, family[born].user) if i < born] + own

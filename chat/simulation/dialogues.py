@@ -1,4 +1,4 @@
-"""Dialogues with a checkable memory: users state facts, chat, change facts, and ask later.
+"""Makes dialogues with a checkable memory: users state facts, chat, change facts, and ask later.
 
 The embedded checkpoint is trained on these and the demo plays them, so an answer is right or wrong by construction: a
 leak between users, a wrong rollback or a dropped state turns into a wrong word.
@@ -32,7 +32,7 @@ _NUMBERS = [str(n) for n in range(11, 100, 3)]
 
 @dataclass(frozen=True)
 class Topic:
-    """Something a user can tell: how it is said, changed, asked for and answered; `{}` is the value."""
+    """Holds the texts by which a user states, changes and asks for a fact, and the reply; `{}` is the value."""
 
     values: tuple[str, ...]
     say: tuple[str, ...]
@@ -91,7 +91,7 @@ _SMALL_TALK = (
 
 @dataclass(frozen=True)
 class Turn:
-    """One user message and the reply that is right. `topic` and `value` are None in small talk."""
+    """Holds a user's message and the right reply. `topic` and `value` are None in small talk."""
 
     user: str
     reply: str
@@ -101,7 +101,7 @@ class Turn:
 
 
 def is_held_out(topic: str, value: str) -> bool:
-    """Whether training never shows this pair: about one in eight."""
+    """True if training never shows this pair: about one in eight."""
     return zlib.crc32(f"{topic}/{value}".encode()) % 8 == 0
 
 
@@ -111,19 +111,19 @@ def small_talk(rng: random.Random) -> Turn:
 
 
 def statement(rng: random.Random, topic: str, value: str, *, is_change: bool = False) -> Turn:
-    """The user tells `value`, for the first time or in place of an older one."""
+    """Make the turn in which the user states `value`, for the first time or in place of an older one."""
     patterns = TOPICS[topic].change if is_change else TOPICS[topic].say
     return Turn(rng.choice(patterns).format(value), NOTED, topic, value)
 
 
 def question(rng: random.Random, topic: str, value: str | None) -> Turn:
-    """The user asks; `value` is what they said last, None if they never did."""
+    """Make the turn in which the user asks; `value` is what they stated last, None if they never did."""
     reply = UNKNOWN if value is None else TOPICS[topic].answer.format(value)
     return Turn(rng.choice(TOPICS[topic].ask), reply, topic, value, is_question=True)
 
 
 def choose_value(rng: random.Random, topic: str, *, held_out: bool | None, but_not: str | None = None) -> str:
-    """A value for `topic`: only held-out pairs (True), none of them (False), or any (None)."""
+    """Choose a value for `topic`: only held-out pairs (True), none of them (False), or any (None)."""
     values = [v for v in TOPICS[topic].values if v != but_not]
     if held_out is not None:
         values = [v for v in values if is_held_out(topic, v) == held_out] or values
@@ -131,7 +131,7 @@ def choose_value(rng: random.Random, topic: str, *, held_out: bool | None, but_n
 
 
 def invent_name(rng: random.Random) -> str:
-    """A name that nobody has: two or three syllables, several tokens. It cannot be known, only remembered."""
+    """Invent a name of two or three syllables, several tokens. It cannot be known, only remembered."""
     syllables = (rng.choice("bdfgklmnprstvz") + rng.choice("aeiou") for _ in range(rng.choice((2, 2, 3))))
     return ("".join(syllables) + rng.choice(("", "", "n", "l", "x"))).capitalize()
 
@@ -139,7 +139,7 @@ def invent_name(rng: random.Random) -> str:
 def make_dialogue(
     rng: random.Random, n_turns: int, *, held_out: bool | None = False, talk: float = 0.35, invented: float = 0.0
 ) -> list[Turn]:
-    """A dialogue of `n_turns` turns that ends in a question.
+    """Make a dialogue of `n_turns` turns that ends in a question.
 
     Args:
         held_out: which (topic, value) pairs it may use; see `choose_value`.
@@ -171,6 +171,6 @@ def make_dialogue(
 
 
 def messages(turns: list[Turn]) -> list[dict[str, str]]:
-    """The turns as chat messages, for a tokenizer's chat template."""
+    """Return the turns as chat messages, for a tokenizer's chat template."""
     pairs = (({"role": "user", "content": t.user}, {"role": "assistant", "content": t.reply}) for t in turns)
     return [message for pair in pairs for message in pair]

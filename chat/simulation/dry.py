@@ -1,6 +1,4 @@
-"""What a simulation needs beside an engine: a model that computes nothing, replies made up beforehand, and token ids
-for texts.
-"""
+"""Replaces the model in a dry run: a model that computes nothing, scripted replies, and token ids for texts."""
 
 from __future__ import annotations
 
@@ -21,12 +19,12 @@ from chat.simulation.workload import Event
 from memory import FormatError, MemorySpec, Step
 
 _MEAN_REPLY_TOKENS = 40
-"""Of replies that nobody has said anything about, in a dry run."""
+"""Mean length of made-up replies in a dry run."""
 _POOL_TOKENS = 1 << 16
 
 
 class Script:
-    """Replies that were made up beforehand, in a model's place: what an engine chooses in a dry run.
+    """Holds scripted replies, from which an engine chooses its tokens in a dry run.
 
     Args:
         stop_id: ends each reply.
@@ -37,14 +35,14 @@ class Script:
         self._replies: dict[Generation, list[int]] = {}
 
     def expect(self, generation: Generation, reply: list[int]) -> None:
-        """What is to be said, from the next step on."""
+        """Set the reply of a generation, from the next step on."""
         self._replies[generation] = reply
 
     def forget(self, generation: Generation) -> None:
         self._replies.pop(generation, None)
 
     def choose(self, logits: Tensor, plan: Plan) -> list[Choice]:
-        """For `Engine(choose=...)`."""
+        """Choose the next scripted tokens: for `Engine(choose=...)`."""
         return [self._next(job.generation) if job.wants_choice(n_tokens) else None for job, n_tokens in plan]
 
     def _next(self, generation: Generation) -> int:
@@ -53,7 +51,7 @@ class Script:
 
 
 class NoModel:
-    """Stands where a model of this spec would be."""
+    """Takes the place of a model of this spec, and computes nothing."""
 
     def __init__(self, memory_spec: MemorySpec) -> None:
         self.memory_spec = memory_spec
@@ -63,7 +61,7 @@ class NoModel:
 
 
 class Words:
-    """Token ids of what users say and, in a dry run, of what they are told.
+    """Makes the token ids of what users say and, in a dry run, of the replies.
 
     In a dry run a message's ids are looked up by its text once it was encoded in some conversation: how many tokens
     there are is what counts then.
@@ -86,7 +84,7 @@ class Words:
         self._pool: list[int] = np.where(np.isin(ids, stop_ids), fine, ids).tolist()
 
     def opening(self, arrival: Event) -> list[int]:
-        """The tokens that every conversation with this opening begins with."""
+        """Return the tokens that every conversation with this opening begins with."""
         if not arrival.opening:
             return []
         if arrival.n_tokens is not None:
@@ -101,7 +99,7 @@ class Words:
         return self._known[key]
 
     def first(self, arrival: Event, event: Event) -> list[int]:
-        """A user's first message, behind the opening."""
+        """Return the tokens of a user's first message, behind the opening."""
         if event.text is None:
             return self.opening(arrival) + self._made_up_of(event)
         return self._remembered(
@@ -109,7 +107,7 @@ class Words:
         )
 
     def later(self, messages: list[Message], event: Event) -> list[int]:
-        """What another message adds to a conversation. Raises FormatError as `encode_turn`."""
+        """Return the tokens that another message adds to a conversation. Raises FormatError as `encode_turn`."""
         if event.text is None:
             return self._made_up_of(event)
         history = (
@@ -120,7 +118,7 @@ class Words:
         )
 
     def reply(self, event: Event) -> list[int]:
-        """A dry run's reply, without its end: the right one if that is known, else one made up."""
+        """Return a dry run's reply, without its end: the right one if it is known, else one made up."""
         if event.n_reply is None and event.reply is not None and self._tokenizer is not None:
             tokenizer, text = self._tokenizer, event.reply
             return self._remembered(("reply", text), lambda: list(tokenizer.encode(text, add_special_tokens=False)))
@@ -146,7 +144,7 @@ class Words:
         return self._make_up(f"{event.user} at {event.at}", event.n_tokens or 1)
 
     def _make_up(self, what: str, n_tokens: int) -> list[int]:
-        """Token ids that are the same wherever they stand for the same thing."""
+        """Return token ids that are the same wherever they stand for the same thing."""
         start = zlib.crc32(f"{self._seed} {what}".encode()) % _POOL_TOKENS
         n_rounds = (start + n_tokens) // _POOL_TOKENS + 1
         return (

@@ -1,4 +1,4 @@
-"""Plots of a simulation, as figures and as PNG files."""
+"""Plots a simulation, as figures and as PNG files."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ _MIB = 1 << 20
 
 
 def write_plots(report: Report, folder: Path) -> list[Path]:
-    """Write latency.png, bytes.png, tokens.png and users.png. Raises SpecError if matplotlib is not installed;
-    OSError."""
+    """Write latency.png, bytes.png, tokens.png and users.png. Raises SpecError without matplotlib; OSError."""
     need_matplotlib()
     folder.mkdir(parents=True, exist_ok=True)
     written = []
@@ -39,7 +38,8 @@ def write_plots(report: Report, folder: Path) -> list[Path]:
 
 
 def timeline(report: Report) -> Figure:
-    """What conversations were doing, tokens and bytes, over the time of a simulation.
+    """Plot the states of conversations, tokens and bytes over the time of a simulation.
+
     Raises SpecError if matplotlib is not installed.
     """
     figure = new_figure(_WIDTH_INCHES, 2 * _HEIGHT_INCHES)

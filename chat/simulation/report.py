@@ -1,4 +1,4 @@
-"""What a simulation has counted while it ran, and the report that is made of it.
+"""Counts while a simulation runs, and makes its report.
 
 Everything outside of "timings" is a function of the workload, the seed and the numbers of the engine and the memory.
 """
@@ -17,14 +17,14 @@ import numpy as np
 from chat.engine.requests import EngineStats, Generation
 
 STEP_SECONDS = 0.02
-"""What a step of the engine takes on the virtual clock."""
+"""Time that a step of the engine takes on the virtual clock."""
 _MOST_SAMPLES = 256
 _PERCENTILES = (50, 95, 99)
 
 
 @dataclass(frozen=True)
 class Answer:
-    """A question that was asked, what the model said and what was right.
+    """Holds a question, the model's answer and the right one.
 
     Attributes:
         family, index: whose event asked it, and which one.
@@ -47,18 +47,19 @@ class Answer:
 
     @property
     def is_lost(self) -> bool:
-        """Wrong here, and right when served alone: something that the batch has done to it."""
+        """True if the answer is wrong here and right when served alone: serving users together has changed it."""
         return not self.is_right and self.alone == self.expected
 
     @property
     def is_leak(self) -> bool:
-        """It names what only others told, and the model served alone did not say so: it was not just a guess."""
+        """True if it names what only others told, and the model served alone did not say so: it was no guess."""
         return bool(self.foreign) and self.answer != self.alone
 
 
 @dataclass
 class Sample:
-    """How things stood after a step.
+    """Holds the counts after a step.
+
     `seconds` are of the clock that the simulation runs by; `swapped` are sequences, whoever has them.
     """
 
@@ -78,8 +79,7 @@ class Sample:
 
 
 class Samples:
-    """Samples at equal distances in steps; whenever they are too many, every second one goes, and the
-    distance doubles."""
+    """Keeps samples at equal distances in steps; if there are too many, it drops every second one."""
 
     def __init__(self) -> None:
         self.rows: list[Sample] = []
@@ -121,7 +121,7 @@ class Watch:
 
 @dataclass
 class Tally:
-    """What is counted while a simulation runs.
+    """Counts while a simulation runs.
 
     Attributes:
         reused, recomputed: (action, way or reason) -> tokens that the memory had, and that were computed again.
@@ -148,21 +148,21 @@ class Tally:
     _told: set[str] = field(default_factory=set)
 
     def clock_of(self, step: int) -> Watch:
-        """For a reply that is asked for after this step."""
+        """Return the clock of a reply that is asked for after this step."""
         return Watch(self, step)
 
     def tell(self, value: str) -> None:
-        """Somebody has told this."""
+        """Note that a user has told this."""
         self._told.add(value)
 
     def foreign_values(self, answer: str, told: set[str]) -> tuple[str, ...]:
-        """Values in an answer that somebody has told, but not in the conversation that was `told` these."""
+        """Return values in an answer that some user told, but not in the conversation that was `told` these."""
         return tuple(word for word in re.findall(r"\w+", answer) if word in self._told and word not in told)
 
 
 @dataclass
 class Report:
-    """What a simulation found.
+    """Holds the results of a simulation.
 
     Attributes:
         tally: the raw counts.
@@ -203,12 +203,12 @@ class Report:
 
     @property
     def n_differing(self) -> int:
-        """Answers that are not word for word what the model says alone."""
+        """Count the answers that are not word for word what the model says alone."""
         return sum(answer.alone is not None and answer.alone != answer.answer for answer in self.tally.answers)
 
     @property
     def is_ok(self) -> bool:
-        """Nothing was lost, leaked or left behind, and no reply failed."""
+        """True if nothing was lost, leaked or left behind, and no reply failed."""
         return not self.lost and not self.leaks and self.end_bytes == self.start_bytes and not self.tally.failed
 
     def to_json(self) -> dict[str, Any]:
@@ -279,7 +279,7 @@ class Report:
 
 
 def percentiles(values: Any) -> dict[str, float]:
-    """n, mean, p50, p95, p99 and max; only n of nothing."""
+    """Return n, mean, p50, p95, p99 and max; only n if there is no value."""
     numbers = np.asarray(values, np.float64)
     if not len(numbers):
         return {"n": 0}
@@ -289,7 +289,7 @@ def percentiles(values: Any) -> dict[str, float]:
 
 
 def nest(counts: Counter[tuple[str, str]]) -> dict[str, dict[str, int]]:
-    """{action: {way: tokens}}, without zeros."""
+    """Return {action: {way: tokens}}, without zeros."""
     nested: dict[str, dict[str, int]] = {}
     for (action, way), n_tokens in sorted(counts.items()):
         if n_tokens:

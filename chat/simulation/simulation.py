@@ -1,4 +1,4 @@
-"""The chat simulation: many users, one engine, one memory, and every answer that can be checked is.
+"""Simulates chats: many users, one engine, one memory; every answer that can be checked is checked.
 
 Users come and go as a workload says (`chat.simulation.workload`). Their actions wait for their time, and for the reply
 before them. Time is
@@ -35,7 +35,7 @@ _MOST_SLEEP_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Setup:
-    """What simulated users talk to.
+    """Holds the engine and the parts that simulated users talk to.
 
     Attributes:
         spec: the model's.
@@ -114,7 +114,7 @@ class Simulation:
     # Time
 
     def run(self, on_step: Callable[[Simulation], None] = lambda simulation: None) -> Report:
-        """Play everything, check the books, and close everything.
+        """Play all events, check the memory, and close everything.
 
         Args:
             on_step: called after each step, and now and then while nobody does anything.
@@ -152,7 +152,7 @@ class Simulation:
             self.seconds = (time.perf_counter() - started) * self.setup.speed
 
     def _wait_for_next(self) -> bool:
-        """Let time pass until somebody does something; False if nobody ever will."""
+        """Let time pass until the next event; False if there is none."""
         times = [self._due[0][0]] if self._due else []
         times += [self._next_family[0].at] if self._next_family else []
         if not times:
@@ -166,7 +166,7 @@ class Simulation:
         return True
 
     def _begin_due(self) -> None:
-        """Let everybody act whose time has come, in the order of those times."""
+        """Begin all events whose time has come, in the order of those times."""
         while True:
             arrives_at = self._next_family[0].at if self._next_family else float("inf")
             acts_at = self._due[0][0] if self._due else float("inf")
@@ -178,7 +178,7 @@ class Simulation:
                 self._act(heapq.heappop(self._due)[2])
 
     def _schedule(self, user: SimulatedUser) -> None:
-        """Let a user's next event come, now that the one before is over. Who has none left leaves."""
+        """Schedule a user's next event, now that the one before is over. A user without one leaves."""
         if not user.events:
             self._leave(user)
             return
@@ -273,7 +273,7 @@ class Simulation:
         self.tally.answers.append(answer)
 
     def _count_lookup(self, user: SimulatedUser, generation: Generation) -> None:
-        """What the prefix cache has saved of the known part of a prompt, and what it could not."""
+        """Count what the prefix cache has saved of the known part of a prompt, and what it could not."""
         if not user.n_known and generation.lookup is None:
             return
         found = generation.lookup

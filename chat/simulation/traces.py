@@ -1,4 +1,5 @@
-"""Workloads as files: JSONL, one event a line, in the order of their times.
+"""Reads and writes workloads as JSONL files, one event a line, in the order of their times.
+
 Fields are those of `chat.simulation.workload.Event`.
 
 {"at": 0.0, "user": "anna", "action": "arrive", "opening": [{"role": "system", "content": "Be brief."}]}
@@ -23,7 +24,7 @@ from memory.blocks.arguments import is_integer
 
 
 def write_trace(path: Path, workload: Workload) -> None:
-    """Write all events in the order of their times, each without what it leaves out. Raises OSError."""
+    """Write all events in the order of their times, each without its empty fields. Raises OSError."""
     events = sorted((event for family in workload for event in family), key=lambda event: event.at)
     with path.open("w", encoding="utf-8") as file:
         for event in events:
@@ -40,7 +41,7 @@ def _as_fields(event: Event) -> dict[str, Any]:
 
 
 def read_trace(path: Path) -> list[Family]:
-    """The families of a trace, in the order in which they arrive.
+    """Read the families of a trace, in the order in which they arrive.
 
     Raises:
         FormatError: naming the line and the field of the first thing that is no event, or that its user cannot do then.
@@ -66,7 +67,7 @@ def read_trace(path: Path) -> list[Family]:
 
 
 class _FieldError(Exception):
-    """Something is wrong with a field of a line."""
+    """Says what is wrong with a field of a line."""
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         super().__init__(f"field {field!r} is {value!r}; {remedy}")
@@ -151,7 +152,7 @@ def _read_event(line: str) -> Event:
 
 
 def _check_needed(action: str, fields: dict[str, Any]) -> None:
-    """Raise _FieldError where an action lacks a field that it needs."""
+    """Raise _FieldError if an action lacks a field that it needs."""
     if action in ("say", "edit") and ("text" in fields) == ("n_tokens" in fields):
         raise _FieldError("text", fields.get("text"), f"{action!r} needs either text or n_tokens")
     for name, needed_by in (("turn", "edit"), ("into", "branch")):
@@ -168,7 +169,7 @@ def _check_needed(action: str, fields: dict[str, Any]) -> None:
 
 @dataclass
 class _User:
-    """What a trace has said of a user so far. `family`: the user whose conversation theirs grew from."""
+    """Holds what a trace has said of a user so far. `family`: the user whose conversation theirs grew from."""
 
     family: str
     at: float
@@ -177,7 +178,7 @@ class _User:
 
 
 def _follow(users: dict[str, _User], event: Event) -> None:
-    """Note an event. Raises _FieldError if its user cannot do that then."""
+    """Apply an event. Raises _FieldError if its user cannot do that then."""
     user = users.get(event.user)
     if event.action == "arrive":
         if user is not None:

@@ -1,5 +1,4 @@
-"""One simulated user: what was said, the sequence that remembers it, and how each action goes on from
-the right place."""
+"""Simulates one user: the messages, the sequence that remembers them, and where each action continues from."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from memory import CapacityError, HybridMemory, Sequence
 
 @dataclass
 class Said:
-    """A message of a user and where its tokens stand: [start, end) of the sequence. The reply follows at `end`."""
+    """Holds a message of a user and its place in tokens: [start, end) of the sequence. The reply follows at `end`."""
 
     event: Event
     index: int
@@ -27,7 +26,7 @@ class Said:
 
 @dataclass(eq=False)
 class SimulatedUser:
-    """A conversation.
+    """Holds a conversation.
 
     Attributes:
         family: number of the user whose conversation this is or grew from, in the order of arrival.
@@ -59,7 +58,7 @@ class SimulatedUser:
     is_paused: bool = False
 
     def branch(self, name: str, events: deque[tuple[int, Event]]) -> SimulatedUser:
-        """The same words under another name; the memory's part is the caller's."""
+        """Return the same messages under another name; the caller forks the sequence."""
         return SimulatedUser(
             name, self.family, self.arrival, self.n_opening, events,
             said=list(self.said), messages=list(self.messages), told=set(self.told),
@@ -71,7 +70,7 @@ class SimulatedUser:
 
 
 class Room:
-    """What all users share: an engine and its memory. Who is silent is swapped out when those who speak need the bytes.
+    """Holds the engine and memory of all users. Silent users are swapped out when others need the bytes.
 
     Attributes:
         here: users whose live sequence nobody uses at the moment, those first that have been silent for longest.
@@ -117,7 +116,7 @@ class Room:
         return self._go_on(user, start, ids, event)
 
     def regenerate(self, user: SimulatedUser, index: int) -> Generation:
-        """Take back the last reply, and the last token before it: it is fed again for what the model says to it."""
+        """Take back the last reply, and the last token before it, which is fed again to get its logits."""
         last = user.said[-1]
         last.index = index
         user.former = user.messages.pop()["content"]
@@ -125,7 +124,7 @@ class Room:
         return self._go_on(user, last.end - 1, [last_id], last.event)
 
     def branch(self, user: SimulatedUser, branch: SimulatedUser) -> None:
-        """The branch goes on where its parent stands: on a fork, or if there is no room for one, from its tokens."""
+        """Let the branch continue where its parent stands: on a fork or, without room for one, from its tokens."""
         if user.sequence is None:
             branch.tokens = list(user.tokens)
         elif self._bring_back(user):
@@ -173,7 +172,7 @@ class Room:
         return generation
 
     def _take_back(self, user: SimulatedUser, start: int) -> str:
-        """Let the user's sequence stand at `start`, or give it up for its tokens; in words, how."""
+        """Roll the user's sequence back to `start`, or close it and keep its tokens; return how, in words."""
         sequence = user.sequence
         if sequence is None:
             del user.tokens[start:]
@@ -188,7 +187,7 @@ class Room:
         return "prefix cache"
 
     def _bring_back(self, user: SimulatedUser) -> bool:
-        """Whether the user's sequence is in the memory, now."""
+        """Swap the user's sequence in if it was swapped out; False if it has to be computed again."""
         assert user.sequence is not None
         if user.sequence.is_swapped:
             try:
@@ -199,7 +198,7 @@ class Room:
         return True
 
     def _give_up(self, user: SimulatedUser, n_kept: int) -> None:
-        """Close a user's sequence; the first tokens of it will be computed again, as far as nobody else knows them."""
+        """Close a user's sequence; its tokens will be computed again unless the prefix cache has them."""
         assert user.sequence is not None
         user.tokens = self._tokens_of(user)[:n_kept]
         self.leave(user)
@@ -210,7 +209,7 @@ class Room:
     # Room
 
     def _send_away(self, user: SimulatedUser) -> bool:
-        """Swap a silent user out; where there is no room for that either, their sequence is given up."""
+        """Swap a silent user out; if there is no room for that either, close the sequence."""
         self.here.pop(user, None)
         if user.sequence is None or user.sequence.is_swapped:
             return False

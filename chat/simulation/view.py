@@ -1,4 +1,4 @@
-"""What the simulation shows: a live view while it runs, and a summary at its end."""
+"""Shows a simulation: a live view while it runs, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -24,8 +24,10 @@ OnStep = Callable[[Simulation], None]
 
 
 class _Dashboard:
-    """Counts, a bar of bytes and the last replies.
-    It is redrawn between steps, from what was noted after the last one."""
+    """Shows counts, a bar of bytes and the last replies.
+
+    It is redrawn between steps, from what was noted after the last one.
+    """
 
     def __init__(self) -> None:
         self._started = time.perf_counter()
@@ -33,7 +35,7 @@ class _Dashboard:
         self._content: Group | Text = Text("...")
 
     def watch(self, simulation: Simulation) -> None:
-        """Note how things stand, as often as anybody could see it."""
+        """Note the counts, as often as the view can show them."""
         now = time.perf_counter()
         if now - self._drawn_at >= 1 / _REFRESHES_PER_SECOND:
             self._drawn_at = now
@@ -61,7 +63,7 @@ class _Dashboard:
 
 
 def _bars(simulation: Simulation) -> list[Text]:
-    """One line: the budget, by kind; one more: what the colours are, and what is outside of it."""
+    """Return two lines: the budget by kind of memory, and the colours with what is outside of the budget."""
     by_kind = simulation.memory.counters.bytes_by_pool()
     budget_bytes = simulation.memory.budget_bytes
     bar, legend, n_drawn = Text(), Text(), 0
@@ -91,7 +93,7 @@ def _replies(simulation: Simulation) -> Table:
 
 @contextmanager
 def live_dashboard(console: Console, *, is_shown: bool) -> Iterator[OnStep]:
-    """Show a simulation while it runs; nothing where the console is no terminal.
+    """Show a simulation while it runs; nothing if the console is no terminal.
 
     Yields:
         To be called after every step.
@@ -105,7 +107,7 @@ def live_dashboard(console: Console, *, is_shown: bool) -> Iterator[OnStep]:
 
 
 def print_summary(console: Console, report: Report) -> None:
-    """What happened, how long it took, what was reused, what was swapped, what was wrong, and the verdict."""
+    """Print what happened, latency, reuse, swaps, errors, and the verdict."""
     console.print(_actions_line(report))
     console.print(_latency_table(report))
     console.print(_tokens_table(report))
@@ -191,7 +193,7 @@ def _wrong_table(report: Report) -> Table:
 
 
 def _verdict(report: Report) -> list[tuple[str, str]]:
-    """Lines with their styles; red ones fail the simulation."""
+    """Return lines with their styles; red ones fail the simulation."""
     n_answers, bad, lines = len(report.tally.answers), "bold red", list[tuple[str, str]]()
     if report.is_checked and not report.tally.is_dry:
         n_right = n_answers - len(report.wrong)

@@ -1,4 +1,4 @@
-"""What simulated users do and when, made from a seed. `chat.simulation.traces` writes it to files and reads it back.
+"""Makes the actions and times of simulated users from a seed. `chat.simulation.traces` writes and reads them as files.
 
 A workload is an iterable of families, in the order in which they arrive: all events of a user and of the branches that
 grew from their conversation, in the order of their times. It can be walked any number of times, and one made from a
@@ -30,7 +30,7 @@ _SPREAD = 0.6
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """Something a user does, at the earliest `at`: it waits until the reply before it is complete.
+    """Holds an action of a user and its earliest time `at`: it waits until the reply before it is complete.
 
     Attributes:
         at: seconds from the start.
@@ -66,7 +66,7 @@ Workload = Iterable[Family]
 
 @dataclass(frozen=True)
 class Habits:
-    """How simulated users behave.
+    """Holds the rates at which simulated users act.
 
     Attributes:
         turns: of each user, edits and regenerations among them; a last question comes on top.
@@ -123,7 +123,7 @@ class Habits:
 
 @dataclass(frozen=True)
 class MadeWorkload:
-    """Users who behave by these habits; a function of the seed alone."""
+    """Makes users with these habits; a function of the seed alone."""
 
     habits: Habits
     seed: int
@@ -141,7 +141,7 @@ def make_workload(habits: Habits, seed: int = 0) -> MadeWorkload:
 
 
 def _make_openings(habits: Habits, rng: random.Random) -> list[tuple[tuple[str, str], ...]]:
-    """Short dialogues about nothing: the embedded model was trained on those, and knows no system role."""
+    """Make short dialogues of small talk: the embedded model was trained on those, and knows no system role."""
     if habits.system is not None:
         return [(("system", habits.system),)]
     openings = []
@@ -154,7 +154,7 @@ def _make_openings(habits: Habits, rng: random.Random) -> list[tuple[tuple[str, 
 
 @dataclass
 class _Talker:
-    """A conversation while its events are being made: where its time stands, and the turns that count."""
+    """Holds a conversation while its events are made: its time, and the turns that count."""
 
     name: str
     at: float
@@ -163,7 +163,7 @@ class _Talker:
 
     @property
     def known(self) -> dict[str, str]:
-        """topic -> the value that was stated last."""
+        """Return topic -> the value that was stated last."""
         return {
             turn.topic: turn.value
             for turn in self.turns
@@ -217,13 +217,13 @@ class _Writer:
         return statement(self._rng, topic, self._deal(topic), is_change=topic in known)
 
     def _question(self, talker: _Talker) -> Turn:
-        """Mostly for something that the user has told."""
+        """Ask a question, mostly for something that the user has told."""
         known = talker.known
         topic = self._rng.choice(_TOPICS if not known or self._rng.random() < 0.15 else sorted(known))
         return question(self._rng, topic, known.get(topic))
 
     def _edit(self, talker: _Talker) -> None:
-        """An earlier message is changed, a statement if there is one; then the new value is asked for."""
+        """Change an earlier message, a statement if there is one, and ask for the new value."""
         stated = [i for i, turn in enumerate(talker.turns) if turn.topic is not None and not turn.is_question]
         at = self._rng.choice(stated or range(len(talker.turns)))
         topic = talker.turns[at].topic if stated else self._rng.choice(_TOPICS)
@@ -233,7 +233,7 @@ class _Writer:
         self._say(talker, question(self._rng, topic, talker.known[topic]))
 
     def _branch(self, talker: _Talker, n_turns: int) -> None:
-        """Two conversations from here on. Only the new one is told something, at first; both are asked for it."""
+        """Branch the conversation. Only the new one is told something at first; both are asked for it."""
         talker.may_branch = False
         name = f"{talker.name}, branch"
         self._add(talker, "branch", into=name)
@@ -246,8 +246,9 @@ class _Writer:
         self._talk(branch, n_turns // 2)
 
     def _deal(self, topic: str) -> str:
-        """A value that this family has not told before; those of families that arrive together differ where the values
-        suffice.
+        """Return a value that this family has not told before.
+
+        Those of families that arrive together differ as far as the values suffice.
         """
         values = TOPICS[topic].values
         first = _CARDS * self._number
