@@ -25,16 +25,18 @@ def ceil_div(n: _NumberT, divisor: int) -> _NumberT:
 def starts_of(counts: Int64s) -> Int64s:
     """Return (n + 1,) cumulative sums from 0: where each of n parts starts, and where the last ends."""
     starts = np.zeros(len(counts) + 1, np.int64)
-    np.cumsum(counts, out=starts[1:])
+    counts.cumsum(out=starts[1:])
     return starts
 
 
 def ranges(starts: Int64s, ends: Int64s) -> Int64s:
     """Return the integers of all intervals [starts[i], ends[i]), one interval after the other."""
+    if len(starts) == 1:
+        one: Int64s = np.arange(starts[0], ends[0], dtype=np.int64)
+        return one
     counts = ends - starts
     if not np.count_nonzero(counts != 1):
         return np.array(starts)
-    total = int(counts.sum())
-    before = counts.cumsum() - counts
-    shifts: Int64s = np.repeat(starts - before, counts)
-    return shifts + np.arange(total)
+    behind = counts.cumsum()
+    shifts: Int64s = (starts - behind + counts).repeat(counts)
+    return shifts + np.arange(len(shifts))
