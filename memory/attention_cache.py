@@ -232,6 +232,11 @@ class AttentionCache:
 
     def commit(self, plan: AttentionPlan, kept: Int64s) -> None:
         del self._open_plans[id(plan)]
+        if not plan.tables and not self.grid.leaves:
+            return
+        if not np.count_nonzero(kept):
+            self.pool.release(plan.fresh)
+            return
         packed = plan.packed
         dropped, copied = list[Int64s](), {i: (old, new) for i, old, new in plan.copies}
         n_kept_pages = self.grid.pages(packed.starts + kept)

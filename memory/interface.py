@@ -234,11 +234,10 @@ class Packed:
         counts: Int64s = self.cu_seqlens[1:] - self.cu_seqlens[:-1]
         return counts
 
-    @cached_property
+    @property
     def nothing(self) -> Int64s:
         """(S,) zeros: what `LayerMemory.commit` keeps of a step that is aborted."""
-        nothing: Int64s = np.zeros_like(self.slots)
-        return nothing
+        return np.zeros(len(self.slots), np.int64)
 
     @cached_property
     def ends(self) -> Int64s:

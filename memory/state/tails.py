@@ -167,9 +167,9 @@ class TailTable:
 
     def _free(self, fresh: Int64s, chosen: Bools) -> None:
         """Release the blocks allocated for the `chosen` requests of a step."""
-        if np.count_nonzero(chosen):
-            for pool, ids in zip(self._pools, fresh, strict=True):
-                pool.release(ids[chosen & (ids >= 0)])
+        if np.count_nonzero(chosen) and np.count_nonzero(taken := (fresh >= 0) & chosen):
+            for pool, ids, own in zip(self._pools, fresh, taken, strict=True):
+                pool.release(ids[own])
 
     def begin(self, step: TailStep) -> None:
         """Copy the tails that the step must not write in place, and mark the heads stale that it overwrites."""
@@ -186,6 +186,10 @@ class TailTable:
         """Keep the first kept[i] (S,) new tokens of request i, and release the blocks that it no longer refers to."""
         before, after, packed = step.before, step.after, step.packed
         stays, is_whole = kept > 0, kept == packed.counts
+        n_staying = np.count_nonzero(stays)
+        if not n_staying:
+            self.abort(step)
+            return
         del self._open_steps[id(step)]
         self._free(step.fresh, ~stays)
         # Release what the requests that stay refer to no longer; a state may only have changed its role.
@@ -206,7 +210,7 @@ class TailTable:
             if np.count_nonzero(leaves):
                 after.kept_at[leaves], after.kept[leaves] = after.head_at[leaves], after.head[leaves]
                 after.head_at[leaves] = after.head[leaves] = NOTHING
-        if np.count_nonzero(stays) < len(kept):
+        if n_staying < len(kept):
             staying = stays.nonzero()[0]
             self.slots.put(packed.slots[staying], after.take(staying))
         else:
