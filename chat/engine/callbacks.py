@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from chat.engine.requests import Job
 from chat.engine.scheduling import Scheduler
+from memory.sequences.interrupts import uninterrupted
 
 
-class News:
+class Callbacks:
     """Holds new text by job until the job's `on_token` is called.
     A callback that raises is not called again, and its generation ends with that error.
     """
@@ -19,19 +20,20 @@ class News:
         """Add the text that a new token, or the end, of a reply made visible."""
         self._pieces[job] = self._pieces.get(job, "") + piece
 
-    def tell(self) -> bool:
+    def call(self) -> bool:
         """Call all callbacks, also for text that is added meanwhile; True if there was any text."""
         has_any = bool(self._pieces)
         while self._pieces:
             job = next(iter(self._pieces))
             piece = self._pieces.pop(job)
-            if job.request.on_token is None or job.is_deaf:
+            if job.request.on_token is None or job.has_failing_callback:
                 continue
             try:
                 job.request.on_token(job.generation, piece)
             except Exception as error:  # the caller's code: its errors must not end other generations
-                job.is_deaf = True
-                job.generation.error = job.generation.error or error
-                if job.outcome is None:
-                    self._scheduler.end(job, "error", error)
+                with uninterrupted():
+                    job.has_failing_callback = True
+                    job.generation.error = job.generation.error or error
+                    if job.outcome is None:
+                        self._scheduler.end(job, "error", error)
         return has_any

@@ -23,7 +23,7 @@ from typing import Any
 
 from chat.decoding.sampling import Sampling
 from chat.engine.arguments import HOW_TO_LOAD, check_belonging, check_parts, check_tokenizer, read_stop_ids
-from chat.engine.callbacks import News
+from chat.engine.callbacks import Callbacks
 from chat.engine.choose import Choice, Choose, Plan, choose_tokens
 from chat.engine.loop import take_step
 from chat.engine.requests import EngineStats, Generation, Job, OnToken, Request, read_marks, read_stop, read_token_ids
@@ -118,7 +118,7 @@ class Engine:
         self._serving = Serving(self)
         self._stepping = Lease()
         self._to_remember: list[tuple[Sequence, Hashable]] = []
-        self._news = News(self._scheduler)
+        self._callbacks = Callbacks(self._scheduler)
         self._finished: list[Generation] = []
 
     # Requests
@@ -342,7 +342,7 @@ class Engine:
             return
         if choice is not None:
             self.stats.n_generated += 1
-            self._news.add(job, job.take(choice, self.stop_ids, now))
+            self._callbacks.add(job, job.take(choice, self.stop_ids, now))
         elif job.ending is None and job.n_fed == len(job.tokens):
             job.ending = "length"  # max_tokens=0: there was nothing to choose
         if job.ending is not None and job.n_fed == len(job.tokens):
@@ -361,7 +361,7 @@ class Engine:
                     self.prefixes.insert(sequence, owner)
             for job in self._scheduler.ended():
                 self._release(job)
-            if not self._news.tell():
+            if not self._callbacks.call():
                 return
 
     def _release(self, job: Job) -> None:
@@ -380,7 +380,7 @@ class Engine:
                 else:
                     with suppress(SequenceError):  # it is in a step of the caller's, who closes it then
                         self.memory.close(job.sequence)
-            self._news.add(job, piece)
+            self._callbacks.add(job, piece)
             generation.text = job.stream.text
             generation.error, generation.finished_at = error, self._clock()
             self._scheduler.forget(job, reason)

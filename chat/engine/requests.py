@@ -215,7 +215,7 @@ class Job:
         leader: while it waits, the running job whose prompt begins alike, and the index up to which it is fed first.
         ending: why the reply is complete; only its end is left to be fed.
         outcome: why it ends now, and the error if it is one; the job is released between steps.
-        is_deaf: its on_token has raised and is not called again.
+        has_failing_callback: its on_token has raised and is not called again.
         served: number of the step in which it last got tokens.
         admitted: number among all admissions; the latest is preempted first.
     """
@@ -236,7 +236,7 @@ class Job:
     ending: FinishReason | None = None
     outcome: tuple[FinishReason, Exception | None] | None = None
     is_cancelled: bool = False
-    is_deaf: bool = False
+    has_failing_callback: bool = False
     served: int = 0
     admitted: int = 0
 
