@@ -50,7 +50,7 @@ class Bamba(Decoder):
 def load_mixer(
     config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary | None, scale: float | None = None
 ) -> Mixer:
-    """Loads the attention or the Mamba-2 mixer of layer i, from the tensor names of Bamba and its relatives."""
+    """Load the attention or the Mamba-2 mixer of layer i, from the tensor names of Bamba and its relatives."""
     if config.layers_block_type[i] == "full_attention":
         return load_attention(config, checkpoint, i, rotary, scale)
     return Mamba2Mixer(checkpoint, f"model.layers.{i}.mamba", i, mamba2_options(config))
@@ -59,7 +59,7 @@ def load_mixer(
 def load_attention(
     config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary | None, scale: float | None = None
 ) -> Attention:
-    """Loads the attention of layer i, from the tensor names of Bamba and its relatives."""
+    """Load the attention of layer i, from the tensor names of Bamba and its relatives."""
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
     bias = config.attention_bias
     projections = load_projections(
@@ -69,7 +69,7 @@ def load_attention(
 
 
 def mamba2_options(config: PreTrainedConfig) -> Mamba2Options:
-    """Reads the sizes and options of a Mamba-2 mixer from a config of Bamba or its relatives."""
+    """Read the sizes and options of a Mamba-2 mixer from a config of Bamba or its relatives."""
     shape = SSDShape(
         config.mamba_n_heads, config.mamba_d_head, config.mamba_n_groups, config.mamba_d_state, config.mamba_d_conv
     )

@@ -64,7 +64,7 @@ class Bart:
 
     @torch.no_grad()
     def encode(self, inputs: Sequence[Sequence[int]]) -> list[Encoded]:
-        """Returns the cross-attention keys and values of each input, for `memory.open(encoder=...)`.
+        """Return the cross-attention keys and values of each input, for `memory.open(encoder=...)`.
 
         Raises:
             BatchError: an input has no tokens, numbers that are no token ids, or too many tokens for the model's
@@ -90,7 +90,7 @@ class Bart:
 
 
 def read_token_ids(token_ids: Sequence[int], spec: MemorySpec) -> Tensor:
-    """Returns an encoder's input as a tensor, (T,). Raises BatchError unless it is one or more token ids."""
+    """Return an encoder's input as a tensor, (T,). Raises BatchError unless it is one or more token ids."""
     ids_T = torch.as_tensor(token_ids, device=spec.device)
     is_list = ids_T.dim() == 1 and len(ids_T) > 0 and not ids_T.is_floating_point()
     if not is_list or not 0 <= int(ids_T.min()) <= int(ids_T.max()) < spec.vocab_size:
@@ -147,7 +147,7 @@ class CrossAttention:
     scale: float | None = None
 
     def keys_and_values(self, x_RM: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns keys and values, (R, G, D) each, of the encoder's last hidden states."""
+        """Return keys and values, (R, G, D) each, of the encoder's last hidden states."""
         k_RGD, v_RGD = self.key_value(x_RM).view(len(x_RM), 2, self.spec.n_kv_heads, self.spec.head_dim).unbind(1)
         return k_RGD, v_RGD
 

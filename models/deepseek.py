@@ -99,7 +99,7 @@ class _DeepSeek(Decoder, ABC):
 
     @abstractmethod
     def _route(self, config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str) -> Callable[[int], Route]:
-        """Returns the rule by which the experts below `prefix` are chosen."""
+        """Return the rule by which the experts below `prefix` are chosen."""
 
 
 @register("DeepseekV2ForCausalLM")
@@ -145,7 +145,7 @@ class DeepseekV3(_DeepSeek):
 
 
 def _require_if_named(config: PreTrainedConfig, **wanted: object) -> None:
-    """Calls `require` for those options that the config has.
+    """Call `require` for those options that the config has.
 
     DeepSeek's own configs have all of them, transformers' configs need not.
     """

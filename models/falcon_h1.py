@@ -84,7 +84,7 @@ def _mamba2_options(config: FalconH1Config) -> Mamba2Options:
 
 
 def _scale_weights(config: FalconH1Config, checkpoint: Checkpoint, prefix: str, shape: SSDShape) -> None:
-    """Sets the multipliers of a layer's projections, by which the checkpoint scales their weights."""
+    """Set the multipliers of a layer's projections, by which the checkpoint scales their weights."""
 
     def scale(name: str, of_input: float = 1.0, of_output: float | Tensor = 1.0) -> None:
         checkpoint.scale(f"{prefix}.{name}.weight", of_input * of_output)

@@ -72,7 +72,7 @@ class _Gemma(Decoder, ABC):
 
     @abstractmethod
     def _rotaries(self, config: PreTrainedConfig, device: torch.device) -> dict[str, Rotary]:
-        """Returns the rotary embedding of each type of layer."""
+        """Return the rotary embedding of each type of layer."""
 
     def _attention(self, config: PreTrainedConfig, checkpoint: Checkpoint, i: int, rotary: Rotary) -> Attention:
         spec = AttentionSpec(
@@ -91,7 +91,7 @@ class _Gemma(Decoder, ABC):
         )
 
     def _softcap(self, config: PreTrainedConfig) -> float | None:
-        """Returns the cap of attention scores; None for no cap."""
+        """Return the cap of attention scores; None for no cap."""
         return None
 
     def _head_norms(

@@ -97,7 +97,7 @@ def _load_mlp(checkpoint: Checkpoint, prefix: str, n_model: int, n_inner: int) -
 
 
 def _mlp_size(config: Lfm2Config) -> int:
-    """Returns the inner size of an MLP: two thirds of the config's size, times a factor, rounded up to a multiple.
+    """Return the inner size of an MLP: two thirds of the config's size, times a factor, rounded up to a multiple.
 
     If the config says not to adjust it, it is the config's size.
     """

@@ -69,7 +69,7 @@ class _Transformer(Decoder):
         return Attention(i, spec, *projections, rotary=rotary, norms=norms)
 
     def _window(self, config: PreTrainedConfig, i: int) -> int | None:
-        """Returns how many tokens layer i attends to; None for all."""
+        """Return how many tokens layer i attends to; None for all."""
         return None
 
 
@@ -105,7 +105,7 @@ class Qwen3(_Transformer):
 
 
 def window_of(config: PreTrainedConfig, i: int) -> int | None:
-    """Returns the window of layer i, from `layer_types` and `sliding_window`; None for all tokens."""
+    """Return the window of layer i, from `layer_types` and `sliding_window`; None for all tokens."""
     kind = config.layer_types[i]
     if kind not in ("full_attention", "sliding_attention"):
         raise UnsupportedModelError(f"layer_types[{i}]={kind!r}; implemented are full_attention and sliding_attention")

@@ -40,7 +40,7 @@ class _MixerStack(Decoder, ABC):
 
     @abstractmethod
     def _mixer(self, config: MambaConfig | Mamba2Config, checkpoint: Checkpoint, prefix: str, i: int) -> Mixer:
-        """Loads the mixer of layer i from the tensors below `prefix`."""
+        """Load the mixer of layer i from the tensors below `prefix`."""
 
 
 @register("MambaForCausalLM")

@@ -91,7 +91,7 @@ class Qwen3Next(Decoder):
 def load_gated_attention(
     config: Qwen3NextConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary
 ) -> Attention:
-    """Loads attention with an output gate: `q_proj` holds, head by head, the rows of query and gate."""
+    """Load attention with an output gate: `q_proj` holds, head by head, the rows of query and gate."""
     spec = AttentionSpec(config.num_attention_heads, config.num_key_value_heads, head_dim_of(config))
     n_model, n_q, n_kv = config.hidden_size, spec.n_query_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
 
@@ -123,7 +123,7 @@ def load_gated_attention(
 
 
 def load_mixture(config: Qwen3NextConfig, checkpoint: Checkpoint, prefix: str, *, renormalise: bool) -> SharedExpert:
-    """Loads the experts below `prefix` and the shared expert beside them."""
+    """Load the experts below `prefix` and the shared expert beside them."""
     n_model, act = config.hidden_size, config.hidden_act
     experts = load_experts(
         checkpoint, f"{prefix}.experts", config.num_experts, n_model, config.moe_intermediate_size, act

@@ -178,7 +178,7 @@ class Rwkv7TimeMix:
         return torch.lerp(v_TM, step.notes[_FIRST_VALUES], self._value_mix(x_TM))
 
     def _unit(self, x_THN: Tensor) -> Tensor:
-        """Returns x / |x| over the last axis, computed in float32."""
+        """Return x / |x| over the last axis, computed in float32."""
         x_THN32 = x_THN.float()
         return (x_THN32 * torch.rsqrt(x_THN32.square().sum(-1, keepdim=True) + self._unit_eps)).to(x_THN.dtype)
 
@@ -201,7 +201,7 @@ class LowRank:
 
 
 def _mixtures(checkpoint: Checkpoint, prefix: str, n_model: int) -> list[Tensor]:
-    """Returns the weights of the mixtures, (M,) each, in the order of `_MIXTURES`."""
+    """Return the weights of the mixtures, (M,) each, in the order of `_MIXTURES`."""
     if f"{prefix}.x_x" in checkpoint:
         return list(take_mixture(checkpoint, f"{prefix}.x_x", len(_MIXTURES), n_model).view(-1, n_model))
     return [take_mixture(checkpoint, f"{prefix}.x_{name}", 1, 1, n_model) for name in _MIXTURES]

@@ -69,7 +69,7 @@ class T5:
 
     @torch.no_grad()
     def encode(self, inputs: Sequence[Sequence[int]]) -> list[Encoded]:
-        """Returns the cross-attention keys and values of each input, for `memory.open(encoder=...)`.
+        """Return the cross-attention keys and values of each input, for `memory.open(encoder=...)`.
 
         Raises:
             BatchError: an input has no tokens, or numbers that are no token ids.
@@ -100,7 +100,7 @@ class T5:
 
 
 def _bucket(distances: Tensor, n_buckets: int, max_distance: int) -> Tensor:
-    """Returns the bucket of each distance.
+    """Return the bucket of each distance.
 
     Half of the buckets hold one distance each; the others hold ranges that grow up to `max_distance`, the last one all
     that are longer.
@@ -158,7 +158,7 @@ def _load_norm(config: T5Config, checkpoint: Checkpoint, name: str) -> RMSNorm:
 
 
 def _load_attention(config: T5Config, checkpoint: Checkpoint, prefix: str, names: str) -> tuple[Linear, Linear]:
-    """Loads one product for the `names` among q, k and v, and the product of the output."""
+    """Load one product for the `names` among q, k and v, and the product of the output."""
     n_inner = config.num_heads * config.d_kv
     weights = [checkpoint.take(f"{prefix}.{name}.weight", n_inner, config.d_model) for name in names]
     return Linear(*weights), Linear.load(checkpoint, f"{prefix}.o", config.d_model, n_inner)

@@ -139,7 +139,7 @@ class Zamba2(Decoder):
 
 
 def _owner(config: Zamba2Config, checkpoint: Checkpoint, i: int, n_before: int) -> int:
-    """Returns the layer under whose name the checkpoint holds layer i's block.
+    """Return the layer under whose name the checkpoint holds layer i's block.
 
     The layers use the blocks in turn, unless the checkpoint has a block for each layer.
     """
@@ -212,7 +212,7 @@ def _adapt(
     n_in: int,
     adapters: dict[str, int],
 ) -> Adapted:
-    """Returns `shared` with the adapters of these names and numbers of outputs."""
+    """Return `shared` with the adapters of these names and numbers of outputs."""
     rank = config.adapter_rank
     downs = [checkpoint.take(f"{block.prefix}.{name}.0.weight", rank, n_in) for name in adapters]
     ups = [Linear(checkpoint.take(f"{block.prefix}.{name}.1.weight", n_out, rank)) for name, n_out in adapters.items()]

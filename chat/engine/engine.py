@@ -226,7 +226,7 @@ class Engine:
 
     @property
     def load(self) -> Load:
-        """Counts the generations that have not ended: running, waiting, preempted."""
+        """Count the generations that have not ended: running, waiting, preempted."""
         return self._scheduler.load
 
     def waiting_sequences(self) -> list[Sequence]:

@@ -54,7 +54,7 @@ _ATTENTION = "hybrid_memory"
 
 
 def attach(hf_model: PreTrainedModel) -> Attached:
-    """Prepares a loaded transformers model for `HybridCache`, until `detach`.
+    """Prepare a loaded transformers model for `HybridCache`, until `detach`.
 
     Use it as `attach(m)` or `with attach(m) as attached:`. It changes this object only. `forward` of the model and of
     its recurrent modules checks whether the call has a `HybridCache`, and runs the original if not. `generate` no
@@ -119,7 +119,7 @@ class Attached:
         AttentionInterface.register(_ATTENTION, _attend)
 
     def detach(self) -> None:
-        """Restores the model as it was before `attach`.
+        """Restore the model as it was before `attach`.
 
         Raises StepError if something else has replaced a `forward` since.
         """
@@ -165,7 +165,7 @@ class Attached:
             return original(**given)
 
     def _check_other(self, given: dict[str, Any]) -> None:
-        """Raises, for a call without a HybridCache, what the model's own `forward` and `generate` would raise."""
+        """Raise, for a call without a HybridCache, what the model's own `forward` and `generate` would raise."""
         cache = given.get("past_key_values")
         cache = given.get("cache_params") if cache is None else cache
         if isinstance(cache, HybridCache):
@@ -186,7 +186,7 @@ class Attached:
             )
 
     def _check(self, given: dict[str, Any], cache: HybridCache) -> None:
-        """Raises for options that a HybridCache cannot serve."""
+        """Raise for options that a HybridCache cannot serve."""
         name = type(self._model).__name__
         if _is_compiled():
             raise StepError(
@@ -248,7 +248,7 @@ class _Forward:
 
 
 def _known(module: Module) -> Callable[[Module], Mix] | None:
-    """Returns the function that makes a `Mix` of a recurrent module or of a subclass; None for any other module."""
+    """Return the function that makes a `Mix` of a recurrent module or of a subclass; None for any other module."""
     return next((MIXERS[base.__name__] for base in type(module).__mro__ if base.__name__ in MIXERS), None)
 
 
@@ -263,7 +263,7 @@ def _is_compiled() -> bool:
 
 
 def _signature_of(module: Module) -> inspect.Signature:
-    """Returns the signature of the class's `forward`; on the object there may be a wrapper without parameter names."""
+    """Return the signature of the class's `forward`; on the object there may be a wrapper without parameter names."""
     signature = inspect.signature(type(module).forward)
     return signature.replace(parameters=list(signature.parameters.values())[1:])
 
@@ -288,7 +288,7 @@ def _attend(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention as transformers calls it: (B, H, T, D) queries, keys, values of new tokens -> (B, T, H, D)."""
+    """Compute attention as transformers calls it: (B, H, T, D) queries, keys, values of new tokens -> (B, T, H, D)."""
     current = CURRENT_PASS.get()
     if current is None:
         raise StepError(
@@ -301,7 +301,7 @@ def _attend(
 
 
 def _check_attention(module: Module, current: Pass, options: dict[str, Any]) -> None:
-    """Raises StepError for attention options that the memory does not have, and so would silently ignore."""
+    """Raise StepError for attention options that the memory does not have, and so would silently ignore."""
     (spec,) = (spec for spec in current.memory.spec.layers[module.layer_idx] if isinstance(spec, AttentionSpec))
     what = f"{type(module).__name__} of layer {module.layer_idx}"
     if (window := options.get("sliding_window")) != spec.window:

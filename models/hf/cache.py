@@ -41,7 +41,7 @@ class HybridCache(Cache):  # type: ignore[misc]
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """Returns the sequence of each row."""
+        """Return the sequence of each row."""
         return tuple(self._sequences)
 
     # What transformers reads
@@ -57,11 +57,11 @@ class HybridCache(Cache):  # type: ignore[misc]
         return f"<HybridCache of {self._sequences} for {self.memory.spec.model}>"
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Returns the number of columns so far: the longest row, and columns in which every row has padding."""
+        """Return the number of columns so far: the longest row, and columns in which every row has padding."""
         return max(sequence.length for sequence in self._sequences) + self._n_padding_columns
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """Returns -1: there is no limit but the memory's budget."""
+        """Return -1: there is no limit but the memory's budget."""
         return -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -84,7 +84,7 @@ class HybridCache(Cache):  # type: ignore[misc]
     # Going back, and rows
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Takes back the newest -n columns (n < 0) or keeps the first n (n > 0) of all rows, exactly; 0 does nothing.
+        """Take back the newest -n columns (n < 0) or keep the first n (n > 0) of all rows, exactly; 0 does nothing.
 
         Raises:
             RollbackError: a row cannot be rolled back so far (rollback window, no checkpoint there), or there are fewer
@@ -103,7 +103,7 @@ class HybridCache(Cache):  # type: ignore[misc]
             )
 
     def reset(self) -> None:
-        """Removes all tokens of all rows."""
+        """Remove all tokens of all rows."""
         self._return_to([0] * len(self._sequences), 0)
 
     def _return_to(self, lengths: list[int], n_columns: int) -> None:
@@ -116,11 +116,11 @@ class HybridCache(Cache):  # type: ignore[misc]
         self._keep_columns(n_columns)
 
     def _keep_columns(self, n_columns: int) -> None:
-        """Sets the number of padding columns so that there are `n_columns`, whatever the longest row is now."""
+        """Set the number of padding columns so that there are `n_columns`, whatever the longest row is now."""
         self._n_padding_columns = n_columns - max(sequence.length for sequence in self._sequences)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Gives row i the memory of row beam_idx[i], for all rows at once; nothing is copied."""
+        """Give row i the memory of row beam_idx[i], for all rows at once; nothing is copied."""
         sources = self._read_rows(beam_idx)
         if len(sources) != len(self._sequences):
             raise BatchError(
@@ -131,7 +131,7 @@ class HybridCache(Cache):  # type: ignore[misc]
         self._keep_columns(n_columns)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        """Makes row i what row indices[i] is.
+        """Make row i what row indices[i] is.
 
         A row that is chosen again is forked; a row that is not chosen leaves the cache, and its sequence stays open.
         """
@@ -147,14 +147,14 @@ class HybridCache(Cache):  # type: ignore[misc]
         self._keep_columns(n_columns)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Replaces each row by itself and `repeats` - 1 forks of it, one after the other.
+        """Replace each row by itself and `repeats` - 1 forks of it, one after the other.
 
         It is for `num_beams` or `num_return_sequences` of a prompt that is cached already.
         """
         self.batch_select_indices(torch.arange(len(self._sequences)).repeat_interleave(repeats))
 
     def fork(self) -> HybridCache:
-        """Returns another cache whose rows are forks of these; nothing is copied. `copy.deepcopy` calls it."""
+        """Return another cache whose rows are forks of these; nothing is copied. `copy.deepcopy` calls it."""
         fork = HybridCache(self.memory, self._forks(self._sequences))
         fork._n_padding_columns = self._n_padding_columns
         return fork
@@ -182,7 +182,7 @@ class HybridCache(Cache):  # type: ignore[misc]
         return rows
 
     def close(self) -> None:
-        """Closes the sequences of all rows; blocks that no other sequence shares are free at once."""
+        """Close the sequences of all rows; blocks that no other sequence shares are free at once."""
         for sequence in self._sequences:
             if not sequence.closed:
                 self.memory.close(sequence)
@@ -193,7 +193,7 @@ class HybridCache(Cache):  # type: ignore[misc]
     def open_pass(
         self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None
     ) -> Iterator[Pass]:
-        """Opens a step over the tokens of a forward call; arguments and errors are those of `passes.open_pass`."""
+        """Open a step over the tokens of a forward call; arguments and errors are those of `passes.open_pass`."""
         n_columns = self.get_seq_length()
         with open_pass(self.memory, self._sequences, n_columns, (input_ids, attention_mask, position_ids)) as opened:
             yield opened
@@ -202,7 +202,7 @@ class HybridCache(Cache):  # type: ignore[misc]
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Returns keys and values unchanged: `Step.attend` adds the remembered ones."""
+        """Return keys and values unchanged: `Step.attend` adds the remembered ones."""
         current = CURRENT_PASS.get()
         if current is None or current.memory is not self.memory:
             self._not_attached()

@@ -25,7 +25,7 @@ Mix = Callable[[Tensor, Step], Tensor]
 
 
 def _weights_of(module: Module) -> Module:
-    """Returns a module whose tensors are read instead of calling it.
+    """Return a module whose tensors are read instead of calling it.
 
     Raises UnsupportedModelError if an adapter is around it.
     """
@@ -44,13 +44,13 @@ def _conv_of(conv: Module, *, activation: bool = True) -> CausalConv:
 
 
 def _decay_of(module: Module) -> Tensor:
-    """Returns -exp(A_log), float32."""
+    """Return -exp(A_log), float32."""
     a_log: Tensor = module.A_log.detach().float()
     return -a_log.exp()
 
 
 def mamba(module: Module, *, norms: tuple[Tensor, Tensor, Tensor, float] | None = None) -> Mix:
-    """Returns the mix of a Mamba-1 mixer."""
+    """Return the mix of a Mamba-1 mixer."""
     dt_proj = _weights_of(module.dt_proj)
     recurrence = Mamba1(
         conv=_conv_of(module.conv1d),
@@ -72,13 +72,13 @@ def mamba(module: Module, *, norms: tuple[Tensor, Tensor, Tensor, float] | None 
 
 
 def jamba_mamba(module: Module) -> Mix:
-    """Returns the mix of a Mamba-1 mixer with norms of dt, B and C."""
+    """Return the mix of a Mamba-1 mixer with norms of dt, B and C."""
     dt, b, c = module.dt_layernorm, module.b_layernorm, module.c_layernorm
     return mamba(module, norms=(dt.weight.detach(), b.weight.detach(), c.weight.detach(), dt.variance_epsilon))
 
 
 def mamba2(module: Module) -> Mix:
-    """Returns the mix of a Mamba-2 mixer."""
+    """Return the mix of a Mamba-2 mixer."""
     shape = SSDShape(module.num_heads, module.head_dim, module.n_groups, module.ssm_state_size, module.conv_kernel_size)
     recurrence = SSD(
         shape=shape, conv=_conv_of(module.conv1d), dt_bias_H=module.dt_bias.detach().float(), a_H=_decay_of(module),
@@ -95,7 +95,7 @@ def mamba2(module: Module) -> Mix:
 
 
 def _delta(module: Module, project: Callable[[Tensor], tuple[Tensor, Tensor, Tensor, Tensor]]) -> Mix:
-    """Returns the mix of a gated delta rule's mixer.
+    """Return the mix of a gated delta rule's mixer.
 
     Args:
         project: returns queries, keys and values in one tensor, the gate, b and a, (N, ...) each.
@@ -118,14 +118,14 @@ def _delta(module: Module, project: Callable[[Tensor], tuple[Tensor, Tensor, Ten
 
 
 def qwen3_5_delta(module: Module) -> Mix:
-    """Returns the mix of a gated delta rule with a product for each input."""
+    """Return the mix of a gated delta rule with a product for each input."""
     return _delta(
         module, lambda x: (module.in_proj_qkv(x), module.in_proj_z(x), module.in_proj_b(x), module.in_proj_a(x))
     )
 
 
 def qwen3_next_delta(module: Module) -> Mix:
-    """Returns the mix of a gated delta rule whose two input products are grouped by key head.
+    """Return the mix of a gated delta rule whose two input products are grouped by key head.
 
     The module's own function splits their outputs.
     """
@@ -140,7 +140,7 @@ def qwen3_next_delta(module: Module) -> Mix:
 
 
 def lfm2_conv(module: Module) -> Mix:
-    """Returns the mix of a short convolution with a gate before and after it."""
+    """Return the mix of a short convolution with a gate before and after it."""
     recurrence = ShortConv(_conv_of(module.conv, activation=False))
 
     def mix(x_TM: Tensor, step: Step) -> Tensor:

@@ -42,12 +42,12 @@ class Pass:
     position_ids: Tensor
 
     def pack(self, x: Tensor) -> Tensor:
-        """Returns the packed rows (N, ...) of x (B, T, ...)."""
+        """Return the packed rows (N, ...) of x (B, T, ...)."""
         flat = x.flatten(0, 1)
         return flat if self.rows is None else flat[self.rows]
 
     def unpack(self, y: Tensor) -> Tensor:
-        """Returns (B, T, ...) of packed rows (N, ...), with zeros where there is padding."""
+        """Return (B, T, ...) of packed rows (N, ...), with zeros where there is padding."""
         if self.rows is not None:
             y = y.new_zeros(self.shape[0] * self.shape[1], *y.shape[1:]).index_copy_(0, self.rows, y)
         return y.reshape(*self.shape, *y.shape[1:])
@@ -61,7 +61,7 @@ CURRENT_PASS: ContextVar[Pass | None] = ContextVar("forward pass on a HybridCach
 def open_pass(
     memory: HybridMemory, sequences: list[Sequence], n_columns: int, inputs: tuple[Tensor, Tensor | None, Tensor | None]
 ) -> Iterator[Pass]:
-    """Opens a step over the tokens of a forward call: when it ends, all rows advance, or none.
+    """Open a step over the tokens of a forward call: when it ends, all rows advance, or none.
 
     Args:
         sequences: the sequence of each row.
@@ -98,7 +98,7 @@ def open_pass(
 
 
 def _read_mask(mask: Tensor, lengths: NDArray[np.int64], n_columns: int, n_new: int) -> Bools:
-    """Returns which of the new tokens are no padding, (B, T)."""
+    """Return which of the new tokens are no padding, (B, T)."""
     expected = (len(lengths), n_columns + n_new)
     if not isinstance(mask, Tensor) or mask.shape != expected:
         found = tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
@@ -143,7 +143,7 @@ def _check_positions(given: Tensor, positions: NDArray[np.int64], is_new: Bools)
 
 
 def _rows_of(step: Step, is_new: Bools) -> Tensor | None:
-    """Returns `Pass.rows`. Requests are the rows of the rectangle, and the step may have reordered them."""
+    """Return `Pass.rows`. Requests are the rows of the rectangle, and the step may have reordered them."""
     flat = torch.from_numpy(is_new.reshape(-1).nonzero()[0])
     place = step.select(torch.arange(len(flat)))
     rows = torch.empty_like(flat)

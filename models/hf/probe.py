@@ -23,7 +23,7 @@ In 16 bits rounding is about a hundredth of it; another formula differs by most 
 
 @torch.no_grad()
 def check_mixer(module: Module, mix: Mix, spec: MemorySpec, n_model: int) -> None:
-    """Raises UnsupportedModelError unless `mix` returns what the module's own `forward` returns for a new sequence.
+    """Raise UnsupportedModelError unless `mix` returns what the module's own `forward` returns for a new sequence.
 
     Args:
         spec: the spec of the whole model.
@@ -43,7 +43,7 @@ def check_mixer(module: Module, mix: Mix, spec: MemorySpec, n_model: int) -> Non
 
 
 def _run(mix: Mix, x_TM: Tensor, spec: MemorySpec, layer: int) -> Tensor:
-    """Runs a mix on a memory of this layer's recurrence alone."""
+    """Run a mix on a memory of this layer's recurrence alone."""
     own = tuple(one for one in spec.layers[layer] if isinstance(one, RecurrentSpec))
     layers = tuple(own if i == layer else () for i in range(len(spec.layers)))
     memory = HybridMemory(replace(spec, layers=layers), "64MiB", rollback_window=0)

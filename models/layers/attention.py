@@ -66,7 +66,7 @@ class Rotary:
         self._frequencies = frequencies.to(device, torch.float32)
 
     def __call__(self, x_THD: Tensor, step: Step) -> Tensor:
-        """Returns x (T, H, D), rotated by the positions of the step's tokens."""
+        """Return x (T, H, D), rotated by the positions of the step's tokens."""
         angles = step.notes.get(self)
         if angles is None:
             angles = step.notes[self] = self._angles(step.positions, x_THD.dtype)
@@ -76,7 +76,7 @@ class Rotary:
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1)
 
     def _angles(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Returns cosines and sines, (T, 1, R / 2) each."""
+        """Return cosines and sines, (T, 1, R / 2) each."""
         angles = torch.outer(positions_T.float(), self._frequencies)[:, None]
         return (angles.cos() * self._attention_scale).to(dtype), (angles.sin() * self._attention_scale).to(dtype)
 
@@ -122,7 +122,7 @@ class Attention:
 
 
 def head_dim_of(config: PreTrainedConfig) -> int:
-    """Returns the size of a head, which many configs leave to be computed from the model's size."""
+    """Return the size of a head, which many configs leave to be computed from the model's size."""
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
@@ -137,7 +137,7 @@ def load_projections(
     out: str = "o_proj",
     n_in: int | None = None,
 ) -> tuple[Linear, Linear]:
-    """Loads `qkv` and `out` of an `Attention`, from `q_proj`, `k_proj`, `v_proj` and `out` below `prefix`.
+    """Load `qkv` and `out` of an `Attention`, from `q_proj`, `k_proj`, `v_proj` and `out` below `prefix`.
 
     Args:
         n_in: number of inputs of queries, keys and values, if it is not n_model.

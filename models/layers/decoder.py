@@ -26,7 +26,7 @@ class Mixer(Protocol):
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
-        """Returns the specs of the memories that it needs."""
+        """Return the specs of the memories that it needs."""
         ...
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor: ...
@@ -37,7 +37,7 @@ class Layer(Protocol):
 
     @property
     def specs(self) -> tuple[LayerSpec, ...]:
-        """Returns the specs of the memories that it needs."""
+        """Return the specs of the memories that it needs."""
         ...
 
     def __call__(self, x_TM: Tensor, step: Step) -> Tensor: ...

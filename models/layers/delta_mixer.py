@@ -33,7 +33,7 @@ class DeltaInputs:
 
     @staticmethod
     def take(checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
-        """Loads them as Qwen3.5 stores them, each as a matrix of its own."""
+        """Load them as Qwen3.5 stores them, each as a matrix of its own."""
         sizes = {"qkv": shape.n_channels, "z": shape.n_heads * shape.value_dim, "b": shape.n_heads, "a": shape.n_heads}
         return DeltaInputs(
             *(checkpoint.take(f"{prefix}.in_proj_{name}.weight", size, n_model) for name, size in sizes.items())
@@ -41,7 +41,7 @@ class DeltaInputs:
 
     @staticmethod
     def take_by_key_head(checkpoint: Checkpoint, prefix: str, n_model: int, shape: DeltaRuleShape) -> DeltaInputs:
-        """Loads them as Qwen3-Next stores them: in two matrices, whose rows are grouped by key head."""
+        """Load them as Qwen3-Next stores them: in two matrices, whose rows are grouped by key head."""
         n_per_key, n_groups = shape.n_heads // shape.n_key_heads, shape.n_key_heads
         n_values = n_per_key * shape.value_dim
         n_qkvz = shape.n_channels + shape.n_heads * shape.value_dim

@@ -33,7 +33,7 @@ Route = Callable[[Tensor], tuple[Tensor, Tensor]]
 def softmax_then_choose(
     n_chosen: int, *, renormalise: bool = False, n_groups: int = 1, n_chosen_groups: int = 1, scale: float = 1.0
 ) -> Route:
-    """Returns a route that takes the softmax over all experts and chooses the best.
+    """Return a route that takes the softmax over all experts and chooses the best.
 
     Their weights need not sum to one unless they are renormalised.
 
@@ -50,7 +50,7 @@ def softmax_then_choose(
 
 
 def _close_groups(ranks: Tensor, n_groups: int, n_chosen_groups: int, *, n_judged: int) -> Tensor:
-    """Returns ranks (T, experts), -inf outside the groups whose `n_judged` best experts have the highest sums."""
+    """Return ranks (T, experts), -inf outside the groups whose `n_judged` best experts have the highest sums."""
     if n_chosen_groups >= n_groups:
         return ranks
     grouped = ranks.view(len(ranks), n_groups, -1)
@@ -60,7 +60,7 @@ def _close_groups(ranks: Tensor, n_groups: int, n_chosen_groups: int, *, n_judge
 
 
 def choose_then_softmax(n_chosen: int) -> Route:
-    """Returns a route that chooses the best experts and weights them by the softmax over the chosen ones."""
+    """Return a route that chooses the best experts and weights them by the softmax over the chosen ones."""
 
     def route(logits: Tensor) -> tuple[Tensor, Tensor]:
         chosen_TK, experts_TK = logits.topk(n_chosen)
@@ -79,7 +79,7 @@ def sigmoid_then_choose(
     eps: float = 1e-20,
     scale: float = 1.0,
 ) -> Route:
-    """Returns a route that weights each expert by its own sigmoid.
+    """Return a route that weights each expert by its own sigmoid.
 
     A bias that balances the loads of experts (Wang et al. 2024) is added for the choice, not in the weights.
 
@@ -145,7 +145,7 @@ class MixtureOfExperts:
         return y_TM
 
     def _run_all(self, x_TM: Tensor, weights_TK: Tensor, experts_TK: Tensor) -> Tensor:
-        """Computes the same as `_run` with all experts on all tokens.
+        """Compute the same as `_run` with all experts on all tokens.
 
         The host reads nothing back from the device, so a CUDA graph can capture it.
         """
@@ -176,7 +176,7 @@ class SharedExpert:
 
 
 def check_groups(config: PreTrainedConfig, *, least: int) -> None:
-    """Raises FormatError if experts cannot be chosen by these groups; each is ranked by its `least` best experts."""
+    """Raise FormatError if experts cannot be chosen by these groups; each is ranked by its `least` best experts."""
     n_experts, n_groups, n_chosen_groups = config.n_routed_experts, config.n_group, config.topk_group
     size = n_experts // n_groups
     if n_experts % n_groups or size < least or not config.num_experts_per_tok <= n_chosen_groups * size <= n_experts:
@@ -191,7 +191,7 @@ def load_experts(
     checkpoint: Checkpoint, prefix: str, n_experts: int, n_model: int, n_inner: int, activation: str, *,
     names: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
 ) -> list[GatedMLP]:  # fmt: skip
-    """Loads experts stored one by one, as in most checkpoints, or stacked in `gate_up_proj` and `down_proj`."""
+    """Load experts stored one by one, as in most checkpoints, or stacked in `gate_up_proj` and `down_proj`."""
     if f"{prefix}.gate_up_proj" not in checkpoint:
         return [
             GatedMLP.load(checkpoint, f"{prefix}.{i}", n_model, n_inner, activation, names=names)

@@ -82,7 +82,7 @@ class LatentAttention:
 def load_latent_attention(
     config: PreTrainedConfig, checkpoint: Checkpoint, prefix: str, i: int, rotary: Rotary, *, is_interleaved: bool
 ) -> LatentAttention:
-    """Loads a latent attention from the tensors below `prefix`, named as in DeepSeek's checkpoints.
+    """Load a latent attention from the tensors below `prefix`, named as in DeepSeek's checkpoints.
 
     Args:
         rotary: pairs the first half of the elements that it rotates with the second ("half" pairing).
@@ -98,7 +98,7 @@ def load_latent_attention(
     n_q = n_heads * (n_plain + n_rotary)
 
     def in_order(rows: Tensor, n_before: int) -> Tensor:
-        """Returns rows (n_before + R, ...), the last R of them in half pairing."""
+        """Return rows (n_before + R, ...), the last R of them in half pairing."""
         before, rotary_rows = rows.split_with_sizes([n_before, n_rotary])
         return torch.cat([before, rotary_rows[0::2], rotary_rows[1::2]]) if is_interleaved else rows
 
@@ -134,14 +134,14 @@ def load_latent_attention(
 
 
 def load_latent_rotary(config: PreTrainedConfig, checkpoint: Checkpoint) -> Rotary:
-    """Returns the rotary embedding of the rotary part of queries and keys, all of which is rotated."""
+    """Return the rotary embedding of the rotary part of queries and keys, all of which is rotated."""
     if (share := config.rope_parameters.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedModelError(f"partial_rotary_factor={share}; the rotary part of a head is rotated as a whole")
     return Rotary(config, config.qk_rope_head_dim, checkpoint.device)
 
 
 def _score_scale(config: PreTrainedConfig) -> float:
-    """Returns the scale of scores: 1 / sqrt(size of a head's queries), times a factor with scaled positions.
+    """Return the scale of scores: 1 / sqrt(size of a head's queries), times a factor with scaled positions.
 
     The factor is the square of YaRN's attention scale, by which DeepSeek-V2 scales whole heads (Peng et al. 2023,
     "YaRN", section 3.4).

@@ -41,7 +41,7 @@ _FUSED = {"silu": "swish", "swish": "swish", "relu": "relu", "sigmoid": "sigmoid
 
 @cache
 def activation_by(name: str) -> Callable[[Tensor], Tensor]:
-    """Returns an activation by its name in transformers' configs.
+    """Return an activation by its name in transformers' configs.
 
     There is one object for each name: making a torch module takes longer than everything else about one of a thousand
     experts.
@@ -86,12 +86,12 @@ class Linear:
         has_bias: bool = False,
         activation: str | None = None,
     ) -> Linear:
-        """Loads `weight`, and `bias` if `has_bias`, below `prefix`."""
+        """Load `weight`, and `bias` if `has_bias`, below `prefix`."""
         weight = checkpoint.take(f"{prefix}.weight", n_out, n_in)
         return Linear(weight, bias=checkpoint.take_optional(has_bias, f"{prefix}.bias", n_out), activation=activation)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Returns (T, n_out) of x (T, n_in)."""
+        """Return (T, n_out) of x (T, n_in)."""
         if self.is_packed:
             n_rows = len(x)
             if self._repeats_rows and 0 < n_rows <= _LEAST_ROWS // 2:
@@ -107,7 +107,7 @@ class Linear:
 
 
 def _round_up(n_rows: int) -> int:
-    """Returns the number of rows to which `n_rows` is padded for oneDNN.
+    """Return the number of rows to which `n_rows` is padded for oneDNN.
 
     It is any number up to 8, one of four between a power of two and the next up to 64, and then a multiple of 16.
     oneDNN generates code for each number of rows and shape of weights, which takes as long as several small products,

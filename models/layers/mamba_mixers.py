@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def load_conv(
     checkpoint: Checkpoint, prefix: str, n_channels: int, n_taps: int, *, has_bias: bool, activation: str | None
 ) -> CausalConv:
-    """Loads a depthwise convolution from torch's layout, (channels, 1, taps)."""
+    """Load a depthwise convolution from torch's layout, (channels, 1, taps)."""
     if activation not in (None, "silu", "swish"):
         raise UnsupportedModelError(
             f"{activation!r} as the activation of a mixer; its convolution is implemented with silu only"
@@ -37,7 +37,7 @@ def load_conv(
 
 
 def read_dt_limits(config: PreTrainedConfig) -> tuple[float, float]:
-    """Returns the first two numbers of `time_step_limit`, the limits to which dt is clamped."""
+    """Return the first two numbers of `time_step_limit`, the limits to which dt is clamped."""
     limits = config.time_step_limit
     if not isinstance(limits, list | tuple) or len(limits) < 2:
         raise FormatError(f"time_step_limit={limits!r}; give two numbers")

@@ -24,7 +24,7 @@ class RMSNorm:
 
 
 def load_offset_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> RMSNorm:
-    """Loads a norm that multiplies by 1 + weight, as in Gemma and its relatives."""
+    """Load a norm that multiplies by 1 + weight, as in Gemma and its relatives."""
     weight = 1 + checkpoint.take(f"{name}.weight", size, dtype=torch.float32)
     return RMSNorm(weight.to(checkpoint.dtype), eps)
 

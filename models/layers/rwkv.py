@@ -31,7 +31,7 @@ class TokenMix:
         self.spec: RecurrentSpec = token_shift_spec(len(weights[0]), name)
 
     def __call__(self, x_TM: Tensor, step: Step) -> tuple[Tensor, ...]:
-        """Returns the mixtures, (T, M) each."""
+        """Return the mixtures, (T, M) each."""
         before_TM = step.recur(self._layer, x_TM, _SHIFT, name=self.spec.name)
         return torch.lerp(x_TM, before_TM, self._weights_K1M).unbind()
 
@@ -85,6 +85,6 @@ class RWKVLayer:
 
 
 def take_mixture(checkpoint: Checkpoint, name: str, *shape: int, is_of_token: bool = False) -> Tensor:
-    """Loads (M,) weights for `TokenMix`; with `is_of_token` the checkpoint holds the weights of the token itself."""
+    """Load (M,) weights for `TokenMix`; with `is_of_token` the checkpoint holds the weights of the token itself."""
     weights = checkpoint.take(name, *shape, dtype=torch.float32).flatten()
     return (1 - weights if is_of_token else weights).to(checkpoint.dtype)

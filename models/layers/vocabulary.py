@@ -35,12 +35,12 @@ class Vocabulary:
         self._embedding_scale, self._logits_scale, self._logits_cap = embedding_scale, logits_scale, logits_cap
 
     def embed(self, token_ids_T: Tensor) -> Tensor:
-        """Returns the embeddings of tokens, (T, M)."""
+        """Return the embeddings of tokens, (T, M)."""
         x_TM = self._embedding[token_ids_T].to(self._dtype)
         return x_TM if self._embedding_scale == 1.0 else x_TM * self._embedding_scale
 
     def logits(self, x_TM: Tensor) -> Tensor:
-        """Returns logits, (T, vocabulary)."""
+        """Return logits, (T, vocabulary)."""
         logits = self._head(x_TM)
         if self._logits_scale != 1.0:
             logits = logits * self._logits_scale

@@ -26,7 +26,7 @@ class UnsupportedModelError(HybridMemoryError, ValueError):
 
 
 def require(config: object, **wanted: object) -> None:
-    """Raises UnsupportedModelError unless these options of a config have these values.
+    """Raise UnsupportedModelError unless these options of a config have these values.
 
     It is for options whose other values existing implementations ignore, or handle in ways that are not known.
     """
@@ -37,7 +37,7 @@ def require(config: object, **wanted: object) -> None:
 
 
 def check_numbers(config: object, *names: str, above: float = -math.inf) -> None:
-    """Raises UnsupportedModelError unless these options of a config are finite numbers `above` a limit."""
+    """Raise UnsupportedModelError unless these options of a config are finite numbers `above` a limit."""
     for name in names:
         value = getattr(config, name)
         if isinstance(value, bool) or not isinstance(value, int | float) or not above < value < math.inf:
@@ -104,7 +104,7 @@ class Checkpoint:
         return name in self._file_of
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Returns the tensor `name`, of this `shape`, on the checkpoint's device, in `dtype` or the checkpoint's.
+        """Return the tensor `name`, of this `shape`, on the checkpoint's device, in `dtype` or the checkpoint's.
 
         Raises:
             FormatError: the tensor is missing or has another shape; the message names both shapes.
@@ -116,11 +116,11 @@ class Checkpoint:
         return tensor.to(self.device, dtype or self.dtype)
 
     def scale(self, name: str, factor: float | Tensor) -> None:
-        """Makes `take` multiply the tensor `name` by one factor, or by one for each row; it need not exist."""
+        """Make `take` multiply the tensor `name` by one factor, or by one for each row; it need not exist."""
         self._factors[name] = factor
 
     def take_as_stored(self, name: str, *shape: int) -> Tensor:
-        """Returns a tensor as `take` does, but mapped from the file, in its dtype, on the CPU.
+        """Return a tensor as `take` does, but mapped from the file, in its dtype, on the CPU.
 
         Such a tensor takes memory only for the parts that are read.
         """
@@ -144,16 +144,16 @@ class Checkpoint:
         return tensor
 
     def take_optional(self, condition: bool, name: str, *shape: int) -> Tensor | None:
-        """Returns the tensor as `take` does if the config says that it exists (`condition`), else None."""
+        """Return the tensor as `take` does if the config says that it exists (`condition`), else None."""
         return self.take(name, *shape) if condition else None
 
     def warn_of_leftovers(self, *expected: str) -> None:
-        """Warns if tensors were not taken, except `expected` ones: then the model may not be what its config says."""
+        """Warn if tensors were not taken, except `expected` ones: then the model may not be what its config says."""
         if left := self.leftovers(*expected):
             warnings.warn(f"{len(left)} tensors of {self.folder} are not used: {left[:5]}", stacklevel=3)
 
     def leftovers(self, *expected: str) -> list[str]:
-        """Returns the names of tensors that were not taken, except `expected` ones."""
+        """Return the names of tensors that were not taken, except `expected` ones."""
         return sorted(self._file_of.keys() - self._taken - set(expected))
 
 
@@ -199,7 +199,7 @@ class LoadedCheckpoint(Checkpoint):
         return self._tensors[name]
 
     def warn_of_leftovers(self, *expected: str) -> None:
-        """Warns as for files, in which a tensor of several names stands once."""
+        """Warn as for files, in which a tensor of several names stands once."""
         places = {self._tensors[name].data_ptr() for name in self._taken}
         tied = (name for name, tensor in self._tensors.items() if tensor.data_ptr() in places)
         super().warn_of_leftovers(*expected, *tied)

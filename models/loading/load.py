@@ -39,7 +39,7 @@ class LanguageModel(Protocol):
     memory_spec: MemorySpec
 
     def __call__(self, step: Step) -> Tensor:
-        """Returns the logits of the rows that the step selects, (n, vocab), in the caller's order."""
+        """Return the logits of the rows that the step selects, (n, vocab), in the caller's order."""
         ...
 
 
@@ -49,7 +49,7 @@ ARCHITECTURES: dict[str, ModelClass] = {}
 
 
 def register(architecture: str) -> Callable[[C], C]:
-    """Registers the decorated class as the one that `config.json` names `architecture`."""
+    """Register the decorated class as the one that `config.json` names `architecture`."""
 
     def add(model_class: C) -> C:
         ARCHITECTURES[architecture] = model_class
@@ -62,7 +62,7 @@ ForwardT = TypeVar("ForwardT", bound=Callable[..., Tensor])
 
 
 def on_step(forward: ForwardT) -> ForwardT:
-    """Decorates a model's `__call__(self, step)`: it runs without gradients, on an open step of its own memory.
+    """Decorate a model's `__call__(self, step)`: it runs without gradients, on an open step of its own memory.
 
     Any other argument raises StepError, whose message shows the right call.
     """
@@ -123,7 +123,7 @@ def load_model(
 
 
 def from_transformers(hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
-    """Makes this library's model from the weights of a loaded transformers model, on its device; no file is written.
+    """Make this library's model from the weights of a loaded transformers model, on its device; no file is written.
 
     Tensors that are used as they are stay shared with `hf_model`: embeddings, norms and, in 16 bits or on other devices
     than the CPU, most matrices. Tensors that our layers need in another form are copied: queries, keys and values in
@@ -158,7 +158,7 @@ def from_transformers(hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "
 
 
 def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:
-    """Returns a model's tensors by the names that they have in files."""
+    """Return a model's tensors by the names that they have in files."""
     try:
         # No public function of transformers does this without writing files.
         from transformers.core_model_loading import revert_weight_conversion
@@ -179,14 +179,14 @@ def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _undo_rescaling(checkpoint: Checkpoint, prefix: str, config: PreTrainedConfig) -> None:
-    """Undoes what transformers does to RWKV-4's weights: its first forward halves them in place, every few layers."""
+    """Undo what transformers does to RWKV-4's weights: its first forward halves them in place, every few layers."""
     for i in range(config.num_hidden_layers):
         for name in ("attention.output", "feed_forward.value"):
             checkpoint.scale(f"{prefix}.{i}.{name}.weight", 2.0 ** (i // config.rescale_every))
 
 
 def find_adapter(hf_model: torch.nn.Module) -> str | None:
-    """Returns the first place with a PEFT adapter around a module, or around the whole model; None without any.
+    """Return the first place with a PEFT adapter around a module, or around the whole model; None without any.
 
     Adapters are recognised by their attributes: PEFT need not be installed, and what it notes on a model stays there
     after a merge.
@@ -200,7 +200,7 @@ def find_adapter(hf_model: torch.nn.Module) -> str | None:
 
 
 def check_is_of_transformers(hf_model: object) -> None:
-    """Raises UnsupportedModelError for an object that is no torch module at all."""
+    """Raise UnsupportedModelError for an object that is no torch module at all."""
     if not isinstance(hf_model, torch.nn.Module):
         raise UnsupportedModelError(
             f"{hf_model!r} is no model of transformers; give AutoModelForCausalLM.from_pretrained(...), "
@@ -209,7 +209,7 @@ def check_is_of_transformers(hf_model: object) -> None:
 
 
 def check_source(hf_model: PreTrainedModel) -> torch.device:
-    """Returns the device of a transformers model.
+    """Return the device of a transformers model.
 
     Raises UnsupportedModelError if its weights are quantised, on "meta", or on several devices.
     """
@@ -234,7 +234,7 @@ def _unsupported(architecture: str) -> UnsupportedModelError:
 
 
 def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> MemorySpec:
-    """Returns the memory spec of a model of this config, without reading its weights.
+    """Return the memory spec of a model of this config, without reading its weights.
 
     It is what a dry run needs, `HybridMemory(..., device="meta")`.
 
@@ -248,7 +248,7 @@ def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | tor
 
 
 def dry_model(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
-    """Makes a model whose weights are on "meta": they have shapes but no numbers, so it cannot run.
+    """Make a model whose weights are on "meta": they have shapes but no numbers, so it cannot run.
 
     Arguments and errors are those of `plan_memory`.
     """
@@ -260,7 +260,7 @@ def dry_model(config: PreTrainedConfig, architecture: str, *, dtype: str | torch
 
 
 def weight_bytes(model: LanguageModel) -> int:
-    """Returns the bytes of all tensors that a model holds, each counted once; packed ones count as they are packed.
+    """Return the bytes of all tensors that a model holds, each counted once; packed ones count as they are packed.
 
     On the CPU, a tensor whose dtype is the file's own is mapped, not copied: it counts here, but takes memory only for
     the parts that are read. So a tied embedding costs little beside the head that is packed from it: a lookup reads
@@ -284,7 +284,7 @@ def weight_bytes(model: LanguageModel) -> int:
 
 
 def find_folder(path_or_hub_id: str | Path) -> Path:
-    """Returns the local folder of a checkpoint; a hub id is downloaded first."""
+    """Return the local folder of a checkpoint; a hub id is downloaded first."""
     if not isinstance(path_or_hub_id, str | Path) or not str(path_or_hub_id):
         raise FormatError(f"{path_or_hub_id!r} is no path and no hub id; {_WANTED}")
     if str(path_or_hub_id) == "embedded":
@@ -308,7 +308,7 @@ def _is_hub_id(name: str) -> bool:
 
 
 def find_config(path_or_hub_id: str | Path) -> Path:
-    """Returns the path of a checkpoint's config: in a folder, such a file itself, or of a hub id.
+    """Return the path of a checkpoint's config: in a folder, such a file itself, or of a hub id.
 
     Of a hub id nothing but the config is downloaded.
     """
@@ -326,7 +326,7 @@ def find_config(path_or_hub_id: str | Path) -> Path:
 
 
 def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
-    """Returns a config as transformers' object, with all defaults, and the model class that implements it.
+    """Return a config as transformers' object, with all defaults, and the model class that implements it.
 
     Args:
         place: the folder of a checkpoint, or its config.json, by any name.
@@ -356,7 +356,7 @@ def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
 
 
 def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpoint) -> LanguageModel:
-    """Makes the model. An error that a config with impossible values causes on the way becomes a FormatError."""
+    """Make the model. An error that a config with impossible values causes on the way becomes a FormatError."""
     try:
         return model_class(config, checkpoint)
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
@@ -370,7 +370,7 @@ def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpo
 
 
 def _odd_sizes(config: PreTrainedConfig) -> str:
-    """Returns, as text, the config's integers below one that are not defaults of its class."""
+    """Return, as text, the config's integers below one that are not defaults of its class."""
     chosen = config.get_text_config().to_diff_dict().items()
     odd = {name: value for name, value in chosen if type(value) is int and value < 1 and not name.endswith("_token_id")}
     return ", ".join(f"{name}={value}" for name, value in odd.items())
