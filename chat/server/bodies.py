@@ -14,7 +14,7 @@ _IS_VALUE = np.isin(np.arange(256), list(b"{[:"))
 
 
 def has_more_values(body: bytes, most: int) -> bool:
-    """True if a body has more objects, arrays and keys than `most`. Brackets in strings may count as well."""
+    """True if a body has more objects, arrays and keys than `most`. Brackets inside of its strings do not count."""
     if _count(np.frombuffer(body, np.uint8), b"{[:") <= most:
         return False
     signs = _read_signs(body)
