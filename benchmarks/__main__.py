@@ -1,4 +1,4 @@
-"""Declares `python -m benchmarks COMMAND`, which measures what is promised about speed and memory.
+"""Measures what is promised about speed and memory: `python -m benchmarks COMMAND`.
 
 Each command first runs the tests of what it measures; if one fails, no figure is printed. Then it measures ours and the
 peer in one process, one after the other in each round, with the same weights, dtype and threads, and prints tables;
