@@ -94,8 +94,9 @@ def chat(
     dtype: Dtype = "auto",
     budget: Budget = "1GiB",
 ) -> None:
-    """Talk to a model. /edit, /undo, /regenerate and /branch take back what was said without computing the rest again;
-    see /help.
+    """Talk to a model; /edit, /undo, /regenerate and /branch change the conversation.
+
+    What stays of it is not computed again. See /help.
     """
     with _one_line_errors():
         from chat.commands.terminal import Settings, run_terminal
@@ -130,7 +131,7 @@ def demo(
     dtype: Dtype = "auto",
     budget: Budget = "1GiB",
 ) -> None:
-    """Many users talk to one model at once; facts are edited by rollback, conversations forked, leaks looked for.
+    """Let many users talk to one model at once: facts are edited by rollback, conversations forked, leaks looked for.
 
     Every answer is compared with what is right; exits with 1 if one is wrong or if history was computed twice.
     """
@@ -165,7 +166,7 @@ AllowedHost = Annotated[
 ]
 AllowedOrigin = Annotated[
     list[str] | None,
-    typer.Option(help="web page that may ask, such as https://example.com; may be repeated", show_default=False),
+    typer.Option(help="page that may send requests, such as https://example.com; may be repeated", show_default=False),
 ]
 RollbackWindow = Annotated[
     int, typer.Option(min=0, help="tokens by which a cached prefix may be longer than what is reused")

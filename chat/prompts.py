@@ -94,8 +94,8 @@ def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special:
         parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people
             say.
     Raises:
-        FormatError: no chat template, or it refuses the messages, or so changes one that holds a special token that
-            nobody can tell.
+        FormatError: no chat template, or it refuses the messages, or it so changes one that holds a special token
+            that its own special tokens cannot be told from that one.
     """
     text = render(tokenizer, messages)
     spans = {} if parse_special else apart(tokenizer, text, messages)
@@ -123,20 +123,20 @@ def apart(tokenizer: Tokenizer, text: str, messages: list[Message], *, awaits_re
     contents = [message["content"] for message in messages]
     found = [i for i, m in enumerate(messages) if special_tokens_of(tokenizer, m["role"]).are_in(m["content"])]
     special = special_tokens_of(tokenizer)
-    if not found and special.are_in("".join(contents)):  # several together, if they stand one behind the other
+    if not found and special.are_in("".join(contents)):  # adjacent contents may form one together
         found = [i for i, content in enumerate(contents) if content]
     if not found:
         return {}
-    spans, marked, shown = locate(tokenizer, text, messages, awaits_reply=awaits_reply)
+    spans, bare, shown = locate(tokenizer, text, messages, awaits_reply=awaits_reply)
     kept = {span: i for i in found if (span := spans[i]) is not None and text[slice(*span)] in _stripped(contents[i])}
     rest, at = "", 0
     for start, end in kept:
         rest, at = f"{rest}{text[at:start]}\n", end
-    n_own = special.count(marked) + sum(special.count(content) for i, content in enumerate(contents) if i not in found)
+    n_own = special.count(bare) + sum(special.count(content) for i, content in enumerate(contents) if i not in found)
     if not shown & set(found) <= set(kept.values()) or special.count(rest + text[at:]) > n_own:
         raise FormatError(
-            "this chat template changes a message in which a special token is written, so nobody can tell its own from "
-            "that; leave it out"
+            "this chat template changes a message in which a special token is written, so its own cannot be told "
+            "from that; leave it out"
         )
     return kept
 
@@ -146,21 +146,22 @@ def locate(
 ) -> tuple[list[Span | None], str, set[int]]:
     """Find each content in the rendered text; None if the template left it out, or it cannot be found for certain.
 
-    Also returns the text with marks in their places, and of which messages it has any.
+    Also returns the text with placeholders instead of contents, and the messages whose placeholders it has.
 
-    To search for a content would find an "a" in "<|assistant|>": instead, the template renders marks that stand nowhere
-    else, and what it puts around them leads the way through the real text.
+    To search for a content would find an "a" in "<|assistant|>". So the template also renders placeholders that stand
+    nowhere else; what it writes around them is then searched for in the real text.
     """
-    marks = [uuid4().hex for _ in messages]
-    dressed = [{**message, "content": mark} for message, mark in zip(messages, marks, strict=True)]
-    whole = marked = render(tokenizer, dressed, awaits_reply=awaits_reply)
-    shown = [i for i, mark in enumerate(marks) if mark in marked]  # some templates show the last messages only
+    placeholders = [uuid4().hex for _ in messages]
+    dressed = [{**message, "content": placeholder} for message, placeholder in zip(messages, placeholders, strict=True)]
+    whole = rest = render(tokenizer, dressed, awaits_reply=awaits_reply)
+    # Some templates show the last messages only.
+    shown = [i for i, placeholder in enumerate(placeholders) if placeholder in rest]
     spans: list[Span | None] = [None] * len(messages)
     at = 0
     for i, following in zip(shown, [*shown[1:], None], strict=False):
-        before, _, marked = marked.partition(marks[i])
-        after = marked if following is None else marked.partition(marks[following])[0]
-        # the template decides by what is said: whatever follows is tokenised as it stands
+        before, _, rest = rest.partition(placeholders[i])
+        after = rest if following is None else rest.partition(placeholders[following])[0]
+        # A template may write other text around other contents: from there on no place is certain.
         if not text.startswith(before, at):
             break
         start = at + len(before)

@@ -1,8 +1,8 @@
 """Keeps special tokens that a user has only written from having an effect: text like the end of a turn stays text.
 
 A tokenizer finds the names of special tokens wherever they stand, in a user's message as in the chat template around
-it. Whoever writes them could forge a turn. So what people write is encoded by itself where it holds such a name, as the
-characters that it is made of.
+it. A message that contains them could forge a turn. So what people write is encoded by itself where it holds such a
+name, as the characters that it is made of.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SpecialTokens:
     def encode_text(self, text: str) -> list[int]:
         """Return the token ids of text that people wrote: no special token, except the one for unknown characters.
 
-        Raises FormatError: the tokenizer knows no other way to write it.
+        Raises FormatError: the tokenizer has no other way to write it.
         """
         if not self.are_in(text):
             return list(self.tokenizer.encode(text, add_special_tokens=False))
@@ -100,7 +100,7 @@ def special_tokens_of(tokenizer: Tokenizer, role: str = "user") -> SpecialTokens
 
     They are found once for each tokenizer and chat template.
     """
-    # a server's refuse long texts; what is known does not differ
+    # A server's tokenizer refuses long texts; the one inside it has the same special tokens.
     tokenizer = getattr(tokenizer, "unbounded", tokenizer)
     template = tokenizer.chat_template if isinstance(getattr(tokenizer, "chat_template", None), str) else ""
     known = _known.get(tokenizer)

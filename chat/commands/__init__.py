@@ -1,1 +1,1 @@
-"""Commands of the command line, one module each."""
+"""Holds the commands of the command line, one module each."""

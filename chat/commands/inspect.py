@@ -20,7 +20,7 @@ def inspect(
     ],
     is_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """What a file holds and whether it is whole: saved sequences and chats, models and their configs.
+    """Print what a file holds and whether it is whole: saved sequences and chats, models and their configs.
     Nothing is loaded or changed.
     """
     from chat.commands.inspection import inspect_path

@@ -36,8 +36,9 @@ def plan(
     weights: Annotated[bool, Option("--weights", help="the budget is for the weights as well, in --dtype")] = False,
     is_json: Annotated[bool, Option("--json", help="print JSON")] = False,
 ) -> None:
-    """How many sessions of a model fit into a budget, from its config alone; what eviction and few bits buy, and what
-    others would take.
+    """Print how many sessions of a model fit into a budget, from its config alone.
+
+    Also prints what eviction policies and quantised storages save, and what other engines would take.
     """
     from dataclasses import replace
 

@@ -72,8 +72,9 @@ def simulate(
     plots: Annotated[Path | None, Option(help="write plots (PNG) to this folder; needs matplotlib")] = None,
     is_quiet: Annotated[bool, Option("--quiet", help="no live view")] = False,
 ) -> None:
-    """Many users chat, edit, regenerate, branch, pause and leave; answers are checked, latency, tokens and bytes
-    reported.
+    """Simulate many users: they chat, edit, regenerate, branch, pause and leave, and their answers are checked.
+
+    Reports latency, tokens and bytes.
 
     Exits with 1 if an answer is wrong that is right when its user is served alone, if one names what only others told,
     if a reply fails, or if bytes stay in use.
@@ -158,7 +159,7 @@ def _make_setup(model: str, device: str, dtype: str, numbers: dict[str, Any], *,
         return Setup(language_model.memory_spec, language_model, load_tokenizer(folder), **numbers)
     config, _ = read_config(folder)
     try:
-        kept = torch.device(device)  # whose books the dry run keeps
+        kept = torch.device(device)  # the dry run counts the bytes of this device
     except RuntimeError as error:
         raise SpecError(f"--device {device} is no device ({error}); give cpu, cuda ...") from error
     spec = replace(plan_memory(config, config.architectures[0], dtype=dtype), device=kept)

@@ -160,7 +160,7 @@ class Terminal:
         def hear(piece: str) -> None:
             nonlocal has_begun
             has_begun = True
-            # What a model says must not steer a terminal.
+            # Control characters in a reply must not reach the terminal.
             out.write("".join(c for c in piece if c.isprintable() or c in "\n\t") if is_terminal else piece)
             out.flush()
 
@@ -193,7 +193,7 @@ class Terminal:
 
     def _regenerate(self, rest: str) -> None:
         sampling = self.session.sampling
-        if sampling.seed is not None:  # the same would be said again
+        if sampling.seed is not None:  # the same seed would give the same reply
             self._n_regenerated += 1
             sampling = replace(sampling, seed=sampling.seed + self._n_regenerated)
         self._show(lambda hear: self.session.regenerate(sampling=sampling, on_text=hear))

@@ -224,8 +224,8 @@ def sglang(model: Model, budget_bytes: int, context_tokens: int, window_tokens: 
     sessions, counts = [], []
     for n_drafts in (0, window_tokens):
         draft_bytes = sglang_draft_bytes(model, n_drafts)
-        # Drafts are taken off first; what is left is divided once, so each part must do: share (budget - n drafts) >= n
-        # part.
+        # Drafts are taken off first, the rest is divided once. n sessions fit if each part suffices:
+        # share * (budget - n * drafts) >= n * part.
         parts = ((for_kv, kv_bytes), (for_slots, slot_bytes))
         counts.append(min(int(budget_bytes * share // (part + share * draft_bytes)) for share, part in parts))
         sessions.append(kv_bytes + slot_bytes + draft_bytes)

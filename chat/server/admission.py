@@ -1,4 +1,4 @@
-"""Decides by a request's head, before its body is read, whether its client may ask."""
+"""Decides by a request's head, before its body is read, whether the request is accepted."""
 
 from __future__ import annotations
 
@@ -72,7 +72,8 @@ class Admission:
         if scheme.lower() != b"bearer" or not key:
             message = "This server wants an API key; send it as 'Authorization: Bearer KEY'."
             raise ApiError(401, message, code="missing_api_key", headers=wanted)
-        if not hmac.compare_digest(_hash(key.strip()), self._key_hash):  # of hashes: not even the key's length shows
+        # Hashes are compared, so that the time does not show even the key's length.
+        if not hmac.compare_digest(_hash(key.strip()), self._key_hash):
             raise ApiError(401, "This is not the server's API key.", code="invalid_api_key", headers=wanted)
 
 

@@ -21,7 +21,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
 
     Args:
         tokenizer: the engine's.
-        model_id: the name that clients know the model by.
+        model_id: the name by which clients call the model.
     Returns:
         The app; `app.state.service` is the `Service` behind it.
     """
@@ -29,7 +29,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     app = FastAPI(
         title="hybrid-memory",
         lifespan=service.lifespan,
-        openapi_url=None,  # bodies are read by hand, for OpenAI's errors: there would be nothing to see
+        openapi_url=None,  # bodies are parsed here, for OpenAI's errors, so the schema would be empty
         redirect_slashes=False,
         exception_handlers={ApiError: answer_api_error, HTTPException: answer_http_error},
     )

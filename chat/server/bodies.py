@@ -1,4 +1,4 @@
-"""Counts the signs of a JSON body before it is parsed, in numpy, so that other threads run meanwhile."""
+"""Counts brackets and commas of a JSON body before it is parsed, in numpy: other threads can run meanwhile."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _IS_VALUE = np.isin(np.arange(256), list(b"{[:"))
 
 
 def has_more_values(body: bytes, most: int) -> bool:
-    """True if a body has more objects, arrays and keys than `most`. Signs in strings may count as well."""
+    """True if a body has more objects, arrays and keys than `most`. Brackets inside of its strings do not count."""
     if _count(np.frombuffer(body, np.uint8), b"{[:") <= most:
         return False
     signs = _read_signs(body)
@@ -39,7 +39,7 @@ def count_longest_list(body: bytes, least: int) -> int:
 
 
 def _read_signs(body: bytes) -> UInt8s:
-    """Return the body's signs without those that are escaped in strings: each quotation mark begins or ends one."""
+    """Return the body's bytes without escaped ones, so that each quotation mark begins or ends a string."""
     return np.frombuffer(body.replace(rb"\\", b"").replace(rb"\"", b"") if b"\\" in body else body, np.uint8)
 
 

@@ -27,7 +27,7 @@ _LOG_SECONDS = 60.0
 
 
 class Seldom(logging.Filter):
-    """Logs each message once in a while, with the number of those that it held back.
+    """Logs each message once in a while, with the number of repetitions that it held back.
 
     Args:
         seconds: between two of the same message.
@@ -127,7 +127,7 @@ class Connection(H11Protocol):
     def __init__(self, connections: Connections, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self.conn = _Parser(h11.SERVER, MOST_HEAD_BYTES)
-        self.logger = log  # what uvicorn says of a client is written as seldom as what is said here
+        self.logger = log  # uvicorn's messages about clients are limited like those of this module
         self.peer = ""
         self.waits_since = 0.0
         self.is_refused = False
@@ -144,7 +144,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        if hasattr(transport, "max_size"):  # asyncio's own; what it reads at once keeps everybody else waiting
+        if hasattr(transport, "max_size"):  # asyncio's own; a long read delays all other connections
             transport.max_size = MOST_READ_BYTES
         self.peer = self.client[0] if self.client is not None else ""
         self.waits_since = self.loop.time()
@@ -206,7 +206,7 @@ class Connection(H11Protocol):
     def _end_after_answer(self) -> None:
         """Close after the response in progress: bytes that follow a request unasked are never read as another one."""
         self.cycle.keep_alive = False
-        self.flow.resume_reading()  # or it would not be seen that the client goes
+        self.flow.resume_reading()  # else a disconnect would not be noticed
 
     # What uvicorn calls
 

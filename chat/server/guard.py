@@ -65,10 +65,10 @@ class Exchange:
         places: those that it takes one of.
         started: when it came in, in seconds of time.perf_counter.
         at_end: called when it is over, in any way.
-        status: what was answered; 0 as long as nothing was.
-        is_complete: the whole answer was handed to the server.
+        status: of the response; 0 until it begins.
+        is_complete: the whole response was handed to the server.
         has_place: it counts among those that are answered at once.
-        is_counted: it does not any more, and stands in the metrics.
+        is_counted: it is over: its place is free again, and the metrics contain it.
     """
 
     path: str
@@ -94,11 +94,11 @@ def exchange_of(scope: Mapping[str, object]) -> Exchange:
 
 
 class Guard:
-    """ASGI middleware that runs the app behind it as a task.
+    """Runs the app behind it as a task: ASGI middleware.
 
-    The task is cancelled when the client goes, and what it left in `at_end` is called. A request takes a place among
-    those that are answered when it is known to be possible, and not before: who sends slowly, too much or what makes no
-    sense keeps nobody out.
+    The task is cancelled when the client disconnects, and the functions that it left in `at_end` are called. A request
+    takes a place only when it is known that it can be answered: a client that sends slowly, too much or nonsense keeps
+    no other client out.
     """
 
     def __init__(self, app: ASGIApp, service: Guarded) -> None:
@@ -142,7 +142,7 @@ class Guard:
                 self._admission.check(scope["method"], scope["path"], headers)
                 body = await self._take_body(headers, scope, incoming)
             except ApiError as error:
-                if error.status != 408:  # else it was waited for already
+                if error.status != 408:  # 408: the body was awaited for too long already
                     await self._drain(headers, incoming)
                 raise
             if self._admission.is_preflight(scope["method"], headers):
@@ -217,21 +217,21 @@ class Guard:
             if not given:
                 given = True
                 return {"type": "http.request", "body": body, "more_body": False}
-            await asyncio.Event().wait()  # that the client goes is seen below
-            raise AssertionError("nobody sets it")
+            await asyncio.Event().wait()  # never ends: a disconnect is noticed below
+            raise AssertionError("this event is never set")
 
         task = asyncio.ensure_future(_as_coroutine(self._app(scope, replay, send)))
         gone = asyncio.ensure_future(_until_gone(receive))
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() and exchange.is_complete:  # "gone" is also what a server says when all is sent
+            if not task.done() and exchange.is_complete:  # servers report a disconnect after a complete response, too
                 await asyncio.wait({task})
         finally:
             was_done = task.done()
             task.cancel()
             gone.cancel()
             await asyncio.gather(task, gone, return_exceptions=True)
-        if not was_done or task.cancelled():  # cancelled: a send that took too long
+        if not was_done or task.cancelled():  # cancelled: by the timer of a send
             raise ClientGoneError
         task.result()
 

@@ -16,7 +16,7 @@ from chat.server.service import Service
 from memory import SpecError
 
 _EXTRA_GRACE_SECONDS = 5
-"""For answers on their way when the grace period ends; then connections are cut."""
+"""For responses in progress when the grace period ends; then connections are cut."""
 _BACKLOG = 256
 
 
@@ -25,7 +25,7 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
 
     Args:
         port: 0 takes a free one.
-        has_key: whether clients must show a key; without one, nobody but this machine may connect.
+        has_key: whether clients must show a key; without one, only this machine may connect.
     Raises:
         SpecError: a host that others can reach, without a key; or one that is not here, or a port that is not free.
     """
@@ -53,7 +53,7 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=partial(Connection, self.connections),  # type: ignore[arg-type]  # it is only called
-                proxy_headers=False,  # nothing here asks who a proxy speaks for
+                proxy_headers=False,  # nothing here uses the client address that a proxy names
                 log_level="warning",
                 access_log=False,
                 server_header=False,
@@ -75,7 +75,7 @@ def run(app: FastAPI, listener: socket.socket, on_listening: Callable[[str], Non
         on_listening: told the URL.
     """
     gc.collect()
-    gc.freeze()  # the libraries' objects stay: collecting garbage among them would hold everybody up for half a second
+    gc.freeze()  # garbage collection of the libraries' objects would delay all requests by half a second
     on_listening(url_of(listener))
     Server(app).run([listener])
 

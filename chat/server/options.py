@@ -23,8 +23,8 @@ class ServerOptions:
         api_key: what clients must send as `Authorization: Bearer KEY`; None: nothing.
         allowed_hosts: names that a request's Host may have beside those of loopback, without port. None given: any with
             a key.
-        allowed_origins: of web pages that may ask, such as "https://example.com", and read the answer; "*": all. None
-            given: any may ask with a key, and none may read.
+        allowed_origins: of web pages that may send requests and read the responses, such as "https://example.com"; "*":
+            all. None given: any may send requests with a key, and none may read the responses.
         parse_special: special tokens may be written in messages, so that clients can write turns. In prompts of
             /v1/completions they always may.
         max_body_bytes: of a request's body.

@@ -78,7 +78,7 @@ class Replies:
     def _submit(self, prompt: int, choice: int) -> None:
         index, ask = self._index(prompt, choice), self.asks[prompt]
 
-        def hear(generation: Generation, text: str) -> None:  # in the thread that steps
+        def on_token(generation: Generation, text: str) -> None:  # in the thread that steps
             piece = Piece(index, text, generation, generation.is_finished, time.perf_counter())
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
@@ -87,7 +87,7 @@ class Replies:
             max_tokens=ask.max_tokens,
             stop=ask.stop,
             sampling=ask.samplings[choice],
-            on_token=hear,
+            on_token=on_token,
             owner=ask.owner,
         )
 

@@ -139,7 +139,7 @@ def _are_ids(value: object) -> bool:
 
 
 class StreamOptions(_Checked):
-    # Obfuscation hides how long pieces are from who sees the encrypted connection; this server does not encrypt.
+    # Obfuscation hides the lengths of pieces from observers of an encrypted connection; this server does not encrypt.
     neutral: ClassVar[Neutral] = {"include_obfuscation": (False, True)}
     include_usage: bool = False
 
@@ -222,7 +222,7 @@ class ChatRequest(_Request):
         "logprobs": (False,),
         "metadata": ({},),
         "modalities": (["text"],),
-        "parallel_tool_calls": (True, False),  # of no tools
+        "parallel_tool_calls": (True, False),  # there are no tools
         "prediction": (),
         "reasoning_effort": (),
         "response_format": ({"type": "text"},),

@@ -30,7 +30,7 @@ class Service:
 
     Args:
         tokenizer: the engine's.
-        model_id: the name that clients know the model by.
+        model_id: the name by which clients call the model.
     Attributes:
         is_open: it answers; not before `lifespan` has begun and not after `close`.
         context_tokens: a prompt and its reply may have together.
@@ -152,7 +152,7 @@ class Service:
         asked = read_request(CompletionRequest, body)
         self._check_model(asked.model)
         for prompt in asked.prompt:
-            if not isinstance(prompt, str):  # too many are refused before anybody looks at them
+            if not isinstance(prompt, str):  # too many tokens are refused before any text is encoded
                 self._reply_tokens(len(prompt), asked.max_tokens, param="prompt")
         return asked, [self._encode(texts.for_another_prompt(), prompt) for prompt in asked.prompt]
 
@@ -194,7 +194,7 @@ class Service:
         exchange.take_place()
         try:
             replies = Replies(self.engine, asks, self.metrics, exchange.started)
-        except CapacityError as error:  # not for now, but for good: to try again would not help
+        except CapacityError as error:  # permanent: to try again would not help
             raise ApiError(400, f"{error}.", code="context_length_exceeded") from None
         self._live.add(replies)
         exchange.at_end += [replies.cancel, lambda: self._live.discard(replies)]
@@ -229,5 +229,5 @@ class Service:
             if includes_usage:
                 yield as_event(style.usage(replies.usage()))
             yield DONE
-        except Exception as error:  # it is too late for a status
+        except Exception as error:  # the status has been sent already
             yield as_event(as_api_error(error).body)

@@ -2,7 +2,7 @@
 
 The tokenizers of transformers let other threads run while they work, so two threads are enough: one for short texts,
 and one in which long ones wait for each other. Each has a tokenizer of its own, since a tokenizer is not made for two
-threads. In each, who came first goes first, but for who brings more: so many bytes count as a second of waiting.
+threads. In each, the earliest text goes first, but a long one counts as later: by a second for so many bytes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Texts:
     """
 
     def __init__(self, tokenizer: Tokenizer, context_tokens: int, max_long: int) -> None:
-        # A tokenizer may change itself at its first call: now, while nobody else uses it.
+        # A tokenizer may change itself at its first call, which is made here, while no other thread uses it.
         tokenizer.encode("a", add_special_tokens=False)
         self.context_tokens = context_tokens
         self.longest_token_bytes = find_longest_token(tokenizer)
@@ -101,7 +101,7 @@ class _Lane:
             try:
                 await turn
             except asyncio.CancelledError:
-                if turn.done() and not turn.cancelled():  # it was cancelled in its turn
+                if turn.done() and not turn.cancelled():  # cancelled although its turn has come: the next one gets it
                     self._hand_over()
                 raise
         self._is_busy = True

@@ -22,10 +22,10 @@ _WANTED = "give a list of messages such as {'role': 'user', 'content': 'Hello'},
 
 Encode = Callable[[str], list[int]]
 
-_LEAST_MARK_TOKENS = 16
-"""A checkpoint nearer than this behind another one saves less than it costs: a step of the model ends at each."""
-_MOST_MARKS = 8
-"""Checkpoints that one call asks for at most, where the latest user messages begin: an edit goes back there."""
+_LEAST_CHECKPOINT_TOKENS = 16
+"""A checkpoint nearer than this to the one before saves less than it costs: a step of the model ends at each."""
+_MOST_CHECKPOINTS = 8
+"""Checkpoints that one call makes at most, where the latest user messages begin: an edit returns there."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +33,9 @@ class Utterance:
     """Holds a message.
 
     Attributes:
-        role: "system", "user" or "assistant", as far as the chat template knows them.
+        role: "system", "user" or "assistant", as far as the chat template has them.
         content: its text.
-        token_ids: of a reply: what the model chose, without the token that ended it. Empty: nobody chose, it was given
-            as text.
+        token_ids: of a reply: what the model chose, without the token that ended it. Empty: it was given as text.
     Raises:
         BatchError: a role or a content that is no string.
     """
@@ -98,8 +97,8 @@ class Rendering:
 
     Attributes:
         token_ids: of all of it.
-        spans: where each message's content stands in the text; None where the template left it out, or so changed that
-            nobody can tell.
+        spans: where each message's content stands in the text; None where the template left it out, or changed it so
+            that its place is not certain.
     """
 
     token_ids: list[int]
@@ -127,8 +126,8 @@ def encode_history(
     Args:
         parse_special: special tokens may be written in messages. Otherwise they are text, as everything that people
             say.
-    Raises FormatError: no template, or it refuses the messages, or so changes one that holds a special token that
-    nobody can tell.
+    Raises FormatError: no template, or it refuses the messages, or it so changes one that holds a special token that
+    its own special tokens cannot be told from that one.
     Cost: the template twice, the tokenizer once.
     """
     dicts = [_as_dict(m) for m in messages]
@@ -181,18 +180,18 @@ def choose_marks(prompt: Rendering, messages: Iterable[Utterance], n_kept: int) 
 
     Where replies begin, the engine leaves a checkpoint anyway.
     """
-    marks: list[int] = []
+    positions: list[int] = []
     users = [
         span
         for span, message in zip(prompt.spans, messages, strict=True)
         if message.role == "user" and span is not None
     ]
-    for start, _ in reversed(users[-_MOST_MARKS:]):
-        mark = prompt.position(start) - n_kept
-        if mark < _LEAST_MARK_TOKENS:
+    for start, _ in reversed(users[-_MOST_CHECKPOINTS:]):
+        position = prompt.position(start) - n_kept
+        if position < _LEAST_CHECKPOINT_TOKENS:
             break
-        marks.append(mark)
-    return marks[::-1]
+        positions.append(position)
+    return positions[::-1]
 
 
 def count_old(prompt: Rendering, n_heard: int) -> int:

@@ -19,7 +19,7 @@ class Start:
     Attributes:
         sequence: holds the first `n_kept` tokens of the list; feed it the others, one at least.
         n_known: leading tokens that were seen before, by the sequence or by the prefix cache. Those that are not kept
-            must be computed again: no state was kept that near.
+            must be computed again: the nearest state that was kept lies before them.
     """
 
     sequence: Sequence

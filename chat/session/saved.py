@@ -66,7 +66,7 @@ def write_session(folder: Path, saved: SavedSession, memory: HybridMemory, live:
 def _remove_others(folder: Path) -> None:
     """Remove the files of sessions that were saved there before, and those of a process killed while saving.
 
-    Files are listed before anybody is asked who is writing, and the session is read last: what another process has just
+    Files are listed before other writers are looked for, and the session is read last: what another process has just
     written stays.
     """
     found = [path for path in folder.iterdir() if _MEMORY_FILE.fullmatch(path.name)]

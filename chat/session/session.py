@@ -1,4 +1,4 @@
-"""A chat with one model, in which everything said can be taken back: say, regenerate, edit, undo, branch, save.
+"""Keeps a chat with one model, in which everything said can be taken back: say, regenerate, edit, undo, branch, save.
 
 Every call works the same way. The history is rendered by the chat template as a whole, tokenised, and compared, token
 by token, with what the memory holds. What both have in common is kept, by rollback or from a checkpoint; the rest is
@@ -40,8 +40,8 @@ OnText = Callable[[str], None]
 class ChatSession:
     """Holds one conversation. Its messages are what counts; the live sequence only saves computing them again.
 
-    A call that fails leaves the messages as they were. Checkpoints that edits and regenerations return to are the
-    prefix cache's, if the engine has one; without, they return as far as the rollback window reaches, or to the
+    A call that fails leaves the messages as they were. Edits and regenerations return to
+    checkpoints of the prefix cache, if the engine has one; without, as far as the rollback window reaches, or to the
     beginning.
 
     Calls wait for their reply and step the engine meanwhile, so other requests go on too. A session is used by one
@@ -49,12 +49,12 @@ class ChatSession:
 
     Args:
         engine: with a tokenizer.
-        system: the first message, if the template knows such a role.
+        system: the first message, if the template has such a role.
         messages: a history to begin with, oldest first: each an `Utterance`, or {"role": "user", "content": "Hello"} as
             OpenAI's clients write it.
         max_tokens, sampling, stop: of replies, as `Engine.submit` takes them, unless a call says otherwise.
-        parse_special: special tokens may be written in messages. Otherwise they are text there, and nobody can forge a
-            turn.
+        parse_special: special tokens may be written in messages. Otherwise they are text there, and no message can
+            forge a turn.
         owner: of what the prefix cache keeps of it: sessions of other owners find nothing of that. See `PrefixCache`.
     Raises:
         SpecError: no engine. BatchError: arguments that make no chat. FormatError: no tokenizer, no chat template, or
@@ -92,8 +92,8 @@ class ChatSession:
         self._is_closed = False
         self._answering = Lease()
         self._generation: Generation | None = None  # of the latest reply
-        self._on_text: OnText | None = None  # of the reply that is coming
-        self._encode([*self._messages, Utterance("user", "?")])  # refuses now what could never be said
+        self._on_text: OnText | None = None  # of the reply in progress
+        self._encode([*self._messages, Utterance("user", "?")])  # refuses now a template that could never be used
 
     # Talking
 
@@ -105,7 +105,7 @@ class ChatSession:
     def sequence(self) -> Sequence | None:
         """Return the live sequence, to be looked at: its tokens are what the memory holds of this session, or None.
 
-        Who closes it loses nothing but time: the next call computes the history again.
+        Closing it costs nothing but time: the next call computes the history again.
         """
         return None if self._live is None or self._live.closed else self._live
 
@@ -122,7 +122,7 @@ class ChatSession:
             Whatever the model or `on_text` raises. The messages are as they were then.
         """
         new = [Utterance("user", _checked(text))]
-        messages, turn = self._answer(NEW, len(self._messages), new, max_tokens, sampling, on_text)
+        messages, turn = self._reply_to(NEW, len(self._messages), new, max_tokens, sampling, on_text)
         with uninterrupted_call() as _until_return:
             self._keep(messages)
             return turn
@@ -141,7 +141,7 @@ class ChatSession:
                 f"message {index!r} is none of the user's; edit one of {', '.join(map(str, users)) or 'those to come'}"
             )
         new = [Utterance("user", _checked(text))]
-        messages, turn = self._answer(EDITED, index, new, max_tokens, sampling, on_text)
+        messages, turn = self._reply_to(EDITED, index, new, max_tokens, sampling, on_text)
         with uninterrupted_call() as _until_return:
             self._keep(messages)
             return turn
@@ -151,7 +151,7 @@ class ChatSession:
     ) -> Turn:  # fmt: skip
         """Replace the last reply. Greedy sampling, or the same seed, gives the same again. Raises as `say`."""
         self._check_exchange("regenerate")
-        messages, turn = self._answer(NEW, len(self._messages) - 1, [], max_tokens, sampling, on_text)
+        messages, turn = self._reply_to(NEW, len(self._messages) - 1, [], max_tokens, sampling, on_text)
         with uninterrupted_call() as _until_return:
             self._keep(messages)
             return turn
@@ -205,7 +205,7 @@ class ChatSession:
                     other._live = self.engine.memory.fork(self._live)
                 return other
 
-    # Waiting, staying, ending
+    # Swap, files, end
 
     def sleep(self) -> None:
         """Swap the session's memory out, to host memory or files; the next call swaps it in.
@@ -295,9 +295,9 @@ class ChatSession:
         state = "closed" if self._is_closed else "nothing computed yet" if live is None else repr(live)
         return f"<ChatSession of {len(self._messages)} messages: {state}>"
 
-    # How
+    # Replies
 
-    def _answer(
+    def _reply_to(
         self, why: str, n_kept: int, new: list[Utterance], max_tokens: int | None, sampling: Sampling | None,
         on_text: OnText | None
     ) -> tuple[tuple[Utterance, ...], Turn]:  # fmt: skip
@@ -365,7 +365,7 @@ class ChatSession:
             self._on_text(piece)
 
     def _read_reply(self, generation: Generation) -> Utterance:
-        """The reply as a message.
+        """Return the reply as a message.
         Where a stop string cut it in the middle of a token, the tokens are not those of the text, and a tokenizer will
         have to find others."""
         if generation.stopped_by is not None:
@@ -380,9 +380,9 @@ class ChatSession:
             raise SequenceError("this session is closed; resume a saved one or begin another")
         if self._answering.is_taken:
             raise StepError("this session is in the middle of a reply; wait until it is complete")
-        self._stop()  # a Ctrl-C may have come in the way of it
+        self._stop()  # a Ctrl-C may have kept an earlier call from it
         if self._live is not None and self._live.closed:
-            self._live = None  # somebody has closed it, so what it held is computed again
+            self._live = None  # closed from outside: its tokens are computed again
 
     def _check_exchange(self, what: str) -> None:
         self._check_free()

@@ -65,10 +65,10 @@ def fill(
 ) -> list[Filled]:
     """Fill templates, all at once.
 
-    What several begin with is computed once, wherever they part; what the prefix cache knows is not computed at all.
+    What several begin with is computed once, wherever they part; what the prefix cache has is not computed at all.
     From there on each token of a text or a given value is fed once, however many holes follow. Only the last token
-    before a hole may be fed again, for its
-    output: where no text stands between two holes, and where two templates are the same up to a hole.
+    before a hole may be fed again, for its output: where no text stands between two holes, and where two templates are
+    the same up to a hole.
 
     Args:
         templates: one for all values, or as many as there are.
@@ -147,7 +147,7 @@ class _Job:
         self._template = template
         self._at = 0
         self.advance()
-        lead = self.tokenizer.encode("")  # what stands in front of any text
+        lead = self.tokenizer.encode("")  # tokens that begin any text
         if self.tokens[: len(lead)] != lead:  # else the template begins with it already
             self.tokens = [*lead, *self.tokens]
         if self.hole is not None and not self.tokens:
@@ -212,7 +212,7 @@ class _Filler:
                 if not sequence.closed:
                     self.engine.memory.close(sequence)
 
-    # What several begin with
+    # Common prefixes
 
     def share(self) -> None:
         """Feed common prefixes once, and give each job a fork, level by level of the tree of their tokens."""

@@ -21,7 +21,7 @@ class Turn:
     Attributes:
         text: the reply.
         token_ids: as they were chosen, the one that ended the reply included.
-        finish_reason: "stop" or "length"; "cancelled" if somebody ended it from outside.
+        finish_reason: "stop" or "length"; "cancelled" if it was ended from outside.
         n_prompt: of the whole history, with the opening of the reply.
         n_reused: leading ones of these that the memory held already.
         computed: why -> those that the model had to compute; `n_prompt - n_reused` in all.

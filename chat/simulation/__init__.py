@@ -1,1 +1,1 @@
-"""Simulated users: workloads, recorded dialogues, reports."""
+"""Simulates users: workloads, recorded dialogues, reports."""

@@ -28,8 +28,8 @@ class Answer:
 
     Attributes:
         family, index: whose event asked it, and which one.
-        foreign: values in the answer that others had told by then, and nobody in this conversation.
-        alone: what the model said when it was served alone, if somebody has looked.
+        foreign: values in the answer that only other conversations had told by then.
+        alone: what the model said when it served this user alone; None if that was not tried.
     """
 
     user: str
@@ -52,7 +52,7 @@ class Answer:
 
     @property
     def is_leak(self) -> bool:
-        """True if it names what only others told, and the model served alone did not say so: it was no guess."""
+        """True if it names what only others told, and the model did not say so to this user alone: it was no guess."""
         return bool(self.foreign) and self.answer != self.alone
 
 
@@ -125,7 +125,7 @@ class Tally:
 
     Attributes:
         reused, recomputed: (action, way or reason) -> tokens that the memory had, and that were computed again.
-        swaps: why somebody was swapped out -> times; "given up" where there was no room for that.
+        swaps: why a user was swapped out -> times; "given up" where there was no room for that.
         failed: the text of an error -> replies that ended with it.
         regenerated: whether the words were the same again -> replies.
         first_steps, gap_steps, first_seconds, gap_seconds: until the first token of a reply, and between two, for each.

@@ -93,7 +93,7 @@ class Simulation:
         words = Words(setup.tokenizer, setup.spec.vocab_size, self.engine.stop_ids, setup.seed, is_dry=setup.is_dry)
         self.latest: deque[tuple[str, str, str]] = deque(maxlen=8)
         self.n_users = self.n_paused = 0
-        self.seconds = 0.0  # on the clock that the users live by
+        self.seconds = 0.0  # on the clock of the simulated users
         self.n_families = 0
         self._words = words
         self._room = Room(self.engine, self.memory, words, self.tally, max_tokens=setup.max_tokens, script=self._script)
@@ -281,7 +281,7 @@ class Simulation:
         tally, doing = self.tally, user.doing
         tally.reused[doing, "prefix cache"] += reused
         tally.recomputed[doing, "seen before, but no state kept there"] += max(0, matched - reused)
-        if doing != "say" or user.said[-1].start:  # else it is an opening, which somebody has to compute first
+        if doing != "say" or user.said[-1].start:  # else it is an opening, which its first user has to compute
             tally.recomputed[doing, "not in the prefix cache"] += max(0, user.n_known - max(matched, reused))
         user.n_known = 0
 

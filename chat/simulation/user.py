@@ -137,7 +137,7 @@ class Room:
 
     def pause(self, user: SimulatedUser) -> None:
         user.is_paused = True
-        if self._send_away(user):
+        if self._swap_out(user):
             self.tally.swaps["paused"] += 1
 
     def leave(self, user: SimulatedUser) -> None:
@@ -160,7 +160,7 @@ class Room:
             user.n_known = 0
             self.tally.reused[user.doing, way] += start
             marks = []
-        else:  # the prefix cache has a say: how much it knew is counted when the reply is complete
+        else:  # how much of it the prefix cache had is counted when the reply is complete
             user.n_known = start or user.n_opening
             ids, marks = [*user.tokens, *ids], [user.n_known] if user.n_known else []
         generation = self.engine.submit(
@@ -208,7 +208,7 @@ class Room:
 
     # Room
 
-    def _send_away(self, user: SimulatedUser) -> bool:
+    def _swap_out(self, user: SimulatedUser) -> bool:
         """Swap a silent user out; if there is no room for that either, close the sequence."""
         self.here.pop(user, None)
         if user.sequence is None or user.sequence.is_swapped:
@@ -227,7 +227,7 @@ class Room:
         has_moved = False
         while self.here and self.memory.free_bytes < wanted:
             has_moved = True
-            self.tally.swaps["silent"] += self._send_away(next(iter(self.here)))
+            self.tally.swaps["silent"] += self._swap_out(next(iter(self.here)))
         for sequence in self.engine.waiting_sequences() if self.memory.free_bytes < wanted else ():
             try:
                 self.memory.swap_out(sequence)

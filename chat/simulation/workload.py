@@ -141,7 +141,7 @@ def make_workload(habits: Habits, seed: int = 0) -> MadeWorkload:
 
 
 def _make_openings(habits: Habits, rng: random.Random) -> list[tuple[tuple[str, str], ...]]:
-    """Make short dialogues of small talk: the embedded model was trained on those, and knows no system role."""
+    """Make short dialogues of small talk: the embedded model was trained on those, and has no system role."""
     if habits.system is not None:
         return [(("system", habits.system),)]
     openings = []
