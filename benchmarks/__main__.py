@@ -1,4 +1,4 @@
-"""`python -m benchmarks COMMAND`: what is promised about speed and memory, measured, never asserted.
+"""Measures what is promised about speed and memory: `python -m benchmarks COMMAND`.
 
 Each command first runs the tests of what it measures; if one fails, no figure is printed. Then it measures ours and the
 peer in one process, one after the other in each round, with the same weights, dtype and threads, and prints tables;
@@ -59,20 +59,22 @@ def _run(
 
 @app.command()
 def decode(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """A step of one token a sequence: against transformers, the step without mixers, a window of 0; and
-    how it grows."""
+    """Measure decode steps: against transformers, against a step without mixers, and with a window of 0.
+
+    Also measures how their time grows with the context and with the number of sequences.
+    """
     plot = None if out is None else out / "decode.png"
     _run(speed.decode, MODEL_TESTS, quick, out, threads, models=_known(model, quick=quick), plot=plot)
 
 
 @app.command()
 def prefill(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Prompts, one long and many short, against transformers."""
+    """Measure the prefill of one long and of many short prompts, against transformers."""
     _run(speed.prefill, MODEL_TESTS, quick, out, threads, models=_known(model, quick=quick))
 
 
 def _known(models: list[str] | None, *, quick: bool) -> list[str]:
-    """The models asked for, or all; in a quick run one with attention and one without."""
+    """Return the models that were named, or all; a quick run takes one with attention and one without."""
     if unknown := set(models or ()) - set(MODELS):
         raise typer.BadParameter(f"{', '.join(sorted(unknown))}: the models are {', '.join(MODELS)}")
     return models or list(MODELS[:2] if quick else MODELS)
@@ -80,14 +82,15 @@ def _known(models: list[str] | None, *, quick: bool) -> list[str]:
 
 @app.command(name="kernels")
 def kernels_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Bytes a second of each decode kernel, beside torch's copy."""
+    """Measure how many bytes a second each decode kernel moves, beside torch's copy."""
     _run(kernels.kernels, ("tests/unit/test_kernels.py",), quick, out, threads)
 
 
 @app.command()
 def gpu(quick: Quick = False, out: Out = None) -> None:
-    """On an NVIDIA GPU: attention over pages and recurrent states, beside torch's copy; pages in host memory, beside
-    swapping.
+    """Measure the kernels and whole decode steps on an NVIDIA GPU, beside torch's copy and other libraries.
+
+    Pages in host memory are compared with swapping.
     """
     gpu_kernels.require_gpu()
     tests = (
@@ -106,8 +109,9 @@ def tune(
     quick: Quick = False,
     out: Out = None,
 ) -> None:
-    """On an NVIDIA GPU: tile sizes, warps and stages of the kernels, measured, for the user's cache; under eight
-    minutes.
+    """Choose tile sizes, warps and stages of the kernels for this NVIDIA GPU, by measuring them.
+
+    Writes them into the user's cache. Takes less than eight minutes.
     """
     gpu_kernels.require_gpu()
     # each result is compared with the default's before it is timed
@@ -116,53 +120,56 @@ def tune(
 
 @app.command()
 def bookkeeping(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Steps, open and close without a model."""
+    """Measure steps, open and close without a model."""
     _run(books.bookkeeping, BOOK_TESTS, quick, out, threads)
 
 
 @app.command()
 def memory(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Bytes of sequences by kind, and of the weights."""
+    """Measure the bytes of sequences by kind, and those of the weights."""
     _run(books.memory_bytes, BOOK_TESTS, quick, out, threads)
 
 
 @app.command()
 def rollback(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Rollback, fork, checkpoint, reorder and abort, against k, layers and context."""
+    """Measure rollback, fork, checkpoint, reorder and abort, against k, layers and context."""
     _run(books.rollback, BOOK_TESTS, quick, out, threads)
 
 
 @app.command(name="prefixes")
 def prefixes_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Lookups in a tree of prefixes, the share of tokens reused on a known workload, and swapping."""
+    """Measure lookups in a radix tree, the share of tokens reused on a known workload, and swapping."""
     _run(prefixes.prefixes, ("tests/unit/test_prefix.py", "tests/unit/test_archive.py"), quick, out, threads)
 
 
 @app.command(name="states")
 def states_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Recurrent states: bytes of a rollback window, drift of 16-bit ones, and writing them late."""
+    """Measure recurrent states: bytes of a rollback window, drift of 16-bit states, and deferred writes."""
     _run(states.states, ("tests/benchmarks/test_deferred.py", *BOOK_TESTS), quick, out, threads)
 
 
 @app.command()
 def sparse(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Attention that keeps, or reads, a budget of rows: answers of the embedded model, and the time of
-    a decode step."""
+    """Measure attention that keeps, or reads, only a budget of rows: quality and time.
+
+    Quality is the share of right answers of the embedded model; time is that of a decode step.
+    """
     tests = ("tests/unit/test_eviction.py", "tests/unit/test_page_selection.py")
     _run(sparse_attention.sparse, tests, quick, out, threads, plot=None if out is None else out / "sparse.png")
 
 
 @app.command()
 def speculative(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Drafts: prompt lookup on repetitive text against plain decoding, steps by length and quality of drafts, and
-    bytes.
+    """Measure speculative decoding: prompt lookup on repetitive text, against plain decoding.
+
+    Also measures steps by length and quality of the drafts, and bytes.
     """
     _run(speculative_decoding.speculative, ("tests/chat/test_speculative.py",), quick, out, threads)
 
 
 @app.command()
 def parity(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Logits of every architecture against transformers'."""
+    """Compare the logits of every architecture with those of transformers."""
     _run(architectures.parity, (), quick, out, threads)
 
 
@@ -174,8 +181,9 @@ def table_() -> None:
 
 @app.command(name="all")
 def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """All but `gpu` and `tune`, each command in a process of its own: what another has left of the heap changes a
-    peer's time by half.
+    """Run all commands but `gpu` and `tune`, each in a process of its own.
+
+    In one process, the heap that one command leaves behind changes a peer's time by half.
     """
     options = [
         *(["--quick"] if quick else []),

@@ -1,5 +1,6 @@
-"""The architectures that load, as a table for the docs: what each remembers, in bytes, and how close its logits are to
-the peer's.
+"""Makes the documentation's table of the architectures that load.
+
+It shows what each remembers, in bytes, and how close its logits are to those of transformers.
 """
 
 from __future__ import annotations
@@ -53,12 +54,13 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "ssm_state_size": 128,
     },
 }  # fmt: skip
-"""Where the defaults of transformers' config are not a published model's: the fields that make it one, nearly."""
+"""Fields of configs in which transformers' defaults differ from the published model."""
 
 
 def published_config(architecture: str) -> PreTrainedConfig:
-    """The config of a model of this architecture as it was published, nearly: transformers' defaults are one, with few
-    exceptions.
+    """Return the config of a model of this architecture, nearly as it was published.
+
+    Transformers' defaults are such a config, with the few exceptions in `PUBLISHED`.
     """
     config_class = (
         RWKV7Config if architecture == "RWKV7ForCausalLM" else getattr(transformers, architecture).config_class
@@ -68,8 +70,11 @@ def published_config(architecture: str) -> PreTrainedConfig:
 
 
 def parity(*, quick: bool) -> Report:
-    """The largest difference of a logit on random checkpoints, their logits' std at least 1, float32."""
-    from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint  # the checkpoints of the tests
+    """Measure the largest difference of a logit from transformers', on random checkpoints in float32.
+
+    The standard deviation of their logits is at least 1.
+    """
+    from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 
     report = Report("parity")
     tokens, n_prompt = draw_tokens(40), 24
@@ -93,13 +98,13 @@ def parity(*, quick: bool) -> Report:
 
 
 def table() -> str:
-    """Markdown, a row for each architecture in the registry."""
+    """Return the table in Markdown, with a row for each architecture in the registry."""
     measured = json.loads(PARITY.read_text())["tables"]["parity"]
     lines = [
         f"| architecture | layers that remember | K/V a token | states | tails, {WINDOW} tokens | parity |",
         "|---|---|---|---|---|---|",
     ]
-    # others load the same classes
+    # names with other endings load the same classes
     for architecture in sorted(name for name in ARCHITECTURES if name.endswith("ForCausalLM")):
         spec = plan_memory(published_config(architecture), architecture, dtype="bfloat16")
         kinds = Counter(_kind(memory) for layer in spec.layers for memory in layer)
@@ -119,12 +124,12 @@ _BEGIN, _END = "<!-- architectures: python -m benchmarks table -->\n", "<!-- end
 
 
 def table_in_docs() -> str:
-    """What stands between the marks."""
+    """Return the table that is in the documentation now."""
     return PAGE.read_text().partition(_BEGIN)[2].partition(_END)[0].strip()
 
 
 def write_table() -> None:
-    """Put the table between the marks."""
+    """Replace the table in the documentation by a new one."""
     before, begin, rest = PAGE.read_text().partition(_BEGIN)
     _, end, after = rest.partition(_END)
     PAGE.write_text(f"{before}{begin}\n{table()}\n\n{end}{after}")
@@ -138,7 +143,7 @@ def _kind(memory: object) -> str:
 
 
 def _size(n_bytes: int) -> str:
-    """Three digits, in binary units."""
+    """Return a size with three digits, in binary units."""
     for unit, size in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if n_bytes >= size:
             return f"{n_bytes / size:.3g} {unit}"

@@ -1,4 +1,7 @@
-"""What bookkeeping costs, on dry memories: no tensor is touched, so nothing else is timed. And where the bytes are."""
+"""Measures what bookkeeping costs, on dry memories, and which bytes a sequence holds.
+
+A dry memory touches no tensor, so nothing but bookkeeping is timed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,7 @@ PEERS = (
 
 
 def make_memory(n_layers: int) -> HybridMemory:
-    """A quarter of the layers are attention, the others Mamba-1."""
+    """Return a dry memory of a model with attention in a quarter of its layers and Mamba-1 in the others."""
     attention, mamba = AttentionSpec(12, 4, 64), mamba1_spec(1536, 16, 4)
     layers = tuple((attention if i % 4 == 2 else mamba,) for i in range(n_layers))
     spec = MemorySpec(layers, 32000, device=torch.device("meta"))
@@ -31,7 +34,10 @@ def make_memory(n_layers: int) -> HybridMemory:
 
 
 def bookkeeping(*, quick: bool) -> Report:
-    """Microseconds a sequence: a decode step made, entered and committed; open + close, empty and after a prompt."""
+    """Measure microseconds per sequence of a decode step, and of open and close.
+
+    A decode step is made, entered and committed. Sequences are closed empty and after a prompt.
+    """
     report = Report("bookkeeping")
     report.notes.append(PEERS)
     for n_layers in (12,) if quick else (12, 48):
@@ -80,8 +86,9 @@ def _close_us(memory: HybridMemory, n: int, n_repeats: int) -> float:
 
 
 def rollback(*, quick: bool) -> Report:
-    """Rollback by k tokens, fork, abort, checkpoint and reorder: bookkeeping against k, layers and context; then beside
-    a decode step.
+    """Measure rollback by k tokens, fork, abort, checkpoint and reorder, against k, layers and context.
+
+    Bookkeeping is timed alone first, then beside a decode step.
     """
     report = Report("rollback")
     for n_layers in (4, 12, 48):
@@ -107,7 +114,10 @@ def rollback(*, quick: bool) -> Report:
 def _going_back_us(
     memory: HybridMemory, base: Sequence, k: int, n_repeats: int, model: Callable[..., object] | None = None
 ) -> dict[str, float]:
-    """Medians. Before each timing a fresh fork of `base` goes on by k tokens."""
+    """Return medians in microseconds.
+
+    Before each timing a fresh fork of `base` goes on by k tokens.
+    """
     made: list[Sequence] = []
 
     def prepare() -> Sequence:
@@ -129,7 +139,7 @@ def _going_back_us(
         return median(samples)
 
     def abort_us() -> float:
-        """From an exception inside of the step until it is out."""
+        """Return the microseconds from an exception inside of a step until it has left the step."""
         samples = []
         for _ in range(n_repeats):
             step = memory.step({prepare(): [1]})
@@ -153,7 +163,7 @@ def _going_back_us(
 
 
 def memory_bytes(*, quick: bool) -> Report:
-    """Bytes a sequence holds by kind, as the arena counts them, and the weights as they are kept."""
+    """Measure the bytes that a sequence holds by kind, as the arena counts them, and the bytes of the weights."""
     report = Report("memory")
     for name in MODELS[:2] if quick else MODELS:
         with both_models(name) as (model, peer):

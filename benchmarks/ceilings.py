@@ -1,4 +1,4 @@
-"""What the machine can do at most, measured in the same run."""
+"""Measures the most that the machine can do, in the same run as what is compared with it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from models.layers.linear import Linear
 
 
 def copy_gbytes_a_second(n_bytes: int = 256 << 20) -> float:
-    """Bandwidth of torch's copy: bytes read and bytes written, per second, in 10**9."""
-    source = torch.ones(n_bytes // 4)  # zeros that nobody wrote would be one page, read again and again
+    """Return the bandwidth of torch's copy: bytes read and bytes written per second, in 10**9."""
+    source = torch.ones(n_bytes // 4)  # ones: unwritten zeros are all one page, which stays in a cache
     target = torch.ones_like(source)
     copied = interleave({"copy": lambda: target.copy_(source)}, 9, n_warm_up=2)["copy"]
     return 2 * n_bytes / copied.median_ms / 1e6
 
 
 def report_ceilings(report: Report, *, quick: bool) -> None:
-    """Copy bandwidth, and the speed of a matrix product with plain and with packed weights."""
+    """Measure the copy bandwidth, and the speed of a matrix product with plain and with packed weights."""
     report.add(
         "ceilings",
         {"what": "torch copy of 256 MiB", "rows": 0, "figure": copy_gbytes_a_second(), "unit": "GB/s read + written"},

@@ -1,10 +1,10 @@
-"""Decoding from body and tail without writing the state, for comparison: what eager writes are measured against.
+"""Measures decoding from body and tail without writing the state, against writing it at each step.
 
 A matrix-valued state after L tokens is S_L = S_0 diag(w_1 ... w_L) + sum of u_j (w_{j+1} ... w_L) k_j^T, where u_j is
-what token j
-wrote: dt x for SSD, beta (v - S k) for the delta rule. So y = S_L q needs S_0 once, to be read only, and the L rows
-(u_j, k_j) since (ReplaySSM, Dao AI Lab 2026). That the rows are here as they are written, convolved and scaled,
-flatters this side: a tail holds raw inputs, which would have to be convolved again at each step, or a second ring.
+what token j wrote: dt x for SSD, beta (v - S k) for the delta rule. So y = S_L q needs S_0 once, to be read only, and
+the L rows (u_j, k_j) since (ReplaySSM, Dao AI Lab 2026). Here these rows are stored as they are written, convolved and
+scaled, which favours deferred writing: a tail holds raw inputs, which would have to be convolved again at each step, or
+kept in a second ring.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ N_BYTES = 300 << 20
 
 
 def deferred(report: Report, *, quick: bool) -> None:
-    """One decode step of one layer, eager and deferred, with the rows of half a window, of one, and of two since the
-    last write.
+    """Measure one decode step of one layer, with the state written at each step and deferred.
+
+    The rows since the last write are half a window, one window, and two.
     """
     for name, shape in SHAPES.items():
         for n_sequences in (8,) if quick else (1, 8, 32):
@@ -45,7 +46,7 @@ def deferred(report: Report, *, quick: bool) -> None:
 
 
 class Work:
-    """A decode step on the states of many layers in turn, both ways, from the same numbers."""
+    """Runs a decode step on the states of many layers in turn, both ways, from the same numbers."""
 
     def __init__(
         self, n_sequences: int, n_rows: int, n_heads: int, n_groups: int, value_dim: int, key_dim: int, erases: bool
@@ -83,7 +84,7 @@ class Work:
         offsets = self.offsets[self._turn % self.n_layers]
         self._turn += 1
         y = torch.empty_like(self.v)
-        # What is left of token j's write after all later tokens, this one's decay included; and of the state.
+        # The share of token j's write that is left after all later tokens, this one's decay included; and of the state.
         left = (self.old_log_decay.flip(1).cumsum(1).flip(1) - self.old_log_decay + self.log_decay[:, None]).exp()
         body = (self.old_log_decay.sum(1) + self.log_decay).exp()
         heads = self.shape[0] // self.k.shape[1]

@@ -1,4 +1,4 @@
-"""The kernels on a GPU, beside what a copy moves there, and whole steps."""
+"""Measures the kernels and whole steps on a GPU, beside torch's copy and other libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from benchmarks.harness import Report
 
 
 def gpu(*, quick: bool) -> Report:
-    from benchmarks.gpu_attention import gpu_attention  # triton is there only where a GPU is, or for tests
+    from benchmarks.gpu_attention import gpu_attention  # triton is installed only with a GPU, or for tests
     from benchmarks.gpu_host import gpu_host
     from benchmarks.gpu_prompts import gpu_prompts
     from benchmarks.gpu_states import gpu_states
@@ -35,7 +35,7 @@ def gpu(*, quick: bool) -> Report:
 
 
 def require_gpu() -> None:
-    """Say what is missing and leave, where there is no CUDA device."""
+    """Exit with a message if there is no CUDA device."""
     if not torch.cuda.is_available():
         typer.echo(
             f"this benchmark needs an NVIDIA GPU; torch {torch.__version__} sees none, so nothing is measured", err=True

@@ -1,7 +1,7 @@
-"""Attention over pages on a GPU: decode steps at a long context and drafts that are verified, beside what a copy moves.
+"""Measures attention over pages on a GPU: decode steps at a long context, and drafts that are verified.
 
-Keys and values of many layers are met in turn, so that none is in a cache when its turn comes; all layers are one CUDA
-graph, so that the host does not count.
+Each is compared with torch's copy. The layers work on keys and values of their own, one layer after the other, so that
+none is in a cache when its turn comes; all layers are one CUDA graph, so that the host's time does not count.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from memory.kernels import FoldedRows, PagedBatch, Scoring, cuda
 from memory.quantization import Storage
 
 N_BYTES = 2 << 30
-"""Keys and values met in turn, at least: far more than the last-level cache of a GPU holds (60 MB on an H200)."""
+"""Bytes of all keys and values, at least: far more than the last-level cache of a GPU holds (60 MB on an H200)."""
 CONTEXT, PAGE_TOKENS, N_DRAFTS = 8192, 16, 4
 
 
 class Heads(NamedTuple):
-    """An attention's sizes. Where `is_latent`, the keys are the values too."""
+    """Holds the sizes of an attention. With `is_latent`, the keys are the values too."""
 
     name: str
     n_heads: int
@@ -35,7 +35,7 @@ class Heads(NamedTuple):
 
     @property
     def row_bytes(self) -> int:
-        """Of a token's keys and values in bfloat16."""
+        """Return the bytes of one token's keys and values in bfloat16."""
         return 2 * self.n_kv_heads * self.head_dim * (1 if self.is_latent else 2)
 
 
@@ -47,7 +47,7 @@ HEADS = (
 
 
 def gpu_attention(report: Report, *, quick: bool) -> None:
-    """Needs a CUDA device."""
+    """Measure attention in decode steps and in the verification of drafts. Needs a CUDA device."""
     copy = copy_gbytes_a_second()
     for heads in HEADS[:1] if quick else HEADS:
         for n_sequences in (1, 128) if quick else (1, 32, 128, 256):
@@ -59,7 +59,7 @@ def gpu_attention(report: Report, *, quick: bool) -> None:
 
 
 def row(heads: Heads, n_sequences: int, decode_ms: float, verify_ms: float, copy: float) -> Row:
-    """Of the table.
+    """Return a row of the table.
 
     Args:
         decode_ms, verify_ms: one layer of a step, of one token a sequence and of one more than the drafts.
@@ -74,7 +74,7 @@ def row(heads: Heads, n_sequences: int, decode_ms: float, verify_ms: float, copy
 
 
 def _milliseconds(heads: Heads, n_sequences: int, n_new: int, n_rounds: int) -> float:
-    """Of one layer."""
+    """Return the median milliseconds of one layer."""
     run, n_layers = make_layers(heads, n_sequences, n_new)
     return time_graph(run, n_rounds).median_ms / n_layers
 
@@ -88,7 +88,9 @@ def make_layers(
     n_bytes: int = N_BYTES,
     storage: Storage | None = None,
 ) -> tuple[Callable[[], Tensor], int]:
-    """A step through many layers, which returns what the last one does, and how many there are.
+    """Return a function that runs a step through many layers, and the number of layers.
+
+    The function returns the output of the last layer.
 
     Args:
         context: rows of each sequence, the `n_new` of the step included.
@@ -117,7 +119,7 @@ def make_layers(
 
 
 def _folded(heads: Heads, storage: Storage, n_layers: int, n_sequences: int, n_rows: int) -> list[FoldedRows]:
-    """Of each layer. Codes are the bytes of small numbers, as scales are."""
+    """Return quantised rows for each layer. Codes are the bytes of small numbers, as scales are."""
     shapes = [
         shape
         for by_channel in (True, False)

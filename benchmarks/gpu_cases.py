@@ -1,5 +1,6 @@
-"""What `python -m benchmarks tune` chooses for: layers of Jamba, Granite 4 and Bamba, Qwen3.5 and DeepSeek, in
-bfloat16.
+"""Makes the cases for which `python -m benchmarks tune` chooses.
+
+They are layers of Jamba, Granite 4 and Bamba, Qwen3.5 and DeepSeek, in bfloat16.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from memory.kernels import PageChoice, StateSlots, cuda
 from memory.quantization import Quantized
 
 DENSE, WIDE, LATENT = HEADS
-"""Of Jamba, Granite 4 and Bamba; of Qwen3.5; of DeepSeek."""
+"""Attention of Jamba, Granite 4 and Bamba; of Qwen3.5; of DeepSeek."""
 SSD, DELTA = LAYERS
 PROMPT_TOKENS, PROMPT_BYTES = 2048, 64 << 20
-"""Prompts compute more than they read: a few layers will do."""
+"""Tokens of a prompt, and bytes of its keys and values: few layers do, as prompts compute more than they read."""
 _MOST_LAYERS = 512
 
 
 def make_cases() -> list[Case]:
-    """Kernels of one name follow each other."""
+    """Return all cases; those of one kernel follow each other."""
     return [*_attention(), *_matrix_states(), *_channels()]
 
 
@@ -66,7 +67,10 @@ def _attention_run(heads: Heads, n_sequences: int, n_new: int, **options: Any) -
 
 
 def _choose_pages(heads: Heads, n_sequences: int) -> Run:
-    """An eighth of the pages. Whole numbers, so that no rounding decides."""
+    """Make a run that chooses an eighth of the pages.
+
+    Queries and bounds are whole numbers, so that no rounding decides.
+    """
     n_pages, size = CONTEXT // PAGE_TOKENS, heads.n_kv_heads * heads.head_dim
     bounds = torch.randint(-2, 3, (n_sequences * n_pages * 2 * size,), device="cuda").bfloat16()
     cu_pages = np.arange(n_sequences + 1) * n_pages
@@ -97,7 +101,7 @@ def _read(layer: Layer, n_sequences: int) -> Run:
 
 
 def _scan(layer: Layer, n_sequences: int, n_new: int) -> Run:
-    """From states to others, so that each time gives the same."""
+    """Make a run that reads states and writes the new ones elsewhere, so that each call gives the same."""
     work = Work(layer, torch.bfloat16, n_sequences, n_new, n_layers=None if n_new == 1 else 4)
     n_layers = min(work.n_layers // 2, _MOST_LAYERS)
 
@@ -129,7 +133,7 @@ def _channels() -> list[Case]:
 def _slots(
     shape: tuple[int, ...], n_sequences: int, n_new: int, dtype: torch.dtype = torch.float32
 ) -> list[StateSlots]:
-    """Of many layers, from states to others."""
+    """Return the slots of many layers, whose states are read at one place and written to another."""
     size = int(np.prod(shape))
     n_layers = min(_MOST_LAYERS, max(1, N_BYTES // (2 * dtype.itemsize * n_sequences * size)))
     flat = torch.randn(2 * n_layers * n_sequences * size, device="cuda").to(dtype)
@@ -139,7 +143,7 @@ def _slots(
 
 
 def _through(layers: list[StateSlots], function: Any, *inputs: Tensor, **options: Any) -> Run:
-    """`function` with each layer's states; its last output and state."""
+    """Make a run that calls `function` with each layer's states, and returns the last layer's output and state."""
     last, size = layers[-1], int(np.prod(layers[-1].shape))
 
     def run() -> tuple[Tensor, ...]:

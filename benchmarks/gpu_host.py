@@ -1,8 +1,8 @@
-"""More sequences than the device holds: some with their keys and values in host memory, against turns on the device.
+"""Measures decoding of more sequences than the device holds: with pages in host memory, against swapping.
 
-All sequences take part in each step where pages are in host memory, wherever attention to them is computed. Where
-sequences take turns, some wait while the others decode, and after some steps they are swapped. Attention alone is
-measured: everything else in a model would take as long either way.
+With pages in host memory all sequences take part in each step, wherever attention to them is computed. With swapping,
+some sequences wait while the others decode, and after some steps they are exchanged. Only attention is measured:
+everything else in a model would take as long either way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, Step
 
 @dataclass(frozen=True)
 class Sizes:
-    """What decodes: `n_hosted` of the sequences have no room on the device. `turn_steps` come between two swaps."""
+    """Holds the sizes of what decodes.
+
+    `n_hosted` of the sequences have no room on the device. `turn_steps` steps lie between two swaps.
+    """
 
     n_sequences: int
     n_hosted: int
@@ -35,13 +38,16 @@ class Sizes:
 
     @property
     def sequence_bytes(self) -> int:
-        """Of keys and values in 16 bits, and of what is added while one round is measured."""
+        """Return the bytes of a sequence in 16 bits.
+
+        Counts its keys and values, and the rows that are added while one round is measured.
+        """
         _, n_kv_heads, head_dim = self.heads
         return (self.context + self.turn_steps + 64) * n_kv_heads * head_dim * 4 * self.n_layers
 
 
 class Decoding:
-    """A memory full of sequences that decode together."""
+    """Holds a memory full of sequences that decode together."""
 
     def __init__(self, sizes: Sizes, device: torch.device, *, n_on_device: int, **options: Any) -> None:
         self.sizes, self.device = sizes, device
@@ -53,7 +59,7 @@ class Decoding:
         self._inputs: dict[int, list[torch.Tensor]] = {}
 
     def fill(self, n: int, leave: Callable[[Sequence], None] | None = None) -> None:
-        """`n` more sequences at their context, each of which `leave` takes from the device."""
+        """Open `n` more sequences at their context. `leave` then moves each of them off the device."""
         for _ in range(n):
             sequence = self.memory.open()
             with self.memory.step({sequence: [1] * self.sizes.context}) as step:
@@ -63,7 +69,7 @@ class Decoding:
             self.sequences.append(sequence)
 
     def decode(self, n_sequences: int) -> None:
-        """The steps of a turn with the first sequences, which are then as they were before."""
+        """Decode `turn_steps` steps of the first sequences, and roll them back to where they were."""
         chosen = [self.sequences[i] for i in range(n_sequences)]
         for _ in range(self.sizes.turn_steps):
             with self.memory.step(dict.fromkeys(chosen, 1)) as step:
@@ -73,7 +79,10 @@ class Decoding:
         self._wait()
 
     def take_turns(self) -> None:
-        """A turn of those that are here. Then as many as wait go, the first of them, and those come."""
+        """Decode the sequences that are on the device, then exchange some for those that wait.
+
+        As many of the first sequences are swapped out as wait, and those that waited are swapped in.
+        """
         n_waiting = self.sizes.n_hosted
         self.decode(len(self.sequences) - n_waiting)
         for _ in range(n_waiting):
@@ -98,7 +107,7 @@ class Decoding:
 
 
 def gpu_host(report: Report, *, quick: bool) -> None:
-    """Needs a CUDA device, and 16 GiB of host memory."""
+    """Measure decode steps of sequences that do not all fit the device. Needs a GPU and 16 GiB of host memory."""
     for n_hosted in (4,) if quick else (2, 4, 8, 16):
         sizes = Sizes(n_sequences=32, n_hosted=n_hosted, context=2048 if quick else 8192, turn_steps=16)
         report.add(
@@ -108,7 +117,7 @@ def gpu_host(report: Report, *, quick: bool) -> None:
 
 
 def row(sizes: Sizes, device: torch.device, n_rounds: int) -> Row:
-    """Of the table."""
+    """Return a row of the table."""
     n_here, n_hosted = sizes.n_sequences - sizes.n_hosted, sizes.n_hosted
     runs: dict[str, Callable[[], None]] = {}
     everything = Decoding(sizes, device, n_on_device=sizes.n_sequences)

@@ -1,4 +1,4 @@
-"""Attention over a prompt on a GPU: ours, over pages, beside what torch ships for keys and values in one piece."""
+"""Measures attention over a prompt on a GPU: ours over pages, beside what torch ships for contiguous keys."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from benchmarks.harness import Report
 from memory.kernels import PagedBatch, Scoring, cuda
 
 _MOST_APART = 2e-2
-"""Of the largest value: outputs in bfloat16 that are further apart are not the same, and not timed."""
+"""Share of the largest value by which outputs in bfloat16 may differ from ours; more is an error."""
 
 
 def gpu_prompts(report: Report, *, quick: bool) -> None:
-    """Needs a CUDA device. In turns, one layer a graph.
+    """Measure the prompts, one layer a CUDA graph, ours and peers in turns. Needs a CUDA device.
+
     Latent attention is left out: torch's flash takes no heads of 576.
     """
     for heads in HEADS[: 1 if quick else 2]:
@@ -54,7 +55,7 @@ def gpu_prompts(report: Report, *, quick: bool) -> None:
 
 
 def contestants(heads: Heads, n_tokens: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """Ours first. Each returns (H, T, D) of the same numbers."""
+    """Yield the functions to compare with their names, ours first. Each returns (H, T, D) of the same numbers."""
     q, k, v = (
         torch.randn(1, n, n_tokens, heads.head_dim, device="cuda").bfloat16()
         for n in (heads.n_heads, *[heads.n_kv_heads] * 2)
@@ -68,7 +69,7 @@ def contestants(heads: Heads, n_tokens: int) -> Iterator[tuple[str, Callable[[],
 
 
 def in_pages(k_1GTD: Tensor, v_1GTD: Tensor) -> tuple[Tensor, Tensor, PagedBatch]:
-    """Keys, values, and where they are: in shuffled pages."""
+    """Return keys, values and the places of their pages, which are shuffled."""
     _, n_kv_heads, n_tokens, head_dim = k_1GTD.shape
     n_pages, half = n_tokens // PAGE_TOKENS, PAGE_TOKENS * n_kv_heads * head_dim
     pages = [x[0].view(n_kv_heads, n_pages, PAGE_TOKENS, head_dim).transpose(0, 1).flatten(1) for x in (k_1GTD, v_1GTD)]

@@ -1,7 +1,7 @@
-"""Recurrent states on a GPU: decode steps that only read them against steps that read and write, and prompts.
+"""Measures recurrent states on a GPU: decode steps that only read them against steps that also write, and prompts.
 
-States of many layers are met in turn, so that none is in a cache when its turn comes; all layers are one CUDA graph, so
-that the host does not count.
+Each layer works on states of its own, one layer after the other, so that none is in a cache when its turn comes; all
+layers are one CUDA graph, so that the host's time does not count.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from memory.kernels import Erase, StateSlots, Tail, cuda
 from memory.specs import StateTensor, matrix_tensor
 
 N_BYTES = 2 << 30
-"""States met in turn: far more than the last-level cache of a GPU holds (60 MB on an H200)."""
+"""Bytes of all states together: far more than the last-level cache of a GPU holds (60 MB on an H200)."""
 TAIL_TOKENS, N_DRAFTS, PROMPT_TOKENS = 24, 4, 4096
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A mixer's sizes, as models have them."""
+    """Holds the sizes of a recurrent layer, as models have them."""
 
     name: str
     n_heads: int
@@ -49,7 +49,7 @@ LAYERS = (
 
 
 def gpu_states(report: Report, *, quick: bool) -> None:
-    """Needs a CUDA device."""
+    """Measure decode steps and prompts of recurrent layers. Needs a CUDA device."""
     copy = copy_gbytes_a_second()
     report.add("copy", {"what": "torch copy of 1 GiB on the device", "GB/s read + written": copy})
     for layer in LAYERS:
@@ -61,7 +61,7 @@ def gpu_states(report: Report, *, quick: bool) -> None:
 
 
 def copy_gbytes_a_second() -> float:
-    """Bytes read and bytes written, per second, in 10**9."""
+    """Return the bandwidth of torch's copy on the device: bytes read and written per second, in 10**9."""
     source = torch.ones(1 << 28, device="cuda")
     target = torch.empty_like(source)
     return 2 * source.numel() * 4 / time_graph(lambda: target.copy_(source), 10).median_ms / 1e6
@@ -72,7 +72,10 @@ def time_graph(run: Callable[[], object], n_rounds: int) -> Samples:
 
 
 def time_graphs(runs: Mapping[str, Callable[[], object]], n_rounds: int) -> dict[str, Samples]:
-    """Replays of a CUDA graph of each, in turns, after it ran once by itself for what is compiled and uploaded."""
+    """Time replays of a CUDA graph of each function, in turns.
+
+    Each function runs once before it is captured, so that kernels are compiled and arrays uploaded.
+    """
     graphs = {name: _capture(run) for name, run in runs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(n_rounds + 2):
@@ -103,7 +106,7 @@ def _capture(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
 def make_tails(
     state: StateTensor, dtype: torch.dtype, n_layers: int, n_sequences: int, n_tail: int, n_new: int
 ) -> list[Tail]:
-    """Of each layer: `n_tail` tokens that did little, and room for the new ones."""
+    """Return the tails of each layer: `n_tail` tokens that change the state little, and room for the new ones."""
     ring_rows, flats, offsets = n_tail + n_new, [], []
     for shape, of in state.ring or ():
         size = ring_rows * math.prod(shape)
@@ -117,8 +120,9 @@ def make_tails(
 
 
 class Work:
-    """Steps of `n_new` tokens a sequence through so many layers, or as many as fill memory, both ways, from the same
-    numbers.
+    """Runs steps of `n_new` tokens a sequence through `n_layers` layers, with and without writing the states.
+
+    Both ways start from the same numbers. None as `n_layers`: as many as `N_BYTES` of states make.
     """
 
     def __init__(
@@ -148,7 +152,7 @@ class Work:
         )
 
     def read(self) -> Tensor:
-        """What the last layer returns."""
+        """Run all layers without writing states, and return the last layer's output."""
         for offsets, tail in zip(self.offsets, self.tails, strict=True):
             y = self.scan(StateSlots(self.cu_rows, self.flat, offsets, self.nowhere, self.shape, 0.0, tail))
         return y
@@ -158,7 +162,7 @@ class Work:
             self.scan(StateSlots(self.cu_rows, self.flat, offsets, offsets, self.shape, 0.0))
 
     def read_and_write_theirs(self, update: Callable[..., Tensor]) -> None:
-        """mamba-ssm's `selective_state_update`; one token each."""
+        """Run all layers by mamba-ssm's `selective_state_update`, with one token a sequence."""
         n, (h, p, s) = self.n_sequences, self.shape
         rate = torch.full((h,), -0.1, device=self.flat.device)[:, None, None].expand(h, p, s)
         skip = None if self.skip is None else self.skip[:, None].expand(h, p)
@@ -169,7 +173,7 @@ class Work:
 
     @property
     def read_bytes(self) -> int:
-        """Of all layers: each state once, its tail, and the new rows."""
+        """Return the bytes that all layers read: each state once, its tail, and the new rows."""
         layer, width = self.layer, self.v.element_size()
         row = (layer.n_groups * layer.key_dim + layer.n_heads * layer.value_dim) * width + 4 * layer.n_heads
         new = (2 * self.q[0].numel() + self.v[0].numel()) * width + 4 * self.v[0].numel() + row
@@ -216,7 +220,7 @@ def _prompt(report: Report, layer: Layer, *, n_rounds: int) -> None:
 
 
 def _theirs(module: str, function: str) -> Any:
-    """A library's function, or None where it is not installed."""
+    """Return a library's function, or None if it is not installed."""
     try:
         return getattr(__import__(module, fromlist=[function]), function)
     except ImportError:

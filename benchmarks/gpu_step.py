@@ -1,5 +1,6 @@
-"""Whole decode steps on a GPU: a hybrid of a billion parameters, recorded and not, beside transformers on the same
-device.
+"""Measures whole decode steps of a hybrid model of a billion parameters on a GPU.
+
+Compares steps that are captured in a CUDA graph, steps that are not, and transformers on the same device.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ Decode = Callable[[int], None]
 
 
 def gpu_step(report: Report, *, quick: bool) -> None:
-    """Needs a CUDA device."""
+    """Measure greedy decoding, captured, not captured, and by transformers. Needs a CUDA device."""
     n_sequences, n_tokens, n_rounds = (8, 16, 2) if quick else (64, 64, 5)
     config = make_config(2048, 14, [3, 10])
     contestants = make_contestants(config, n_sequences, CONTEXT, torch.device("cuda"))
@@ -53,7 +54,7 @@ def make_config(n_hidden: int, n_layers: int, attention_at: list[int]) -> BambaC
 
 
 def make_contestants(config: BambaConfig, n_sequences: int, n_context: int, device: torch.device) -> dict[str, Decode]:
-    """Each has read the same prompts."""
+    """Return the functions to compare; each has read the same prompts."""
     prompts = torch.randint(config.vocab_size, (n_sequences, n_context), generator=torch.Generator().manual_seed(1))
     with tempfile.TemporaryDirectory() as folder:
         peer = make_peer(config).to(torch.bfloat16)
@@ -74,7 +75,10 @@ def make_contestants(config: BambaConfig, n_sequences: int, n_context: int, devi
 
 
 def _ours(model: LanguageModel, stepped: Callable[..., Tensor], prompts: Tensor) -> Decode:
-    """Tokens stay on the device: the host plans a step while the one before runs."""
+    """Return a function that decodes with this library.
+
+    Tokens stay on the device, so the host plans a step while the one before runs.
+    """
     memory = HybridMemory(model.memory_spec, "16GiB")
     sequences = [memory.open() for _ in prompts]
     logits = memory.run(model, dict(zip(sequences, prompts, strict=True)), max_tokens=8192)
@@ -91,7 +95,10 @@ def _ours(model: LanguageModel, stepped: Callable[..., Tensor], prompts: Tensor)
 
 
 def measure(contestants: dict[str, Decode], n_tokens: int, n_rounds: int) -> dict[str, float]:
-    """Median seconds of each, after a round in which kernels are compiled and steps recorded."""
+    """Return the median seconds of each function.
+
+    A round that is not timed comes first, in which kernels are compiled and steps captured.
+    """
 
     def run(decode: Decode) -> None:
         decode(n_tokens)
@@ -107,7 +114,10 @@ def _wait() -> None:
 
 
 def _share_busy(decode: Decode, n_tokens: int) -> float:
-    """Of the time from the first kernel's start to the last one's end, that in which some kernel or copy runs."""
+    """Return the share of time in which some kernel or copy runs.
+
+    Time is counted from the first kernel's start to the last one's end.
+    """
     with profile(activities=[ProfilerActivity.CUDA]) as found:
         decode(n_tokens)
         _wait()
@@ -116,7 +126,7 @@ def _share_busy(decode: Decode, n_tokens: int) -> float:
 
 
 def share_covered(spans: list[tuple[float, float]]) -> float:
-    """Of the time from the first start to the last end, what lies in some span."""
+    """Return the share of the time from the first start to the last end that lies in some span."""
     spans = sorted(spans)
     covered, reached = 0.0, spans[0][0]
     for start, end in spans:

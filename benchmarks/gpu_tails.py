@@ -1,6 +1,7 @@
-"""Recurrences that run the tokens of a tail again, in registers (RWKV-7, Mamba-1), on a GPU: from which length of tail
-on it is better to write states. Bytes alone say: up to where what a step reads of rings is what writing the states
-would be (`memory.kinds.default_fold`).
+"""Measures up to which length of the tail it is better not to write states on a GPU.
+
+The recurrences are those that run the tokens of a tail again, in registers (RWKV-7, Mamba-1). By bytes alone that would
+be as long as a step reads no more bytes of tails than writing the states would take (`memory.build.default_fold`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ TAIL_TOKENS = (3, 10, 20, 40)
 
 
 class Layer(NamedTuple):
-    """A mixer: its state, and what makes `scan` of it for so many sequences, one token each."""
+    """Holds a recurrent layer: its state, and what makes its `scan` for a number of sequences.
+
+    Each sequence has one new token.
+    """
 
     name: str
     state: StateTensor
@@ -55,7 +59,7 @@ LAYERS = (
 
 
 def gpu_tails(report: Report, *, quick: bool) -> None:
-    """Needs a CUDA device."""
+    """Measure decode steps behind tails of several lengths. Needs a CUDA device."""
     for layer in LAYERS:
         for n_sequences in (128,) if quick else (1, 32, 128):
             for row in rows(layer, n_sequences, TAIL_TOKENS, n_rounds=5 if quick else 20):
@@ -65,7 +69,7 @@ def gpu_tails(report: Report, *, quick: bool) -> None:
 def rows(
     layer: Layer, n_sequences: int, tail_tokens: tuple[int, ...], *, n_rounds: int
 ) -> Iterator[dict[str, str | float]]:
-    """One for each length of tail; times of a layer."""
+    """Yield a row of the table for each length of the tail, with the times of one layer."""
     size, scan = math.prod(layer.state.shape), layer.make_scan(n_sequences)
     n_layers = max(1, N_BYTES // (4 * n_sequences * size))
     flat = torch.randn(n_layers * n_sequences * size, device="cuda")

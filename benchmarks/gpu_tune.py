@@ -1,8 +1,8 @@
-"""Choices of the kernels for this GPU: from each default up the slope of measured time.
-What computes something else is never timed.
+"""Chooses the fastest parameters of each kernel for this GPU, by hill climbing from its default.
 
-A choice is made for the sizes of layers that models have, over steps of few and of many sequences together: it may not
-depend on which of them runs. It counts only if it beats the default in a second round too.
+A choice whose results differ is never timed. A choice is made for the sizes of layers that models have, over steps of
+few and of many sequences together: it may not depend on which of them runs. It counts only if it beats the default in a
+second round too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 from benchmarks.harness import Report
 
 SECONDS = 420.0
-"""For everything, compilation included."""
+"""Time for all choices, compilation included."""
 _GAIN, _LOSS = 0.98, 1.05
-"""Of the default's time: what a choice needs at least, all steps together, and what it may lose in one of them."""
+"""A choice must take at most this share of the default's time in all runs together, and at most that in one run."""
 _TOLERANCE = 2e-2
-"""Of the largest value: how far outputs may be from the default's, from rows in bfloat16."""
+"""Share of the largest value by which outputs may differ from the default's, as rows are in bfloat16."""
 
 OPTIONS: dict[str, dict[str, tuple[int, ...]]] = {
     "attend": {"block_n": (16, 32, 64, 128), "num_warps": (2, 4, 8), "num_stages": (1, 2, 3, 4, 5)},
@@ -40,15 +40,16 @@ OPTIONS: dict[str, dict[str, tuple[int, ...]]] = {
 """Values that are tried, by kernel and field."""
 
 Run = Callable[[], tuple[Tensor, ...]]
-"""What is timed; it returns what is compared."""
+"""Computes what is timed, and returns what is compared."""
 Timer = Callable[[Run, int], float]
-"""Median milliseconds of so many rounds."""
+"""Returns the median milliseconds of a number of rounds."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A choice to make for the sizes that these runs ask for, the same in each.
-    A run is made when it is needed: it fills gigabytes.
+    """Describes a choice to make, for sizes that are the same in each of its runs.
+
+    A run is made when it is needed, because it fills gigabytes.
     """
 
     name: str
@@ -57,7 +58,10 @@ class Case:
 
 
 def tune(*, quick: bool, ship: bool) -> Report:
-    """Needs a CUDA device. Writes into the user's cache, or to `ship` into the package."""
+    """Choose parameters of all kernels, and write them into the user's cache, or with `ship` into the package.
+
+    Needs a CUDA device.
+    """
     import triton
 
     from benchmarks.gpu_cases import make_cases
@@ -87,7 +91,8 @@ def tune_all(
     seconds: float,
     save: Callable[[dict[Any, Any]], None],
 ) -> None:
-    """Time that one case leaves is the others'.
+    """Make the choices of all cases within `seconds`; time that one case leaves is given to the others.
+
     Each result is saved at once; cases that time does not reach are left as they were.
     """
     end, made, missed = clock() + seconds, dict[Any, Any](), list[str]()
@@ -117,7 +122,7 @@ def _text(choice: Any) -> str:
 
 
 class Trial:
-    """The runs of a case, with what the default makes of them."""
+    """Holds the runs of a case, and their results with the default's parameters."""
 
     def __init__(self, case: Case, timer: Timer) -> None:
         from memory.kernels.cuda.choices import TUNABLES
@@ -140,7 +145,7 @@ class Trial:
         self.default = self.tunable.default(*self.sizes)
 
     def best(self, has_time: Callable[[], bool]) -> tuple[Any, float, int]:
-        """The choice; its time, of the default's; and how many were tried."""
+        """Return the best choice, its time as a share of the default's, and how many choices were tried."""
         base = self._times(self.default, 5)
         shares = climb(
             self.default, lambda choice: neighbours(choice, self._options), lambda c: self._share(c, base, 5), has_time
@@ -150,12 +155,13 @@ class Trial:
         return (choice, share, len(shares)) if share <= _GAIN else (self.default, 1.0, len(shares))
 
     def _share(self, choice: Any, base: list[float], n_rounds: int) -> float:
-        """Of the default's time, a geometric mean over all runs; infinite if one of them suffers, or gives something
-        else.
+        """Return the time of a choice as a share of the default's, as a geometric mean over all runs.
+
+        Infinite if one run becomes too slow, or gives another result.
         """
         try:
             found = [ours / default for ours, default in zip(self._times(choice, n_rounds), base, strict=True)]
-        except _failures():  # too much shared memory, say
+        except _failures():  # for example, too much shared memory
             return math.inf
         return math.prod(found) ** (1 / len(found)) if max(found) <= _LOSS else math.inf
 
@@ -167,14 +173,17 @@ class Trial:
 
 
 def _failures() -> tuple[type[Exception], ...]:
-    """Of a compiler. The device's own are among them; the next default meets those again, and they are raised."""
+    """Return the errors that a choice may raise when it is compiled.
+
+    Errors of the device have the same types; the next run of the default meets them again, and there they are raised.
+    """
     from triton import TritonError
 
     return TritonError, RuntimeError
 
 
 def agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    """Whether all numbers are as close as two kernels must be, integers equal; a NaN is close to nothing."""
+    """True if floating-point results are within the tolerance and integers equal. A NaN agrees with nothing."""
     return all(
         bool((x.float() - y.float()).abs().max() <= _TOLERANCE * y.abs().max())
         if y.is_floating_point()
@@ -184,7 +193,7 @@ def agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
 
 
 def neighbours(choice: Any, options: dict[str, tuple[int, ...]]) -> Iterator[Any]:
-    """One field one option up or down."""
+    """Yield the choices that differ in one field, by one option up or down."""
     for name, values in options.items():
         value = getattr(choice, name)
         for other in (*[x for x in values if x < value][-1:], *[x for x in values if x > value][:1]):
@@ -194,8 +203,9 @@ def neighbours(choice: Any, options: dict[str, tuple[int, ...]]) -> Iterator[Any
 def climb(
     start: Any, around: Callable[[Any], Iterator[Any]], cost: Callable[[Any], float], has_time: Callable[[], bool]
 ) -> dict[Any, float]:
-    """Costs of what was tried, 1 for the start.
-    Whatever is better is where the search goes on, until all around it was tried.
+    """Search from `start` for cheaper choices; return the cost of each that was tried, 1 for the start.
+
+    The search goes on from the best one so far, until all around it were tried.
     """
     best, costs = start, {start: 1.0}
     while has_time():

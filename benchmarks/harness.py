@@ -1,4 +1,4 @@
-"""Measuring side by side, and saying what was measured on which machine."""
+"""Measures functions side by side, and reports what was measured on which machine."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Row = dict[str, Cell]
 
 @dataclass(frozen=True)
 class Samples:
-    """Seconds that something took, each time."""
+    """Holds the seconds of each measurement of one thing."""
 
     seconds: list[float]
 
@@ -39,14 +39,17 @@ class Samples:
 
     @property
     def spread(self) -> str:
-        """The middle eighty per cent, in milliseconds."""
+        """Return the range of the middle eighty per cent, in milliseconds."""
         ordered = sorted(self.seconds)
         low, high = ordered[len(ordered) // 10], ordered[-1 - len(ordered) // 10]
         return f"{low * 1e3:.3g} … {high * 1e3:.3g}"
 
 
 def interleave(runs: Mapping[str, Callable[[], object]], n_rounds: int, *, n_warm_up: int = 1) -> dict[str, Samples]:
-    """Time each of `runs` once a round, one after the other, so that all meet the same moods of the machine."""
+    """Time each of `runs` once a round, one after the other.
+
+    So all of them are equally affected when the machine becomes slower for a while.
+    """
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for i in range(n_warm_up + n_rounds):
         for name, run in runs.items():
@@ -58,13 +61,13 @@ def interleave(runs: Mapping[str, Callable[[], object]], n_rounds: int, *, n_war
 
 
 def rounded(value: Cell) -> Cell:
-    """Three significant digits."""
+    """Return a number with three significant digits."""
     return float(f"{value:.3g}") if isinstance(value, float) else value
 
 
 @dataclass
 class Report:
-    """What a benchmark found: tables of equal rows, and notes."""
+    """Holds the results of a benchmark: tables of rows with the same columns, and notes."""
 
     name: str
     tables: dict[str, list[Row]] = field(default_factory=dict)
@@ -106,7 +109,7 @@ def _text(value: Cell) -> str:
 
 
 def machine() -> Row:
-    """Processor, threads, and the versions of what was measured."""
+    """Return the processor, the number of threads, and the versions of what was measured."""
     found: Row = {"processor": _processor(), "cores": os.cpu_count() or 0, "torch threads": torch.get_num_threads()}
     found["python"] = platform.python_version()
     for package in ("hybrid-memory", "torch", "numba", "transformers"):
@@ -128,7 +131,8 @@ def _processor() -> str:
 
 def require_green(*tests: str, only: str | None = None) -> None:
     """Run the tests of what is about to be measured, or `only` those that match.
-    If one fails, nothing is: a wrong result has no speed.
+
+    If one fails, nothing is measured: a wrong result has no speed.
     """
     console = Console(stderr=True)
     console.print(f"[dim]tests first: {' '.join(tests)}[/dim]")

@@ -1,4 +1,4 @@
-"""Bytes that the kernels move, beside what torch's copy moves in the same run."""
+"""Measures the bytes that the kernels move, beside what torch's copy moves in the same run."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ N_LAYERS = 24
 
 
 def kernels(*, quick: bool) -> Report:
-    """Decode steps at batch 32: each state is read and written once, each key and value read once."""
+    """Measure decode steps at batch 32, where each state is read and written once, each key and value read once."""
     report = Report("kernels")
     copy = copy_gbytes_a_second()
     report.notes.append(
@@ -38,7 +38,7 @@ def kernels(*, quick: bool) -> Report:
 
 
 def _decode_kernels(n: int, n_context: int) -> dict[str, tuple[Callable[[], object], int]]:
-    """Kernel -> a call for n sequences of a token each, and the bytes it has to move."""
+    """Return for each kernel a call for n sequences of one token each, and the bytes that it has to move."""
     x, dt, bias = torch.randn(n, N_CHANNELS), torch.randn(n, N_CHANNELS), torch.randn(N_CHANNELS)
     b = torch.randn(n, N_STATES)
     c = torch.randn(n, N_STATES)
@@ -78,7 +78,7 @@ def _decode_kernels(n: int, n_context: int) -> dict[str, tuple[Callable[[], obje
 
 
 def _rotating(n: int, shape: tuple[int, int]) -> Callable[[], StateSlots]:
-    """Slots of n sequences in place, another layer's at each call."""
+    """Return a function that gives the slots of n sequences in place, those of another layer at each call."""
     size = shape[0] * shape[1]
     flat = torch.randn(N_LAYERS * n * size)
     layers = [

@@ -1,4 +1,4 @@
-"""What reusing prefixes and swapping sequences costs, and how much of a workload is reused."""
+"""Measures what reusing prefixes and swapping sequences costs, and how much of a workload is reused."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ _N_REQUESTS = 64
 
 
 def prefixes(*, quick: bool) -> Report:
-    """Microseconds of a lookup and an insert, the share of tokens reused on a known workload, and milliseconds of a
-    swap.
+    """Measure lookups and inserts, the share of tokens reused on a known workload, and swaps.
+
+    Lookups and inserts are in microseconds, swaps in milliseconds.
     """
     report = Report("prefixes")
     report.notes.append(_PEERS)
@@ -37,8 +38,9 @@ def prefixes(*, quick: bool) -> Report:
 
 
 def _tree(report: Report, *, n_repeats: int) -> None:
-    """64 sequences of 2,048 tokens, half of each shared with others: on a dry memory, so that nothing but bookkeeping
-    is timed.
+    """Measure a tree of 64 sequences of 2,048 tokens, half of each shared with others.
+
+    The memory is dry, so that nothing but bookkeeping is timed.
     """
     rng, memory = np.random.default_rng(0), make_memory(12)
     stems = rng.integers(0, 32000, (8, 1024))
@@ -78,7 +80,10 @@ def _tree(report: Report, *, n_repeats: int) -> None:
 
 
 def _prefill(cache: PrefixCache, key: np.ndarray, marks: tuple[int, ...] = ()) -> int:
-    """As an engine does, with checkpoints at its end and where the cache wants them; the tokens reused."""
+    """Prefill a prompt as an engine does, and return the number of tokens reused.
+
+    Checkpoints are inserted at its end and where the cache asks for them.
+    """
     sequence, lookup = cache.open(key)
     at = lookup.reused
     for end in [*cache.cuts(key, at, marks), len(key)]:
@@ -90,7 +95,7 @@ def _prefill(cache: PrefixCache, key: np.ndarray, marks: tuple[int, ...] = ()) -
 
 
 def _replay(report: Report, shared: int, unique: int) -> None:
-    """The workload of vllm#45238: 64 prompts, one after the other, with one beginning."""
+    """Measure the workload of vllm#45238: 64 prompts with a common beginning, one after the other."""
     rng = np.random.default_rng(0)
     stem = rng.integers(0, 32000, shared)
     prompts = [np.concatenate([stem, rng.integers(0, 32000, unique)]) for _ in range(_N_REQUESTS)]
@@ -106,7 +111,7 @@ def _replay(report: Report, shared: int, unique: int) -> None:
 
 
 def _swap(report: Report, *, n_tokens: int, n_rounds: int) -> None:
-    """Out and in again, beside two copies of the same bytes made by torch in the same rounds."""
+    """Measure swapping out and in again, beside two copies of the same bytes by torch in the same rounds."""
     with both_models("jamba") as (model, _):
         ours = Ours(model, 1, budget="1GiB")
         ours.fill(draw(1, n_tokens))
@@ -118,10 +123,10 @@ def _swap(report: Report, *, n_tokens: int, n_rounds: int) -> None:
         for _ in range(n_rounds + 2):
             swaps.append(_swap_ms(memory, sequence))
             started = time.perf_counter_ns()
-            away = torch.empty_like(source)  # as a swap does
-            away.copy_(source)
-            target.copy_(away)
-            del away
+            copy = torch.empty_like(source)  # a swap allocates as well
+            copy.copy_(source)
+            target.copy_(copy)
+            del copy
             copies.append((time.perf_counter_ns() - started) / 1e6)
         swap_ms, copy_ms = median(swaps[2:]), median(copies[2:])
         report.add("swap out and in, ms", {

@@ -1,5 +1,6 @@
-"""Attention with a budget, or in few bits: answers of the embedded model against what it may keep, and what a long
-context costs.
+"""Measures attention with a budget of rows, or in few bits: quality, and the time at a long context.
+
+Quality is the share of right answers of the embedded model, against the bytes that attention may keep.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ _UNEVEN = (0.05, 0.35)
 """A budget for each attention layer, little for the first, which answers little.
 Chosen on other dialogues (seed 7): 96 % there.
 """
-_PAGE_TOKENS = 4  # of 16, a fifth of these dialogues would be three pages, two of them the newest
+_PAGE_TOKENS = 4  # with 16 tokens a page, a fifth of these dialogues would be three pages, two of them the newest
 _TABLE = "answers of the embedded model"
 
 Dialogue = tuple[list[int], list[int]]
-"""Token ids up to the last answer, and the answer's."""
+"""Token ids of a dialogue up to its last answer, and those of the answer."""
 
 
 def sparse(*, quick: bool, plot: Path | None = None) -> Report:
@@ -105,7 +106,8 @@ def _quality(report: Report, *, n_dialogues: int, shares: tuple[float, ...]) -> 
 
 
 def plot_quality(report: Report, path: Path) -> None:
-    """Answers against bytes, both as shares of dense attention's; a line a policy.
+    """Plot right answers against bytes, both as shares of dense attention's, with a line for each policy.
+
     Needs matplotlib (the `notebooks` extra).
     """
     try:
@@ -118,7 +120,7 @@ def plot_quality(report: Report, path: Path) -> None:
     for row in report.tables[_TABLE]:
         name = str(row["policy"]) if row["numbers"] == "exact" else f"{row['policy']}, in bits"
         if row["numbers"] != "exact" and row["policy"] not in ("dense", "ExpectedAttention"):
-            continue  # a line for each would hide the others
+            continue  # lines of all of them would hide each other
         lines.setdefault(name, []).append((float(row["bytes of dense, %"]), float(row["of dense, %"])))
     for name, points in lines.items():
         panel.plot(*zip(*sorted(points), strict=True), marker="o", markersize=4, label=name)
@@ -151,7 +153,7 @@ def _dialogues(tokenizer: PreTrainedTokenizerBase, n: int) -> list[Dialogue]:
 
 
 def _answer(model: LanguageModel, spec: MemorySpec, dialogues: list[Dialogue]) -> tuple[float, int]:
-    """Share of dialogues answered right, and the bytes that attention held before the answers."""
+    """Return the share of dialogues answered right, and the bytes that attention held before the answers."""
     memory = HybridMemory(spec, "1GiB", rollback_window=_WINDOW, page_tokens=_PAGE_TOKENS)
     sequences = [memory.open() for _ in dialogues]
     for begin in range(0, max(len(prompt) for prompt, _ in dialogues), _CHUNK):
@@ -167,7 +169,7 @@ def _answer(model: LanguageModel, spec: MemorySpec, dialogues: list[Dialogue]) -
 
 
 class _OneAttention:
-    """A model of one attention of usual sizes, and nothing else: what is timed is what attention costs."""
+    """Holds a model of one attention of usual sizes, and nothing else, so that only attention is timed."""
 
     def __init__(self, policy: Budget | None, storage: Storage | None) -> None:
         spec = AttentionSpec(12, 4, 64, policy=policy, storage=storage)
@@ -180,7 +182,7 @@ class _OneAttention:
 
 
 def _speed(report: Report, *, n_tokens: int, n_rounds: int) -> None:
-    """A decode step of eight sequences: dense attention, a fifth of it, and all of it in few bits."""
+    """Measure a decode step of eight sequences: dense attention, a fifth of it, and all of it in few bits."""
     budget = n_tokens // 5
     kinds: list[tuple[Budget | None, Storage | None]] = [
         (None, None), (H2O(budget), None), (Recent(budget), None), (Quest(budget), None),

@@ -1,5 +1,6 @@
-"""Speculative decoding on the CPU: repetitive text with prompt lookup, steps with drafts of given lengths and quality,
-and the bytes.
+"""Measures speculative decoding on the CPU.
+
+Covers prompt lookup on repetitive text, steps with drafts of given lengths and quality, and bytes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ NOTE = (
 
 @contextmanager
 def repeating_model(scale: float) -> Iterator[LanguageModel]:
-    """The 120M Jamba with random layers, and an embedding and a head under which it repeats itself."""
+    """Return the 120M Jamba with random layers, and an embedding and a head that make it repeat itself."""
     config = CONFIGS["jamba"]()
     config.tie_word_embeddings = False
     peer = make_peer(config)
@@ -57,7 +58,7 @@ def repeating_model(scale: float) -> Iterator[LanguageModel]:
 
 
 class GivenDrafts:
-    """Drafts of a text that is known, in which each token is right with a given probability and else another one."""
+    """Drafts from a text that is known; each token is right with a given probability, else another one."""
 
     vocab_size = None
 
@@ -80,7 +81,7 @@ class GivenDrafts:
 
 
 class Decoding:
-    """One sequence that has read a prompt; its continuation is decoded again and again from a fork."""
+    """Holds a sequence that has read a prompt; its continuation is decoded again and again from a fork."""
 
     def __init__(self, model: LanguageModel, prompt: list[int], n_tokens: int) -> None:
         self.model, self.prompt, self.n_tokens = model, prompt, n_tokens
@@ -97,7 +98,10 @@ class Decoding:
         adapts: bool = True,
         after_step: Callable[[], None] = lambda: None,
     ) -> tuple[list[int], Engine | SpeculativeBatch]:
-        """The tokens that follow the prompt, and who decoded them: without drafts the engine."""
+        """Decode the tokens that follow the prompt; return them and what decoded them.
+
+        Without drafts that is the engine.
+        """
         model, sequence = model or self.model, self.memory.fork(self._root)
         if drafter is None:
             engine = Engine(model, self.memory, None, stop_ids=())
@@ -117,7 +121,10 @@ class Decoding:
         return token_ids, batch
 
     def most_bytes(self, drafter: Drafter | None) -> tuple[dict[str, int], dict[str, int]]:
-        """The most bytes of each kind beyond those of the prompt's own sequence: between steps, and inside of them."""
+        """Return the most bytes of each kind that are held between steps, and inside of them.
+
+        Bytes of the prompt's own sequence are not counted.
+        """
         before = self.memory.usage().by_kind
         between, inside = dict.fromkeys(before, 0), dict.fromkeys(before, 0)
 
@@ -152,7 +159,10 @@ def speculative(*, quick: bool) -> Report:
 
 
 def _repetitive(report: Report, name: str, decoding: Decoding, *, quick: bool) -> None:
-    """Plain decoding against prompt lookup on what the model writes greedily, one after the other in each round."""
+    """Measure plain decoding against prompt lookup on text that the model writes greedily.
+
+    Both run one after the other in each round.
+    """
     runs = {"plain": partial(decoding.decode, None), "lookup": lambda: decoding.decode(PromptLookup())}
     times = interleave(runs, 3 if quick else 9)
     token_ids, batch = decoding.decode(PromptLookup())
@@ -167,7 +177,7 @@ def _repetitive(report: Report, name: str, decoding: Decoding, *, quick: bool) -
 
 
 def _given(report: Report, decoding: Decoding, *, quick: bool) -> None:
-    """Steps with drafts of a given length, whose tokens are right with a given probability."""
+    """Measure steps with drafts of a given length, whose tokens are right with a given probability."""
     shares = (0.0, 1.0) if quick else (0.0, 0.5, 0.8, 0.95, 1.0)
     cases = [(0, 0.0), *((n, share) for n in LENGTHS for share in shares)]
 
@@ -190,8 +200,9 @@ def _given(report: Report, decoding: Decoding, *, quick: bool) -> None:
 
 
 def _bytes(report: Report, decoding: Decoding) -> None:
-    """What one sequence holds at most, without drafts and with; inside of a step in which the body moves, a tail may
-    stand twice.
+    """Measure the most bytes that one sequence holds, without drafts and with them.
+
+    Inside of a step in which the body moves, a tail may be held twice.
     """
     state_bytes = decoding.memory.usage().block_bytes["states"]
     for n_draft in (0, *LENGTHS, WINDOW):
@@ -204,8 +215,9 @@ def _bytes(report: Report, decoding: Decoding) -> None:
 
 
 def _dialogues(report: Report, n_users: int) -> None:
-    """The embedded model talks to users who state facts and ask for them later; what prompt lookup makes of its
-    replies.
+    """Measure what prompt lookup saves in replies of the embedded model.
+
+    Users state facts and ask for them later.
     """
     model, tokenizer = load_model("embedded"), load_tokenizer(EMBEDDED)
     # one after the other: speculation is for few sequences
@@ -227,7 +239,7 @@ def _dialogues(report: Report, n_users: int) -> None:
 
 
 def _talk(batch: SpeculativeBatch, tokenizer: Tokenizer, turns: list[Turn]) -> list[Message]:
-    """What is said in a dialogue, replies with drafts."""
+    """Play a dialogue whose replies are decoded with drafts, and return its messages."""
     sequence, messages = batch.memory.open(), list[Message]()
     for turn in turns:
         batch.add(sequence, encode_turn(tokenizer, messages, turn.user), MAX_REPLY_TOKENS)

@@ -1,4 +1,4 @@
-"""Prefill and decode against transformers, against the step without mixers, and as contexts and batches grow."""
+"""Measures prefill and decode against transformers and a step without mixers, over contexts and batches."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _against_transformers(
 
 
 def _against_the_ceiling(report: Report, name: str, model: LanguageModel, n_sequences: int, *, quick: bool) -> None:
-    """The same step with every mixer taken out, and where the rest goes."""
+    """Measure the same step with every mixer taken out, and where the rest of the time goes."""
     ours = Ours(model, n_sequences)
     ours.fill(draw(n_sequences, 128 if quick else 512))
     bare = cast(Step, Mixerless(torch.full((n_sequences,), 5)))
@@ -120,7 +120,7 @@ def _against_the_ceiling(report: Report, name: str, model: LanguageModel, n_sequ
 
 @contextmanager
 def timed_kernels() -> Iterator[dict[str, float]]:
-    """Seconds spent in each kernel meanwhile."""
+    """Count the seconds spent in each kernel meanwhile."""
     seconds = dict.fromkeys(("selective_scan", "matrix_scan", "causal_conv", "paged_attention", "write_rows_"), 0.0)
     plain = {name: getattr(cpu, name) for name in seconds}
 
@@ -143,8 +143,9 @@ def timed_kernels() -> Iterator[dict[str, float]]:
 
 
 def _window(report: Report, name: str, model: LanguageModel, n_sequences: int, *, quick: bool) -> None:
-    """Decoding with a window and without, over whole rings and at staggered lengths; means, because bodies move now and
-    then.
+    """Measure decoding with a rollback window and without, over whole rings and at staggered lengths.
+
+    Reports means, because bodies move only now and then.
     """
     subjects = {window: Ours(model, n_sequences, rollback_window=window) for window in (0, 32)}
     for ours in subjects.values():
@@ -169,7 +170,7 @@ def _window(report: Report, name: str, model: LanguageModel, n_sequences: int, *
 
 
 def _growth(report: Report, name: str, model: LanguageModel) -> None:
-    """Decode time against context length (eight sequences) and against sequences (256 tokens each)."""
+    """Measure decode time against context length (eight sequences) and against sequences (256 tokens each)."""
     by_context = {}
     for n_tokens in (512, 2048, 8192):
         ours = Ours(model, 8)
@@ -194,7 +195,7 @@ def _growth(report: Report, name: str, model: LanguageModel) -> None:
 
 
 def plot_growth(report: Report, path: Path) -> None:
-    """Two panels: time against context and against sequences. Needs matplotlib (the `notebooks` extra)."""
+    """Plot time against context and against sequences. Needs matplotlib (the `notebooks` extra)."""
     try:
         import matplotlib.pyplot as plt
     except ImportError:

@@ -1,6 +1,4 @@
-"""Recurrent states: what a rollback window costs beside one, how far 16-bit states drift, and whether to defer writing
-them.
-"""
+"""Measures recurrent states: bytes of a rollback window, drift of 16-bit states, and deferred writes."""
 
 from __future__ import annotations
 
@@ -44,7 +42,10 @@ def states(*, quick: bool) -> Report:
 
 
 def _windows(report: Report) -> None:
-    """Bytes that a sequence really holds after a long prompt, bf16 inputs and float32 states, as `usage()` says."""
+    """Measure the bytes that a sequence holds after a long prompt, by `usage()`.
+
+    Inputs are bf16, states float32.
+    """
     for name, (spec, asked) in LAYERS.items():
         for fold in ("replay", "keep"):
             dry = MemorySpec(((spec,),), 32000, torch.bfloat16, torch.device("meta"))
@@ -81,7 +82,10 @@ DRIFTING: dict[str, PreTrainedConfig] = {
 
 
 def _drift(report: Report, *, quick: bool) -> None:
-    """bfloat16 states against float32 ones, everything else in float32: the worst case, a rounding at every token."""
+    """Measure how far bfloat16 states drift from float32 ones, with everything else in float32.
+
+    This is the worst case: states are rounded at every token.
+    """
     from tests.models.checkpoints import write_checkpoint  # with weights under which states matter
 
     n_tokens = 128 if quick else 4096

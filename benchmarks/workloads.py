@@ -1,5 +1,7 @@
-"""The 120M-parameter models that are measured, ours and transformers' with the same random weights, and
-what they do."""
+"""Makes the 120M-parameter models that are measured, and runs them.
+
+Ours and transformers' have the same random weights.
+"""
 
 from __future__ import annotations
 
@@ -67,13 +69,13 @@ MODELS = tuple(CONFIGS)
 
 
 def make_peer(config: PreTrainedConfig) -> PreTrainedModel:
-    """With transformers' own random weights."""
+    """Make the transformers model, with its own random weights."""
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(config).eval()
 
 
 def save_random(config: PreTrainedConfig, folder: str) -> PreTrainedModel:
-    """A random checkpoint of this config in `folder`, and the model that it was written from."""
+    """Write a random checkpoint of this config to `folder`, and return the model that it was written from."""
     peer = make_peer(config)
     peer.save_pretrained(folder)
     return peer
@@ -81,7 +83,7 @@ def save_random(config: PreTrainedConfig, folder: str) -> PreTrainedModel:
 
 @contextmanager
 def both_models(name: str) -> Iterator[tuple[LanguageModel, PreTrainedModel]]:
-    """Ours, loaded from what transformers saved, and transformers'."""
+    """Yield our model, loaded from what transformers saved, and the transformers model."""
     with tempfile.TemporaryDirectory() as folder:
         peer = save_random(CONFIGS[name](), folder)
         yield load_model(folder, progress=False), peer
@@ -92,7 +94,7 @@ def draw(n_sequences: int, n_tokens: int) -> Tensor:
 
 
 class Ours:
-    """Sequences of one memory, prefilled or stepped together."""
+    """Holds sequences of one memory, which are prefilled or stepped together."""
 
     def __init__(
         self, model: LanguageModel, n_sequences: int, *, rollback_window: int = 32, budget: str = "6GiB"
@@ -109,7 +111,7 @@ class Ours:
             self.model(step)
 
     def fill(self, tokens: Tensor) -> None:
-        """As `prefill`, of any length."""
+        """Prefill prompts of any lengths."""
         self.memory.run(self.model, zip(self.sequences, tokens, strict=True), max_tokens=2048)
 
     def decode(self) -> None:
@@ -119,7 +121,10 @@ class Ours:
 
 
 class Transformers:
-    """The same in transformers: a forward loop with its cache object, greedy, only the last logits."""
+    """Does the same in transformers: a forward loop with its cache object.
+
+    It is greedy, and computes only the last logits.
+    """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
@@ -149,8 +154,9 @@ class Transformers:
 
 @dataclass
 class Mixerless:
-    """A step that remembers nothing: what is left of a model is its matrix products, norms and gates.
-    The ceiling of a real step.
+    """Runs a step that remembers nothing: only a model's matrix products, norms and gates are left.
+
+    No real step can be faster.
     """
 
     token_ids: Tensor

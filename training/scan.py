@@ -1,4 +1,4 @@
-"""A differentiable selective scan for training on a CPU.
+"""Computes a differentiable selective scan, for training on a CPU.
 
 Same formula as `memory.recurrences.mamba1` (Gu & Dao 2023, eq. 2): h = exp(dt A) h + dt B x, y = C h, with a backward
 pass. States of all positions are kept for the backward pass: B * T * N * E float32 values.
@@ -66,7 +66,10 @@ def _backward(dy_BTE, x_BTE, dt_BTE, a_NE, b_BTN, c_BTN, h_BTNE, dx_BTE, ddt_BTE
 
 
 class SelectiveScan(torch.autograd.Function):
-    """(x, dt, A, B, C) -> y. x, dt (B, T, E); A (N, E); B, C (B, T, N); all float32 and contiguous."""
+    """Computes y from (x, dt, A, B, C), with a backward pass.
+
+    x, dt (B, T, E); A (N, E); B, C (B, T, N); all float32 and contiguous.
+    """
 
     @staticmethod
     def forward(ctx, x_BTE: Tensor, dt_BTE: Tensor, a_NE: Tensor, b_BTN: Tensor, c_BTN: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
@@ -88,7 +91,10 @@ class SelectiveScan(torch.autograd.Function):
 
 
 def selective_scan(hidden_states, dt, A, B, C, D=None, z=None, delta_bias=None, delta_softplus=False, **_):  # type: ignore[no-untyped-def]
-    """Stands in for `mamba_selective_scan` of transformers while training: same arguments, (B, E, T) in and out."""
+    """Replace `mamba_selective_scan` of transformers while training.
+
+    It has the same arguments, (B, E, T) in and out.
+    """
     dt = dt + delta_bias[None, :, None] if delta_bias is not None else dt
     dt = torch.nn.functional.softplus(dt) if delta_softplus else dt
     arguments = (hidden_states.transpose(1, 2), dt.transpose(1, 2), A.T, B.transpose(1, 2), C.transpose(1, 2))

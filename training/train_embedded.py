@@ -38,7 +38,9 @@ CHAT_TEMPLATE = (
 
 @dataclass(frozen=True)
 class Stage:
-    """`curriculum`: (until this share of the steps, tokens a dialogue, dialogues a batch); `invented`: share of made-up
+    """Holds a stage of training.
+
+    `curriculum`: (until this share of the steps, tokens a dialogue, dialogues a batch); `invented`: share of made-up
     names.
     """
 
@@ -49,9 +51,9 @@ class Stage:
 
 
 STAGES = (
-    # Short dialogues first, or recall never starts to be learnt.
+    # Short dialogues come first; with long ones the model never begins to learn recall.
     Stage(3000, 2e-3, 0.0, ((0.25, 128, 32), (0.45, 256, 16), (1.0, 576, 8))),
-    # Then names that nobody has: what remains of knowing pairs by heart gives way to reading them.
+    # Then made-up names: knowing pairs by heart does not help there, so the model learns to read them.
     Stage(700, 1e-3, 0.3, ((0.4, 256, 16), (1.0, 576, 8))),
 )
 TOKENS_PER_TURN = 19
@@ -60,8 +62,10 @@ DISTANCES = ((0, "unknown"), (100, "1-100"), (200, "101-200"), (400, "201-400"),
 
 
 def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 1,024 tokens, learnt from 3,000 dialogues: most words are one token, any text
-    can be written."""
+    """Train a byte-level BPE of 1,024 tokens on 3,000 dialogues.
+
+    Most words are one token, and any text can be written.
+    """
     rng = random.Random(seed)
     texts = (m["content"] for _ in range(3000) for m in messages(make_dialogue(rng, 20, held_out=None)))
     tokenizer = Tokenizer(models.BPE())
@@ -80,7 +84,7 @@ def make_tokenizer(seed: int) -> PreTrainedTokenizerFast:
 
 
 def make_model(vocab_size: int) -> JambaForCausalLM:
-    """1.2 million parameters: attention in layers 1 and 4, Mamba in the other four."""
+    """Make the model of 1.2 million parameters: attention in layers 1 and 4, Mamba in the other four."""
     config = JambaConfig(
         vocab_size=vocab_size, tie_word_embeddings=True, hidden_size=128, intermediate_size=256, num_hidden_layers=6,
         num_attention_heads=4, num_key_value_heads=2, attn_layer_period=3, attn_layer_offset=1, num_experts=1,
@@ -97,7 +101,10 @@ def make_model(vocab_size: int) -> JambaForCausalLM:
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, turns: list[Turn]) -> tuple[list[int], list[int]]:
-    """Token ids of a dialogue and, for each, its label: replies are learnt in full, user text is not."""
+    """Return the token ids of a dialogue and, for each, its label.
+
+    Replies are learnt in full, user text is not.
+    """
     ids, labels = [tokenizer.bos_token_id], [IGNORED]
     user, assistant, end = tokenizer.convert_tokens_to_ids(["<|user|>", "<|assistant|>", "<|end|>"])
     for turn in turns:
@@ -126,8 +133,9 @@ def make_batch(
 def measure(
     model: JambaForCausalLM, tokenizer: PreTrainedTokenizerFast, seed: int, n_dialogues: int, invented: float = 0.0
 ) -> dict[str, float]:
-    """Share of held-out questions answered without one wrong token, by distance in tokens from the last mention of the
-    fact.
+    """Return the share of held-out questions answered without one wrong token, by distance.
+
+    Distance is the number of tokens from the last mention of the fact.
     """
     rng, right, asked = random.Random(seed), {}, {}
     model.eval()
