@@ -101,7 +101,7 @@ def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tail
 
 
 def _choice(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
-    is_numba = device.type == "cpu" and set(dtypes) == {torch.float32}
+    is_numba = device.type == "cpu" and (dtypes == (torch.float32,) or set(dtypes) == {torch.float32})
     wanted = os.environ.get(_OVERRIDE)
     if not wanted:
         return "cpu" if is_numba else "cuda" if device.type == "cuda" and _has_triton() else "reference"

@@ -93,14 +93,14 @@ class Linear:
     def __call__(self, x: Tensor) -> Tensor:
         """Return (T, n_out) of x (T, n_in)."""
         if self.is_packed:
-            n_rows = len(x)
+            n_rows = x.shape[0]
             if self._repeats_rows and 0 < n_rows <= _LEAST_ROWS // 2:
                 rows = torch.cat((x,) * (_LEAST_ROWS // n_rows))
             else:
                 n_more = _round_up(n_rows) - n_rows
                 rows = torch.cat((x, x[:n_more])) if n_more else x
             y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, self._fused, [], "")
-            y = y[:n_rows] if len(rows) > n_rows else y
+            y = y if rows is x else y[:n_rows]
         else:
             y = F.linear(x, self._weight, self._bias)
         return y if self._activation is None else self._activation(y)
