@@ -34,7 +34,10 @@ def make_console() -> Console:
 
 
 def harmless(text: str) -> str:
-    """Return text from a stranger's file as a terminal may show it: control characters are named, long text is cut."""
+    """Return text from an untrusted file as a terminal may show it.
+
+    Control characters are named, long text is cut.
+    """
     shown = "".join(
         c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text[:MOST_CHARACTERS]
     )

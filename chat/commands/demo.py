@@ -67,7 +67,7 @@ def run_demo(
     """Play all scenes in one memory, check the memory, and report.
 
     Args:
-        n_users: at least 2, or nobody's secrets could leak to anybody.
+        n_users: at least 2, or no user's facts could leak to another.
         n_turns: of each user's dialogue; at least 2, a fact and a question.
         on_word: watches the replies grow.
     Raises:
@@ -116,15 +116,15 @@ class _Scenes:
         topic = self._new_topic(rng, user, *strangers)
         first = choose_value(rng, topic, held_out=True)
         second = choose_value(rng, topic, held_out=True, but_not=first)
-        before, mark = user.copy(user.name, user.sequence), self._memory.checkpoint(user.sequence)
+        before, checkpoint = user.copy(user.name, user.sequence), self._memory.checkpoint(user.sequence)
         self._player.play(
             "taken back", [(user, [statement(rng, topic, first), *(small_talk(rng) for _ in range(n_later))])]
         )
 
-        kept = mark.length
+        kept = checkpoint.length
         is_in_window = kept >= user.sequence.horizon
-        self._memory.rollback(user.sequence, to=kept if is_in_window else mark)
-        self._memory.close(mark)
+        self._memory.rollback(user.sequence, to=kept if is_in_window else checkpoint)
+        self._memory.close(checkpoint)
         user.messages, user.told = before.messages, before.told
         n_fed = self._player.engine.stats.n_fed
         turns = [statement(rng, topic, second), question(rng, topic, second)]

@@ -21,6 +21,7 @@ def inspect(
     is_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Print what a file holds and whether it is whole: saved sequences and chats, models and their configs.
+
     Nothing is loaded or changed.
     """
     from chat.commands.inspection import inspect_path
@@ -34,7 +35,10 @@ def inspect(
 
 
 def _show(console: Console, finding: Finding) -> None:
-    """Escape a string, which may come from a stranger: no markup and no control characters reach the terminal."""
+    """Print a finding as tables.
+
+    Strings of the file are escaped, since it may not be trusted: no markup or control characters reach the terminal.
+    """
     from rich.table import Table
     from rich.text import Text
 

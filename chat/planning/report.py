@@ -34,7 +34,7 @@ class Question:
         architecture: as the config has it.
         budget_bytes: for memories, without the model's weights.
         window_tokens: the rollback window.
-        weight_bytes: that were taken off the budget first; None if nobody asked for that.
+        weight_bytes: that were taken off the budget first; None if that was not asked for.
         context_tokens: that a session may grow to.
         keep: of the context, the share that policies keep (or, `Quest`, read).
         encoder_tokens: rows that an encoder says, if the model has one.

@@ -27,7 +27,8 @@ def bind(host: str, port: int, *, has_key: bool) -> socket.socket:
         port: 0 takes a free one.
         has_key: whether clients must show a key; without one, only this machine may connect.
     Raises:
-        SpecError: a host that others can reach, without a key; or one that is not here, or a port that is not free.
+        SpecError: a host that others can reach, without a key; or one that this machine does not have, or a port that
+            is not free.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]

@@ -1,7 +1,7 @@
 """Reads requests in OpenAI's words, and refuses what they cannot mean.
 
 No parameter is ignored in silence: one that is not supported is refused by name, unless its value changes nothing.
-`user` and `safety_identifier` say who asks: they are read, change nothing and are kept nowhere. `prompt_cache_key`
+`user` and `safety_identifier` name the end user: they are read, change nothing and are not stored. `prompt_cache_key`
 separates cached prefixes.
 """
 

@@ -3,8 +3,8 @@
     session.json                 messages, options, the name of the other file, and a checksum over all of this
     memory-<number>.safetensors  what `HybridMemory.save` writes; none if nothing was computed yet
 
-The JSON is written last and replaced in one go: whoever reads it finds either the session of before or the new one,
-never half of each. Only their owner can read the files.
+The JSON is written last and replaced in one go: a reader finds either the old session or the new one, never half of
+each. Only their owner can read the files.
 """
 
 from __future__ import annotations

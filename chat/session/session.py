@@ -366,8 +366,9 @@ class ChatSession:
 
     def _read_reply(self, generation: Generation) -> Utterance:
         """Return the reply as a message.
-        Where a stop string cut it in the middle of a token, the tokens are not those of the text, and a tokenizer will
-        have to find others."""
+
+        If a stop string cut it inside a token, the token ids are not those of the text, which is tokenised again.
+        """
         if generation.stopped_by is not None:
             return Utterance("assistant", generation.text, tuple(generation.token_ids))
         ids = generation.token_ids

@@ -1,7 +1,9 @@
 """Fills templates with several holes: given text is fed, holes are generated, and many are filled in one batch.
 
-    article = Template("Q: {question}\\nA: {answer:max_tokens=20,stop='\\n'}\\nConfidence:
-    {score:choices=['low','high']}") filled = fill(engine, article, [{"question": question} for question in questions])
+    article = Template(
+        "Q: {question}\\nA: {answer:max_tokens=20,stop='\\n'}\\nConfidence: {score:choices=['low','high']}"
+    )
+    filled = fill(engine, article, [{"question": question} for question in questions])
     filled[0].values["answer"]
 
 Each text and each value is tokenised by itself, so a token never reaches across a seam, and what a hole is given makes
@@ -65,7 +67,7 @@ def fill(
 ) -> list[Filled]:
     """Fill templates, all at once.
 
-    What several begin with is computed once, wherever they part; what the prefix cache has is not computed at all.
+    A common beginning is computed once, wherever they diverge; what the prefix cache has is not computed at all.
     From there on each token of a text or a given value is fed once, however many holes follow. Only the last token
     before a hole may be fed again, for its output: where no text stands between two holes, and where two templates are
     the same up to a hole.

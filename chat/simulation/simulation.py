@@ -4,8 +4,8 @@ Users come and go as a workload says (`chat.simulation.workload`). Their actions
 before them. Time is
 
 - the wall clock, `speed` times faster, if a speed is given: users arrive as they would at a server;
-- else a virtual one: each step of the engine takes `STEP_SECONDS`, and where nobody has anything to do, it jumps to the
-  next event. Then everything but the timings is a function of the workload and the setup. Dry runs always go by it.
+- else a virtual one: each step of the engine takes `STEP_SECONDS`, and while no user has anything to do, it jumps to
+  the next event. Then everything but the timings is a function of the workload and the setup. Dry runs always go by it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Simulation:
         """Play all events, check the memory, and close everything.
 
         Args:
-            on_step: called after each step, and now and then while nobody does anything.
+            on_step: called after each step, and now and then while no user does anything.
         Raises:
             Whatever the memory raises, IntegrityError included; FormatError for texts that the tokenizer cannot render.
         """

@@ -73,7 +73,7 @@ class Room:
     """Holds the engine and memory of all users. Silent users are swapped out when others need the bytes.
 
     Attributes:
-        here: users whose live sequence nobody uses at the moment, those first that have been silent for longest.
+        here: users whose live sequence is in the budget and in no step, those first that have been silent for longest.
     """
 
     def __init__(
