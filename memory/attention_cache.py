@@ -59,11 +59,9 @@ class AttentionCache:
         self._specs = specs
         self._kv_shapes = {s.kv_shape for s in specs}
         self._heads = {(s.n_query_heads, s.n_kv_heads, s.head_dim) for s in specs}
-        self._store = store
-        self._dtype = dtype
+        self._store, self._dtype = store, dtype
         self.kernels: Kernels = select_kernels(store.device, dtype)
-        remaining = iter(self.layout.fields)
-        self._flats: list[list[Prepared]] = []
+        remaining, self._flats = iter(self.layout.fields), list[list[Prepared]]()
         if not store.is_dry:
             self._flats = [[self.kernels.prepare(store.flat(next(remaining))) for _ in own] for own in fields]
         # Where values are a part of the keys, both are read from the same flat.
@@ -94,8 +92,8 @@ class AttentionCache:
         tables = [self._pages.get(slot, EMPTY) for slot in slots]
         held, wanted = self.grid.pages(packed.starts), self.grid.pages(packed.ends)
         lengths, positions, n_new = packed.ends, packed.positions, wanted - held
-        if self._first_page:  # from here on, everything counts from the first page that a slot holds
-            first = np.array([self._first_page.get(slot, 0) for slot in slots], np.int64)
+        if self._first_page:  # from here on, all counts from the first page that a slot holds
+            first = self.first_pages(packed.slots)
             held, wanted, lengths = held - first, wanted - first, lengths - first * self.page_tokens
             positions = positions - np.repeat(first * self.page_tokens, packed.counts)
         shared = last_pages = EMPTY
@@ -223,12 +221,12 @@ class AttentionCache:
         out_THD = self.kernels.paged_attention(q_THD, keys, values, batch, spec.n_kv_heads, scoring, folded)
         return out_THD[..., : spec.value_dim]
 
-    def oldest_rows(self, plan: AttentionPlan, index: int, request: int, n_pages: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the first pages that a request holds, (n_pages, G, page_tokens, D) each."""
-        spec, pages = self._specs[index], plan.batch.pages[plan.batch.cu_pages[request] :][:n_pages]
+    def rows_of(self, plan: AttentionPlan, index: int, request: int, chosen: slice) -> tuple[Tensor, Tensor]:
+        """Return keys and values of some of the pages that a request holds, (n_pages, G, page_tokens, D) each."""
+        spec, pages = self._specs[index], plan.batch.pages[plan.batch.cu_pages[request] :][chosen]
         shape = (spec.n_kv_heads, self.page_tokens, spec.head_dim)
-        k, v = (self.kernels.read_rows(flat, pages, shape, 0.0) for flat in self._keys_values[index])
-        return k, v
+        keys, values = self._keys_values[index]
+        return self.kernels.read_rows(keys, pages, shape, 0.0), self.kernels.read_rows(values, pages, shape, 0.0)
 
     def commit(self, plan: AttentionPlan, kept: Int64s) -> None:
         del self._open_plans[id(plan)]
@@ -344,7 +342,7 @@ class AttentionCache:
         if to:
             self._table.truncate(slot, ceil_div(to, self.page_tokens) - self._first_page.get(slot, 0))
         else:
-            self._table.release(slot)
+            self.release(slot)
 
     def release(self, slot: int) -> None:
         self._table.release(slot)
@@ -356,8 +354,12 @@ class AttentionCache:
     def horizon_after(self, packed: Packed) -> Int64s:
         oldest = self.grid.first_page(packed.peaks) * self.page_tokens
         if self._oldest:
-            oldest = np.maximum(oldest, [self._oldest.get(slot, 0) for slot in packed.slots.tolist()])
+            oldest = np.maximum(oldest, self._table.column("oldest", packed.slots))
         return self.grid.horizon(oldest)
+
+    def first_pages(self, slots: Int64s) -> Int64s:
+        """Return (S,) the number of the oldest page that each slot holds."""
+        return self._table.column("first_page", slots)
 
     def _oldest_row(self, slot: int) -> int:
         return max(self._first_page.get(slot, 0) * self.page_tokens, self._oldest.get(slot, 0))
@@ -381,7 +383,8 @@ class AttentionCache:
 
     def _check_slot(self, slot: int, length: int, peak: int) -> None:
         n_pages, first, page_tokens = len(self._table[slot]), self._first_page.get(slot, 0), self.page_tokens
-        if first != (expected := int(self.grid.first_page(np.array(peak)))):
+        expected = int(self.grid.first_page(np.array(peak)))
+        if not expected <= first <= self.grid.last_first_page(np.array(peak)):
             raise IntegrityError(f"slot {slot} holds pages from {first} on, its peak {peak} makes it {expected}")
         if not 0 <= (oldest := self._oldest.get(slot, 0)) <= self.grid.oldest_wanted(np.array(peak)):
             raise IntegrityError(f"slot {slot} has rows from {oldest} on, its peak {peak} needs older ones")

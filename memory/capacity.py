@@ -65,7 +65,7 @@ def plan_sequence(
     fold point is both head and next body.
 
     Args:
-        step_tokens: of a prompt's steps: `max_tokens` of `HybridMemory.run`.
+        step_tokens: of a prompt's steps: `max_tokens` of `HybridMemory.run`; of its grid with policies or storages.
         encoder_tokens: rows that the encoder of an encoder-decoder model returns for each sequence's input.
         options: of `HybridMemory`: rollback_window, fold, dtype, state_dtype. Bytes are those on the spec's device.
     Raises:

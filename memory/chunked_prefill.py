@@ -11,9 +11,11 @@ import torch
 from torch import Tensor
 
 from memory.blocks.arguments import is_integer
+from memory.blocks.arrays import Int64s
 from memory.errors import BUDGET_UNIT, BatchError, CapacityError, StepError
 from memory.interface import Requests, Sequence
 from memory.sequences.batch import count_tokens, read_pairs, read_tokens
+from memory.sequences.chunks import cut_anywhere, cut_on_grid
 from memory.sequences.interrupts import uninterrupted, uninterrupted_call
 from memory.specs import MemorySpec
 from memory.step import Outputs, Step
@@ -50,7 +52,7 @@ def run_in_chunks(
     memory: Steppable, model: Model | None, requests: Requests, *, max_tokens: int, outputs: Outputs,
     held: uninterrupted_call,
 ) -> Tensor | None:  # fmt: skip
-    """Feed requests in steps of at most `max_tokens`; see `HybridMemory.run`.
+    """Feed requests in steps of at most `max_tokens`, or on the grid; see `HybridMemory.run`.
 
     If it takes several steps, a checkpoint of each sequence is held meanwhile, to which a failure returns.
     Args:
@@ -66,7 +68,7 @@ def run_in_chunks(
     memory.step([(sequence, 0) for sequence in sequences], outputs=outputs)
     checkpoints: dict[Sequence, Sequence] = {}
     rows: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in sequences}
-    first, *later = split_requests(tokens.counts.tolist(), max_tokens)
+    first, *later = split_requests(sequences, tokens.counts, max_tokens, on_grid=memory.spec.is_cut_on_grid)
     last = later[-1] if later else first
     is_in_model = False
 
@@ -121,18 +123,16 @@ def _return_to(memory: Steppable, checkpoints: dict[Sequence, Sequence]) -> None
                 memory.close(checkpoint)
 
 
-def split_requests(counts: list[int], max_tokens: int) -> list[Chunk]:
-    """Cut requests into chunks (request, start, end), of `max_tokens` a step, short requests first."""
-    steps: list[Chunk] = [[]]
-    left = max_tokens
-    for i in sorted(range(len(counts)), key=counts.__getitem__):
-        start = 0
-        while start < counts[i]:
-            if left == 0:
-                steps.append([])
-                left = max_tokens
-            end = min(counts[i], start + left)
-            steps[-1].append((i, start, end))
-            left -= end - start
-            start = end
+def split_requests(sequences: list[Sequence], counts: Int64s, max_tokens: int, *, on_grid: bool) -> list[Chunk]:
+    """Cut requests of counts (S,) tokens for these sequences into steps, short requests first."""
+    order = counts.argsort(kind="stable")
+    if on_grid:
+        lengths = np.array([sequence.length for sequence in sequences])
+        chunks = cut_on_grid(lengths[order], counts[order], max_tokens)
+    else:
+        chunks = cut_anywhere(counts[order], max_tokens)
+    steps: list[Chunk] = [[] for _ in range(int(chunks.steps.max()) + 1)]
+    owners = order[chunks.requests]
+    for step, *chunk in zip(*(x.tolist() for x in (chunks.steps, owners, chunks.starts, chunks.ends)), strict=True):
+        steps[step].append((chunk[0], chunk[1], chunk[2]))
     return steps

@@ -78,7 +78,7 @@ class Coordinator(Lifetime):
         self.host_pages = host_pages
         self.ledger = Ledger(self)
         self.open_steps: dict[OpenStep, None] = {}
-        self.room = Room(store.arena, layers, self.ledger, _abort_abandoned_of(self))
+        self.room = Room(store.arena, layers, self.ledger, _abort_abandoned_of(self), on_grid=spec.is_cut_on_grid)
 
     # Steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from enum import Enum, auto
 from html import escape
 from pathlib import Path
@@ -280,9 +281,8 @@ class HybridMemory:
     def load(self, path: str | Path) -> Sequence:
         """Open a new sequence from a file; it continues, bit for bit, where the saved one was.
 
-        Forks and checkpoints of the saved one are not in its file. The memory must be like the one that wrote it: the
-        same model, policies, storages, dtypes, rollback_window, fold and page_tokens; weights are not compared. Formats
-        2 and 3 are read.
+        Its forks and checkpoints are not in the file. The memory must be like the one that wrote it: the same model,
+        policies, storages, dtypes, rollback_window, fold and page_tokens; weights are not compared.
 
         Raises:
             FormatError: no such file, or a damaged, foreign or unsuitable one; nothing has changed. CapacityError.
@@ -320,6 +320,8 @@ class HybridMemory:
 
         Args:
             model: step -> logits; None in a dry run.
+            max_tokens: with policies or storages at least 512: there requests are cut at multiples of 512 positions
+                alone, so that the same text sees the same rows, whatever this is and whoever shares the steps.
         Returns:
             What one step would have returned: (n_requests, vocab) or (n_tokens, vocab), in the order of `requests`.
         Raises:
@@ -346,22 +348,20 @@ class HybridMemory:
         """Add a function that frees optional bytes, such as cached prefixes, before a call is refused for lack of room.
 
         `reclaim(missing_bytes)` returns True if it has freed anything. It may close sequences and checkpoints that are
-        in no step, and do nothing else. The memory refers to it until `remove_reclaimer`; if it refers to the memory as
-        well, both stay alive until the garbage collector finds them.
+        in no step, and do nothing else. The memory refers to it until `remove_reclaimer`.
         """
         self._coordinator.room.reclaimers.append(reclaim)
 
     def remove_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
         """Remove a function that `add_reclaimer` has added. Nothing happens if there is none."""
-        if reclaim in self._coordinator.room.reclaimers:
+        with suppress(ValueError):
             self._coordinator.room.reclaimers.remove(reclaim)
 
     def needed_bytes(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> int:
         """Return the bytes that one sequence needs to be fed so many tokens, in steps of `max_tokens` as `run` does.
 
-        Bytes of the `n_held` tokens that it holds before are counted. The number is exact but for gaps between blocks
-        of several sizes, which the one in a `CapacityError` includes. Cost: nothing is allocated; a million tokens take
-        some milliseconds.
+        The `n_held` tokens that it holds before are counted. The number is exact but for gaps between blocks of several
+        sizes, which the one in a `CapacityError` includes. Cost: some milliseconds for a million tokens.
         """
         return self.counters.needed_bytes(n_tokens, n_held=n_held, max_tokens=max_tokens)
 

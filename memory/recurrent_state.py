@@ -12,7 +12,6 @@ from typing import Generic
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s
-from memory.blocks.holdings import Record
 from memory.errors import DropError, StepError
 from memory.interface import Dropped, Packed
 from memory.state.access import Recurrence, RowWrites
@@ -97,9 +96,3 @@ class RecurrentState(TailMemory, Generic[ReadsT]):
 
     def abandon_drop(self, plan: Dropped) -> None:
         """Do nothing, because `plan_drop` has allocated nothing."""
-
-    def record(self, slot: int) -> Record:
-        return self.table.record(slot) | {"base": self.table.base_of(slot)}
-
-    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
-        self.table.adopt(slot, record, blocks, record["base"])

@@ -304,6 +304,15 @@ class MemorySpec:
 
         return replace(self, layers=tuple(tuple(map(change, layer)) for layer in self.layers))
 
+    @property
+    def is_cut_on_grid(self) -> bool:
+        """True if `HybridMemory.run` cuts requests on a fixed grid: where they are cut decides what tokens see.
+
+        So it is with any policy or storage: a step reads what was folded before it.
+        """
+        attention = (m for _, m in self.of_kind("attention") if isinstance(m, AttentionSpec))
+        return any(m.policy is not None or m.storage is not None for m in attention)
+
     def with_policy(self, policy: Budget | None, *, layers: Iterable[int] | None = None) -> MemorySpec:
         """Return the same spec with this eviction policy in attention layers; with None they keep all rows again.
 

@@ -6,6 +6,11 @@ become older than the rollback window fold into a new body.
 
     position 0 .......................... body_at ............... start ......... end
              kept rows, at most the budget |  tail rows, verbatim  |  rows of the step
+
+A sequence that was rolled back may begin a step before its body's rows would have folded: at a shorter length than
+body_at + rollback_window. Then it sees what a sequence sees that never went further: the body of the last fold point
+that it has passed itself, and exact rows from there on. `KeptRows` gathers them from the body, whose decisions stay
+valid: they take effect again when the sequence is long enough.
 """
 
 from __future__ import annotations
@@ -18,22 +23,40 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from memory.attention.kept_rows import KeptRows
 from memory.blocks.arrays import EMPTY, Int64s, ranges, starts_of
 from memory.blocks.holdings import LiveRows
 from memory.blocks.layout import Field
-from memory.blocks.staging import is_apart
 from memory.blocks.store import Store
-from memory.errors import SpecError, StepError
-from memory.eviction import Candidates, EvictionPolicy
+from memory.errors import StepError
+from memory.eviction import EvictionPolicy
 from memory.interface import Packed
 from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, select_kernels
 from memory.quantization import Parts, Storage
 from memory.sequences.drop import CannotDrop
 from memory.sequences.folding import TailRules
-from memory.specs import AttentionSpec, StateTensor
+from memory.specs import AttentionSpec
 from memory.state.access import BlockAccess, RowWrites
 from memory.state.tail_memory import TailMemory
 from memory.state.tails import TailMember, TailStep, TailTable
+
+
+@dataclass(frozen=True)
+class Copied:
+    """Says how a request is read whose rows are copied together: they are not all in the arena, or not in order.
+
+    Attributes:
+        fold_point: the last fold point that it has passed. The body is at a later one if it was rolled back.
+        batch: this request alone; a page is one row. Rows that a storage holds are not in pages if `is_paged`.
+        is_paged: True if it is read by the kernel that reads rows in place, so that both give the same bits.
+        cu_bodies, n_kept: if a storage holds rows: as in `FoldedRows`.
+    """
+
+    fold_point: int
+    batch: PagedBatch
+    is_paged: bool
+    cu_bodies: Int64s
+    n_kept: Int64s
 
 
 @dataclass(frozen=True)
@@ -48,8 +71,9 @@ class Reads:
             an attention's field in its block.
         is_tail: 1 for each of these rows that is in a tail, 0 in a body.
         bodies, cu_bodies, n_kept: with a storage, the bodies that hold their kept rows: as in `FoldedRows`.
-        beside: for each other request a batch of its own, whose rows are copied together.
-        old_rows: of each request that folds, elements a row -> element offset of each old row of its tail.
+        copied: all other requests.
+        tails: of each request that is copied or folds, the position of the first row that is read of its tail, and
+            elements a row -> element offset of each old row from there on.
     """
 
     in_place: PagedBatch
@@ -59,8 +83,8 @@ class Reads:
     bodies: Tensor
     cu_bodies: Int64s
     n_kept: Int64s
-    beside: dict[int, PagedBatch]
-    old_rows: dict[int, dict[int, Prepared]]
+    copied: dict[int, Copied]
+    tails: dict[int, tuple[int, dict[int, Prepared]]]
 
 
 @dataclass(frozen=True)
@@ -90,10 +114,12 @@ class EvictingAttention(CannotDrop, TailMemory):
         for spec in specs:
             if storage is not None:
                 storage.check(spec.head_dim)
-        members = [_member(s, policy, storage) for s in specs]
-        # The parts of a storage are laid out head by head, so rows are their second axis.
-        row_axes = [0 if storage is None or t.name in _BESIDE else 1 for m in members for t in m.states]
-        rules = TailRules.of_attention(rollback_window, policy.every)
+        self._kept_rows = kept_rows = KeptRows(policy, storage, rollback_window)
+        members = [_member(spec, kept_rows) for spec in specs]
+        row_axes = [kept_rows.row_axis_of(state) for member in members for state in member.states]
+        # With a storage, rows that have folded lately are in the tail as well, exact.
+        overlap_tokens = 0 if storage is None else kept_rows.ring_rows
+        rules = TailRules.of_attention(rollback_window, policy.every, overlap_tokens)
         super().__init__(TailTable(members, dtype, rules, store, label=f" of {name}", row_axes=row_axes))
         self.policy, self.storage = policy, storage
         self._specs, self._dtype, self._store = specs, dtype, store
@@ -119,7 +145,12 @@ class EvictingAttention(CannotDrop, TailMemory):
 
     def _plan_reads(self, step: TailStep) -> Reads:
         packed, before, after, states, tails = step.packed, step.before, step.after, self.table.states, self.table.tails
-        in_place = (packed.starts >= after.body_at).nonzero()[0]
+        rules, upload, tokens = self.table.rules, self._store.upload, None
+        fold_points = rules.body_at(packed.starts)
+        # Whatever a sequence has seen before, requests of the same positions are read by the same kernel.
+        fits, is_rolled_back = packed.starts >= rules.body_at(packed.ends), fold_points < before.body_at
+        is_in_place = fits & ~is_rolled_back
+        in_place = is_in_place.nonzero()[0]
         chosen = before.take(in_place)
         starts, counts = packed.starts[in_place], packed.counts[in_place]
         # Each request reads three stretches of rows: those that were kept, the old ones of the tail, the new ones.
@@ -133,31 +164,35 @@ class EvictingAttention(CannotDrop, TailMemory):
         blocks = np.repeat(addresses.ravel() // self._dtype.itemsize, lengths.ravel())
         is_tail = np.repeat(np.tile([False, True, True], len(in_place)), lengths.ravel())
         rows = ranges(begins.ravel(), (begins + lengths).ravel())
-        rows[is_tail] %= self.table.rules.tail_rows
-        upload, tokens = self._store.upload, None
+        rows[is_tail] %= rules.tail_rows
         if len(in_place) < len(packed.starts):
             tokens = upload(ranges(packed.cu_seqlens[:-1][in_place], packed.cu_seqlens[1:][in_place]))
-        beside, old_rows = dict[int, PagedBatch](), dict[int, dict[int, Prepared]]()
-        for i in (after.body_at > before.body_at).nonzero()[0].tolist():
-            old = np.arange(before.body_at[i], packed.starts[i])
-            old_rows[i] = self._access.ring(np.full(len(old), before.tail[i]), old)
-            if packed.starts[i] < after.body_at[i]:
-                n_rows = np.minimum(before.body_at[i : i + 1], self.policy.budget_tokens) + len(old) + packed.counts[i]
-                beside[i] = PagedBatch(
-                    starts_of(packed.counts[i : i + 1]), n_rows, EMPTY, starts_of(n_rows), page_tokens=1
-                )
+        copied, tail_rows = dict[int, Copied](), dict[int, tuple[int, dict[int, Prepared]]]()
+        for i in (~is_in_place).nonzero()[0].tolist():
+            copied[i] = self._copied(packed, i, int(fold_points[i]), is_paged=bool(fits[i]))
+        for i in ((after.body_at > before.body_at) | ~is_in_place).nonzero()[0].tolist():
+            tail_at = int(fold_points[i] if self.storage else before.body_at[i])
+            old = np.arange(tail_at, packed.starts[i])
+            tail_rows[i] = tail_at, self._access.ring(np.full(len(old), before.tail[i]), old)
         return Reads(
             PagedBatch(starts_of(counts), lengths.sum(1), EMPTY, starts_of(lengths.sum(1)), page_tokens=1), tokens,
             {sizes: upload(blocks + rows * np.where(is_tail, *sizes)) for sizes in set(self._sizes)},
             upload(is_tail.astype(np.int64)), upload(bodies), starts_of((n_kept > 0).astype(np.int64)),
-            n_kept, beside, old_rows,
+            n_kept, copied, tail_rows,
         )  # fmt: skip
+
+    def _copied(self, packed: Packed, i: int, fold_point: int, *, is_paged: bool) -> Copied:
+        n_kept, n_new = self._kept_rows.n_kept(fold_point), packed.counts[i : i + 1]
+        is_stored = is_paged and self.storage is not None and n_kept > 0
+        n_rows = packed.ends[i : i + 1] - fold_point + (not is_stored) * n_kept
+        batch = PagedBatch(starts_of(n_new), n_rows, EMPTY, starts_of(n_rows), page_tokens=1)
+        return Copied(fold_point, batch, is_paged, np.array([0, int(is_stored)]), np.array([is_stored * n_kept]))
 
     def begin(self, plan: EvictingPlan) -> None:
         self.table.begin(plan.step)
         if (reads := plan.reads) is None:
             return
-        batches: list[tuple[PagedBatch, FoldedRows | None]] = [(batch, None) for batch in reads.beside.values()]
+        batches = [(copied.batch, self._folded_copy(copied, 0, ())) for copied in reads.copied.values()]
         if len(reads.in_place.kv_lengths):
             batches.append((reads.in_place, self._folded(reads, 0)))
         for batch, folded in batches:
@@ -171,34 +206,33 @@ class EvictingAttention(CannotDrop, TailMemory):
 
         Returns (T, H, D or value_dim).
         """
-        self._specs[index].check_rows(
-            len(plan.step.packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD
-        )
+        packed = plan.step.packed
+        self._specs[index].check_rows(len(packed.token_ids), self._dtype, self._store.device, q_THD, k_TGD, v_TGD)
         if scoring.bias_HL is not None:
             raise StepError(f"scores with a bias by distance need every row; take {self.policy.label} off this layer")
         reads = plan.reads
         assert reads is not None, "a dry run does not attend"
         kv = [k_TGD] if v_TGD is None else [k_TGD, v_TGD]
-        rows_TRD = torch.cat([*kv, q_THD] if self.policy.needs_queries else kv, 1)
-        self._access.write_rows(index, plan.writes, rows_TRD)
+        rows_TXD = torch.cat([*kv, q_THD] if self.policy.needs_queries else kv, 1)
+        self._access.write_rows(index, plan.writes, rows_TXD)
         if reads.tokens is None:
             out_THD = self._attend_in_place(reads, index, q_THD, scoring)
         else:
             out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
             if len(reads.in_place.kv_lengths):
                 out_THD[reads.tokens] = self._attend_in_place(reads, index, q_THD[reads.tokens], scoring)
-            for i, batch in reads.beside.items():
-                own = slice(*plan.step.packed.cu_seqlens[i : i + 2].tolist())
-                parts, tail_RXD, n = self._kept(plan, index, i)[0], self._tail(reads, index, i), k_TGD.shape[1]
-                k_GRD, v_GRD = self._rows(parts)
-                k_RGD = torch.cat([k_GRD.transpose(0, 1), tail_RXD[:, :n], k_TGD[own]])
-                v_RGD = (
-                    k_RGD if v_TGD is None else torch.cat([v_GRD.transpose(0, 1), tail_RXD[:, n : 2 * n], v_TGD[own]])
-                )
-                out_THD[own] = self._kernels.attend_rows(q_THD[own], k_RGD, v_RGD, scoring, batch)
-        for i in reads.old_rows:
-            own = slice(*plan.step.packed.cu_seqlens[i : i + 2].tolist())
-            self._fold(plan, index, i, torch.cat([self._tail(reads, index, i), rows_TRD[own]]), scoring)
+        for i, (tail_at, offsets) in reads.tails.items():
+            own = slice(*packed.cu_seqlens[i : i + 2].tolist())
+            rows_RXD = torch.cat([self._access.read_rows(index, offsets), rows_TXD[own]])
+            body = self._body(index, int(plan.step.before.body[i]))
+            body_at, target_at = int(plan.step.before.body_at[i]), int(plan.step.after.body_at[i])
+            if i in reads.copied:
+                out_THD[own] = self._attend_copied(reads.copied[i], index, q_THD[own], body, body_at, rows_RXD, scoring)
+            if target_at > body_at:
+                spec, new_body = self._specs[index], self._body(index, int(plan.step.after.body[i]))
+                folding_NXD = rows_RXD[body_at - tail_at : target_at - tail_at]
+                found = self._kept_rows.fold(body, body_at, target_at, folding_NXD, spec, scoring)
+                self._kept_rows.write(new_body, target_at, *found)
         return out_THD[..., : self._specs[index].value_dim]
 
     def commit(self, plan: EvictingPlan, kept: Int64s) -> None:
@@ -208,10 +242,10 @@ class EvictingAttention(CannotDrop, TailMemory):
         return f"which rows attention with {self.policy.label} has kept depends on them"
 
     def live_rows(self, slot: int, length: int) -> LiveRows:
-        """Mark the rows of a body that were kept; a body is as long as the policy's budget."""
+        """Mark the rows of a body that are in use; a body has room for the policy's budget, and what was evicted."""
         live = super().live_rows(slot, length)
-        kept, name = np.arange(self.policy.budget_tokens) < self.table.slots.body_at[slot], self.table.states.name
-        return live | {name: live[name] & kept}
+        own, name = self._kept_rows.are_live(int(self.table.slots.body_at[slot])), self.table.states.name
+        return live | {name: live[name] & own}
 
     def kept_positions(self, slot: int, index: int) -> Tensor:
         """Return the positions of the rows that attention `index` has kept of a sequence, (R, G) int64, ascending.
@@ -219,8 +253,7 @@ class EvictingAttention(CannotDrop, TailMemory):
         Positions of the tail are not among them.
         """
         slots = self.table.slots
-        n_kept = min(int(slots.body_at[slot]), self.policy.budget_tokens)
-        return self._body(index, int(slots.body[slot]))[_POSITIONS][:n_kept].long()
+        return self._kept_rows.kept_of(self._body(index, int(slots.body[slot])), int(slots.body_at[slot])).positions.T
 
     def _attend_in_place(self, reads: Reads, index: int, q_THD: Tensor, scoring: Scoring) -> Tensor:
         spec, table, itemsize = self._specs[index], self.table, self._dtype.itemsize
@@ -236,13 +269,49 @@ class EvictingAttention(CannotDrop, TailMemory):
     def _folded(self, reads: Reads, index: int) -> FoldedRows | None:
         if self.storage is None or not len(reads.bodies):
             return None
-        shapes = tuple(s.shape for s in self.table.members[index].states[:_POSITIONS])
-        flats = tuple(self._access.states[index][:_POSITIONS])
+        shapes = self._stored_shapes(index)
+        flats = tuple(self._access.states[index][: len(shapes)])
         return FoldedRows(
             self.storage, shapes, flats, reads.bodies, reads.cu_bodies, reads.n_kept, self._specs[index].head_dim
         )
 
-    # Bodies. Parts are rows (G, R, D) in stored form: keys and values, or what a storage encodes them as.
+    def _stored_shapes(self, index: int) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes of a body's rows as they are stored: of all its tensors but the positions and scores."""
+        return tuple(state.shape for state in self.table.members[index].states[:-2])
+
+    def _attend_copied(
+        self, copied: Copied, index: int, q_THD: Tensor, body: list[Tensor], body_at: int, rows_RXD: Tensor,
+        scoring: Scoring,
+    ) -> Tensor:  # fmt: skip
+        """Attend to the rows of a body as they were seen at `copied.fold_point`, and to `rows_RXD` behind them."""
+        spec, kept_rows, kernels = self._specs[index], self._kept_rows, self._kernels
+        if copied.fold_point == body_at:
+            seen = kept_rows.kept_of(body, body_at)
+        else:
+            seen = kept_rows.seen_at(body, body_at, copied.fold_point)
+        newer_RGD = [rows_RXD[:, n * spec.n_kv_heads : (n + 1) * spec.n_kv_heads] for n in range(spec.n_parts)]
+        if (folded := self._folded_copy(copied, index, seen.parts)) is None:
+            older_GRD = kept_rows.decoded(seen.parts, self._dtype)[: spec.n_parts]
+            newer_RGD = [torch.cat([old.transpose(0, 1), new]) for old, new in zip(older_GRD, newer_RGD, strict=True)]
+        if not copied.is_paged:
+            return kernels.attend_rows(q_THD, newer_RGD[0], newer_RGD[-1], scoring, copied.batch)
+        flat = torch.cat(newer_RGD, 1).flatten()
+        pages = self._store.upload(np.arange(len(newer_RGD[0])) * _kept_elements(spec))
+        keys, values = kernels.prepare(flat), kernels.prepare(flat[_values_at(spec) :])
+        batch = copied.batch.at(kernels.prepare(pages))
+        return kernels.paged_attention(q_THD, keys, values, batch, spec.n_kv_heads, scoring, folded)
+
+    def _folded_copy(self, copied: Copied, index: int, parts: Parts) -> FoldedRows | None:
+        """Return stored rows of one request, which are no body's, as the only block. Without parts: to plan with."""
+        if self.storage is None or not copied.n_kept.any():
+            return None
+        n_missing = self._kept_rows.body_rows - int(copied.n_kept[0])
+        flats = tuple(self._kernels.prepare(F.pad(part, (0, 0, 0, n_missing)).flatten()) for part in parts)
+        block = self._store.upload(np.zeros(1, np.int64))
+        return FoldedRows(
+            self.storage, self._stored_shapes(index), flats, block, copied.cu_bodies, copied.n_kept,
+            self._specs[index].head_dim,
+        )  # fmt: skip
 
     def _body(self, index: int, block: int) -> list[Tensor]:
         """Return views of the state tensors of attention `index` in a block; without a block, zeros of their shapes."""
@@ -255,102 +324,14 @@ class EvictingAttention(CannotDrop, TailMemory):
             views.append(flat[at : at + math.prod(state.shape)].view(state.shape))
         return views
 
-    def _kept(self, plan: EvictingPlan, index: int, request: int) -> tuple[Parts, Tensor, Tensor]:
-        """Return what a request's body held before the step: parts, positions (G, R) int64, and scores (G, R)."""
-        n_kept = min(int(plan.step.before.body_at[request]), self.policy.budget_tokens)
-        *parts, positions_RG, scores_RG = self._body(index, int(plan.step.before.body[request]))
-        if self.storage is None:
-            parts = list(parts[0][:n_kept].permute(1, 2, 0, 3))
-        return tuple(part[:, :n_kept] for part in parts), positions_RG[:n_kept].T.long(), scores_RG[:n_kept].T
 
-    def _parts(self, rows_GRD: list[Tensor]) -> Parts:
-        if self.storage is None:
-            return tuple(rows_GRD)
-        return tuple(part for x_GRD in rows_GRD for part in self.storage.encode(x_GRD, by_channel=False))
-
-    def _rows(self, parts: Parts) -> tuple[Tensor, Tensor]:
-        """Return keys and values, (G, R, D) each; the same tensor where values are a part of the keys."""
-        if self.storage is None:
-            return parts[0], parts[-1]
-        n = len(parts) // 2
-        return self.storage.decode(parts[:n]).to(self._dtype), self.storage.decode(parts[n:]).to(self._dtype)
-
-    def _tail(self, reads: Reads, index: int, request: int) -> Tensor:
-        """Read the old rows of a request's tail, (R, *row_shape)."""
-        return self._access.read_rows(index, reads.old_rows[request])
-
-    def _fold(self, plan: EvictingPlan, index: int, request: int, rows_NXD: Tensor, scoring: Scoring) -> None:
-        """Write a request's new body: the policy chooses from its old one and the folding rows, `every` at a time."""
-        spec, every = self._specs[index], self.policy.every
-        n_heads, n_parts = spec.n_kv_heads, spec.n_parts
-        first, last = int(plan.step.before.body_at[request]), int(plan.step.after.body_at[request])
-        parts, positions, scores = self._kept(plan, index, request)
-        for begin in range(first, last, every):
-            chunk_NXD = rows_NXD[begin - first : begin - first + every]
-            sizes = [n_heads] * n_parts + [len(chunk_NXD[0]) - n_parts * n_heads]
-            *kv_GND, q_HND = torch.split(chunk_NXD.transpose(0, 1), sizes)
-            parts = tuple(torch.cat(pair, 1) for pair in zip(parts, self._parts(kv_GND), strict=True))
-            positions = torch.cat(
-                [positions, torch.arange(begin, begin + every, device=rows_NXD.device).expand(n_heads, -1)], 1
-            )
-            scores = F.pad(scores, (0, every))
-            queries = q_HND.transpose(0, 1) if self.policy.needs_queries else None
-            k_GRD, v_GRD = self._rows(parts)
-            chosen_GB, scores = _kept_by(
-                self.policy, Candidates(k_GRD, v_GRD[..., : spec.value_dim], positions, scores, queries, scoring)
-            )
-            parts = tuple(part.gather(1, chosen_GB[:, :, None].expand(-1, -1, part.shape[2])) for part in parts)
-            positions, scores = positions.gather(1, chosen_GB), scores.gather(1, chosen_GB)
-        n_kept = positions.shape[1]
-        *targets, positions_RG, scores_RG = self._body(index, int(plan.step.after.body[request]))
-        if self.storage is None:
-            targets = list(targets[0].permute(1, 2, 0, 3))
-        for target, part in zip(targets, parts, strict=True):
-            target[:, :n_kept] = part
-        positions_RG[:n_kept], scores_RG[:n_kept] = positions.T.float(), scores.T
-
-
-_BESIDE = ("positions", "scores")
-"""State tensors whose first axis is that of rows, with each storage."""
-
-_POSITIONS = -2
-"""Index of the positions among an attention's state tensors: scores are behind them, stored rows before them."""
-
-
-def _kept_by(policy: EvictionPolicy, rows: Candidates) -> tuple[Tensor, Tensor]:
-    """Call `EvictionPolicy.keep`, of any policy. Raises SpecError unless what it returns fits a body."""
-    chosen_GB, scores_GR = policy.keep(rows)
-    n_heads, n_rows = rows.positions.shape
-    n_kept = min(n_rows, policy.budget_tokens)
-    if chosen_GB.shape != (n_heads, n_kept) or chosen_GB.dtype != torch.int64 or scores_GR.shape != (n_heads, n_rows):
-        raise SpecError(
-            f"{type(policy).__name__}.keep must give int64 indices {(n_heads, n_kept)} and scores {(n_heads, n_rows)}, "
-            f"and gave {tuple(chosen_GB.shape)} of {chosen_GB.dtype} and {tuple(scores_GR.shape)}"
-        )
-    is_own = type(policy).keep is not EvictionPolicy.keep and not is_apart(chosen_GB.device)
-    if is_own and not ((chosen_GB >= 0) & (chosen_GB < n_rows)).all():
-        raise SpecError(f"{type(policy).__name__}.keep gave indices of rows that are not there; give 0 to {n_rows - 1}")
-    return chosen_GB, scores_GR
-
-
-def _member(spec: AttentionSpec, policy: EvictionPolicy, storage: Storage | None) -> TailMember:
+def _member(spec: AttentionSpec, kept_rows: KeptRows) -> TailMember:
     """Return what the blocks hold for an attention.
 
-    A row of a tail holds keys, values unless they are part of the keys, and, where the policy observes them, queries. A
-    body holds kept rows, their positions and scores.
+    A row of a tail holds keys, values unless they are part of the keys, and, where the policy observes them, queries.
     """
-    n_heads, budget = spec.n_kv_heads, policy.budget_tokens
-    if storage is None:
-        kept = [StateTensor("kept", (budget, spec.n_parts, n_heads, spec.head_dim), dtype=None)]
-    else:  # single rows are evicted, so keys are grouped by row, as values are
-        shapes = storage.shapes(n_heads, budget, spec.head_dim, by_channel=False)
-        kept = [StateTensor(f"{name} {i}", *shape) for name in ("keys", "values") for i, shape in enumerate(shapes)]
-    states = (
-        *kept,
-        StateTensor("positions", (budget, n_heads)),  # exact in float32 up to 16 million
-        StateTensor("scores", (budget, n_heads)),
-    )
-    return TailMember(states, (spec.n_parts * n_heads + policy.needs_queries * spec.n_query_heads, spec.head_dim))
+    n_queries = kept_rows.policy.needs_queries * spec.n_query_heads
+    return TailMember(kept_rows.states_of(spec), (spec.n_parts * spec.n_kv_heads + n_queries, spec.head_dim))
 
 
 def _kept_elements(spec: AttentionSpec) -> int:

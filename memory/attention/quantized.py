@@ -1,17 +1,20 @@
 """Keeps old keys and values in few bits: the body is quantised pages, the tail exact ones.
 
-The tail is an `AttentionCache` that releases old pages, as one with a window does. When the `group` oldest of its rows
-have become older than the rollback window they fold: a quantised page replaces them. Groups are at fixed positions, so
-forks, reruns and prefixes agree on them, and each is quantised once, from exact rows. A step reads the body as it was
-before the step.
+The tail is an `AttentionCache` that releases old pages, as one with a window does. When `group` rows have become older
+than the rollback window they fold: a quantised page replaces them. Groups are at fixed positions, so forks, reruns and
+prefixes agree on them, and each is quantised once, from exact rows. A step reads the body as it was before the step.
 
     position 0 ............................. body_at ............... start ......... end
              quantised pages of `group` rows  |  exact pages, verbatim | rows of the step
+
+The exact pages of a group stay for one more rollback window. So a sequence that was rolled back to a length at which
+the group would not have folded yet reads its exact rows, as one that never went further, and the quantised page later.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -32,13 +35,13 @@ from memory.quantization import Shaped, Storage
 from memory.sequences.drop import CannotDrop
 from memory.sequences.folding import FoldPoints
 from memory.sequences.paging import PageGrid
-from memory.sequences.reads import AttentionPlan, Body, Read, attend_each
+from memory.sequences.reads import AttentionPlan, Body, Read, attend_each, batch_behind
 from memory.specs import AttentionSpec
 
 
 @dataclass(frozen=True)
 class FoldGrid(PageGrid):
-    """Divides rows into pages that are released `group` rows at a time, when all are older than the rollback window."""
+    """Divides rows into pages that are released `group` rows at a time, one rollback window after they have folded."""
 
     group: int
 
@@ -50,8 +53,20 @@ class FoldGrid(PageGrid):
         """Return the number of groups that have folded of sequences with these peaks."""
         return FoldPoints(self.rollback_window, self.group).count(peaks)
 
+    @property
+    def group_pages(self) -> int:
+        return self.group // self.page_tokens
+
     def first_page(self, peaks: Int64s) -> Int64s:
-        return self.n_groups(peaks) * (self.group // self.page_tokens)
+        return self.n_groups(peaks - self.rollback_window) * self.group_pages
+
+    def last_first_page(self, peaks: Int64s) -> Int64s:
+        return self.n_groups(peaks) * self.group_pages  # of a file of format 3 or before, which holds no more
+
+    def horizon_of(self, n_groups: Int64s, first_page: Int64s) -> Int64s:
+        """Return the earliest position at which neither quantised nor exact rows are missing."""
+        exact_from = first_page * self.page_tokens
+        return np.maximum(n_groups * self.group, (exact_from > 0) * (exact_from + self.rollback_window))
 
 
 @dataclass(frozen=True)
@@ -60,6 +75,7 @@ class QuantizedPlan:
 
     Attributes:
         exact: of the pages that are exact while the step runs.
+        folding: (S,) for each request the number of its first exact page that has not folded, of those it holds.
         n_new: (S,) groups that fold at the end of the step.
         fresh: their blocks, request after request.
         targets: element size in bytes -> element offset of each fresh block.
@@ -68,6 +84,7 @@ class QuantizedPlan:
 
     packed: Packed
     exact: AttentionPlan
+    folding: Int64s
     n_new: Int64s
     fresh: Int64s
     targets: dict[int, Tensor]
@@ -146,14 +163,17 @@ class QuantizedAttention(CannotDrop):
         exact, fresh = self.exact.plan(packed), EMPTY
         try:
             tables = [self._table[slot] for slot in packed.slots.tolist()]
-            n_blocks = np.array([len(table) for table in tables], np.int64)
+            n_blocks, first_page = self._table.counts(packed.slots), self.exact.first_pages(packed.slots)
             n_new = self.grid.n_groups(packed.peaks) - n_blocks
-            cu_blocks = starts_of(n_blocks)
-            blocks = self.bodies.addresses[np.concatenate(tables)]
+            # After a rollback these are fewer than have folded.
+            n_read = np.maximum(self.grid.n_groups(packed.starts), first_page // self.grid.group_pages)
+            blocks = np.concatenate([table[:n] for table, n in zip(tables, n_read.tolist(), strict=True)])
+            placed = self._store.place(self.bodies.addresses[blocks])
+            body = Body(placed, starts_of(n_read), n_read * self.storage.group)
+            reads = self._reads(packed, exact, n_read * self.grid.group_pages - first_page, body)
             fresh = self.bodies.allocate(int(n_new.sum()))
-            body = Body(self._store.place(blocks), cu_blocks, n_blocks * self.storage.group)
-            reads = self._reads(packed, exact, body)
-            plan = QuantizedPlan(packed, exact, n_new, fresh, self._targets(fresh), reads)
+            folding = n_blocks * self.grid.group_pages - first_page
+            plan = QuantizedPlan(packed, exact, folding, n_new, fresh, self._targets(fresh), reads)
         except BaseException:
             self.bodies.release(fresh)
             self.exact.commit(exact, packed.nothing)
@@ -166,12 +186,14 @@ class QuantizedAttention(CannotDrop):
             return {}
         return {size: self._store.upload(self.bodies.addresses[fresh] // size) for size in self._part_sizes}
 
-    def _reads(self, packed: Packed, exact: AttentionPlan, body: Body) -> tuple[Read, ...]:
+    def _reads(self, packed: Packed, exact: AttentionPlan, n_skipped: Int64s, body: Body) -> tuple[Read, ...]:
+        """Return what queries read: of a body, and of the exact pages behind the first n_skipped[i] of request i."""
+        batch, pages = exact.batch, exact.pages
+        if np.count_nonzero(n_skipped):
+            batch, pages = batch_behind(batch, pages, n_skipped, partial(self.exact.place, room=True))
         if self._selection is None:
-            return (Read(exact.batch, body=body),)
-        return self._selection.groups_read(
-            packed, exact.batch, exact.pages, self.exact.place, body, self._dtype.itemsize
-        )
+            return (Read(batch, body=body),)
+        return self._selection.groups_read(packed, batch, pages, self.exact.place, body, self._dtype.itemsize)
 
     def begin(self, plan: QuantizedPlan) -> None:
         self.exact.copy_shared(plan.exact)
@@ -210,9 +232,9 @@ class QuantizedAttention(CannotDrop):
 
     def _fold(self, plan: QuantizedPlan, index: int, request: int, targets: dict[int, Tensor], n_new: int) -> None:
         """Quantise the oldest exact rows of a request, a group into each block."""
-        n_pages = n_new * self.storage.group // self.grid.page_tokens
+        first, n_pages = int(plan.folding[request]), n_new * self.grid.group_pages
         parts, bounds = list[Tensor](), list[Tensor]()
-        keys_values = self.exact.oldest_rows(plan.exact, index, request, n_pages)
+        keys_values = self.exact.rows_of(plan.exact, index, request, slice(first, first + n_pages))
         for rows, is_key in zip(keys_values, (True, False), strict=True):
             rows_BGRD = rows.view(n_new, -1, *rows.shape[1:]).transpose(1, 2).flatten(2, 3)
             parts += self.storage.encode(rows_BGRD, by_channel=is_key)
@@ -253,10 +275,12 @@ class QuantizedAttention(CannotDrop):
         self._table.release(slot)
 
     def horizon(self, slot: int) -> int:
-        return len(self._table[slot]) * self.storage.group
+        slots = np.array([slot])
+        return int(self.grid.horizon_of(self._table.counts(slots), self.exact.first_pages(slots))[0])
 
     def horizon_after(self, packed: Packed) -> Int64s:
-        return self.grid.n_groups(packed.peaks) * self.storage.group
+        first_page = np.maximum(self.grid.first_page(packed.peaks), self.exact.first_pages(packed.slots))
+        return self.grid.horizon_of(self.grid.n_groups(packed.peaks), first_page)
 
     def blocks_of(self, slot: int) -> dict[str, Int64s]:
         return self.exact.blocks_of(slot) | {self.bodies.name: self._table[slot]}

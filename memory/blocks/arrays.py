@@ -14,10 +14,11 @@ EMPTY: Int64s = np.zeros(0, np.int64)
 """An array of no integers, shared by all that have none."""
 
 
-_NumberT = TypeVar("_NumberT", int, Int64s)
+NumberT = TypeVar("NumberT", int, Int64s)
+"""An integer, or an array of them."""
 
 
-def ceil_div(n: _NumberT, divisor: int) -> _NumberT:
+def ceil_div(n: NumberT, divisor: int) -> NumberT:
     """Divide and round up: one integer, or each of an array."""
     return -(-n // divisor)
 

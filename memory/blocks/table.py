@@ -34,6 +34,11 @@ class BlockTable:
         """Return (S,) the number of blocks that each slot refers to."""
         return np.array([len(self[slot]) for slot in slots.tolist()], np.int64)
 
+    def column(self, name: str, slots: Int64s) -> Int64s:
+        """Return (S,) one of the numbers that go with the blocks of each slot."""
+        column = self.numbers[name]
+        return np.array([column.get(slot, 0) for slot in slots.tolist()], np.int64)
+
     def set(self, slot: int, ids: Int64s, **numbers: int) -> None:
         """Make a slot refer to these blocks, whose references pass to it, and set its numbers."""
         self.ids[slot] = ids

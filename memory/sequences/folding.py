@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from memory.blocks.arrays import Int64s
+from memory.blocks.arrays import Int64s, NumberT
 from memory.interface import Packed, Stretch
 
 Fold = Literal["keep", "replay", "defer"]
@@ -74,13 +74,15 @@ class TailRules:
     Attributes:
         points: the fold points, at which bodies may be; their window is the rollback window.
         mode: the fold mode. With KEEP the points are a window apart, so that one kept state is enough.
-        tail_rows: rows of a sequence's ring. A tail holds at most rollback_window + fold_tokens - 1; the rest lets a
-            short step write in place.
+        tail_rows: rows of a sequence's ring. A tail holds at most rollback_window + fold_tokens - 1, and the overlap;
+            the rest lets a short step write in place.
+        overlap_tokens: tokens before the body's position whose rows the tail holds as well.
     """
 
     points: FoldPoints
     mode: FoldMode
     tail_rows: int
+    overlap_tokens: int = 0
 
     @staticmethod
     def of(fold: Fold, rollback_window: int) -> TailRules:
@@ -97,15 +99,16 @@ class TailRules:
         return TailRules._with_ring(mode, window, apart[mode])
 
     @staticmethod
-    def of_attention(rollback_window: int, fold_tokens: int) -> TailRules:
-        """Return the rules of attention whose rows fold `fold_tokens` at a time."""
-        return TailRules._with_ring(FoldMode.NONE, rollback_window, fold_tokens)
+    def of_attention(rollback_window: int, fold_tokens: int, overlap_tokens: int) -> TailRules:
+        """Return the rules of attention whose rows fold `fold_tokens` at a time, and stay for the overlap."""
+        return TailRules._with_ring(FoldMode.NONE, rollback_window, fold_tokens, overlap_tokens)
 
     @staticmethod
-    def _with_ring(mode: FoldMode, rollback_window: int, fold_tokens: int) -> TailRules:
+    def _with_ring(mode: FoldMode, rollback_window: int, fold_tokens: int, overlap_tokens: int = 0) -> TailRules:
         """Return rules whose ring is about 3 % larger than the longest tail."""
-        n_held = rollback_window + fold_tokens - 1
-        return TailRules(FoldPoints(rollback_window, fold_tokens), mode, n_held + max(1, n_held // 32))
+        n_held = rollback_window + fold_tokens - 1 + overlap_tokens
+        tail_rows = n_held + max(1, n_held // 32)
+        return TailRules(FoldPoints(rollback_window, fold_tokens), mode, tail_rows, overlap_tokens)
 
     @property
     def rollback_window(self) -> int:
@@ -136,6 +139,13 @@ class TailRules:
         """Return (N,) the positions of the bodies of sequences with these peaks."""
         return self.points.last(peaks)
 
+    def tail_at(self, body_at: NumberT) -> NumberT:
+        """Return the position of the first row of a tail, from that of the body: of one, or of each."""
+        if not self.overlap_tokens:
+            return body_at
+        at = body_at - self.overlap_tokens
+        return at * (at > 0)
+
     def held_blocks(self, stretch: Stretch) -> tuple[Int64s, Int64s]:
         """Return (4, N) states and (4, N) tails that sequences hold before, in and after a step.
 
@@ -151,7 +161,7 @@ class TailRules:
         fresh = is_fresh * _count(moves, self.has_heads & (ends > new_body) & ~old_head, leaves)
         after = (is_fresh | (ends >= stretch.peaks)) * _count(new_body > 0, new_head, new_kept)
         none = np.zeros_like(starts)
-        has_tail, grows = self.tail_rows > 0, ends - old_body > self.tail_rows
+        has_tail, grows = self.tail_rows > 0, ends - self.tail_at(old_body) > self.tail_rows
         was_there = has_tail & (starts > 0)
         tails = np.stack([was_there, has_tail * (1 + (was_there & grows)), none + has_tail, none]).astype(np.int64)
         return np.stack([before, np.maximum(before + fresh, after), after, none]), tails

@@ -14,6 +14,7 @@ from memory.blocks.layout import aligned_bytes
 from memory.errors import HOST_UNIT, CapacityError
 from memory.interface import Sequence, Stretch
 from memory.sequences.batch import count_tokens
+from memory.sequences.chunks import cut_anywhere, cut_on_grid
 from memory.sequences.ledger import Ledger
 
 _T = TypeVar("_T")
@@ -75,26 +76,31 @@ class Need:
         )  # fmt: skip
 
 
-def need_of(holders: Holders, slots: Int64s, lengths: Int64s, peaks: Int64s, counts: Int64s, max_tokens: int) -> Need:
-    """Compute the bytes of requests that are fed in the steps of `memory.chunked_prefill.split_requests`.
+def need_of(
+    holders: Holders, slots: Int64s, lengths: Int64s, peaks: Int64s, counts: Int64s, max_tokens: int, *, on_grid: bool
+) -> Need:
+    """Compute the bytes of requests that are fed in the steps of `memory.sequences.chunks`.
 
     Args:
         slots: (S,) of their sequences; -1 for one that is not open yet.
         lengths, peaks: (S,) as the ledger has them.
         counts: (S,) tokens of each request.
-    Cost: O(requests + steps), of which at most the last 1024 count.
+        on_grid: True if they are cut on the grid.
+    Cost: O(requests + steps), of which at most the last 1024 count, or all on the grid.
     """
     order = counts.argsort(kind="stable")
     slots, lengths, peaks, counts = slots[order], lengths[order], peaks[order], counts[order]
-    ends, held = counts.cumsum(), np.unique(slots[slots >= 0])
-    begins, n_tokens = ends - counts, int(ends[-1])
-    first = max(0, ceil_div(n_tokens, max_tokens) - _MOST_STEPS) * max_tokens
-    cuts = np.unique(np.concatenate([begins[begins >= first], np.arange(first, n_tokens, max_tokens)]))
-    request, step = ends.searchsorted(cuts, side="right"), (cuts - first) // max_tokens
-    starts = lengths[request] + cuts - begins[request]
-    piece_ends = lengths[request] + np.append(cuts[1:], n_tokens) - begins[request]
+    ends, held, first = counts.cumsum(), np.unique(slots[slots >= 0]), 0
+    n_tokens = int(ends[-1])
+    if on_grid:
+        chunks = cut_on_grid(lengths, counts, max_tokens)
+    else:
+        first = max(0, ceil_div(n_tokens, max_tokens) - _MOST_STEPS) * max_tokens
+        chunks = cut_anywhere(counts, max_tokens, first)
+    request, step = chunks.requests, chunks.steps
+    starts, stops = lengths[request] + chunks.starts, lengths[request] + chunks.ends
     before, inside, after, _ = holders.bytes_for(
-        Stretch(slots[request], starts, piece_ends, np.maximum(peaks[request], starts))
+        Stretch(slots[request], starts, stops, np.maximum(peaks[request], starts))
     )
     # A request that is done holds all its tokens; one that goes on holds what its last step has left.
     is_done = ends <= first
@@ -103,7 +109,7 @@ def need_of(holders: Holders, slots: Int64s, lengths: Int64s, peaks: Int64s, cou
     goes_on = request[1:] == request[:-1]
     before[1:][goes_on] = after[:-1][goes_on]
     is_first = np.append(True, ~goes_on)
-    n_steps = int(step[-1]) + 1
+    n_steps = int(step.max()) + 1
     grown = np.bincount(step, after - before, n_steps).cumsum()
     steps = before[is_first].sum() + np.append(0, grown[:-1]) + np.bincount(step, inside - before, n_steps)
     most = int(done_bytes + max(steps.max(), before[is_first].sum() + grown[-1]))
@@ -132,10 +138,14 @@ class Room:
             freed anything.
     Args:
         abort_abandoned: aborts steps that an interrupt left open, and returns True if there was any.
+        on_grid: True if runs cut requests on the grid of `memory.sequences.chunks`.
     """
 
-    def __init__(self, arena: Arena, holders: Holders, ledger: Ledger, abort_abandoned: Callable[[], bool]) -> None:
+    def __init__(
+        self, arena: Arena, holders: Holders, ledger: Ledger, abort_abandoned: Callable[[], bool], *, on_grid: bool
+    ) -> None:
         self.arena = arena
+        self.on_grid = on_grid
         self.reclaimers: list[Callable[[int], bool]] = []
         self._holders = holders
         self._ledger = ledger
@@ -143,7 +153,8 @@ class Room:
 
     def need(self, slots: Int64s, counts: Int64s, max_tokens: int) -> Need:
         """Compute the bytes that requests for slots (S,) of counts (S,) tokens need; see `need_of`."""
-        return need_of(self._holders, slots, self._ledger.lengths[slots], self._ledger.peaks[slots], counts, max_tokens)
+        lengths, peaks = self._ledger.lengths[slots], self._ledger.peaks[slots]
+        return need_of(self._holders, slots, lengths, peaks, counts, max_tokens, on_grid=self.on_grid)
 
     def refusal(self, need: Need) -> CapacityError:
         """Return the error for requests that do not fit, into this budget or now."""

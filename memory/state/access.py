@@ -199,7 +199,7 @@ class BlockAccess:
             return RowWrites(self._store.upload(EMPTY), {})
         if packed.is_decode:
             return RowWrites(self._store.upload(np.arange(len(packed.starts))), self.ring(after.tail, packed.starts))
-        begin, ends = np.maximum(packed.starts, after.body_at), packed.ends
+        begin, ends = np.maximum(packed.starts, self.table.rules.tail_at(after.body_at)), packed.ends
         counts = ends - begin
         to_packed: Int64s = packed.cu_seqlens[:-1] - packed.starts  # from positions to packed indices
         offsets = self.ring(np.repeat(after.tail, counts), ranges(begin, ends))

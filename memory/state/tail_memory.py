@@ -55,10 +55,10 @@ class TailMemory:
         return self.table.holdings(slots)
 
     def record(self, slot: int) -> Record:
-        return self.table.record(slot)
+        return self.table.record(slot) | {"base": self.table.base_of(slot)}
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s]) -> None:
-        self.table.adopt(slot, record, blocks)
+        self.table.adopt(slot, record, blocks, record["base"])
 
     def check(self, lengths: dict[int, int], peaks: dict[int, int], *, is_all: bool = True) -> None:
         self.table.check(lengths, peaks, is_all=is_all)

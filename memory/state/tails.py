@@ -3,7 +3,7 @@
 For each sequence it holds
 
     body   the states after tokens [0, body_at), to which `rollback` can always return
-    tail   what is kept of each of the tokens [body_at, length), in a ring
+    tail   what is kept of each of the tokens [tail_at, length), in a ring; tail_at is body_at, or earlier
     head   the states after tokens [0, head_at), private to the sequence: a shortcut, never needed
     kept   a head left at the position to which the body moves next: another shortcut
 
@@ -151,7 +151,7 @@ class TailTable:
             leaves = (kept_at > starts) & (kept_at < ends)
             after.kept_at[leaves] = kept_at[leaves]
         own_head = (before.head >= 0) & (self.states.counts[before.head] == 1)
-        fits = (ends - before.body_at <= self.rules.tail_rows) & (before.tail >= 0)
+        fits = (ends - self.rules.tail_at(before.body_at) <= self.rules.tail_rows) & (before.tail >= 0)
         own_tail = fits & (self.tails.counts[before.tail] == 1) if self.rules.tail_rows else np.ones_like(fits)
         masks = (moves, has_head & ~own_head, leaves, ~own_tail)
         try:
@@ -174,8 +174,9 @@ class TailTable:
     def begin(self, step: TailStep) -> None:
         """Copy the tails that the step must not write in place, and mark the heads stale that it overwrites."""
         before, after = step.before, step.after
+        tail_at = self.rules.tail_at(after.body_at)
         for i in (before.tail != after.tail).nonzero()[0].tolist():
-            if before.tail[i] < 0 or after.body_at[i] >= step.packed.starts[i]:  # none of its rows is needed any more
+            if before.tail[i] < 0 or tail_at[i] >= step.packed.starts[i]:  # none of its rows is needed any more
                 continue
             old, new = self.tails.addresses[before.tail[i]], self.tails.addresses[after.tail[i]]
             self.store.copy(int(old), int(new), self.tails.block_bytes)
@@ -291,13 +292,13 @@ class TailTable:
     def live_rows(self, slot: int, length: int) -> LiveRows:
         """Return pool name -> which rows of the slot's blocks belong to its tokens, as `LayerMemory.live_rows`.
 
-        A state is one row, live unless it is a stale head; of a ring the rows of tokens [body_at, length) are live.
+        A state is one row, live unless it is a stale head; of a ring those of tokens [tail_at, length) are live.
         """
         self._grow_to(slot + 1)
         body_at, head_at, _, offset, _, *states, tail = self.slots.table[:, slot].tolist()
         is_fresh = [[fresh] for fresh, block in zip((True, head_at >= 0, True), states, strict=True) if block >= 0]
         ring = np.zeros((int(tail >= 0), self.rules.tail_rows), np.bool_)
-        ring[:, np.arange(body_at, length + offset) % max(1, self.rules.tail_rows)] = True
+        ring[:, np.arange(self.rules.tail_at(body_at), length + offset) % max(1, self.rules.tail_rows)] = True
         return {self.states.name: np.array(is_fresh, np.bool_).reshape(-1, 1), self.tails.name: ring}
 
     def holdings(self, slots: Int64s) -> list[Holding]:
@@ -316,7 +317,7 @@ class TailTable:
         if self.rules.has_heads:
             heads = ((held.head, head_at), (held.kept, kept_at))
             states += [of(self.states, "head", ids, start, at) for ids, at in heads]
-        return [*states, of(self.tails, "tail", held.tail, body_at)]
+        return [*states, of(self.tails, "tail", held.tail, self.rules.tail_at(body_at))]
 
     def record(self, slot: int) -> Record:
         """Return what `adopt` needs beside the blocks of `blocks_of`, and `base_of` where tokens can be dropped."""
@@ -330,7 +331,7 @@ class TailTable:
         base: list[int] = self.slots.table[3:5, slot].tolist()
         return base
 
-    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s], base: Sequence[int] = (0, 0)) -> None:
+    def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s], base: Sequence[int]) -> None:
         """Make an empty slot what `record` and `base_of` were taken of, over blocks with the same bytes.
 
         The references to these blocks pass to it. A record that makes no sense may raise anything, but does so first.
@@ -381,8 +382,9 @@ class TailTable:
             raise IntegrityError(f"slot {slot} has its body at {body_at}, its peak {peak} puts it at {expected}")
         if not body_at <= length <= peak or (body >= 0) != (body_at > 0):
             raise IntegrityError(f"slot {slot} has length {length}, furthest {peak}, body {body} at {body_at}")
-        if length > body_at and (tail < 0 or length - body_at > self.rules.tail_rows):
-            raise IntegrityError(f"slot {slot} cannot hold rows [{body_at}, {length}) in tail {tail}")
+        tail_at = self.rules.tail_at(body_at)
+        if length > tail_at and (tail < 0 or length - tail_at > self.rules.tail_rows):
+            raise IntegrityError(f"slot {slot} cannot hold rows [{tail_at}, {length}) in tail {tail}")
         if head_at > length or (head_at >= 0 and head < 0):
             raise IntegrityError(f"slot {slot} has length {length} and head {head} at {head_at}")
         is_wanted = body_at < kept_at <= length and kept_at % self.rules.fold_tokens == 0

@@ -26,7 +26,7 @@ from memory.errors import FormatError, SpecError
 from memory.layer_memories import Snapshot
 from memory.storage.local_files import written_whole
 
-_FORMAT, _VERSION, _READ_VERSIONS = "hybrid-memory sequence", 3, ("2", "3")
+_FORMAT, _VERSION, _READ_VERSIONS = "hybrid-memory sequence", 4, ("2", "3", "4")
 _BLOCKS = "blocks/"
 _DTYPES = {torch.int64: "I64", torch.uint8: "U8"}
 

@@ -24,7 +24,7 @@ from memory.layer_memories import LayerMemories, Snapshot
 from memory.rotary import Rotation
 from memory.sequences.folding import TailRules
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
-from memory.storage import version_2
+from memory.storage import version_2, version_3
 from memory.storage.names import CHOICES, kind_in_files, names_in_files
 
 Signature = dict[str, Any]
@@ -161,9 +161,13 @@ def fitted(
     """
     if about["version"] == 2:
         version_2.check_layout(path, about, spec, page_tokens, rules)
-        return version_2.with_own_names(snapshot, layers)
-    _check(path, about, signature_of(spec, page_tokens, rules))
-    return names_in_files(layers).reversed.renamed(snapshot)
+        snapshot = version_2.with_own_names(snapshot, layers)
+    else:
+        _check(path, about, signature_of(spec, page_tokens, rules))
+        snapshot = names_in_files(layers).reversed.renamed(snapshot)
+    if about["version"] < 4:
+        snapshot = version_3.with_room(path, snapshot, about, layers, rules.rollback_window)
+    return snapshot
 
 
 def _check(path: str, about: dict[str, Any], ours: Signature) -> None:

@@ -138,11 +138,11 @@ class Counters:
 
     def needed_bytes(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> int:
         """Return the bytes of a budget that feeding one sequence needs; see `HybridMemory.needed_bytes`."""
-        return self._need(n_tokens, n_held, max_tokens).total_bytes
+        return self._need(n_tokens, n_held, max_tokens, on_grid=self._memory.room.on_grid).total_bytes
 
     def require_possible(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> None:
-        """Raise CapacityError if the whole budget is less than `needed_bytes`. Cost as that; any thread may call it."""
-        need = self._need(n_tokens, n_held, max_tokens)
+        """Raise CapacityError if the whole budget is too small, for steps that cut anywhere; any thread may call it."""
+        need = self._need(n_tokens, n_held, max_tokens, on_grid=False)
         if need.total_bytes > self.budget_bytes:
             raise self._memory.room.refusal(need)
 
@@ -168,6 +168,6 @@ class Counters:
         at = np.array([n_tokens])
         return self._layers.bytes_for(Stretch(np.array([-1]), at, at, at))[:, 0]
 
-    def _need(self, n_tokens: int, n_held: int, max_tokens: int) -> Need:
+    def _need(self, n_tokens: int, n_held: int, max_tokens: int, *, on_grid: bool) -> Need:
         new, held = np.array([-1]), np.array([n_held])
-        return need_of(self._layers, new, held, held, np.array([n_tokens]), max_tokens)
+        return need_of(self._layers, new, held, held, np.array([n_tokens]), max_tokens, on_grid=on_grid)

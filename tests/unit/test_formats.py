@@ -51,7 +51,7 @@ from memory.storage.version_2 import text_of
 from tests.data.sequences.write import OPTIONS, SUBJECTS, TOKENS, VOCAB, feed, make
 
 FOLDER = Path(__file__).parent.parent / "data" / "sequences"
-VERSIONS = ("version_2", "version_2_zeroed", "version_3")
+VERSIONS = ("version_2", "version_2_zeroed", "version_3", "version_4")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -61,7 +61,9 @@ def test_a_file_of_any_version_goes_on_as_its_sequence_would(version: str, name:
     _, twin = twins = make(name)
     memory = HybridMemory(spec, **OPTIONS, **options)
     loaded = memory.load(FOLDER / version / f"{name}.safetensors")
-    assert loaded.tokens.tolist() == TOKENS[:43] == twin.tokens.tolist() and loaded.horizon == twin.horizon
+    assert loaded.tokens.tolist() == TOKENS[:43] == twin.tokens.tolist()
+    # Before version 4, what had folded was gone: a policy's or a storage's rows cannot be seen as they were before.
+    assert loaded.horizon == twin.horizon or (loaded.horizon == 38 and version < "version_4")
     memory.check()
     for tokens in ([5], [8, 1, 3], [2] * 9):
         assert_close(feed(memory, loaded, tokens), feed(*twins, tokens))

@@ -14,6 +14,7 @@ import torch
 from memory import CapacityError, HybridMemory, MemorySpec, Sequence
 from memory.chunked_prefill import split_requests
 from memory.prefix.cache import PrefixCache
+from memory.sequences.chunks import GRID_TOKENS
 from tests.toy import Toy
 from tests.unit.test_planning import HYBRID, ROOM, SPECS, WINDOWS
 
@@ -37,6 +38,7 @@ def test_what_a_prompt_needs_is_what_its_steps_use_at_most(name: str) -> None:
         (64, "keep", 600, 512),
     ]:
         memory = make(SPECS[name], rollback_window=window, fold=fold)
+        size = GRID_TOKENS if memory.spec.is_cut_on_grid else size
         sequence, used = memory.open(), 0
         for start in range(0, n_tokens, size):
             with memory.step({sequence: np.ones(min(size, n_tokens - start), np.int64)}):
@@ -149,7 +151,8 @@ def test_nothing_is_refused_that_would_have_fitted_whatever_came_before(seed: in
 
 def step_unasked(memory: HybridMemory, sequences: list[Sequence], n_tokens: int, max_tokens: int) -> None:
     """As a run does, with no checkpoint, and nobody asks first."""
-    for chunk in split_requests([n_tokens] * len(sequences), max_tokens):
+    counts = np.full(len(sequences), n_tokens)
+    for chunk in split_requests(sequences, counts, max_tokens, on_grid=memory.spec.is_cut_on_grid):
         with memory.step({sequences[i]: [1] * (end - start) for i, start, end in chunk}):
             pass
 

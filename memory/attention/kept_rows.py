@@ -1,0 +1,225 @@
+"""Holds the body of attention under an eviction policy: rows that are kept, and behind them rows evicted lately.
+
+A fold evicts rows from all lengths at which it has taken place: those from its fold point plus the rollback window on.
+A sequence that was rolled back to a shorter length must see these rows, as if it had never gone further. So a body
+holds them for one more window, in a ring:
+
+    rows of a body   0 ................ budget ................. budget + ring_rows
+                      kept, by position  | evicted by the last folds
+
+Every head loses the same number of rows in a fold, so their places in the ring follow from fold points alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memory.blocks.arrays import Bools, Int64s, ceil_div
+from memory.blocks.staging import is_apart
+from memory.errors import SpecError
+from memory.eviction import Candidates, EvictionPolicy
+from memory.kernels import Scoring
+from memory.quantization import Parts, Storage
+from memory.specs import AttentionSpec, StateTensor
+
+_BESIDE = ("positions", "scores")
+"""State tensors whose first axis is that of rows, with each storage."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Holds rows of one attention of a sequence; heads may hold rows of different positions.
+
+    Attributes:
+        parts: (G, R, D) each: keys, and values unless they are part of the keys; or what a storage encodes them as.
+        positions: (G, R) int64.
+        scores: (G, R) float32, the policy's.
+    """
+
+    parts: Parts
+    positions: Tensor
+    scores: Tensor
+
+    def take(self, index_GN: Tensor) -> Rows:
+        """Return chosen rows of each head."""
+        parts = tuple(part.gather(1, index_GN[:, :, None].expand(-1, -1, part.shape[2])) for part in self.parts)
+        return Rows(parts, self.positions.gather(1, index_GN), self.scores.gather(1, index_GN))
+
+    @staticmethod
+    def join(several: Sequence[Rows]) -> Rows:
+        """Return all rows, one after the other."""
+        parts = tuple(torch.cat(pieces, 1) for pieces in zip(*(rows.parts for rows in several), strict=True))
+        return Rows(parts, torch.cat([r.positions for r in several], 1), torch.cat([r.scores for r in several], 1))
+
+
+class KeptRows:
+    """Says how bodies of one policy and storage are laid out, reads and writes them, and lets the policy choose.
+
+    Attributes:
+        ring_rows: rows that a body holds after they were evicted: a rollback window of them, in whole folds.
+        body_rows: rows of a body, with these.
+    """
+
+    def __init__(self, policy: EvictionPolicy, storage: Storage | None, rollback_window: int) -> None:
+        self.policy, self.storage = policy, storage
+        self.ring_rows = ceil_div(rollback_window, policy.every) * policy.every
+        self.body_rows = policy.budget_tokens + self.ring_rows
+
+    # Which rows are where, by fold points alone
+
+    def n_kept(self, fold_point: int) -> int:
+        """Return the number of rows that each head keeps of those before a fold point."""
+        return min(fold_point, self.policy.budget_tokens)
+
+    def evicted(self, since: int, until: int) -> Int64s:
+        """Return the places in a body of rows that folds evicted, from fold point `since` on and up to `until`.
+
+        The fold at `since` itself does not count. The oldest come first.
+        """
+        first, last = (at - self.n_kept(at) for at in (since, until))
+        return self.policy.budget_tokens + np.arange(first, last) % max(1, self.ring_rows)
+
+    def remembered_since(self, body_at: int) -> int:
+        """Return the fold point from which on a body at this position holds what folds have evicted."""
+        return max(0, body_at - self.ring_rows)
+
+    def are_live(self, body_at: int) -> Bools:
+        """Return (body_rows,) which rows of a body at this position are in use."""
+        live: Bools = np.arange(self.body_rows) < self.n_kept(body_at)
+        live[self.evicted(self.remembered_since(body_at), body_at)] = True
+        return live
+
+    # Tensors
+
+    def states_of(self, spec: AttentionSpec) -> tuple[StateTensor, ...]:
+        """Return the tensors of a body: rows, their positions and scores."""
+        n_heads, n_rows = spec.n_kv_heads, self.body_rows
+        if self.storage is None:
+            stored = [StateTensor("kept", (n_rows, spec.n_parts, n_heads, spec.head_dim), dtype=None)]
+        else:  # single rows are evicted, so keys are grouped by row, as values are
+            shapes = self.storage.shapes(n_heads, n_rows, spec.head_dim, by_channel=False)
+            names = (f"{part} {i}" for part in ("keys", "values") for i in range(len(shapes)))
+            stored = [StateTensor(name, *shape) for name, shape in zip(names, (*shapes, *shapes), strict=True)]
+        beside = [StateTensor(name, (n_rows, n_heads)) for name in _BESIDE]  # exact in float32 up to 16 million
+        return (*stored, *beside)
+
+    def row_axis_of(self, state: StateTensor) -> int:
+        """Return the axis of rows of one of these tensors: the parts of a storage are laid out head by head."""
+        return 0 if self.storage is None or state.name in _BESIDE else 1
+
+    def all_of(self, body: list[Tensor]) -> Rows:
+        """Return all rows of a body, whose tensors are given, as views of them."""
+        *stored, positions_RG, scores_RG = body
+        parts = tuple(stored[0].permute(1, 2, 0, 3)) if self.storage is None else tuple(stored)
+        return Rows(parts, positions_RG.T, scores_RG.T)
+
+    def kept_of(self, body: list[Tensor], body_at: int) -> Rows:
+        """Return the rows that a body at this position keeps."""
+        n_kept, rows = self.n_kept(body_at), self.all_of(body)
+        parts = tuple(part[:, :n_kept] for part in rows.parts)
+        return Rows(parts, rows.positions[:, :n_kept].long(), rows.scores[:, :n_kept])
+
+    def evicted_of(self, body: list[Tensor], since: int, until: int) -> Rows:
+        """Return the rows of a body that folds have evicted, as `evicted`."""
+        places, rows = torch.from_numpy(self.evicted(since, until)).to(body[0].device), self.all_of(body)
+        parts = tuple(part[:, places] for part in rows.parts)
+        return Rows(parts, rows.positions[:, places].long(), rows.scores[:, places])
+
+    def seen_at(self, body: list[Tensor], body_at: int, fold_point: int) -> Rows:
+        """Return what a body held when it was at an earlier fold point, by position, and the rows folded since then.
+
+        With a storage without the latter: until they fold they are seen as they are in the tail.
+        """
+        rows = Rows.join([self.kept_of(body, body_at), self.evicted_of(body, fold_point, body_at)])
+        order_GR = rows.positions.argsort(1)
+        n_seen = len(order_GR[0]) if self.storage is None else self.n_kept(fold_point)
+        return rows.take(order_GR[:, :n_seen])
+
+    def write(self, body: list[Tensor], body_at: int, kept: Rows, evicted: Rows | None) -> None:
+        """Write a body at this position: the rows it keeps, and all that were evicted since `remembered_since`."""
+        n_kept, target = kept.positions.shape[1], self.all_of(body)
+        places = self.evicted(self.remembered_since(body_at), body_at)
+        for own, part in zip(_tensors(target), _tensors(kept), strict=True):
+            own[:, :n_kept] = part
+        if evicted is not None:
+            index = torch.from_numpy(places).to(body[0].device)
+            for own, part in zip(_tensors(target), _tensors(evicted), strict=True):
+                own[:, index] = part.to(own.dtype)
+
+    # Folding
+
+    def encoded(self, rows_GRD: Sequence[Tensor]) -> Parts:
+        """Return keys, and values if there are any, (G, R, D) each, as a body holds them."""
+        if self.storage is None:
+            return tuple(rows_GRD)
+        return tuple(part for x_GRD in rows_GRD for part in self.storage.encode(x_GRD, by_channel=False))
+
+    def decoded(self, parts: Parts, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return keys and values, (G, R, D) each; the same tensor where values are a part of the keys."""
+        if self.storage is None:
+            return parts[0], parts[-1]
+        n = len(parts) // 2
+        return self.storage.decode(parts[:n]).to(dtype), self.storage.decode(parts[n:]).to(dtype)
+
+    def fold(
+        self, body: list[Tensor], first: int, last: int, rows_NXD: Tensor, spec: AttentionSpec, scoring: Scoring
+    ) -> tuple[Rows, Rows | None]:
+        """Let the policy choose among the rows of a body at `first` and rows (N, X, D) of tokens [first, last).
+
+        They fold `every` at a time. Returns the rows that are kept, and those evicted since `remembered_since(last)`.
+        """
+        policy, n_heads = self.policy, spec.n_kv_heads
+        since = self.remembered_since(last)
+        kept, evicted = self.kept_of(body, first), list[Rows]()
+        if since < first:
+            evicted.append(self.evicted_of(body, since, first))
+        for begin in range(first, last, policy.every):
+            chunk_NXD = rows_NXD[begin - first : begin - first + policy.every]
+            sizes = [n_heads] * spec.n_parts + [chunk_NXD.shape[1] - spec.n_parts * n_heads]
+            *kv_GND, q_HND = torch.split(chunk_NXD.transpose(0, 1), sizes)
+            parts = tuple(torch.cat(pair, 1) for pair in zip(kept.parts, self.encoded(kv_GND), strict=True))
+            new = torch.arange(begin, begin + policy.every, device=rows_NXD.device).expand(n_heads, -1)
+            rows = Rows(parts, torch.cat([kept.positions, new], 1), F.pad(kept.scores, (0, policy.every)))
+            queries = q_HND.transpose(0, 1) if policy.needs_queries else None
+            k_GRD, v_GRD = self.decoded(parts, rows_NXD.dtype)
+            chosen_GB, scores_GR = _kept_by(
+                policy, Candidates(k_GRD, v_GRD[..., : spec.value_dim], rows.positions, rows.scores, queries, scoring)
+            )
+            rows = Rows(parts, rows.positions, scores_GR)
+            if begin + policy.every > since and chosen_GB.shape[1] < rows.positions.shape[1]:
+                evicted.append(rows.take(_others(chosen_GB, rows.positions.shape[1])))
+            kept = rows.take(chosen_GB)
+        return kept, Rows.join(evicted) if evicted else None
+
+
+def _tensors(rows: Rows) -> tuple[Tensor, ...]:
+    return (*rows.parts, rows.positions, rows.scores)
+
+
+def _others(chosen_GB: Tensor, n_rows: int) -> Tensor:
+    """Return the indices below `n_rows` that each head has not chosen, ascending; the host waits for nothing."""
+    is_chosen = torch.zeros(len(chosen_GB), n_rows, dtype=torch.uint8, device=chosen_GB.device)
+    is_chosen.scatter_(1, chosen_GB, 1)
+    return is_chosen.argsort(stable=True, dim=1)[:, : n_rows - chosen_GB.shape[1]]
+
+
+def _kept_by(policy: EvictionPolicy, rows: Candidates) -> tuple[Tensor, Tensor]:
+    """Call `EvictionPolicy.keep`, of any policy. Raises SpecError unless what it returns fits a body."""
+    chosen_GB, scores_GR = policy.keep(rows)
+    n_heads, n_rows = rows.positions.shape
+    n_kept = min(n_rows, policy.budget_tokens)
+    if chosen_GB.shape != (n_heads, n_kept) or chosen_GB.dtype != torch.int64 or scores_GR.shape != (n_heads, n_rows):
+        raise SpecError(
+            f"{type(policy).__name__}.keep must give int64 indices {(n_heads, n_kept)} and scores {(n_heads, n_rows)}, "
+            f"and gave {tuple(chosen_GB.shape)} of {chosen_GB.dtype} and {tuple(scores_GR.shape)}"
+        )
+    is_own = type(policy).keep is not EvictionPolicy.keep and not is_apart(chosen_GB.device)
+    if is_own and not ((chosen_GB >= 0) & (chosen_GB < n_rows)).all():
+        raise SpecError(f"{type(policy).__name__}.keep gave indices of rows that are not there; give 0 to {n_rows - 1}")
+    return chosen_GB, scores_GR
