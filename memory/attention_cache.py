@@ -87,7 +87,8 @@ class AttentionCache:
     def bytes_for(self, stretch: Stretch) -> Int64s:
         return self.grid.held_pages(stretch) * self.pool.block_bytes
 
-    def plan(self, packed: Packed) -> AttentionPlan:
+    def plan(self, packed: Packed, n_skipped: Int64s | None = None) -> AttentionPlan:
+        """See `LayerMemory.plan`. Queries do not read the first n_skipped[i] pages that request i holds."""
         slots = packed.slots.tolist()
         tables = [self._pages.get(slot, EMPTY) for slot in slots]
         held, wanted = self.grid.pages(packed.starts), self.grid.pages(packed.ends)
@@ -114,7 +115,13 @@ class AttentionCache:
             tables[i][held[i] - 1] = new
         try:
             pages = self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize
-            batch, rows = self._addresses(packed, pages, wanted, lengths, positions)
+            rows = self._rows_at(packed, pages, wanted, positions)
+            if n_skipped is not None and np.count_nonzero(n_skipped):
+                ends = wanted.cumsum()
+                pages = pages[ranges(ends - wanted + n_skipped, ends)]
+                wanted, lengths = wanted - n_skipped, lengths - n_skipped * self.page_tokens
+            placed = self.place(pages, room=True)
+            batch = PagedBatch(packed.cu_seqlens, lengths, placed, starts_of(wanted), self.page_tokens)
             reads, full = self._reads(packed, pages, batch)
             plan = AttentionPlan(packed, changed, copies, fresh, pages, batch, rows, reads, full)
         except BaseException:
@@ -132,21 +139,14 @@ class AttentionCache:
         full = ranges(first + packed.starts // self.page_tokens, first + packed.ends // self.page_tokens)
         return reads, self.place(pages[full])
 
-    def _addresses(
-        self, packed: Packed, pages: Int64s, n_pages: Int64s, lengths: Int64s, positions: Int64s
-    ) -> tuple[PagedBatch, tuple[Prepared, ...]]:
-        """Compute the element offsets of all pages, and for each layer those of the new tokens' rows.
-
-        Lengths and positions count from the first page that a slot holds.
-        """
-        cu_pages = starts_of(n_pages)
+    def _rows_at(self, packed: Packed, pages: Int64s, n_pages: Int64s, positions: Int64s) -> tuple[Prepared, ...]:
+        """Compute for each layer the element offsets of the new tokens' rows; positions count from the first page."""
         page_T, slot_T = np.divmod(positions, self.page_tokens)
-        page_T += cu_pages[:-1] if packed.is_decode else np.repeat(cu_pages[:-1], packed.counts)
+        begins = n_pages.cumsum() - n_pages
+        page_T += begins if packed.is_decode else np.repeat(begins, packed.counts)
         page_T = pages[page_T]
         rows = {shape: self.place(self._row_offsets(shape, page_T, slot_T)) for shape in self._kv_shapes}
-        placed, page_tokens = self.place(pages, room=True), self.page_tokens
-        batch = PagedBatch(packed.cu_seqlens, lengths, pages=placed, cu_pages=cu_pages, page_tokens=page_tokens)
-        return batch, tuple(rows[s.kv_shape] for s in self._specs)
+        return tuple(rows[s.kv_shape] for s in self._specs)
 
     def _row_offsets(self, kv_shape: tuple[int, int], page_T: Int64s, slot_T: Int64s) -> Int64s:
         """Return (T * G,) element offsets of each head's rows: `slot_T` of the page at element offset `page_T`."""

@@ -146,11 +146,10 @@ class EvictingAttention(CannotDrop, TailMemory):
     def _plan_reads(self, step: TailStep) -> Reads:
         packed, before, after, states, tails = step.packed, step.before, step.after, self.table.states, self.table.tails
         rules, upload, tokens = self.table.rules, self._store.upload, None
-        fold_points = rules.body_at(packed.starts)
-        # Whatever a sequence has seen before, requests of the same positions are read by the same kernel.
-        fits, is_rolled_back = packed.starts >= rules.body_at(packed.ends), fold_points < before.body_at
-        is_in_place = fits & ~is_rolled_back
-        in_place = is_in_place.nonzero()[0]
+        # A sequence has gone beyond its start if the last fold point that it has passed there is before its body.
+        has_gone_beyond = (packed.starts < before.body_at + rules.rollback_window) & (before.body_at > 0)
+        is_copied = (packed.starts < after.body_at) | has_gone_beyond
+        in_place = (~is_copied).nonzero()[0]
         chosen = before.take(in_place)
         starts, counts = packed.starts[in_place], packed.counts[in_place]
         # Each request reads three stretches of rows: those that were kept, the old ones of the tail, the new ones.
@@ -168,10 +167,10 @@ class EvictingAttention(CannotDrop, TailMemory):
         if len(in_place) < len(packed.starts):
             tokens = upload(ranges(packed.cu_seqlens[:-1][in_place], packed.cu_seqlens[1:][in_place]))
         copied, tail_rows = dict[int, Copied](), dict[int, tuple[int, dict[int, Prepared]]]()
-        for i in (~is_in_place).nonzero()[0].tolist():
-            copied[i] = self._copied(packed, i, int(fold_points[i]), is_paged=bool(fits[i]))
-        for i in ((after.body_at > before.body_at) | ~is_in_place).nonzero()[0].tolist():
-            tail_at = int(fold_points[i] if self.storage else before.body_at[i])
+        for i in is_copied.nonzero()[0].tolist():
+            copied[i] = self._copied(packed, i)
+        for i in ((after.body_at > before.body_at) | is_copied).nonzero()[0].tolist():
+            tail_at = copied[i].fold_point if i in copied and self.storage else int(before.body_at[i])
             old = np.arange(tail_at, packed.starts[i])
             tail_rows[i] = tail_at, self._access.ring(np.full(len(old), before.tail[i]), old)
         return Reads(
@@ -181,12 +180,16 @@ class EvictingAttention(CannotDrop, TailMemory):
             n_kept, copied, tail_rows,
         )  # fmt: skip
 
-    def _copied(self, packed: Packed, i: int, fold_point: int, *, is_paged: bool) -> Copied:
+    def _copied(self, packed: Packed, i: int) -> Copied:
+        start, end = packed.starts[i : i + 1], packed.ends[i : i + 1]
+        fold_point, next_fold_point = int(self.table.rules.body_at(start)[0]), int(self.table.rules.body_at(end)[0])
+        # Whatever a sequence has seen before, requests of the same positions are read by the same kernel.
+        is_paged = next_fold_point <= start[0]
         n_kept, n_new = self._kept_rows.n_kept(fold_point), packed.counts[i : i + 1]
-        is_stored = is_paged and self.storage is not None and n_kept > 0
-        n_rows = packed.ends[i : i + 1] - fold_point + (not is_stored) * n_kept
+        is_stored = bool(is_paged and self.storage is not None and n_kept > 0)
+        n_rows = end - fold_point + (not is_stored) * n_kept
         batch = PagedBatch(starts_of(n_new), n_rows, EMPTY, starts_of(n_rows), page_tokens=1)
-        return Copied(fold_point, batch, is_paged, np.array([0, int(is_stored)]), np.array([is_stored * n_kept]))
+        return Copied(fold_point, batch, bool(is_paged), np.array([0, int(is_stored)]), np.array([is_stored * n_kept]))
 
     def begin(self, plan: EvictingPlan) -> None:
         self.table.begin(plan.step)

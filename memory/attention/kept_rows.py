@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.blocks.arrays import Bools, Int64s, ceil_div
+from memory.blocks.arrays import Bools, ceil_div
 from memory.blocks.staging import is_apart
 from memory.errors import SpecError
 from memory.eviction import Candidates, EvictionPolicy
@@ -51,9 +51,23 @@ class Rows:
         parts = tuple(part.gather(1, index_GN[:, :, None].expand(-1, -1, part.shape[2])) for part in self.parts)
         return Rows(parts, self.positions.gather(1, index_GN), self.scores.gather(1, index_GN))
 
+    def between(self, start: int, end: int) -> Rows:
+        """Return rows [start, end) of each head, as views."""
+        parts = tuple(part[:, start:end] for part in self.parts)
+        return Rows(parts, self.positions[:, start:end], self.scores[:, start:end])
+
+    def fill_(self, rows: Rows) -> None:
+        """Write as many other rows in place of these."""
+        for own, other in zip(self.parts, rows.parts, strict=True):
+            own.copy_(other)
+        self.positions.copy_(rows.positions)
+        self.scores.copy_(rows.scores)
+
     @staticmethod
     def join(several: Sequence[Rows]) -> Rows:
         """Return all rows, one after the other."""
+        if len(several) == 1:
+            return several[0]
         parts = tuple(torch.cat(pieces, 1) for pieces in zip(*(rows.parts for rows in several), strict=True))
         return Rows(parts, torch.cat([r.positions for r in several], 1), torch.cat([r.scores for r in several], 1))
 
@@ -77,13 +91,17 @@ class KeptRows:
         """Return the number of rows that each head keeps of those before a fold point."""
         return min(fold_point, self.policy.budget_tokens)
 
-    def evicted(self, since: int, until: int) -> Int64s:
+    def evicted(self, since: int, until: int) -> list[slice]:
         """Return the places in a body of rows that folds evicted, from fold point `since` on and up to `until`.
 
         The fold at `since` itself does not count. The oldest come first.
         """
+        budget, ring_rows = self.policy.budget_tokens, max(1, self.ring_rows)
         first, last = (at - self.n_kept(at) for at in (since, until))
-        return self.policy.budget_tokens + np.arange(first, last) % max(1, self.ring_rows)
+        start, end = budget + first % ring_rows, budget + first % ring_rows + last - first
+        if end <= self.body_rows:
+            return [slice(start, end)]
+        return [slice(start, self.body_rows), slice(budget, end - ring_rows)]
 
     def remembered_since(self, body_at: int) -> int:
         """Return the fold point from which on a body at this position holds what folds have evicted."""
@@ -92,7 +110,8 @@ class KeptRows:
     def are_live(self, body_at: int) -> Bools:
         """Return (body_rows,) which rows of a body at this position are in use."""
         live: Bools = np.arange(self.body_rows) < self.n_kept(body_at)
-        live[self.evicted(self.remembered_since(body_at), body_at)] = True
+        for places in self.evicted(self.remembered_since(body_at), body_at):
+            live[places] = True
         return live
 
     # Tensors
@@ -106,8 +125,7 @@ class KeptRows:
             shapes = self.storage.shapes(n_heads, n_rows, spec.head_dim, by_channel=False)
             names = (f"{part} {i}" for part in ("keys", "values") for i in range(len(shapes)))
             stored = [StateTensor(name, *shape) for name, shape in zip(names, (*shapes, *shapes), strict=True)]
-        beside = [StateTensor(name, (n_rows, n_heads)) for name in _BESIDE]  # exact in float32 up to 16 million
-        return (*stored, *beside)
+        return (*stored, *(StateTensor(name, (n_rows, n_heads)) for name in _BESIDE))
 
     def row_axis_of(self, state: StateTensor) -> int:
         """Return the axis of rows of one of these tensors: the parts of a storage are laid out head by head."""
@@ -121,15 +139,12 @@ class KeptRows:
 
     def kept_of(self, body: list[Tensor], body_at: int) -> Rows:
         """Return the rows that a body at this position keeps."""
-        n_kept, rows = self.n_kept(body_at), self.all_of(body)
-        parts = tuple(part[:, :n_kept] for part in rows.parts)
-        return Rows(parts, rows.positions[:, :n_kept].long(), rows.scores[:, :n_kept])
+        return _exact(self.all_of(body).between(0, self.n_kept(body_at)))
 
     def evicted_of(self, body: list[Tensor], since: int, until: int) -> Rows:
         """Return the rows of a body that folds have evicted, as `evicted`."""
-        places, rows = torch.from_numpy(self.evicted(since, until)).to(body[0].device), self.all_of(body)
-        parts = tuple(part[:, places] for part in rows.parts)
-        return Rows(parts, rows.positions[:, places].long(), rows.scores[:, places])
+        rows = self.all_of(body)
+        return _exact(Rows.join([rows.between(own.start, own.stop) for own in self.evicted(since, until)]))
 
     def seen_at(self, body: list[Tensor], body_at: int, fold_point: int) -> Rows:
         """Return what a body held when it was at an earlier fold point, by position, and the rows folded since then.
@@ -143,14 +158,15 @@ class KeptRows:
 
     def write(self, body: list[Tensor], body_at: int, kept: Rows, evicted: Rows | None) -> None:
         """Write a body at this position: the rows it keeps, and all that were evicted since `remembered_since`."""
-        n_kept, target = kept.positions.shape[1], self.all_of(body)
-        places = self.evicted(self.remembered_since(body_at), body_at)
-        for own, part in zip(_tensors(target), _tensors(kept), strict=True):
-            own[:, :n_kept] = part
-        if evicted is not None:
-            index = torch.from_numpy(places).to(body[0].device)
-            for own, part in zip(_tensors(target), _tensors(evicted), strict=True):
-                own[:, index] = part.to(own.dtype)
+        rows = self.all_of(body)
+        rows.between(0, kept.positions.shape[1]).fill_(kept)
+        if evicted is None:
+            return
+        n_written = 0
+        for own in self.evicted(self.remembered_since(body_at), body_at):
+            n_rows = own.stop - own.start
+            rows.between(own.start, own.stop).fill_(evicted.between(n_written, n_written + n_rows))
+            n_written += n_rows
 
     # Folding
 
@@ -191,15 +207,22 @@ class KeptRows:
             chosen_GB, scores_GR = _kept_by(
                 policy, Candidates(k_GRD, v_GRD[..., : spec.value_dim], rows.positions, rows.scores, queries, scoring)
             )
-            rows = Rows(parts, rows.positions, scores_GR)
-            if begin + policy.every > since and chosen_GB.shape[1] < rows.positions.shape[1]:
-                evicted.append(rows.take(_others(chosen_GB, rows.positions.shape[1])))
-            kept = rows.take(chosen_GB)
+            (n_rows, n_kept), rows = (
+                (rows.positions.shape[1], chosen_GB.shape[1]),
+                Rows(parts, rows.positions, scores_GR),
+            )
+            if begin + policy.every <= since or n_kept == n_rows:
+                kept = rows.take(chosen_GB)
+                continue
+            rows = rows.take(torch.cat([chosen_GB, _others(chosen_GB, n_rows)], 1))
+            kept = rows.between(0, n_kept)
+            evicted.append(rows.between(n_kept, n_rows))
         return kept, Rows.join(evicted) if evicted else None
 
 
-def _tensors(rows: Rows) -> tuple[Tensor, ...]:
-    return (*rows.parts, rows.positions, rows.scores)
+def _exact(rows: Rows) -> Rows:
+    """Return rows with positions as integers; a body holds them as float32, exact up to 16 million."""
+    return Rows(rows.parts, rows.positions.long(), rows.scores)
 
 
 def _others(chosen_GB: Tensor, n_rows: int) -> Tensor:

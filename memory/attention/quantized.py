@@ -14,7 +14,6 @@ the group would not have folded yet reads its exact rows, as one that never went
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -35,7 +34,7 @@ from memory.quantization import Shaped, Storage
 from memory.sequences.drop import CannotDrop
 from memory.sequences.folding import FoldPoints
 from memory.sequences.paging import PageGrid
-from memory.sequences.reads import AttentionPlan, Body, Read, attend_each, batch_behind
+from memory.sequences.reads import AttentionPlan, Body, Read, attend_each
 from memory.specs import AttentionSpec
 
 
@@ -75,7 +74,7 @@ class QuantizedPlan:
 
     Attributes:
         exact: of the pages that are exact while the step runs.
-        folding: (S,) for each request the number of its first exact page that has not folded, of those it holds.
+        folding: (S,) of the exact pages that each request reads, the number of the first one that has not folded.
         n_new: (S,) groups that fold at the end of the step.
         fresh: their blocks, request after request.
         targets: element size in bytes -> element offset of each fresh block.
@@ -160,19 +159,19 @@ class QuantizedAttention(CannotDrop):
     # Steps
 
     def plan(self, packed: Packed) -> QuantizedPlan:
-        exact, fresh = self.exact.plan(packed), EMPTY
+        tables, first_page = [self._table[slot] for slot in packed.slots.tolist()], self.exact.first_pages(packed.slots)
+        n_blocks, group_pages = np.array([len(table) for table in tables], np.int64), self.grid.group_pages
+        n_new = self.grid.n_groups(packed.peaks) - n_blocks
+        # After a rollback, a step may read fewer groups than have folded.
+        n_read = np.maximum(self.grid.n_groups(packed.starts), first_page // group_pages)
+        if np.count_nonzero(n_read < n_blocks):
+            tables = [table[:n] for table, n in zip(tables, n_read.tolist(), strict=True)]
+        exact, fresh = self.exact.plan(packed, n_read * group_pages - first_page), EMPTY
         try:
-            tables = [self._table[slot] for slot in packed.slots.tolist()]
-            n_blocks, first_page = self._table.counts(packed.slots), self.exact.first_pages(packed.slots)
-            n_new = self.grid.n_groups(packed.peaks) - n_blocks
-            # After a rollback these are fewer than have folded.
-            n_read = np.maximum(self.grid.n_groups(packed.starts), first_page // self.grid.group_pages)
-            blocks = np.concatenate([table[:n] for table, n in zip(tables, n_read.tolist(), strict=True)])
-            placed = self._store.place(self.bodies.addresses[blocks])
+            placed = self._store.place(self.bodies.addresses[np.concatenate(tables)])
             body = Body(placed, starts_of(n_read), n_read * self.storage.group)
-            reads = self._reads(packed, exact, n_read * self.grid.group_pages - first_page, body)
             fresh = self.bodies.allocate(int(n_new.sum()))
-            folding = n_blocks * self.grid.group_pages - first_page
+            folding, reads = (n_blocks - n_read) * group_pages, self._reads(packed, exact, body)
             plan = QuantizedPlan(packed, exact, folding, n_new, fresh, self._targets(fresh), reads)
         except BaseException:
             self.bodies.release(fresh)
@@ -186,14 +185,12 @@ class QuantizedAttention(CannotDrop):
             return {}
         return {size: self._store.upload(self.bodies.addresses[fresh] // size) for size in self._part_sizes}
 
-    def _reads(self, packed: Packed, exact: AttentionPlan, n_skipped: Int64s, body: Body) -> tuple[Read, ...]:
-        """Return what queries read: of a body, and of the exact pages behind the first n_skipped[i] of request i."""
-        batch, pages = exact.batch, exact.pages
-        if np.count_nonzero(n_skipped):
-            batch, pages = batch_behind(batch, pages, n_skipped, partial(self.exact.place, room=True))
+    def _reads(self, packed: Packed, exact: AttentionPlan, body: Body) -> tuple[Read, ...]:
         if self._selection is None:
-            return (Read(batch, body=body),)
-        return self._selection.groups_read(packed, batch, pages, self.exact.place, body, self._dtype.itemsize)
+            return (Read(exact.batch, body=body),)
+        return self._selection.groups_read(
+            packed, exact.batch, exact.pages, self.exact.place, body, self._dtype.itemsize
+        )
 
     def begin(self, plan: QuantizedPlan) -> None:
         self.exact.copy_shared(plan.exact)

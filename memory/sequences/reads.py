@@ -6,10 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
 from torch import Tensor
 
-from memory.blocks.arrays import Int64s, ranges, starts_of
+from memory.blocks.arrays import Int64s
 from memory.blocks.staging import Placed
 from memory.interface import Packed
 from memory.kernels import PageChoice, PagedBatch, Prepared
@@ -96,13 +95,3 @@ def attend_each(reads: tuple[Read, ...], q_THD: Tensor, attend: Callable[[Read, 
     for read, out_QHD in zip(reads, found, strict=True):
         out_THD[read.tokens] = out_QHD
     return out_THD
-
-
-def batch_behind(
-    batch: PagedBatch, pages: Int64s, n_skipped: Int64s, place: Callable[[Int64s], Prepared]
-) -> tuple[PagedBatch, Int64s]:
-    """Return a batch, whose pages are at element offsets `pages`, without the first n_skipped[i] pages of request i."""
-    left = pages[ranges(batch.cu_pages[:-1] + n_skipped, batch.cu_pages[1:])]
-    lengths = batch.kv_lengths - n_skipped * batch.page_tokens
-    cu_pages = starts_of(np.diff(batch.cu_pages) - n_skipped)
-    return PagedBatch(batch.cu_seqlens, lengths, place(left), cu_pages, batch.page_tokens), left
