@@ -137,9 +137,7 @@ class Subject:
 
     @property
     def is_lossy(self) -> bool:
-        """Whether old rows are not what they were: then outputs depend on when rows folded, and on nothing else that
-        was dropped.
-        """
+        """Whether old rows are not what they were: then outputs depend on how the tokens were cut into steps."""
         return self.storage is not None or (isinstance(self.policy, EvictionPolicy) and self.policy.budget_tokens < 512)
 
     @property
@@ -169,32 +167,15 @@ class Subject:
     ) -> dict[Sequence, Tensor]:
         return feed_together(self.model, memory, requests)
 
-    def fresh(
-        self, steps: list[list[int]], rollback_window: int = 8, *, detours: dict[int, int] | None = None
-    ) -> Tensor:
+    def fresh(self, steps: list[list[int]], rollback_window: int = 8) -> Tensor:
         """Logits of a sequence in a memory of its own that saw only these steps; computed once, as many tests ask for
         the same ones.
-
-        Args:
-            detours: position -> tokens that another sequence took back there. A lossy subject's oracle does so too,
-                with other tokens, for its rows to fold at the same points.
         """
-        detours = detours if self.is_lossy and detours else {}
-        asked = repr((steps, rollback_window, detours))
+        asked = repr((steps, rollback_window))
         if asked not in self._oracles:
-            self._oracles[asked] = self._compute(steps, rollback_window, detours)
+            memory = self.memory(rollback_window)
+            self._oracles[asked] = self.feed(memory, memory.open(), steps)
         return self._oracles[asked].clone()
-
-    def _compute(self, steps: list[list[int]], rollback_window: int, detours: dict[int, int]) -> Tensor:
-        memory, logits = self.memory(rollback_window), []
-        sequence = memory.open()
-        for tokens in steps:
-            logits.append(self.feed(memory, sequence, [tokens]))
-            at = sequence.length
-            if detours.get(at):
-                self.feed(memory, sequence, [self.tokens(detours[at], seed=1000 + at)])
-                memory.rollback(sequence, to=at)
-        return torch.cat(logits)
 
     def cut(self, steps: list[list[int]]) -> list[list[int]]:
         """All tokens at once, where how they are cut into steps makes no difference: a step sees a body as it was
@@ -219,13 +200,13 @@ def feed_together(
 ) -> dict[Sequence, Tensor]:
     """Feed several sequences, the n-th steps of all of them in one; the logits of each one's tokens."""
     logits: dict[Sequence, list[Tensor]] = {sequence: [] for sequence in requests}
-    for n in range(max(map(len, requests.values()))):
+    for n in range(max(map(len, requests.values()), default=0)):
         chosen = {sequence: steps[n] for sequence, steps in requests.items() if n < len(steps)}
         with memory.step(chosen, outputs="all") as step:
             for sequence, rows in zip(chosen, step.split(model(step)), strict=True):
                 logits[sequence].append(rows)
         memory.check()
-    return {sequence: torch.cat(rows) for sequence, rows in logits.items()}
+    return {sequence: torch.cat(rows) for sequence, rows in logits.items() if rows}
 
 
 def make_subject(name: str, folder: Path, device: torch.device = HOST, dtype: torch.dtype = torch.float32) -> Subject:

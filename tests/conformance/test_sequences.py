@@ -10,6 +10,7 @@ import torch
 
 from memory import CapacityError, HybridMemory, Sequence, SequenceError, StepError
 from memory.capacity import plan_sequence
+from memory.sequences import chunks
 from tests.subjects import Subject
 
 WINDOW = 8
@@ -18,7 +19,7 @@ NEXT = ([3, 1, 4], [1], [5])
 
 def test_every_split_of_a_prompt_equals_one_shot(subject: Subject) -> None:
     if subject.is_lossy:
-        pytest.skip("a step sees old rows as they were before it: how tokens are cut matters")
+        pytest.skip("a step sees the body as it was before: how tokens are cut matters")
     tokens = subject.tokens(24)
     expected = subject.fresh([tokens], WINDOW)
     cuts = [(first, second) for first in range(1, 24) for second in {first, (first + 24) // 2}]
@@ -253,13 +254,17 @@ def test_the_split_follows_demand(subject: Subject) -> None:
 # run
 
 
-def test_run_gives_what_one_step_would(subject: Subject) -> None:
-    if subject.is_lossy:
-        pytest.skip("a step sees old rows as they were before it: how tokens are cut matters")
+def test_run_gives_what_one_step_would(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fits into a step. Where how tokens are cut matters, it gives what steps of GRID_TOKENS would."""
+    monkeypatch.setattr(chunks, "GRID_TOKENS", 8)
     requests = [subject.tokens(n, seed=n) for n in (20, 1, 9, 2, 1)]
     memory = subject.memory(WINDOW)
-    with memory.step({memory.open(): t for t in requests}, outputs="all") as step:
-        expected = subject.model(step)
+    if subject.is_lossy:
+        cells = {memory.open(): [tokens[i : i + 8] for i in range(0, len(tokens), 8)] for tokens in requests}
+        expected = torch.cat(list(subject.feed_together(memory, cells).values()))
+    else:
+        with memory.step({memory.open(): t for t in requests}, outputs="all") as step:
+            expected = subject.model(step)
     ends = np.cumsum([len(t) for t in requests]) - 1
     for max_tokens, outputs in ((1, "all"), (7, "last"), (7, "all"), (16, "last"), (1000, "all"), (1000, "last")):
         pairs = [(memory.open(), tokens) for tokens in requests]
@@ -271,8 +276,32 @@ def test_run_gives_what_one_step_would(subject: Subject) -> None:
     memory.check()
 
 
-def test_run_is_all_or_nothing(subject: Subject) -> None:
+def test_run_goes_on_from_the_middle_of_a_cell(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A text that is fed in two runs: the second is cut at the same positions as it would be alone or in company."""
+    if not subject.is_lossy:
+        pytest.skip("how tokens are cut makes no difference")
+    monkeypatch.setattr(chunks, "GRID_TOKENS", 8)
+    first, second = subject.tokens(13, seed=1), subject.tokens(24, seed=2)
+    steps = [first[:8], first[8:], second[:3], second[3:11], second[11:19], second[19:]]
+    expected = subject.fresh(subject.cut(steps), WINDOW)
+    for max_tokens, n_beside in ((1, 0), (8, 1), (11, 2), (1000, 2)):
+        memory = subject.memory(WINDOW)
+        sequence, beside = memory.open(), [memory.open() for _ in range(n_beside)]
+        found = [
+            memory.run(
+                subject.model,
+                {sequence: tokens} | dict.fromkeys(beside, [1, 2, 3]),
+                max_tokens=max_tokens,
+                outputs="all",
+            )[: len(tokens)]
+            for tokens in (first, second)
+        ]
+        subject.assert_same(torch.cat(found), expected)
+
+
+def test_run_is_all_or_nothing(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
     """The model fails in the fifth chunk: every sequence, whole chunks done or not, is as it was."""
+    monkeypatch.setattr(chunks, "GRID_TOKENS", 16)
     memory = subject.memory(WINDOW)
     old, new = memory.open(), memory.open()
     prompt = subject.tokens(20)
