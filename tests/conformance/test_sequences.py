@@ -290,7 +290,7 @@ def test_run_goes_on_from_the_middle_of_a_cell(subject: Subject, monkeypatch: py
         found = [
             memory.run(
                 subject.model,
-                {sequence: tokens} | dict.fromkeys(beside, [1, 2, 3]),
+                {sequence: tokens} | {other: [1, 2, 3] for other in beside},
                 max_tokens=max_tokens,
                 outputs="all",
             )[: len(tokens)]
