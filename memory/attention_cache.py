@@ -27,7 +27,7 @@ from memory.blocks.table import BlockTable
 from memory.errors import DropError, IntegrityError, StepError
 from memory.interface import Dropped, Packed, Stretch
 from memory.kernels import FoldedRows, Kernels, PageChoice, PagedBatch, Prepared, Scoring, select_kernels
-from memory.sequences.paging import DropPlan, PageGrid
+from memory.sequences.pages import DropPlan, PageGrid
 from memory.sequences.reads import AttentionPlan, Read, Selects, attend_each
 from memory.specs import AttentionSpec
 

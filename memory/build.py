@@ -30,7 +30,7 @@ from memory.layer_memories import LayerMemories, Place, Places
 from memory.quantization import Storage
 from memory.recurrent_state import RecurrentState
 from memory.sequences.folding import Fold, TailRules
-from memory.sequences.paging import PageGrid
+from memory.sequences.pages import PageGrid
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
 from memory.state.readers import HeadReader, TailReader
 from memory.state.tails import TailMember, TailTable

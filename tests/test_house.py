@@ -65,4 +65,4 @@ def test_the_list_of_changes_and_the_glossary_are_whole() -> None:
         r"^\| (?!to change|---)(.+?) \|", (ROOT / "docs" / "where-to-change.md").read_text(), re.MULTILINE
     )
     words = re.findall(r"^\| (?!word \||---)(.+?) \|", (ROOT / "docs" / "glossary.md").read_text(), re.MULTILINE)
-    assert len(rows) == 20 and len(words) >= 48 and len(set(words)) == len(words)
+    assert len(rows) >= 20 and len(words) >= 48 and len(set(words)) == len(words)

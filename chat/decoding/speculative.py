@@ -47,8 +47,8 @@ class SpeculativeBatch:
     are equal unless
     - two logits are closer than a step of several tokens and steps of one round apart: in float32 up to 1e-4 of the
       logits' spread;
-    - the memory is lossy (sparse or quantised attention): rows leave the exact tail by the furthest position fed, and
-      drafts feed further.
+    - attention has a policy or a storage: all queries of a step see the old rows as they were before it, so how tokens
+      are cut into steps matters. Rejected drafts do not: a rollback undoes what they folded.
 
     Sampled, every token has the distribution that it has without drafts (Leviathan et al. 2023),
     but not the same random numbers.

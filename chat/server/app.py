@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from chat.engine.engine import Engine
 from chat.prompts import Tokenizer
 from chat.server.errors import ApiError, answer_api_error, answer_http_error
-from chat.server.guard import Guard
+from chat.server.limits import Guard
 from chat.server.options import ServerOptions
 from chat.server.service import Service
 

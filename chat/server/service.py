@@ -15,8 +15,8 @@ from chat.engine.engine import Engine
 from chat.prompts import Tokenizer, encode_chat
 from chat.server.errors import ApiError, StoppingError, as_api_error, log, stopping
 from chat.server.formats import DONE, ChatFormat, CompletionFormat, EventStream, as_event
-from chat.server.guard import Exchange, exchange_of
 from chat.server.lengths import check_length, check_lists, find_context_tokens
+from chat.server.limits import Exchange, exchange_of
 from chat.server.metrics import Metrics
 from chat.server.options import ServerOptions
 from chat.server.replies import Ask, Piece, Replies

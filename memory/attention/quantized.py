@@ -33,7 +33,7 @@ from memory.kernels import FoldedRows, Prepared, Scoring, reference
 from memory.quantization import Shaped, Storage
 from memory.sequences.drop import CannotDrop
 from memory.sequences.folding import FoldPoints
-from memory.sequences.paging import PageGrid
+from memory.sequences.pages import PageGrid
 from memory.sequences.reads import AttentionPlan, Body, Read, attend_each
 from memory.specs import AttentionSpec
 

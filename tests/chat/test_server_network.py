@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from chat.prompts import Tokenizer
-from chat.server import ServerOptions, guard
-from chat.server.admission import Admission
+from chat.server import ServerOptions, limits
+from chat.server.access import Access
 from chat.server.connections import MOST_CHUNKS, Seldom
 from chat.server.errors import ApiError
 from memory import SpecError
@@ -261,7 +261,7 @@ def test_a_head_has_its_time(embedded: LanguageModel, tokenizer: Tokenizer) -> N
 def test_a_body_must_keep_coming(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "_PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(limits, "_PATIENCE_SECONDS", 0.1)
     with running(embedded, tokenizer, ServerOptions(body_bytes_per_second=1000)) as server:
         assert send(server, post("Content-Length: 1000", body=b"{")).status == 408
         with connect(server, post("Content-Length: 150", "Connection: close", body=b"")) as connection:
@@ -283,7 +283,7 @@ def test_half_sent_bodies_keep_nobody_out(shared: Running, path: str, n_sent: in
 def test_a_body_without_the_key_is_not_waited_for(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "_DRAIN_SECONDS", 0.05)
+    monkeypatch.setattr(limits, "_DRAIN_SECONDS", 0.05)
     with running(embedded, tokenizer, ServerOptions(api_key="secret")) as server:
         assert send(server, post("Content-Length: 100", body=b"{")).status == 401
         assert (
@@ -347,7 +347,7 @@ def test_half_sent_requests_do_not_hold_up_the_end(embedded: LanguageModel, toke
     ["localhost", "LOCALHOST:8000", "127.0.0.1", "127.0.0.1:1", "127.9.9.9", "[::1]", "[::1]:80", "a.localhost."],
 )
 def test_loopbacks_names_may_be_used(host: str) -> None:
-    Admission(ServerOptions()).check("GET", "/v1/models", {b"host": host.encode()})
+    Access(ServerOptions()).check("GET", "/v1/models", {b"host": host.encode()})
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_loopbacks_names_may_be_used(host: str) -> None:
 @pytest.mark.parametrize("method", ["GET", "POST", "OPTIONS"])
 def test_a_name_that_somebody_pointed_here_is_refused(host: str, method: str) -> None:
     with pytest.raises(ApiError, match="--allowed-host") as found:
-        Admission(ServerOptions()).check(method, "/v1/completions", {b"host": host.encode("latin-1")})
+        Access(ServerOptions()).check(method, "/v1/completions", {b"host": host.encode("latin-1")})
     assert found.value.status == 403
 
 
@@ -430,12 +430,12 @@ def test_pages_that_are_allowed_may_ask_and_read(embedded: LanguageModel, tokeni
 
 
 def test_a_key_is_enough_where_no_names_are_given() -> None:
-    admission = Admission(ServerOptions(api_key="secret"))
+    access = Access(ServerOptions(api_key="secret"))
     headers = {b"host": b"model.example", b"origin": b"https://page.example", b"authorization": b"Bearer secret"}
-    admission.check("POST", "/v1/completions", headers)
-    assert admission.headers_for(headers) == []
+    access.check("POST", "/v1/completions", headers)
+    assert access.headers_for(headers) == []
     with pytest.raises(ApiError, match="API key"):
-        admission.check(
+        access.check(
             "OPTIONS", "/v1/completions", headers | {b"access-control-request-method": b"POST", b"authorization": b""}
         )
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from chat.prompts import Tokenizer
-from chat.server import ServerOptions, guard, schema
+from chat.server import ServerOptions, limits, schema
 from chat.server.bodies import count_longest_list
 from chat.server.errors import ApiError
 from chat.server.schema import MOST_MESSAGES, MOST_VALUES, ChatRequest, CompletionRequest, read_request
@@ -244,12 +244,12 @@ def test_large_bodies_come_in_slowly_while_somebody_is_answered(monkeypatch: pyt
     async def sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    async def take_turns(places: guard.Places) -> None:
-        turnstile = guard._Turnstile(places)
+    async def take_turns(places: limits.Places) -> None:
+        turnstile = limits._Turnstile(places)
         await asyncio.gather(*(turnstile.wait(n_bytes) for n_bytes in (10, 5)))
 
-    monkeypatch.setattr(guard, "_LARGE_BYTES_PER_SECOND", 100)
+    monkeypatch.setattr(limits, "_LARGE_BYTES_PER_SECOND", 100)
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    asyncio.run(take_turns(guard.Places(1)))
-    asyncio.run(take_turns(guard.Places(1, n_taken=1)))
+    asyncio.run(take_turns(limits.Places(1)))
+    asyncio.run(take_turns(limits.Places(1, n_taken=1)))
     assert slept == [0, 0, 0.1, 0.05]

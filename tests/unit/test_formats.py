@@ -72,6 +72,16 @@ def test_a_file_of_any_version_goes_on_as_its_sequence_would(version: str, name:
     assert_close(feed(memory, loaded, [7]), feed(*twins, [7]))
 
 
+def test_a_file_that_cannot_show_what_was_kept_is_refused() -> None:
+    """It was saved by version 3 after a rollback across a fold, and says nothing of the exact rows before that fold."""
+    spec, options = SUBJECTS["storage"]
+    memory = HybridMemory(spec, **OPTIONS, **options)
+    with pytest.raises(FormatError, match="saved after a rollback to 43 tokens, when tokens up to 40 had folded"):
+        memory.load(FOLDER / "version_3" / "rolled_back.safetensors")
+    assert memory.usage().used_bytes == 0
+    memory.check()
+
+
 @pytest.fixture
 def renamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Gives all classes of specs, policies and storages other names, and with them layer memories and pools."""

@@ -88,6 +88,28 @@ def test_a_plan_is_what_a_memory_holds_that_is_fed(name: str, n_tokens: int) -> 
     assert (usage.used_bytes, usage.by_kind, usage.block_bytes) == (plan.most_bytes, plan.by_kind, plan.block_bytes)
 
 
+@pytest.mark.parametrize("window", WINDOWS)
+def test_what_folds_keep_aside_is_one_more_window(window: int) -> None:
+    """Evicted rows in whole folds; with a storage, as many exact rows; exact pages beside their rounded rows."""
+    h2o, both, storage = (
+        plan_sequence(spec, 600, rollback_window=window).by_kind
+        for spec in (
+            spec_of(FULL).with_policy(H2O(64, every=32)),
+            spec_of(FULL).with_policy(H2O(64, every=32)).with_storage(Quantized(4, group=32)),
+            spec_of(FULL).with_storage(Quantized(4, group=64)),
+        )
+    )
+    row = 2 * FULL.n_kv_heads * FULL.head_dim * 2  # keys and values in bfloat16
+    kept = 4 * 2 * FULL.n_kv_heads  # and a position and a score a head
+    aside = -(-window // 32) * 32
+    assert h2o["states of attention 0, H2O(64)"] == (64 + aside) * (row + kept)
+    tails = "tails of attention 0, H2O(64)"
+    of_tail = row + FULL.n_query_heads * FULL.head_dim * 2  # and queries, which score rows
+    n_more = (both[f"{tails} of 4 bits"] - h2o[tails]) / of_tail
+    assert aside <= n_more <= aside + aside / 32 + 1  # rings have a few rows to spare
+    assert storage["exact pages of attention 0, 4 bits"] <= (64 + 2 * window + 16) * row
+
+
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("spare", ["none", "all but a line"])
 def test_as_many_fit_as_planned_and_no_more(name: str, spare: str) -> None:

@@ -5,7 +5,8 @@ folder for each writer:
 
     version_2          the last library that left what was in the rows of tokens that were taken back
     version_2_zeroed   a later one, which made zeros of them
-    version_3          the last library whose bodies held nothing of what had folded lately
+    version_3          the last library whose bodies held nothing of what had folded lately; `rolled_back` is `storage`
+                       with a 46th token, at which more folds, taken back to 43
     version_4          today's
 """
 

@@ -14,7 +14,7 @@ Headers = Mapping[bytes, bytes]
 _OPEN_TO_ALL = "/health"
 
 
-class Admission:
+class Access:
     """Holds the rules for hosts, origins and keys.
 
     A web page can make its visitor's browser send requests to this machine: under a name of its own that it has pointed

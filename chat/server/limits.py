@@ -1,4 +1,4 @@
-"""Guards every request on its way in and out: admission, limits, counters, and its end when the client disconnects."""
+"""Guards every request on its way in and out: access, limits, counters, and its end when the client disconnects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Protocol
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from chat.server.admission import Admission, Headers, preflight_headers
+from chat.server.access import Access, Headers, preflight_headers
 from chat.server.errors import RETRY, ApiError, as_api_error, clip, stopping
 from chat.server.metrics import Metrics
 from chat.server.options import ServerOptions
@@ -105,7 +105,7 @@ class Guard:
         self._app = app
         self._service = service
         self._places = Places(service.options.max_requests)
-        self._admission = Admission(service.options)
+        self._access = Access(service.options)
         self._turnstile = _Turnstile(self._places)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -139,13 +139,13 @@ class Guard:
     ) -> None:
         try:
             try:
-                self._admission.check(scope["method"], scope["path"], headers)
+                self._access.check(scope["method"], scope["path"], headers)
                 body = await self._take_body(headers, scope, incoming)
             except ApiError as error:
                 if error.status != 408:  # 408: the body was awaited for too long already
                     await self._drain(headers, incoming)
                 raise
-            if self._admission.is_preflight(scope["method"], headers):
+            if self._access.is_preflight(scope["method"], headers):
                 await Response(status_code=204, headers=preflight_headers(headers))(scope, incoming.receive, send)
                 return
             await self._run({**scope, "hybrid_memory.exchange": exchange}, exchange, body, incoming.receive, send)
@@ -238,7 +238,7 @@ class Guard:
     def _watch(self, exchange: Exchange, headers: Headers, incoming: _Incoming, send: Send) -> Send:
         """Return a `send` that notes what is sent; a client that takes nothing for too long counts as disconnected."""
         loop, seconds = asyncio.get_running_loop(), self._service.options.stall_seconds
-        extra = self._admission.headers_for(headers)
+        extra = self._access.headers_for(headers)
 
         async def watched(message: Message) -> None:
             task = asyncio.current_task()
