@@ -15,16 +15,19 @@ import torch
 from torch import Tensor
 
 from chat.decoding.acceptance import accept_drawn
-from chat.decoding.drafts import Draft, DraftModel, DraftRequest, Draws, PromptLookup
+from chat.decoding.drafts import Draft, Drafter, DraftModel, DraftRequest, Draws, PromptLookup
 from chat.decoding.sampling import Sampling
 from chat.decoding.speculative import SpeculativeBatch
 from chat.engine.engine import Engine
 from chat.prompts import Message, Tokenizer, encode_turn, find_stop_ids
 from chat.simulation.dialogues import make_dialogue
 from memory import HybridMemory, Sequence, SpecError, Step
+from memory.eviction import Budget
+from memory.quantization import Quantized, Storage
 from memory.recurrences import FAMILIES
 from models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, write_checkpoint
+from tests.subjects import POLICIES
 from tests.toy import VOCAB, FamilyToy, Toy
 
 PROMPTS = [[18, 12, 3], [2], [8, 18, 3], [11, 3, 11, 3, 5, 11, 3]]
@@ -56,6 +59,25 @@ class RandomDrafts:
             if ids:
                 drafts[sequence] = Draft(ids)
         return drafts
+
+    def forget(self, sequence: Sequence) -> None: ...
+
+
+class WrongDrafts:
+    """Drafts what stands in a text, which is found by its first token, at the same place."""
+
+    vocab_size = None
+
+    def __init__(self, texts: list[list[int]], n_draft: int) -> None:
+        self._texts, self.n_draft = texts, n_draft
+
+    def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
+        return {
+            sequence: Draft(text[at : at + min(request.most_tokens, self.n_draft)])
+            for sequence, request in requests.items()
+            for text in self._texts
+            if text[0] == request.text[0] and (at := len(request.text)) < len(text)
+        }
 
     def forget(self, sequence: Sequence) -> None: ...
 
@@ -123,6 +145,22 @@ def test_any_draft_decodes_the_same_text(toy: str, p_right: float) -> None:
     assert batch.acceptance.n_drafted > 20
     if p_right in (0, 1):
         assert batch.acceptance.rate == p_right or (p_right == 0 and batch.acceptance.rate < 0.2)
+
+
+@pytest.mark.parametrize("policy", [None, *POLICIES.values()], ids=str)
+@pytest.mark.parametrize("storage", [None, Quantized(4, group=8)], ids=str)
+def test_rejected_drafts_change_no_row(policy: Budget | None, storage: Storage | None) -> None:
+    """Attention with a policy or few bits, and drafts that are always wrong: the text without drafts."""
+    model = Toy()
+    spec = model.memory_spec.with_policy(policy).with_storage(storage)
+
+    def say(drafter: Drafter) -> list[list[int]]:
+        memory = HybridMemory(spec, "1MiB", rollback_window=8, page_tokens=4, poison=True)
+        return decode(SpeculativeBatch(model, memory, (), drafter, adapts=False))
+
+    expected = say(RandomDrafts([], 0, 1.0))
+    wrong = [p + [(t + 1) % VOCAB for t in e] for p, e in zip(PROMPTS, expected, strict=True)]
+    assert say(WrongDrafts(wrong, 8)) == expected
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES)

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import Tensor
 
 from memory import HybridMemory, Sequence
+from memory.eviction import Candidates, EvictionPolicy
 from memory.quantization import Float8, Quantized, Storage
 from memory.sequences.token_buffer import Checkpoint
 from tests.subjects import IS_FULL, POLICIES, Subject, feed_together
@@ -27,9 +30,19 @@ STORAGES: dict[str, Storage | None] = {
 WINDOWS = (0, 1, 8, 32)
 CUTS: tuple[tuple[int, ...], ...] = ((1,), (3, 1, 6), (17, 2))
 """The lengths of steps, over and over: before and after."""
+
+
+@dataclass(frozen=True)
+class LargestKeys(EvictionPolicy):
+    """A policy as users write them: not a word of rollbacks."""
+
+    def rank(self, rows: Candidates, scores: Tensor) -> Tensor:
+        return rows.keys.float().amax(-1)
+
+
 IS_WHOLE = IS_FULL or os.environ.get("CONFORMANCE") == "kinds"
 N_BEFORE, N_DISTANCES = 50, 20 if IS_WHOLE else 5
-KINDS = list(itertools.product(POLICIES, STORAGES))
+KINDS = list(itertools.product((*POLICIES, "users"), STORAGES))
 FORMS = list(itertools.product(WINDOWS, CUTS))
 CASES = [
     (policy, storage, *form)
@@ -94,7 +107,8 @@ def test_what_a_sequence_returned_from_is_not_seen(
 ) -> None:
     """Sequences of many lengths that went further and came back, beside as many that did not: equal bits."""
     toy = Toy(recurrent=False)
-    subject = Subject(policy, "keep", toy, True, POLICIES[policy], STORAGES[storage])
+    chosen = POLICIES.get(policy) or LargestKeys(9, every=4)
+    subject = Subject(policy, "keep", toy, True, chosen, STORAGES[storage])
     memory = subject.memory(window, "64MiB", page_tokens=4)
     root = memory.open()
     feed_together(toy, memory, {root: cut(text(N_BEFORE, 0), sizes)})

@@ -113,6 +113,22 @@ def test_the_same_prompt_again_costs_one_token(subject: Subject) -> None:
     assert first.tokens.tolist() == tokens
 
 
+@pytest.mark.parametrize("kind", ["toy-h2o", "toy-4-bit", "toy-attention-recent-2-bit"])
+def test_a_hit_sees_the_rows_of_its_own_length(kind: str, tmp_path: Path) -> None:
+    """A prompt that parts from a longer one within the window: the longer one had folded rows that it still sees."""
+    subject = make_subject(kind, tmp_path)
+    for n_tokens in range(40, 48):
+        cache, tokens = PrefixCache(subject.memory(WINDOW), grid_tokens=0), subject.tokens(n_tokens)
+        prefill(subject, cache, tokens)
+        for n_shared in range(n_tokens - WINDOW, n_tokens):
+            other = [(tokens[n_shared] + 1) % VOCAB, *subject.tokens(5, seed=n_shared)]
+            assert cache.find(tokens[:n_shared] + other).reused == n_shared
+            sequence, logits = prefill(subject, cache, tokens[:n_shared] + other)
+            more = subject.feed(cache.memory, sequence, [[1], [2], [3]])
+            expected = subject.fresh([tokens[:n_shared], other, [1], [2], [3]], WINDOW)[-4:]
+            subject.assert_same(torch.cat([logits, more]), expected)
+
+
 def test_a_prompt_that_parts_before_the_window_says_why_it_computes_again(tmp_path: Path) -> None:
     subject = make_subject("toy", tmp_path)
     cache, tokens = PrefixCache(subject.memory(WINDOW), grid_tokens=16), subject.tokens(60)
