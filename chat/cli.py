@@ -5,6 +5,7 @@ The libraries behind a command are imported when it runs: torch and transformers
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -330,3 +331,11 @@ def _find_extra(*modules: str) -> None:
 
 for _command in (simulate, plan, inspect):
     app.command()(_one_line_errors()(_command))
+
+
+def main() -> None:
+    """Run the command line. Garbage is looked for less often: importing torch alone makes half a million live objects,
+    and each search among them takes a tenth of a second.
+    """
+    gc.set_threshold(100_000)
+    app()

@@ -1,37 +1,46 @@
-"""Contains the models that run on a `HybridMemory`, one short file for each family, and functions that load them."""
+"""Contains the models that run on a `HybridMemory`, one short file for each family, and functions that load them.
 
-from models import (
-    bamba,
-    bart,
-    deepseek,
-    falcon_h1,
-    gemma,
-    granite_moe_hybrid,
-    jamba,
-    lfm2,
-    llama,
-    mamba,
-    nemotron_h,
-    qwen3_5,
-    qwen3_next,
-    recurrent_gemma,
-    rwkv,
-    rwkv7,
-    t5,
-    zamba2,
-)
-from models.hf.attach import ATTACHABLE, Attached, attach
-from models.hf.cache import HybridCache
+The models, and what works on models of transformers, are imported when they are first used: transformers takes seconds.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from models.loading.architectures import ARCHITECTURES, LanguageModel
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
 from models.loading.load import (
-    ARCHITECTURES,
     EMBEDDED,
-    LanguageModel,
     from_transformers,
     load_model,
     plan_memory,
     weight_bytes,
 )
+
+if TYPE_CHECKING:
+    from models import (
+        bamba,
+        bart,
+        deepseek,
+        falcon_h1,
+        gemma,
+        granite_moe_hybrid,
+        jamba,
+        lfm2,
+        llama,
+        mamba,
+        nemotron_h,
+        qwen3_5,
+        qwen3_next,
+        recurrent_gemma,
+        rwkv,
+        rwkv7,
+        t5,
+        zamba2,
+    )
+    from models.hf.attach import ATTACHABLE, Attached, attach
+    from models.hf.cache import HybridCache
+
+_OF_TRANSFORMERS = {"ATTACHABLE": "attach", "Attached": "attach", "HybridCache": "cache", "attach": "attach"}
 
 __all__ = [
     "ARCHITECTURES",
@@ -66,3 +75,15 @@ __all__ = [
     "weight_bytes",
     "zamba2",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_TRANSFORMERS:
+        return getattr(import_module(f"models.hf.{_OF_TRANSFORMERS[name]}"), name)
+    if name in __all__:
+        return import_module(f"models.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -12,8 +12,8 @@ from models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options, read_dt_limit
 from models.layers.mlp import GatedMLP
 from models.layers.norms import RMSNorm
 from models.layers.vocabulary import Vocabulary
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint
-from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import BambaConfig, PreTrainedConfig

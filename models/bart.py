@@ -22,8 +22,9 @@ from models.layers.linear import Linear
 from models.layers.mlp import MLP
 from models.layers.norms import LayerNorm
 from models.layers.vocabulary import Vocabulary
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint, check_numbers, require
-from models.loading.load import on_step, register
+from models.loading.load import on_step
 
 if TYPE_CHECKING:
     from transformers import BartConfig

@@ -25,8 +25,8 @@ from models.layers.latent_attention import load_latent_attention, load_latent_ro
 from models.layers.mlp import GatedMLP
 from models.layers.norms import RMSNorm
 from models.layers.vocabulary import Vocabulary
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError, require
-from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import DeepseekV2Config, DeepseekV3Config, PreTrainedConfig

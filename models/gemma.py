@@ -18,8 +18,8 @@ from models.layers.mlp import GatedMLP
 from models.layers.norms import RMSNorm, load_offset_norm
 from models.layers.vocabulary import Vocabulary
 from models.llama import window_of
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
-from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import Gemma2Config, Gemma3TextConfig, PreTrainedConfig

@@ -14,8 +14,8 @@ from models.layers.experts import MixtureOfExperts, choose_then_softmax
 from models.layers.mlp import GatedMLP
 from models.layers.norms import RMSNorm
 from models.layers.vocabulary import Vocabulary
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError, check_numbers
-from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import GraniteMoeHybridConfig

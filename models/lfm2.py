@@ -17,8 +17,8 @@ from models.layers.mlp import GatedMLP
 from models.layers.norms import RMSNorm
 from models.layers.short_conv_mixer import ShortConvMixer
 from models.layers.vocabulary import Vocabulary
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
-from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import Lfm2Config, Lfm2MoeConfig

@@ -13,8 +13,8 @@ from models.layers.decoder import Block, Decoder
 from models.layers.mlp import GatedMLP
 from models.layers.norms import RMSNorm
 from models.layers.vocabulary import Vocabulary
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
-from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import LlamaConfig, MistralConfig, PreTrainedConfig, Qwen3Config

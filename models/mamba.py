@@ -12,8 +12,8 @@ from models.layers.decoder import Block, Decoder, Mixer
 from models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options, MambaMixer, MambaShape, read_dt_limits
 from models.layers.norms import RMSNorm
 from models.layers.vocabulary import Vocabulary
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint
-from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import Mamba2Config, MambaConfig

@@ -18,8 +18,8 @@ from models.layers.mamba_mixers import Mamba2Mixer, Mamba2Options
 from models.layers.mlp import MLP
 from models.layers.norms import RMSNorm
 from models.layers.vocabulary import Vocabulary
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError, require
-from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import NemotronHConfig

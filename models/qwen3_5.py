@@ -16,8 +16,8 @@ from torch import Tensor
 from memory.recurrences import DeltaRuleShape
 from models.layers.delta_mixer import DeltaInputs
 from models.layers.mlp import GatedMLP
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint
-from models.loading.load import register
 from models.qwen3_next import Qwen3Next, load_mixture
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from memory import AttentionSpec
@@ -20,8 +19,8 @@ from models.layers.linear import Linear
 from models.layers.mlp import GatedMLP
 from models.layers.norms import RMSNorm, load_offset_norm
 from models.layers.vocabulary import Vocabulary
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
-from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import Qwen3NextConfig
@@ -98,7 +97,7 @@ def load_gated_attention(
     def linears(*kind: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         name = "weight" if kind else "bias"
         q_and_gate = checkpoint.take(f"{prefix}.q_proj.{name}", 2 * n_q, *kind)
-        q, gate = rearrange(q_and_gate, "(h both d) ... -> both (h d) ...", both=2, d=spec.head_dim)
+        q, gate = (x.flatten(0, 1) for x in q_and_gate.reshape(-1, 2, spec.head_dim, *kind).unbind(1))
         k, v = (checkpoint.take(f"{prefix}.{x}_proj.{name}", n_kv, *kind) for x in "kv")
         return q, k, v, gate
 

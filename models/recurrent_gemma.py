@@ -17,8 +17,8 @@ from models.layers.mamba_mixers import load_conv
 from models.layers.mlp import GatedMLP
 from models.layers.norms import RMSNorm, load_offset_norm
 from models.layers.vocabulary import Vocabulary
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint, check_numbers
-from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import RecurrentGemmaConfig

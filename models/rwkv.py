@@ -14,8 +14,8 @@ from models.layers.linear import Linear
 from models.layers.norms import LayerNorm
 from models.layers.rwkv import ChannelMix, RWKVLayer, TokenMix, take_mixture
 from models.layers.vocabulary import Vocabulary
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint
-from models.loading.load import register
 
 if TYPE_CHECKING:
     from transformers import RwkvConfig

@@ -20,8 +20,8 @@ from models.layers.linear import Linear
 from models.layers.norms import LayerNorm
 from models.layers.rwkv import ChannelMix, RWKVLayer, TokenMix, take_mixture
 from models.layers.vocabulary import Vocabulary
+from models.loading.architectures import register
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
-from models.loading.load import register
 
 _LOG_DECAY = -math.exp(-0.5)
 """Logarithm of the fastest decay."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from memory import RecurrentSpec, Step
@@ -46,11 +45,11 @@ class DeltaInputs:
         n_values = n_per_key * shape.value_dim
         n_qkvz = shape.n_channels + shape.n_heads * shape.value_dim
         qkvz, ba = (
-            rearrange(checkpoint.take(f"{prefix}.{name}.weight", n, n_model), "(g rows) m -> g rows m", g=n_groups)
+            checkpoint.take(f"{prefix}.{name}.weight", n, n_model).reshape(n_groups, -1, n_model)
             for name, n in (("in_proj_qkvz", n_qkvz), ("in_proj_ba", 2 * shape.n_heads))
         )
         parts = (*qkvz.split_with_sizes([shape.key_dim, shape.key_dim, n_values, n_values], 1), *ba.chunk(2, 1))
-        q, k, v, gate, b, a = (rearrange(part, "g rows m -> (g rows) m") for part in parts)
+        q, k, v, gate, b, a = (part.flatten(0, 1) for part in parts)
         return DeltaInputs(torch.cat([q, k, v]), gate, b, a)
 
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from memory import AttentionSpec, Step
@@ -103,7 +102,7 @@ def load_latent_attention(
         return torch.cat([before, rotary_rows[0::2], rotary_rows[1::2]]) if is_interleaved else rows
 
     def take_queries(name: str, n_in: int) -> Tensor:
-        heads = rearrange(take(f"{prefix}.{name}.weight", n_q, n_in), "(h rows) c -> h rows c", h=n_heads)
+        heads = take(f"{prefix}.{name}.weight", n_q, n_in).reshape(n_heads, -1, n_in)
         return torch.cat([in_order(head, n_plain) for head in heads])
 
     latent = in_order(take(f"{prefix}.kv_a_proj_with_mqa.weight", n_latent + n_rotary, n_model), n_latent)
@@ -117,8 +116,8 @@ def load_latent_attention(
         first = take(f"{prefix}.q_a_proj.weight", n_compressed, n_model)
         first_bias = checkpoint.take_optional(has_bias, f"{prefix}.q_a_proj.bias", n_compressed)
     keys_values = take(f"{prefix}.kv_b_proj.weight", n_heads * (n_plain + n_value), n_latent)
-    keys_values = rearrange(keys_values, "(h rows) latent -> h rows latent", h=n_heads)
-    keys_HNL, values_HVL = (part.contiguous() for part in keys_values.split_with_sizes([n_plain, n_value], 1))
+    per_head = keys_values.reshape(n_heads, -1, n_latent).split_with_sizes([n_plain, n_value], 1)
+    keys_HNL, values_HVL = (part.contiguous() for part in per_head)
     return LatentAttention(
         i,
         spec,

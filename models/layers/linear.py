@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,18 @@ For smaller weights repeating rows costs more than it gains.
 _FUSED = {"silu": "swish", "swish": "swish", "relu": "relu", "sigmoid": "sigmoid", "tanh": "tanh"}
 """Activations that oneDNN applies while it writes the product, and its names for them."""
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "swish": F.silu,
+    "relu": F.relu,
+    "relu2": lambda x: F.relu(x).square(),
+    "sigmoid": torch.sigmoid,
+    "tanh": torch.tanh,
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
+}
+"""Activations of the supported families, as transformers computes them."""
+
 
 @cache
 def activation_by(name: str) -> Callable[[Tensor], Tensor]:
@@ -46,7 +58,9 @@ def activation_by(name: str) -> Callable[[Tensor], Tensor]:
     There is one object for each name: making a torch module takes longer than everything else about one of a thousand
     experts.
     """
-    from transformers.activations import ACT2FN  # transformers does not export it
+    if name in _ACTIVATIONS:
+        return _ACTIVATIONS[name]
+    from transformers.activations import ACT2FN  # transformers does not export it, and imports much for it
 
     function: Callable[[Tensor], Tensor] = ACT2FN[name]
     return function

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from memory import FormatError, RecurrentSpec, SpecError, Step
@@ -30,7 +29,7 @@ def load_conv(
         )
     if n_taps < 1:
         raise SpecError(f"{prefix} has {n_taps} taps; a convolution needs one at least")
-    weight_WE = rearrange(checkpoint.take(f"{prefix}.weight", n_channels, 1, n_taps), "e 1 w -> w e").contiguous()
+    weight_WE = checkpoint.take(f"{prefix}.weight", n_channels, 1, n_taps).squeeze(1).t().contiguous()
     return CausalConv(
         weight_WE, checkpoint.take_optional(has_bias, f"{prefix}.bias", n_channels), activation is not None
     )

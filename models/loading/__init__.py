@@ -1,12 +1,9 @@
 """Loads models: reads checkpoints and configs, and finds the class of an architecture."""
 
+from models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass, register
 from models.loading.load import (
-    ARCHITECTURES,
     EMBEDDED,
-    C,
     ForwardT,
-    LanguageModel,
-    ModelClass,
     build,
     check_is_of_transformers,
     check_source,
@@ -19,14 +16,12 @@ from models.loading.load import (
     on_step,
     plan_memory,
     read_config,
-    register,
     weight_bytes,
 )
 
 __all__ = [
     "ARCHITECTURES",
     "EMBEDDED",
-    "C",
     "ForwardT",
     "LanguageModel",
     "ModelClass",

@@ -1,4 +1,7 @@
-"""Loads models that run on a memory, from a folder, a hub id, or a loaded transformers model."""
+"""Loads models that run on a memory, from a folder, a hub id, or a loaded transformers model.
+
+transformers, the hub and progress bars are imported when they are needed: `import models` does not wait for them.
+"""
 
 from __future__ import annotations
 
@@ -7,55 +10,28 @@ import reprlib
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-import transformers
-from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from rich.console import Console
-from rich.progress import Progress
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
-from memory import MemorySpec, SpecError, Step, StepError
+from memory import MemorySpec, SpecError, StepError
 from memory.blocks.arguments import check_usable, read_device, read_dtype
 from memory.errors import FormatError, HybridMemoryError
+from models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
 from models.loading.checkpoint import Checkpoint, DryCheckpoint, LoadedCheckpoint, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 EMBEDDED = Path(__file__).parent.parent / "embedded"
 """Folder of the small Jamba that ships with the library; `training/train_embedded.py` makes it."""
 
-_DOWNLOAD_ERRORS = (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError)
+_DOWNLOAD_ERRORS = (OSError, ValueError)
+"""What the hub's library raises: for a failed request or nothing in its cache, and for a name that it cannot have."""
 _WANTED = "give a checkpoint's folder, 'embedded', or a hub id such as 'owner/name'"
 _PROGRESS_FROM_TENSORS = 200
 """Fewest tensors with a progress bar; for fewer it would disappear at once."""
-
-
-class LanguageModel(Protocol):
-    """Holds the weights of a model that runs on a memory; everything that it remembers is in the step's memory."""
-
-    config: PreTrainedConfig
-    memory_spec: MemorySpec
-
-    def __call__(self, step: Step) -> Tensor:
-        """Return the logits of the rows that the step selects, (n, vocab), in the caller's order."""
-        ...
-
-
-ModelClass = Callable[[Any, Checkpoint], LanguageModel]
-C = TypeVar("C", bound=type)
-ARCHITECTURES: dict[str, ModelClass] = {}
-
-
-def register(architecture: str) -> Callable[[C], C]:
-    """Register the decorated class as the one that `config.json` names `architecture`."""
-
-    def add(model_class: C) -> C:
-        ARCHITECTURES[architecture] = model_class
-        return model_class
-
-    return add
 
 
 ForwardT = TypeVar("ForwardT", bound=Callable[..., Tensor])
@@ -111,6 +87,9 @@ def load_model(
     config, model_class = read_config(folder)
     _check_unquantised(config)
     checkpoint = Checkpoint(folder, device, _read_dtype(dtype, config))
+    from rich.console import Console
+    from rich.progress import Progress
+
     is_shown = (
         Console(stderr=True).is_terminal and len(checkpoint) >= _PROGRESS_FROM_TENSORS if progress is None else progress
     )
@@ -163,6 +142,8 @@ def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:
         # No public function of transformers does this without writing files.
         from transformers.core_model_loading import revert_weight_conversion
     except ImportError as error:
+        import transformers
+
         raise UnsupportedModelError(
             f"transformers {transformers.__version__} has no public way to the names of this "
             "model's tensors in files; write them with model.save_pretrained(folder), and load_model(folder)"
@@ -191,6 +172,8 @@ def find_adapter(hf_model: torch.nn.Module) -> str | None:
     Adapters are recognised by their attributes: PEFT need not be installed, and what it notes on a model stays there
     after a merge.
     """
+    from transformers import PreTrainedModel
+
     if not isinstance(hf_model, PreTrainedModel) and hasattr(hf_model, "peft_config"):
         return "the whole model"
     for name, module in hf_model.named_modules():
@@ -252,6 +235,8 @@ def dry_model(config: PreTrainedConfig, architecture: str, *, dtype: str | torch
 
     Arguments and errors are those of `plan_memory`.
     """
+    from transformers import PreTrainedConfig
+
     if not isinstance(config, PreTrainedConfig):
         raise SpecError(f"config={config!r} is no config of transformers; give AutoConfig.from_pretrained(folder)")
     if architecture not in ARCHITECTURES:
@@ -296,6 +281,8 @@ def find_folder(path_or_hub_id: str | Path) -> Path:
         raise FormatError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
     if not _is_hub_id(str(path_or_hub_id)):
         raise FormatError(f"there is no folder {folder}; {_WANTED}")
+    from huggingface_hub import snapshot_download
+
     try:
         patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
         return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))
@@ -317,6 +304,8 @@ def find_config(path_or_hub_id: str | Path) -> Path:
         return path
     if path.is_dir() or not _is_hub_id(str(path_or_hub_id)):
         return find_folder(path_or_hub_id)
+    from huggingface_hub import hf_hub_download
+
     try:
         return Path(hf_hub_download(str(path_or_hub_id), "config.json"))
     except _DOWNLOAD_ERRORS as error:
@@ -348,11 +337,14 @@ def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
         raise FormatError(f"{path} is no JSON object that names an architecture: {error}") from error
     if architectures[0] not in ARCHITECTURES:
         raise _unsupported(architectures[0])
+    from transformers import AutoConfig
+
+    model_class = ARCHITECTURES[architectures[0]]  # first: its module may register a config class
     try:
         config = AutoConfig.from_pretrained(place)
     except Exception as error:  # its validators raise types of their own, of several libraries
         raise FormatError(f"{path} does not describe a {architectures[0]}: {error}") from error
-    return config, ARCHITECTURES[architectures[0]]
+    return config, model_class
 
 
 def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpoint) -> LanguageModel:

@@ -61,7 +61,7 @@ def test_onednn_meets_few_numbers_of_rows() -> None:
     assert set(given) >= {*range(1, 9), 16, 32, 64, 80, 256, 512} and len(set(given)) == 8 + 4 * 3 + (512 - 64) // 16
 
 
-@pytest.mark.parametrize("activation", [*sorted(module._FUSED), "gelu_pytorch_tanh"])
+@pytest.mark.parametrize("activation", sorted({*module._FUSED, *module._ACTIVATIONS, "gelu_new"}))
 def test_an_activation_is_transformers(activation: str) -> None:
     weight, x = 3 * torch.randn(8, 6), torch.randn(5, 6)
     for w, in_dtype in ((weight, x), (weight.bfloat16(), x.bfloat16())):

@@ -6,6 +6,7 @@ import json
 import time
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import models
 from memory import FormatError, HybridMemory, HybridMemoryError, SpecError, StepError
 from models import ARCHITECTURES, LanguageModel, UnsupportedModelError, load_model
+from models.loading import architectures
 from tests.models.checkpoints import Peer, draw_tokens, write_checkpoint
 from tests.models.families.jamba import jamba_config
 from tests.models.families.mamba import mamba_config
@@ -326,3 +329,10 @@ def test_a_memory_of_the_same_architecture_serves_another_checkpoint(folder: Pat
 
 def test_errors_of_loading_are_errors_of_this_library() -> None:
     assert issubclass(UnsupportedModelError, HybridMemoryError) and issubclass(FormatError, ValueError)
+
+
+def test_every_architecture_is_listed_with_its_module() -> None:
+    """A module that registers an architecture which is not listed would never be imported for it."""
+    for path in Path(models.__file__).parent.glob("*.py"):
+        import_module(f"models.{path.stem}")
+    assert architectures._MODULES == {name: ARCHITECTURES[name].__module__ for name in ARCHITECTURES._classes}

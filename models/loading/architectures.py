@@ -1,0 +1,101 @@
+"""Lists the architectures that can be loaded, each with its module, which is imported when the architecture is used.
+
+Every module needs the config class of its own architecture, and transformers takes seconds to import all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from memory import MemorySpec, Step
+from models.loading.checkpoint import Checkpoint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+class LanguageModel(Protocol):
+    """Holds the weights of a model that runs on a memory; everything that it remembers is in the step's memory."""
+
+    config: PreTrainedConfig
+    memory_spec: MemorySpec
+
+    def __call__(self, step: Step) -> Tensor:
+        """Return the logits of the rows that the step selects, (n, vocab), in the caller's order."""
+        ...
+
+
+ModelClass = Callable[[Any, Checkpoint], LanguageModel]
+
+_MODULES = {
+    "BambaForCausalLM": "models.bamba",
+    "BartForConditionalGeneration": "models.bart",
+    "DeepseekV2ForCausalLM": "models.deepseek",
+    "DeepseekV3ForCausalLM": "models.deepseek",
+    "FalconH1ForCausalLM": "models.falcon_h1",
+    "Gemma2ForCausalLM": "models.gemma",
+    "Gemma3ForCausalLM": "models.gemma",
+    "GraniteMoeHybridForCausalLM": "models.granite_moe_hybrid",
+    "JambaForCausalLM": "models.jamba",
+    "Lfm2ForCausalLM": "models.lfm2",
+    "Lfm2MoeForCausalLM": "models.lfm2",
+    "LlamaForCausalLM": "models.llama",
+    "Mamba2ForCausalLM": "models.mamba",
+    "MambaForCausalLM": "models.mamba",
+    "MistralForCausalLM": "models.llama",
+    "NemotronHForCausalLM": "models.nemotron_h",
+    "Qwen3ForCausalLM": "models.llama",
+    "Qwen3NextForCausalLM": "models.qwen3_next",
+    "Qwen3_5ForCausalLM": "models.qwen3_5",
+    "Qwen3_5ForConditionalGeneration": "models.qwen3_5",
+    "Qwen3_5MoeForCausalLM": "models.qwen3_5",
+    "Qwen3_5MoeForConditionalGeneration": "models.qwen3_5",
+    "RWKV7ForCausalLM": "models.rwkv7",
+    "RecurrentGemmaForCausalLM": "models.recurrent_gemma",
+    "RwkvForCausalLM": "models.rwkv",
+    "T5ForConditionalGeneration": "models.t5",
+    "Zamba2ForCausalLM": "models.zamba2",
+}
+
+
+class Architectures(Mapping[str, ModelClass]):
+    """Maps names of architectures, as config.json says them, to model classes."""
+
+    def __init__(self) -> None:
+        self._classes: dict[str, ModelClass] = {}
+
+    def __getitem__(self, architecture: str) -> ModelClass:
+        if architecture not in self._classes:
+            import_module(_MODULES[architecture])
+        return self._classes[architecture]
+
+    def __contains__(self, architecture: object) -> bool:
+        return architecture in self._classes or architecture in _MODULES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_MODULES | self._classes)
+
+    def __len__(self) -> int:
+        return len(_MODULES | self._classes)
+
+    def add(self, architecture: str, model_class: ModelClass) -> None:
+        """Let this class, in place of another if there was one, implement the architecture."""
+        self._classes[architecture] = model_class
+
+
+ARCHITECTURES = Architectures()
+C = TypeVar("C", bound=type)
+
+
+def register(architecture: str) -> Callable[[C], C]:
+    """Register the decorated class as the one that `config.json` names `architecture`."""
+
+    def add(model_class: C) -> C:
+        ARCHITECTURES.add(architecture, model_class)
+        return model_class
+
+    return add
