@@ -24,6 +24,7 @@ from uuid import uuid4
 
 import llvmlite
 import numba
+import numpy
 from numba.core import config
 from numba.core.caching import _Cache
 from numba.core.compiler import CompileResult
@@ -55,6 +56,7 @@ _BUILD = repr(
         sources_digest(Path(__file__).parent.parent),
         numba.__version__,
         llvmlite.__version__,
+        numpy.__version__,
         sys.implementation.cache_tag,
     )
 )
