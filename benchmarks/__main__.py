@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import architectures, books, gpu_tune, kernels, prefixes, speed, states
+from benchmarks import architectures, books, compiling, gpu_tune, kernels, prefixes, speed, states
 from benchmarks import gpu as gpu_kernels
 from benchmarks import sparse as sparse_attention
 from benchmarks import speculative as speculative_decoding
@@ -84,6 +84,12 @@ def _known(models: list[str] | None, *, quick: bool) -> list[str]:
 def kernels_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure how many bytes a second each decode kernel moves, beside torch's copy."""
     _run(kernels.kernels, ("tests/unit/test_kernels.py",), quick, out, threads)
+
+
+@app.command(name="compile")
+def compile_(quick: Quick = False, out: Out = None) -> None:
+    """Measure how long each kernel of the CPU takes to compile, and all that a model needs."""
+    _run(compiling.compiling, (), quick, out, None)
 
 
 @app.command()

@@ -6,6 +6,7 @@ The libraries behind a command are imported when it runs: torch and transformers
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -107,19 +108,34 @@ def chat(
 
 
 @app.command()
-def warmup() -> None:
+def warmup(
+    model: Model = "embedded",
+    is_all: Annotated[bool, typer.Option("--all", help="kernels of all models, not only those of --model")] = False,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            help="fill this folder, for an image of a container, where HYBRID_MEMORY_CACHE names it",
+            metavar="FOLDER",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
     """Compile the CPU kernels for this machine now, so that the first use of the library does not wait for them."""
-    from rich.console import Console
+    with _one_line_errors():
+        from memory import SpecError
+        from memory.build import compiled_ahead
+        from memory.kernels import cpu
+        from memory.kernels.cpu.compiled import cache_folder, is_kept
+        from memory.kernels.cpu.warm_up import NAMES
 
-    from memory.kernels import cpu
-    from memory.kernels.cpu.compiled import cache_folder
-
-    console = Console()
-    with console.status("compiling CPU kernels"):
-        seconds = cpu.warm_up()
-    folder = cache_folder()
-    where = f"kept in {folder}" if folder is not None and folder.is_dir() else "for this process only"
-    console.print(f"CPU kernels are ready ({seconds:.1f} s; {where})", soft_wrap=True)
+        if to is not None:
+            os.environ["HYBRID_MEMORY_CACHE"] = str(to)
+            if not is_kept():
+                raise SpecError(f"{to} cannot be written; name another folder with --to")
+        names = NAMES if is_all else compiled_ahead(_load(model, "cpu", "auto")[0].memory_spec)
+        seconds = cpu.warm_up(names)
+        where = f"kept in {cache_folder()}" if is_kept() else "for this process only"
+        typer.echo(f"CPU kernels are ready ({seconds:.1f} s; {where})")
 
 
 @app.command()

@@ -25,7 +25,7 @@ from memory.blocks.store import Store
 from memory.coordinator import Coordinator
 from memory.errors import SpecError
 from memory.eviction import Budget, EvictionPolicy, Quest
-from memory.kernels import OF_STATES, chosen_kernels
+from memory.kernels import OF_STATES, chosen_kernels, warm_up
 from memory.layer_memories import LayerMemories, Place, Places
 from memory.quantization import Storage
 from memory.recurrent_state import RecurrentState
@@ -222,6 +222,32 @@ def kernels_of(spec: MemorySpec, fold: Fold, rollback_window: int) -> dict[str, 
     return chosen_kernels(spec.device, spec.dtype) | {name: of_states[name] for name in OF_STATES}
 
 
+_OF_FAMILY = {"mamba1": "selective_scan", "rg_lru": "linear_scan", "rwkv4": "wkv4"}
+"""Kernels of the recurrences whose state is no matrix a head."""
+
+
+def compiled_ahead(spec: MemorySpec) -> set[str]:
+    """Return the kernels that steps of this spec call, by `memory.kernels.cpu.warm_up.NAMES`.
+
+    Others, which only a recurrence of the user's own may call, are compiled when they are called first.
+    """
+    names = {"rows", "rms_norm"}
+    for memory in (memory for layer in spec.layers for memory in layer):
+        if isinstance(memory, RecurrentSpec):
+            if memory.family in _OF_FAMILY:
+                names.add(_OF_FAMILY[memory.family])
+            if any(state.name == "conv" for state in memory.states):
+                names.add("causal_conv")
+            if any(len(state.shape) == 3 for state in memory.states):
+                names |= {"matrix_scan", "softplus"}
+        else:
+            names.add("paged_attention")
+        if isinstance(memory, AttentionSpec):
+            names |= {"folded_rows"} if memory.storage is not None else set()
+            names |= {"choose_pages"} if isinstance(memory.policy, Quest) else set()
+    return names
+
+
 def build(
     spec: MemorySpec,
     budget: float | str,
@@ -247,6 +273,7 @@ def build(
             f"a budget of {budget_bytes:,} bytes is too small for one sequence of {spec.model}; give it {needed:,} or "
             "more"
         )
+    warm_up(compiled_ahead(spec), store.device, spec.dtype)
     pages_on_host = None
     if host_pages is not None:
         pinned = host_store(read_budget(host_pages, "host_pages"), spec.device, host_attention, poison=poison)

@@ -8,6 +8,7 @@ libraries that it otherwise calls for prompts if they are installed. `chosen_ker
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from functools import cache
 from importlib.util import find_spec
 
@@ -44,6 +45,7 @@ __all__ = [
     "chosen_kernels",
     "rms_norm",
     "select_kernels",
+    "warm_up",
 ]
 
 OF_STATES = ("causal_conv", "selective_scan", "matrix_scan", "linear_scan", "wkv4")
@@ -72,13 +74,20 @@ def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
     if name == "cpu":
         from memory.kernels import cpu  # not at import time: a dry run or another device needs no compiler
 
-        cpu.warm_up()
         return cpu
     if name in ("cuda", "triton"):
         from memory.kernels import cuda  # as above, and triton may be missing
 
         return cuda
     return reference
+
+
+def warm_up(names: Iterable[str], device: torch.device, dtype: torch.dtype) -> None:
+    """Compile these kernels now if they are those of the CPU: `memory.kernels.cpu.warm_up`."""
+    if _choice(device, (dtype,)) == "cpu":
+        from memory.kernels import cpu
+
+        cpu.warm_up(names)
 
 
 def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tails: bool = False) -> dict[str, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -191,3 +193,29 @@ def test_the_demo_refuses_what_cannot_work(embedded: LanguageModel) -> None:
 def test_warmup_says_that_it_is_done() -> None:
     result = CliRunner().invoke(app, ["warmup"])
     assert result.exit_code == 0 and "kernels are ready" in result.stdout
+
+
+def test_the_page_about_containers_fills_the_folder_that_its_image_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from memory.kernels import cpu
+    from memory.kernels.cpu.warm_up import NAMES
+
+    warmed: list[tuple[str, tuple[str, ...]]] = []
+    monkeypatch.setattr(
+        cpu, "warm_up", lambda names: warmed.append((os.environ["HYBRID_MEMORY_CACHE"], tuple(names))) or 0.0
+    )
+    monkeypatch.setenv("HYBRID_MEMORY_CACHE", "elsewhere")
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "containers.md").read_text()
+    image = page.partition("```text")[2].partition("```")[0].replace("/opt", str(tmp_path))
+    (command,) = re.findall(r"RUN hybrid-memory (.*)", image)
+    result = CliRunner().invoke(app, command.split())
+    (folder,) = re.findall(r"ENV HYBRID_MEMORY_CACHE=(.*)", image)
+    assert result.exit_code == 0 and folder in result.stdout and warmed == [(folder, NAMES)]
+
+
+def test_warmup_refuses_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HYBRID_MEMORY_CACHE", "elsewhere")
+    (tmp_path / "file").touch()
+    result = CliRunner().invoke(app, ["warmup", "--all", "--to", str(tmp_path / "file")])
+    assert result.exit_code != 0 and "cannot be written" in result.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -12,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from numba.core.codegen import JITCPUCodegen
 
 from memory.kernels.cpu import compiled as module
+from memory.kernels.cpu import progress
 from memory.kernels.cpu.compiled import cache_folder, compiled, sources_digest
 
 ROOT = Path(__file__).parent.parent.parent
@@ -128,10 +131,8 @@ def test_where_nothing_can_be_kept_kernels_work_and_it_is_said_once(
         for name in ("HYBRID_MEMORY_CACHE", "XDG_CACHE_HOME", "LOCALAPPDATA"):
             monkeypatch.delenv(name, raising=False)
 
-        def homeless() -> Path:
-            raise RuntimeError("Could not determine home directory.")
-
-        monkeypatch.setattr(Path, "home", homeless)
+        monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(progress, "tell", lambda kernel: None)
     with caplog.at_level(logging.WARNING, "memory"):
         assert [run(), run(), run(triple)] == [False] * 3
     assert len(caplog.records) == 1 and "HYBRID_MEMORY_CACHE" in caplog.text
@@ -153,6 +154,66 @@ def test_users_caches_are_where_they_are_looked_for(monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(sys, "platform", "linux")
     assert kept_in().parent == tmp_path / "hybrid-memory" / "kernels"
+
+
+def test_a_full_disk_leaves_nothing_behind_and_kernels_work(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "_has_told", False)
+    monkeypatch.setattr(progress, "tell", lambda kernel: None)
+
+    def write_half(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[: len(content) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full, caplog.at_level(logging.WARNING, "memory"):
+        full.setattr(Path, "write_bytes", write_half)
+        assert [run(), run()] == [False, False]
+    assert len(caplog.records) == 1 and "No space left" in caplog.text and not list(folder.iterdir())
+    assert [run(), run()] == [False, True]
+
+
+def test_kernels_of_another_processor_are_not_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run()
+    magic = JITCPUCodegen.magic_tuple
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(JITCPUCodegen, "magic_tuple", lambda self: (*magic(self)[:1], "other", "+none"))
+        assert not run()
+    assert run() and len(list(folder.iterdir())) == 2
+
+
+SLOW = """
+import sys, time
+from memory.kernels.cpu.compiled import compiled
+from memory.kernels.cpu import compiled as module
+
+def double(x):
+    return x + x
+
+kernel = compiled()(double)
+if sys.argv[1:] == ["hangs"]:
+    kernel._compiler.compile = lambda *_: (print("compiling", flush=True), time.sleep(600))
+print(kernel(4), bool(kernel.stats.cache_hits), flush=True)
+"""
+
+
+def test_a_process_waits_for_one_that_compiles_but_not_for_a_killed_one(folder: Path, tmp_path: Path) -> None:
+    (script := tmp_path / "slow.py").write_text(SLOW)
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen([sys.executable, str(script), *arguments], cwd=ROOT, stdout=subprocess.PIPE, text=True,
+                                stderr=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(ROOT)})  # fmt: skip
+
+    first = start("hangs")
+    assert first.stdout is not None and first.stdout.readline() == "compiling\n"
+    second = start()
+    with pytest.raises(subprocess.TimeoutExpired):
+        second.wait(4)
+    first.kill()
+    first.communicate()
+    assert second.communicate(timeout=60)[0] == "8 False\n"
+    assert start().communicate()[0] == "8 True\n"
 
 
 SOFTPLUS = """

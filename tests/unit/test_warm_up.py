@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import io
 import logging
+import os
 import subprocess
 import sys
-import time
+from pathlib import Path
 
 import pytest
 
-from memory.kernels.cpu import warm_up as package_warm_up
+from memory import AttentionSpec, MemorySpec
+from memory.build import compiled_ahead
+from memory.eviction import Quest
+from memory.kernels.cpu import progress
+from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.warm_up import warm_up
+from memory.quantization import Float8
+from memory.recurrences.mamba1 import mamba1_spec
+from memory.recurrences.rwkv4 import rwkv4_spec
+from memory.specs import LayerSpec
 
 module = sys.modules["memory.kernels.cpu.warm_up"]
 
@@ -20,7 +30,7 @@ from memory.kernels.cpu import attention, channel_states, matrix_states, norms, 
 from models import load_model
 
 kernels = [attention._attend_few, recurrences._causal_conv, recurrences._selective_scan]
-kernels += [rows._read_rows, rows._write_rows]
+kernels += [rows._read_rows, rows._write_rows, rows._gather_rows]
 kernels += [channel_states._softplus, channel_states._linear_scan, channel_states._wkv4]
 kernels += [matrix_states._matrix_scan, norms._rms_norm]
 assert not any(kernel.signatures for kernel in kernels)
@@ -42,21 +52,94 @@ def test_nothing_is_compiled_after_warming_up() -> None:
     assert outcome.returncode == 0, outcome.stderr
 
 
-def test_a_long_wait_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(module, "_is_warm", False)
-    monkeypatch.setattr(module, "_SILENT_SECONDS", 0.01)
-    monkeypatch.setattr(module, "_run_all", lambda: time.sleep(0.2))
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Two kernels that are quick to compile, in a cache of their own; what is run is noted."""
+    monkeypatch.setenv("HYBRID_MEMORY_CACHE", str(tmp_path))
+    monkeypatch.setattr(module, "_warm", set())
+    monkeypatch.setattr(progress, "_has_told", False)
+    kernel, ran = compiled()(lambda x: x + x), list[str]()
+    monkeypatch.setattr(
+        module,
+        "_RUNS",
+        {name: (0.1, lambda x=x, name=name: (kernel(x), ran.append(name))) for name, x in (("a", 1), ("b", 1.0))},
+    )
+    monkeypatch.setattr(module, "NAMES", ("a", "b"))
+    return ran
+
+
+def test_a_wait_is_announced_and_only_what_is_asked_for_is_compiled(
+    toys: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "memory"):
-        assert warm_up() >= 0.2
+        warm_up(["a"])
+    assert toys == ["a"] and len(caplog.records) == 1
     assert "compiling CPU kernels" in caplog.text and "hybrid-memory warmup" in caplog.text
-    assert package_warm_up() == 0.0, "once is enough"
+    warm_up(["a", "b"])
+    assert toys == ["a", "b"], "once is enough"
 
 
-def test_a_short_one_says_nothing(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(module, "_is_warm", False)
-    monkeypatch.setattr(module, "_run_all", lambda: None)
-    warm_up()
-    assert not caplog.records
+def test_what_is_on_disk_is_loaded_without_a_word(
+    toys: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    warm_up(["a", "b"])
+    caplog.clear()
+    monkeypatch.setattr(module, "_warm", set())
+    monkeypatch.setattr(progress, "_has_told", False)
+    warm_up(["a", "b"])
+    assert not caplog.records and toys == ["a", "b"] * 2
+
+
+def test_a_terminal_shows_what_is_compiled(toys: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    warm_up(["a"])
+    assert "once: a …" in terminal.getvalue() and terminal.getvalue().endswith("\r\x1b[2K")
+
+
+def test_a_notebook_has_nothing_in_red(
+    toys: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "_is_notebook", lambda: True)
+    warm_up(["a", "b"])
+    written = capsys.readouterr()
+    assert written.out.count("compiling CPU kernels") == 1 and not written.err
+
+
+def test_helpers_take_from_the_other_end(tmp_path: Path) -> None:
+    """The whole list is compiled once by two processes together; neither compiles what the other has."""
+    code = """
+import sys
+from memory.kernels.cpu import warm_up
+module = sys.modules["memory.kernels.cpu.warm_up"]
+module._n_cores, module._HELPER_SECONDS = lambda: 2, 0.1
+warm_up(["softplus", "linear_scan"])
+"""
+    environment = os.environ | {"HYBRID_MEMORY_CACHE": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, stderr=subprocess.DEVNULL)
+    assert sorted(path.name.rpartition("-")[0] for path in tmp_path.glob("kernels/*/*")) == [
+        "channel_states._linear_scan",
+        "channel_states._softplus",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layers", "names"),
+    [
+        (AttentionSpec(1, 1, 8), {"paged_attention"}),
+        (AttentionSpec(1, 1, 8, storage=Float8()), {"paged_attention", "folded_rows"}),
+        (AttentionSpec(1, 1, 8, policy=Quest(64)), {"paged_attention", "choose_pages"}),
+        (mamba1_spec(8, 4, 4), {"selective_scan", "causal_conv"}),
+        (rwkv4_spec(8), {"wkv4"}),
+    ],
+)
+def test_a_spec_says_what_it_needs(layers: LayerSpec, names: set[str]) -> None:
+    assert compiled_ahead(MemorySpec(((layers,),), vocab_size=8)) == names | {"rows", "rms_norm"}
 
 
 def test_torch_keeps_its_number_of_threads() -> None:

@@ -4,7 +4,7 @@ numba's own cache is beside the source or in the user's home, and fails to impor
 only looks whether one file has changed, although kernels inline functions of other files. This cache is where users'
 caches are. Each kernel and signature has one file, named by everything on which its machine code depends, and checked
 against that: if a file is incomplete, damaged or of something else, the kernel is compiled again. If nothing can be
-written, kernels are compiled in memory.
+written, kernels are compiled in memory. Processes that need the same kernel at once compile it once, see `locks`.
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ import os
 import pickle
 import shutil
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from uuid import uuid4
 
 import llvmlite
 import numba
+import numpy
 from numba.core import config
 from numba.core.caching import _Cache
 from numba.core.compiler import CompileResult
 from numba.core.serialize import dumps
+from platformdirs import user_cache_path
+
+from memory.kernels.cpu import progress
+from memory.kernels.cpu.locks import FileLock
 
 _LOG = logging.getLogger("memory")
 _PLACE = "HYBRID_MEMORY_CACHE"
@@ -50,6 +56,7 @@ _BUILD = repr(
         sources_digest(Path(__file__).parent.parent),
         numba.__version__,
         llvmlite.__version__,
+        numpy.__version__,
         sys.implementation.cache_tag,
     )
 )
@@ -60,19 +67,45 @@ def cache_folder() -> Path | None:
 
     It is in HYBRID_MEMORY_CACHE if the environment has that, else where the system keeps users' caches.
     """
-    name = "hybrid-memory"
-    try:
-        if place := os.environ.get(_PLACE):
-            root = Path(place).absolute()
-        elif sys.platform == "win32":
-            root = Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local") / name
-        elif sys.platform == "darwin":
-            root = Path.home() / "Library" / "Caches" / name
-        else:
-            root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / name
-    except RuntimeError:
-        return None
+    if place := os.environ.get(_PLACE):
+        root = Path(place).absolute()
+    else:
+        try:
+            root = user_cache_path("hybrid-memory", appauthor=False)
+        except RuntimeError:
+            return None
+        if not root.is_absolute():  # older versions leave "~" where there is no home
+            return None
     return root / "kernels" / hashlib.sha256(_BUILD.encode()).hexdigest()[:16]
+
+
+def is_kept() -> bool:
+    """True if files can be written to `cache_folder()`, which is made."""
+    try:
+        if (folder := cache_folder()) is None:
+            return False
+        _make(folder)
+        return os.access(folder, os.W_OK)
+    except OSError:
+        return False
+
+
+class NotCompiledError(Exception):
+    """Says that a kernel is not on disk, and that `on_a_miss` forbids to compile it."""
+
+
+_Miss = Literal["compile", "skip", "skip if another does"]
+_on_a_miss: ContextVar[_Miss] = ContextVar("on_a_miss", default="compile")
+
+
+@contextmanager
+def on_a_miss(rule: _Miss) -> Iterator[None]:
+    """Say what is done about kernels that are not on disk: "skip" raises NotCompiledError instead of compiling them."""
+    token = _on_a_miss.set(rule)
+    try:
+        yield
+    finally:
+        _on_a_miss.reset(token)
 
 
 def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
@@ -95,6 +128,7 @@ class KernelCache(_Cache):
     def __init__(self, function: Callable[..., Any]) -> None:
         source = Path(function.__code__.co_filename)
         self._name = f"{source.stem}.{function.__qualname__}"
+        self._locks: tuple[Path | None, FileLock] | None = None
         self._source = hashlib.sha256(source.read_bytes()).hexdigest()  # it may be outside of the folder of `_BUILD`
 
     @property
@@ -102,30 +136,44 @@ class KernelCache(_Cache):
         return cache_folder()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Load the kernel for a signature; None if there is no valid file of it."""
+        """Load the kernel for a signature; None if there is no valid file of it, and this process is to compile it."""
         target_context.refresh()
         key, name = self._key(sig, target_context.codegen())
-        try:
-            content = b"" if (folder := cache_folder()) is None else (folder / name).read_bytes()
-        except OSError:
-            return None
-        digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
-        if hashlib.sha256(key + payload).digest() != digest:
-            return None
+        if (payload := _read(key, name)) is None:
+            if (rule := _on_a_miss.get()) == "skip":
+                raise NotCompiledError(self._name)
+            progress.tell(self._name.partition(".")[0])
+            if not self._lock.acquire(waits=rule == "compile") and rule != "compile":
+                raise NotCompiledError(self._name)
+            if (payload := _read(key, name)) is None:
+                return None
+            self._lock.release()  # another process has compiled it meanwhile
         return CompileResult._rebuild(target_context, *pickle.loads(payload))  # type: ignore[no-untyped-call]
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Write a kernel's file, if that is possible."""
-        if data.library.has_dynamic_globals:
-            return  # it contains addresses of this process
-        key, name = self._key(sig, data.codegen)
-        payload: bytes = dumps(data._reduce())  # type: ignore[no-untyped-call]
         try:
+            if data.library.has_dynamic_globals:
+                return  # it contains addresses of this process
+            key, name = self._key(sig, data.codegen)
+            payload: bytes = dumps(data._reduce())  # type: ignore[no-untyped-call]
             if (folder := cache_folder()) is None:
                 raise FileNotFoundError("the user has no home directory")
             _write(folder / name, hashlib.sha256(key + payload).digest() + payload)
         except OSError as error:
             _warn_once(error)
+        finally:
+            self._lock.release()
+            progress.clear()
+
+    @property
+    def _lock(self) -> FileLock:
+        """The lock of this kernel, the same for all versions, so that its files do not become more and more."""
+        path = self.cache_path
+        if self._locks is None or self._locks[0] != path:
+            where = Path(os.devnull) / "none" if path is None else path.parent.parent / "locks" / self._name
+            self._locks = path, FileLock(where)
+        return self._locks[1]
 
     def _key(self, sig: Any, codegen: Any) -> tuple[bytes, str]:
         """Return all on which the machine code depends, with the processor's name and features, and its file's name."""
@@ -143,11 +191,25 @@ class KernelCache(_Cache):
         """Do nothing: a file that is not valid is not read, so none must be removed."""
 
 
+def _read(key: bytes, name: str) -> bytes | None:
+    """Return a kernel's machine code; None if there is no file of it, or no whole one."""
+    try:
+        content = b"" if (folder := cache_folder()) is None else (folder / name).read_bytes()
+    except OSError:
+        return None
+    digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+    return payload if hashlib.sha256(key + payload).digest() == digest else None
+
+
+def _make(folder: Path) -> None:
+    if not folder.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        _remove_old_builds(folder)
+
+
 def _write(path: Path, content: bytes) -> None:
     """Write a whole file at once, even if other processes write it at the same time."""
-    if not path.parent.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        _remove_old_builds(path.parent)
+    _make(path.parent)
     part = path.with_name(f"{path.name}.{uuid4().hex}.part")
     try:
         part.write_bytes(content)

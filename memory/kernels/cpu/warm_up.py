@@ -1,71 +1,151 @@
-"""Compiles the CPU kernels before they are needed."""
+"""Compiles the CPU kernels before they are needed, several at once."""
 
 from __future__ import annotations
 
-import logging
-import threading
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterable
+from typing import Literal
 
 import numpy as np
 import torch
 
 from memory.blocks.staging import place
+from memory.kernels.cpu import progress
 from memory.kernels.cpu.attention import paged_attention
 from memory.kernels.cpu.channel_states import linear_scan, softplus, wkv4
+from memory.kernels.cpu.compiled import NotCompiledError, is_kept, on_a_miss
 from memory.kernels.cpu.matrix_states import matrix_scan
 from memory.kernels.cpu.norms import rms_norm
 from memory.kernels.cpu.page_choice import choose_pages
 from memory.kernels.cpu.recurrences import causal_conv, selective_scan
-from memory.kernels.cpu.rows import read_rows, write_rows_
+from memory.kernels.cpu.rows import gather_rows, read_rows, write_rows_
 from memory.kernels.signature import FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots
 from memory.quantization import Float8
 
-_LOG = logging.getLogger("memory")
-_SILENT_SECONDS = 1.0
-"""Loading compiled kernels from disk takes less."""
-
-_is_warm = False
+_flat, _offsets, _cu = torch.zeros(64), torch.zeros(1, dtype=torch.int64), np.arange(2)
+_rows, _b, _a, _codes = torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(3, 2), torch.zeros(64, dtype=torch.uint8)
 
 
-def warm_up() -> float:
-    """Run every kernel once on tiny inputs, which compiles those that are not on disk; returns the seconds it took.
+def _slots(*shape: int) -> StateSlots:
+    return StateSlots(place(_cu, torch.device("cpu")), _flat, _offsets, _offsets, shape, 0.0)
 
-    The first memory of a process calls this, so that no step has to wait for the compiler; a warning says why it takes
-    long.
+
+def _batch() -> PagedBatch:
+    return PagedBatch(_cu, np.ones(1, np.int64), _offsets, _cu, page_tokens=1)
+
+
+def _attend(folded: FoldedRows | None = None) -> None:
+    paged_attention(torch.zeros(1, 1, 2), _flat, _flat, _batch(), 1, Scoring(1.0), folded)
+
+
+def _attend_folded() -> None:
+    shapes = ((1, 1, 2), (1, 1, 2))
+    _attend(FoldedRows(Float8(), shapes, (_codes, _codes), _offsets, _cu, np.ones(1, np.int64), 2))
+
+
+def _choose_pages() -> None:
+    choose_pages(torch.zeros(1, 1, 2), _flat, _flat, PageChoice(_offsets, _cu, 0, np.ones(1, np.int64), _cu), 1)
+
+
+def _copy_rows() -> None:
+    write_rows_(_flat, _offsets, _rows)
+    read_rows(_flat, _offsets, (2,), 0.0)
+    gather_rows(_flat, _batch(), 0, 1, 2, 0, 1)
+
+
+def _scan_matrices() -> None:
+    x = _rows[:, None]
+    matrix_scan(x, x, x, _rows[:, :1], None, _slots(1, 2, 2))
+
+
+_RUNS: dict[str, tuple[float, Callable[[], object]]] = {
+    "folded_rows": (16, _attend_folded),
+    "paged_attention": (11, _attend),
+    "matrix_scan": (7, _scan_matrices),
+    "choose_pages": (3, _choose_pages),
+    "wkv4": (3, lambda: wkv4(_rows, _rows, _rows[0], _rows[0], (_slots(2), _slots(2), _slots(2)))),
+    "selective_scan": (
+        2.5, lambda: selective_scan(_rows, _rows, _rows[0], _b, _b, _a, _rows[0], _slots(3, 2)),
+    ),
+    "causal_conv": (2, lambda: causal_conv(_rows, torch.zeros(2, 2), None, _slots(1, 2))),
+    "linear_scan": (1, lambda: linear_scan(_rows, _rows, _slots(2))),
+    "rms_norm": (1, lambda: rms_norm(_rows, None, 1.0)),
+    "rows": (1, _copy_rows),
+    "softplus": (0.5, lambda: softplus(_rows, _rows[0])),
+}  # fmt: skip
+"""For each name the seconds that its kernels take to compile, the longest first, and what runs them on tiny inputs."""
+
+NAMES = tuple(_RUNS)
+"""What can be compiled ahead: functions of `Kernels`; "rows", those that copy rows; and "folded_rows", attention over
+what a storage keeps."""
+
+_HELPER_SECONDS = 4
+"""Work that is worth another process, which takes two seconds to start."""
+
+_warm: set[str] = set()
+
+
+def warm_up(names: Iterable[str] = NAMES) -> float:
+    """Compile what is missing of these kernels, and load the others from disk; returns the seconds it took.
+
+    A memory calls this with what its spec needs when it is made, so that no step has to wait for the compiler. Several
+    processes compile at once, as many as there are cores.
     """
-    global _is_warm
-    if _is_warm:
-        return 0.0
-    message = "compiling CPU kernels for this machine, once, up to a minute; `hybrid-memory warmup` does it ahead"
-    timer = threading.Timer(_SILENT_SECONDS, _LOG.warning, [message])
-    timer.start()
     started = time.perf_counter()
-    try:
-        _run_all()
-    finally:
-        timer.cancel()
-    _is_warm = True
+    wanted = [name for name in NAMES if name in set(names) - _warm]
+    if missing := [name for name in wanted if not _has_run(name, "skip")]:
+        _compile(missing)
+    _warm.update(wanted)
     return time.perf_counter() - started
 
 
-def _run_all() -> None:
-    flat, offsets, cu = torch.zeros(64), torch.zeros(1, dtype=torch.int64), np.arange(2)
-    one_run = place(cu, torch.device("cpu"))
-    rows, b, a = torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(3, 2)
-    write_rows_(flat, offsets, rows)
-    read_rows(flat, offsets, (2,), 0.0)
-    causal_conv(rows, torch.zeros(2, 2), None, StateSlots(one_run, flat, offsets, offsets, (1, 2), 0.0))
-    selective_scan(rows, rows, rows[0], b, b, a, rows[0], StateSlots(one_run, flat, offsets, offsets, (3, 2), 0.0))
-    batch = PagedBatch(cu, np.ones(1, np.int64), offsets, cu, page_tokens=1)
-    codes = torch.zeros(64, dtype=torch.uint8)
-    folded = FoldedRows(Float8(), ((1, 1, 2), (1, 1, 2)), (codes, codes), offsets, cu, np.ones(1, np.int64), 2)
-    for old in (None, folded):
-        paged_attention(torch.zeros(1, 1, 2), flat, flat, batch, 1, Scoring(1.0), old)
-    choose_pages(torch.zeros(1, 1, 2), flat, flat, PageChoice(offsets, cu, 0, np.ones(1, np.int64), cu), 1)
-    vector = StateSlots(one_run, flat, offsets, offsets, (2,), 0.0)
-    rms_norm(rows, None, 1.0)
-    softplus(rows, rows[0])
-    linear_scan(rows, rows, vector)
-    wkv4(rows, rows, rows[0], rows[0], (vector, vector, vector))
-    x = rows[:, None]
-    matrix_scan(x, x, x, rows[:, :1], None, StateSlots(one_run, flat, offsets, offsets, (1, 2, 2), 0.0))
+def _compile(names: list[str]) -> None:
+    """Compile these, the longest first, while helpers do so from the other end. A helper that fails is not missed."""
+    progress.tell(names[0])
+    seconds = sum(_RUNS[name][0] for name in names)
+    n_helpers = min(_n_cores(), len(names), int(seconds / _HELPER_SECONDS)) - 1 if is_kept() else 0
+    helpers = [_start_helper(names[i + 1 :] + names[: i + 1]) for i in range(n_helpers)]
+    try:
+        left = [name for name in names if not _has_run(name, "skip if another does")]
+        for name in left:
+            _has_run(name, "compile")
+    except BaseException:
+        for helper in helpers:
+            helper.terminate()
+        raise
+    finally:
+        for helper in helpers:
+            helper.wait()
+        progress.clear()
+
+
+def compile_alone(names: list[str]) -> None:
+    """Compile those of these that no other process compiles."""
+    for name in names:
+        _has_run(name, "skip if another does")
+
+
+def _start_helper(names: list[str]) -> subprocess.Popen[bytes]:
+    code = "import sys; from memory.kernels.cpu.warm_up import compile_alone; compile_alone(sys.argv[1:])"
+    path = os.pathsep.join(folder or os.curdir for folder in sys.path)
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *names], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+def _has_run(name: str, rule: Literal["compile", "skip", "skip if another does"]) -> bool:
+    try:
+        with on_a_miss(rule):
+            _RUNS[name][1]()
+    except NotCompiledError:
+        return False
+    return True
+
+
+def _n_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

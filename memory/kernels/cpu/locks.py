@@ -1,0 +1,57 @@
+"""Lets one process at a time compile a kernel; the others wait, and then read its machine code from disk."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+if sys.platform != "win32":
+    import fcntl
+
+_MOST_SECONDS = 120.0
+"""Waiting for longer than any kernel takes means that the other process was stopped."""
+_POLL_SECONDS = 0.02
+
+
+class FileLock:
+    """Holds a lock of the operating system on a file, which is released when the process dies, however it dies.
+
+    Where there are no such locks it holds nothing: then a kernel may be compiled twice, which is no more than slow.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file: int | None = None
+
+    def acquire(self, *, waits: bool) -> bool:
+        """Return False if another process has the lock, and keeps it for two minutes if this one `waits`."""
+        if sys.platform == "win32":
+            return True
+        self.release()
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError:  # nothing can be written: then nothing is shared either
+            return True
+        end = time.monotonic() + (_MOST_SECONDS if waits else 0.0)
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() >= end:
+                    os.close(file)
+                    return False
+                time.sleep(_POLL_SECONDS)
+            except OSError:  # a file system without locks
+                os.close(file)
+                return True
+            else:
+                self._file = file
+                return True
+
+    def release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
