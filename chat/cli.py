@@ -5,6 +5,7 @@ The libraries behind a command are imported when it runs: torch and transformers
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 from collections.abc import Iterator
@@ -350,8 +351,9 @@ for _command in (simulate, plan, inspect):
 
 
 def main() -> None:
-    """Run the command line. Garbage is looked for less often: importing torch alone makes half a million live objects,
-    and each search among them takes a tenth of a second.
+    """Run the command line. Garbage is looked for less often, and no more at the end: importing torch alone makes half
+    a million live objects, and each search among them takes a tenth of a second.
     """
     gc.set_threshold(100_000)
+    atexit.register(gc.freeze)
     app()
