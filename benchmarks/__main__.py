@@ -187,7 +187,7 @@ def table_() -> None:
 
 @app.command(name="all")
 def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Run all commands but `gpu` and `tune`, each in a process of its own.
+    """Run all commands but `compile`, `gpu` and `tune`, each in a process of its own.
 
     In one process, the heap that one command leaves behind changes a peer's time by half.
     """

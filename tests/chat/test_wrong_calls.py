@@ -52,7 +52,9 @@ def names(
         "HybridMemory": HybridMemory, "Engine": Engine, "Sampling": Sampling, "ChatSession": ChatSession,
         "Utterance": Utterance, "Template": Template, "Hole": Hole, "Text": Text, "fill": fill,
         "PrefixCache": PrefixCache, "EMBEDDED": EMBEDDED, "HybridCache": HybridCache, "load_tokenizer": load_tokenizer,
-        "text": Template("<|bos|>My {pet:max_tokens=2}"), **vars(models), **vars(beams), **vars(speculative),
+        "text": Template("<|bos|>My {pet:max_tokens=2}"),
+        **{name: getattr(models, name) for name in models.__all__},
+        **vars(beams), **vars(speculative),
         **vars(drafts),
     }  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Dropping tokens of a model: keys stand as if computed where they are now, and every model says how it turns them."""
+"""Dropping tokens of a model: keys stand as if computed where they are now."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from memory import UNROTATED, AttentionSpec, DropError, HybridMemory, RecurrentSpec, Sequence
+from memory import AttentionSpec, HybridMemory, Sequence
 from models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 from tests.toy import attention_at
-
-UNTURNED = ("jamba", "nemotron")
-"""Models whose attention learns of positions from nowhere but the recurrent layers around it."""
 
 
 def keys(memory: HybridMemory, sequence: Sequence, attention: int) -> Tensor:
@@ -68,22 +65,3 @@ def test_a_later_layer_still_carries_a_trace(tmp_path: Path) -> None:
     memory.drop(sequence, 7, 29)
     expected = keys(*fed(model, tokens[:7] + tokens[29:]), 1)
     assert (keys(memory, sequence, 1) - expected).abs().max() > 1e-2
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_every_model_says_how_its_keys_carry_positions(name: str, tmp_path: Path) -> None:
-    model = load_model(write_checkpoint(tmp_path, CONFIGS[name]()))
-    memories = [memory for layer in model.memory_spec.layers for memory in layer]
-    rotations = {memory.rotation for memory in memories if isinstance(memory, AttentionSpec)}
-    assert None not in rotations
-    if name.startswith(UNTURNED):
-        assert rotations <= {UNROTATED}
-    memory, sequence = fed(model, draw_tokens(40))
-    is_recurrent = any(isinstance(m, RecurrentSpec) for m in memories)
-    if is_recurrent:
-        with pytest.raises(DropError, match="approximate=True"):
-            memory.drop(sequence, 1, 4)
-    memory.drop(sequence, 1, 4, approximate=is_recurrent)
-    memory.check()
-    with memory.step({sequence: [3, 4]}) as step:
-        assert torch.isfinite(model(step)).all()

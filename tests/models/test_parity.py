@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from memory import AttentionSpec, HybridMemory, RecurrentSpec, Sequence
+from memory import UNROTATED, AttentionSpec, DropError, HybridMemory, RecurrentSpec, Sequence
 from memory.attention_cache import AttentionCache
 from memory.blocks.layout import Field
 from memory.blocks.store import Store
 from models import LanguageModel, load_model
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
-from tests.subjects import feed_together
+from tests.subjects import IS_FULL, feed_together
 from tests.tolerances import assert_logits_close, assert_split_close
 
 N_PROMPT, N_STEPS = 24, 16
@@ -40,8 +40,12 @@ WRONG_IN_TRANSFORMERS = {
     "nemotron-h-dt-floor": "its single steps do not clamp dt",
 }
 """Checkpoints that transformers itself cannot continue by single tokens, and why; its one-shot logits decide alone."""
+UNTURNED = ("jamba", "nemotron")
+"""Models whose attention learns of positions from nowhere but the recurrent layers around it."""
 MATTERS = 0.1
 """A logit that is off by this much shows that something was forgotten."""
+
+only_in_full = pytest.mark.skipif(not IS_FULL, reason="CONFORMANCE=full: other tests feed tokens one by one and split")
 
 
 @dataclass(frozen=True)
@@ -95,6 +99,7 @@ def test_single_steps_after_a_prompt(pair: Pair) -> None:
     assert_logits_close(logits, torch.cat([pair.peer.logits(tokens, cache) for tokens in steps]))
 
 
+@only_in_full
 def test_single_steps_from_nothing(pair: Pair) -> None:
     assert_logits_close(pair.feed_fresh(*([token] for token in TOKENS[:N_PROMPT])), pair.expected[:N_PROMPT])
 
@@ -129,6 +134,7 @@ def test_every_split_in_two(pair: Pair) -> None:
         assert_split_close(pair.feed_fresh(prompt[:at], prompt[at:]), whole)
 
 
+@only_in_full
 @settings(
     max_examples=2, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
 )
@@ -153,6 +159,26 @@ def test_bfloat16_is_close(pair: Pair) -> None:
             logits.append(model(step))
     assert logits[0].dtype == torch.bfloat16
     assert_logits_close(torch.cat(logits), pair.expected, torch.bfloat16)
+
+
+def test_keys_say_how_they_carry_positions(pair: Pair) -> None:
+    """So that tokens can be dropped from the middle, which turns the keys behind them."""
+    memories = [memory for layer in pair.model.memory_spec.layers for memory in layer]
+    rotations = {memory.rotation for memory in memories if isinstance(memory, AttentionSpec)}
+    assert None not in rotations
+    if pair.name.startswith(UNTURNED):
+        assert rotations <= {UNROTATED}
+    memory = pair.memory()
+    sequence = memory.open()
+    memory.run(pair.model, {sequence: TOKENS})
+    is_recurrent = any(isinstance(m, RecurrentSpec) for m in memories)
+    if is_recurrent:
+        with pytest.raises(DropError, match="approximate=True"):
+            memory.drop(sequence, 1, 4)
+    memory.drop(sequence, 1, 4, approximate=is_recurrent)
+    memory.check()
+    with memory.step({sequence: [3, 4]}) as step:
+        assert torch.isfinite(pair.model(step)).all()
 
 
 # What these tests can see
