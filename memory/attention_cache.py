@@ -87,14 +87,14 @@ class AttentionCache:
     def bytes_for(self, stretch: Stretch) -> Int64s:
         return self.grid.held_pages(stretch) * self.pool.block_bytes
 
-    def plan(self, packed: Packed, n_skipped: Int64s | None = None) -> AttentionPlan:
-        """See `LayerMemory.plan`. Queries do not read the first n_skipped[i] pages that request i holds."""
+    def plan(self, packed: Packed, first_read: Int64s | None = None) -> AttentionPlan:
+        """See `LayerMemory.plan`. With `first_read`, queries of request i read no page before that one."""
         slots = packed.slots.tolist()
         tables = [self._pages.get(slot, EMPTY) for slot in slots]
         held, wanted = self.grid.pages(packed.starts), self.grid.pages(packed.ends)
         lengths, positions, n_new = packed.ends, packed.positions, wanted - held
-        if self._first_page:  # from here on, all counts from the first page that a slot holds
-            first = self.first_pages(packed.slots)
+        if self._first_page or first_read is not None:  # from here on, all counts from the first page that is read
+            first = self.first_pages(packed.slots) if first_read is None else first_read
             held, wanted, lengths = held - first, wanted - first, lengths - first * self.page_tokens
             positions = positions - np.repeat(first * self.page_tokens, packed.counts)
         shared = last_pages = EMPTY
@@ -112,14 +112,13 @@ class AttentionCache:
             taken += n
         for i, _, new in copies:
             changed[i] = tables[i] = tables[i].copy()
-            tables[i][held[i] - 1] = new
+            tables[i][-1 - n_new[i]] = new
         try:
+            if first_read is not None:
+                held_from = [self._first_page.get(slot, 0) for slot in slots]
+                tables = [t[n - own :] for t, n, own in zip(tables, first_read.tolist(), held_from, strict=True)]
             pages = self.pool.addresses[np.concatenate(tables)] // self._dtype.itemsize
             rows = self._rows_at(packed, pages, wanted, positions)
-            if n_skipped is not None and np.count_nonzero(n_skipped):
-                ends = wanted.cumsum()
-                pages = pages[ranges(ends - wanted + n_skipped, ends)]
-                wanted, lengths = wanted - n_skipped, lengths - n_skipped * self.page_tokens
             placed = self.place(pages, room=True)
             batch = PagedBatch(packed.cu_seqlens, lengths, placed, starts_of(wanted), self.page_tokens)
             reads, full = self._reads(packed, pages, batch)

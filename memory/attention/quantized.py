@@ -166,7 +166,7 @@ class QuantizedAttention(CannotDrop):
         n_read = np.maximum(self.grid.n_groups(packed.starts), first_page // group_pages)
         if np.count_nonzero(n_read < n_blocks):
             tables = [table[:n] for table, n in zip(tables, n_read.tolist(), strict=True)]
-        exact, fresh = self.exact.plan(packed, n_read * group_pages - first_page), EMPTY
+        exact, fresh = self.exact.plan(packed, n_read * group_pages), EMPTY
         try:
             placed = self._store.place(self.bodies.addresses[np.concatenate(tables)])
             body = Body(placed, starts_of(n_read), n_read * self.storage.group)
