@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -65,7 +66,7 @@ def generate(
     ] = None,
 ) -> None:
     """Reply to several prompts at once, greedily, in one batch."""
-    with _one_line_errors():
+    with _one_line_errors(f"loading {model} …"):
         from chat.console import make_console, show_replies
         from chat.engine.engine import Engine
         from chat.prompts import encode_prompt
@@ -101,7 +102,7 @@ def chat(
 
     What stays of it is not computed again. See /help.
     """
-    with _one_line_errors():
+    with _one_line_errors(f"loading {model} …"):
         from chat.commands.terminal import Settings, run_terminal
 
         language_model, tokenizer = _load(model, device, dtype)
@@ -153,7 +154,7 @@ def demo(
 
     Every answer is compared with what is right; exits with 1 if one is wrong or if history was computed twice.
     """
-    with _one_line_errors():
+    with _one_line_errors(f"loading {model} …"):
         from chat.commands.demo import run_demo
         from chat.console import live_stage, make_console, print_report
 
@@ -231,7 +232,7 @@ def serve(
     grace: Grace = 10.0,
 ) -> None:
     """Answer OpenAI's clients: /v1/chat/completions and /v1/completions, /v1/models, /health and /metrics."""
-    with _one_line_errors():
+    with _one_line_errors(f"loading {model} …"):
         _find_extra("fastapi", "prometheus_client", "uvicorn")
         from chat.server import ServerOptions, bind, make_app, run
         from memory import HybridMemory
@@ -308,7 +309,9 @@ def _load(model: str, device: str, dtype: str) -> tuple[LanguageModel, Tokenizer
     from models.loading.load import find_folder
 
     folder = find_folder(model)
-    return load_model(folder, device=device, dtype=dtype), load_tokenizer(folder)
+    loaded = load_model(folder, device=device, dtype=dtype), load_tokenizer(folder)
+    _show("")
+    return loaded
 
 
 def _stream_replies(engine: Engine, prompts: list[list[int]], max_tokens: int) -> Iterator[list[Reply]]:
@@ -323,9 +326,20 @@ def _stream_replies(engine: Engine, prompts: list[list[int]], max_tokens: int) -
         yield [Reply(generation.text, generation.is_finished) for generation in generations]
 
 
+def _show(line: str) -> None:
+    """Show what the user waits for, on a terminal, in place of the line before."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[2K{line}")
+        sys.stderr.flush()
+
+
 @contextmanager
-def _one_line_errors() -> Iterator[None]:
-    """Turn the library's errors into one line on stderr and exit code 1; others are bugs and keep their traceback."""
+def _one_line_errors(at_first: str = "") -> Iterator[None]:
+    """Turn the library's errors into one line on stderr and exit code 1; others are bugs and keep their traceback.
+
+    `at_first` is shown before anything is imported.
+    """
+    _show(at_first)
     from memory import HybridMemoryError
 
     try:
@@ -333,6 +347,7 @@ def _one_line_errors() -> Iterator[None]:
     except HybridMemoryError as error:
         from chat.console import harmless
 
+        _show("")
         typer.echo(f"error: {' '.join(harmless(str(error)).split())}", err=True)
         raise typer.Exit(1) from None
 
