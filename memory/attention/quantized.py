@@ -159,12 +159,11 @@ class QuantizedAttention(CannotDrop):
     # Steps
 
     def plan(self, packed: Packed) -> QuantizedPlan:
-        tables, first_page = [self._table[slot] for slot in packed.slots.tolist()], self.exact.first_pages(packed.slots)
-        n_blocks, group_pages = np.array([len(table) for table in tables], np.int64), self.grid.group_pages
+        tables, group_pages = [self._table[slot] for slot in packed.slots.tolist()], self.grid.group_pages
+        n_blocks = np.array([len(table) for table in tables], np.int64)
         n_new = self.grid.n_groups(packed.peaks) - n_blocks
-        # After a rollback, a step may read fewer groups than have folded.
-        n_read = np.maximum(self.grid.n_groups(packed.starts), first_page // group_pages)
-        if np.count_nonzero(n_read < n_blocks):
+        n_read = self.grid.n_groups(packed.starts)  # after a rollback perhaps fewer groups than have folded
+        if (n_read != n_blocks).any():
             tables = [table[:n] for table, n in zip(tables, n_read.tolist(), strict=True)]
         exact, fresh = self.exact.plan(packed, n_read * group_pages), EMPTY
         try:
