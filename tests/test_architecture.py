@@ -29,14 +29,6 @@ def test_files_and_functions_stay_short(path: Path) -> None:
             assert node.end_lineno - node.lineno <= 60, f"{node.name} has {node.end_lineno - node.lineno} lines"
 
 
-def test_memory_imports_nothing_heavy() -> None:
-    """`import memory` brings torch and numpy, not transformers, numba's compiler or triton."""
-    heavy = ("transformers", "triton.language", "safetensors", "rich", "typer")
-    code = f"import sys, memory; print([m for m in {heavy} if m in sys.modules])"
-    found = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "[]"
-
-
 def test_importing_models_needs_only_what_transformers_lists() -> None:
     """Other names may go in any release. What is imported inside of a function is asked for when that runs."""
     import transformers

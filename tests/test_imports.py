@@ -10,14 +10,12 @@ import pytest
 FRAMEWORKS = {"fastapi", "matplotlib", "numba", "openai", "pandas", "transformers", "uvicorn"}
 MODELING = "transformers.modeling_utils"
 STARTS = {
-    "import memory": FRAMEWORKS,
+    "import memory": FRAMEWORKS | {"rich", "safetensors", "triton.language", "typer"},
     "import models": FRAMEWORKS,
     "import sys; sys.argv[1:] = ['--help']; from chat.cli import main; main()": FRAMEWORKS | {"torch", "memory"},
-    "from models import load_model; load_model('embedded')": {MODELING, "torch._dynamo"},
-    "from chat.engine.engine import Engine; from chat.prompts import load_tokenizer; load_tokenizer('embedded')": {
-        MODELING, "torch._dynamo", "matplotlib", "fastapi",
-    },
-}  # fmt: skip
+    "from chat.engine.engine import Engine\nfrom chat.prompts import load_tokenizer\nfrom models import load_model\n"
+    "load_model('embedded'), load_tokenizer('embedded')": {MODELING, "torch._dynamo", "matplotlib", "fastapi"},
+}
 """Program -> modules that it does not import."""
 
 

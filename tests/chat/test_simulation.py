@@ -236,13 +236,13 @@ def test_a_dry_run_needs_neither_texts_nor_a_tokenizer(dry: Setup) -> None:
 def test_a_dry_run_costs_the_same_for_every_user(dry: Setup) -> None:
     """However many have come before: in a full memory, with about a hundred users at once."""
     bare = replace(dry, tokenizer=None, stop_ids=(2,), budget="64MiB", max_running=512, step_tokens=4096)
-    habits = Habits(n_users=450, turns=2, rate=100, think_s=0.2, pause_s=0.5, message_tokens=12, reply_tokens=8)
+    habits = Habits(n_users=270, turns=2, rate=100, think_s=0.2, pause_s=0.5, message_tokens=12, reply_tokens=8)
     calls_at: dict[int, int] = {}
     with Calls() as calls:
         report = simulate(
             bare,
             make_workload(habits, 0),
-            lambda simulation: calls_at.setdefault(simulation.n_families // 150, calls.n),
+            lambda simulation: calls_at.setdefault(simulation.n_families // 90, calls.n),
         )
     assert report.is_ok and report.n_evicted > 2 * habits.n_users, "the memory was full"
     early, late = calls_at[2] - calls_at[1], calls_at[3] - calls_at[2]

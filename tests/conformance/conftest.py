@@ -15,26 +15,49 @@ from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
 _MOST = 2
 """Combinations of a test's own parameters that a subject meets; one if they are distances to go back, `k`."""
 
-_OF_MODELS = {
+_OF_ALL = {
     "test_abort_inside_a_layer",
     "test_64_sequences_shuffled_equal_each_alone",
     "test_every_distance_at_once",
     "test_every_split_of_a_prompt_equals_one_shot",
 }
-"""What a model can break whose kinds of memory the toys and the families have."""
+"""What a model, a recurrence or a policy can break whose kinds of memory other subjects have."""
 _WHOLE_MODELS = {"model:bamba defer", "model:deepseek-v3", "model:gemma2", "model:rwkv7"}
 """Models that run every test: for deferred states, latent attention, soft caps, and values of a first layer."""
+_ALIKE = {
+    *(name for name in SUBJECTS if name.startswith("model:") and name not in _WHOLE_MODELS),
+    *(f"family:{name}" for name in ("kimi_delta", "linear_attention", "mamba1", "rwkv4", "rwkv7", "short_conv", "ssd")),
+    "family:mamba1 defer",
+    "toy-attention-pyramid",
+    "toy-attention-recent-2-bit",
+    "toy-knorm-float8",
+    "toy-scissorhands",
+    "toy-snapkv-8-bit",
+}
+"""Subjects that add no kind of memory to the others': they run the tests above. What others add runs them all."""
 
 
-@pytest.fixture(scope="session", params=SUBJECTS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Each test meets each subject of which it can say more than of others."""
+    if "subject" in metafunc.fixturenames:
+        is_whole = is_everything(metafunc.config) or metafunc.function.__name__ in _OF_ALL
+        subjects = [name for name in SUBJECTS if is_whole or name not in _ALIKE]
+        metafunc.parametrize("subject", subjects, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def subject(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Subject:
     """Each model that the conformance suite runs on."""
     return make_subject(request.param, tmp_path_factory.mktemp(request.param))
 
 
+def is_everything(config: pytest.Config) -> bool:
+    return IS_FULL or any("[" in argument for argument in config.args)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what `is_chosen` does not choose."""
-    if IS_FULL or any("[" in argument for argument in config.args):
+    if is_everything(config):
         return
     dropped = {item for item in items if is_ours(item) and not is_chosen(item)}
     config.hook.pytest_deselected(items=list(dropped))
@@ -46,7 +69,7 @@ def is_ours(item: pytest.Item) -> bool:
 
 
 def is_chosen(item: pytest.Item) -> bool:
-    """Whether the test can say more of the subject than of the toys; then a part of the combinations.
+    """Whether a combination of a test's own parameters is in the part that the subject meets.
 
     That part is evenly spread, from another one on for each subject and for tests of other names.
 
@@ -54,8 +77,6 @@ def is_chosen(item: pytest.Item) -> bool:
     `test_every_distance_at_once`; two of the six sizes of the window do in `test_any_window_reaches_that_far`.
     """
     subject, test = item.callspec.params["subject"], item.originalname  # type: ignore[attr-defined]
-    if subject.startswith("model:") and subject not in _WHOLE_MODELS and test not in _OF_MODELS:
-        return False
     if "k" in item.callspec.params and not subject.startswith("toy"):  # type: ignore[attr-defined]
         return False
     nth, n = 0, 1

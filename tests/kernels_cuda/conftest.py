@@ -1,7 +1,7 @@
 """Where the CUDA kernels' tests run: on a GPU if one is here, else in Triton's interpreter, on the CPU.
 
 The interpreter is chosen by the environment before triton is imported, so it needs a process of its own:
-`tests/unit/test_interpreted.py` starts one for each file here. Elsewhere these files are not collected.
+`tests/unit/test_interpreted.py` starts one. Elsewhere these files are not collected.
 """
 
 from __future__ import annotations
@@ -17,21 +17,24 @@ import torch
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 HAS_DEVICE = torch.cuda.is_available() and not IS_INTERPRETED
 
+_LONG = {"test_a_real_model_is_recorded", "test_a_model_is_run_once_a_step"}
+"""Left out with the other two thirds: the steps of the other recordings take these ways too."""
+
 collect_ignore_glob = [] if IS_INTERPRETED or HAS_DEVICE else ["test_*.py"]
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark what needs a GPU; with KERNELS_CUDA=half, leave out every second one of the parameters of a test."""
+    """Mark what needs a GPU; with KERNELS_CUDA=third, keep every third of a test's parameters and nothing `_LONG`."""
     own = [item for item in items if "kernels_cuda" in item.path.parts]
     if HAS_DEVICE:
         for item in own:
             item.add_marker("gpu")
-    if os.environ.get("KERNELS_CUDA") == "half":
+    if os.environ.get("KERNELS_CUDA") == "third":
         nth = Counter[str]()
         dropped = list[pytest.Item]()
         for item in own:
             name = item.nodeid.partition("[")[0]
-            if nth[name] % 2:
+            if nth[name] % 3 or item.name in _LONG:
                 dropped.append(item)
             nth[name] += 1
         config.hook.pytest_deselected(items=dropped)
