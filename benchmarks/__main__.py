@@ -35,8 +35,8 @@ Model = Annotated[
     typer.Option("--model", help=f"One of {', '.join(MODELS)}; may be repeated; all unless given, in a quick run two."),
 ]
 
-MODEL_TESTS = ("tests/models/test_parity.py", "tests/unit/test_kernels.py", "tests/unit/test_state_kernels.py")
-BOOK_TESTS = ("tests/unit/test_memory.py", "tests/unit/test_batch.py", "tests/unit/test_transactions.py")
+MODEL_TESTS = ("tests/models/test_parity.py", "tests/unit/kernels/test_kernels.py", "tests/unit/kernels/test_states.py")
+BOOK_TESTS = ("tests/unit/test_hybrid.py", "tests/unit/sequences/test_batch.py", "tests/unit/test_coordinator.py")
 
 
 def _run(
@@ -83,7 +83,7 @@ def _known(models: list[str] | None, *, quick: bool) -> list[str]:
 @app.command(name="kernels")
 def kernels_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure how many bytes a second each decode kernel moves, beside torch's copy."""
-    _run(kernels.kernels, ("tests/unit/test_kernels.py",), quick, out, threads)
+    _run(kernels.kernels, ("tests/unit/kernels/test_kernels.py",), quick, out, threads)
 
 
 @app.command(name="compile")
@@ -102,7 +102,7 @@ def gpu(quick: Quick = False, out: Out = None) -> None:
     tests = (
         "tests/kernels_cuda/test_attention.py",
         "tests/kernels_cuda/test_states.py",
-        "tests/unit/test_host_pages.py",
+        "tests/unit/attention/test_host_pages.py",
     )
     _run(gpu_kernels.gpu, tests, quick, out, None)
 
@@ -145,7 +145,9 @@ def rollback(quick: Quick = False, out: Out = None, threads: Threads = None) -> 
 @app.command(name="prefixes")
 def prefixes_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure lookups in a radix tree, the share of tokens reused on a known workload, and swapping."""
-    _run(prefixes.prefixes, ("tests/unit/test_prefix.py", "tests/unit/test_archive.py"), quick, out, threads)
+    _run(
+        prefixes.prefixes, ("tests/unit/prefix/test_cache.py", "tests/unit/storage/test_files.py"), quick, out, threads
+    )
 
 
 @app.command(name="states")
@@ -160,7 +162,7 @@ def sparse(quick: Quick = False, out: Out = None, threads: Threads = None) -> No
 
     Quality is the share of right answers of the embedded model; time is that of a decode step.
     """
-    tests = ("tests/unit/test_eviction.py", "tests/unit/test_page_selection.py")
+    tests = ("tests/unit/eviction/test_policies.py", "tests/unit/attention/test_page_selection.py")
     _run(sparse_attention.sparse, tests, quick, out, threads, plot=None if out is None else out / "sparse.png")
 
 

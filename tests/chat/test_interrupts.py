@@ -50,7 +50,8 @@ def make_memory(model: Counting) -> HybridMemory:
 
 def assert_nothing_left(memory: HybridMemory) -> None:
     memory.check()
-    assert not memory._coordinator.ledger.handles and memory.usage().used_bytes == 0
+    usage = memory.usage()
+    assert not usage.by_sequence and usage.used_bytes == 0
 
 
 # Speculative decoding

@@ -19,7 +19,7 @@ from memory.kernels import chosen_kernels, cuda, reference
 from memory.kernels.cuda import libraries, prompts
 from tests.kernels_cuda.test_states import moved
 from tests.tolerances import assert_kernel_close
-from tests.unit.test_kernels import Slots
+from tests.unit.kernels.test_kernels import Slots
 
 LENGTHS = (6, 5, 9)
 calls: list[str] = []

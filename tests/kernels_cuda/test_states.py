@@ -21,8 +21,8 @@ from memory.kernels.cuda.channel_states import SelectiveScan
 from memory.kernels.cuda.choices import TUNABLES
 from memory.kernels.cuda.matrix_inputs import part_of
 from tests.tolerances import assert_kernel_close
-from tests.unit.test_checks import GIVEN
-from tests.unit.test_kernels import Slots
+from tests.unit.kernels.test_checks import GIVEN
+from tests.unit.kernels.test_kernels import Slots
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SHORT = (1, 2, 3, 1)

@@ -15,7 +15,7 @@ from memory.eviction import H2O, EvictionPolicy, KNorm, Recent
 from memory.kernels import FoldedRows, PagedBatch, Scoring, cpu, reference
 from memory.quantization import Float8, Quantized, Storage
 from tests.tolerances import assert_kernel_close
-from tests.unit.test_eviction import BUDGET, EVERY, WINDOW, BruteForce, Table, assert_no_trace, feed
+from tests.unit.eviction.test_policies import BUDGET, EVERY, WINDOW, BruteForce, Table, assert_no_trace, feed
 
 STORAGES: list[Storage] = [Quantized(8, group=8), Quantized(4, group=4), Quantized(2, group=8), Float8(group=4)]
 

@@ -164,7 +164,7 @@ def test_a_file_is_loaded_or_not(tmp_path: Path) -> None:
         memory = HybridMemory(model.memory_spec, "1MiB", **OPTIONS)
 
         def verify(outcome: Outcome) -> None:
-            assert len(memory._coordinator.ledger.handles) == outcome.has_returned
+            assert len(memory.usage().by_sequence) == outcome.has_returned
             if outcome.has_returned:
                 assert outcome.result.tokens.tolist() == saved.tokens.tolist()
                 memory.close(outcome.result)
@@ -183,7 +183,7 @@ def test_what_an_encoder_said_is_kept_or_not() -> None:
         memory = HybridMemory(spec, "1MiB", **OPTIONS)
 
         def verify(outcome: Outcome) -> None:
-            assert len(memory._coordinator.ledger.handles) == outcome.has_returned
+            assert len(memory.usage().by_sequence) == outcome.has_returned
             if outcome.has_returned:
                 memory.close(outcome.result)
             memory.check()

@@ -18,7 +18,7 @@ from memory.eviction import H2O, Quest
 from memory.kernels.reference import page_scores
 from tests.tolerances import assert_kernel_close
 from tests.toy import VOCAB, Toy
-from tests.unit.test_eviction import assert_each_as_alone
+from tests.unit.eviction.test_policies import assert_each_as_alone
 
 PAGE, DIM, N_TOKENS = 4, 8, 512
 EVERY_QUERY = 10**6

@@ -16,7 +16,7 @@ from memory.chunked_prefill import split_requests
 from memory.prefix.cache import PrefixCache
 from memory.sequences.chunks import GRID_TOKENS
 from tests.toy import Toy
-from tests.unit.test_planning import HYBRID, ROOM, SPECS, WINDOWS
+from tests.unit.test_capacity import HYBRID, ROOM, SPECS, WINDOWS
 
 FOLDS = [None, "keep", "replay"]
 

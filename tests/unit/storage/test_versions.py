@@ -50,7 +50,7 @@ from memory.storage.signature import signature_of
 from memory.storage.version_2 import text_of
 from tests.data.sequences.write import OPTIONS, SUBJECTS, TOKENS, VOCAB, feed, make
 
-FOLDER = Path(__file__).parent.parent / "data" / "sequences"
+FOLDER = Path(__file__).parent.parent.parent / "data" / "sequences"
 VERSIONS = ("version_2", "version_2_zeroed", "version_3", "version_4")
 
 

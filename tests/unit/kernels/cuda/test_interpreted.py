@@ -14,7 +14,7 @@ import pytest
 
 from tests.subjects import IS_FULL
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent.parent.parent
 
 
 def test_kernels_in_the_interpreter() -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memory.kernels import Kernels, PageChoice, PagedBatch, Scoring, cpu, reference
 from tests.tolerances import assert_kernel_close
-from tests.unit.test_kernels import cumulate, poisoned, shuffled_offsets
+from tests.unit.kernels.test_kernels import cumulate, poisoned, shuffled_offsets
 
 BOTH = pytest.mark.parametrize("kernels", [cpu, reference])
 COUNTS = ((9, 4), (1, 1), (130, 40), (3, 3), (40, 3), (65, 64))

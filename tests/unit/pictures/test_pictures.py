@@ -16,7 +16,7 @@ from memory.pictures.canvas import need_matplotlib
 from memory.pictures.forks import grow, share_out
 from memory.pictures.layers import layer_rows
 from memory.views.text_tables import format_bytes
-from tests.unit.test_views import DENSE, HOSTILE, HYBRID, SPECS, Hostile, family, make, open_in
+from tests.unit.views.test_usage import DENSE, HOSTILE, HYBRID, SPECS, Hostile, family, make, open_in
 
 matplotlib = pytest.importorskip("matplotlib")
 

@@ -16,9 +16,9 @@ from memory.eviction import Quest
 from memory.kernels import Kernels, Scoring, cpu, reference
 from memory.quantization import Float8, Quantized, Storage
 from tests.tolerances import assert_kernel_close
-from tests.unit.test_eviction import assert_each_as_alone, assert_no_trace
-from tests.unit.test_kernels import Pages
-from tests.unit.test_page_selection import EVERY_QUERY, N_TOKENS, PAGE, Table, feed, page_bound
+from tests.unit.attention.test_page_selection import EVERY_QUERY, N_TOKENS, PAGE, Table, feed, page_bound
+from tests.unit.eviction.test_policies import assert_each_as_alone, assert_no_trace
+from tests.unit.kernels.test_kernels import Pages
 from tests.unit.test_quantization import STORAGES, folded_rows
 
 WINDOW = 6

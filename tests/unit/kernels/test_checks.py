@@ -14,7 +14,7 @@ from torch import Tensor
 from memory import HybridMemory, MemorySpec, RecurrentSpec, States, StateTensor, StepError
 from memory.kernels import Erase, Kernels, Scoring, StateSlots, cpu, reference
 from memory.recurrences import Fold
-from tests.unit.test_kernels import Pages, Slots
+from tests.unit.kernels.test_kernels import Pages, Slots
 
 LENGTHS = (2, 3)
 T = sum(LENGTHS)

@@ -12,7 +12,7 @@ from torch import Tensor
 from memory.kernels import Kernels, PagedBatch, Scoring, cpu, reference
 from memory.quantization import Float8, Quantized, Storage
 from tests.tolerances import assert_kernel_close
-from tests.unit.test_kernels import Pages, cumulate
+from tests.unit.kernels.test_kernels import Pages, cumulate
 from tests.unit.test_quantization import folded_rows
 
 N_HEADS, N_DISTANCES = 6, 250

@@ -25,7 +25,7 @@ from memory.recurrences import (
     short_conv_spec,
 )
 from tests.tolerances import assert_kernel_close
-from tests.unit.test_kernels import CHANNELS, LENGTHS, Slots
+from tests.unit.kernels.test_kernels import CHANNELS, LENGTHS, Slots
 
 N = sum(LENGTHS)
 

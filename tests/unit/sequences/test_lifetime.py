@@ -25,7 +25,7 @@ from memory import BatchError, CapacityError, HybridMemory, RollbackError, Seque
 from memory.prefix.cache import PrefixCache
 from tests.toy import Toy
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent.parent
 TOY = Toy()
 
 

@@ -35,7 +35,7 @@ from memory.sequences.batch import TokenLists, pack
 from memory.specs import AttentionSpec
 from tests.subjects import Subject, make_subject
 from tests.toy import Toy
-from tests.unit.test_drop import Table
+from tests.unit.sequences.test_drop import Table
 
 KINDS = (
     *("toy", "toy-window", "toy replay", "toy-attention", "toy-h2o", "toy-attention-recent-2-bit", "toy-knorm-float8"),

@@ -19,7 +19,7 @@ from memory.kernels.cpu import compiled as module
 from memory.kernels.cpu import progress
 from memory.kernels.cpu.compiled import cache_folder, compiled, sources_digest
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent.parent.parent.parent
 
 
 def double(x: Any) -> Any:
