@@ -193,10 +193,14 @@ class KernelCache(_Cache):
 
 def _read(key: bytes, name: str) -> bytes | None:
     """Return a kernel's machine code; None if there is no file of it, or no whole one."""
+    if (folder := cache_folder()) is None:
+        return None
     try:
-        content = b"" if (folder := cache_folder()) is None else (folder / name).read_bytes()
+        content = (folder / name).read_bytes()
     except OSError:
         return None
+    with suppress(OSError):  # it is not ours, but it may be read
+        os.utime(folder)  # the builds that were used last are kept
     digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
     return payload if hashlib.sha256(key + payload).digest() == digest else None
 
@@ -220,7 +224,7 @@ def _write(path: Path, content: bytes) -> None:
 
 
 def _remove_old_builds(folder: Path) -> None:
-    """Remove all versions but the newest. A removed one that is still in use is compiled again."""
+    """Remove all versions but those used last. A removed one that is still in use is compiled again."""
     with suppress(OSError):  # another process does the same
         others = [(other.stat().st_mtime, other) for other in folder.parent.iterdir() if other != folder]
         for _, other in sorted(others, reverse=True)[_MOST_BUILDS - 1 :]:

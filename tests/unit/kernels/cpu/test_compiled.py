@@ -110,6 +110,12 @@ def test_old_versions_go(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert {path.name for path in folder.parent.iterdir()} == {folder.name, *(f"old {i}" for i in range(5, 12))}
 
 
+def test_a_version_that_is_used_is_not_old(folder: Path) -> None:
+    run()
+    os.utime(folder, (1, 1))
+    assert run() and folder.stat().st_mtime > 1
+
+
 def test_every_source_counts(tmp_path: Path) -> None:
     (tmp_path / "inner").mkdir()
     seen = set[str]()
