@@ -21,7 +21,7 @@ from memory.kernels.cpu.warm_up import compile_alone, warm_up
 
 compiled()(lambda x: x + x)(1)  # what numba sets up at the first compile of a process is no kernel's own time
 started = time.perf_counter()
-(compile_alone if sys.argv[1] == "alone" else warm_up)(sys.argv[2:])
+compile_alone("float32", *sys.argv[2:]) if sys.argv[1] == "alone" else warm_up(sys.argv[2:])
 print(time.perf_counter() - started)
 """
 

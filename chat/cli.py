@@ -112,7 +112,9 @@ def chat(
 @app.command()
 def warmup(
     model: Model = "embedded",
-    is_all: Annotated[bool, typer.Option("--all", help="kernels of all models, not only those of --model")] = False,
+    is_all: Annotated[
+        bool, typer.Option("--all", help="kernels of all models, in float32 and bfloat16, not only those of --model")
+    ] = False,
     to: Annotated[
         Path | None,
         typer.Option(
@@ -124,6 +126,8 @@ def warmup(
 ) -> None:
     """Compile the CPU kernels for this machine now, so that the first use of the library does not wait for them."""
     with _one_line_errors():
+        import torch
+
         from memory import SpecError
         from memory.build import compiled_ahead
         from memory.kernels import cpu
@@ -134,8 +138,11 @@ def warmup(
             os.environ["HYBRID_MEMORY_CACHE"] = str(to)
             if not is_kept():
                 raise SpecError(f"{to} cannot be written; name another folder with --to")
-        names = NAMES if is_all else compiled_ahead(_load(model, "cpu", "auto")[0].memory_spec)
-        seconds = cpu.warm_up(names)
+        if is_all:
+            seconds = sum(cpu.warm_up(NAMES, dtype) for dtype in (torch.float32, torch.bfloat16))
+        else:
+            spec = _load(model, "cpu", "auto")[0].memory_spec
+            seconds = cpu.warm_up(compiled_ahead(spec), spec.dtype)
         where = f"kept in {cache_folder()}" if is_kept() else "for this process only"
         typer.echo(f"CPU kernels are ready ({seconds:.1f} s; {where})")
 

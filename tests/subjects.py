@@ -48,6 +48,7 @@ SUBJECTS = (
         "toy-snapkv-8-bit",
     ),
     *("toy-attention-pyramid", "toy-expected-4-bit", "toy-quest-4-bit", "toy-attention-quest-float8"),
+    *("toy bfloat16", "toy-h2o-8-bit bfloat16", "toy-quest bfloat16", "jamba bfloat16"),
     *(f"family:{name}" for name in FAMILIES),
     "family:gated_delta defer",
     "family:mamba1 defer",
@@ -75,7 +76,7 @@ SUBJECTS = (
     "model:rwkv7",
     "model:zamba2",
 )
-"""Models, and how their memories fold: "keep" unless named."""
+"""Models, and how their memories fold: "keep" unless named; or that everything is in bfloat16."""
 
 POLICIES: dict[str, Budget] = {
     # rows fold and none is forgotten: what is remembered does not depend on when they fold
@@ -211,6 +212,8 @@ def feed_together(
 
 def make_subject(name: str, folder: Path, device: torch.device = HOST, dtype: torch.dtype = torch.float32) -> Subject:
     name, _, fold = name.partition(" ")
+    if fold == "bfloat16":
+        fold, dtype = "", torch.bfloat16
     if name.startswith("family:"):
         family = FAMILIES[name.removeprefix("family:")]
         # a GPU runs many tokens as products of matrices, and few one by one

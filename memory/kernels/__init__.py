@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from memory.errors import SpecError
-from memory.kernels import reference
+from memory.kernels import checks, reference
 from memory.kernels.signature import (
     Erase,
     FoldedRows,
@@ -65,7 +65,7 @@ def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, n_groups: int = 1,
 def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
     """Return the fastest kernels for tensors of these dtypes on `device`, unless HYBRID_MEMORY_KERNELS names others.
 
-    numba if all are float32 on the CPU; Triton on a CUDA device, if it is installed; else plain torch.
+    numba if all are floats of 16 or 32 bits on the CPU; Triton on a CUDA device, if it is installed; else plain torch.
 
     Raises:
         SpecError: HYBRID_MEMORY_KERNELS names no kernels, or some that cannot work on these tensors.
@@ -87,7 +87,7 @@ def warm_up(names: Iterable[str], device: torch.device, dtype: torch.dtype) -> N
     if _choice(device, (dtype,)) == "cpu":
         from memory.kernels import cpu
 
-        cpu.warm_up(names)
+        cpu.warm_up(names, dtype)
 
 
 def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tails: bool = False) -> dict[str, str]:
@@ -110,7 +110,7 @@ def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tail
 
 
 def _choice(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
-    is_numba = device.type == "cpu" and (dtypes == (torch.float32,) or set(dtypes) == {torch.float32})
+    is_numba = device.type == "cpu" and checks.FLOATS_UP_TO_32_BITS.issuperset(dtypes)
     wanted = os.environ.get(_OVERRIDE)
     if not wanted:
         return "cpu" if is_numba else "cuda" if device.type == "cuda" and _has_triton() else "reference"
@@ -121,8 +121,8 @@ def _choice(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:
     on = f"on {device} in {', '.join(str(dtype).removeprefix('torch.') for dtype in sorted(set(dtypes), key=str))}"
     if wanted == "cpu" and not is_numba:
         raise SpecError(
-            f"{_OVERRIDE}=cpu cannot work {on}: those kernels are for float32 on the CPU; choose 'reference', or unset "
-            "it"
+            f"{_OVERRIDE}=cpu cannot work {on}: those kernels are for floats of 16 and 32 bits on the "
+            "CPU; choose 'reference', or unset it"
         )
     if wanted in ("cuda", "triton"):
         if not _has_triton():

@@ -14,8 +14,8 @@ from torch import Tensor
 from memory.errors import StepError
 from memory.kernels.signature import Erase, PageChoice, PagedBatch, Prepared, Scoring, StateSlots
 
-FLOAT32 = frozenset({torch.float32})
-FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16, torch.float64})
+FLOATS_UP_TO_32_BITS = frozenset({torch.float32, torch.bfloat16, torch.float16})
+FLOATS = FLOATS_UP_TO_32_BITS | {torch.float64}
 
 _Dtypes = frozenset[torch.dtype]
 _Shapes = Iterable[tuple[int, ...]]

@@ -69,10 +69,11 @@ def activation_by(name: str) -> Callable[[Tensor], Tensor]:
 class Linear:
     """Computes y = activation(x W^T + b).
 
-    In float32 on the CPU the weights are laid out once in oneDNN's blocked order, by the operators that torch's own
-    compiler uses; the plain weights are not kept. On one such machine it is 3 to 5 times as fast as `F.linear` for up
-    to 16 rows, twice for 32, and 1.1 times for a thousand. Other dtypes and devices, and a torch built without these
-    operators, use `F.linear`.
+    On the CPU the weights are laid out once in oneDNN's blocked order, by the operators that torch's own compiler uses;
+    the plain weights are not kept. In float32 it is, on one such machine, 3 to 5 times as fast as `F.linear` for up to
+    16 rows, twice for 32, and 1.1 times for a thousand. bfloat16 takes half of that time where the processor multiplies
+    it; elsewhere 16 bits are laid out as float32 (`packed_dtype`). Other dtypes and devices, and a torch built without
+    these operators, use `F.linear`.
 
     Args:
         weights: (n_out, n_in), or several that share their input, (n_out_i, n_in): their outputs are concatenated.
@@ -83,10 +84,14 @@ class Linear:
     def __init__(self, *weights: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self.n_out, self.n_in = weight.shape
-        self.is_packed = can_pack(weight)
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _TYPICAL_ROWS) if self.is_packed else weight
+        self._dtype = packed_dtype(weight)
+        self.is_packed = self._dtype is not None
+        if self._dtype is not None:
+            weight = torch.ops.mkldnn._reorder_linear_weight(weight.to(self._dtype), _TYPICAL_ROWS)
+        self._weight = weight
         self._repeats_rows = self.is_packed and weight.numel() >= _LARGE
-        self._bias = None if bias is None else bias.contiguous()  # oneDNN does not look at its stride
+        # oneDNN does not look at the stride of a bias.
+        self._bias = None if bias is None else bias.to(self._dtype or bias.dtype).contiguous()
         self._fused = _FUSED.get(activation or "", "none") if self.is_packed else "none"
         self._activation = None if activation is None or self._fused != "none" else activation_by(activation)
 
@@ -105,19 +110,24 @@ class Linear:
         return Linear(weight, bias=checkpoint.take_optional(has_bias, f"{prefix}.bias", n_out), activation=activation)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """Return (T, n_out) of x (T, n_in)."""
-        if self.is_packed:
-            n_rows = x.shape[0]
-            if self._repeats_rows and 0 < n_rows <= _LEAST_ROWS // 2:
-                rows = torch.cat((x,) * (_LEAST_ROWS // n_rows))
-            else:
-                n_more = _round_up(n_rows) - n_rows
-                rows = torch.cat((x, x[:n_more])) if n_more else x
-            y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, self._fused, [], "")
-            y = y if rows is x else y[:n_rows]
-        else:
+        """Return (T, n_out) of x (T, n_in), in the dtype of x."""
+        if self._dtype is None:
             y = F.linear(x, self._weight, self._bias)
+        elif x.dtype is self._dtype:
+            y = self._packed_product(x)
+        else:
+            y = self._packed_product(x.to(self._dtype)).to(x.dtype)
         return y if self._activation is None else self._activation(y)
+
+    def _packed_product(self, x: Tensor) -> Tensor:
+        n_rows = x.shape[0]
+        if self._repeats_rows and 0 < n_rows <= _LEAST_ROWS // 2:
+            rows = torch.cat((x,) * (_LEAST_ROWS // n_rows))
+        else:
+            n_more = _round_up(n_rows) - n_rows
+            rows = torch.cat((x, x[:n_more])) if n_more else x
+        y: Tensor = torch.ops.mkldnn._linear_pointwise(rows, self._weight, self._bias, self._fused, [], "")
+        return y if rows is x else y[:n_rows]
 
 
 def _round_up(n_rows: int) -> int:
@@ -133,15 +143,32 @@ def _round_up(n_rows: int) -> int:
     return ceil_div(n_rows, step) * step
 
 
-def can_pack(weight: Tensor) -> bool:
-    """True if this torch can lay `weight` out for oneDNN.
+def packed_dtype(weight: Tensor) -> torch.dtype | None:
+    """Return the dtype in which `weight` is laid out for oneDNN; None if this torch cannot do that.
 
-    The operators for it have no public name; without them products are only slower.
+    It is float32, or bfloat16 for weights of that dtype where the processor multiplies it. The operators have no public
+    name; without them products are only slower.
     """
-    return (
-        weight.device.type == "cpu"
-        and weight.dtype == torch.float32
-        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-        and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
-        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
-    )
+    if (
+        weight.device.type != "cpu"
+        or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16)
+        or not torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        or not hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
+        or not hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    ):
+        return None
+    return torch.bfloat16 if weight.dtype is torch.bfloat16 and multiplies_bfloat16() else torch.float32
+
+
+@cache
+def multiplies_bfloat16() -> bool:
+    """True if the processor has instructions for products of bfloat16, as oneDNN uses them.
+
+    Those are AVX512_BF16 and AMX on x86, and BF16 on Arm. torch's own question is answered with yes by every processor
+    with AVX-512, where oneDNN only imitates them: that is slower than float32.
+    """
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if not torch.cpu._is_avx2_supported():  # not x86
+        return True
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

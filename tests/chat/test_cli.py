@@ -6,9 +6,11 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from chat.cli import app
@@ -201,17 +203,21 @@ def test_the_page_about_containers_fills_the_folder_that_its_image_names(
     from memory.kernels import cpu
     from memory.kernels.cpu.warm_up import NAMES
 
-    warmed: list[tuple[str, tuple[str, ...]]] = []
-    monkeypatch.setattr(
-        cpu, "warm_up", lambda names: warmed.append((os.environ["HYBRID_MEMORY_CACHE"], tuple(names))) or 0.0
-    )
+    warmed: list[tuple[str, tuple[str, ...], torch.dtype]] = []
+
+    def warm_up(names: Iterable[str], dtype: torch.dtype) -> float:
+        warmed.append((os.environ["HYBRID_MEMORY_CACHE"], tuple(names), dtype))
+        return 0.0
+
+    monkeypatch.setattr(cpu, "warm_up", warm_up)
     monkeypatch.setenv("HYBRID_MEMORY_CACHE", "elsewhere")
     page = (Path(__file__).parents[2] / "docs" / "how-to" / "containers.md").read_text()
     image = page.partition("```text")[2].partition("```")[0].replace("/opt", str(tmp_path))
     (command,) = re.findall(r"RUN hybrid-memory (.*)", image)
     result = CliRunner().invoke(app, command.split())
     (folder,) = re.findall(r"ENV HYBRID_MEMORY_CACHE=(.*)", image)
-    assert result.exit_code == 0 and folder in result.stdout and warmed == [(folder, NAMES)]
+    assert result.exit_code == 0 and folder in result.stdout
+    assert warmed == [(folder, NAMES, torch.float32), (folder, NAMES, torch.bfloat16)]
 
 
 def test_warmup_refuses_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

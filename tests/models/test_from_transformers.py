@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, BartConfig
 
 from memory import HybridMemory, SpecError
 from models import HybridCache, LanguageModel, UnsupportedModelError, attach, from_transformers, load_model
+from models.layers import linear
 from tests.models.checkpoints import CONFIGS, draw_tokens, randomise_
 from tests.models.hf_models import hf_model, logits
 
@@ -50,10 +51,12 @@ def test_the_dtype_is_the_models_own_unless_given() -> None:
         from_transformers(half, dtype="int8")
 
 
-def test_weights_are_shared_where_they_are_used_as_they_are() -> None:
-    """In 16 bits a change of the source shows in ours; where it is packed, it does not."""
+def test_weights_are_shared_where_they_are_used_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A change of the source shows in ours, where its matrices are not packed."""
     torch.manual_seed(0)
-    for dtype, is_shared in ((torch.bfloat16, True), (torch.float32, False)):
+    for dtype, is_shared in ((torch.bfloat16, False), (torch.float32, False), (torch.bfloat16, True)):
+        if is_shared:
+            monkeypatch.setattr(linear, "packed_dtype", lambda weight: None)
         source = AutoModelForCausalLM.from_config(CONFIGS["jamba"](), dtype=dtype)
         randomise_(source)
         model = from_transformers(source)

@@ -14,7 +14,7 @@ from transformers.activations import ACT2FN
 from memory import HybridMemory
 from models import load_model, weight_bytes
 from models.layers import linear as module
-from models.layers.linear import Linear, can_pack
+from models.layers.linear import Linear, multiplies_bfloat16, packed_dtype
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.tolerances import assert_kernel_close
 
@@ -80,7 +80,26 @@ def test_weights_and_bias_need_not_be_contiguous() -> None:
     assert_kernel_close(Linear(weight, bias=bias)(x), F.linear(x, weight, bias))
 
 
-@pytest.mark.parametrize("weight", [torch.randn(3, 4).bfloat16(), torch.randn(3, 4, device="meta")])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n_rows", [1, 2, 3, 40])
+@pytest.mark.parametrize("is_fast", [True, False])
+def test_products_of_16_bits_are_packed_as_what_the_processor_multiplies(
+    is_fast: bool, n_rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bias and a fused activation too; where it multiplies float32 only, weights are that."""
+    is_fast = is_fast and multiplies_bfloat16()
+    monkeypatch.setattr(module, "multiplies_bfloat16", lambda: is_fast)
+    weight, bias, x = (torch.randn(*shape).to(dtype) for shape in ((640, 512), (640,), (n_rows, 512)))
+    linear = Linear(weight, bias=bias, activation="silu")
+    y = linear(x)
+    packed = torch.bfloat16 if is_fast and dtype == torch.bfloat16 else torch.float32
+    assert packed_dtype(weight) == packed and weight_bytes(linear) >= 640 * 512 * packed.itemsize  # type: ignore[arg-type]
+    expected = F.silu(F.linear(x.float(), weight.float(), bias.float()))
+    assert y.dtype == dtype and expected.std() > 1
+    assert_kernel_close(y, expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("weight", [torch.randn(3, 4).double(), torch.randn(3, 4, device="meta")])
 def test_other_weights_stay_as_they_are(weight: torch.Tensor) -> None:
     linear = Linear(weight)
     assert not linear.is_packed and weight_bytes(linear) == weight.nbytes  # type: ignore[arg-type]
@@ -94,7 +113,7 @@ def test_models_run_the_same_where_nothing_can_be_packed(
     folder = write_checkpoint(tmp_path, CONFIGS[name]())
     logits = []
     for is_possible in (True, False):
-        monkeypatch.setattr(module, "can_pack", can_pack if is_possible else lambda weight: False)
+        monkeypatch.setattr(module, "packed_dtype", packed_dtype if is_possible else lambda weight: None)
         model = load_model(folder)
         memory = HybridMemory(model.memory_spec, "8MiB")
         with memory.step({memory.open(): list(range(20))}, outputs="all") as step:
@@ -109,7 +128,7 @@ def test_weights_are_held_once(name: str, tmp_path: Path, monkeypatch: pytest.Mo
     """
     folder = write_checkpoint(tmp_path, CONFIGS[name]())
     packed = weight_bytes(load_model(folder))
-    monkeypatch.setattr(module, "can_pack", lambda weight: False)
+    monkeypatch.setattr(module, "packed_dtype", lambda weight: None)
     plain_model = load_model(folder)
     n_file = (folder / "model.safetensors").stat().st_size
     assert 0.9 * n_file < weight_bytes(plain_model) <= n_file

@@ -1,4 +1,6 @@
-"""Computes `memory.kernels.signature.Kernels` for float32 on the CPU, compiled by numba.
+"""Computes `memory.kernels.signature.Kernels` on the CPU, for float32, bfloat16 and float16, compiled by numba.
+
+Everything is computed in float32; 16 bits are what is read and written (see `numbers`).
 
 Pages, rows and states are read and written in place. Each output element is computed by one thread in an order that
 does not depend on the rest of the batch, so the bits of a request's result do not depend on other requests of the step.

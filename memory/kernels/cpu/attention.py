@@ -11,7 +11,7 @@ from memory.kernels import checks
 from memory.kernels.blocked import Rows, attend, blocks, causal_mask, sees_all
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.folded_rows import attend_few_folded
-from memory.kernels.cpu.rows import as_array, gather_rows
+from memory.kernels.cpu.rows import as_array, copy_, gather_rows
 from memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.reference import row_reader
@@ -38,7 +38,7 @@ def paged_attention(
     scoring: Scoring,
     folded: FoldedRows | None = None,
 ) -> Tensor:
-    checks.paged_attention(q_THD, batch, n_kv_heads, scoring, checks.FLOAT32)
+    checks.paged_attention(q_THD, batch, n_kv_heads, scoring, checks.FLOATS_UP_TO_32_BITS)
     out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
     counts = np.diff(batch.cu_seqlens)
     n_short = int(np.searchsorted(counts, _FEW_QUERIES, side="right"))
@@ -51,10 +51,10 @@ def paged_attention(
         pages = as_array(batch.pages)
         heads_a_task = n_kv_heads if n_short >= 2 * n_threads and pages.ndim == 1 else 1
         _attend_few(
-            q_THD.contiguous().numpy(), as_array(keys), as_array(values), batch.cu_seqlens[: n_short + 1],
+            as_array(q_THD.contiguous()), as_array(keys), as_array(values), batch.cu_seqlens[: n_short + 1],
             batch.kv_lengths, np.atleast_2d(pages), batch.cu_pages, batch.page_tokens, n_kv_heads, heads_a_task,
             np.float32(scoring.scale), _NO_WINDOW if scoring.window is None else scoring.window,
-            np.float32(scoring.softcap or 0.0), sinks, bias_HL, out_THD.numpy(),
+            np.float32(scoring.softcap or 0.0), sinks, bias_HL, as_array(out_THD),
         )  # fmt: skip
     for i in range(n_short, len(counts)):
         own = slice(*batch.cu_seqlens[i : i + 2].tolist())
@@ -66,7 +66,7 @@ def paged_attention(
 def attend_rows(
     q_THD: Tensor, k_RGD: Tensor, v_RGD: Tensor, scoring: Scoring, batch: PagedBatch | None = None
 ) -> Tensor:
-    checks.attend_rows(q_THD, k_RGD, v_RGD, scoring, checks.FLOAT32)
+    checks.attend_rows(q_THD, k_RGD, v_RGD, scoring, checks.FLOATS_UP_TO_32_BITS)
     if len(q_THD) > _FEW_QUERIES:
         out_THD = torch.empty_like(q_THD, memory_format=torch.contiguous_format)
         _attend_many(
@@ -75,7 +75,7 @@ def attend_rows(
         return out_THD
     cu_seqlens, lengths, one_page = np.array([0, len(q_THD)]), np.array([len(k_RGD)]), np.array([0, 1])
     batch = PagedBatch(cu_seqlens, lengths, np.zeros(1, np.int64), one_page, page_tokens=len(k_RGD))
-    keys, values = (x.transpose(0, 1).contiguous().view(-1).numpy() for x in (k_RGD, v_RGD))
+    keys, values = (as_array(x.transpose(0, 1).contiguous().view(-1)) for x in (k_RGD, v_RGD))
     return paged_attention(q_THD, keys, values, batch, k_RGD.shape[1], scoring)
 
 
@@ -136,10 +136,11 @@ def _attend_few(  # type: ignore[no-untyped-def]
         rows = np.empty(BLOCK, np.int64)
         scores = np.empty(n_heads * BLOCK, np.float32)
         highest, total = np.empty(n_heads, np.float32), np.empty(n_heads, np.float32)
+        q, out = np.empty(n_heads * head_dim, np.float32), np.empty(n_heads * head_dim, np.float32)
+        begin_of_heads, end_of_heads = first * n_groups * head_dim, (first * n_groups + n_heads) * head_dim
         for t in range(cu_seqlens[i], cu_seqlens[i + 1]):
             n_rows = kv_lengths[i] - (cu_seqlens[i + 1] - 1 - t)
-            q = q_TR[t, first * n_groups * head_dim : (first * n_groups + n_heads) * head_dim]
-            out = out_TR[t, first * n_groups * head_dim : (first * n_groups + n_heads) * head_dim]
+            copy_(q, q_TR[t, begin_of_heads:end_of_heads])
             start_(out, highest, total, sinks[first * n_groups : first * n_groups + n_heads])
             for begin in range(max(0, n_rows - window), n_rows, BLOCK):
                 n = min(BLOCK, n_rows - begin)
@@ -150,3 +151,4 @@ def _attend_few(  # type: ignore[no-untyped-def]
                 add_values_(out, values, rows[:n], n_groups, head_dim, apart, scores)
             for h in range(n_heads):
                 scale_(out[h * head_dim : (h + 1) * head_dim], _ONE / total[h])
+            copy_(out_TR[t, begin_of_heads:end_of_heads], out)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from memory.kernels import checks
 from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.rows import as_array, copy_
+from memory.kernels.cpu.numbers import get
+from memory.kernels.cpu.rows import as_array, close, copy_, opened
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import exp_f32, softplus_f32
 from memory.kernels.signature import Prepared, StateSlots
@@ -21,9 +22,9 @@ _AT_ONCE = 128
 
 
 def softplus(x_TH: Tensor, bias_H: Prepared) -> Tensor:
-    checks.softplus(x_TH, bias_H, checks.FLOAT32)
+    checks.softplus(x_TH, bias_H, checks.FLOATS_UP_TO_32_BITS)
     out_TH = torch.empty(x_TH.shape)
-    _softplus(x_TH.contiguous().numpy(), as_array(bias_H), out_TH.numpy())
+    _softplus(as_array(x_TH.contiguous()), as_array(bias_H), out_TH.numpy())
     return out_TH
 
 
@@ -32,17 +33,19 @@ def _softplus(x_TH, bias_H, out_TH):  # type: ignore[no-untyped-def]
     for t in range(len(x_TH)):
         x, out = x_TH[t], out_TH[t]
         for h in range(len(out)):
-            out[h] = softplus_f32(x[h] + bias_H[h])
+            out[h] = softplus_f32(get(x, h) + get(bias_H, h))
 
 
 def linear_scan(x_TE: Tensor, decay_TE: Tensor, state: StateSlots) -> Tensor:
-    checks.linear_scan(x_TE, decay_TE, state, checks.FLOAT32)
+    checks.linear_scan(x_TE, decay_TE, state, checks.FLOATS_UP_TO_32_BITS)
     y_TE = torch.empty(x_TE.shape)
     use_threads(2 * x_TE.numel())
+    x, decay, own = (*(t.float().contiguous().numpy() for t in (x_TE, decay_TE)), opened(state))
     _linear_scan(
-        x_TE.contiguous().numpy(), decay_TE.contiguous().numpy(), state.cu_rows.host, as_array(state.flat),
-        as_array(state.sources), as_array(state.targets), np.float32(state.initial), y_TE.numpy(),
+        x, decay, own.cu_rows.host, as_array(own.flat), as_array(own.sources), as_array(own.targets),
+        np.float32(own.initial), y_TE.numpy(),
     )  # fmt: skip
+    close(own, state)
     return y_TE
 
 
@@ -70,16 +73,19 @@ def _fade_and_add_(h, decay, x):  # type: ignore[no-untyped-def]
 
 
 def wkv4(k_TE: Tensor, v_TE: Tensor, decay_E: Prepared, first_E: Prepared, states: tuple[StateSlots, ...]) -> Tensor:
-    checks.wkv4(k_TE, v_TE, decay_E, first_E, states, checks.FLOAT32)
+    checks.wkv4(k_TE, v_TE, decay_E, first_E, states, checks.FLOATS_UP_TO_32_BITS)
     y_TE = torch.empty(v_TE.shape)
     use_threads(40 * v_TE.numel())
-    top, below, exponent = states
+    k, v = (t.float().contiguous().numpy() for t in (k_TE, v_TE))
+    top, below, exponent = own = tuple(map(opened, states))
     _wkv4(
-        k_TE.contiguous().numpy(), v_TE.contiguous().numpy(), as_array(decay_E), as_array(first_E), top.cu_rows.host,
+        k, v, as_array(decay_E), as_array(first_E), top.cu_rows.host,
         as_array(top.flat), as_array(top.sources), as_array(top.targets), as_array(below.flat), as_array(below.sources),
         as_array(below.targets), as_array(exponent.flat), as_array(exponent.sources), as_array(exponent.targets),
         np.array([top.initial, below.initial, exponent.initial], np.float32), y_TE.numpy(),
     )  # fmt: skip
+    for sums, state in zip(own, states, strict=True):
+        close(sums, state)
     return y_TE
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from memory.blocks.arrays import Int64s
 from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.rows import as_array
+from memory.kernels.cpu.rows import as_array, copy_
 from memory.kernels.cpu.softmax import BLOCK, add_values_, find_rows, scale_, score_rows, start_, weigh_
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
 from memory.kernels.cpu.vector_math import float_from_bits
@@ -41,11 +41,11 @@ def attend_few_folded(
         parts if len(parts) == 6 else (parts[0], _NONE, _NONE, parts[1], _NONE, _NONE)
     )
     _attend_few(
-        q_THD.contiguous().numpy(), as_array(keys), as_array(values), batch.cu_seqlens[: n_requests + 1],
+        as_array(q_THD.contiguous()), as_array(keys), as_array(values), batch.cu_seqlens[: n_requests + 1],
         batch.kv_lengths, as_array(batch.pages), batch.cu_pages, batch.page_tokens, n_kv_heads,
         np.float32(scoring.scale), np.float32(scoring.softcap or 0.0), sinks, bias_HL, folded.storage.code_bits,
         key_codes, key_scales, key_lows, value_codes, value_scales, value_lows, *_scale_shapes(folded),
-        np.atleast_2d(as_array(folded.blocks)), folded.cu_blocks, folded.block_rows, folded.lengths, out_THD.numpy(),
+        np.atleast_2d(as_array(folded.blocks)), folded.cu_blocks, folded.block_rows, folded.lengths, as_array(out_THD),
     )  # fmt: skip
 
 
@@ -79,11 +79,11 @@ def _attend_few(  # type: ignore[no-untyped-def]
         places, rows = np.arange(BLOCK) * head_dim, np.empty(BLOCK, np.int64)
         scores = np.empty(n_heads * BLOCK, np.float32)
         highest, total = np.empty(n_heads, np.float32), np.empty(n_heads, np.float32)
+        q, out = np.empty(n_heads * head_dim, np.float32), np.empty(n_heads * head_dim, np.float32)
         biases = bias_HL[g * n_heads : (g + 1) * n_heads]
         for t in range(cu_seqlens[i], cu_seqlens[i + 1]):
             n_rows = kv_lengths[i] - (cu_seqlens[i + 1] - 1 - t)
-            q = q_TR[t, g * n_heads * head_dim : (g + 1) * n_heads * head_dim]
-            out = out_TR[t, g * n_heads * head_dim : (g + 1) * n_heads * head_dim]
+            copy_(q, q_TR[t, g * n_heads * head_dim : (g + 1) * n_heads * head_dim])
             start_(out, highest, total, sinks[g * n_heads : (g + 1) * n_heads])
             begin = 0
             while begin < n_folded:
@@ -116,6 +116,7 @@ def _attend_few(  # type: ignore[no-untyped-def]
                 add_values_(out, values, rows[:n], n_heads, head_dim, 0, scores)
             for h in range(n_heads):
                 scale_(out[h * head_dim : (h + 1) * head_dim], _ONE / total[h])
+            copy_(out_TR[t, g * n_heads * head_dim : (g + 1) * n_heads * head_dim], out)
 
 
 @njit

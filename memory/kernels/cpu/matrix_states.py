@@ -12,7 +12,8 @@ from torch import Tensor
 from memory.blocks.arrays import Int64s
 from memory.kernels import checks, reference
 from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.rows import as_array, as_flat, as_tensors, copy_
+from memory.kernels.cpu.numbers import get
+from memory.kernels.cpu.rows import as_array, as_flat, as_tensor, as_tensors, close, copy_, opened
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import exp_f32
 from memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, splat, store, store_totals, total
@@ -30,30 +31,32 @@ def matrix_scan(
     q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots, *,
     strength_TH: Tensor | None = None, skip_H: Prepared | None = None,
 ) -> Tensor:  # fmt: skip
-    checks.matrix_scan(q_TGN, k_TGN, v_THV, log_decay, erase, state, strength_TH, skip_H, checks.FLOAT32)
+    checks.matrix_scan(q_TGN, k_TGN, v_THV, log_decay, erase, state, strength_TH, skip_H, checks.FLOATS_UP_TO_32_BITS)
     n_tokens, n_heads, _ = v_THV.shape
     n_columns = q_TGN.shape[2]
     if state.tail is not None:
-        skip_H = None if skip_H is None else torch.as_tensor(skip_H)
+        skip_H = None if skip_H is None else as_tensor(skip_H)
         return reference.matrix_scan(
             q_TGN, k_TGN, v_THV, log_decay, erase, as_tensors(state), strength_TH=strength_TH, skip_H=skip_H
         )
-    y_THV = v_THV.new_empty(v_THV.shape)
-    (q, q_stride), (k, k_stride), (v, v_stride) = as_flat(q_TGN), as_flat(k_TGN), as_flat(v_THV)
+    y_THV = torch.empty(v_THV.shape)
+    # Inputs are small beside a state, and there is one kernel to compile for all dtypes.
+    (q, q_stride), (k, k_stride), (v, v_stride) = (as_flat(x.float()) for x in (q_TGN, k_TGN, v_THV))
     a, a_stride, a_heads, b = _NOTHING, 0, 1, _NOTHING
     if erase is not None:
-        (a, a_stride), a_heads = as_flat(erase.a), n_heads // erase.a.shape[1]
-        b = _NOTHING if erase.b is None else erase.b.contiguous().view(-1).numpy()
-    strength, strength_stride = (_NOTHING, 0) if strength_TH is None else as_flat(strength_TH)
+        (a, a_stride), a_heads = as_flat(erase.a.float()), n_heads // erase.a.shape[1]
+        b = _NOTHING if erase.b is None else erase.b.float().contiguous().view(-1).numpy()
+    strength, strength_stride = (_NOTHING, 0) if strength_TH is None else as_flat(strength_TH.float())
     use_threads(4 * v_THV.numel() * n_columns)
+    own = opened(state)
     _matrix_scan(
         q, q_stride, n_heads // q_TGN.shape[1], k, k_stride, n_heads // k_TGN.shape[1], v, v_stride,
-        log_decay.contiguous().view(n_tokens, n_heads, -1).numpy(), a, a_stride, a_heads, b,
+        log_decay.float().contiguous().view(n_tokens, n_heads, -1).numpy(), a, a_stride, a_heads, b,
         erase is not None and erase.after_decay, strength, strength_stride,
-        _NOTHING if skip_H is None else as_array(skip_H), state.cu_rows.host, as_array(state.flat),
-        as_array(state.sources), as_array(state.targets), np.float32(state.initial), n_columns,
-        _is_long(state.cu_rows.host), y_THV.numpy(),
+        _NOTHING if skip_H is None else as_array(skip_H), own.cu_rows.host, as_array(own.flat), as_array(own.sources),
+        as_array(own.targets), np.float32(own.initial), n_columns, _is_long(own.cu_rows.host), y_THV.numpy(),
     )  # fmt: skip
+    close(own, state)
     return y_THV
 
 
@@ -114,8 +117,9 @@ def _matrix_scan(  # type: ignore[no-untyped-def]
                         _multiply_(erasing, decay)
                 _advance_erasing(s, decay, erasing, writing, key, u, query, y, is_long)
             if len(skip) > 0:
+                factor = get(skip, h)
                 for r in range(last - first):
-                    y[r] += skip[h] * value[r]
+                    y[r] += factor * value[r]
         if width != n_columns:
             for r in range(last - first):
                 copy_(target[r * n_columns : (r + 1) * n_columns], s[r * width : r * width + n_columns])

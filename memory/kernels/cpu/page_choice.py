@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memory.kernels import checks
 from memory.kernels.cpu.compiled import compiled
+from memory.kernels.cpu.numbers import get
 from memory.kernels.cpu.rows import as_array, copy_
 from memory.kernels.cpu.threads import REDUCING, use_threads
 from memory.kernels.cpu.vector_math import prefetch
@@ -19,13 +20,13 @@ _ONE, _AHEAD, _LINE = np.uint64(1), np.uint64(4), np.uint64(16)
 
 
 def choose_pages(q_QHD: Tensor, least: Prepared, greatest: Prepared, choice: PageChoice, n_kv_heads: int) -> Tensor:
-    checks.choose_pages(q_QHD, choice, n_kv_heads, checks.FLOAT32)
+    checks.choose_pages(q_QHD, choice, n_kv_heads, checks.FLOATS_UP_TO_32_BITS)
     n_queries, _, head_dim = q_QHD.shape
     out_GC = torch.empty(n_kv_heads, int(choice.cu_chosen[-1]), dtype=torch.int64)
     n_threads = use_threads(2 * q_QHD[0].numel() * int(choice.cu_pages[-1]))
     heads_a_task = n_kv_heads if n_queries >= 2 * n_threads else 1
     _choose(
-        q_QHD.contiguous().numpy().reshape(n_queries, n_kv_heads, -1), as_array(least), as_array(greatest),
+        q_QHD.float().contiguous().numpy().reshape(n_queries, n_kv_heads, -1), as_array(least), as_array(greatest),
         as_array(choice.pages), choice.cu_pages, choice.n_first, choice.n_last, choice.cu_chosen, heads_a_task,
         head_dim, out_GC.numpy(),
     )  # fmt: skip
@@ -68,7 +69,7 @@ def _score(q_GE, least, greatest, pages, first, head_dim, scores_GN):  # type: i
             for h in range(np.uint64(0), n_elements, size):
                 score = _ZERO
                 for d in range(size):
-                    score += up_GE[g, h + d] * greatest[row + d] + down_GE[g, h + d] * least[row + d]
+                    score += up_GE[g, h + d] * get(greatest, row + d) + down_GE[g, h + d] * get(least, row + d)
                 # NaN counts as the best score, so that it reaches the output.
                 best = score if score > best else best if score == score else np.float32(np.inf)
             scores_GN[g, p] = best

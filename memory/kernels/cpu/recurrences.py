@@ -12,7 +12,8 @@ from torch import Tensor
 from memory.blocks.arrays import Int64s
 from memory.kernels import checks, reference
 from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.rows import as_array, as_tensors, copy_
+from memory.kernels.cpu.numbers import get
+from memory.kernels.cpu.rows import as_array, as_tensor, as_tensors, close, copy_, fill_, opened
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
 from memory.kernels.signature import Prepared, StateSlots
@@ -37,18 +38,19 @@ def _channels_at_once(cu_rows: Int64s, n_rows: int, n_channels: int, n_threads: 
 def causal_conv(
     rows_TR: Tensor, weight_WE: Prepared, bias_E: Prepared | None, window: StateSlots, *, activation: bool = True
 ) -> Tensor:
-    checks.causal_conv(rows_TR, weight_WE, bias_E, window, checks.FLOAT32)
+    checks.causal_conv(rows_TR, weight_WE, bias_E, window, checks.FLOATS_UP_TO_32_BITS)
     n_taps, n_channels = weight_WE.shape
     if window.tail is not None:
-        weight_WE, bias_E = torch.as_tensor(weight_WE), None if bias_E is None else torch.as_tensor(bias_E)
+        weight_WE, bias_E = as_tensor(weight_WE), None if bias_E is None else as_tensor(bias_E)
         return reference.causal_conv(rows_TR, weight_WE, bias_E, as_tensors(window), activation=activation)
     out_TE = rows_TR.new_empty(rows_TR.shape[0], n_channels)
-    bias = np.zeros(n_channels, np.float32) if bias_E is None else as_array(bias_E)
+    weight = as_array(weight_WE)
+    bias = np.zeros(n_channels, weight.dtype) if bias_E is None else as_array(bias_E)
     n_threads = use_threads(2 * out_TE.numel() * n_taps)
     at_once = _channels_at_once(window.cu_rows.host, out_TE.shape[0], n_channels, n_threads)
     _causal_conv(
-        rows_TR.contiguous().numpy(), as_array(weight_WE), bias, window.cu_rows.host, as_array(window.flat),
-        as_array(window.sources), as_array(window.targets), np.float32(window.initial), out_TE.numpy(), at_once,
+        as_array(rows_TR.contiguous()), weight, bias, window.cu_rows.host, as_array(window.flat),
+        as_array(window.sources), as_array(window.targets), np.float32(window.initial), as_array(out_TE), at_once,
         activation,
     )  # fmt: skip
     return out_TE
@@ -68,9 +70,9 @@ def _causal_conv(  # type: ignore[no-untyped-def]
         if source < first:  # no rows came before
             source = target
             for w in range(n_taps - 1):
-                flat[target + w * n_channels : target + w * n_channels + width] = initial
+                fill_(flat[target + w * n_channels : target + w * n_channels + width], initial)
+        out = np.empty(width, np.float32)
         for t in range(start, end):
-            out = out_TE[t, first:last]
             copy_(out, bias_E[first:last])
             for w in range(n_taps):
                 r = t - (n_taps - 1 - w)
@@ -81,6 +83,7 @@ def _causal_conv(  # type: ignore[no-untyped-def]
                     _add_product_(out, weight_WE[w, first:last], flat[before : before + width])
             if activation:
                 _silu_(out)
+            copy_(out_TE[t, first:last], out)
         # Oldest first: if source and target are the same, a row must be read before it is overwritten.
         for w in range(n_taps - 1):
             r = end - (n_taps - 1 - w)
@@ -95,7 +98,7 @@ def _causal_conv(  # type: ignore[no-untyped-def]
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _add_product_(out, a, b):  # type: ignore[no-untyped-def]
     for e in range(len(out)):
-        out[e] += a[e] * b[e]
+        out[e] += get(a, e) * get(b, e)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
@@ -114,24 +117,26 @@ def selective_scan(
     d_E: Prepared,
     state: StateSlots,
 ) -> Tensor:
-    y_TE = torch.empty_like(x_TE, memory_format=torch.contiguous_format)
-    checks.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state, checks.FLOAT32)
+    y_TE = torch.empty(x_TE.shape)
+    checks.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state, checks.FLOATS_UP_TO_32_BITS)
     if state.tail is not None:
-        dt_bias_E, a_NE, d_E = (torch.as_tensor(w) for w in (dt_bias_E, a_NE, d_E))
+        dt_bias_E, a_NE, d_E = (as_tensor(w) for w in (dt_bias_E, a_NE, d_E))
         return reference.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, as_tensors(state))
     n_threads = use_threads(10 * x_TE.numel() * a_NE.shape[0])
     at_once = _channels_at_once(state.cu_rows.host, x_TE.shape[0], x_TE.shape[1], n_threads)
-    x, dt, b, c = (t.contiguous().numpy() for t in (x_TE, dt_TE, b_TN, c_TN))
+    x, dt, b, c = (as_array(t.contiguous()) for t in (x_TE, dt_TE, b_TN.flatten(), c_TN.flatten()))
+    own = opened(state)
     _selective_scan(
-        x, dt, as_array(dt_bias_E), b, c, as_array(a_NE), as_array(d_E), state.cu_rows.host, as_array(state.flat),
-        as_array(state.sources), as_array(state.targets), np.float32(state.initial), y_TE.numpy(), at_once,
+        x, dt, as_array(dt_bias_E), b, c, as_array(a_NE), as_array(d_E), own.cu_rows.host, as_array(own.flat),
+        as_array(own.sources), as_array(own.targets), np.float32(own.initial), y_TE.numpy(), at_once,
     )  # fmt: skip
+    close(own, state)
     return y_TE
 
 
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
 def _selective_scan(  # type: ignore[no-untyped-def]
-    x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, cu_rows, flat, sources, targets, initial, y_TE, at_once
+    x_TE, dt_TE, dt_bias_E, b, c, a_NE, d_E, cu_rows, flat, sources, targets, initial, y_TE, at_once
 ):
     n_states, n_channels = a_NE.shape
     n_chunks = -(-n_channels // at_once)
@@ -153,27 +158,27 @@ def _selective_scan(  # type: ignore[no-untyped-def]
             _product(d_E[first:last], x, y)
             for n in range(n_states):
                 h = flat[target + n * n_channels : target + n * n_channels + width]
-                _advance_(h, y, dt, dtx, a_NE[n, first:last], b_TN[t, n], c_TN[t, n])
+                _advance_(h, y, dt, dtx, a_NE[n, first:last], get(b, t * n_states + n), get(c, t * n_states + n))
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _time_step(raw, bias, x, dt, dtx):  # type: ignore[no-untyped-def]
     """Compute dt in units of ln 2, so that exp(dt A) is a power of two, and dt x."""
     for e in range(len(dt)):
-        step = softplus_f32(raw[e] + bias[e])
+        step = softplus_f32(get(raw, e) + get(bias, e))
         dt[e] = step * LOG2_E
-        dtx[e] = step * x[e]
+        dtx[e] = step * get(x, e)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _product(a, b, out):  # type: ignore[no-untyped-def]
     for e in range(len(out)):
-        out[e] = a[e] * b[e]
+        out[e] = get(a, e) * get(b, e)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
 def _advance_(h, y, dt, dtx, a, b, c):  # type: ignore[no-untyped-def]
     for e in range(len(h)):
-        h_new = exp2_f32(dt[e] * a[e]) * h[e] + dtx[e] * b
+        h_new = exp2_f32(dt[e] * get(a, e)) * h[e] + dtx[e] * b
         h[e] = h_new
         y[e] += h_new * c

@@ -10,13 +10,16 @@ from numba import njit
 from torch import Tensor
 
 from memory.errors import StepError
+from memory.kernels import checks
 from memory.kernels.cpu.compiled import compiled
+from memory.kernels.cpu.numbers import move, put
 from memory.kernels.signature import PagedBatch, Prepared, StateSlots, Tail
 
 
 def prepare(tensor: Tensor) -> Prepared:
+    """Return the tensor as an array; bfloat16, which numpy has not, as uint16: see `numbers`."""
     try:
-        return tensor.detach().numpy()
+        return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).detach().numpy()
     except TypeError as error:
         raise StepError(
             f"{tensor.dtype} on {tensor.device} is not for these kernels; give numbers that numpy has, on the CPU"
@@ -32,43 +35,66 @@ def plan_choice(*_: object) -> None:
 
 
 def as_array(x: Prepared) -> Prepared:
-    return x if isinstance(x, np.ndarray) else prepare(x)
+    """Return what numba takes: 16 bits as integers, see `numbers`."""
+    array = x if isinstance(x, np.ndarray) else prepare(x)
+    return array.view(np.int16) if array.dtype == np.float16 else array
+
+
+def as_tensor(x: Prepared) -> Tensor:
+    """Return a tensor of what `prepare` or `as_array` returned."""
+    if isinstance(x, Tensor):
+        return x
+    of_bits = {np.dtype(np.uint16): torch.bfloat16, np.dtype(np.int16): torch.float16}
+    tensor = torch.from_numpy(x)
+    return tensor.view(of_bits[x.dtype]) if x.dtype in of_bits else tensor
 
 
 def as_tensors(slots: StateSlots) -> StateSlots:
     """Convert for `reference`, which computes segments that come after a tail.
     There is no kernel for that here: on a CPU it is faster to write a state than to read it again with a tail.
     """
-    flat, sources, targets = (torch.as_tensor(x) for x in (slots.flat, slots.sources, slots.targets))
+    flat, sources, targets = (as_tensor(x) for x in (slots.flat, slots.sources, slots.targets))
     tail = slots.tail
     if tail is not None:
-        flats, blocks, new_blocks = (
-            tuple(map(torch.as_tensor, ring)) for ring in (tail.flats, tail.sources, tail.targets)
-        )
-        tail = Tail(
-            flats, blocks, new_blocks, tail.ring_rows, *map(torch.as_tensor, (tail.firsts, tail.counts, tail.folds))
-        )
+        flats, blocks, new_blocks = (tuple(map(as_tensor, ring)) for ring in (tail.flats, tail.sources, tail.targets))
+        tail = Tail(flats, blocks, new_blocks, tail.ring_rows, *map(as_tensor, (tail.firsts, tail.counts, tail.folds)))
     return slots._replace(flat=flat, sources=sources, targets=targets, tail=tail)
 
 
 def as_flat(x: Tensor) -> tuple[Prepared, int]:
-    """Return float32 x (T, ...) as one flat array, and the distance of two rows in it, in elements.
+    """Return x (T, ...) as one flat array, and the distance of two rows in it, in elements.
 
     It is a view if each row is contiguous: a part of a wider row, such as the keys in a projection, is read in place.
     """
     n_rows, n_elements = x.shape[0], math.prod(x.shape[1:])
     if x.is_contiguous():
-        return x.numpy().reshape(-1), n_elements
+        return as_array(x).reshape(-1), n_elements
     if n_rows == 1 or not x[0].is_contiguous():
-        return x.contiguous().numpy().reshape(-1), n_elements
+        return as_array(x.contiguous()).reshape(-1), n_elements
     stride = x.stride(0)
-    return x.as_strided(((n_rows - 1) * stride + n_elements,), (1,)).numpy(), stride
+    return as_array(x.as_strided(((n_rows - 1) * stride + n_elements,), (1,))), stride
+
+
+def opened(state: StateSlots) -> StateSlots:
+    """Return a state's slots in float32: its own, or copies that `close` writes back if it is kept in 16 bits."""
+    if as_array(state.flat).dtype == np.float32:
+        return state
+    copies = read_rows(state.flat, state.sources, state.shape, state.initial).float().flatten()
+    places = np.arange(len(state.sources)) * math.prod(state.shape)
+    return state._replace(flat=copies, sources=places, targets=places)
+
+
+def close(own: StateSlots, state: StateSlots) -> None:
+    """Write what a kernel has left in `opened(state)` into the state."""
+    if own is not state:
+        write_rows_(state.flat, state.targets, as_tensor(own.flat).view(len(state.sources), -1))
 
 
 def write_rows_(flat: Prepared, offsets_T: Prepared, rows_TR: Tensor) -> None:
     if offsets_T.shape[0] != rows_TR.shape[0]:
         raise StepError(f"{rows_TR.shape[0]} rows go to {offsets_T.shape[0]} places; give one for each")
-    _write_rows(as_array(flat), as_array(offsets_T), rows_TR.float().contiguous().numpy())
+    own = rows_TR if rows_TR.dtype in checks.FLOATS_UP_TO_32_BITS else rows_TR.float()
+    _write_rows(as_array(flat), as_array(offsets_T), as_array(own.contiguous()))
 
 
 @compiled()
@@ -79,8 +105,9 @@ def _write_rows(flat, offsets_T, rows_TR):  # type: ignore[no-untyped-def]
 
 
 def read_rows(flat: Prepared, offsets_T: Prepared, shape: tuple[int, ...], initial: float) -> Tensor:
-    rows_TR = torch.empty(len(offsets_T), math.prod(shape))
-    _read_rows(as_array(flat), as_array(offsets_T), rows_TR.numpy(), np.float32(initial))
+    array = as_array(flat)
+    rows_TR = torch.empty(len(offsets_T), math.prod(shape), dtype=as_tensor(array[:0]).dtype)
+    _read_rows(array, as_array(offsets_T), as_array(rows_TR), np.float32(initial))
     return rows_TR.reshape(len(offsets_T), *shape)
 
 
@@ -89,7 +116,7 @@ def _read_rows(flat, offsets_T, rows_TR, initial):  # type: ignore[no-untyped-de
     for t in range(len(offsets_T)):
         start = offsets_T[t]
         if start < 0:
-            rows_TR[t] = initial
+            fill_(rows_TR[t], initial)
         else:
             copy_(rows_TR[t], flat[start : start + rows_TR.shape[1]])
 
@@ -98,9 +125,10 @@ def gather_rows(
     flat: Prepared, batch: PagedBatch, request: int, n_kv_heads: int, head_dim: int, begin: int, end: int
 ) -> Tensor:
     """Copy rows [begin, end) of those that a request can see in pages, in order: (rows, G, D), stored head by head."""
-    rows_GRD = torch.empty(n_kv_heads, end - begin, head_dim)
+    array = as_array(flat)
+    rows_GRD = torch.empty(n_kv_heads, end - begin, head_dim, dtype=as_tensor(array[:0]).dtype)
     pages_GP = np.atleast_2d(as_array(batch.pages))[:, batch.cu_pages[request] : batch.cu_pages[request + 1]]
-    _gather_rows(as_array(flat), pages_GP, batch.page_tokens, begin, rows_GRD.numpy())
+    _gather_rows(array, pages_GP, batch.page_tokens, begin, as_array(rows_GRD))
     return rows_GRD.transpose(0, 1)
 
 
@@ -122,4 +150,10 @@ def _gather_rows(flat, pages_GP, page_tokens, first, rows_GRD):  # type: ignore[
 @njit
 def copy_(target, source):  # type: ignore[no-untyped-def]
     for e in range(len(target)):
-        target[e] = source[e]
+        move(target, source, e)
+
+
+@njit
+def fill_(target, x):  # type: ignore[no-untyped-def]
+    for e in range(len(target)):
+        put(target, e, x)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from memory.kernels.cpu.numbers import get
 from memory.kernels.cpu.rows import copy_
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING
 from memory.kernels.cpu.vector_math import exp_f32, prefetch
@@ -30,7 +31,7 @@ def start_(out, highest, total, sinks):  # type: ignore[no-untyped-def]
     if len(sinks) > 0:
         copy_(highest, sinks)
         for h in range(len(total)):
-            total[h] = _ZERO if sinks[h] == -np.inf else _ONE
+            total[h] = _ZERO if highest[h] == -np.inf else _ONE
     else:
         highest[:] = -np.inf
         total[:] = _ZERO
@@ -106,7 +107,7 @@ def _prefetch_row(keys, values, row, ahead, head_dim):  # type: ignore[no-untype
 def _add_rest(x, q, o, keys, row, head_dim):  # type: ignore[no-untyped-def]
     """Add the products of the elements that do not fill a vector to x."""
     for e in range(head_dim & ~_LAST_LANE, head_dim):
-        x += q[o + e] * keys[row + e]
+        x += q[o + e] * get(keys, row + e)
     return x
 
 
@@ -146,7 +147,7 @@ def add_values_(out, values, rows, n_groups, head_dim, apart, weights):  # type:
 def _add_rest_(out, o, weight, values, row, begin, end):  # type: ignore[no-untyped-def]
     """Add the elements that do not fill a vector."""
     for e in range(begin, end):
-        out[o + e] += weight * values[row + e]
+        out[o + e] += weight * get(values, row + e)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
@@ -193,7 +194,7 @@ def _cap_(x, cap):  # type: ignore[no-untyped-def]
 def _add_bias_(x, bias, distance):  # type: ignore[no-untyped-def]
     """Add the bias of each distance; x[0] is the score of a row at `distance`, the next one is nearer by one."""
     for e in range(len(x)):
-        x[e] += bias[min(distance - e, len(bias) - 1)]
+        x[e] += get(bias, min(distance - e, len(bias) - 1))
 
 
 @njit(fastmath=REDUCING)

@@ -1,5 +1,7 @@
 """Defines operations on vectors of sixteen float32, for loops that must sum in a fixed order on the CPU.
 
+Vectors are loaded from arrays of float32, or of 16 bits (see `numbers`), which become float32 on the way.
+
 LLVM chooses the order of sums in loops that it vectorises, and does not vectorise a loop over several rows that share
 operands. These operations compile to full vectors on any machine (AVX-512: one register; AVX2: two; NEON: four), and
 round in the same way on all of them.
@@ -7,13 +9,14 @@ round in the same way on all of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.extending import intrinsic, models, register_model
+from numba.extending import models, register_model
+
+from memory.kernels.cpu.numbers import as_float, untyped_intrinsic
 
 LANES = 16
 _VECTOR = ir.VectorType(ir.FloatType(), LANES)
@@ -35,22 +38,19 @@ class _Model(models.PrimitiveModel):
         super().__init__(manager, type_, _VECTOR)  # type: ignore[no-untyped-call]
 
 
-def _compiled(typing: Callable[..., Any]) -> Any:
-    """Decorate with numba's `intrinsic`, whose own type hides how the result is called."""
-    return intrinsic(typing)
-
-
-@_compiled
+@untyped_intrinsic
 def load(typing_context, array, at):  # type: ignore[no-untyped-def]
-    """Load array[at : at + 16] of a contiguous float32 array; not checked."""
+    """Load array[at : at + 16] of a contiguous array of floats, as float32; not checked."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        return builder.load(_pointer(context, builder, signature, arguments), align=4)
+        element = context.get_data_type(array.dtype)
+        pointer = _pointer(context, builder, signature, arguments, ir.VectorType(element, LANES))
+        return as_float(builder, array.dtype, builder.load(pointer, align=array.dtype.bitwidth // 8))
 
     return _float32x16(array, at), codegen
 
 
-@_compiled
+@untyped_intrinsic
 def store(typing_context, array, at, x):  # type: ignore[no-untyped-def]
     """Store array[at : at + 16] = x; not checked."""
 
@@ -61,7 +61,7 @@ def store(typing_context, array, at, x):  # type: ignore[no-untyped-def]
     return types.void(array, at, x), codegen
 
 
-@_compiled
+@untyped_intrinsic
 def splat(typing_context, x):  # type: ignore[no-untyped-def]
     """Return x in every lane."""
 
@@ -71,7 +71,7 @@ def splat(typing_context, x):  # type: ignore[no-untyped-def]
     return _float32x16(types.float32), codegen
 
 
-@_compiled
+@untyped_intrinsic
 def load_codes(typing_context, array, at, shift, mask):  # type: ignore[no-untyped-def]
     """Load (array[at : at + 16] >> shift) & mask of a contiguous uint8 array, as float32; not checked.
     `shift` and `mask` are int32.
@@ -86,7 +86,7 @@ def load_codes(typing_context, array, at, shift, mask):  # type: ignore[no-untyp
     return _float32x16(array, at, types.int32, types.int32), codegen
 
 
-@_compiled
+@untyped_intrinsic
 def load_float8(typing_context, array, at):  # type: ignore[no-untyped-def]
     """Load the float8 e4m3 numbers array[at : at + 16] of a contiguous uint8 array, as float32; not checked.
 
@@ -111,7 +111,7 @@ def load_float8(typing_context, array, at):  # type: ignore[no-untyped-def]
     return _float32x16(array, at), codegen
 
 
-@_compiled
+@untyped_intrinsic
 def multiply(typing_context, x, y):  # type: ignore[no-untyped-def]
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
         return builder.fmul(*arguments)
@@ -119,7 +119,7 @@ def multiply(typing_context, x, y):  # type: ignore[no-untyped-def]
     return _float32x16(x, y), codegen
 
 
-@_compiled
+@untyped_intrinsic
 def multiply_add(typing_context, x, y, z):  # type: ignore[no-untyped-def]
     """Return x * y + z, rounded once."""
 
@@ -130,7 +130,7 @@ def multiply_add(typing_context, x, y, z):  # type: ignore[no-untyped-def]
     return _float32x16(x, y, z), codegen
 
 
-@_compiled
+@untyped_intrinsic
 def total(typing_context, x):  # type: ignore[no-untyped-def]
     """Sum all lanes, by halves."""
 
@@ -140,7 +140,7 @@ def total(typing_context, x):  # type: ignore[no-untyped-def]
     return types.float32(x), codegen
 
 
-@_compiled
+@untyped_intrinsic
 def store_totals(typing_context, array, at, x0, x1, x2, x3):  # type: ignore[no-untyped-def]
     """Store the totals of four vectors in array[at : at + 4], the same bits as `total` of each."""
 

@@ -11,6 +11,7 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from memory.blocks.staging import place
 from memory.kernels.cpu import progress
@@ -25,58 +26,71 @@ from memory.kernels.cpu.rows import gather_rows, read_rows, write_rows_
 from memory.kernels.signature import FoldedRows, PageChoice, PagedBatch, Scoring, StateSlots
 from memory.quantization import Float8
 
-_flat, _offsets, _cu = torch.zeros(64), torch.zeros(1, dtype=torch.int64), np.arange(2)
-_rows, _b, _a, _codes = torch.zeros(1, 2), torch.zeros(1, 3), torch.zeros(3, 2), torch.zeros(64, dtype=torch.uint8)
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_states, _offsets, _cu = torch.zeros(64), torch.zeros(1, dtype=torch.int64), np.arange(2)
+_a, _codes = torch.zeros(3, 2), torch.zeros(64, dtype=torch.uint8)
 
 
-def _slots(*shape: int) -> StateSlots:
-    return StateSlots(place(_cu, torch.device("cpu")), _flat, _offsets, _offsets, shape, 0.0)
+def _slots(flat: Tensor, *shape: int) -> StateSlots:
+    return StateSlots(place(_cu, torch.device("cpu")), flat, _offsets, _offsets, shape, 0.0)
 
 
 def _batch() -> PagedBatch:
     return PagedBatch(_cu, np.ones(1, np.int64), _offsets, _cu, page_tokens=1)
 
 
-def _attend(folded: FoldedRows | None = None) -> None:
-    paged_attention(torch.zeros(1, 1, 2), _flat, _flat, _batch(), 1, Scoring(1.0), folded)
+def _attend(flat: Tensor, folded: FoldedRows | None = None) -> None:
+    paged_attention(flat[:2].view(1, 1, 2), flat, flat, _batch(), 1, Scoring(1.0), folded)
 
 
-def _attend_folded() -> None:
+def _attend_folded(flat: Tensor) -> None:
     shapes = ((1, 1, 2), (1, 1, 2))
-    _attend(FoldedRows(Float8(), shapes, (_codes, _codes), _offsets, _cu, np.ones(1, np.int64), 2))
+    _attend(flat, FoldedRows(Float8(), shapes, (_codes, _codes), _offsets, _cu, np.ones(1, np.int64), 2))
 
 
-def _choose_pages() -> None:
-    choose_pages(torch.zeros(1, 1, 2), _flat, _flat, PageChoice(_offsets, _cu, 0, np.ones(1, np.int64), _cu), 1)
+def _choose_pages(flat: Tensor) -> None:
+    choice = PageChoice(_offsets, _cu, 0, np.ones(1, np.int64), _cu)
+    choose_pages(flat[:2].view(1, 1, 2), flat, flat, choice, 1)
 
 
-def _copy_rows() -> None:
-    write_rows_(_flat, _offsets, _rows)
-    read_rows(_flat, _offsets, (2,), 0.0)
-    gather_rows(_flat, _batch(), 0, 1, 2, 0, 1)
+def _copy_rows(flat: Tensor) -> None:
+    write_rows_(flat, _offsets, flat[:2].view(1, 2))
+    read_rows(flat, _offsets, (2,), 0.0)
+    gather_rows(flat, _batch(), 0, 1, 2, 0, 1)
 
 
-def _scan_matrices() -> None:
-    x = _rows[:, None]
-    matrix_scan(x, x, x, _rows[:, :1], None, _slots(1, 2, 2))
+def _scan_channels(flat: Tensor) -> None:
+    x, b, bias = flat[:2].view(1, 2), flat[:3].view(1, 3), flat[:2]
+    selective_scan(x, x, bias, b, b, _a, _states[:2], _slots(_states, 3, 2))
 
 
-_RUNS: dict[str, tuple[float, Callable[[], object]]] = {
+def _scan_matrices(_: Tensor) -> None:
+    x = _states[:2].view(1, 1, 2)
+    matrix_scan(x, x, x, x[:, :, 0], None, _slots(_states, 1, 2, 2))
+
+
+def _scan_three_sums(_: Tensor) -> None:
+    x, own = _states[:2].view(1, 2), _slots(_states, 2)
+    wkv4(x, x, _states[:2], _states[:2], (own, own, own))
+
+
+_RUNS: dict[str, tuple[float, Callable[[Tensor], object]]] = {
     "folded_rows": (16, _attend_folded),
     "paged_attention": (11, _attend),
     "matrix_scan": (7, _scan_matrices),
     "choose_pages": (3, _choose_pages),
-    "wkv4": (3, lambda: wkv4(_rows, _rows, _rows[0], _rows[0], (_slots(2), _slots(2), _slots(2)))),
-    "selective_scan": (
-        2.5, lambda: selective_scan(_rows, _rows, _rows[0], _b, _b, _a, _rows[0], _slots(3, 2)),
-    ),
-    "causal_conv": (2, lambda: causal_conv(_rows, torch.zeros(2, 2), None, _slots(1, 2))),
-    "linear_scan": (1, lambda: linear_scan(_rows, _rows, _slots(2))),
-    "rms_norm": (1, lambda: rms_norm(_rows, None, 1.0)),
+    "wkv4": (3, _scan_three_sums),
+    "selective_scan": (2.5, _scan_channels),
+    "causal_conv": (2, lambda flat: causal_conv(flat[:2].view(1, 2), flat[:4].view(2, 2), None, _slots(flat, 1, 2))),
+    "linear_scan": (1, lambda _: linear_scan(_states[:2].view(1, 2), _states[:2].view(1, 2), _slots(_states, 2))),
+    "rms_norm": (1, lambda flat: rms_norm(flat[:2].view(1, 2), None, 1.0)),
     "rows": (1, _copy_rows),
-    "softplus": (0.5, lambda: softplus(_rows, _rows[0])),
-}  # fmt: skip
-"""For each name the seconds that its kernels take to compile, the longest first, and what runs them on tiny inputs."""
+    "softplus": (0.5, lambda flat: softplus(flat[:2].view(1, 2), _states[:2])),
+}
+"""For each name the seconds that its kernels take to compile, the longest first, and what runs them on tiny inputs.
+
+It is given numbers of the memory's dtype. States are in float32.
+"""
 
 NAMES = tuple(_RUNS)
 """What can be compiled ahead: functions of `Kernels`; "rows", those that copy rows; and "folded_rows", attention over
@@ -85,33 +99,35 @@ what a storage keeps."""
 _HELPER_SECONDS = 4
 """Work that is worth another process, which takes two seconds to start."""
 
-_warm: set[str] = set()
+_warm: set[tuple[str, torch.dtype]] = set()
 
 
-def warm_up(names: Iterable[str] = NAMES) -> float:
-    """Compile what is missing of these kernels, and load the others from disk; returns the seconds it took.
+def warm_up(names: Iterable[str] = NAMES, dtype: torch.dtype = torch.float32) -> float:
+    """Compile what is missing of these kernels for rows of `dtype`, and load the others from disk.
+
+    Returns the seconds it took.
 
     A memory calls this with what its spec needs when it is made, so that no step has to wait for the compiler. Several
     processes compile at once, as many as there are cores.
     """
     started = time.perf_counter()
-    wanted = [name for name in NAMES if name in set(names) - _warm]
-    if missing := [name for name in wanted if not _has_run(name, "skip")]:
-        _compile(missing)
-    _warm.update(wanted)
+    wanted = [name for name in NAMES if name in set(names) and (name, dtype) not in _warm]
+    if missing := [name for name in wanted if not _has_run(name, dtype, "skip")]:
+        _compile(missing, dtype)
+    _warm.update((name, dtype) for name in wanted)
     return time.perf_counter() - started
 
 
-def _compile(names: list[str]) -> None:
+def _compile(names: list[str], dtype: torch.dtype) -> None:
     """Compile these, the longest first, while helpers do so from the other end. A helper that fails is not missed."""
     progress.tell(names[0])
     seconds = sum(_RUNS[name][0] for name in names)
     n_helpers = min(_n_cores(), len(names), int(seconds / _HELPER_SECONDS)) - 1 if is_kept() else 0
-    helpers = [_start_helper(names[i + 1 :] + names[: i + 1]) for i in range(n_helpers)]
+    helpers = [_start_helper(names[i + 1 :] + names[: i + 1], dtype) for i in range(n_helpers)]
     try:
-        left = [name for name in names if not _has_run(name, "skip if another does")]
+        left = [name for name in names if not _has_run(name, dtype, "skip if another does")]
         for name in left:
-            _has_run(name, "compile")
+            _has_run(name, dtype, "compile")
     except BaseException:
         for helper in helpers:
             helper.terminate()
@@ -122,26 +138,26 @@ def _compile(names: list[str]) -> None:
         progress.clear()
 
 
-def compile_alone(names: list[str]) -> None:
+def compile_alone(dtype: str, *names: str) -> None:
     """Compile those of these that no other process compiles."""
     for name in names:
-        _has_run(name, "skip if another does")
+        _has_run(name, _DTYPES[dtype], "skip if another does")
 
 
-def _start_helper(names: list[str]) -> subprocess.Popen[bytes]:
-    code = "import sys; from memory.kernels.cpu.warm_up import compile_alone; compile_alone(sys.argv[1:])"
+def _start_helper(names: list[str], dtype: torch.dtype) -> subprocess.Popen[bytes]:
+    code = "import sys; from memory.kernels.cpu.warm_up import compile_alone; compile_alone(*sys.argv[1:])"
     path = os.pathsep.join(folder or os.curdir for folder in sys.path)
     environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     return subprocess.Popen(
-        [sys.executable, "-c", code, *names], env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        [sys.executable, "-c", code, str(dtype).removeprefix("torch."), *names], env=environment,
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
 
 
-def _has_run(name: str, rule: Literal["compile", "skip", "skip if another does"]) -> bool:
+def _has_run(name: str, dtype: torch.dtype, rule: Literal["compile", "skip", "skip if another does"]) -> bool:
     try:
         with on_a_miss(rule):
-            _RUNS[name][1]()
+            _RUNS[name][1](torch.zeros(64, dtype=dtype))
     except NotCompiledError:
         return False
     return True

@@ -67,7 +67,7 @@ def toys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(
         module,
         "_RUNS",
-        {name: (0.1, lambda x=x, name=name: (kernel(x), ran.append(name))) for name, x in (("a", 1), ("b", 1.0))},
+        {name: (0.1, lambda _, x=x, name=name: (kernel(x), ran.append(name))) for name, x in (("a", 1), ("b", 1.0))},
     )
     monkeypatch.setattr(module, "NAMES", ("a", "b"))
     return ran

@@ -1,0 +1,98 @@
+"""Reads and writes floats of 16 bits in compiled loops: numba has no type for them, so their arrays hold integers.
+
+uint16 stands for bfloat16, the upper half of a float32, and int16 for float16. `get`, `put` and `move` work on arrays
+of these and of any other type, so that one source serves all dtypes: everything is computed in float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import ir
+from numba import types
+from numba.extending import intrinsic
+
+_I16, _I32, _F16, _F32 = ir.IntType(16), ir.IntType(32), ir.HalfType(), ir.FloatType()
+_QUIET_NAN = 0x7FC0
+_SHORT = (types.uint16, types.int16)
+
+
+def untyped_intrinsic(typing: Callable[..., Any]) -> Any:
+    """Decorate with numba's `intrinsic`, whose own type hides how the result is called."""
+    return intrinsic(typing)
+
+
+def as_float(builder: ir.IRBuilder, dtype: Any, x: ir.Value) -> ir.Value:
+    """Return the float32 of 16 bits, or a vector of them; other numbers are returned as they are."""
+    if dtype not in _SHORT:
+        return x
+
+    def like(element: ir.Type) -> ir.Type:
+        return ir.VectorType(element, x.type.count) if isinstance(x.type, ir.VectorType) else element
+
+    if dtype == types.int16:
+        return builder.fpext(builder.bitcast(x, like(_F16)), like(_F32))
+    wide = builder.zext(x, like(_I32))
+    sixteen = ir.Constant(wide.type, [16] * x.type.count) if isinstance(x.type, ir.VectorType) else _I32(16)
+    return builder.bitcast(builder.shl(wide, sixteen), like(_F32))
+
+
+def _rounded(builder: ir.IRBuilder, dtype: Any, x: ir.Value) -> ir.Value:
+    """Return the 16 bits that are nearest to a float32, of two the even one; NaN stays NaN."""
+    if dtype == types.int16:
+        return builder.bitcast(builder.fptrunc(x, _F16), _I16)
+    bits = builder.bitcast(x, _I32)
+    is_odd = builder.and_(builder.lshr(bits, _I32(16)), _I32(1))
+    nearest = builder.trunc(builder.lshr(builder.add(builder.add(bits, _I32(0x7FFF)), is_odd), _I32(16)), _I16)
+    return builder.select(builder.fcmp_unordered("uno", x, x), _I16(_QUIET_NAN), nearest)
+
+
+def _at(context: Any, builder: ir.IRBuilder, kind: Any, array: ir.Value, at: ir.Value) -> ir.Value:
+    return builder.gep(context.make_array(kind)(context, builder, array).data, [at])
+
+
+def _stored(context: Any, builder: ir.IRBuilder, x: ir.Value, of: Any, dtype: Any) -> ir.Value:
+    """Convert a number of type `of` to what an array of `dtype` holds."""
+    if dtype in _SHORT:
+        return _rounded(builder, dtype, context.cast(builder, x, of, types.float32))
+    return context.cast(builder, x, of, dtype)
+
+
+@untyped_intrinsic
+def get(typing_context, array, at):  # type: ignore[no-untyped-def]
+    """Return array[at] of a contiguous array, float32 if that is 16 bits; not checked."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        pointer = _at(context, builder, array, *arguments)
+        return as_float(builder, array.dtype, builder.load(pointer, align=array.dtype.bitwidth // 8))
+
+    return (types.float32 if array.dtype in _SHORT else array.dtype)(array, at), codegen
+
+
+@untyped_intrinsic
+def put(typing_context, array, at, x):  # type: ignore[no-untyped-def]
+    """Set array[at] = x of a contiguous array, rounded if that is 16 bits; not checked."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        value = _stored(context, builder, arguments[2], x, array.dtype)
+        builder.store(value, _at(context, builder, array, *arguments[:2]), align=array.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(array, at, x), codegen
+
+
+@untyped_intrinsic
+def move(typing_context, target, source, at):  # type: ignore[no-untyped-def]
+    """Set target[at] = source[at] of contiguous arrays; of one type the bits stay the same; not checked."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        x = builder.load(_at(context, builder, source, *arguments[1:]), align=source.dtype.bitwidth // 8)
+        if target.dtype != source.dtype:
+            of = types.float32 if source.dtype in _SHORT else source.dtype
+            x = _stored(context, builder, as_float(builder, source.dtype, x), of, target.dtype)
+        place = _at(context, builder, target, arguments[0], arguments[2])
+        builder.store(x, place, align=target.dtype.bitwidth // 8)
+        return context.get_dummy_value()
+
+    return types.void(target, source, at), codegen
