@@ -17,6 +17,7 @@ import torch
 import typer
 
 from benchmarks import architectures, books, compiling, gpu_tune, kernels, prefixes, speed, states
+from benchmarks import dtypes as dtypes_
 from benchmarks import gpu as gpu_kernels
 from benchmarks import sparse as sparse_attention
 from benchmarks import speculative as speculative_decoding
@@ -71,6 +72,12 @@ def decode(model: Model = None, quick: Quick = False, out: Out = None, threads: 
 def prefill(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure the prefill of one long and of many short prompts, against transformers."""
     _run(speed.prefill, MODEL_TESTS, quick, out, threads, models=_known(model, quick=quick))
+
+
+@app.command()
+def dtypes(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure decode and prefill in float32 and bfloat16 on the CPU, against transformers in bfloat16."""
+    _run(dtypes_.dtypes, MODEL_TESTS, quick, out, threads, models=_known(model, quick=quick))
 
 
 def _known(models: list[str] | None, *, quick: bool) -> list[str]:
@@ -200,7 +207,7 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
     ]
     commands = (
         "parity", "bookkeeping", "rollback", "memory", "prefixes", "kernels", "states", "sparse", "speculative",
-        "prefill", "decode",
+        "prefill", "decode", "dtypes",
     )  # fmt: skip
     failed = [
         name

@@ -31,7 +31,7 @@ from memory.blocks.store import Store
 from memory.errors import StepError
 from memory.eviction import EvictionPolicy
 from memory.interface import Packed
-from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, select_kernels
+from memory.kernels import FoldedRows, PagedBatch, Prepared, Scoring, as_tensor, select_kernels
 from memory.quantization import Parts, Storage
 from memory.sequences.drop import CannotDrop
 from memory.sequences.folding import TailRules
@@ -322,7 +322,7 @@ class EvictingAttention(CannotDrop, TailMemory):
         if block < 0:
             return [torch.zeros(s.shape, dtype=s.dtype or self._dtype, device=self._store.device) for s in states]
         views = []
-        for flat, state in zip(map(torch.as_tensor, self._access.states[index]), states, strict=True):
+        for flat, state in zip(map(as_tensor, self._access.states[index]), states, strict=True):
             at = int(self.table.states.addresses[block]) // flat.element_size()
             views.append(flat[at : at + math.prod(state.shape)].view(state.shape))
         return views

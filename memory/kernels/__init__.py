@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -27,6 +27,7 @@ from memory.kernels.signature import (
     Scoring,
     StateSlots,
     Tail,
+    as_tensor,
 )
 from memory.kernels.weights import Weights
 
@@ -42,6 +43,7 @@ __all__ = [
     "StateSlots",
     "Tail",
     "Weights",
+    "as_tensor",
     "chosen_kernels",
     "rms_norm",
     "select_kernels",
@@ -70,7 +72,7 @@ def select_kernels(device: torch.device, *dtypes: torch.dtype) -> Kernels:
     Raises:
         SpecError: HYBRID_MEMORY_KERNELS names no kernels, or some that cannot work on these tensors.
     """
-    name = _choice(device, dtypes)
+    name = _known_choice(device, dtypes, os.environ.get(_OVERRIDE))
     if name == "cpu":
         from memory.kernels import cpu  # not at import time: a dry run or another device needs no compiler
 
@@ -107,6 +109,12 @@ def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tail
         sets |= {name: "reference" for name in OF_STATES if sets[name] == "cpu"}
         helpers = {}
     return {name: sets[name] + (f", prompts by {helpers[name]}" if name in helpers else "") for name in functions}
+
+
+@lru_cache
+def _known_choice(device: torch.device, dtypes: tuple[torch.dtype, ...], override: str | None) -> str:
+    """Remember `_choice`: a step of a model asks for it dozens of times."""
+    return _choice(device, dtypes)
 
 
 def _choice(device: torch.device, dtypes: tuple[torch.dtype, ...]) -> str:

@@ -13,7 +13,17 @@ from torch import Tensor
 from memory.blocks.arrays import ceil_div
 from memory.kernels import checks
 from memory.kernels.blocked import Rows, attend, scored
-from memory.kernels.signature import Erase, FoldedRows, PageChoice, PagedBatch, Prepared, Scoring, StateSlots, Tail
+from memory.kernels.signature import (
+    Erase,
+    FoldedRows,
+    PageChoice,
+    PagedBatch,
+    Prepared,
+    Scoring,
+    StateSlots,
+    Tail,
+    as_tensor,
+)
 
 
 def prepare(tensor: Tensor) -> Tensor:
@@ -89,7 +99,7 @@ def gather_folded(folded: FoldedRows, request: int, begin: int = 0, end: int | N
     first, last = begin // folded.block_rows, ceil_div(end, folded.block_rows)
     blocks = folded.blocks[..., folded.cu_blocks[request] : folded.cu_blocks[request + 1]][..., first:last]
     parts = []
-    for flat, (n_heads, n_rows, size) in zip(map(torch.as_tensor, folded.flats), folded.shapes, strict=True):
+    for flat, (n_heads, n_rows, size) in zip(map(as_tensor, folded.flats), folded.shapes, strict=True):
         of_head_G1 = torch.arange(n_heads)[:, None] * (n_rows * size)
         offsets_GB = (blocks // flat.element_size()).to(flat.device) + of_head_G1.to(flat.device)
         found_XS = flat[_elements(offsets_GB.flatten(), n_rows * size)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,17 @@ from memory.quantization import Storage
 
 Prepared = Any
 """A tensor, or what `Kernels.prepare` made of it."""
+
+_OF_BITS = {np.dtype(np.uint16): torch.bfloat16, np.dtype(np.int16): torch.float16}
+"""For arrays of the CPU's kernels that hold 16 bits as integers, what they stand for."""
+
+
+def as_tensor(x: Prepared) -> Tensor:
+    """Return the tensor that was prepared: `x` itself, or one that shares its bytes."""
+    if isinstance(x, Tensor):
+        return x
+    tensor = torch.from_numpy(x)
+    return tensor.view(_OF_BITS[x.dtype]) if x.dtype in _OF_BITS else tensor
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,10 @@ from memory.errors import FormatError, HybridMemoryError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+_MOST_MAPPED_BYTES = 1 << 28
+"""Bytes that are read before files are mapped anew: more than that of a checkpoint need not be in memory beside the
+model."""
+
 
 class UnsupportedModelError(HybridMemoryError, ValueError):
     """The architecture of a checkpoint, or one of its options, is not implemented by this library."""
@@ -67,6 +71,7 @@ class Checkpoint:
         self.on_taken = on_taken
         self._taken: set[str] = set()
         self._factors: dict[str, float | Tensor] = {}
+        self._read_bytes = 0
         self._files = {name: self._open(name) for name in self._file_names()}
         self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.keys()}
 
@@ -140,7 +145,12 @@ class Checkpoint:
         return tensor
 
     def _read(self, name: str) -> Tensor:
-        tensor: Tensor = self._files[self._file_of[name]].get_tensor(name)
+        """Map the tensor. Files are mapped anew now and then, so that what was read and copied leaves memory."""
+        file = self._file_of[name]
+        if self._read_bytes >= _MOST_MAPPED_BYTES:
+            self._files, self._read_bytes = {other: self._open(other) for other in self._files}, 0
+        tensor: Tensor = self._files[file].get_tensor(name)
+        self._read_bytes += tensor.nbytes
         return tensor
 
     def take_optional(self, condition: bool, name: str, *shape: int) -> Tensor | None:

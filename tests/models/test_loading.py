@@ -19,6 +19,7 @@ import models
 from memory import FormatError, HybridMemory, HybridMemoryError, SpecError, StepError
 from models import ARCHITECTURES, LanguageModel, UnsupportedModelError, load_model
 from models.loading import architectures
+from models.loading.checkpoint import Checkpoint
 from tests.models.checkpoints import Peer, draw_tokens, write_checkpoint
 from tests.models.families.jamba import jamba_config
 from tests.models.families.mamba import mamba_config
@@ -109,6 +110,22 @@ def test_a_checkpoint_is_cast_to_the_dtype_asked_for(folder: Path, dtype: str | 
     logits = run(load_model(folder, dtype=dtype))
     assert logits.dtype == wanted
     assert_logits_close(logits, Peer.load(folder).logits(TOKENS), torch.bfloat16)
+
+
+def test_files_are_mapped_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what was read leaves memory; tensors that are used where they are stay valid, as the embedding does."""
+    folder = write_checkpoint(tmp_path / "model", jamba_config())
+    expected = run(load_model(folder))
+    opened, open_file = list[str](), Checkpoint._open
+
+    def counted(self: Checkpoint, name: str) -> Any:
+        opened.append(name)
+        return open_file(self, name)  # type: ignore[no-untyped-call]
+
+    monkeypatch.setattr("models.loading.checkpoint._MOST_MAPPED_BYTES", 4096)
+    monkeypatch.setattr(Checkpoint, "_open", counted)
+    model = load_model(folder)
+    assert 3 < len(opened) < 40 and torch.equal(run(model), expected)
 
 
 def test_bfloat16_weights_run_in_float32(tmp_path: Path) -> None:

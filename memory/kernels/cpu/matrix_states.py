@@ -13,11 +13,11 @@ from memory.blocks.arrays import Int64s
 from memory.kernels import checks, reference
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import get
-from memory.kernels.cpu.rows import as_array, as_flat, as_tensor, as_tensors, close, copy_, opened
+from memory.kernels.cpu.rows import as_array, as_flat, as_tensors, close, copy_, opened
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import exp_f32
 from memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, splat, store, store_totals, total
-from memory.kernels.signature import Erase, Prepared, StateSlots
+from memory.kernels.signature import Erase, Prepared, StateSlots, as_tensor
 
 _LONG_RUN_ELEMENTS = 8192
 """State elements of a task in long segments: 32 KiB stay in a fast cache from token to token, and are enough for the

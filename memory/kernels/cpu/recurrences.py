@@ -13,10 +13,10 @@ from memory.blocks.arrays import Int64s
 from memory.kernels import checks, reference
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import get
-from memory.kernels.cpu.rows import as_array, as_tensor, as_tensors, close, copy_, fill_, opened
+from memory.kernels.cpu.rows import as_array, as_tensors, close, copy_, fill_, opened
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
-from memory.kernels.signature import Prepared, StateSlots
+from memory.kernels.signature import Prepared, StateSlots, as_tensor
 
 _LONG_RUN = 128
 """Channels of a task in long segments: 128 x 16 states (8 KiB) stay in the first-level cache from row to row."""

@@ -13,13 +13,16 @@ from memory.errors import StepError
 from memory.kernels import checks
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import move, put
-from memory.kernels.signature import PagedBatch, Prepared, StateSlots, Tail
+from memory.kernels.signature import PagedBatch, Prepared, StateSlots, Tail, as_tensor
+
+_BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 
 
 def prepare(tensor: Tensor) -> Prepared:
-    """Return the tensor as an array; bfloat16, which numpy has not, as uint16: see `numbers`."""
+    """Return the tensor as an array that numba takes: 16 bits as integers, see `numbers`."""
     try:
-        return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).detach().numpy()
+        own = tensor.detach() if tensor.requires_grad else tensor
+        return own.view(_BITS[own.dtype]).numpy() if own.dtype in _BITS else own.numpy()
     except TypeError as error:
         raise StepError(
             f"{tensor.dtype} on {tensor.device} is not for these kernels; give numbers that numpy has, on the CPU"
@@ -35,18 +38,7 @@ def plan_choice(*_: object) -> None:
 
 
 def as_array(x: Prepared) -> Prepared:
-    """Return what numba takes: 16 bits as integers, see `numbers`."""
-    array = x if isinstance(x, np.ndarray) else prepare(x)
-    return array.view(np.int16) if array.dtype == np.float16 else array
-
-
-def as_tensor(x: Prepared) -> Tensor:
-    """Return a tensor of what `prepare` or `as_array` returned."""
-    if isinstance(x, Tensor):
-        return x
-    of_bits = {np.dtype(np.uint16): torch.bfloat16, np.dtype(np.int16): torch.float16}
-    tensor = torch.from_numpy(x)
-    return tensor.view(of_bits[x.dtype]) if x.dtype in of_bits else tensor
+    return x if isinstance(x, np.ndarray) else prepare(x)
 
 
 def as_tensors(slots: StateSlots) -> StateSlots:

@@ -8,8 +8,9 @@ import torch
 from numba import njit
 
 from memory.kernels.cpu.numbers import get, move, put
-from memory.kernels.cpu.rows import as_array, as_tensor, copy_
+from memory.kernels.cpu.rows import as_array, copy_
 from memory.kernels.cpu.vectors import LANES, load, store
+from memory.kernels.signature import as_tensor
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 
