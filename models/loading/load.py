@@ -80,7 +80,8 @@ def load_model(
         FormatError: files are missing, damaged, or do not fit the config; the message names the tensor.
         UnsupportedModelError: the architecture, or an option of it, is not implemented.
         SpecError: the device or dtype does not exist.
-    Cost: reads every tensor once; float32 on the CPU stays memory-mapped where the checkpoint is float32 too.
+    Cost: reads every tensor once. On the CPU matrices are laid out for oneDNN one by one: memory holds the model
+    and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped.
     """
     device = _read_device(device)
     folder = find_folder(path_or_hub_id)
@@ -104,10 +105,10 @@ def load_model(
 def from_transformers(hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
     """Make this library's model from the weights of a loaded transformers model, on its device; no file is written.
 
-    Tensors that are used as they are stay shared with `hf_model`: embeddings, norms and, in 16 bits or on other devices
-    than the CPU, most matrices. Tensors that our layers need in another form are copied: queries, keys and values in
-    one matrix, taps and decays of recurrences and, in float32 on the CPU, every matrix of a product, which is laid out
-    for oneDNN. So do not change `hf_model`'s weights afterwards.
+    Tensors that are used as they are stay shared with `hf_model`: embeddings, norms and, on other devices than the CPU,
+    most matrices. Tensors that our layers need in another form are copied: queries, keys and values in one matrix, taps
+    and decays of recurrences and, on the CPU, every matrix of a product, which is laid out for oneDNN. So do not change
+    `hf_model`'s weights afterwards.
 
     Args:
         dtype: as for `load_model`; "auto" takes the model's own. With another one everything is copied.
