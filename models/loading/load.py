@@ -20,6 +20,7 @@ from memory.blocks.arguments import check_usable, read_device, read_dtype
 from memory.errors import FormatError, HybridMemoryError
 from models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
 from models.loading.checkpoint import Checkpoint, DryCheckpoint, LoadedCheckpoint, UnsupportedModelError
+from models.loading.quantised import find_coding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -86,8 +87,9 @@ def load_model(
     device = _read_device(device)
     folder = find_folder(path_or_hub_id)
     config, model_class = read_config(folder)
-    _check_unquantised(config)
     checkpoint = Checkpoint(folder, device, _read_dtype(dtype, config))
+    if (coding := find_coding(config)) is not None:
+        checkpoint.decode_with(coding)
     from rich.console import Console
     from rich.progress import Progress
 
@@ -209,7 +211,8 @@ def check_source(hf_model: PreTrainedModel) -> torch.device:
 def _check_unquantised(config: PreTrainedConfig) -> None:
     if stored := getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
-            f"quantization_config={stored!r}; give a checkpoint whose weights are stored as they are, in 16 or 32 bits"
+            f"quantization_config={stored!r}: this model's weights are quantised already; load_model(folder) reads "
+            "the formats of docs/how-to/cpu.md, or give a model whose weights are in 16 or 32 bits"
         )
 
 
