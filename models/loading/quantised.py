@@ -42,12 +42,16 @@ def find_coding(config: PreTrainedConfig) -> Coding | None:
 
     Raises:
         UnsupportedModelError: the format, or an option of it, is not implemented; the message names it.
+        FormatError: the config contradicts itself.
     """
     for part in (config, config.get_text_config()):
         for name in ("quantization_config", "compression_config"):  # the latter in older files
-            stored = getattr(part, name, None)
-            if stored:
+            if not (stored := getattr(part, name, None)):
+                continue
+            try:
                 return _read_coding(stored if isinstance(stored, dict) else stored.to_dict())
+            except (AttributeError, LookupError, TypeError, re.error) as error:
+                raise FormatError(f"{name}={stored!r} contradicts itself: {error}") from error
     return None
 
 
@@ -97,8 +101,11 @@ def _read_size(stored: Mapping[str, Any], name: str) -> int | None:
 
 def _unpack(words: Tensor, bits: int) -> Tensor:
     """Return the unsigned codes of 4 or 8 bits in int32 words (..., n), lowest bits first: (..., n * 32 / bits)."""
-    codes = words.contiguous().view(torch.uint8)
-    return codes if bits == 8 else torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
+    n_codes = 32 // bits
+    codes = torch.empty(*words.shape, n_codes, dtype=torch.uint8, device=words.device)
+    for i in range(n_codes):
+        codes[..., i] = words >> bits * i & (1 << bits) - 1
+    return codes.flatten(-2)
 
 
 def _dequantise(
@@ -209,18 +216,18 @@ class _Scheme:
         _check(named, "type", *(("int",) if named["format"] == "pack-quantized" else ("int", "float")))
         _check(named, "num_bits", *((8,) if weights.get("type") == "float" else (4, 8)))
         strategy = _check(named, "strategy", "tensor", "channel", "group", "block")
-        block: tuple[int | None, int | None] = {"tensor": (None, None), "channel": (1, None)}.get(strategy, (1, None))
+        block: tuple[int | None, int | None] = (None if strategy == "tensor" else 1, None)
         if strategy == "group":
             block = (1, _read_size(named, "group_size"))
         if strategy == "block":
             block = _read_block(named, "block_structure")
         targets = stored.get("targets") or ()
-        if not isinstance(targets, list | tuple) or not all(isinstance(target, str) for target in targets):
-            raise FormatError(f"quantization_config has targets={targets!r}, not a list of names")
+        for target in targets:
+            re.compile(target.removeprefix("re:"))
         return _Scheme(tuple(targets), weights["num_bits"], block)
 
     def rank(self, module: str) -> int:
-        """How well the targets name this module: 3 by its name or a pattern, 2 and 1 by a likely or another class."""
+        """Return how well the targets name a module: 3 by name or pattern, 2 by a likely class, 1 by another."""
         for target in self.targets:
             pattern = target.removeprefix("re:")
             if target == module or (pattern != target and re.match(pattern, module)):
@@ -304,11 +311,13 @@ class Gptq:
 
     Attributes:
         one: what was subtracted from zero points before they were packed.
+        is_ordered: columns were quantised by their activations' sizes, so that g_idx says the group of each.
     """
 
     bits: int
     size: int | None
     one: int
+    is_ordered: bool
     unused = _UNUSED
 
     @staticmethod
@@ -320,7 +329,7 @@ class Gptq:
             raise _refusal(stored, "is_marlin_format")
         if any(not str(rule).startswith("-:") for rule in stored.get("dynamic", {})):
             raise _refusal(stored, "dynamic")
-        return Gptq(bits, _read_size(stored, "group_size"), int(version == "gptq"))
+        return Gptq(bits, _read_size(stored, "group_size"), int(version == "gptq"), bool(stored.get("desc_act")))
 
     def find_parts(self, names: Collection[str]) -> Parts:
         return dict(_gather(names, ".qweight", ".weight", (".qweight", ".qzeros", ".scales", ".g_idx")))
@@ -331,7 +340,8 @@ class Gptq:
         # They were subtracted from modulo 2^bits: a zero point of 0 is stored as the largest code.
         zero = (zero + self.one) & (1 << self.bits) - 1
         scale = _part(name, parts, "scales", n_dims=2)
-        return _dequantise(name, codes, scale.t(), zero.t(), (1, self.size), dtype, parts.get("g_idx"))
+        group_of = _part(name, parts, "g_idx", torch.int32, torch.int64) if self.is_ordered else parts.get("g_idx")
+        return _dequantise(name, codes, scale.t(), zero.t(), (1, self.size), dtype, group_of)
 
 
 @dataclass(frozen=True)
@@ -345,10 +355,9 @@ class Awq:
 
     @staticmethod
     def read(stored: dict[str, Any]) -> Awq:
-        stored = {"version": "gemm"} | stored
-        stored["version"] = str(stored["version"]).lower()
-        _check(stored, "version", "gemm")
-        named = {"bits": stored.get("w_bit"), "group_size": stored.get("q_group_size")} | stored
+        version = str(stored.get("version") or stored.get("format") or "gemm").lower()
+        named = {"bits": stored.get("w_bit"), "group_size": stored.get("q_group_size"), **stored, "version": version}
+        _check(named, "version", "gemm")
         _check(named, "bits", 4)
         return Awq(_read_size(named, "group_size"))
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from compressed_tensors.compressors import BaseCompressor
 from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import calculate_qparams
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -39,24 +40,28 @@ def run(model: LanguageModel) -> Tensor:
         return model(step)
 
 
-def is_linear(name: str, tensor: Tensor) -> bool:
-    return name.endswith(("proj.weight", "linear.weight")) and not any(n % 8 for n in tensor.shape)
+def is_linear(name: str, tensor: Tensor, unit: int) -> bool:
+    return name.endswith(("proj.weight", "linear.weight")) and not any(n % unit for n in tensor.shape[-2:])
 
 
 def write_quantised(
-    folder: Path, name: str, config: dict[str, Any], code: Coder, dtype: torch.dtype = torch.float32
+    folder: Path, name: str, config: dict[str, Any], code: Coder, dtype: torch.dtype = torch.float32, unit: int = 8
 ) -> tuple[Path, Path]:
-    """Write a checkpoint with coded weights of products, and one with the dense weights that these stand for."""
+    """Write a checkpoint with coded weights of products, and one with the dense weights that these stand for.
+
+    Weights whose rows or columns are no multiple of the `unit` stay as they are.
+    """
     dense_folder = write_checkpoint(folder / "dense", CONFIGS[name](), dtype=dtype)
     coded_folder = folder / "coded"
     shutil.copytree(dense_folder, coded_folder)
     dense = load_file(dense_folder / WEIGHTS)
     coded = dict(dense)
-    linear = [n for n, t in dense.items() if is_linear(n, t)]
+    linear = [n for n, t in dense.items() if is_linear(n, t, unit)]
     assert len(linear) >= 8
     for n in linear:
         parts, dense[n] = code(coded.pop(n))
         coded |= {n.removesuffix("weight") + end: part.contiguous() for end, part in parts.items()}
+        dense[n] = dense[n].contiguous()
     save_file(dense, dense_folder / WEIGHTS, metadata={"format": "pt"})
     save_file(coded, coded_folder / WEIGHTS, metadata={"format": "pt"})
     edit_config(coded_folder, quantization_config=config)
@@ -123,9 +128,9 @@ def compressed(format: str, scale_dtype: torch.dtype = torch.float32, **weights:
 
     def code(weight: Tensor) -> Coded:
         scale, zero = calculate_qparams(*extremes(weight, args), args)
-        tensors = {"weight": weight, "weight_scale": scale.to(scale_dtype), "weight_zero_point": zero}
-        parts = compressor.compress(tensors, scheme)
-        return parts, compressor.decompress(parts, scheme)["weight"].clone()
+        scale = scale.to(scale_dtype)
+        tensors = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+        return compressor.compress(tensors, scheme), fake_quantize(weight, scale, zero, args)
 
     group = {"targets": ["Linear"], "weights": json.loads(args.model_dump_json()), "input_activations": None}
     return {
@@ -165,8 +170,9 @@ def test_compressed_tensors(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen3-next"])
 def test_compressed_tensors_in_16_bits(name: str, tmp_path: Path) -> None:
     """Rounded once, which for scales of 16 bits is what the library's own arithmetic in 16 bits gives."""
-    config, code = compressed("pack-quantized", torch.bfloat16, **COMPRESSED["int4 in groups, asymmetric"][1])
-    coded, dense = write_quantised(tmp_path, name, config, code, torch.bfloat16)
+    weights = COMPRESSED["int4 in groups, asymmetric"][1] | {"group_size": 4}
+    config, code = compressed("pack-quantized", torch.bfloat16, **weights)
+    coded, dense = write_quantised(tmp_path, name, config, code, torch.bfloat16, unit=4)
     check_equal(coded, dense, torch.bfloat16)
     assert torch.equal(run(load_model(coded)), run(load_model(dense)))  # the dtype that the config names
 
@@ -284,7 +290,7 @@ def float8(size: int | None, end: str = "weight_scale_inv") -> Coder:
 def test_fp8_in_blocks(name: str, size: int, tmp_path: Path) -> None:
     """Experts lie in the file one by one, or stacked with three axes."""
     config = {"quant_method": "fp8", "weight_block_size": [size, size], "modules_to_not_convert": ["lm_head"]}
-    check_equal(*write_quantised(tmp_path, name, config, float8(size)))
+    check_equal(*write_quantised(tmp_path, name, config, float8(size), unit=1))
 
 
 @pytest.mark.parametrize(
@@ -325,7 +331,7 @@ def put(end: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[
 
 PACKED = compressed("pack-quantized", **COMPRESSED["int4 in groups"][1])
 PLAIN = compressed("int-quantized", **COMPRESSED["int8 by channel"][1])
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8}, gptq(4, 1, 8, act_order=True)
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8, "desc_act": True}, gptq(4, 1, 8, act_order=True)
 
 
 @pytest.mark.parametrize(
@@ -342,6 +348,7 @@ GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 8}, gptq(4, 1, 8, act_o
         (PLAIN, put("weight", 32, 16, dtype=torch.int8), r"has shape \[32, 16\], its config.json says \[32, 24\]"),
         (PLAIN, put("weight", 32, dtype=torch.int8), "has no rows and columns"),
         (GPTQ, pop("qzeros"), "has no qzeros"),
+        (GPTQ, pop("g_idx"), "has no g_idx"),
         (GPTQ, put("scales", 3, 8), r"scale of shape \[8, 3\]"),
         (GPTQ, put("g_idx", 24, dtype=torch.int32), "groups .g_idx. up to 99, but scales of 3"),
         (GPTQ, put("g_idx", 3, dtype=torch.int32), r"g_idx. of \[3\] for 24 columns"),
@@ -365,10 +372,20 @@ def test_inspect_sees_what_loads_and_what_does_not(tmp_path: Path) -> None:
     assert "quant_method='mxfp4'" in inspect_path(folder).facts["loads"]
 
 
+@pytest.mark.parametrize(
+    "groups", [{"g": 1}, {"g": {"weights": 4}}, {"g": PACKED[0]["config_groups"]["group_0"] | {"targets": ["re:("]}}]
+)
+def test_a_config_that_contradicts_itself(groups: dict[str, Any], tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, CONFIGS["llama"]())
+    edit_config(folder, quantization_config=PACKED[0] | {"config_groups": groups})
+    with pytest.raises((FormatError, UnsupportedModelError), match="quantization_config"):
+        load_model(folder)
+
+
 def test_a_config_of_weights_that_are_not_quantised(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path, CONFIGS["llama"]())
     edit_config(folder, quantization_config={"quant_method": "fp8"})
-    with pytest.raises(FormatError, match="no tensor beside it is quantised so; .*remove the quantization_config"):
+    with pytest.raises(FormatError, match=r"no tensor beside it is quantised so; .*remove the quantization_config"):
         load_model(folder)
 
 
