@@ -29,7 +29,7 @@ CODE_DTYPES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.flo
 """Dtypes whose numbers mean nothing without a scale."""
 
 _DTYPES = {
-    "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
 """Dtypes that matter to a coding, as safetensors names them."""

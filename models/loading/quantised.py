@@ -8,7 +8,7 @@ not quantised, whatever the config says of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +23,7 @@ from models.loading.checkpoint import CODE_DTYPES, Coding, UnsupportedModelError
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_METHODS = "compressed-tensors, gptq, awq, fp8, or modelopt with FP8"
-_REMEDY = f"give a checkpoint quantised with {_METHODS}, or one whose weights are stored in 16 or 32 bits"
+_REMEDY = "give a checkpoint quantised with compressed-tensors, gptq, awq or fp8, or one in 16 or 32 bits"
 _MOST_ELEMENTS = 1 << 23
 """Elements that are multiplied at once: their float32 products take 32 MiB beside the dense tensor."""
 
@@ -33,8 +32,6 @@ _UNUSED: tuple[str, ...] = (
     ".activation_scale",
 )  # fmt: skip
 """Ends of the names of what is stored about activations."""
-
-Parts = dict[str, dict[str, str]]
 
 
 def find_coding(config: PreTrainedConfig) -> Coding | None:
@@ -59,18 +56,13 @@ def _read_coding(stored: dict[str, Any]) -> Coding:
     method = stored.get("quant_method") or ("compressed-tensors" if "config_groups" in stored else None)
     if stored.get("kv_cache_scheme") or stored.get("kv_cache_quant_algo"):
         raise _refusal(stored, "kv_cache_scheme", "kv_cache_quant_algo")
-    if method == "compressed-tensors":
-        return CompressedTensors.read(stored)
-    if method == "gptq":
-        return Gptq.read(stored)
-    if method == "awq":
-        return Awq.read(stored)
-    if method == "fp8":
-        return Float8.read(stored)
-    if method == "modelopt":
-        _check(stored, "quant_algo", "FP8")
-        return Float8((None, None))
-    raise UnsupportedModelError(f"quantization_config has quant_method={method!r}, which is not read; {_REMEDY}")
+    readers: dict[object, Callable[[dict[str, Any]], Coding]] = {
+        "compressed-tensors": CompressedTensors.read, "gptq": Gptq.read, "awq": Awq.read, "fp8": Float8.read,
+        "modelopt": Float8.read_modelopt,
+    }  # fmt: skip
+    if method not in readers:
+        raise UnsupportedModelError(f"quantization_config has quant_method={method!r}, which is not read; {_REMEDY}")
+    return readers[method](stored)
 
 
 def _refusal(stored: Mapping[str, Any], *names: str) -> UnsupportedModelError:
@@ -109,14 +101,9 @@ def _unpack(words: Tensor, bits: int) -> Tensor:
 
 
 def _dequantise(
-    name: str,
-    codes: Tensor,
-    scale: Tensor,
-    zero: Tensor | None,
-    block: tuple[int | None, int | None],
-    dtype: torch.dtype,
-    group_of: Tensor | None = None,
-) -> Tensor:
+    name: str, codes: Tensor, scale: Tensor, zero: Tensor | None, block: tuple[int | None, int | None],
+    dtype: torch.dtype, group_of: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Return (codes - zero) * scale in `dtype`, computed in float32 and rounded once.
 
     Args:
@@ -163,13 +150,11 @@ def _dequantise(
 
 def _check_groups(name: str, group_of: Tensor | None, n_columns: int, n_groups: int) -> Tensor | None:
     """Return the groups of columns, or None if they are unset (-1)."""
-    if group_of is None or group_of.is_meta:
+    if group_of is None or group_of.is_meta or bool((group_of == -1).all()):
         return None
     if group_of.shape != (n_columns,):
         raise FormatError(f"{name} has groups (g_idx) of {list(group_of.shape)} for {n_columns} columns")
-    if n_columns and bool((group_of == -1).all()):
-        return None
-    if n_columns and not 0 <= int(group_of.min()) <= int(group_of.max()) < n_groups:
+    if not 0 <= int(group_of.min()) <= int(group_of.max()) < n_groups:
         raise FormatError(f"{name} has groups (g_idx) up to {int(group_of.max())}, but scales of {n_groups}")
     return group_of.long()
 
@@ -182,10 +167,15 @@ def _gather(names: Collection[str], key: str, dense: str, ends: Iterable[str]) -
             yield root + dense, {end.strip("._"): root + end for end in ends if root + end in names}
 
 
+def _need(name: str, parts: Mapping[str, Tensor], *wanted: str) -> None:
+    for part in wanted:
+        if part not in parts:
+            raise FormatError(f"{name} is quantised, but has no {part or 'codes'}; download the checkpoint again")
+
+
 def _part(name: str, parts: Mapping[str, Tensor], part: str, *dtypes: torch.dtype, n_dims: int | None = None) -> Tensor:
-    """Return a part of a tensor, of one of these dtypes; any floating-point one of 16 bits or more without any."""
-    if part not in parts:
-        raise FormatError(f"{name} is quantised, but has no {part or 'codes'}; download the checkpoint again")
+    """Return a part of a tensor, of one of these dtypes; of any floating-point one without any."""
+    _need(name, parts, part)
     found = parts[part]
     if (found.dtype not in dtypes) if dtypes else not found.is_floating_point():
         wanted = ", ".join(map(str, dtypes)) or "a floating-point dtype"
@@ -200,11 +190,18 @@ def _part(name: str, parts: Mapping[str, Tensor], part: str, *dtypes: torch.dtyp
 
 @dataclass(frozen=True)
 class _Scheme:
-    """How a group of modules is stored: the columns and rows that share a scale, and the bits of packed codes."""
+    """How a group of modules is stored.
+
+    Attributes:
+        bits: of each packed code.
+        block: rows and columns that share a scale.
+        needed: parts without which scales and codes would give wrong numbers.
+    """
 
     targets: tuple[str, ...]
     bits: int
     block: tuple[int | None, int | None]
+    needed: tuple[str, ...]
 
     @staticmethod
     def read(stored: Mapping[str, Any], format: object) -> _Scheme | None:
@@ -224,7 +221,11 @@ class _Scheme:
         targets = stored.get("targets") or ()
         for target in targets:
             re.compile(target.removeprefix("re:"))
-        return _Scheme(tuple(targets), weights["num_bits"], block)
+        needs = {"zero_point": weights.get("symmetric") is False}
+        needs["g_idx"] = weights.get("actorder") in (True, "group", "dynamic")
+        return _Scheme(
+            tuple(targets), weights["num_bits"], block, tuple(part for part, is_so in needs.items() if is_so)
+        )
 
     def rank(self, module: str) -> int:
         """Return how well the targets name a module: 3 by name or pattern, 2 by a likely class, 1 by another."""
@@ -257,19 +258,15 @@ class CompressedTensors:
     @staticmethod
     def read(stored: dict[str, Any]) -> CompressedTensors:
         stored = {"quant_method": "compressed-tensors", **stored}
-        sparsity = stored.get("sparsity_config") or {}
-        if sparsity and sparsity.get("format", "dense") != "dense":
+        if (stored.get("sparsity_config") or {}).get("format", "dense") != "dense":
             raise _refusal(stored, "sparsity_config")
         if (stored.get("transform_config") or {}).get("config_groups"):
             raise _refusal(stored, "transform_config")
         format = _check(stored, "format", *CompressedTensors.FORMATS, "mixed-precision")
-        groups = stored.get("config_groups")
-        if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
-            raise _refusal(stored, "format", "config_groups")
-        schemes = [_Scheme.read(group, format) for group in groups.values()]
+        schemes = [_Scheme.read(group, format) for group in stored["config_groups"].values()]
         return CompressedTensors([scheme for scheme in schemes if scheme is not None])
 
-    def find_parts(self, names: Collection[str]) -> Parts:
+    def find_parts(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         ends = ("_packed", "_scale", "_zero_point", "_shape", "_g_idx")
         packed = dict(_gather(names, "_packed", "", ends))
         plain = _gather(names, "_scale", "", ("", *ends[1:]))
@@ -279,6 +276,7 @@ class CompressedTensors:
 
     def join(self, name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
         scheme = max(self._schemes, key=lambda scheme: scheme.rank(name.removesuffix(".weight")))
+        _need(name, parts, *scheme.needed)
         scale, zero = _part(name, parts, "scale"), parts.get("zero_point")
         if "packed" not in parts:
             codes = _part(name, parts, "", *CODE_DTYPES)
@@ -287,9 +285,7 @@ class CompressedTensors:
             shape = [int(n) for n in _part(name, parts, "shape", torch.int32, torch.int64).flatten()]
             words = _part(name, parts, "packed", torch.int32)
             if len(shape) < 2 or list(words.shape) != [*shape[:-1], ceil_div(shape[-1] * bits, 32)]:
-                raise FormatError(
-                    f"{name} of shape {shape} cannot be packed as {list(words.shape)} words of {32 // bits} codes"
-                )
+                raise FormatError(f"{name} of shape {shape} cannot be {list(words.shape)} words of {32 // bits} codes")
             codes = _unpack(words, bits)[..., : shape[-1]]
             # Packed codes and zero points have an offset that makes them unsigned; without zero points it is the zero.
             offset = torch.full((), float(1 << bits - 1), device=codes.device)
@@ -331,7 +327,7 @@ class Gptq:
             raise _refusal(stored, "dynamic")
         return Gptq(bits, _read_size(stored, "group_size"), int(version == "gptq"), bool(stored.get("desc_act")))
 
-    def find_parts(self, names: Collection[str]) -> Parts:
+    def find_parts(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         return dict(_gather(names, ".qweight", ".weight", (".qweight", ".qzeros", ".scales", ".g_idx")))
 
     def join(self, name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -340,8 +336,8 @@ class Gptq:
         # They were subtracted from modulo 2^bits: a zero point of 0 is stored as the largest code.
         zero = (zero + self.one) & (1 << self.bits) - 1
         scale = _part(name, parts, "scales", n_dims=2)
-        group_of = _part(name, parts, "g_idx", torch.int32, torch.int64) if self.is_ordered else parts.get("g_idx")
-        return _dequantise(name, codes, scale.t(), zero.t(), (1, self.size), dtype, group_of)
+        _need(name, parts, *["g_idx"] * self.is_ordered)
+        return _dequantise(name, codes, scale.t(), zero.t(), (1, self.size), dtype, parts.get("g_idx"))
 
 
 @dataclass(frozen=True)
@@ -361,7 +357,7 @@ class Awq:
         _check(named, "bits", 4)
         return Awq(_read_size(named, "group_size"))
 
-    def find_parts(self, names: Collection[str]) -> Parts:
+    def find_parts(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         return dict(_gather(names, ".qweight", ".weight", (".qweight", ".qzeros", ".scales")))
 
     def join(self, name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
@@ -371,8 +367,7 @@ class Awq:
         return _dequantise(name, codes.t(), scale.t(), zero.t(), (1, self.size), dtype)
 
     def _unpack(self, words: Tensor) -> Tensor:
-        codes = _unpack(words, 4).view(*words.shape, 8)
-        return codes[..., list(self._NIBBLE_OF)].flatten(-2)
+        return _unpack(words, 4).view(*words.shape, 8)[..., list(self._NIBBLE_OF)].flatten(-2)
 
 
 # FP8
@@ -387,11 +382,15 @@ class Float8:
 
     @staticmethod
     def read(stored: dict[str, Any]) -> Float8:
-        if stored.get("weight_block_size") is None:
-            return Float8((None, None))
-        return Float8(_read_block(stored, "weight_block_size"))
+        has_blocks = stored.get("weight_block_size") is not None
+        return Float8(_read_block(stored, "weight_block_size") if has_blocks else (None, None))
 
-    def find_parts(self, names: Collection[str]) -> Parts:
+    @staticmethod
+    def read_modelopt(stored: dict[str, Any]) -> Float8:
+        _check(stored, "quant_algo", "FP8")
+        return Float8((None, None))
+
+    def find_parts(self, names: Collection[str]) -> dict[str, dict[str, str]]:
         inverse = dict(_gather(names, "_scale_inv", "", ("", "_scale_inv")))
         others = _gather(names, "_scale", "", ("", "_scale"))
         return inverse | {name: parts for name, parts in others if name in names or name.endswith(".weight")}
