@@ -79,10 +79,11 @@ def load_model(
         progress: whether to show a bar on stderr; by default on a terminal, for larger checkpoints.
     Raises:
         FormatError: files are missing, damaged, or do not fit the config; the message names the tensor.
-        UnsupportedModelError: the architecture, or an option of it, is not implemented.
+        UnsupportedModelError: the architecture, an option of it, or the format of quantised weights is not implemented.
         SpecError: the device or dtype does not exist.
     Cost: reads every tensor once. On the CPU matrices are laid out for oneDNN one by one: memory holds the model
-    and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped.
+    and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped. Weights that are stored
+    quantised become dense in `dtype` one by one.
     """
     device = _read_device(device)
     folder = find_folder(path_or_hub_id)

@@ -127,8 +127,7 @@ def _dequantise(
                 f"{name} of shape {list(codes.shape)} has a {part} of shape {list(stored.shape)}, but its "
                 f"quantization_config says {list(grid)}; download the checkpoint again"
             )
-        shaped = shaped.float().expand(grid)
-        return shaped.repeat_interleave(rows, -2)[..., :n_rows, :].reshape(-1, grid[-1])
+        return shaped.float().expand(grid).repeat_interleave(rows, -2)[..., :n_rows, :].reshape(-1, grid[-1])
 
     def by_column(part: Tensor) -> Tensor:
         if group_of is not None:
