@@ -118,6 +118,7 @@ def _dequantise(
     rows, columns = block[0] or n_rows, block[1] or n_columns
     grid = (*lead, ceil_div(n_rows, rows), ceil_div(n_columns, columns))
     group_of = _check_groups(name, group_of, n_columns, grid[-1])
+    is_even = group_of is None and n_columns % columns == 0
 
     def by_row(part: str, stored: Tensor) -> Tensor:
         """(all rows, groups) of (..., blocks of rows, groups)."""
@@ -132,7 +133,7 @@ def _dequantise(
     def by_column(part: Tensor) -> Tensor:
         if group_of is not None:
             return part[:, group_of]
-        return part if grid[-1] == 1 else part.repeat_interleave(columns, -1)[:, :n_columns]
+        return part[:, :, None] if is_even else part.repeat_interleave(columns, -1)[:, :n_columns]
 
     scales, zeros = by_row("scale", scale), None if zero is None else by_row("zero point", zero)
     codes = codes.reshape(-1, n_columns)
@@ -140,10 +141,10 @@ def _dequantise(
     step = max(1, _MOST_ELEMENTS // max(1, n_columns))
     for start in range(0, len(codes), step):
         here = slice(start, start + step)
-        numbers = codes[here].float()
+        numbers = codes[here].float().view(-1, *((grid[-1], columns) if is_even else (n_columns,)))
         if zeros is not None:
             numbers -= by_column(zeros[here])
-        weight[here] = numbers.mul_(by_column(scales[here]))
+        weight[here] = numbers.mul_(by_column(scales[here])).view(-1, n_columns)
     return weight.view(*lead, n_rows, n_columns)
 
 
@@ -297,7 +298,7 @@ class CompressedTensors:
         return _dequantise(name, codes, scale, zero, scheme.block, dtype, parts.get("g_idx"))
 
 
-# GPTQ and AWQ store weights with axes (columns, rows): products are x W
+# The others; GPTQ and AWQ store weights with axes (columns, rows): products are x W
 
 
 @dataclass(frozen=True)
@@ -367,9 +368,6 @@ class Awq:
 
     def _unpack(self, words: Tensor) -> Tensor:
         return _unpack(words, 4).view(*words.shape, 8)[..., list(self._NIBBLE_OF)].flatten(-2)
-
-
-# FP8
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from chat.commands.inspection import inspect_path
 from memory import FormatError, HybridMemory
 from models import LanguageModel, UnsupportedModelError, load_model
+from models.loading import quantised
 from models.loading.checkpoint import Checkpoint, UnreadCheckpoint
 from models.loading.load import read_config
 from models.loading.quantised import find_coding
@@ -175,6 +176,12 @@ def test_compressed_tensors_in_16_bits(name: str, tmp_path: Path) -> None:
     coded, dense = write_quantised(tmp_path, name, config, code, torch.bfloat16, unit=4)
     check_equal(coded, dense, torch.bfloat16)
     assert torch.equal(run(load_model(coded)), run(load_model(dense)))  # the dtype that the config names
+
+
+def test_large_tensors_become_dense_in_slices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantised, "_MOST_ELEMENTS", 100)
+    config, code = compressed("pack-quantized", **COMPRESSED["int4 in groups, asymmetric"][1])
+    check_equal(*write_quantised(tmp_path, "llama", config, code))
 
 
 @pytest.mark.parametrize("is_ordered", [True, False])
