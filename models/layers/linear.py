@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from functools import cache, partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from models.layers.packed import PackedWeight, packed_dtype
-from models.layers.quantised import QuantisedWeight
 from models.loading.checkpoint import Checkpoint
 from models.loading.weight_formats import wanted_format
+
+if TYPE_CHECKING:
+    from models.layers.quantised import QuantisedWeight
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -62,6 +65,8 @@ class Linear:
         self._weight: Tensor | PackedWeight | QuantisedWeight = weight
         fused: Container[str | None] = ()
         if (format := wanted_format()) is not None:
+            from models.layers.quantised import QuantisedWeight  # it needs numba, which others do without
+
             self._weight, fused = QuantisedWeight(weight, format), QuantisedWeight.FUSED
             bias = None if bias is None else bias.float()
         elif (dtype := packed_dtype(weight)) is not None:

@@ -8,6 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory.blocks.arrays import ceil_div
+from memory.kernels.cpu.rows import as_array
+from memory.kernels.cpu.threads import use_threads
+from models.layers import quantised_kernels
 from models.loading.weight_formats import IntegerFormat
 
 _NO_BIAS = np.empty(0, np.float32)
@@ -40,10 +43,6 @@ class QuantisedWeight:
         self.scales = torch.empty(n_weights // 32, dtype=torch.bfloat16, device=device)
         if device.type == "meta":
             return
-        from memory.kernels.cpu.rows import as_array
-        from memory.kernels.cpu.threads import use_threads
-        from models.layers import quantised_kernels
-
         self._codes, self._scales = self.codes.numpy(), as_array(self.scales)
         is_paired = weight.dtype is torch.bfloat16 and quantised_kernels.multiplies_pairs()
         self._dtype = torch.bfloat16 if is_paired else torch.float32
@@ -68,16 +67,12 @@ class QuantisedWeight:
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
-        from memory.kernels.cpu.rows import as_array
-        from memory.kernels.cpu.threads import use_threads
-        from models.layers import quantised_kernels
-
         rows = x.to(self._dtype).contiguous()
         if self.n_in % 32:
             rows = F.pad(rows, (0, -self.n_in % 32))
-        y, flat = torch.empty(len(x), self.n_out, dtype=x.dtype), as_array(rows.view(-1))
+        y = torch.empty(x.shape[0], self.n_out, dtype=x.dtype)
         quantised_kernels.product(
-            self._codes, self._scales, flat, rows.shape[1], _NO_BIAS if bias is None else bias.numpy(),
+            self._codes, self._scales, as_array(rows), _NO_BIAS if bias is None else bias.numpy(),
             quantised_kernels.ACTIVATIONS[activation], use_threads(rows.numel() * self.n_out // 16), as_array(y),
         )  # fmt: skip
         return y

@@ -218,16 +218,17 @@ _tile_8, _tile_4, _tile_2, _tile_1 = map(_tile, (8, 4, 2, 1))
 
 
 @compiled(parallel=True, error_model="numpy")
-def product(codes, scales, x, n_in, bias, activation, n_parts, out_TO):  # type: ignore[no-untyped-def]
+def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ignore[no-untyped-def]
     """Set out = activation(x W^T + bias).
 
     Args:
-        x: flat, rows of `n_in` inputs, a multiple of 32.
+        x_TI: rows, of a multiple of 32 inputs.
         bias: (outputs,) or empty.
         activation: its number in `ACTIVATIONS`.
         n_parts: into how many parts the blocks are divided, one for each thread.
     """
     n_rows, n_out = out_TO.shape
+    n_in, x = x_TI.shape[1], x_TI.reshape(-1)
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP
     block_codes = len(codes) // n_blocks
     for part in prange(n_parts):
