@@ -284,67 +284,116 @@ def round_to_codes(weight, n_out, n_in, n_bits, n_parts, codes, scales):  # type
     """Fill codes and scales from a flat weight of float32 or 16 bits; what lies beyond its edges is zero.
 
     8 bits: the scale is the group's largest weight / 127. 4 bits: of some scales the one with the least squared error
-    is taken, and what minimises it for the integers that come out.
+    is taken, and what minimises it for the integers that come out. Sixteen outputs are rounded side by side, so their
+    sums have the same order on every processor.
     """
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, (n_in + GROUP - 1) // GROUP
     least, most = np.float32(-127.0 if n_bits == 8 else -8.0), np.float32(127.0 if n_bits == 8 else 7.0)
     for part in prange(n_parts):
-        group = np.empty(GROUP, np.float32)
-        integers = np.empty(GROUP, np.float32)
+        group, scale = np.empty((GROUP, BLOCK), np.float32), np.empty(BLOCK, np.float32)
         for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
             for g in range(n_groups):
+                _fill(weight, n_out, n_in, o * BLOCK, g * GROUP, group)
+                _choose_scale(group, n_bits, scale)
+                first = (o * n_groups + g) * BLOCK
                 for lane in range(BLOCK):
-                    group[:] = _ZERO
-                    row = o * BLOCK + lane
-                    if row < n_out:
-                        for e in range(min(GROUP, n_in - g * GROUP)):
-                            group[e] = get(weight, row * n_in + g * GROUP + e)
-                    at = (o * n_groups + g) * BLOCK
-                    put(scales, at + lane, _scale_of(group, n_bits, integers))
-                    _round(group, get(scales, at + lane), least, most, integers)
-                    _write(codes, n_bits, at * GROUP, lane, integers)
+                    put(scales, first + lane, scale[lane])
+                    scale[lane] = get(scales, first + lane)
+                    scale[lane] = _ONE / scale[lane] if scale[lane] != _ZERO else _ZERO
+                for e in range(GROUP):
+                    _round_(group[e], scale, least, most)
+                _write(codes, n_bits, first * GROUP, group)
 
 
 @njit(error_model="numpy")
-def _scale_of(group, n_bits, integers):  # type: ignore[no-untyped-def]
-    largest, spoilt = _ZERO, _ZERO
+def _fill(weight, n_out, n_in, first_output, first_input, group):  # type: ignore[no-untyped-def]
+    """Set group[input, lane] to a block's weights."""
+    group[:] = _ZERO
+    n = min(GROUP, n_in - first_input)
+    for lane in range(min(BLOCK, n_out - first_output)):
+        at = (first_output + lane) * n_in + first_input
+        own = weight[at : at + n]
+        for e in range(n):
+            group[e, lane] = get(own, e)
+
+
+@njit(error_model="numpy")
+def _choose_scale(group, n_bits, scale):  # type: ignore[no-untyped-def]
+    """Set the scale of each lane; NaN where a weight is NaN or infinite."""
+    largest, spoilt = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
     for e in range(GROUP):
-        spoilt += group[e] * _ZERO
-        largest = group[e] if abs(group[e]) > abs(largest) else largest
-    if spoilt != _ZERO:  # NaN or infinite
-        return spoilt
-    if n_bits == 8 or largest == _ZERO:
-        return largest / np.float32(127.0)
-    best, best_scale = -_ONE, _ZERO
-    for divisor in _DIVISORS:
-        _round(group, -largest / divisor, -np.float32(8.0), np.float32(7.0), integers)
-        both, squares = _ZERO, _ZERO
-        for e in range(GROUP):
-            both += group[e] * integers[e]
-            squares += integers[e] * integers[e]
-        if both * both / squares > best:
-            best, best_scale = both * both / squares, both / squares
-    return best_scale
-
-
-@njit(error_model="numpy")
-def _round(group, scale, least, most, integers):  # type: ignore[no-untyped-def]
-    for e in range(GROUP):
-        x = group[e] / scale if scale != _ZERO else _ZERO
-        x = least if x < least else x
-        x = most if x > most else x
-        integers[e] = (x + _ROUNDER) - _ROUNDER
-
-
-@njit(error_model="numpy")
-def _write(codes, n_bits, first, lane, integers):  # type: ignore[no-untyped-def]
-    """Write one output's integers of a group, whose first code, counted in weights, is `first`."""
+        _find_largest_(largest, spoilt, group[e])
     if n_bits == 8:
-        for e in range(GROUP):
-            codes[first + (e // 2) * 2 * BLOCK + 2 * lane + e % 2] = np.int8(integers[e])
+        for lane in range(BLOCK):
+            scale[lane] = largest[lane] / np.float32(127.0)
     else:
+        _search_scale(group, largest, scale)
+    for lane in range(BLOCK):
+        scale[lane] += spoilt[lane]
+
+
+@njit(error_model="numpy")
+def _search_scale(group, largest, scale):  # type: ignore[no-untyped-def]
+    """Set the scale of each lane for 4 bits: of those from `_DIVISORS` the one with the least squared error."""
+    scale[:] = _ZERO
+    best = np.zeros(BLOCK, np.float32)
+    inverse, both, squares = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
+    for divisor in _DIVISORS:
+        for lane in range(BLOCK):
+            inverse[lane] = -divisor / largest[lane] if largest[lane] != _ZERO else _ZERO
+        both[:], squares[:] = _ZERO, _ZERO
         for e in range(GROUP):
-            pair = e // 2
-            place = first // 2 + (pair // 4) * 4 * BLOCK + (2 * lane + e % 2) * 2 + (pair % 4) // 2
-            code = np.uint8(integers[e] + np.float32(8.0))
-            codes[place] = code if pair % 2 == 0 else codes[place] | (code << np.uint8(4))
+            _add_products_(both, squares, group[e], inverse)
+        for lane in range(BLOCK):
+            gain = both[lane] * both[lane] / squares[lane]
+            if gain > best[lane]:  # not where all weights are zero, and it is NaN
+                best[lane], scale[lane] = gain, both[lane] / squares[lane]
+
+
+@njit(error_model="numpy")
+def _find_largest_(largest, spoilt, row):  # type: ignore[no-untyped-def]
+    for lane in range(len(row)):
+        x = row[lane]
+        largest[lane] = x if abs(x) > abs(largest[lane]) else largest[lane]
+        spoilt[lane] += x * _ZERO
+
+
+@njit(error_model="numpy")
+def _add_products_(both, squares, row, factor):  # type: ignore[no-untyped-def]
+    """Add what each lane's integer gives for the error of its scale."""
+    for lane in range(len(row)):
+        x = _nearest(row[lane] * factor[lane], -np.float32(8.0), np.float32(7.0))
+        both[lane] += row[lane] * x
+        squares[lane] += x * x
+
+
+@njit(error_model="numpy")
+def _round_(x, factor, least, most):  # type: ignore[no-untyped-def]
+    """Set x to the integers that are nearest to x * factor."""
+    for lane in range(len(x)):
+        x[lane] = _nearest(x[lane] * factor[lane], least, most)
+
+
+@njit(inline="always", error_model="numpy")
+def _nearest(x, least, most):  # type: ignore[no-untyped-def]
+    x = least if x < least else x
+    x = most if x > most else x
+    return (x + _ROUNDER) - _ROUNDER
+
+
+@njit(error_model="numpy")
+def _write(codes, n_bits, first, integers):  # type: ignore[no-untyped-def]
+    """Write the integers of a block's group, whose first code, counted in weights, is `first`."""
+    for e in range(GROUP):
+        pair, row = e // 2, integers[e]
+        if n_bits == 8:
+            at = first + 2 * BLOCK * pair
+            own = codes[at : at + 2 * BLOCK]
+            for lane in range(BLOCK):
+                own[2 * lane + e % 2] = np.int8(row[lane])
+        else:
+            at = first // 2 + (pair // 4) * 4 * BLOCK
+            own, place = codes[at : at + 4 * BLOCK], 2 * (e % 2) + (pair % 4) // 2
+            for lane in range(BLOCK):
+                code = np.uint8(row[lane] + np.float32(8.0))
+                own[4 * lane + place] = code if pair % 2 == 0 else own[4 * lane + place] | (code << np.uint8(4))

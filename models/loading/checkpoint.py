@@ -24,6 +24,9 @@ _MOST_MAPPED_BYTES = 1 << 28
 """Bytes that are read before files are mapped anew: more than that of a checkpoint need not be in memory beside the
 model."""
 
+_MOST_COPIED_BYTES = 1 << 20
+"""Largest tensor of a file that is copied when it is taken."""
+
 
 class UnsupportedModelError(HybridMemoryError, ValueError):
     """The architecture of a checkpoint, or one of its options, is not implemented by this library."""
@@ -145,13 +148,16 @@ class Checkpoint:
         return tensor
 
     def _read(self, name: str) -> Tensor:
-        """Map the tensor. Files are mapped anew now and then, so that what was read and copied leaves memory."""
+        """Map the tensor. Files are mapped anew now and then, so that what was read and copied leaves memory.
+
+        Small tensors are copied: the model keeps many as they are, and one would keep all that was read of its file.
+        """
         file = self._file_of[name]
         if self._read_bytes >= _MOST_MAPPED_BYTES:
             self._files, self._read_bytes = {other: self._open(other) for other in self._files}, 0
         tensor: Tensor = self._files[file].get_tensor(name)
         self._read_bytes += tensor.nbytes
-        return tensor
+        return tensor if tensor.nbytes > _MOST_COPIED_BYTES else tensor.clone()
 
     def take_optional(self, condition: bool, name: str, *shape: int) -> Tensor | None:
         """Return the tensor as `take` does if the config says that it exists (`condition`), else None."""
