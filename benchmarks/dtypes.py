@@ -10,7 +10,7 @@ import torch
 from benchmarks.harness import Report, interleave
 from benchmarks.workloads import CONFIGS, MODELS, Ours, Transformers, draw, save_random
 from models import load_model
-from models.layers.linear import multiplies_bfloat16
+from models.layers.packed import multiplies_bfloat16
 from models.loading.load import weight_bytes
 
 _WORK = ((1, 512), (8, 64), (32, 64))

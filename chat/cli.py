@@ -9,11 +9,12 @@ import atexit
 import gc
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from chat.prompts import Tokenizer
     from memory import HybridMemory
     from models import LanguageModel
+    from models.loading.weight_formats import WeightFormat
 
 app = typer.Typer(
     name="hybrid-memory",
@@ -42,6 +44,7 @@ Model = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="where the model and its memory live, such as cpu or cuda")]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16")]
+Weights = Annotated[str, typer.Option(help="int8 or int4 rounds weights to these, on the CPU; auto: --dtype")]
 Budget = Annotated[str, typer.Option(help="bytes that the memory may use at most, such as 512MiB")]
 
 
@@ -55,6 +58,7 @@ def generate(
     max_tokens: Annotated[int, typer.Option(min=1, help="new tokens per prompt at most")] = 128,
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
     budget: Budget = "1GiB",
     is_chat: Annotated[
         bool | None,
@@ -72,7 +76,7 @@ def generate(
         from chat.prompts import encode_prompt
         from memory import HybridMemory
 
-        language_model, tokenizer = _load(model, device, dtype)
+        language_model, tokenizer = _load(model, device, dtype, weights)
         prompts = [encode_prompt(tokenizer, text, is_chat=is_chat) for text in prompt]
         memory = HybridMemory(language_model.memory_spec, budget)
         engine = Engine(language_model, memory, tokenizer)
@@ -96,6 +100,7 @@ def chat(
     ] = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
     budget: Budget = "1GiB",
 ) -> None:
     """Talk to a model; /edit, /undo, /regenerate and /branch change the conversation.
@@ -105,13 +110,15 @@ def chat(
     with _one_line_errors(f"loading {model} …"):
         from chat.commands.terminal import Settings, run_terminal
 
-        language_model, tokenizer = _load(model, device, dtype)
+        language_model, tokenizer = _load(model, device, dtype, weights)
         run_terminal(language_model, tokenizer, Settings(budget, system, max_tokens, temperature, seed, resume))
 
 
 @app.command()
 def warmup(
     model: Model = "embedded",
+    dtype: Dtype = "auto",
+    weights: Weights = "auto",
     is_all: Annotated[
         bool, typer.Option("--all", help="kernels of all models, in float32 and bfloat16, not only those of --model")
     ] = False,
@@ -133,16 +140,21 @@ def warmup(
         from memory.kernels import cpu
         from memory.kernels.cpu.compiled import cache_folder, is_kept
         from memory.kernels.cpu.warm_up import NAMES
+        from models.layers.quantised import compile_products
 
         if to is not None:
             os.environ["HYBRID_MEMORY_CACHE"] = str(to)
             if not is_kept():
                 raise SpecError(f"{to} cannot be written; name another folder with --to")
+        started = time.perf_counter()
         if is_all:
-            seconds = sum(cpu.warm_up(NAMES, dtype) for dtype in (torch.float32, torch.bfloat16))
+            for each in (torch.float32, torch.bfloat16):
+                cpu.warm_up(NAMES, each)
+                compile_products(each, "int8", "int4")
         else:
-            spec = _load(model, "cpu", "auto")[0].memory_spec
-            seconds = cpu.warm_up(compiled_ahead(spec), spec.dtype)
+            spec = _load(model, "cpu", dtype, weights)[0].memory_spec
+            cpu.warm_up(compiled_ahead(spec), spec.dtype)
+        seconds = time.perf_counter() - started
         where = f"kept in {cache_folder()}" if is_kept() else "for this process only"
         typer.echo(f"CPU kernels are ready ({seconds:.1f} s; {where})")
 
@@ -155,6 +167,7 @@ def demo(
     model: Model = "embedded",
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
     budget: Budget = "1GiB",
 ) -> None:
     """Let many users talk to one model at once: facts are edited by rollback, conversations forked, leaks looked for.
@@ -166,7 +179,7 @@ def demo(
         from chat.console import live_stage, make_console, print_report
 
         console = make_console()
-        language_model, tokenizer = _load(model, device, dtype)
+        language_model, tokenizer = _load(model, device, dtype, weights)
         with live_stage(console) as on_word:
             report = run_demo(
                 language_model, tokenizer, n_users=users, n_turns=turns, seed=seed, budget=budget, on_word=on_word
@@ -222,6 +235,7 @@ def serve(
     allowed_origin: AllowedOrigin = None,
     device: Device = "cpu",
     dtype: Dtype = "auto",
+    weights: Weights = "auto",
     budget: Budget = "1GiB",
     rollback_window: RollbackWindow = 32,
     host_budget: HostBudget = None,
@@ -258,13 +272,11 @@ def serve(
             parse_special=parse_special,
         )
         with bind(host, port, has_key=api_key is not None) as listener:
-            language_model, tokenizer = _load(model, device, dtype)
-            kept: dict[str, Any] = {
-                "rollback_window": rollback_window,
-                "host_budget": host_budget,
-                "swap_dir": swap_dir,
-            }
-            memory = HybridMemory(language_model.memory_spec, budget, **kept)
+            language_model, tokenizer = _load(model, device, dtype, weights)
+            memory = HybridMemory(
+                language_model.memory_spec, budget,
+                rollback_window=rollback_window, host_budget=host_budget, swap_dir=swap_dir,
+            )  # fmt: skip
             engine = _warm_engine(
                 language_model, memory, tokenizer, prefix_cache, step_tokens=step_tokens, max_running=max_running
             )
@@ -310,15 +322,16 @@ def _read_bytes(option: str, text: str) -> int:
         raise SpecError(f"{option}={text!r}; give bytes, such as 512KiB or 1MB") from None
 
 
-def _load(model: str, device: str, dtype: str) -> tuple[LanguageModel, Tokenizer]:
+def _load(model: str, device: str, dtype: str, weights: str) -> tuple[LanguageModel, Tokenizer]:
     from chat.prompts import load_tokenizer
     from models import load_model
-    from models.loading.load import find_folder
+    from models.loading.folders import find_folder
 
     folder = find_folder(model)
-    loaded = load_model(folder, device=device, dtype=dtype), load_tokenizer(folder)
+    language_model = load_model(folder, device=device, dtype=dtype, weights=cast("WeightFormat", weights))
+    tokenizer = load_tokenizer(folder)
     _show("")
-    return loaded
+    return language_model, tokenizer
 
 
 def _stream_replies(engine: Engine, prompts: list[list[int]], max_tokens: int) -> Iterator[list[Reply]]:

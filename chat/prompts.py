@@ -13,7 +13,7 @@ from chat.special_tokens import Tokenizer as Tokenizer
 from chat.special_tokens import special_tokens_of
 from memory import FormatError
 from models import LanguageModel
-from models.loading.load import find_folder
+from models.loading.folders import find_folder
 
 Message = dict[str, str]
 Span = tuple[int, int]

@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from models.loading.architectures import ARCHITECTURES, LanguageModel
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
-from models.loading.load import (
-    EMBEDDED,
-    from_transformers,
-    load_model,
-    plan_memory,
-    weight_bytes,
-)
+from models.loading.folders import EMBEDDED
+from models.loading.load import from_transformers, load_model, plan_memory, weight_bytes
 
 if TYPE_CHECKING:
     from models import (

@@ -48,7 +48,7 @@ SUBJECTS = (
         "toy-snapkv-8-bit",
     ),
     *("toy-attention-pyramid", "toy-expected-4-bit", "toy-quest-4-bit", "toy-attention-quest-float8"),
-    *("toy bfloat16", "toy-h2o-8-bit bfloat16", "toy-quest bfloat16", "jamba bfloat16"),
+    *("toy bfloat16", "toy-h2o-8-bit bfloat16", "toy-quest bfloat16", "jamba bfloat16", "jamba int8"),
     *(f"family:{name}" for name in FAMILIES),
     "family:gated_delta defer",
     "family:mamba1 defer",
@@ -76,7 +76,7 @@ SUBJECTS = (
     "model:rwkv7",
     "model:zamba2",
 )
-"""Models, and how their memories fold: "keep" unless named; or that everything is in bfloat16."""
+"""Models, and how their memories fold: "keep" unless named; or that everything is in bfloat16, or weights in int8."""
 
 POLICIES: dict[str, Budget] = {
     # rows fold and none is forgotten: what is remembered does not depend on when they fold
@@ -236,7 +236,9 @@ def make_subject(name: str, folder: Path, device: torch.device = HOST, dtype: to
         return Subject(name, fold or "keep", model, is_exact=True, policy=policy, storage=storage)  # type: ignore[arg-type]
     torch.manual_seed(1)
     write_checkpoint(name, folder)
-    return Subject(name, fold or "keep", load_model(folder, device=device, dtype=dtype), is_exact=False)  # type: ignore[arg-type]
+    fold, weights = ("", "int8") if fold == "int8" else (fold, "auto")
+    model = load_model(folder, device=device, dtype=dtype, weights=weights)  # type: ignore[arg-type]
+    return Subject(name, fold or "keep", model, is_exact=False)  # type: ignore[arg-type]
 
 
 def write_checkpoint(name: str, folder: Path) -> None:

@@ -10,7 +10,7 @@ import math
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
@@ -18,8 +18,13 @@ from chat.session.saved import SESSION_FILE, read_about
 from memory import AttentionSpec, CrossAttentionSpec, FormatError, MemorySpec, RecurrentSpec
 from memory.storage.files import read_snapshot
 from models.loading.checkpoint import DryCheckpoint, UnreadCheckpoint, UnsupportedModelError
-from models.loading.load import build, read_config
+from models.loading.folders import read_config
+from models.loading.load import build, dry_model, weight_bytes
 from models.loading.quantised import find_coding
+from models.loading.weight_formats import WeightFormat
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 MOST_TENSORS = 8
 _ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "BOOL": 8, "U8": 8, "I8": 8, "F4": 4}
@@ -173,6 +178,7 @@ def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str
         "vocabulary": spec.vocab_size,
         "layers": len(spec.layers),
         **_layers_by_kind(spec),
+        "bytes of weights when loaded": _weights_by_format(config),
     }
     if checkpoint is None:
         return facts | {"loads": "its config does; there are no weights beside it"}
@@ -181,6 +187,13 @@ def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str
         "tensors": len(checkpoint),
         **({"tensors that nobody asks for": left[:MOST_TENSORS]} if left else {}),
         "loads": "yes",
+    }
+
+
+def _weights_by_format(config: PreTrainedConfig) -> dict[str, int]:
+    """Return what the weights take for each value of `load_model(weights=...)`."""
+    return {
+        name: weight_bytes(dry_model(config, config.architectures[0], weights=name)) for name in get_args(WeightFormat)
     }
 
 

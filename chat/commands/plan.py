@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from models import LanguageModel
+    from models.loading.weight_formats import WeightFormat
 
 Option = typer.Option
 
@@ -33,7 +34,10 @@ def plan(
     encoder: Annotated[
         str | None, Option(help="tokens of an encoder's input, for models that have one", show_default=False)
     ] = None,
-    weights: Annotated[bool, Option("--weights", help="the budget is for the weights as well, in --dtype")] = False,
+    weights: Annotated[
+        str | None,
+        Option(help="the budget is for the weights as well: auto (in --dtype), int8 or int4", show_default=False),
+    ] = None,
     is_json: Annotated[bool, Option("--json", help="print JSON")] = False,
 ) -> None:
     """Print how many sessions of a model fit into a budget, from its config alone.
@@ -50,8 +54,8 @@ def plan(
     from memory.blocks.arena import read_budget
     from models import weight_bytes
 
-    language_model, architecture = _read_model(model, dtype)
-    budget_bytes, taken = read_budget(budget), weight_bytes(language_model) if weights else None
+    language_model, architecture = _read_model(model, dtype, weights or "auto")
+    budget_bytes, taken = read_budget(budget), None if weights is None else weight_bytes(language_model)
     if taken is not None and taken >= budget_bytes:
         raise SpecError(
             f"weights of {taken:,} bytes leave nothing of a budget of {budget_bytes:,}; give more, or ask without "
@@ -71,13 +75,14 @@ def plan(
         print_plan(make_console(), report)
 
 
-def _read_model(model: str, dtype: str) -> tuple[LanguageModel, str]:
+def _read_model(model: str, dtype: str, weights: str) -> tuple[LanguageModel, str]:
     """Read a model without its weights, and its architecture."""
-    from models.loading.load import dry_model, find_config, read_config
+    from models.loading.folders import find_config, read_config
+    from models.loading.load import dry_model
 
     config, _ = read_config(find_config(model))
     architecture = config.architectures[0]
-    return dry_model(config, architecture, dtype=dtype), architecture
+    return dry_model(config, architecture, dtype=dtype, weights=cast("WeightFormat", weights)), architecture
 
 
 def _read_device(device: str) -> torch.device:

@@ -151,7 +151,7 @@ def _make_setup(model: str, device: str, dtype: str, numbers: dict[str, Any], *,
     from chat.simulation.simulation import Setup
     from memory import FormatError, SpecError
     from models import load_model, plan_memory
-    from models.loading.load import find_folder, read_config
+    from models.loading.folders import find_folder, read_config
 
     folder = find_folder(model)
     if not is_dry:

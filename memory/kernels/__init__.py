@@ -57,10 +57,17 @@ _OVERRIDE = "HYBRID_MEMORY_KERNELS"
 _SETS = ("reference", "cpu", "cuda", "triton")
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, *, n_groups: int = 1, gate: Tensor | None = None) -> Tensor:
-    """Compute `Kernels.rms_norm` over the last axis of x (..., E), by the kernels for its device and dtype."""
+def rms_norm(
+    x: Tensor, weight: Tensor | Weights | None, eps: float, *, n_groups: int = 1, gate: Tensor | None = None
+) -> Tensor:
+    """Compute `Kernels.rms_norm` over the last axis of x (..., E), by the kernels for its device and dtype.
+
+    `Weights` of one tensor are prepared for these kernels once.
+    """
     if x.dim() == 2:
-        return select_kernels(x.device, x.dtype).rms_norm(x, weight, eps, n_groups=n_groups, gate_TE=gate)
+        kernels = select_kernels(x.device, x.dtype)
+        own = weight.prepared(kernels)[0] if isinstance(weight, Weights) else weight
+        return kernels.rms_norm(x, own, eps, n_groups=n_groups, gate_TE=gate)
     return rms_norm(x.reshape(-1, x.shape[-1]), weight, eps, n_groups=n_groups, gate=gate).view(x.shape)
 
 

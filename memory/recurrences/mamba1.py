@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor
 
-from memory.kernels import Weights, rms_norm
+from memory.kernels import Weights
 from memory.recurrences.convolution import CausalConv, window_tensors
 from memory.recurrences.registry import register_family
 from memory.specs import RecurrentSpec, StateTensor
@@ -44,7 +44,7 @@ class Mamba1:
         dt_bias_E: bias of dt, (E,).
         a_NE: -exp(A_log) transposed, float32.
         d_E: float32.
-        norms: weights of the RMS norms of dt, B and C with their epsilon, or None.
+        norms: the norms of dt, B and C, or None.
     """
 
     conv: CausalConv
@@ -53,7 +53,7 @@ class Mamba1:
     dt_bias_E: Tensor
     a_NE: Tensor
     d_E: Tensor
-    norms: tuple[Tensor, Tensor, Tensor, float] | None = None
+    norms: tuple[Callable[[Tensor], Tensor], ...] | None = None
 
     def __call__(self, states: States, rows: Tensor) -> tuple[Tensor, States]:
         """Advance the states by rows (T, E); returns outputs (T, E) in the rows' dtype, and the states."""
@@ -73,8 +73,7 @@ class Mamba1:
         dt_b_c, n_states = self.x_proj(x_TE), self.a_NE.shape[0]
         dt_TR, b_TN, c_TN = dt_b_c.split_with_sizes([dt_b_c.shape[1] - 2 * n_states, n_states, n_states], -1)
         if self.norms is not None:
-            *weights, eps = self.norms
-            dt_TR, b_TN, c_TN = (rms_norm(t, w, eps) for t, w in zip((dt_TR, b_TN, c_TN), weights, strict=True))
+            dt_TR, b_TN, c_TN = (norm(t) for norm, t in zip(self.norms, (dt_TR, b_TN, c_TN), strict=True))
         return self.dt_proj(dt_TR), b_TN, c_TN
 
 

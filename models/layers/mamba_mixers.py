@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from memory import FormatError, RecurrentSpec, SpecError, Step
-from memory.kernels import rms_norm
+from memory.kernels import Weights, rms_norm
 from memory.recurrences import SSD, CausalConv, Mamba1, SSDShape, mamba1_spec
 from models.layers.linear import Linear
+from models.layers.norms import RMSNorm
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
 
 if TYPE_CHECKING:
@@ -83,8 +84,7 @@ class MambaMixer:
         norms = None
         if shape.norm_eps is not None:
             names = ("dt_layernorm", shape.dt_rank), ("b_layernorm", d_state), ("c_layernorm", d_state)
-            dt, b, c = (take(f"{prefix}.{name}.weight", size) for name, size in names)
-            norms = (dt, b, c, shape.norm_eps)
+            norms = tuple(RMSNorm(take(f"{prefix}.{name}.weight", size), shape.norm_eps) for name, size in names)
         self._recurrence = Mamba1(
             conv=load_conv(
                 checkpoint,
@@ -145,7 +145,8 @@ class Mamba2Mixer:
         self._rows = Linear(rows_weight, bias=rows_bias)
         out_bias = checkpoint.take_optional(options.has_out_bias, f"{prefix}.out_proj.bias", n_model)
         self._out = Linear(take(f"{prefix}.out_proj.weight", n_model, shape.n_inner), bias=out_bias)
-        self._norm_weight = None if options.norm_eps is None else take(f"{prefix}.norm.weight", shape.n_inner)
+        has_norm = options.norm_eps is not None
+        self._norm_weight = Weights(take(f"{prefix}.norm.weight", shape.n_inner)) if has_norm else None
         self._recurrence = SSD(
             shape=shape,
             conv=load_conv(

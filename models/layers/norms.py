@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from memory.kernels import rms_norm
+from memory.kernels import Weights, rms_norm
 from models.loading.checkpoint import Checkpoint
 
 
@@ -20,7 +21,11 @@ class RMSNorm:
     eps: float
 
     def __call__(self, x: Tensor) -> Tensor:
-        return rms_norm(x.to(self.weight_M.dtype), self.weight_M, self.eps)
+        return rms_norm(x.to(self.weight_M.dtype), self._weights, self.eps)
+
+    @cached_property
+    def _weights(self) -> Weights:
+        return Weights(self.weight_M)
 
 
 def load_offset_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> RMSNorm:

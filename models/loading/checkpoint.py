@@ -25,6 +25,9 @@ _MOST_MAPPED_BYTES = 1 << 28
 """Bytes that are read before files are mapped anew: more than that of a checkpoint need not be in memory beside the
 model."""
 
+_MOST_COPIED_BYTES = 1 << 20
+"""Largest tensor of a file that is copied when it is taken."""
+
 CODE_DTYPES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
 """Dtypes whose numbers mean nothing without a scale."""
 
@@ -213,12 +216,15 @@ class Checkpoint:
         return tensor
 
     def _map(self, file: str, name: str) -> Tensor:
-        """Map a tensor as it is stored. Files are mapped anew now and then: what was read and copied leaves memory."""
+        """Map a tensor as it is stored. Files are mapped anew now and then: what was read and copied leaves memory.
+
+        Small tensors are copied: the model keeps many as they are, and one would keep all that was read of its file.
+        """
         if self._read_bytes >= _MOST_MAPPED_BYTES:
             self._files, self._read_bytes = {other: self._open(other) for other in self._files}, 0
         tensor: Tensor = self._files[file].get_tensor(name)
         self._read_bytes += tensor.nbytes
-        return tensor
+        return tensor if tensor.nbytes > _MOST_COPIED_BYTES else tensor.clone()
 
     def take_optional(self, condition: bool, name: str, *shape: int) -> Tensor | None:
         """Return the tensor as `take` does if the config says that it exists (`condition`), else None."""

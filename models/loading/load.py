@@ -5,7 +5,6 @@ transformers, the hub and progress bars are imported when they are needed: `impo
 
 from __future__ import annotations
 
-import json
 import reprlib
 from collections.abc import Callable
 from functools import wraps
@@ -20,17 +19,13 @@ from memory.blocks.arguments import check_usable, read_device, read_dtype
 from memory.errors import FormatError, HybridMemoryError
 from models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
 from models.loading.checkpoint import Checkpoint, DryCheckpoint, LoadedCheckpoint, UnsupportedModelError
+from models.loading.folders import find_folder, read_config, unsupported
 from models.loading.quantised import find_coding
+from models.loading.weight_formats import WeightFormat, weights_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-EMBEDDED = Path(__file__).parent.parent / "embedded"
-"""Folder of the small Jamba that ships with the library; `training/train_embedded.py` makes it."""
-
-_DOWNLOAD_ERRORS = (OSError, ValueError)
-"""What the hub's library raises: for a failed request or nothing in its cache, and for a name that it cannot have."""
-_WANTED = "give a checkpoint's folder, 'embedded', or a hub id such as 'owner/name'"
 _PROGRESS_FROM_TENSORS = 200
 """Fewest tensors with a progress bar; for fewer it would disappear at once."""
 
@@ -68,6 +63,7 @@ def load_model(
     *,
     device: str | torch.device = "cpu",
     dtype: str | torch.dtype = "auto",
+    weights: WeightFormat = "auto",
     progress: bool | None = None,
 ) -> LanguageModel:
     """Load a model for inference.
@@ -76,11 +72,13 @@ def load_model(
         path_or_hub_id: a folder with config.json and safetensors; "embedded" for the model that ships with the library;
             or a model id on the Hugging Face hub, downloaded once.
         dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto" takes the checkpoint's own.
+        weights: "int8" or "int4" rounds the weights of products to integers while they are read, on the CPU; "auto"
+            keeps them in `dtype`.
         progress: whether to show a bar on stderr; by default on a terminal, for larger checkpoints.
     Raises:
         FormatError: files are missing, damaged, or do not fit the config; the message names the tensor.
         UnsupportedModelError: the architecture, an option of it, or the format of quantised weights is not implemented.
-        SpecError: the device or dtype does not exist.
+        SpecError: the device, dtype or format does not exist, or the format not for this device.
     Cost: reads every tensor once. On the CPU matrices are laid out for oneDNN one by one: memory holds the model
     and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped. Weights that are stored
     quantised become dense in `dtype` one by one.
@@ -100,12 +98,16 @@ def load_model(
     with Progress(console=Console(stderr=True), disable=not is_shown) as bar:
         task = bar.add_task(f"loading {folder.name}", total=len(checkpoint))
         checkpoint.on_taken = lambda: bar.advance(task)
-        model = build(model_class, config, checkpoint)
+        with weights_in(weights, device):
+            model = build(model_class, config, checkpoint)
     checkpoint.warn_of_leftovers("lm_head.weight")
+    _compile_products(checkpoint, weights)
     return model
 
 
-def from_transformers(hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
+def from_transformers(
+    hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "auto", weights: WeightFormat = "auto"
+) -> LanguageModel:
     """Make this library's model from the weights of a loaded transformers model, on its device; no file is written.
 
     Tensors that are used as they are stay shared with `hf_model`: embeddings, norms and, on other devices than the CPU,
@@ -115,6 +117,7 @@ def from_transformers(hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "
 
     Args:
         dtype: as for `load_model`; "auto" takes the model's own. With another one everything is copied.
+        weights: as for `load_model`.
     Raises:
         UnsupportedModelError: the architecture, or an option of it, is not implemented; weights are quantised or on
             several devices; or adapters (PEFT) are not merged.
@@ -128,16 +131,26 @@ def from_transformers(hf_model: PreTrainedModel, *, dtype: str | torch.dtype = "
         )
     model_class = next((ARCHITECTURES[name] for name in names if name in ARCHITECTURES), None)
     if model_class is None:
-        raise _unsupported(names[0])
+        raise unsupported(names[0])
     device = check_source(hf_model)
     read_as = _read_dtype(hf_model.dtype if dtype == "auto" else dtype, hf_model.config)
     checkpoint = LoadedCheckpoint(names[0], _tensors_of(hf_model), device, read_as)
     for prefix, module in hf_model.named_modules():
         if getattr(module, "layers_are_rescaled", False) and hf_model.config.rescale_every > 0:
             _undo_rescaling(checkpoint, f"{prefix}.blocks", hf_model.config)
-    model = build(model_class, hf_model.config, checkpoint)
+    with weights_in(weights, device):
+        model = build(model_class, hf_model.config, checkpoint)
     checkpoint.warn_of_leftovers("lm_head.weight")
+    _compile_products(checkpoint, weights)
     return model
+
+
+def _compile_products(checkpoint: Checkpoint, weights: WeightFormat) -> None:
+    """Compile what products with weights of this format need, so that no step waits for it."""
+    if weights != "auto":
+        from models.layers.quantised import compile_products
+
+        compile_products(checkpoint.dtype, weights)
 
 
 def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:
@@ -217,10 +230,6 @@ def _check_unquantised(config: PreTrainedConfig) -> None:
         )
 
 
-def _unsupported(architecture: str) -> UnsupportedModelError:
-    return UnsupportedModelError(f"{architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")
-
-
 def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> MemorySpec:
     """Return the memory spec of a model of this config, without reading its weights.
 
@@ -235,18 +244,22 @@ def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | tor
     return dry_model(config, architecture, dtype=dtype).memory_spec
 
 
-def dry_model(config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto") -> LanguageModel:
+def dry_model(
+    config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto", weights: WeightFormat = "auto"
+) -> LanguageModel:
     """Make a model whose weights are on "meta": they have shapes but no numbers, so it cannot run.
 
-    Arguments and errors are those of `plan_memory`.
+    Arguments and errors are those of `plan_memory`; `weights` as for `load_model`.
     """
     from transformers import PreTrainedConfig
 
     if not isinstance(config, PreTrainedConfig):
         raise SpecError(f"config={config!r} is no config of transformers; give AutoConfig.from_pretrained(folder)")
     if architecture not in ARCHITECTURES:
-        raise _unsupported(architecture)
-    return build(ARCHITECTURES[architecture], config, DryCheckpoint(architecture, _read_dtype(dtype, config)))
+        raise unsupported(architecture)
+    checkpoint = DryCheckpoint(architecture, _read_dtype(dtype, config))
+    with weights_in(weights, checkpoint.device):
+        return build(ARCHITECTURES[architecture], config, checkpoint)
 
 
 def weight_bytes(model: LanguageModel) -> int:
@@ -271,85 +284,6 @@ def weight_bytes(model: LanguageModel) -> int:
         elif type(thing).__module__.startswith(("models.", "memory.")):
             todo += vars(thing).values() if hasattr(thing, "__dict__") else ()
     return sum(int(tensor.nbytes) for tensor in found.values())
-
-
-def find_folder(path_or_hub_id: str | Path) -> Path:
-    """Return the local folder of a checkpoint; a hub id is downloaded first."""
-    if not isinstance(path_or_hub_id, str | Path) or not str(path_or_hub_id):
-        raise FormatError(f"{path_or_hub_id!r} is no path and no hub id; {_WANTED}")
-    if str(path_or_hub_id) == "embedded":
-        return EMBEDDED
-    folder = Path(path_or_hub_id).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise FormatError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
-    if not _is_hub_id(str(path_or_hub_id)):
-        raise FormatError(f"there is no folder {folder}; {_WANTED}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
-        return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))
-    except _DOWNLOAD_ERRORS as error:
-        raise FormatError(f"{path_or_hub_id} is no folder here and no model that can be downloaded: {error}") from error
-
-
-def _is_hub_id(name: str) -> bool:
-    return name.count("/") == 1 and name[0] not in "/.~"
-
-
-def find_config(path_or_hub_id: str | Path) -> Path:
-    """Return the path of a checkpoint's config: in a folder, such a file itself, or of a hub id.
-
-    Of a hub id nothing but the config is downloaded.
-    """
-    path = Path(path_or_hub_id).expanduser()
-    if path.is_file():
-        return path
-    if path.is_dir() or not _is_hub_id(str(path_or_hub_id)):
-        return find_folder(path_or_hub_id)
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(str(path_or_hub_id), "config.json"))
-    except _DOWNLOAD_ERRORS as error:
-        raise FormatError(
-            f"{path_or_hub_id} is no file here and no model whose config can be downloaded: {error}"
-        ) from error
-
-
-def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
-    """Return a config as transformers' object, with all defaults, and the model class that implements it.
-
-    Args:
-        place: the folder of a checkpoint, or its config.json, by any name.
-    """
-    path = place / "config.json" if place.is_dir() else place
-    if not path.exists() and (place / "adapter_config.json").exists():
-        raise UnsupportedModelError(
-            f"{place} holds an adapter, not a model; merge it into the model it was made for, "
-            "peft_model.merge_and_unload(), and save that"
-        )
-    if not path.exists():
-        raise FormatError(f"{place} has no config.json; give the folder of a checkpoint in Hugging Face layout")
-    try:
-        raw = json.loads(path.read_text())
-        architectures = raw.get("architectures") or [f"unnamed ({raw.get('model_type', 'no model_type')})"]
-        if not (isinstance(architectures, list) and isinstance(architectures[0], str)):
-            raise ValueError(f"architectures={architectures!r}")
-    except (ValueError, AttributeError, RecursionError) as error:
-        raise FormatError(f"{path} is no JSON object that names an architecture: {error}") from error
-    if architectures[0] not in ARCHITECTURES:
-        raise _unsupported(architectures[0])
-    from transformers import AutoConfig
-
-    model_class = ARCHITECTURES[architectures[0]]  # first: its module may register a config class
-    try:
-        config = AutoConfig.from_pretrained(place)
-    except Exception as error:  # its validators raise types of their own, of several libraries
-        raise FormatError(f"{path} does not describe a {architectures[0]}: {error}") from error
-    return config, model_class
 
 
 def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpoint) -> LanguageModel:

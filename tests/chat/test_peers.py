@@ -23,7 +23,8 @@ from chat.planning.peers import (
 from memory import AttentionSpec, MemorySpec
 from memory.recurrences import DeltaRuleShape, SSDShape
 from memory.specs import RecurrentSpec
-from models.loading.load import dry_model, read_config
+from models.loading.folders import read_config
+from models.loading.load import dry_model
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 MIB, GIB = 1 << 20, 1 << 30

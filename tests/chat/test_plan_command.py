@@ -15,7 +15,8 @@ from chat.planning.quantities import read_share, read_tokens
 from memory import HybridMemory, MemorySpec, SpecError
 from memory.eviction import H2O
 from memory.quantization import Quantized
-from models.loading.load import dry_model, read_config, weight_bytes
+from models.loading.folders import read_config
+from models.loading.load import dry_model, weight_bytes
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 GIB = 1 << 30
@@ -109,7 +110,7 @@ def test_states_in_16_bits_and_weights() -> None:
     assert full["session"]["by_kind"]["states"] > 1.9 * half["session"]["by_kind"]["states"]
     config, _ = read_config(CONFIGS / "nemotron-h-8b.json")
     n_bytes = weight_bytes(dry_model(config, "NemotronHForCausalLM", dtype="bfloat16"))
-    found = plan("nemotron-h-8b", "--context", "1k", "--budget", "80GiB", "--weights")
+    found = plan("nemotron-h-8b", "--context", "1k", "--budget", "80GiB", "--weights", "auto")
     assert (found["weight_bytes"], found["budget_bytes"]) == (n_bytes, 80 * GIB - n_bytes)
 
 
@@ -162,7 +163,7 @@ def test_shares() -> None:
         (["--device", "moon"], "--device"),
         (["--dtype", "int3"], "int3"), (["--state-dtype", "int3"], "--state-dtype"),
         (["--model", "nowhere"], "nowhere"),
-        (["--model", "."], "config.json"), (["--budget", "1MiB", "--weights"], "--weights"),
+        (["--model", "."], "config.json"), (["--budget", "1MiB", "--weights", "auto"], "--weights"),
         (["--encoder", "9"], "no encoder"),
     ],
 )  # fmt: skip

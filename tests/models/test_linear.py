@@ -14,7 +14,9 @@ from transformers.activations import ACT2FN
 from memory import HybridMemory
 from models import load_model, weight_bytes
 from models.layers import linear as module
-from models.layers.linear import Linear, multiplies_bfloat16, packed_dtype
+from models.layers import packed as packing
+from models.layers.linear import Linear
+from models.layers.packed import PackedWeight, multiplies_bfloat16, packed_dtype
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.tolerances import assert_kernel_close
 
@@ -61,7 +63,7 @@ def test_onednn_meets_few_numbers_of_rows() -> None:
     assert set(given) >= {*range(1, 9), 16, 32, 64, 80, 256, 512} and len(set(given)) == 8 + 4 * 3 + (512 - 64) // 16
 
 
-@pytest.mark.parametrize("activation", sorted({*module._FUSED, *module._ACTIVATIONS, "gelu_new"}))
+@pytest.mark.parametrize("activation", sorted({*PackedWeight.FUSED, *module._ACTIVATIONS, "gelu_new"}))
 def test_an_activation_is_transformers(activation: str) -> None:
     weight, x = 3 * torch.randn(8, 6), torch.randn(5, 6)
     for w, in_dtype in ((weight, x), (weight.bfloat16(), x.bfloat16())):
@@ -88,7 +90,7 @@ def test_products_of_16_bits_are_packed_as_what_the_processor_multiplies(
 ) -> None:
     """A bias and a fused activation too; where it multiplies float32 only, weights are that."""
     is_fast = is_fast and multiplies_bfloat16()
-    monkeypatch.setattr(module, "multiplies_bfloat16", lambda: is_fast)
+    monkeypatch.setattr(packing, "multiplies_bfloat16", lambda: is_fast)
     weight, bias, x = (torch.randn(*shape).to(dtype) for shape in ((640, 512), (640,), (n_rows, 512)))
     linear = Linear(weight, bias=bias, activation="silu")
     y = linear(x)

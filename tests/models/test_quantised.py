@@ -24,7 +24,7 @@ from memory import FormatError, HybridMemory
 from models import LanguageModel, UnsupportedModelError, load_model
 from models.loading import quantised
 from models.loading.checkpoint import Checkpoint, UnreadCheckpoint
-from models.loading.load import read_config
+from models.loading.folders import read_config
 from models.loading.quantised import find_coding
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
 

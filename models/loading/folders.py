@@ -1,0 +1,105 @@
+"""Finds a checkpoint's folder, in the file system or on the hub, and reads its config."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memory.errors import FormatError
+from models.loading.architectures import ARCHITECTURES, ModelClass
+from models.loading.checkpoint import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+EMBEDDED = Path(__file__).parent.parent / "embedded"
+"""Folder of the small Jamba that ships with the library; `training/train_embedded.py` makes it."""
+
+_DOWNLOAD_ERRORS = (OSError, ValueError)
+"""What the hub's library raises: for a failed request or nothing in its cache, and for a name that it cannot have."""
+_WANTED = "give a checkpoint's folder, 'embedded', or a hub id such as 'owner/name'"
+
+
+def find_folder(path_or_hub_id: str | Path) -> Path:
+    """Return the local folder of a checkpoint; a hub id is downloaded first."""
+    if not isinstance(path_or_hub_id, str | Path) or not str(path_or_hub_id):
+        raise FormatError(f"{path_or_hub_id!r} is no path and no hub id; {_WANTED}")
+    if str(path_or_hub_id) == "embedded":
+        return EMBEDDED
+    folder = Path(path_or_hub_id).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise FormatError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
+    if not _is_hub_id(str(path_or_hub_id)):
+        raise FormatError(f"there is no folder {folder}; {_WANTED}")
+    from huggingface_hub import snapshot_download
+
+    try:
+        patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+        return Path(snapshot_download(str(path_or_hub_id), allow_patterns=patterns))
+    except _DOWNLOAD_ERRORS as error:
+        raise FormatError(f"{path_or_hub_id} is no folder here and no model that can be downloaded: {error}") from error
+
+
+def _is_hub_id(name: str) -> bool:
+    return name.count("/") == 1 and name[0] not in "/.~"
+
+
+def find_config(path_or_hub_id: str | Path) -> Path:
+    """Return the path of a checkpoint's config: in a folder, such a file itself, or of a hub id.
+
+    Of a hub id nothing but the config is downloaded.
+    """
+    path = Path(path_or_hub_id).expanduser()
+    if path.is_file():
+        return path
+    if path.is_dir() or not _is_hub_id(str(path_or_hub_id)):
+        return find_folder(path_or_hub_id)
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(str(path_or_hub_id), "config.json"))
+    except _DOWNLOAD_ERRORS as error:
+        raise FormatError(
+            f"{path_or_hub_id} is no file here and no model whose config can be downloaded: {error}"
+        ) from error
+
+
+def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
+    """Return a config as transformers' object, with all defaults, and the model class that implements it.
+
+    Args:
+        place: the folder of a checkpoint, or its config.json, by any name.
+    """
+    path = place / "config.json" if place.is_dir() else place
+    if not path.exists() and (place / "adapter_config.json").exists():
+        raise UnsupportedModelError(
+            f"{place} holds an adapter, not a model; merge it into the model it was made for, "
+            "peft_model.merge_and_unload(), and save that"
+        )
+    if not path.exists():
+        raise FormatError(f"{place} has no config.json; give the folder of a checkpoint in Hugging Face layout")
+    try:
+        raw = json.loads(path.read_text())
+        architectures = raw.get("architectures") or [f"unnamed ({raw.get('model_type', 'no model_type')})"]
+        if not (isinstance(architectures, list) and isinstance(architectures[0], str)):
+            raise ValueError(f"architectures={architectures!r}")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise FormatError(f"{path} is no JSON object that names an architecture: {error}") from error
+    if architectures[0] not in ARCHITECTURES:
+        raise unsupported(architectures[0])
+    from transformers import AutoConfig
+
+    model_class = ARCHITECTURES[architectures[0]]  # first: its module may register a config class
+    try:
+        config = AutoConfig.from_pretrained(place)
+    except Exception as error:  # its validators raise types of their own, of several libraries
+        raise FormatError(f"{path} does not describe a {architectures[0]}: {error}") from error
+    return config, model_class
+
+
+def unsupported(architecture: str) -> UnsupportedModelError:
+    """Return the error for an architecture that no model class implements."""
+    return UnsupportedModelError(f"{architecture} is not supported; these are: {', '.join(sorted(ARCHITECTURES))}")

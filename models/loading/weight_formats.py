@@ -1,0 +1,44 @@
+"""Says in which format the weights of products are kept while a model is made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Literal, get_args
+
+import torch
+
+from memory.errors import SpecError
+
+IntegerFormat = Literal["int8", "int4"]
+"""Integers of 8 or 4 bits with a scale for each group of 32 inputs."""
+
+WeightFormat = Literal["auto", IntegerFormat]
+"""Formats of `load_model(weights=...)`; "auto" is the model's dtype."""
+
+_format: ContextVar[IntegerFormat | None] = ContextVar("weights", default=None)
+
+
+@contextmanager
+def weights_in(weights: WeightFormat, device: torch.device) -> Iterator[None]:
+    """Let every product that is made meanwhile round its weights; "auto" leaves them as they are.
+
+    Raises:
+        SpecError: there is no such format, or it is not for this device.
+    """
+    formats = "auto", *get_args(IntegerFormat)
+    if weights not in formats:
+        raise SpecError(f"weights={weights!r}; give {', '.join(map(repr, formats))}")
+    if weights != "auto" and device.type not in ("cpu", "meta"):
+        raise SpecError(f"weights={weights!r} is for the CPU, not for {device}; give weights='auto' there")
+    token = _format.set(None if weights == "auto" else weights)
+    try:
+        yield
+    finally:
+        _format.reset(token)
+
+
+def wanted_format() -> IntegerFormat | None:
+    """Return the format that `weights_in` asks for."""
+    return _format.get()

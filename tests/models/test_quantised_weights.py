@@ -1,0 +1,175 @@
+"""Weights in 8 and 4 bits: their products, how they are rounded, what they take, and what cannot be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from memory import HybridMemory, SpecError
+from models import from_transformers, load_model, weight_bytes
+from models.layers import quantised, quantised_kernels
+from models.layers.linear import Linear
+from models.layers.quantised import QuantisedWeight
+from models.loading.weight_formats import IntegerFormat, weights_in
+from tests.models.checkpoints import CONFIGS, write_checkpoint
+from tests.models.hf_models import hf_model
+from tests.tolerances import assert_kernel_close
+
+FORMATS = get_args(IntegerFormat)
+DTYPES = torch.float32, torch.bfloat16, torch.float16
+SHAPES = (1, 1), (16, 32), (17, 33), (100, 70), (250, 512)
+
+
+@pytest.fixture(params=[True, False], ids=["pairs", "float32"])
+def multiplies_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether rows of bfloat16 are multiplied as such; elsewhere than on a processor that can, never."""
+    can = bool(request.param) and quantised_kernels.multiplies_pairs()
+    monkeypatch.setattr(quantised_kernels, "multiplies_pairs", lambda: can)
+    return can
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape).to(dtype)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_product_is_that_of_the_rounded_weights(
+    format: IntegerFormat, dtype: torch.dtype, shape: tuple[int, int], multiplies_pairs: bool
+) -> None:
+    """With and without a bias, for numbers of rows around those of the kernel's tiles, in float32 too."""
+    n_out, n_in = shape
+    weight = QuantisedWeight(drawn(*shape, dtype=dtype) / n_in**0.5, format)
+    for n_rows in (0, 1, 2, 3, 7, 8, 9, 31):
+        for x, bias in ((drawn(n_rows, n_in, dtype=dtype), None), (drawn(n_rows, n_in), drawn(n_out))):
+            y = weight.multiply(x, bias)
+            assert y.dtype == x.dtype and y.shape == (n_rows, n_out)
+            if n_rows:
+                assert_kernel_close(y, F.linear(x.float(), weight.dense(), bias), coarser(dtype))
+
+
+def coarser(dtype: torch.dtype) -> torch.dtype:
+    """The dtype whose tolerance holds for results in this one."""
+    return torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_has_the_same_bits_in_any_company(
+    format: IntegerFormat, dtype: torch.dtype, multiplies_pairs: bool
+) -> None:
+    linear = made(format, drawn(50, 200, dtype=dtype), bias=drawn(50), activation="silu")
+    x = drawn(23, 200, dtype=dtype)
+    whole = linear(x)
+    for n_rows in range(1, 23):
+        assert torch.equal(linear(x[:n_rows]), whole[:n_rows]) and torch.equal(linear(x[-n_rows:]), whole[-n_rows:])
+
+
+def made(format: IntegerFormat, *weights: torch.Tensor, **options: Any) -> Linear:
+    with weights_in(format, torch.device("cpu")):
+        return Linear(*weights, **options)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_weights_are_rounded_to_the_nearest_integer_of_their_group(format: IntegerFormat) -> None:
+    """Groups of zeros and of one size stay; of others the error is bounded by the largest weight."""
+    weight = torch.randn(48, 96) * torch.logspace(-20, 20, 48)[:, None]
+    weight[3, 32:64], weight[4, :32] = 0.0, 0.25
+    rounded = QuantisedWeight(weight, format).dense()
+    groups, errors = weight.view(48, 3, 32), (rounded - weight).view(48, 3, 32)
+    largest = groups.abs().amax(-1, keepdim=True)
+    assert (errors.abs() <= largest * {"int8": 1 / 250, "int4": 1 / 8}[format]).all()
+    assert errors.square().sum() <= groups.square().sum() * {"int8": 0.0055, "int4": 0.085}[format] ** 2
+    assert rounded[3, 32:64].eq(0).all() and (rounded[4, :32] - 0.25).abs().max() < 0.25 / 200
+
+
+def test_four_bits_are_no_worse_than_any_one_scale_from_the_largest_weight() -> None:
+    weight = torch.randn(64, 256)
+    groups = weight.view(64, 8, 32)
+    signed = groups.gather(-1, groups.abs().argmax(-1, keepdim=True))
+    ours = (QuantisedWeight(weight, "int4").dense() - weight).view_as(groups).square().sum(-1)
+    for divisor in (7.0, 8.0, 9.0):
+        scale = -signed / divisor
+        theirs = ((groups / scale).round().clamp(-8, 7) * scale - groups).square().sum(-1)
+        assert ours.sum() < theirs.sum() and (ours <= theirs * 1.03 + 1e-4).all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf")])
+def test_a_weight_that_is_no_number_reaches_its_output(format: IntegerFormat, spoilt: float) -> None:
+    weight = torch.randn(40, 64)
+    weight[19, 5] = spoilt
+    y = QuantisedWeight(weight, format).multiply(torch.ones(2, 64), None)
+    assert y[:, 19].isnan().all() and y[:, torch.arange(40) != 19].isfinite().all()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("activation", ["silu", "swish", "relu", "sigmoid", "tanh", "gelu", "relu2"])
+def test_an_activation_is_applied(format: IntegerFormat, activation: str) -> None:
+    weight, x = 3 * torch.randn(24, 64), torch.randn(5, 64)
+    plain = Linear(QuantisedWeight(weight, format).dense(), activation=activation)
+    assert_kernel_close(made(format, weight, activation=activation)(x), plain(x))
+
+
+def test_several_weights_and_slices_are_read_in_place() -> None:
+    first, second, x = torch.randn(10, 128)[:, ::2], torch.randn(60, 64)[::2], torch.randn(5, 128)[:, ::2]
+    both = made("int8", first, second)
+    assert_kernel_close(both(x), torch.cat([made("int8", w)(x) for w in (first, second)], 1))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["jamba-two-of-four-experts", "mamba2", "qwen3-next", "rwkv7"])
+def test_a_model_computes_with_the_rounded_weights(
+    name: str, dtype: str, format: IntegerFormat, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same model with the twin's products; and it is another one than that of the whole weights."""
+    folder = write_checkpoint(tmp_path, CONFIGS[name]())
+    models = [load_model(folder, dtype=dtype, weights=format), load_model(folder, dtype=dtype)]
+    rounded, whole = map(logits, models)
+
+    def by_twin(own: QuantisedWeight, x: torch.Tensor, bias: torch.Tensor | None, activation: str | None) -> Any:
+        y = F.linear(x.float(), own.dense(), bias)
+        return (y if activation is None else Linear(torch.eye(y.shape[1]), activation=activation)(y)).to(x.dtype)
+
+    monkeypatch.setattr(quantised.QuantisedWeight, "multiply", by_twin)
+    expected = logits(models[0])
+    assert expected.std() > 0.5 and (rounded - whole).abs().max() > 1e-3
+    delta = (rounded - expected).float().square().mean().sqrt() / expected.float().std()
+    assert delta < {"float32": 1e-5, "bfloat16": 4e-2}[dtype]
+
+
+def logits(model: Any) -> torch.Tensor:
+    memory = HybridMemory(model.memory_spec, "16MiB")
+    with memory.step({memory.open(): list(range(1, 40))}, outputs="all") as step:
+        found: torch.Tensor = model(step)
+    return found
+
+
+def test_it_takes_the_bytes_of_its_bits_and_a_dry_model_knows_them(tmp_path: Path) -> None:
+    for format, bits in (("int8", 8.5), ("int4", 4.5)):
+        linear = made(format, torch.randn(512, 512))  # type: ignore[arg-type]
+        assert weight_bytes(linear) == 512 * 512 * bits / 8  # type: ignore[arg-type]
+        on_meta = QuantisedWeight(torch.empty(512, 512, device="meta"), format)  # type: ignore[arg-type]
+        assert weight_bytes(on_meta) == weight_bytes(linear)  # type: ignore[arg-type]
+
+
+def test_a_loaded_model_of_transformers_can_be_rounded() -> None:
+    hf = hf_model("jamba")
+    assert weight_bytes(from_transformers(hf, weights="int8")) < weight_bytes(from_transformers(hf)) / 2
+
+
+@pytest.mark.parametrize("weights", ["int5", None, 8, ""])
+def test_other_formats_are_refused(weights: Any) -> None:
+    with pytest.raises(SpecError, match=r"weights=.*'auto', 'int8', 'int4'"):
+        load_model("embedded", weights=weights)
+
+
+def test_they_are_for_the_cpu() -> None:
+    with pytest.raises(SpecError, match=r"int8.*CPU.*cuda.*auto"), weights_in("int8", torch.device("cuda")):
+        pass
