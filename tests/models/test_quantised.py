@@ -328,6 +328,12 @@ def test_fp8_by_tensor(config: dict[str, Any], end: str, tmp_path: Path) -> None
     check_equal(*write_quantised(tmp_path, "llama", config, float8(None, end)))
 
 
+def test_dense_weights_may_be_rounded_again(tmp_path: Path) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    coded, dense = write_quantised(tmp_path, "llama", config, float8(8))
+    assert torch.equal(run(load_model(coded, weights="int8")), run(load_model(dense, weights="int8")))
+
+
 def test_fp8_is_what_transformers_makes_of_it(tmp_path: Path) -> None:
     config = {"quant_method": "fp8", "weight_block_size": [8, 8]}
     coded, _ = write_quantised(tmp_path, "llama", config, float8(8))
