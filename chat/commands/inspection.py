@@ -20,6 +20,7 @@ from memory.storage.files import read_snapshot
 from models.loading.checkpoint import DryCheckpoint, UnreadCheckpoint, UnsupportedModelError
 from models.loading.folders import read_config
 from models.loading.load import build, dry_model, weight_bytes
+from models.loading.quantised import find_coding
 from models.loading.weight_formats import WeightFormat
 
 if TYPE_CHECKING:
@@ -149,7 +150,7 @@ def _inspect_model(path: Path) -> Finding:
     has_weights = path.is_dir() and (any(path.glob("*.safetensors")) or any(path.glob("*.safetensors.index.json")))
     checkpoint = UnreadCheckpoint(path, torch.float32) if has_weights else None
     try:
-        facts |= _describe_model(path, raw, checkpoint)
+        facts |= _describe_model(path, checkpoint)
     except (UnsupportedModelError, FormatError) as error:
         facts["loads"] = f"no: {error}"
     stored = [] if checkpoint is None else [
@@ -162,15 +163,15 @@ def _inspect_model(path: Path) -> Finding:
     return Finding("model" if has_weights else "config", str(path), None, facts, dict(by_kind), _largest(stored))
 
 
-def _describe_model(path: Path, raw: dict[str, Any], checkpoint: UnreadCheckpoint | None) -> dict[str, Any]:
+def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str, Any]:
     """Describe the model of a config.
 
     If there are weights, the names and shapes of all tensors are compared with those that the model needs.
     """
     config, model_class = read_config(path)
+    if (coding := find_coding(config)) is not None and checkpoint is not None:
+        checkpoint.decode_with(coding)
     spec = build(model_class, config, checkpoint or DryCheckpoint(config.architectures[0], torch.float32)).memory_spec
-    if raw.get("quantization_config"):
-        raise UnsupportedModelError("its weights are quantised; give a checkpoint that stores them in 16 or 32 bits")
     dtype = config.dtype or config.get_text_config().dtype
     facts = {
         "dtype": str(dtype).removeprefix("torch."),

@@ -8,8 +8,9 @@ from __future__ import annotations
 import json
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -26,6 +27,15 @@ model."""
 
 _MOST_COPIED_BYTES = 1 << 20
 """Largest tensor of a file that is copied when it is taken."""
+
+CODE_DTYPES = frozenset({torch.int8, torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2})
+"""Dtypes whose numbers mean nothing without a scale."""
+
+_DTYPES = {
+    "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+"""Dtypes that matter to a coding, as safetensors names them."""
 
 
 class UnsupportedModelError(HybridMemoryError, ValueError):
@@ -54,6 +64,24 @@ def check_numbers(config: object, *names: str, above: float = -math.inf) -> None
             )
 
 
+class Coding(Protocol):
+    """Says how a checkpoint stores quantised tensors: as parts, such as codes and scales, that make one dense tensor.
+
+    Attributes:
+        unused: ends of the names of tensors that nothing needs, such as scales of activations.
+    """
+
+    unused: tuple[str, ...]
+
+    def find_parts(self, names: Collection[str]) -> dict[str, dict[str, str]]:
+        """Return, by the name of each dense tensor, its parts: what they are -> their names among `names`."""
+        ...
+
+    def join(self, name: str, parts: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
+        """Return the dense tensor of these parts; parts on "meta" give one there. Raises FormatError."""
+        ...
+
+
 class Checkpoint:
     """Holds the tensors of a checkpoint by name. Each is read when it is taken; other tensors are never loaded.
 
@@ -74,9 +102,36 @@ class Checkpoint:
         self.on_taken = on_taken
         self._taken: set[str] = set()
         self._factors: dict[str, float | Tensor] = {}
+        self._coding: Coding | None = None
+        self._parts: dict[str, dict[str, tuple[str, str]]] = {}  # dense tensor -> part -> file and name in it
         self._read_bytes = 0
         self._files = {name: self._open(name) for name in self._file_names()}
         self._file_of = {tensor: name for name, file in self._files.items() for tensor in file.keys()}
+
+    def decode_with(self, coding: Coding) -> None:
+        """From now on, see each tensor that is stored in parts as the dense tensor that `take` makes of them.
+
+        Raises:
+            FormatError: no tensor is stored in such parts.
+        """
+        found = coding.find_parts(self._file_of.keys())
+        if not found:
+            raise FormatError(
+                f"{self.folder}/config.json has a quantization_config, but no tensor beside it is quantised so; "
+                "if the weights are stored as they are, remove the quantization_config"
+            )
+        self._coding = coding
+        self._parts = {
+            name: {part: (self._file_of[stored], stored) for part, stored in parts.items()}
+            for name, parts in found.items()
+        }
+        hidden = {stored for parts in found.values() for stored in parts.values()}
+        plain = {
+            name: file
+            for name, file in self._file_of.items()
+            if name not in hidden and not name.endswith(coding.unused)
+        }
+        self._file_of = plain | {name: next(iter(parts.values()))[0] for name, parts in self._parts.items()}
 
     def _file_names(self) -> list[str]:
         if (self.folder / SINGLE_FILE).exists():
@@ -148,11 +203,23 @@ class Checkpoint:
         return tensor
 
     def _read(self, name: str) -> Tensor:
-        """Map the tensor. Files are mapped anew now and then, so that what was read and copied leaves memory.
+        """Map the tensor, or make it of its parts."""
+        if self._coding is not None and name in self._parts:
+            parts = {part: self._map(*stored) for part, stored in self._parts[name].items()}
+            return self._coding.join(name, parts, self.dtype)
+        tensor = self._map(self._file_of[name], name)
+        if tensor.dtype in CODE_DTYPES:
+            raise FormatError(
+                f"{name} in {self.folder} is stored as {str(tensor.dtype).removeprefix('torch.')} without a scale that "
+                "its config.json explains; download the checkpoint again"
+            )
+        return tensor
+
+    def _map(self, file: str, name: str) -> Tensor:
+        """Map a tensor as it is stored. Files are mapped anew now and then: what was read and copied leaves memory.
 
         Small tensors are copied: the model keeps many as they are, and one would keep all that was read of its file.
         """
-        file = self._file_of[name]
         if self._read_bytes >= _MOST_MAPPED_BYTES:
             self._files, self._read_bytes = {other: self._open(other) for other in self._files}, 0
         tensor: Tensor = self._files[file].get_tensor(name)
@@ -187,8 +254,11 @@ class UnreadCheckpoint(Checkpoint):
             n: (s.get_dtype(), tuple(s.get_shape())) for n, s in slices.items()
         }
 
-    def _read(self, name: str) -> Tensor:
-        return torch.empty(self.stored[name][1], dtype=self.dtype, device=self.device)
+    def _map(self, file: str, name: str) -> Tensor:
+        if name.endswith("_shape"):  # of a packed tensor, whose shape is told by these numbers only
+            return super()._map(file, name)
+        dtype, shape = self.stored[name]
+        return torch.empty(shape, dtype=_DTYPES.get(dtype, self.dtype), device=self.device)
 
     def scale(self, name: str, factor: float | Tensor) -> None:
         """Does nothing: there are no numbers to scale."""

@@ -20,6 +20,7 @@ from memory.errors import FormatError, HybridMemoryError
 from models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
 from models.loading.checkpoint import Checkpoint, DryCheckpoint, LoadedCheckpoint, UnsupportedModelError
 from models.loading.folders import find_folder, read_config, unsupported
+from models.loading.quantised import find_coding
 from models.loading.weight_formats import WeightFormat, weights_in
 
 if TYPE_CHECKING:
@@ -76,16 +77,18 @@ def load_model(
         progress: whether to show a bar on stderr; by default on a terminal, for larger checkpoints.
     Raises:
         FormatError: files are missing, damaged, or do not fit the config; the message names the tensor.
-        UnsupportedModelError: the architecture, or an option of it, is not implemented.
+        UnsupportedModelError: the architecture, an option of it, or the format of quantised weights is not implemented.
         SpecError: the device, dtype or format does not exist, or the format not for this device.
     Cost: reads every tensor once. On the CPU matrices are laid out for oneDNN one by one: memory holds the model
-    and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped.
+    and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped. Weights that are stored
+    quantised become dense in `dtype` one by one.
     """
     device = _read_device(device)
     folder = find_folder(path_or_hub_id)
     config, model_class = read_config(folder)
-    _check_unquantised(config)
     checkpoint = Checkpoint(folder, device, _read_dtype(dtype, config))
+    if (coding := find_coding(config)) is not None:
+        checkpoint.decode_with(coding)
     from rich.console import Console
     from rich.progress import Progress
 
@@ -222,7 +225,8 @@ def check_source(hf_model: PreTrainedModel) -> torch.device:
 def _check_unquantised(config: PreTrainedConfig) -> None:
     if stored := getattr(config, "quantization_config", None):
         raise UnsupportedModelError(
-            f"quantization_config={stored!r}; give a checkpoint whose weights are stored as they are, in 16 or 32 bits"
+            f"quantization_config={stored!r}: this model's weights are quantised already; load_model(folder) reads "
+            "the formats of docs/how-to/cpu.md, or give a model whose weights are in 16 or 32 bits"
         )
 
 

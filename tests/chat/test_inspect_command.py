@@ -136,7 +136,7 @@ def test_a_config_alone_and_one_that_nobody_implements(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
     assert inspect(tmp_path)["facts"]["loads"].startswith("no: GPT2LMHeadModel is not supported")
     config = json.loads((EMBEDDED / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "hqq"}}))
     assert "quantised" in inspect(tmp_path)["facts"]["loads"]
 
 

@@ -81,7 +81,7 @@ BY_OPTION: list[tuple[str, str, Any]] = [
     ("deepseek-v2", "n_shared_experts", 0),
     ("deepseek-v3", "scoring_func", "softmax"),
     ("deepseek-v3", "topk_method", "greedy"),
-    ("deepseek-v3", "quantization_config", {"quant_method": "fp8"}),
+    ("deepseek-v3", "quantization_config", {"quant_method": "bitsandbytes"}),
     ("granite-moe-hybrid", "position_embedding_type", "alibi"),
     ("nemotron-h", "tie_word_embeddings", True),
     ("nemotron-h", "attention_bias", True),
