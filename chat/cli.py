@@ -309,7 +309,7 @@ def _warm_engine(
 def _name_of(model: str) -> str:
     """Return the name of a model for clients: its folder's name, or what it was loaded by."""
     folder = Path(model).expanduser()
-    return folder.resolve().name if folder.is_dir() else model
+    return folder.resolve().name if folder.is_dir() else folder.stem if folder.is_file() else model
 
 
 def _read_bytes(option: str, text: str) -> int:

@@ -14,6 +14,7 @@ from chat.special_tokens import special_tokens_of
 from memory import FormatError
 from models import LanguageModel
 from models.loading.folders import find_folder
+from models.loading.gguf import is_gguf, load_gguf_tokenizer
 
 Message = dict[str, str]
 Span = tuple[int, int]
@@ -26,6 +27,8 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
     Raises FormatError if it is missing or damaged.
     """
     folder = find_folder(path_or_hub_id)
+    if is_gguf(folder):
+        return load_gguf_tokenizer(folder)
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # the tokenizers library raises bare Exception for a damaged file

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from memory.errors import FormatError
 from models.loading.architectures import ARCHITECTURES, ModelClass
 from models.loading.checkpoint import UnsupportedModelError
+from models.loading.gguf import GgufFile, find_gguf, is_gguf, read_gguf_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -18,19 +19,21 @@ EMBEDDED = Path(__file__).parent.parent / "embedded"
 
 _DOWNLOAD_ERRORS = (OSError, ValueError)
 """What the hub's library raises: for a failed request or nothing in its cache, and for a name that it cannot have."""
-_WANTED = "give a checkpoint's folder, 'embedded', or a hub id such as 'owner/name'"
+_WANTED = "give a checkpoint's folder, a GGUF file, 'embedded', or a hub id such as 'owner/name'"
 
 
 def find_folder(path_or_hub_id: str | Path) -> Path:
-    """Return the local folder of a checkpoint; a hub id is downloaded first."""
+    """Return the local folder of a checkpoint, or a model's GGUF file; a hub id is downloaded first."""
     if not isinstance(path_or_hub_id, str | Path) or not str(path_or_hub_id):
         raise FormatError(f"{path_or_hub_id!r} is no path and no hub id; {_WANTED}")
     if str(path_or_hub_id) == "embedded":
         return EMBEDDED
     folder = Path(path_or_hub_id).expanduser()
     if folder.is_dir():
-        return folder
+        return find_gguf(folder) or folder
     if folder.exists():
+        if is_gguf(folder):
+            return folder
         raise FormatError(f"{folder} is a file; give the folder that holds config.json and the safetensors files")
     if not _is_hub_id(str(path_or_hub_id)):
         raise FormatError(f"there is no folder {folder}; {_WANTED}")
@@ -71,8 +74,11 @@ def read_config(place: Path) -> tuple[PreTrainedConfig, ModelClass]:
     """Return a config as transformers' object, with all defaults, and the model class that implements it.
 
     Args:
-        place: the folder of a checkpoint, or its config.json, by any name.
+        place: the folder of a checkpoint, or its config.json, by any name; or a GGUF file.
     """
+    if is_gguf(place):
+        config = read_gguf_config(GgufFile(place))
+        return config, ARCHITECTURES[config.architectures[0]]
     path = place / "config.json" if place.is_dir() else place
     if not path.exists() and (place / "adapter_config.json").exists():
         raise UnsupportedModelError(

@@ -20,6 +20,7 @@ from memory.errors import FormatError, HybridMemoryError
 from models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
 from models.loading.checkpoint import Checkpoint, DryCheckpoint, LoadedCheckpoint, UnsupportedModelError
 from models.loading.folders import find_folder, read_config, unsupported
+from models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
 from models.loading.quantised import find_coding
 from models.loading.weight_formats import WeightFormat, weights_in
 
@@ -69,8 +70,8 @@ def load_model(
     """Load a model for inference.
 
     Args:
-        path_or_hub_id: a folder with config.json and safetensors; "embedded" for the model that ships with the library;
-            or a model id on the Hugging Face hub, downloaded once.
+        path_or_hub_id: a folder with config.json and safetensors; a GGUF file, or a folder with one; "embedded" for the
+            model that ships with the library; or a model id on the Hugging Face hub, downloaded once.
         dtype: "float32", "bfloat16", "float16" or a torch.dtype; "auto" takes the checkpoint's own.
         weights: "int8" or "int4" rounds the weights of products to integers while they are read, on the CPU; "auto"
             keeps them in `dtype`.
@@ -85,10 +86,7 @@ def load_model(
     """
     device = _read_device(device)
     folder = find_folder(path_or_hub_id)
-    config, model_class = read_config(folder)
-    checkpoint = Checkpoint(folder, device, _read_dtype(dtype, config))
-    if (coding := find_coding(config)) is not None:
-        checkpoint.decode_with(coding)
+    config, model_class, checkpoint = _open(folder, device, dtype)
     from rich.console import Console
     from rich.progress import Progress
 
@@ -143,6 +141,25 @@ def from_transformers(
     checkpoint.warn_of_leftovers("lm_head.weight")
     _compile_products(checkpoint, weights)
     return model
+
+
+def _open(
+    folder: Path, device: torch.device, dtype: str | torch.dtype
+) -> tuple[PreTrainedConfig, ModelClass, Checkpoint]:
+    """Return the config of a model's folder or GGUF file, the class that implements it, and its tensors."""
+    if is_gguf(folder):
+        file = GgufFile(folder)
+        config = read_gguf_config(file)
+        return (
+            config,
+            ARCHITECTURES[config.architectures[0]],
+            GgufCheckpoint(file, config, device, _read_dtype(dtype, config)),
+        )
+    config, model_class = read_config(folder)
+    checkpoint = Checkpoint(folder, device, _read_dtype(dtype, config))
+    if (coding := find_coding(config)) is not None:
+        checkpoint.decode_with(coding)
+    return config, model_class, checkpoint
 
 
 def _compile_products(checkpoint: Checkpoint, weights: WeightFormat) -> None:

@@ -1,0 +1,128 @@
+"""Finds the tensors of a Hugging Face checkpoint in a GGUF file, and undoes what llama.cpp's converter did to them."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from memory.errors import FormatError
+from models.loading.checkpoint import Checkpoint
+from models.loading.gguf.file import GgufFile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_PERMUTED = ("llama", "granitehybrid", "nemotron_h")
+"""Architectures whose converter reorders queries and keys, so that a rotary pair's two elements are neighbours."""
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_HALVES = {"shared_mlp.input_linear": "shared_mlp", "block_sparse_moe.input_linear": "experts"}
+
+
+class GgufCheckpoint(Checkpoint):
+    """Reads tensors of a GGUF file by the names that they have in checkpoints of Hugging Face.
+
+    Floats of 16 or 32 bits are read as they are. Those in fewer bits become floats in the checkpoint's dtype, one
+    tensor at a time. (Sources of names and changes: the `gguf` package's tables, and llama.cpp's `conversion` folder.)
+
+    Args:
+        config: what `read_gguf_config` returns for the file.
+    """
+
+    def __init__(self, file: GgufFile, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> None:
+        from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
+
+        self.folder, self.device, self.dtype = file.path, device, dtype
+        self.on_taken = lambda: None
+        n_heads = getattr(config, "num_attention_heads", 1)
+        self._file, self._n_heads = file, {"q": n_heads, "k": getattr(config, "num_key_value_heads", n_heads)}
+        kind = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}[file.architecture]
+        self._names = get_tensor_name_map(kind, int(file.own("block_count")))
+        self._taken: set[str] = set()
+        self._used: set[str] = set()
+        self._factors = {}
+
+    def __len__(self) -> int:
+        return len(self._file)
+
+    def __contains__(self, name: str) -> bool:
+        return all(stored in self._file for stored in self._sources(name)) and bool(self._sources(name))
+
+    def take_as_stored(self, name: str, *shape: int) -> Tensor:
+        """Return a tensor as `Checkpoint.take_as_stored` does. Axes of one element and groups of a norm may differ."""
+        sources = self._sources(name)
+        missing = [stored for stored in sources if stored not in self._file]
+        if missing or not sources:
+            wanted = f" (as {', '.join(missing)})" if missing else ""
+            raise FormatError(f"{self.folder} has no tensor {name!r}{wanted} of shape {list(shape)}")
+        tensor = self._read(name)
+        loose = _without_ones(tensor.shape) == _without_ones(shape) or name.endswith("norm.weight")
+        if not loose or tensor.numel() != torch.Size(shape).numel():
+            raise FormatError(
+                f"{', '.join(sources)} in {self.folder} has shape {list(tensor.shape)}, its metadata says {list(shape)}"
+            )
+        if name not in self._taken:
+            self._taken.add(name)
+            self._used.update(sources)
+            self.on_taken()
+        return tensor.reshape(shape)
+
+    def leftovers(self, *expected: str) -> list[str]:
+        """Return the names, in the file, of tensors that were not taken."""
+        return sorted(set(self._file) - self._used - {"rope_freqs.weight"})
+
+    def _sources(self, name: str) -> list[str]:
+        """Return the names of the tensors in the file from which a tensor is made; empty if there can be none."""
+        if match := _EXPERT.fullmatch(name):
+            return self._mapped(f"model.layers.{_layer(name)}.mlp.experts.{match[3]}.weight")
+        for part in _HALVES:
+            if name.endswith(f".{part}.weight"):
+                layer = f"blk.{_layer(name)}.ffn"
+                suffix = "_exps" if _HALVES[part] == "experts" else self._shared_suffix(name)
+                return [f"{layer}_gate{suffix}.weight", f"{layer}_up{suffix}.weight"]
+        if name.endswith(".shared_mlp.output_linear.weight"):
+            return [f"blk.{_layer(name)}.ffn_down{self._shared_suffix(name)}.weight"]
+        if name.endswith(".dt_bias"):
+            name = name.removesuffix("dt_bias") + "dt_proj.bias"
+        return self._mapped(name)
+
+    def _shared_suffix(self, name: str) -> str:
+        """Return what the file adds to the names of an expert for all tokens, if there are others beside it."""
+        return "_shexp" if f"blk.{_layer(name)}.ffn_down_exps.weight" in self._file else ""
+
+    def _mapped(self, name: str) -> list[str]:
+        for prefix in ("model.", "backbone."):
+            known = re.sub(r"^(model|backbone)\.", prefix, name)
+            if (found := self._names.get_name(known, try_suffixes=(".weight", ".bias"))) is not None:
+                return [found]
+        return []
+
+    def _read(self, name: str) -> Tensor:
+        sources = self._sources(name)
+        if match := _EXPERT.fullmatch(name):
+            return self._file.read(sources[0], self.dtype, int(match[2]))
+        parts = [self._file.read(source, self.dtype) for source in sources]
+        tensor = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
+        if name.endswith(".A_log"):
+            return (-tensor.float()).log()
+        if self._file.architecture in _PERMUTED and (match := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
+            return _unpermuted(tensor, self._n_heads[match[1]])
+        return tensor
+
+
+def _unpermuted(tensor: Tensor, n_heads: int) -> Tensor:
+    """Move the first elements of all rotary pairs of a head to its first half, as Hugging Face has them."""
+    if len(tensor) % (2 * n_heads):
+        return tensor  # its shape will be refused
+    return tensor.reshape(n_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _layer(name: str) -> str:
+    return next(part for part in name.split(".") if part.isdecimal())
+
+
+def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(n for n in shape if n != 1)

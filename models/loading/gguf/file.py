@@ -1,0 +1,155 @@
+"""Reads the metadata and tensors of GGUF files, by the `gguf` package.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.errors import FormatError
+from models.loading.checkpoint import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from gguf import ReaderTensor
+
+SUFFIX = ".gguf"
+_SHARD = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
+_AT_ONCE = 1 << 24
+"""Numbers that are turned into floats at once: temporary arrays are a few times their bytes."""
+
+
+def is_gguf(path: Path) -> bool:
+    """True if the path names a GGUF file."""
+    return path.suffix.lower() == SUFFIX and not path.is_dir()
+
+
+def find_gguf(folder: Path) -> Path | None:
+    """Return the one model in a folder without safetensors, its first shard if there are several; None without any.
+
+    Raises:
+        FormatError: there are several models.
+    """
+    found = [path for path in sorted(folder.glob(f"*{SUFFIX}")) if not _is_later_shard(path)]
+    if not found or any(folder.glob("*.safetensors")):
+        return None
+    if len(found) > 1:
+        names = ", ".join(path.name for path in found)
+        raise FormatError(f"{folder} holds several models, {names}; give the path of one of them")
+    return found[0]
+
+
+def _is_later_shard(path: Path) -> bool:
+    match = _SHARD.fullmatch(path.name)
+    return match is not None and int(match[2]) > 1
+
+
+class GgufFile:
+    """Holds an open GGUF model, which may be divided into several files; tensors are mapped until they are read.
+
+    Attributes:
+        architecture: as the file names it, such as "jamba".
+
+    Raises:
+        FormatError: a file is missing or damaged.
+        UnsupportedModelError: the `gguf` package is not installed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        try:
+            from gguf import GGUFReader
+        except ImportError as error:
+            raise UnsupportedModelError(
+                f"{path} needs the gguf package, which is not installed; install hybrid-memory[gguf]"
+            ) from error
+        self.path = path
+        readers = []
+        for part in _shards(path):
+            if not part.exists():
+                raise FormatError(f"{part} is missing; the model is incomplete, download it again")
+            try:
+                readers.append(GGUFReader(part))
+            except Exception as error:  # it indexes into whatever the file says
+                raise FormatError(
+                    f"{part} is no GGUF file, or damaged ({type(error).__name__}: {error}); download it again"
+                ) from error
+        self._fields = readers[0].fields
+        self._tensors: dict[str, ReaderTensor] = {tensor.name: tensor for r in readers for tensor in r.tensors}
+        self.architecture = str(self.value("general.architecture"))
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def __iter__(self) -> Any:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def value(self, key: str, default: Any = None, *, is_needed: bool = True) -> Any:
+        """Return what the metadata says: a number, text, bool or list.
+
+        Raises FormatError if it says nothing, unless there is a default or it is not needed.
+        """
+        if key not in self._fields:
+            if default is None and is_needed:
+                raise FormatError(f"{self.path} does not say {key}; convert the model again")
+            return default
+        try:
+            return self._fields[key].contents()
+        except Exception as error:
+            raise FormatError(f"{self.path} is damaged at {key}: {error}; download it again") from error
+
+    def own(self, key: str, default: Any = None, *, is_needed: bool = True) -> Any:
+        """Return what the metadata says of this architecture, as `value` does."""
+        return self.value(f"{self.architecture}.{key}", default, is_needed=is_needed)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape, its last axis the one that is contiguous."""
+        return tuple(int(n) for n in reversed(self._tensors[name].shape))
+
+    def stored_dtype(self, name: str) -> str:
+        """Return the name of a tensor's type, such as "Q4_K"."""
+        return str(self._tensors[name].tensor_type.name)
+
+    def is_quantised(self) -> bool:
+        """True if any tensor has fewer than 16 bits a number."""
+        return any(t.tensor_type.name not in ("F32", "F16", "BF16") for t in self._tensors.values())
+
+    def read(self, name: str, dtype: torch.dtype, index: int | None = None) -> Tensor:
+        """Return a tensor, or one entry of its first axis: in its own dtype if it is a float, else in `dtype`."""
+        from gguf.quants import dequantize
+
+        stored = self._tensors[name]
+        kind, shape = self.stored_dtype(name), self.shape(name)
+        data = stored.data if index is None else stored.data[index]
+        shape = shape if index is None else shape[1:]
+        if kind in ("F32", "F16"):
+            return torch.from_numpy(np.array(data)).reshape(shape)
+        if kind == "BF16":
+            return torch.from_numpy(np.array(data).view(np.uint16)).view(torch.bfloat16).reshape(shape)
+        rows = data.reshape(-1, data.shape[-1])
+        out = torch.empty(rows.shape[0], shape[-1], dtype=dtype)
+        step = max(1, _AT_ONCE // shape[-1])
+        try:
+            for i in range(0, len(rows), step):
+                out[i : i + step] = torch.from_numpy(dequantize(rows[i : i + step], stored.tensor_type))
+        except NotImplementedError as error:
+            raise UnsupportedModelError(
+                f"{name} in {self.path} is stored as {kind}, which the gguf package cannot read; give a file in "
+                "Q4_K_M, Q5_K_M, Q6_K, Q8_0 or with floats"
+            ) from error
+        return out.reshape(shape)
+
+
+def _shards(path: Path) -> list[Path]:
+    match = _SHARD.fullmatch(path.name)
+    if match is None:
+        return [path]
+    return [path.with_name(f"{match[1]}-{i:05d}-of-{match[3]}.gguf") for i in range(1, int(match[3]) + 1)]

@@ -1,0 +1,274 @@
+"""Writes checkpoints as GGUF files, with what llama.cpp's converter changes in them, by the `gguf` package's writer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf.quants import quantize
+from safetensors.torch import load_file
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+
+
+def write_gguf(folder: Path, path: Path, kind: str = "F32", *, leave_out: str = "", **changed: Any) -> Path:
+    """Write the checkpoint of a folder to a GGUF file.
+
+    Args:
+        kind: the type of matrices whose rows it can divide, such as "Q8_0"; others are F32.
+        leave_out: a tensor that is not written.
+        changed: metadata that are written instead.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    arch, fields, tensors = _WRITERS[config["model_type"]](config, tensors)
+    writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
+    fields |= {
+        "block_count": config.get("num_hidden_layers") or len(config["layers_block_type"]),
+        "embedding_length": config["hidden_size"],
+        "attention.layer_norm_rms_epsilon": next(config[k] for k in config if k.endswith(("norm_eps", "norm_epsilon"))),
+    }
+    for key, value in (fields | changed).items():
+        _add(writer, f"{writer.arch}.{key}", value)
+    for name, tensor in tensors.items():
+        if name == leave_out or (name == "output.weight" and config.get("tie_word_embeddings")):
+            continue
+        data = tensor.contiguous().numpy()
+        is_matrix = data.ndim > 1 and kind != "F32" and data.shape[-1] % 32 == 0 and "ssm_a" not in name
+        dtype = GGMLQuantizationType[kind if is_matrix else "F32"]
+        writer.add_tensor(name, quantize(data, dtype) if is_matrix else data, raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add(writer: GGUFWriter, key: str, value: Any) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    elif isinstance(value, list):
+        writer.add_array(key, value)
+    else:
+        (writer.add_uint32 if isinstance(value, int) else writer.add_float32)(key, value)
+
+
+def _renamed(arch: MODEL_ARCH, tensors: Tensors) -> Tensors:
+    names = get_tensor_name_map(arch, 16)
+    found = {}
+    for name, tensor in tensors.items():
+        new = names.get_name(name, (".weight", ".bias"))
+        assert new is not None, name
+        found[new] = tensor
+    return found
+
+
+def _paired(tensor: Tensor, n_heads: int) -> Tensor:
+    """Make the two elements of each rotary pair neighbours."""
+    halves = tensor.view(n_heads, 2, -1, *tensor.shape[1:])
+    return torch.stack((halves[:, 0], halves[:, 1]), 2).flatten(0, 2)
+
+
+def _pair_all(config: dict[str, Any], tensors: Tensors) -> Tensors:
+    n = {"q": config["num_attention_heads"], "k": config["num_key_value_heads"]}
+    return {
+        name: _paired(t, n[name.split("_proj")[0][-1]]) if "q_proj" in name or "k_proj" in name else t
+        for name, t in tensors.items()
+    }
+
+
+def _of_states(tensors: Tensors) -> Tensors:
+    """Change what Mamba layers keep, as for llama.cpp's kernels."""
+    found = {}
+    for name, tensor in tensors.items():
+        if name.endswith("A_log"):
+            tensor = -tensor.exp()
+        if name.endswith(("conv1d.weight", "conv.conv.weight")):
+            tensor = tensor.squeeze(1)
+        if name.endswith("dt_bias"):
+            name = name.replace("dt_bias", "dt_proj.bias")
+        found[name] = tensor
+    return found
+
+
+def _of_heads(config: dict[str, Any], tensors: Tensors) -> Tensors:
+    """Change Mamba-2's: one column for A and D, a row for each group of a norm."""
+    n_groups = config.get("mamba_n_groups") or config["n_groups"]
+    found = {}
+    for name, tensor in _of_states(tensors).items():
+        if name.endswith(("A_log", ".D")):
+            tensor = tensor[:, None]
+        if name.endswith(("mixer.norm.weight", "mamba.norm.weight")):
+            tensor = tensor.view(n_groups, -1)
+        found[name] = tensor
+    return found
+
+
+def _stack_experts(tensors: Tensors, prefix: str) -> Tensors:
+    """Stack experts that are stored one by one, under llama.cpp's own names for that."""
+    found: Tensors = {}
+    stacks: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if f".{prefix}.experts." in name:
+            layer, number, part = name.split(".")[2], name.split(".experts.")[1].split(".")[0], name.split(".")[-2]
+            stacks.setdefault(f"model.layers.{layer}.mlp.experts.{part}.weight", {})[int(number)] = tensor
+        else:
+            found[name] = tensor
+    return found | {name: torch.stack([parts[i] for i in range(len(parts))]) for name, parts in stacks.items()}
+
+
+def _attention(config: dict[str, Any], layers: list[int] | None = None) -> dict[str, Any]:
+    n_layers = config.get("num_hidden_layers") or len(config["layers_block_type"])
+    n_kv = config["num_key_value_heads"]
+    per_layer = n_kv if layers is None else [n_kv if i in layers else 0 for i in range(n_layers)]
+    rope = config.get("rope_parameters") or {}
+    return {
+        "attention.head_count": config["num_attention_heads"], "attention.head_count_kv": per_layer,
+        "context_length": config["max_position_embeddings"], "rope.freq_base": float(rope.get("rope_theta", 1e4)),
+    }  # fmt: skip
+
+
+def _llama(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    fields = _attention(config) | {
+        "feed_forward_length": config["intermediate_size"], "rope.dimension_count": config["head_dim"],
+        "attention.key_length": config["head_dim"],
+    }  # fmt: skip
+    found = _renamed(MODEL_ARCH.LLAMA, _pair_all(config, tensors))
+    rope = config["rope_parameters"]
+    if rope["rope_type"] == "llama3":
+        wavelengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(0, config["head_dim"], 2) / config["head_dim"])
+        n_original, low, high = (
+            rope[k] for k in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
+        )
+        smooth = np.clip((n_original / wavelengths - low) / (high - low), 0, 1)
+        found["rope_freqs.weight"] = torch.tensor(1 / ((1 - smooth) / rope["factor"] + smooth)).float()
+    return MODEL_ARCH.LLAMA, fields, found
+
+
+def _qwen3(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    fields = _attention(config) | {
+        "feed_forward_length": config["intermediate_size"], "attention.key_length": config["head_dim"],
+    }  # fmt: skip
+    return MODEL_ARCH.QWEN3, fields, _renamed(MODEL_ARCH.QWEN3, tensors)
+
+
+def _jamba(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    n_layers, offset, period = (config[k] for k in ("num_hidden_layers", "attn_layer_offset", "attn_layer_period"))
+    fields = _attention(config, list(range(offset, n_layers, period))) | {
+        "feed_forward_length": config["intermediate_size"], "expert_count": config["num_experts"],
+        "expert_used_count": config["num_experts_per_tok"], "ssm.conv_kernel": config["mamba_d_conv"],
+        "ssm.inner_size": config["mamba_expand"] * config["hidden_size"], "ssm.state_size": config["mamba_d_state"],
+        "ssm.time_step_rank": config["mamba_dt_rank"],
+    }  # fmt: skip
+    found = _stack_experts(_of_states(tensors), "feed_forward")
+    return MODEL_ARCH.JAMBA, fields, _renamed(MODEL_ARCH.JAMBA, found)
+
+
+def _mamba(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    fields = {
+        "ssm.conv_kernel": config["conv_kernel"], "ssm.inner_size": config["intermediate_size"],
+        "ssm.state_size": config["state_size"], "ssm.time_step_rank": config["time_step_rank"],
+        "attention.head_count": 0, "feed_forward_length": 0, "ssm.dt_b_c_rms": False,
+    }  # fmt: skip
+    return MODEL_ARCH.MAMBA, fields, _renamed(MODEL_ARCH.MAMBA, _of_states(tensors))
+
+
+def _mamba2(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    fields = {
+        "ssm.conv_kernel": config["conv_kernel"], "ssm.inner_size": config["num_heads"] * config["head_dim"],
+        "ssm.state_size": config["state_size"], "ssm.time_step_rank": config["num_heads"],
+        "ssm.group_count": config["n_groups"], "attention.head_count": 0, "feed_forward_length": 0,
+    }  # fmt: skip
+    return MODEL_ARCH.MAMBA2, fields, _renamed(MODEL_ARCH.MAMBA2, _of_heads(config, tensors))
+
+
+def _ssm(config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "ssm.conv_kernel": config["mamba_d_conv"], "ssm.inner_size": config["mamba_n_heads"] * config["mamba_d_head"],
+        "ssm.state_size": config["mamba_d_state"], "ssm.time_step_rank": config["mamba_n_heads"],
+        "ssm.group_count": config["mamba_n_groups"],
+    }  # fmt: skip
+
+
+def _granite(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    kinds = config.get("layer_types") or config["layers_block_type"]
+    n_experts = config.get("num_local_experts") or 0
+    layers = [i for i, kind in enumerate(kinds) if kind in ("attention", "full_attention")]
+    fields = _attention(config, layers) | _ssm(config) | {
+        "feed_forward_length": config["intermediate_size"], "expert_count": n_experts,
+        "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+        "expert_used_count": config["num_experts_per_tok"], "attention.scale": config["attention_multiplier"],
+        "embedding_scale": config["embedding_multiplier"], "residual_scale": config["residual_multiplier"],
+        "logit_scale": config["logits_scaling"], "rope.scaling.finetuned": config["position_embedding_type"] == "rope",
+    }  # fmt: skip
+    fields = {key: float(value) if "scale" in key else value for key, value in fields.items()}
+    found: Tensors = {}
+    for name, tensor in _of_heads(config, _pair_all(config, tensors)).items():
+        layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+        shared = "_shexp" if n_experts else ""
+        if name.endswith("input_linear.weight"):
+            gate, up = tensor.chunk(2, -2)
+            suffix = shared if "shared" in name else "_exps"
+            found |= {f"{layer}.ffn_gate{suffix}.weight": gate, f"{layer}.ffn_up{suffix}.weight": up}
+        elif name.endswith("shared_mlp.output_linear.weight"):
+            found[f"{layer}.ffn_down{shared}.weight"] = tensor
+        else:
+            found |= _renamed(MODEL_ARCH.GRANITE_HYBRID, {name: tensor})
+    return MODEL_ARCH.GRANITE_HYBRID, fields, found
+
+
+def _falcon_h1(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    fields = _attention(config) | _ssm(config) | {
+        "ssm.inner_size": config["mamba_d_ssm"], "feed_forward_length": config["intermediate_size"],
+        "attention.key_length": config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+    }  # fmt: skip
+    n_inner, n_state = config["mamba_d_ssm"], config["mamba_n_groups"] * config["mamba_d_state"]
+    parts = [n_inner, n_inner, n_state, n_state, config["mamba_n_heads"]]
+    in_factors = torch.cat([torch.full((n,), m) for n, m in zip(parts, config["ssm_multipliers"], strict=True)])
+    factors = {
+        "down_proj": config["mlp_multipliers"][1], "gate_proj": config["mlp_multipliers"][0],
+        "k_proj": config["key_multiplier"] * config["attention_in_multiplier"],
+        "q_proj": config["attention_in_multiplier"], "v_proj": config["attention_in_multiplier"],
+        "o_proj": config["attention_out_multiplier"], "out_proj": config["ssm_out_multiplier"],
+        "lm_head": config["lm_head_multiplier"], "embed_tokens": config["embedding_multiplier"],
+        "in_proj": config["ssm_in_multiplier"] * in_factors[:, None],
+    }  # fmt: skip
+    found = {
+        name: tensor * factors[name.split(".")[-2]] if name.split(".")[-2] in factors else tensor
+        for name, tensor in _of_heads(config, tensors).items()
+    }
+    return MODEL_ARCH.FALCON_H1, fields, _renamed(MODEL_ARCH.FALCON_H1, found)
+
+
+def _lfm2(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    layers = [i for i, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    width = next(t.shape[0] for name, t in tensors.items() if name.endswith("feed_forward.w1.weight"))
+    fields = _attention(config, layers) | {"feed_forward_length": width, "shortconv.l_cache": config["conv_L_cache"]}
+    return MODEL_ARCH.LFM2, fields, _renamed(MODEL_ARCH.LFM2, _of_states(tensors))
+
+
+def _nemotron_h(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    kinds = config["layers_block_type"]
+    layers = [i for i, kind in enumerate(kinds) if kind in ("attention", "full_attention")]
+    fields = _attention(config, layers) | {
+        "feed_forward_length": [config["intermediate_size"] if kind == "mlp" else 0 for kind in kinds],
+        "attention.key_length": config["head_dim"], "ssm.conv_kernel": config["conv_kernel"],
+        "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
+        "ssm.state_size": config["ssm_state_size"], "ssm.time_step_rank": config["mamba_num_heads"],
+        "ssm.group_count": config["n_groups"],
+    }  # fmt: skip
+    found = _of_heads(config, _pair_all(config, tensors))
+    return MODEL_ARCH.NEMOTRON_H, fields, _renamed(MODEL_ARCH.NEMOTRON_H, found)
+
+
+_WRITERS = {
+    "falcon_h1": _falcon_h1, "granitemoehybrid": _granite, "jamba": _jamba, "lfm2": _lfm2, "llama": _llama,
+    "mamba": _mamba, "mamba2": _mamba2, "nemotron_h": _nemotron_h, "qwen3": _qwen3,
+}  # fmt: skip

@@ -1,0 +1,170 @@
+"""GGUF files: every family's tensors, config and tokenizer, the types that people have, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf.quants import dequantize
+
+from memory import FormatError, HybridMemory
+from models import UnsupportedModelError, load_model
+from models.loading.folders import find_folder
+from models.loading.gguf import GgufFile
+from tests.models.checkpoints import CONFIGS, write_checkpoint
+from tests.models.gguf_files import write_gguf
+
+FAMILIES = (
+    "granite-moe-hybrid", "granite-moe-hybrid-rope-two-of-four-experts",
+    "granite-moe-hybrid-no-experts", "jamba", "jamba-two-of-four-experts", "jamba-no-attention", "lfm2",
+    "lfm2-biases-untied", "llama", "llama-biases-tied", "llama-3-rope", "mamba", "mamba-bias-untied", "mamba2",
+    "mamba2-tied", "qwen3",
+)  # fmt: skip
+
+
+def logits(model: Any) -> torch.Tensor:
+    memory = HybridMemory(model.memory_spec, "16MiB")
+    with memory.step({memory.open(): list(range(1, 40))}, outputs="all") as step:
+        found: torch.Tensor = model(step)
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Path) -> None:
+    config = CONFIGS[name]()
+    if hasattr(config, "time_step_limit"):
+        config.time_step_limit = (0.0, float("inf"))  # llama.cpp knows no other
+    folder = write_checkpoint(tmp_path, config)
+    expected = logits(load_model(folder))
+    model = load_model(write_gguf(folder, tmp_path / "model.gguf"))
+    assert expected.std() > 0.5 and model.memory_spec.dtype == torch.float32
+    assert (logits(model) - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+def test_falcon_h1_whose_factors_are_in_its_weights(tmp_path: Path) -> None:
+    """llama.cpp knows its norm only behind the gate."""
+    config = CONFIGS["falcon-h1"]()
+    config.mamba_norm_before_gate, config.key_multiplier, config.lm_head_multiplier = False, 0.7, 1.3
+    config.ssm_multipliers, config.mlp_multipliers = [0.8, 1.1, 0.9, 1.2, 1.05], [1.4, 0.6]
+    config.attention_in_multiplier, config.attention_out_multiplier = 1.1, 0.9
+    config.embedding_multiplier, config.ssm_in_multiplier, config.ssm_out_multiplier = 1.5, 0.95, 1.05
+    folder = write_checkpoint(tmp_path, config)
+    expected = logits(load_model(folder))
+    found = logits(load_model(write_gguf(folder, tmp_path / "model.gguf")))
+    assert (found - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+def test_nemotron_h_without_experts(tmp_path: Path) -> None:
+    config = CONFIGS["nemotron-h"]()
+    config.layers_block_type = ["linear_attention", "mlp", "full_attention", "mlp"]
+    folder = write_checkpoint(tmp_path, config)
+    expected = logits(load_model(folder))
+    found = logits(load_model(write_gguf(folder, tmp_path / "model.gguf")))
+    assert (found - expected).abs().max() < 2e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_0"])
+def test_numbers_in_few_bits_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
+    """By its own arithmetic; K-quants it reads but cannot write, see below."""
+    folder = write_checkpoint(tmp_path, wide("jamba"))
+    path = write_gguf(folder, tmp_path / "model.gguf", kind)
+    file = GgufFile(path)
+    name = "blk.0.ffn_up.weight"
+    assert file.stored_dtype(name) == kind
+    stored = file._tensors[name]
+    expected = torch.from_numpy(dequantize(stored.data, stored.tensor_type))
+    assert torch.equal(file.read(name, torch.float32).float(), expected)
+    whole, found = logits(load_model(folder)), logits(load_model(path, dtype="float32"))
+    assert 0 < (found - whole).std() / whole.std() < {"F16": 0.01, "BF16": 0.05, "Q8_0": 0.05}.get(kind, 0.5)
+    assert load_model(path).memory_spec.dtype == {"F16": torch.float16}.get(kind, torch.bfloat16)
+
+
+def wide(name: str) -> Any:
+    """A config whose rows are blocks of 32 numbers."""
+    config = CONFIGS[name]()
+    config.hidden_size, config.intermediate_size = 96, 64
+    return config
+
+
+@pytest.mark.parametrize("kind, block_bytes", [("Q4_K", 144), ("Q5_K", 176), ("Q6_K", 210)])
+def test_k_quants_are_read_in_slices(kind: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random blocks, as the library turns them into floats; slices of the tensor give the same."""
+    from types import SimpleNamespace
+
+    import numpy as np
+    from gguf import GGMLQuantizationType
+
+    from models.loading.gguf import file as module
+
+    dtype = GGMLQuantizationType[kind]
+    blocks = np.random.default_rng(0).integers(0, 60, (3, 7, 2 * block_bytes)).astype(np.uint8)
+    file = object.__new__(GgufFile)
+    file.path = Path("random.gguf")
+    file._tensors = {"x": SimpleNamespace(data=blocks, tensor_type=dtype, shape=(512, 7, 3))}  # type: ignore[dict-item]
+    expected = torch.from_numpy(dequantize(blocks, dtype))
+    monkeypatch.setattr(module, "_AT_ONCE", 5 * 512)
+    assert expected.shape == (3, 7, 512) and torch.equal(file.read("x", torch.float32), expected)
+    assert torch.equal(file.read("x", torch.bfloat16, 1), expected[1].bfloat16())
+
+
+def test_weights_are_rounded_again_while_they_are_read(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, wide("jamba"))
+    path = write_gguf(folder, tmp_path / "model.gguf", "Q8_0")
+    exact, rounded = (
+        logits(load_model(path, dtype="float32")),
+        logits(load_model(path, dtype="float32", weights="int8")),
+    )
+    assert 0 < (rounded - exact).std() / exact.std() < 0.05
+
+
+def test_a_folder_with_one_file_is_that_file(tmp_path: Path) -> None:
+    source = write_checkpoint(tmp_path / "a", CONFIGS["mamba"]())
+    (tmp_path / "b").mkdir()
+    path = write_gguf(source, tmp_path / "b" / "one.gguf")
+    assert find_folder(tmp_path / "b") == path
+    assert torch.equal(logits(load_model(tmp_path / "b")), logits(load_model(path)))
+    write_gguf(source, tmp_path / "b" / "two.gguf")
+    with pytest.raises(FormatError, match=r"one\.gguf, two\.gguf"):
+        load_model(tmp_path / "b")
+
+
+@pytest.mark.parametrize(
+    "options, error, match",
+    [
+        ({"leave_out": "blk.1.ssm_in.weight"}, FormatError, r"no tensor .*in_proj.*blk\.1\.ssm_in\.weight"),
+        ({"leave_out": "token_embd.weight"}, FormatError, "no tensor token_embd"),
+        ({"ssm.state_size": 7}, FormatError, r"blk\.0\.ssm_.* has shape .* its metadata says"),
+        ({"ssm.inner_size": 0}, FormatError, "inner_size|contradict|shape"),
+        ({"ssm.dt_b_c_rms": True}, UnsupportedModelError, "FalconMamba"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_named(
+    options: dict[str, Any], error: type[Exception], match: str, tmp_path: Path
+) -> None:
+    path = write_gguf(write_checkpoint(tmp_path, CONFIGS["mamba"]()), tmp_path / "model.gguf", **options)
+    with pytest.raises(error, match=match):
+        load_model(path)
+
+
+def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
+    path = write_gguf(write_checkpoint(tmp_path, CONFIGS["mamba"]()), tmp_path / "model.gguf")
+    content = path.read_bytes()
+    for damaged in (b"", b"GGUF", b"no model at all", content[: len(content) // 3], content[:-5000]):
+        path.write_bytes(damaged)
+        with pytest.raises(FormatError, match=r"model\.gguf"):
+            load_model(path)
+    with pytest.raises(FormatError, match="no folder"):
+        load_model(tmp_path / "other.gguf")
+    shard = tmp_path / "m-00001-of-00002.gguf"
+    shard.write_bytes(content)
+    with pytest.raises(FormatError, match=r"00002-of-00002\.gguf is missing"):
+        load_model(shard)
+
+
+def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
+    path = write_gguf(write_checkpoint(tmp_path, CONFIGS["mamba"]()), tmp_path / "model.gguf")
+    path.write_bytes(path.read_bytes().replace(b"mamba", b"gptxj", 1))
+    with pytest.raises(UnsupportedModelError, match=r"'gptxj'.*jamba.*qwen3"):
+        load_model(path)
