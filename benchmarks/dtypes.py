@@ -1,4 +1,4 @@
-"""Measures what 16 bits cost or save on the CPU: the same weights in float32 and bfloat16, beside transformers."""
+"""Measures what 16, 8 and 4 bits cost or save on the CPU: the same weights, beside transformers in bfloat16."""
 
 from __future__ import annotations
 
@@ -6,26 +6,39 @@ import tempfile
 from collections.abc import Callable, Sequence
 
 import torch
+from transformers import AutoTokenizer
 
 from benchmarks.harness import Report, interleave
+from benchmarks.sparse import answer, draw_dialogues
 from benchmarks.workloads import CONFIGS, MODELS, Ours, Transformers, draw, save_random
-from models import load_model
+from models import EMBEDDED, LanguageModel, load_model
 from models.layers.packed import multiplies_bfloat16
 from models.loading.load import weight_bytes
 
 _WORK = ((1, 512), (8, 64), (32, 64))
+_FORMATS: dict[str, dict[str, str]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "weights": "int8"},
+    "int4": {"dtype": "bfloat16", "weights": "int4"},
+}
+"""How weights are kept, and what `load_model` is given for it."""
+
 _ASKED = {1: 2.0, 8: 2.5, 32: 3.0}
 """Ratios to transformers in bfloat16 that this project wants at least for decode, by sequences; 2.0 for prefill."""
 
 
 def dtypes(*, quick: bool, models: Sequence[str] = MODELS) -> Report:
-    """Measure decode steps and prefill of ours in float32 and bfloat16 and of transformers in bfloat16, in turns."""
+    """Measure decode and prefill of ours in each format and of transformers in bfloat16, in turns; and answers."""
     report = Report("dtypes")
-    report.notes.append(f"This processor multiplies bfloat16: {'yes' if multiplies_bfloat16() else 'no'}.")
+    report.notes.append(
+        f"This processor multiplies bfloat16: {'yes' if multiplies_bfloat16() else 'no'}. int8 and int4 are weights of "
+        "a model whose dtype is bfloat16."
+    )
     for name in models:
         with tempfile.TemporaryDirectory() as folder:
             theirs = save_random(CONFIGS[name](), folder).to(torch.bfloat16)
-            ours = {dtype: load_model(folder, dtype=dtype, progress=False) for dtype in ("float32", "bfloat16")}
+            ours = {key: _load(folder, key) for key in _FORMATS}
         report.add("bytes of weights", {"model": name} | {key: weight_bytes(model) for key, model in ours.items()})
         for n_sequences, n_tokens in ((1, 16), (8, 8)) if quick else _WORK:
             tokens = draw(n_sequences, n_tokens)
@@ -42,7 +55,12 @@ def dtypes(*, quick: bool, models: Sequence[str] = MODELS) -> Report:
             _add(report, "decode, ms a step", name, f"{n_sequences} after {n_tokens}", decodes,
                  3 if quick else 20, _ASKED[n_sequences])  # fmt: skip
             _add(report, "prefill, ms", name, f"{n_sequences} x {n_tokens}", prefills, 1 if quick else 3, 2.0)
+    _add_answers(report, n_dialogues=10 if quick else 200)
     return report
+
+
+def _load(folder: str, key: str) -> LanguageModel:
+    return load_model(folder, progress=False, **_FORMATS[key])  # type: ignore[arg-type]
 
 
 def _add(
@@ -51,7 +69,19 @@ def _add(
 ) -> None:  # fmt: skip
     times = {name: samples.median_ms for name, samples in interleave(runs, n_rounds, n_warm_up=1).items()}
     report.add(table, {
-        "model": model, "sequences": work, **{f"ours, {dtype}": times[dtype] for dtype in ("float32", "bfloat16")},
+        "model": model, "sequences": work, **{key: times[key] for key in _FORMATS},
         "transformers, bfloat16": times["transformers"], "float32 / bfloat16": times["float32"] / times["bfloat16"],
-        "transformers / ours": times["transformers"] / times["bfloat16"], "asked": asked,
+        "bfloat16 / int8": times["bfloat16"] / times["int8"], "bfloat16 / int4": times["bfloat16"] / times["int4"],
+        "transformers / bfloat16": times["transformers"] / times["bfloat16"], "asked": asked,
     })  # fmt: skip
+
+
+def _add_answers(report: Report, *, n_dialogues: int) -> None:
+    """Add the share of right answers of the embedded model, whose weights were trained in float32."""
+    dialogues = draw_dialogues(AutoTokenizer.from_pretrained(EMBEDDED), n_dialogues)
+    for key in _FORMATS:
+        model = _load("embedded", key)
+        right, _ = answer(model, model.memory_spec, dialogues)
+        report.add("answers of the embedded model", {
+            "weights": key, "dialogues": n_dialogues, "right, %": 100 * right, "bytes of weights": weight_bytes(model),
+        })  # fmt: skip

@@ -58,9 +58,9 @@ def sparse(*, quick: bool, plot: Path | None = None) -> Report:
 
 
 def _quality(report: Report, *, n_dialogues: int, shares: tuple[float, ...]) -> None:
-    model, dialogues = load_model("embedded"), _dialogues(AutoTokenizer.from_pretrained(EMBEDDED), n_dialogues)
+    model, dialogues = load_model("embedded"), draw_dialogues(AutoTokenizer.from_pretrained(EMBEDDED), n_dialogues)
     mean_tokens = sum(len(prompt) for prompt, _ in dialogues) / n_dialogues
-    dense_share, dense_bytes = _answer(model, model.memory_spec, dialogues)
+    dense_share, dense_bytes = answer(model, model.memory_spec, dialogues)
     report.notes.append(
         f"{n_dialogues} dialogues of {mean_tokens:.0f} tokens on average, with facts that training never showed. When "
         f"the last question is asked, all but the newest {_WINDOW} to {_WINDOW + _EVERY} tokens have folded, {_EVERY} "
@@ -85,7 +85,7 @@ def _quality(report: Report, *, n_dialogues: int, shares: tuple[float, ...]) -> 
         )
 
     def measure(policy: str, numbers: str, share: float, n_tokens: int | str, spec: MemorySpec) -> None:
-        right, n_bytes = (dense_share, dense_bytes) if spec == model.memory_spec else _answer(model, spec, dialogues)
+        right, n_bytes = (dense_share, dense_bytes) if spec == model.memory_spec else answer(model, spec, dialogues)
         report.add(_TABLE, {
             "policy": policy, "numbers": numbers, "budget, share": share, "budget, tokens": n_tokens,
             "right, %": 100 * right, "of dense, %": 100 * right / dense_share,
@@ -143,7 +143,7 @@ def _policy(kind: type[Budget], budget: int) -> Budget:
     return replace(policy, observed=_EVERY) if isinstance(policy, SnapKV) else policy
 
 
-def _dialogues(tokenizer: PreTrainedTokenizerBase, n: int) -> list[Dialogue]:
+def draw_dialogues(tokenizer: PreTrainedTokenizerBase, n: int) -> list[Dialogue]:
     rng, found = random.Random(2026), []
     while len(found) < n:
         turns = make_dialogue(rng, 20, held_out=True, talk=0.4)
@@ -152,7 +152,7 @@ def _dialogues(tokenizer: PreTrainedTokenizerBase, n: int) -> list[Dialogue]:
     return found
 
 
-def _answer(model: LanguageModel, spec: MemorySpec, dialogues: list[Dialogue]) -> tuple[float, int]:
+def answer(model: LanguageModel, spec: MemorySpec, dialogues: list[Dialogue]) -> tuple[float, int]:
     """Return the share of dialogues answered right, and the bytes that attention held before the answers."""
     memory = HybridMemory(spec, "1GiB", rollback_window=_WINDOW, page_tokens=_PAGE_TOKENS)
     sequences = [memory.open() for _ in dialogues]

@@ -19,6 +19,7 @@ from memory import AttentionSpec, CrossAttentionSpec, FormatError, MemorySpec, R
 from memory.storage.files import read_snapshot
 from models.loading.checkpoint import DryCheckpoint, UnreadCheckpoint, UnsupportedModelError
 from models.loading.folders import read_config
+from models.loading.gguf import GgufFile, is_gguf, read_gguf_config
 from models.loading.load import build, dry_model, weight_bytes
 from models.loading.quantised import find_coding
 from models.loading.weight_formats import WeightFormat
@@ -85,7 +86,7 @@ def inspect_path(path: Path) -> Finding:
         return _inspect_chat(path.parent)
     if path.suffix == ".json":
         return _inspect_model(path)
-    return _inspect_sequence(path)
+    return _inspect_gguf(path) if is_gguf(path) else _inspect_sequence(path)
 
 
 def _inspect_sequence(path: Path) -> Finding:
@@ -161,6 +162,26 @@ def _inspect_model(path: Path) -> Finding:
     for tensor in stored:
         by_kind[tensor.dtype] += tensor.n_bytes
     return Finding("model" if has_weights else "config", str(path), None, facts, dict(by_kind), _largest(stored))
+
+
+def _inspect_gguf(path: Path) -> Finding:
+    file = GgufFile(path)
+    facts: dict[str, Any] = {"architecture": file.architecture, "tensors": len(file)}
+    try:
+        config = read_gguf_config(file)
+        spec = dry_model(config, config.architectures[0]).memory_spec
+        facts |= {
+            "dtype": str(spec.dtype).removeprefix("torch."), "vocabulary": spec.vocab_size, "layers": len(spec.layers),
+            **_layers_by_kind(spec), "bytes of weights when loaded": _weights_by_format(config),
+            "loads": "its config does",
+        }  # fmt: skip
+    except (UnsupportedModelError, FormatError) as error:
+        facts["loads"] = f"no: {error}"
+    stored = [Stored(name, file.stored_dtype(name), file.shape(name), file.n_bytes(name)) for name in file]
+    by_kind: Counter[str] = Counter()
+    for tensor in stored:
+        by_kind[tensor.dtype] += tensor.n_bytes
+    return Finding("model", str(path), None, facts, dict(by_kind), _largest(stored))
 
 
 def _describe_model(path: Path, checkpoint: UnreadCheckpoint | None) -> dict[str, Any]:

@@ -42,11 +42,29 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", *, leave_out: str = 
         is_matrix = data.ndim > 1 and kind != "F32" and data.shape[-1] % 32 == 0 and "ssm_a" not in name
         dtype = GGMLQuantizationType[kind if is_matrix else "F32"]
         writer.add_tensor(name, quantize(data, dtype) if is_matrix else data, raw_dtype=dtype)
+    if (folder / "tokenizer.json").exists():
+        _add_tokenizer(writer, folder)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
+    """Add a tokenizer of pairs of bytes, as GPT-2 has it."""
+    raw, config = (json.loads((folder / f"tokenizer{end}.json").read_text()) for end in ("", "_config"))
+    tokens = sorted(raw["model"]["vocab"], key=raw["model"]["vocab"].get)
+    special = {token["content"] for token in raw["added_tokens"]}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token in special else 1 for token in tokens])
+    writer.add_token_merges([" ".join(merge) for merge in raw["model"]["merges"]])
+    writer.add_bos_token_id(tokens.index(config["bos_token"]))
+    writer.add_eos_token_id(tokens.index(config["eos_token"]))
+    writer.add_pad_token_id(tokens.index(config["pad_token"]))
+    writer.add_chat_template((folder / "chat_template.jinja").read_text())
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:

@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 import torch
 from gguf.quants import dequantize
+from typer.testing import CliRunner
 
+from chat.cli import app
+from chat.commands.inspection import inspect_path
+from chat.prompts import find_stop_ids, load_tokenizer
 from memory import FormatError, HybridMemory
-from models import UnsupportedModelError, load_model
+from models import EMBEDDED, UnsupportedModelError, load_model
 from models.loading.folders import find_folder
-from models.loading.gguf import GgufFile
+from models.loading.gguf import GgufFile, read_gguf_config
+from models.loading.load import dry_model, weight_bytes
 from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
 
@@ -163,8 +168,33 @@ def test_files_that_are_not_whole_are_named(tmp_path: Path) -> None:
         load_model(shard)
 
 
+def test_what_a_file_holds_can_be_seen_without_loading_it(tmp_path: Path) -> None:
+    path = write_gguf(write_checkpoint(tmp_path, wide("jamba")), tmp_path / "model.gguf", "Q8_0")
+    found = inspect_path(path)
+    assert (found.facts["architecture"], found.facts["dtype"], found.facts["layers"]) == ("jamba", "bfloat16", 4)
+    assert set(found.by_kind) == {"F32", "Q8_0"} and sum(found.by_kind.values()) > 0.7 * path.stat().st_size
+    assert found.facts["bytes of weights when loaded"]["auto"] == weight_bytes(
+        dry_model(read_gguf_config(GgufFile(path)), "JambaForCausalLM")
+    )
+
+
 def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
     path = write_gguf(write_checkpoint(tmp_path, CONFIGS["mamba"]()), tmp_path / "model.gguf")
     path.write_bytes(path.read_bytes().replace(b"mamba", b"gptxj", 1))
     with pytest.raises(UnsupportedModelError, match=r"'gptxj'.*jamba.*qwen3"):
         load_model(path)
+
+
+def test_a_tokenizer_is_the_folders_with_its_template_and_the_command_line_takes_the_file(tmp_path: Path) -> None:
+    path = write_gguf(EMBEDDED, tmp_path / "embedded.gguf")
+    ours, theirs = load_tokenizer(path), load_tokenizer("embedded")
+    for text in ("My cat is called Milo.", "<|user|>x<|end|>", " two  spaces\n", "\u00e9\U0001f600"):
+        assert ours.encode(text) == theirs.encode(text)
+    assert ours.chat_template == theirs.chat_template and find_stop_ids(ours, load_model(path)) == (2,)
+    prompt = "My cat is called Milo. What is my cat called?"
+    replies = [
+        CliRunner().invoke(app, ["generate", "--model", model, "--prompt", prompt]) for model in (str(path), "embedded")
+    ]
+    assert replies[0].exit_code == 0 and "Milo" in replies[0].stdout and replies[0].stdout == replies[1].stdout
+    with pytest.raises(FormatError, match="no tokenizer that can be read"):
+        load_tokenizer(write_gguf(write_checkpoint(tmp_path, CONFIGS["mamba"]()), tmp_path / "without.gguf"))

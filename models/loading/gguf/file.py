@@ -118,6 +118,10 @@ class GgufFile:
         """Return the name of a tensor's type, such as "Q4_K"."""
         return str(self._tensors[name].tensor_type.name)
 
+    def n_bytes(self, name: str) -> int:
+        """Return the bytes of a tensor in the file."""
+        return int(self._tensors[name].n_bytes)
+
     def is_quantised(self) -> bool:
         """True if any tensor has fewer than 16 bits a number."""
         return any(t.tensor_type.name not in ("F32", "F16", "BF16") for t in self._tensors.values())
