@@ -47,9 +47,10 @@ class QuantisedWeight:
         is_paired = weight.dtype is torch.bfloat16 and quantised_kernels.multiplies_pairs()
         self._dtype = torch.bfloat16 if is_paired else torch.float32
         own = weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else weight.float()
+        self._out_dtype = own.dtype
         quantised_kernels.round_to_codes(
             as_array(own.contiguous().view(-1)), self.n_out, self.n_in, 8 if is_8 else 4,
-            use_threads(weight.numel()), self._codes, self._scales,
+            use_threads(weight.numel()), self._codes.view(np.uint8), self._scales,
         )  # fmt: skip
 
     def dense(self) -> Tensor:
@@ -70,17 +71,15 @@ class QuantisedWeight:
         rows = x.to(self._dtype).contiguous()
         if self.n_in % 32:
             rows = F.pad(rows, (0, -self.n_in % 32))
-        y = torch.empty(x.shape[0], self.n_out, dtype=x.dtype)
+        y = torch.empty(x.shape[0], self.n_out, dtype=self._out_dtype)
         quantised_kernels.product(
             self._codes, self._scales, as_array(rows), _NO_BIAS if bias is None else bias.numpy(),
             quantised_kernels.ACTIVATIONS[activation], use_threads(rows.numel() * self.n_out // 16), as_array(y),
         )  # fmt: skip
-        return y
+        return y if x.dtype is self._out_dtype else y.to(x.dtype)
 
 
 def compile_products(dtype: torch.dtype, *formats: IntegerFormat) -> None:
     """Compile what models of this dtype need for weights in these formats, or load it from disk."""
     for format in formats:
-        weight = QuantisedWeight(torch.zeros(1, 1, dtype=dtype), format)
-        for kind in {dtype, torch.float32}:  # recurrences give float32
-            weight.multiply(torch.zeros(1, 1, dtype=kind), None)
+        QuantisedWeight(torch.zeros(1, 1, dtype=dtype), format).multiply(torch.zeros(1, 1, dtype=dtype), None)

@@ -281,7 +281,7 @@ def _finish(sums, bias, activation, first, out):  # type: ignore[no-untyped-def]
 
 @compiled(parallel=True, error_model="numpy")
 def round_to_codes(weight, n_out, n_in, n_bits, n_parts, codes, scales):  # type: ignore[no-untyped-def]
-    """Fill codes and scales from a flat weight of float32 or 16 bits; what lies beyond its edges is zero.
+    """Fill codes (uint8) and scales from a flat weight of float32 or 16 bits; what lies beyond its edges is zero.
 
     8 bits: the scale is the group's largest weight / 127. 4 bits: of some scales the one with the least squared error
     is taken, and what minimises it for the integers that come out. Sixteen outputs are rounded side by side, so their
@@ -390,7 +390,7 @@ def _write(codes, n_bits, first, integers):  # type: ignore[no-untyped-def]
             at = first + 2 * BLOCK * pair
             own = codes[at : at + 2 * BLOCK]
             for lane in range(BLOCK):
-                own[2 * lane + e % 2] = np.int8(row[lane])
+                own[2 * lane + e % 2] = np.uint8(np.int8(row[lane]))
         else:
             at = first // 2 + (pair // 4) * 4 * BLOCK
             own, place = codes[at : at + 4 * BLOCK], 2 * (e % 2) + (pair % 4) // 2
