@@ -286,7 +286,73 @@ def _nemotron_h(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, d
     return MODEL_ARCH.NEMOTRON_H, fields, _renamed(MODEL_ARCH.NEMOTRON_H, found)
 
 
+def _qwen(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    """Write Qwen3-Next and Qwen3.5, with value heads in another order for the latter."""
+    is_next, n_experts = config["model_type"] == "qwen3_next", config.get("num_experts") or 0
+    arch = MODEL_ARCH.QWEN3NEXT if is_next else MODEL_ARCH.QWEN35MOE if n_experts else MODEL_ARCH.QWEN35
+    n_v, n_k, d_v, d_k = (
+        config[f"linear_{key}"] for key in ("num_value_heads", "num_key_heads", "value_head_dim", "key_head_dim")
+    )
+    share = config["rope_parameters"]["partial_rotary_factor"]
+    fields = _attention(config) | {
+        "attention.key_length": config["head_dim"], "rope.dimension_count": int(share * config["head_dim"]),
+        "ssm.conv_kernel": config["linear_conv_kernel_dim"], "ssm.state_size": d_k, "ssm.group_count": n_k,
+        "ssm.time_step_rank": n_v, "ssm.inner_size": n_v * d_v,
+    }  # fmt: skip
+    if n_experts:
+        fields |= {
+            "expert_count": n_experts, "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "expert_shared_feed_forward_length": config["shared_expert_intermediate_size"],
+        }  # fmt: skip
+    else:
+        fields["feed_forward_length"] = config["intermediate_size"]
+
+    def tile(rows: Tensor, width: int) -> Tensor:
+        """The first value head of every key head, then the second, ..."""
+        heads = list(rows.split(width))
+        return torch.cat([heads[k * (n_v // n_k) + r] for r in range(n_v // n_k) for k in range(n_k)])
+
+    found: Tensors = {}
+    for name, tensor in _of_states(_split_experts(tensors)).items():
+        part = name.split(".linear_attn.")[-1]
+        if name.endswith("norm.weight") and part != "norm.weight":
+            tensor = tensor + 1
+        if not is_next:
+            if part in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_proj.bias"):
+                tensor = tile(tensor, 1)
+            elif part == "in_proj_z.weight":
+                tensor = tile(tensor, d_v)
+            elif part in ("in_proj_qkv.weight", "conv1d.weight"):
+                tensor = torch.cat((tensor[: 2 * n_k * d_k], tile(tensor[2 * n_k * d_k :], d_v)))
+            elif part == "out_proj.weight" and ".linear_attn." in name:
+                tensor = tile(tensor.T.contiguous(), d_v).T
+        if part == "in_proj_qkvz.weight":
+            sizes = [d_k, d_k, n_v // n_k * d_v, n_v // n_k * d_v]
+            kinds = zip(*(head.split(sizes) for head in tensor.split(sum(sizes))), strict=True)
+            q, k, v, z = (torch.cat(kind) for kind in kinds)
+            layer = f"blk.{name.split('.')[2]}"
+            found |= {f"{layer}.attn_qkv.weight": torch.cat((q, k, v)), f"{layer}.attn_gate.weight": z}
+        else:
+            found |= _renamed(arch, {name: tensor})
+    return arch, fields, found
+
+
+def _split_experts(tensors: Tensors) -> Tensors:
+    """Stack experts, and part the halves of those that are stacked with gate and up in one."""
+    found: Tensors = {}
+    for name, tensor in _stack_experts(tensors, "mlp").items():
+        if name.endswith("experts.gate_up_proj"):
+            gate, up = tensor.chunk(2, 1)
+            base = name.removesuffix("gate_up_proj")
+            found |= {f"{base}gate_proj.weight": gate, f"{base}up_proj.weight": up}
+        else:
+            found[name + ".weight" if name.endswith("experts.down_proj") else name] = tensor
+    return found
+
+
 _WRITERS = {
     "falcon_h1": _falcon_h1, "granitemoehybrid": _granite, "jamba": _jamba, "lfm2": _lfm2, "llama": _llama,
     "mamba": _mamba, "mamba2": _mamba2, "nemotron_h": _nemotron_h, "qwen3": _qwen3,
+    "qwen3_5_moe_text": _qwen, "qwen3_5_text": _qwen, "qwen3_next": _qwen,
 }  # fmt: skip

@@ -25,7 +25,7 @@ FAMILIES = (
     "granite-moe-hybrid", "granite-moe-hybrid-rope-two-of-four-experts",
     "granite-moe-hybrid-no-experts", "jamba", "jamba-two-of-four-experts", "jamba-no-attention", "lfm2",
     "lfm2-biases-untied", "llama", "llama-biases-tied", "llama-3-rope", "mamba", "mamba-bias-untied", "mamba2",
-    "mamba2-tied", "qwen3",
+    "mamba2-tied", "qwen3", "qwen3.5", "qwen3.5-moe", "qwen3.5-moe-two-of-three-experts", "qwen3-next",
 )  # fmt: skip
 
 

@@ -11,14 +11,13 @@ from torch import Tensor
 from memory.errors import FormatError
 from models.loading.checkpoint import Checkpoint
 from models.loading.gguf.file import GgufFile
+from models.loading.gguf.undo import interleave_by_key_head, undo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_PERMUTED = ("llama", "granitehybrid", "nemotron_h")
-"""Architectures whose converter reorders queries and keys, so that a rotary pair's two elements are neighbours."""
-
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+_QKVZ = ".linear_attn.in_proj_qkvz.weight"
 _HALVES = {"shared_mlp.input_linear": "shared_mlp", "block_sparse_moe.input_linear": "experts"}
 
 
@@ -37,8 +36,7 @@ class GgufCheckpoint(Checkpoint):
 
         self.folder, self.device, self.dtype = file.path, device, dtype
         self.on_taken = lambda: None
-        n_heads = getattr(config, "num_attention_heads", 1)
-        self._file, self._n_heads = file, {"q": n_heads, "k": getattr(config, "num_key_value_heads", n_heads)}
+        self._file, self._config = file, config
         kind = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}[file.architecture]
         self._names = get_tensor_name_map(kind, int(file.own("block_count")))
         self._taken: set[str] = set()
@@ -71,8 +69,10 @@ class GgufCheckpoint(Checkpoint):
         return tensor.reshape(shape)
 
     def leftovers(self, *expected: str) -> list[str]:
-        """Return the names, in the file, of tensors that were not taken."""
-        return sorted(set(self._file) - self._used - {"rope_freqs.weight"})
+        """Return the names, in the file, of tensors that were not taken, but for layers that only draft tokens."""
+        n_layers = self._config.num_hidden_layers
+        left = set(self._file) - self._used - {"rope_freqs.weight"}
+        return sorted(name for name in left if not (name.startswith("blk.") and int(_layer(name)) >= n_layers))
 
     def _sources(self, name: str) -> list[str]:
         """Return the names of the tensors in the file from which a tensor is made; empty if there can be none."""
@@ -85,6 +85,8 @@ class GgufCheckpoint(Checkpoint):
                 return [f"{layer}_gate{suffix}.weight", f"{layer}_up{suffix}.weight"]
         if name.endswith(".shared_mlp.output_linear.weight"):
             return [f"blk.{_layer(name)}.ffn_down{self._shared_suffix(name)}.weight"]
+        if name.endswith(_QKVZ):
+            return [f"blk.{_layer(name)}.{part}.weight" for part in ("attn_qkv", "attn_gate")]
         if name.endswith(".dt_bias"):
             name = name.removesuffix("dt_bias") + "dt_proj.bias"
         return self._mapped(name)
@@ -94,6 +96,7 @@ class GgufCheckpoint(Checkpoint):
         return "_shexp" if f"blk.{_layer(name)}.ffn_down_exps.weight" in self._file else ""
 
     def _mapped(self, name: str) -> list[str]:
+        name = name.replace("model.language_model.", "model.")
         for prefix in ("model.", "backbone."):
             known = re.sub(r"^(model|backbone)\.", prefix, name)
             if (found := self._names.get_name(known, try_suffixes=(".weight", ".bias"))) is not None:
@@ -105,19 +108,10 @@ class GgufCheckpoint(Checkpoint):
         if match := _EXPERT.fullmatch(name):
             return self._file.read(sources[0], self.dtype, int(match[2]))
         parts = [self._file.read(source, self.dtype) for source in sources]
+        if name.endswith(_QKVZ):
+            return interleave_by_key_head(self._config, *parts)
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
-        if name.endswith(".A_log"):
-            return (-tensor.float()).log()
-        if self._file.architecture in _PERMUTED and (match := re.search(r"\.([qk])_proj\.(weight|bias)$", name)):
-            return _unpermuted(tensor, self._n_heads[match[1]])
-        return tensor
-
-
-def _unpermuted(tensor: Tensor, n_heads: int) -> Tensor:
-    """Move the first elements of all rotary pairs of a head to its first half, as Hugging Face has them."""
-    if len(tensor) % (2 * n_heads):
-        return tensor  # its shape will be refused
-    return tensor.reshape(n_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+        return undo(self._file.architecture, self._config, name, tensor)
 
 
 def _layer(name: str) -> str:

@@ -52,11 +52,16 @@ def _common(file: GgufFile) -> Fields:
     return {
         "vocab_size": file.shape(embedding)[0],
         "hidden_size": file.own("embedding_length"),
-        "num_hidden_layers": file.own("block_count"),
+        "num_hidden_layers": _n_layers(file),
         "tie_word_embeddings": "output.weight" not in file,
         "dtype": _dtype(file),
         **ids,
     }
+
+
+def _n_layers(file: GgufFile) -> int:
+    """Return the number of layers, without those that only draft tokens (multi-token prediction)."""
+    return int(file.own("block_count") - file.own("nextn_predict_layers", 0))
 
 
 def _dtype(file: GgufFile) -> str:
@@ -80,7 +85,7 @@ def _largest(value: Any) -> int:
 def _attention_layers(file: GgufFile) -> list[int]:
     """Return the layers with attention: those that have key heads."""
     counts = file.own("attention.head_count_kv")
-    n_layers = file.own("block_count")
+    n_layers = _n_layers(file)
     return [i for i, n in enumerate(counts if isinstance(counts, list) else [counts] * n_layers) if n > 0]
 
 
@@ -164,7 +169,7 @@ def _rms_eps(file: GgufFile) -> float:
 
 
 def _jamba(file: GgufFile) -> Fields:
-    n_layers, n_model = file.own("block_count"), file.own("embedding_length")
+    n_layers, n_model = _n_layers(file), file.own("embedding_length")
     n_experts = file.own("expert_count", 0)
     with_experts = [i for i in range(n_layers) if f"blk.{i}.ffn_down_exps.weight" in file]
     attention_period, attention_offset = _period(file, _attention_layers(file), "attention")
@@ -183,7 +188,7 @@ def _jamba(file: GgufFile) -> Fields:
 
 def _period(file: GgufFile, layers: list[int], what: str) -> tuple[int, int]:
     """Return the period and offset of layers, as Jamba's config names them."""
-    n_layers = file.own("block_count")
+    n_layers = _n_layers(file)
     if not layers:
         return n_layers + 1, n_layers
     period = layers[1] - layers[0] if len(layers) > 1 else n_layers
@@ -225,7 +230,7 @@ def _ssd(file: GgufFile) -> Fields:
 
 
 def _granite_hybrid(file: GgufFile) -> Fields:
-    n_layers, layers, n_experts = file.own("block_count"), _attention_layers(file), file.own("expert_count", 0)
+    n_layers, layers, n_experts = _n_layers(file), _attention_layers(file), file.own("expert_count", 0)
     has_positions = bool(file.own("rope.scaling.finetuned", default=False))
     rope = _rope(file)
     if not has_positions:
@@ -262,7 +267,7 @@ def _falcon_h1(file: GgufFile) -> Fields:
 
 
 def _lfm2(file: GgufFile) -> Fields:
-    layers, n_layers = _attention_layers(file), file.own("block_count")
+    layers, n_layers = _attention_layers(file), _n_layers(file)
     return {
         **_attention(file), **_rope(file), "norm_eps": _rms_eps(file),
         "intermediate_size": file.own("feed_forward_length"), "block_auto_adjust_ff_dim": False,
@@ -287,6 +292,38 @@ def _nemotron_h(file: GgufFile) -> Fields:
     }  # fmt: skip
 
 
+def _qwen_next(file: GgufFile) -> Fields:
+    """Return what Qwen3-Next and Qwen3.5 have in common."""
+    n_heads = file.own("ssm.time_step_rank")
+    kinds = [
+        "full_attention" if f"blk.{i}.attn_q.weight" in file else "linear_attention" for i in range(_n_layers(file))
+    ]  # fmt: skip
+    return {
+        **_attention(file), **_rope(file), "head_dim": _head_dim(file), "rms_norm_eps": _rms_eps(file),
+        "layer_types": kinds, "attention_bias": _has(file, "attn_q.bias"),
+        "linear_conv_kernel_dim": file.own("ssm.conv_kernel"), "linear_key_head_dim": file.own("ssm.state_size"),
+        "linear_num_key_heads": file.own("ssm.group_count"), "linear_num_value_heads": n_heads,
+        "linear_value_head_dim": file.own("ssm.inner_size") // n_heads,
+    }  # fmt: skip
+
+
+def _qwen35(file: GgufFile) -> Fields:
+    return _qwen_next(file) | {"intermediate_size": file.own("feed_forward_length")}
+
+
+def _qwen35_moe(file: GgufFile) -> Fields:
+    return _qwen_next(file) | {
+        "num_experts": file.own("expert_count"), "num_experts_per_tok": file.own("expert_used_count"),
+        "moe_intermediate_size": file.own("expert_feed_forward_length"),
+        "shared_expert_intermediate_size": file.own("expert_shared_feed_forward_length"),
+    }  # fmt: skip
+
+
+def _qwen3_next(file: GgufFile) -> Fields:
+    """llama.cpp renormalises the weights of experts, which are in every layer."""
+    return _qwen35_moe(file) | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+
+
 _ARCHITECTURES: dict[str, tuple[str, str, Callable[[GgufFile], Fields]]] = {
     "falcon-h1": ("FalconH1ForCausalLM", "falcon_h1", _falcon_h1),
     "granitehybrid": ("GraniteMoeHybridForCausalLM", "granitemoehybrid", _granite_hybrid),
@@ -297,5 +334,8 @@ _ARCHITECTURES: dict[str, tuple[str, str, Callable[[GgufFile], Fields]]] = {
     "mamba2": ("Mamba2ForCausalLM", "mamba2", _mamba2),
     "nemotron_h": ("NemotronHForCausalLM", "nemotron_h", _nemotron_h),
     "qwen3": ("Qwen3ForCausalLM", "qwen3", _qwen3),
+    "qwen35": ("Qwen3_5ForCausalLM", "qwen3_5_text", _qwen35),
+    "qwen35moe": ("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", _qwen35_moe),
+    "qwen3next": ("Qwen3NextForCausalLM", "qwen3_next", _qwen3_next),
 }
 """Architecture in the file -> the model class, transformers' name of its config, and what reads the config's fields."""

@@ -1,0 +1,76 @@
+"""Undoes what llama.cpp's converter did to a tensor, after its name in a checkpoint of Hugging Face."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_PERMUTED = ("llama", "granitehybrid", "nemotron_h")
+"""Architectures whose queries and keys are reordered, so that a rotary pair's two elements are neighbours."""
+
+_OFFSET_NORMS = ("qwen3next", "qwen35", "qwen35moe")
+"""Architectures whose norms multiply by 1 + weight: the file has the sum."""
+
+_TILED_HEADS = ("qwen35", "qwen35moe")
+"""Architectures in which value heads of one key head are not neighbours: the first of each key head come first."""
+
+_QUERY_OR_KEY = re.compile(r"\.([qk])_proj\.(weight|bias)$")
+
+
+def undo(architecture: str, config: PreTrainedConfig, name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor as a checkpoint of Hugging Face has it."""
+    if name.endswith(".A_log"):
+        tensor = (-tensor.float()).log()
+    if architecture in _PERMUTED and (match := _QUERY_OR_KEY.search(name)):
+        n_heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
+        return _unpaired(tensor, n_heads)
+    if architecture in _OFFSET_NORMS and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
+        return tensor.float() - 1
+    if architecture in _TILED_HEADS and ".linear_attn." in name:
+        return _untiled(config, name.split(".linear_attn.")[1], tensor)
+    return tensor
+
+
+def _unpaired(tensor: Tensor, n_heads: int) -> Tensor:
+    """Move the first elements of all rotary pairs of a head to its first half."""
+    if len(tensor) % (2 * n_heads):
+        return tensor  # its shape will be refused
+    return tensor.reshape(n_heads, -1, 2, *tensor.shape[1:]).transpose(1, 2).reshape(tensor.shape)
+
+
+def _untiled(config: PreTrainedConfig, part: str, tensor: Tensor) -> Tensor:
+    """Bring the value heads of one key head together, in whichever axis of this part of the layer they are."""
+    n_keys, width = config.linear_num_key_heads, config.linear_value_head_dim
+    n_qk = 2 * n_keys * config.linear_key_head_dim
+    if part in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+        return _grouped(tensor, n_keys, 1)
+    if part == "in_proj_z.weight":
+        return _grouped(tensor, n_keys, width)
+    if part in ("in_proj_qkv.weight", "conv1d.weight"):
+        return torch.cat((tensor[:n_qk], _grouped(tensor[n_qk:], n_keys, width)))
+    if part == "out_proj.weight":
+        return _grouped(tensor.T, n_keys, width).T
+    return tensor
+
+
+def _grouped(tensor: Tensor, n_keys: int, width: int) -> Tensor:
+    """Reorder rows from (value heads of a key head, key heads, width) to (key heads, value heads, width)."""
+    if len(tensor) % (n_keys * width):
+        return tensor  # its shape will be refused
+    return tensor.reshape(-1, n_keys, width, *tensor.shape[1:]).transpose(0, 1).reshape(tensor.shape)
+
+
+def interleave_by_key_head(config: PreTrainedConfig, qkv: Tensor, z: Tensor) -> Tensor:
+    """Return Qwen3-Next's in_proj_qkvz: for each key head its rows of q, k, v and z, which the file has apart."""
+    n_keys = config.linear_num_key_heads
+    n_q, n_v = n_keys * config.linear_key_head_dim, config.linear_num_value_heads * config.linear_value_head_dim
+    if len(qkv) != 2 * n_q + n_v or len(z) != n_v:
+        return torch.cat((qkv, z))  # its shape will be refused
+    parts = (*torch.split(qkv, [n_q, n_q, n_v]), z)
+    return torch.cat([part.reshape(n_keys, -1, part.shape[-1]) for part in parts], 1).flatten(0, 1)
