@@ -20,9 +20,8 @@ class QuantisedWeight:
     """Holds a weight (n_out, n_in) as integers of 8 or 4 bits, with a scale in bfloat16 for each group of 32 inputs.
 
     A product reads 8.5 or 4.5 bits for a weight, and turns them into numbers as it goes: nothing else is kept. Rows are
-    read in bfloat16 if the weight was, where the processor multiplies that; else in float32. A row's result is the same
-    in any company. Weights are rounded to the nearest
-    integer: at 8 bits their error is at most 1/250 of the group's largest weight, at 4 bits 1/14.
+    read in bfloat16 if the weight was, where the processor multiplies that; else in float32. A row's result has the
+    same bits in any company. At 8 bits a weight is off by at most 1/250 of the group's largest, at 4 bits by 1/8.
 
     Args:
         weight: of any float dtype, on the CPU; or on "meta", which gives the same bytes without numbers.
