@@ -140,6 +140,7 @@ def warmup(
         from memory.kernels import cpu
         from memory.kernels.cpu.compiled import cache_folder, is_kept
         from memory.kernels.cpu.warm_up import NAMES
+        from models.layers.paired import compile_pairs, multiplies_pairs_fastest
         from models.layers.quantised import compile_products
 
         if to is not None:
@@ -151,6 +152,8 @@ def warmup(
             for each in (torch.float32, torch.bfloat16):
                 cpu.warm_up(NAMES, each)
                 compile_products(each, "int8", "int4")
+            if multiplies_pairs_fastest():
+                compile_pairs()
         else:
             spec = _load(model, "cpu", dtype, weights)[0].memory_spec
             cpu.warm_up(compiled_ahead(spec), spec.dtype)

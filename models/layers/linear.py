@@ -15,6 +15,7 @@ from models.loading.checkpoint import Checkpoint
 from models.loading.weight_formats import wanted_format
 
 if TYPE_CHECKING:
+    from models.layers.paired import PairedWeight
     from models.layers.quantised import QuantisedWeight
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -48,9 +49,10 @@ def activation_by(name: str) -> Callable[[Tensor], Tensor]:
 class Linear:
     """Computes y = activation(x W^T + b).
 
-    On the CPU the weights are laid out once for oneDNN (`PackedWeight`); the plain weights are not kept. bfloat16 stays
-    so where the processor multiplies it; elsewhere 16 bits are laid out as float32 (`packed_dtype`). Other dtypes and
-    devices, and a torch built without oneDNN, use `F.linear`. Within `weights_in("int8")`, or "int4", the weights are
+    On the CPU the weights are laid out once for oneDNN (`PackedWeight`), or for compiled products of bfloat16
+    (`PairedWeight`); the plain weights are not kept. bfloat16 stays so where the processor multiplies it; elsewhere 16
+    bits are laid out as float32 (`packed_dtype`). Other dtypes and devices, and a torch built without oneDNN, use
+    `F.linear`. Within `weights_in("int8")`, or "int4", the weights are
     rounded to integers instead (`QuantisedWeight`).
 
     Args:
@@ -62,14 +64,19 @@ class Linear:
     def __init__(self, *weights: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
         weight = weights[0] if len(weights) == 1 else torch.cat(weights)
         self.n_out, self.n_in = weight.shape
-        self._weight: Tensor | PackedWeight | QuantisedWeight = weight
+        self._weight: Tensor | PackedWeight | PairedWeight | QuantisedWeight = weight
         fused: Container[str | None] = ()
         if (format := wanted_format()) is not None:
             from models.layers.quantised import QuantisedWeight  # it needs numba, which others do without
 
             self._weight, fused = QuantisedWeight(weight, format), QuantisedWeight.FUSED
             bias = None if bias is None else bias.float()
-        elif (dtype := packed_dtype(weight)) is not None:
+        elif (dtype := packed_dtype(weight)) is torch.bfloat16 and _multiplies_pairs_fastest():
+            from models.layers.paired import PairedWeight  # as above
+
+            self._weight, fused = PairedWeight(weight), PairedWeight.FUSED
+            bias = None if bias is None else bias.float()
+        elif dtype is not None:
             self._weight, fused = PackedWeight(weight, dtype), PackedWeight.FUSED
             bias = None if bias is None else bias.to(dtype)
         self._bias = None if bias is None else bias.contiguous()
@@ -102,3 +109,9 @@ class Linear:
         else:
             y = self._weight.multiply(x, self._bias, self._fused)
         return y if self._activation is None else self._activation(y)
+
+
+def _multiplies_pairs_fastest() -> bool:
+    from models.layers.paired import multiplies_pairs_fastest  # it needs numba, which other dtypes do without
+
+    return multiplies_pairs_fastest()

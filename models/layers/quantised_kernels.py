@@ -36,9 +36,9 @@ BLOCK = 16
 
 _PAIRS = GROUP // 2
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_BYTES, _SHORTS, _INTS, _FLOATS = (ir.VectorType(kind, BLOCK) for kind in (_I8, _I16, _I32, _F32))
+_BYTES, _SHORTS, INTS, FLOATS = (ir.VectorType(kind, BLOCK) for kind in (_I8, _I16, _I32, _F32))
 _WORDS = ir.VectorType(_I16, 2 * BLOCK)
-_ZEROS = ir.Constant(_FLOATS, [0.0] * BLOCK)
+ZEROS = ir.Constant(FLOATS, [0.0] * BLOCK)
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _ROUNDER = np.float32(12582912.0)
@@ -64,7 +64,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]
         return hash(_BFloat)
 
 
-_PAIRS_OF_BFLOAT = ir.VectorType(_BFloat(), 2 * BLOCK)
+PAIRS_OF_BFLOAT = ir.VectorType(_BFloat(), 2 * BLOCK)
 
 
 def multiplies_pairs() -> bool:
@@ -100,16 +100,16 @@ class _Tile:
         b.position_at_end(loop)
         group = b.phi(_I64)
         group.add_incoming(_I64(0), before)
-        totals = [b.phi(_FLOATS) for _ in range(self.n_rows)]
+        totals = [b.phi(FLOATS) for _ in range(self.n_rows)]
         for total in totals:
-            total.add_incoming(_ZEROS, before)
+            total.add_incoming(ZEROS, before)
         parts = self._group(
             b.gep(codes, [b.mul(group, _I64(GROUP * BLOCK * self.n_bits // 8))]),
             [b.gep(x, [b.add(b.mul(x_stride, _I64(row)), b.mul(group, _I64(self._per_pair * _PAIRS)))])
              for row in range(self.n_rows)],
         )  # fmt: skip
         scale = b.load(b.bitcast(b.gep(scales, [b.mul(group, _I64(BLOCK))]), _SHORTS.as_pointer()), align=2)
-        scale = b.bitcast(b.shl(b.zext(scale, _INTS), _every(16)), _FLOATS)
+        scale = b.bitcast(b.shl(b.zext(scale, INTS), _every(16)), FLOATS)
         sums = [self._fma(part, scale, total) for part, total in zip(parts, totals, strict=True)]
         following = b.add(group, _I64(1))
         group.add_incoming(following, loop)
@@ -125,11 +125,11 @@ class _Tile:
 
     def _group(self, codes: ir.Value, rows: list[ir.Value]) -> list[ir.Value]:
         """Return the sums of one group, of integers times inputs."""
-        sums = [_ZEROS] * self.n_rows
+        sums = [ZEROS] * self.n_rows
         words = None
         for pair in range(_PAIRS):
             if self.n_bits == 4 and pair % 4 == 0:
-                words = self._load(codes, 16 * pair, _INTS)
+                words = self._load(codes, 16 * pair, INTS)
             weights = self._bytes(codes, pair) if words is None else self._nibbles(words, pair % 4)
             for i, row in enumerate(rows):
                 inputs = [self._input(row, pair * self._per_pair + k) for k in range(self._per_pair)]
@@ -141,11 +141,11 @@ class _Tile:
         """Return a pair's weights of 8 bits: a vector of pairs, or two of float32."""
         b, at = self.b, 2 * BLOCK * pair
         if self.is_paired:
-            low, high = (b.sitofp(b.sext(self._load(codes, at + k, _BYTES), _INTS), _FLOATS) for k in (0, BLOCK))
-            return [self._call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", _PAIRS_OF_BFLOAT, high, low)]
-        both = b.sext(self._load(codes, at, _SHORTS), _INTS)
+            low, high = (b.sitofp(b.sext(self._load(codes, at + k, _BYTES), INTS), FLOATS) for k in (0, BLOCK))
+            return [self._call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", PAIRS_OF_BFLOAT, high, low)]
+        both = b.sext(self._load(codes, at, _SHORTS), INTS)
         first = b.ashr(b.shl(both, _every(24)), _every(24))
-        return [b.sitofp(x, _FLOATS) for x in (first, b.ashr(both, _every(8)))]
+        return [b.sitofp(x, FLOATS) for x in (first, b.ashr(both, _every(8)))]
 
     def _nibbles(self, words: ir.Value, place: int) -> list[ir.Value]:
         """Return a pair's weights of 4 bits, as `_bytes`."""
@@ -153,24 +153,24 @@ class _Tile:
         if self.is_paired:
             codes = b.lshr(b.bitcast(words, _WORDS), ir.Constant(_WORDS, [4 * place] * 2 * BLOCK))
             table = ir.Constant(_WORDS, _BFLOAT_OF_CODE)
-            return [b.bitcast(self._call("llvm.x86.avx512.permvar.hi.512", _WORDS, table, codes), _PAIRS_OF_BFLOAT)]
+            return [b.bitcast(self._call("llvm.x86.avx512.permvar.hi.512", _WORDS, table, codes), PAIRS_OF_BFLOAT)]
         codes_of_two = (b.and_(b.lshr(words, _every(4 * place + 16 * k)), _every(15)) for k in range(2))
-        return [b.sitofp(b.sub(codes, _every(8)), _FLOATS) for codes in codes_of_two]
+        return [b.sitofp(b.sub(codes, _every(8)), FLOATS) for codes in codes_of_two]
 
     def _input(self, row: ir.Value, at: int) -> ir.Value:
         """Return a row's input, or its pair of inputs, in every lane."""
         x = self.b.load(self.b.gep(row, [_I64(at)]), align=2 if self.is_paired else 4)
         nothing = ir.Constant(ir.VectorType(x.type, BLOCK), ir.Undefined)
         every = self.b.shuffle_vector(self.b.insert_element(nothing, x, _I32(0)), nothing, _every(0))
-        return self.b.bitcast(every, _PAIRS_OF_BFLOAT) if self.is_paired else every
+        return self.b.bitcast(every, PAIRS_OF_BFLOAT) if self.is_paired else every
 
     def _multiply_add(self, weight: ir.Value, x: ir.Value, sums: ir.Value) -> ir.Value:
         if self.is_paired:
-            return self._call("llvm.x86.avx512bf16.dpbf16ps.512", _FLOATS, sums, weight, x)
+            return self._call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, weight, x)
         return self._fma(weight, x, sums)
 
     def _fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-        return self._call(f"llvm.fma.v{BLOCK}f32", _FLOATS, x, y, z)
+        return self._call(f"llvm.fma.v{BLOCK}f32", FLOATS, x, y, z)
 
     def _load(self, codes: ir.Value, at: int, kind: ir.Type) -> ir.Value:
         return self.b.load(self.b.bitcast(self.b.gep(codes, [_I64(at)]), kind.as_pointer()), align=1)
@@ -181,7 +181,7 @@ class _Tile:
 
 
 def _every(number: int) -> ir.Constant:
-    return ir.Constant(_INTS, [number] * BLOCK)
+    return ir.Constant(INTS, [number] * BLOCK)
 
 
 def _tile(n_rows: int) -> Any:
@@ -205,7 +205,7 @@ def _tile(n_rows: int) -> Any:
                 builder.lshr(stride, _I64(1)) if is_paired else stride, groups,
             )  # fmt: skip
             for row, vector in enumerate(found):
-                builder.store(vector, pointer(8, _I64(BLOCK * row), _FLOATS), align=4)
+                builder.store(vector, pointer(8, _I64(BLOCK * row), FLOATS), align=4)
             return context.get_dummy_value()
 
         at = types.int64
@@ -251,7 +251,7 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
                     n = 1
                     _tile_1(codes, code, scales, scale, x, at, n_in, n_groups, sums)
                 for row in range(n):
-                    _finish(sums[row * BLOCK : (row + 1) * BLOCK], bias, activation, o * BLOCK, out_TO[t + row])
+                    finish(sums[row * BLOCK : (row + 1) * BLOCK], bias, activation, o * BLOCK, out_TO[t + row])
                 t += n
 
 
@@ -260,7 +260,7 @@ ACTIVATIONS = {None: 0, "silu": 1, "swish": 1, "relu": 2, "sigmoid": 3}
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")
-def _finish(sums, bias, activation, first, out):  # type: ignore[no-untyped-def]
+def finish(sums, bias, activation, first, out):  # type: ignore[no-untyped-def]
     """Write one row of a block."""
     n = min(BLOCK, len(out) - first)
     if len(bias) > 0:

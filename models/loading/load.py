@@ -80,7 +80,7 @@ def load_model(
         FormatError: files are missing, damaged, or do not fit the config; the message names the tensor.
         UnsupportedModelError: the architecture, an option of it, or the format of quantised weights is not implemented.
         SpecError: the device, dtype or format does not exist, or the format not for this device.
-    Cost: reads every tensor once. On the CPU matrices are laid out for oneDNN one by one: memory holds the model
+    Cost: reads every tensor once. On the CPU matrices are laid out for their kernels one by one: memory holds the model
     and a few hundred MiB of the files. An embedding in the files' own dtype stays mapped. Weights that are stored
     quantised become dense in `dtype` one by one.
     """
@@ -110,8 +110,8 @@ def from_transformers(
 
     Tensors that are used as they are stay shared with `hf_model`: embeddings, norms and, on other devices than the CPU,
     most matrices. Tensors that our layers need in another form are copied: queries, keys and values in one matrix, taps
-    and decays of recurrences and, on the CPU, every matrix of a product, which is laid out for oneDNN. So do not change
-    `hf_model`'s weights afterwards.
+    and decays of recurrences and, on the CPU, every matrix of a product, which is laid out for its kernel. So do not
+    change `hf_model`'s weights afterwards.
 
     Args:
         dtype: as for `load_model`; "auto" takes the model's own. With another one everything is copied.
@@ -164,10 +164,17 @@ def _open(
 
 def _compile_products(checkpoint: Checkpoint, weights: WeightFormat) -> None:
     """Compile what products with weights of this format need, so that no step waits for it."""
+    if checkpoint.device.type != "cpu":
+        return
     if weights != "auto":
         from models.layers.quantised import compile_products
 
         compile_products(checkpoint.dtype, weights)
+    elif checkpoint.dtype is torch.bfloat16:
+        from models.layers.paired import compile_pairs, multiplies_pairs_fastest
+
+        if multiplies_pairs_fastest():
+            compile_pairs()
 
 
 def _tensors_of(hf_model: PreTrainedModel) -> dict[str, Tensor]:

@@ -1,0 +1,68 @@
+"""Lays out weights in bfloat16 for processors that multiply pairs of them."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from memory.blocks.arrays import ceil_div
+from memory.kernels.cpu.rows import as_array
+from memory.kernels.cpu.threads import use_threads
+from models.layers import paired_kernels, quantised_kernels
+
+_NO_BIAS = np.empty(0, np.float32)
+_INPUTS = 2 * paired_kernels.UNROLLED
+_OUTPUTS = paired_kernels.BLOCKS * quantised_kernels.BLOCK
+
+
+@cache
+def multiplies_pairs_fastest() -> bool:
+    """True if compiled products of pairs are the fastest in bfloat16.
+
+    The processor has AVX512_BF16. With AMX as well, oneDNN has whole tiles of a matrix multiplied by one instruction.
+    """
+    return quantised_kernels.multiplies_pairs() and not torch.cpu._is_amx_tile_supported()
+
+
+class PairedWeight:
+    """Holds a weight (n_out, n_in) in bfloat16, as `paired_kernels` reads it.
+
+    A row's result has the same bits in any company.
+    """
+
+    FUSED = tuple(name for name in quantised_kernels.ACTIVATIONS if name is not None)
+    """Activations that are applied before sums are rounded."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.n_out, self.n_in = weight.shape
+        rows = weight.contiguous() if self.n_in % _INPUTS == 0 else F.pad(weight, (0, -self.n_in % _INPUTS))
+        self.codes = torch.empty(ceil_div(self.n_out, _OUTPUTS) * _OUTPUTS, rows.shape[1] // 2, dtype=torch.int32)
+        self._codes = self.codes.numpy().reshape(-1).view(np.uint32)
+        paired_kernels.lay_out(_pairs(rows), use_threads(rows.numel()), self._codes)
+
+    def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
+        """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
+        rows = x.to(torch.bfloat16).contiguous()
+        if self.n_in % _INPUTS:
+            rows = F.pad(rows, (0, -self.n_in % _INPUTS))
+        y = torch.empty(x.shape[0], self.n_out, dtype=torch.bfloat16)
+        paired_kernels.product(
+            self._codes, _pairs(rows), _NO_BIAS if bias is None else bias.numpy(),
+            quantised_kernels.ACTIVATIONS[activation], use_threads(rows.numel() * self.n_out // 16), as_array(y),
+        )  # fmt: skip
+        return y if x.dtype is torch.bfloat16 else y.to(x.dtype)
+
+
+def _pairs(rows: Tensor) -> np.ndarray:
+    """Return rows of bfloat16, an even number each, as uint32. numba compiles anew for what begins between two."""
+    array: np.ndarray = as_array(rows if rows.data_ptr() % 4 == 0 else rows.clone()).view(np.uint32)
+    return array
+
+
+def compile_pairs() -> None:
+    """Compile what products in bfloat16 need, or load it from disk."""
+    PairedWeight(torch.zeros(1, 1, dtype=torch.bfloat16)).multiply(torch.zeros(1, 1, dtype=torch.bfloat16), None)

@@ -1,0 +1,77 @@
+"""Weights in bfloat16 whose products are compiled for processors that multiply pairs of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models import load_model, weight_bytes
+from models.layers import linear as module
+from models.layers import paired, quantised_kernels
+from models.layers.linear import Linear
+from models.layers.packed import PackedWeight
+from tests.tolerances import assert_kernel_close
+
+pytestmark = pytest.mark.skipif(
+    not quantised_kernels.multiplies_pairs(), reason="this processor multiplies no pairs of bfloat16"
+)
+SHAPES = (1, 1), (16, 32), (17, 33), (100, 70), (64, 96), (80, 768), (250, 512)
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape).bfloat16()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("activation", [None, "silu", "relu", "sigmoid", "gelu"])
+def test_a_product_is_that_of_plain_torch_and_a_row_has_the_same_bits_in_any_company(
+    shape: tuple[int, int], activation: str | None
+) -> None:
+    """With and without a bias, for numbers of rows around those of the kernel's tiles, and for rows of float32."""
+    weight, bias, x = drawn(*shape), drawn(shape[0]), drawn(71, shape[1])
+    for b in (None, bias):
+        linear = Linear(weight / shape[1] ** 0.5, bias=b, activation=activation)
+        assert isinstance(linear._weight, paired.PairedWeight)
+        whole = linear(x)
+        plain = F.linear(x.float(), weight.float() / shape[1] ** 0.5, None if b is None else b.float())
+        expected = plain if activation is None else module.activation_by(activation)(plain)
+        assert_kernel_close(whole, expected, torch.bfloat16)
+        for n_rows in (0, 1, 2, 3, 4, 5, 7, 8, 9, 16, 23):
+            assert torch.equal(linear(x[:n_rows]), whole[:n_rows])
+            assert torch.equal(linear(x[71 - n_rows :]), whole[71 - n_rows :])
+        assert linear(x.float()).dtype == torch.float32 and torch.equal(linear(x.float()).bfloat16(), whole)
+
+
+def test_rows_may_begin_anywhere_and_have_any_stride() -> None:
+    linear, wide = Linear(drawn(24, 32)), drawn(9, 100)
+    for x in (wide[:, 3:35], wide[:, ::3][:, :32], wide[1, 5:37][None], wide.flatten()[1:65].view(2, 32)):
+        assert torch.equal(linear(x), linear(x.clone()))
+
+
+def test_weights_are_held_once() -> None:
+    assert weight_bytes(Linear(drawn(640, 512))) == 640 * 512 * 2  # type: ignore[arg-type]
+    assert weight_bytes(Linear(drawn(1, 1))) == 64 * 32 * 2  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("has_tiles", [True, False])
+def test_onednn_is_kept_where_a_processor_multiplies_tiles(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
+    paired.multiplies_pairs_fastest.cache_clear()
+    linear, x = Linear(weight := drawn(640, 512) / 22, activation="silu"), drawn(5, 512)
+    assert isinstance(linear._weight, PackedWeight if has_tiles else paired.PairedWeight)
+    assert_kernel_close(linear(x), F.silu(F.linear(x.float(), weight.float())), torch.bfloat16)
+    monkeypatch.undo()
+    paired.multiplies_pairs_fastest.cache_clear()
+
+
+def test_a_model_in_bfloat16_uses_them_and_no_step_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(paired, "compile_pairs", lambda: compiled.append(1))
+    load_model("embedded", dtype="bfloat16")
+    assert compiled == [1]
+    load_model("embedded")
+    load_model("embedded", dtype="bfloat16", weights="int4")
+    assert compiled == [1]
