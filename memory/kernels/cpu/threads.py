@@ -7,8 +7,6 @@ import threading
 import torch
 from numba import get_num_threads, set_num_threads
 
-from memory.kernels.cpu.compiled import compiled
-
 # Reassociation lets sums use vector registers; without sums it stays off. Together with "nsz" it would let LLVM remove
 # the rounding steps of `exp2_f32`. "nnan" and "ninf" stay off: NaN must reach the output.
 REDUCING = {"reassoc", "contract"}
@@ -28,12 +26,6 @@ def _launch() -> int:
     return n_most
 
 
-@compiled()
-def _set_threads(n):  # type: ignore[no-untyped-def]
-    """Set the number of threads as numba's function does, which takes ten times as long when Python calls it."""
-    set_num_threads(n)
-
-
 _MOST_THREADS = _launch()
 _last = threading.local()
 """The number that this thread has set last: reading it from numba takes five microseconds, several times a layer."""
@@ -43,6 +35,6 @@ def use_threads(n_multiplications: int) -> int:
     """Let the next kernel of this thread use as many threads as torch does, fewer for little work; returns how many."""
     n_threads = min(torch.get_num_threads(), _MOST_THREADS, 1 + n_multiplications // _WORTH_A_THREAD)
     if n_threads != getattr(_last, "n_threads", None):
-        _set_threads(n_threads)
+        set_num_threads(n_threads)
         _last.n_threads = n_threads
     return n_threads

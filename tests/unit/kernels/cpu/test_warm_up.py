@@ -154,3 +154,17 @@ assert numba.np.ufunc.parallel._is_initialized and torch.get_num_threads() == 1,
 """
     outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stderr
+
+
+def test_every_kernel_is_kept_so_the_next_process_compiles_nothing() -> None:
+    """Machine code that holds addresses of its process cannot be kept."""
+    warm_up()
+    code = (
+        "import torch\n"
+        "from memory.kernels.cpu import warm_up\n"
+        "module = __import__('sys').modules['memory.kernels.cpu.warm_up']\n"
+        "assert [n for n in module.NAMES if not module._has_run(n, torch.float32, 'skip')] == []\n"
+        "print('done')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and "done" in done.stdout, done.stderr
