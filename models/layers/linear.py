@@ -52,8 +52,7 @@ class Linear:
     On the CPU the weights are laid out once for oneDNN (`PackedWeight`), or for compiled products of bfloat16
     (`PairedWeight`); the plain weights are not kept. bfloat16 stays so where the processor multiplies it; elsewhere 16
     bits are laid out as float32 (`packed_dtype`). Other dtypes and devices, and a torch built without oneDNN, use
-    `F.linear`. Within `weights_in("int8")`, or "int4", the weights are
-    rounded to integers instead (`QuantisedWeight`).
+    `F.linear`. Within `weights_in("int8")`, or "int4", the weights are rounded to integers instead (`QuantisedWeight`).
 
     Args:
         weights: (n_out, n_in), or several that share their input, (n_out_i, n_in): their outputs are concatenated.

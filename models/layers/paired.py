@@ -14,7 +14,6 @@ from memory.kernels.cpu.rows import as_array
 from memory.kernels.cpu.threads import use_threads
 from models.layers import paired_kernels, quantised_kernels
 
-_NO_BIAS = np.empty(0, np.float32)
 _INPUTS = 2 * paired_kernels.UNROLLED
 _OUTPUTS = paired_kernels.BLOCKS * quantised_kernels.BLOCK
 
@@ -34,7 +33,7 @@ class PairedWeight:
     A row's result has the same bits in any company.
     """
 
-    FUSED = tuple(name for name in quantised_kernels.ACTIVATIONS if name is not None)
+    FUSED = quantised_kernels.FUSED
     """Activations that are applied before sums are rounded."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -51,7 +50,7 @@ class PairedWeight:
             rows = F.pad(rows, (0, -self.n_in % _INPUTS))
         y = torch.empty(x.shape[0], self.n_out, dtype=torch.bfloat16)
         paired_kernels.product(
-            self._codes, _pairs(rows), _NO_BIAS if bias is None else bias.numpy(),
+            self._codes, _pairs(rows), quantised_kernels.NO_BIAS if bias is None else bias.numpy(),
             quantised_kernels.ACTIVATIONS[activation], use_threads(rows.numel() * self.n_out // 16), as_array(y),
         )  # fmt: skip
         return y if x.dtype is torch.bfloat16 else y.to(x.dtype)

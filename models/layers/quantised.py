@@ -13,8 +13,6 @@ from memory.kernels.cpu.threads import use_threads
 from models.layers import quantised_kernels
 from models.loading.weight_formats import IntegerFormat
 
-_NO_BIAS = np.empty(0, np.float32)
-
 
 class QuantisedWeight:
     """Holds a weight (n_out, n_in) as integers of 8 or 4 bits, with a scale in bfloat16 for each group of 32 inputs.
@@ -27,7 +25,7 @@ class QuantisedWeight:
         weight: of any float dtype, on the CPU; or on "meta", which gives the same bytes without numbers.
     """
 
-    FUSED = ("silu", "swish", "relu", "sigmoid")
+    FUSED = quantised_kernels.FUSED
     """Activations that are applied before sums are rounded."""
 
     def __init__(self, weight: Tensor, format: IntegerFormat) -> None:
@@ -72,7 +70,7 @@ class QuantisedWeight:
             rows = F.pad(rows, (0, -self.n_in % 32))
         y = torch.empty(x.shape[0], self.n_out, dtype=self._out_dtype)
         quantised_kernels.product(
-            self._codes, self._scales, as_array(rows), _NO_BIAS if bias is None else bias.numpy(),
+            self._codes, self._scales, as_array(rows), quantised_kernels.NO_BIAS if bias is None else bias.numpy(),
             quantised_kernels.ACTIVATIONS[activation], use_threads(rows.numel() * self.n_out // 16), as_array(y),
         )  # fmt: skip
         return y if x.dtype is self._out_dtype else y.to(x.dtype)

@@ -1,8 +1,8 @@
 """Compiles products with weights of 8 and 4 bits, and the rounding of weights to these, for the CPU.
 
-No library does this well for rows of float32, nor for more than a few rows (`benchmarks/results/products.md`). A weight
-is an integer times a scale; each group of 32 inputs of an output has its own scale, in bfloat16. Sixteen outputs form a
-block, and lie in the lanes of a vector: a block is read from its first group to its last, once for eight rows.
+torch's own operators for this are slow for rows of float32, and for more than a few rows. A weight is an integer times
+a scale; each group of 32 inputs of an output has its own scale, in bfloat16. Sixteen outputs form a block, and lie in
+the lanes of a vector: a block is read from its first group to its last, once for eight rows.
 
 Layout, for each block and each group in it (512 or 256 bytes):
     8 bits: 16 pairs of inputs; a pair has 16 outputs of two bytes, the first input's first.
@@ -54,8 +54,7 @@ class _BFloat(ir.Type):  # type: ignore[misc]
     def _to_string(self) -> str:
         return "bfloat"
 
-    def __str__(self) -> str:
-        return "bfloat"
+    __str__ = _to_string
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _BFloat)
@@ -257,6 +256,8 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
 
 ACTIVATIONS = {None: 0, "silu": 1, "swish": 1, "relu": 2, "sigmoid": 3}
 """What `product` applies to sums before they are rounded, by names in transformers' configs."""
+
+FUSED, NO_BIAS = tuple(name for name in ACTIVATIONS if name is not None), np.empty(0, np.float32)
 
 
 @njit(fastmath=ELEMENTWISE, error_model="numpy")

@@ -309,7 +309,7 @@ def _qwen(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[st
         fields["feed_forward_length"] = config["intermediate_size"]
 
     def tile(rows: Tensor, width: int) -> Tensor:
-        """The first value head of every key head, then the second, ..."""
+        """Put the first value head of every key head before all second ones, and so on."""
         heads = list(rows.split(width))
         return torch.cat([heads[k * (n_v // n_k) + r] for r in range(n_v // n_k) for k in range(n_k)])
 

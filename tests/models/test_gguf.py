@@ -72,7 +72,7 @@ def test_nemotron_h_without_experts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "Q5_0"])
 def test_numbers_in_few_bits_are_those_of_the_library(kind: str, tmp_path: Path) -> None:
-    """By its own arithmetic; K-quants it reads but cannot write, see below."""
+    """Blocks become the floats that the `gguf` package makes of them; it cannot write K-quants, see below."""
     folder = write_checkpoint(tmp_path, wide("jamba"))
     path = write_gguf(folder, tmp_path / "model.gguf", kind)
     file = GgufFile(path)

@@ -1,4 +1,4 @@
-"""Checkpoints that are stored quantised: they load as the dense weights that their format says."""
+"""Checkpoints that are stored quantised load as the dense weights that their format says."""
 
 from __future__ import annotations
 
