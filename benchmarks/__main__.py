@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import architectures, books, compiling, gpu_tune, kernels, prefixes, speed, states
+from benchmarks import architectures, books, compiling, gpu_tune, kernels, prefixes, restarts, speed, states
 from benchmarks import dtypes as dtypes_
 from benchmarks import gpu as gpu_kernels
 from benchmarks import sparse as sparse_attention
@@ -149,6 +149,13 @@ def rollback(quick: Quick = False, out: Out = None, threads: Threads = None) -> 
     _run(books.rollback, BOOK_TESTS, quick, out, threads)
 
 
+@app.command(name="restarts")
+def restarts_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure a chat's next turn after a restart, and prompts whose checkpoint is outside of the budget."""
+    tests = ("tests/unit/prefix/test_saved.py", "tests/unit/prefix/test_outside.py")
+    _run(restarts.restarts, tests, quick, out, threads)
+
+
 @app.command(name="prefixes")
 def prefixes_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure lookups in a radix tree, the share of tokens reused on a known workload, and swapping."""
@@ -206,8 +213,8 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
         *(["--threads", str(threads)] if threads else []),
     ]
     commands = (
-        "parity", "bookkeeping", "rollback", "memory", "prefixes", "kernels", "states", "sparse", "speculative",
-        "prefill", "decode", "dtypes",
+        "parity", "bookkeeping", "rollback", "memory", "prefixes", "restarts", "kernels", "states", "sparse",
+        "speculative", "prefill", "decode", "dtypes",
     )  # fmt: skip
     failed = [
         name

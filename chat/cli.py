@@ -12,9 +12,10 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from chat.console import Reply
     from chat.engine.engine import Engine
     from chat.prompts import Tokenizer
-    from memory import HybridMemory
     from models import LanguageModel
     from models.loading.weight_formats import WeightFormat
 
@@ -217,6 +217,7 @@ HostBudget = Annotated[
     str | None, typer.Option(help="bytes in host memory for requests that make room; unless given, any")
 ]
 SwapDir = Annotated[Path | None, typer.Option(help="folder for those that find no room there", show_default=False)]
+DiskBudget = Annotated[str | None, typer.Option(help="bytes of its files; unless given, any")]
 ParseSpecial = Annotated[bool, typer.Option(help="let messages hold special tokens, so that clients can write turns")]
 MaxTokens = Annotated[
     int | None,
@@ -224,7 +225,11 @@ MaxTokens = Annotated[
 ]
 DefaultTokens = Annotated[int, typer.Option(min=1, help="tokens of a chat's reply, where the request does not say")]
 MaxConnections = Annotated[int, typer.Option(min=1, help="open at once; beyond, the longest idle one is closed")]
-PrefixCache = Annotated[bool, typer.Option(help="keep prompts and replies, for prompts that begin like them")]
+WithPrefixes = Annotated[bool, typer.Option(help="keep prompts and replies, for prompts that begin like them")]
+PrefixBytes = Annotated[
+    str, typer.Option(help="bytes that they may take outside of --budget: in host memory and files")
+]
+Prefixes = Annotated[Path | None, typer.Option(help="folder that keeps them across restarts", show_default=False)]
 Grace = Annotated[float, typer.Option(min=0, help="seconds that replies may still take when the server is to stop")]
 
 
@@ -243,6 +248,7 @@ def serve(
     rollback_window: RollbackWindow = 32,
     host_budget: HostBudget = None,
     swap_dir: SwapDir = None,
+    disk_budget: DiskBudget = None,
     parse_special: ParseSpecial = False,
     max_body: Annotated[str, typer.Option(help="bytes of a request's body")] = "1MiB",
     max_tokens: MaxTokens = None,
@@ -252,19 +258,21 @@ def serve(
     max_peer_connections: Annotated[int, typer.Option(min=1, help="of those, from one address")] = 384,
     max_running: Annotated[int, typer.Option(min=1, help="replies in one step of the model")] = 64,
     step_tokens: Annotated[int, typer.Option(min=2, help="tokens in one step of the model")] = 256,
-    prefix_cache: PrefixCache = True,
+    prefix_cache: WithPrefixes = True,
+    prefix_bytes: PrefixBytes = "0",
+    prefixes: Prefixes = None,
     grace: Grace = 10.0,
 ) -> None:
     """Answer OpenAI's clients: /v1/chat/completions and /v1/completions, /v1/models, /health and /metrics."""
     with _one_line_errors(f"loading {model} …"):
         _find_extra("fastapi", "prometheus_client", "uvicorn")
+        from chat.commands.serving import make_engine
         from chat.server import ServerOptions, bind, make_app, run
         from memory import HybridMemory
+        from memory.prefix import PrefixCache
 
         options = ServerOptions(
-            api_key=api_key,
-            allowed_hosts=tuple(allowed_host or ()),
-            allowed_origins=tuple(allowed_origin or ()),
+            api_key=api_key, allowed_hosts=tuple(allowed_host or ()), allowed_origins=tuple(allowed_origin or ()),
             max_body_bytes=_read_bytes("--max-body", max_body),
             max_tokens=max_tokens,
             default_tokens=default_tokens,
@@ -273,40 +281,19 @@ def serve(
             max_peer_connections=max_peer_connections,
             grace_seconds=grace,
             parse_special=parse_special,
-        )
+        )  # fmt: skip
         with bind(host, port, has_key=api_key is not None) as listener:
             language_model, tokenizer = _load(model, device, dtype, weights)
             memory = HybridMemory(
                 language_model.memory_spec, budget,
-                rollback_window=rollback_window, host_budget=host_budget, swap_dir=swap_dir,
+                rollback_window=rollback_window, host_budget=host_budget, swap_dir=swap_dir, disk_budget=disk_budget,
             )  # fmt: skip
-            engine = _warm_engine(
-                language_model, memory, tokenizer, prefix_cache, step_tokens=step_tokens, max_running=max_running
-            )
+            cache = PrefixCache(memory, max_bytes=prefix_bytes) if prefix_cache else None
+            say = partial(typer.echo, err=True)
+            sizes = {"step_tokens": step_tokens, "max_running": max_running}
+            engine, options = make_engine(language_model, memory, tokenizer, cache, prefixes, options, say, **sizes)
             name = _name_of(model)
-            run(
-                make_app(engine, tokenizer, name, options),
-                listener,
-                lambda url: typer.echo(f"{name} answers at {url}/v1", err=True),
-            )
-
-
-def _warm_engine(
-    model: LanguageModel, memory: HybridMemory, tokenizer: Tokenizer, has_prefixes: bool, **sizes: Any
-) -> Engine:
-    """Return an engine that has taken a step: kernels are compiled, so the first request does not wait for them."""
-    from chat.engine.engine import Engine
-    from memory.prefix.cache import PrefixCache
-
-    prefixes = PrefixCache(memory) if has_prefixes else None
-    engine = Engine(model, memory, tokenizer, prefixes=prefixes, **sizes)
-    generation = engine.submit([0], max_tokens=1)
-    engine.run()
-    if generation.error is not None:
-        raise generation.error
-    if prefixes is not None:
-        prefixes.clear()
-    return engine
+            run(make_app(engine, tokenizer, name, options), listener, lambda url: say(f"{name} answers at {url}/v1"))
 
 
 def _name_of(model: str) -> str:

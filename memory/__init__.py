@@ -7,6 +7,7 @@ from memory.errors import (
     FormatError,
     HybridMemoryError,
     IntegrityError,
+    MismatchError,
     RollbackError,
     SequenceError,
     SpecError,
@@ -18,6 +19,7 @@ from memory.rotary import UNROTATED, Rotation
 from memory.specs import AttentionSpec, CrossAttentionSpec, MemorySpec, RecurrentSpec, StateTensor
 from memory.state.access import Recurrence, States
 from memory.step import Step
+from memory.storage.archive import Family
 
 __all__ = [
     "UNROTATED",
@@ -26,11 +28,13 @@ __all__ = [
     "CapacityError",
     "CrossAttentionSpec",
     "DropError",
+    "Family",
     "FormatError",
     "HybridMemory",
     "HybridMemoryError",
     "IntegrityError",
     "MemorySpec",
+    "MismatchError",
     "Recurrence",
     "RecurrentSpec",
     "RollbackError",

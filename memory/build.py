@@ -258,6 +258,7 @@ def build(
     host_attention: HostAttention,
     host_budget: float | str | None,
     swap_dir: str | Path | None,
+    disk_budget: float | str | None,
     poison: bool,
 ) -> Coordinator:
     """Make every layer memory of a spec in one store. Arguments and errors as `HybridMemory`."""
@@ -265,6 +266,7 @@ def build(
     swapped = Tiers(
         None if host_budget is None else read_budget(host_budget, "host_budget"),
         None if swap_dir is None else Path(read_path("swap_dir", swap_dir, "a folder")),
+        None if disk_budget is None else read_budget(disk_budget, "disk_budget"),
     )
     store = Store(budget_bytes, spec.device, poison=poison)
     kinds = make_kinds(spec, page_tokens, rules, store)

@@ -12,9 +12,9 @@ from torch import Tensor
 from memory.blocks.arrays import Int64s
 from memory.blocks.staging import in_one_copy
 from memory.blocks.store import Store
-from memory.errors import BUDGET_UNIT, BatchError, CapacityError, FormatError, SequenceError, SpecError
+from memory.errors import BUDGET_UNIT, BatchError, CapacityError, SequenceError
 from memory.interface import Dropped, Encoded, OpenStep, Packed, Plans, Sequence
-from memory.layer_memories import LayerMemories, PagesOnHost, Places, Snapshot, SwappedOut
+from memory.layer_memories import LayerMemories, PagesOnHost, Places, SwappedOut
 from memory.sequences.batch import TokenLists, pack
 from memory.sequences.interrupts import uninterrupted, uninterrupted_call
 from memory.sequences.ledger import Ledger
@@ -152,7 +152,7 @@ class Coordinator(Lifetime):
         return self.layers.horizon(sequence.slot) if swapped is None else swapped
 
     def is_whole(self, sequence: Sequence) -> bool:
-        return not self.ledger.seams(sequence.slot)
+        return not self.ledger.drops(sequence.slot)
 
     def is_away(self, sequence: Sequence) -> bool:
         return bool(self.ledger.is_away[sequence.slot])
@@ -297,73 +297,6 @@ class Coordinator(Lifetime):
             with uninterrupted():
                 self.room.make(lambda: self.layers.drop(dropped, self.store.arena.free_bytes))
                 ledger.drop(dropped, dropped.start + (not self.layers.has_states))
-
-    # Out of the budget and back
-
-    def snapshot(self, slot: int) -> Snapshot:
-        """Copy everything that a slot holds, from the budget, from host pages or from where it is swapped out."""
-        if self.ledger.is_away[slot]:
-            return self.swapped.get(slot)
-        length = int(self.ledger.lengths[slot])
-        snapshot = self.layers.snapshot(slot, length, self.store)
-        if self.host_pages is not None:
-            snapshot.blocks.update(self.host_pages.snapshot(slot, length).blocks)
-        return snapshot
-
-    def restore(self, slot: int, snapshot: Snapshot) -> None:
-        """Fill an empty slot with what the snapshot holds. Raises CapacityError."""
-        self.room.make(lambda: self.layers.restore(slot, snapshot, self.store))
-
-    def swap_out(self, sequence: Sequence) -> None:
-        """See `HybridMemory.swap_out`."""
-        self.ledger.check_usable(sequence, to_advance=False)
-        slot = sequence.slot
-        with uninterrupted():
-            snapshot = self.snapshot(slot)
-            self.swapped.put(slot, snapshot)
-            self.ledger.send_away(slot, self.layers.horizon(slot), snapshot.n_bytes)
-            self.layers.release(slot)
-
-    def swap_in(self, sequence: Sequence) -> None:
-        """See `HybridMemory.swap_in`."""
-        self.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
-        slot = sequence.slot
-        if not self.ledger.is_away[slot]:
-            raise SequenceError(f"{sequence!r} is not swapped out; it can be used as it is")
-        with uninterrupted():
-            self.restore(slot, self.swapped.get(slot))
-            self.swapped.drop(slot)
-            self.swapped.n_back += 1
-            self.ledger.bring_back(slot)
-
-    def move(self, sequence: Sequence, *, to_host: bool) -> None:
-        """See `HybridMemory.to_host` and `to_device`."""
-        self.ledger.check_usable(sequence, to_advance=False)
-        if (pages := self.host_pages) is None:
-            raise SpecError('this memory has no place for pages in host memory; make it with host_pages="8GiB", say')
-        with uninterrupted():
-            self.room.make(lambda: pages.move(sequence.slot, to_host=to_host))
-
-    def export(self, sequence: Sequence) -> tuple[Snapshot, dict[str, Any]]:
-        """Return what a file holds of a sequence: its snapshot and its record in the ledger. Raises SequenceError."""
-        self.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
-        return self.snapshot(sequence.slot), self.ledger.record(sequence.slot)
-
-    def adopt(self, snapshot: Snapshot, record: dict[str, Any], path: str, held: uninterrupted_call) -> Sequence:
-        """Open a new sequence with the snapshot and the record of a file. Raises FormatError, CapacityError."""
-        sequence = self.ledger.open()
-        try:
-            self.restore(sequence.slot, snapshot)
-            self.ledger.restore(sequence.slot, record, self.spec.vocab_size)
-            self.check_slot(sequence.slot)
-            held.deliver()
-        except BaseException as error:
-            self.withdraw(sequence)
-            if isinstance(error, CapacityError) or not isinstance(error, Exception):
-                raise
-            # The file's checksum is right, so it was written like this: by another program, or to do harm.
-            raise FormatError(f"{path} contradicts itself ({error}); save the sequence again") from error
-        return sequence
 
     # Looking inside
 

@@ -108,5 +108,9 @@ class FormatError(HybridMemoryError, ValueError):
     """A file is damaged, incomplete or of another kind. Nothing was loaded."""
 
 
+class MismatchError(FormatError):
+    """A file is whole, but was saved from a memory or a model that is not like this one. Nothing was loaded."""
+
+
 class IntegrityError(HybridMemoryError):
     """The memory's books do not balance. This is a bug of this library: please report it."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping
 from enum import Enum, auto
 from html import escape
 from pathlib import Path
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -16,16 +16,16 @@ from memory.blocks.copying import refuse_to_copy
 from memory.blocks.pinned import HostAttention
 from memory.build import build, check_choices, default_fold, kernels_of, resolved_spec
 from memory.chunked_prefill import Model, run_in_chunks
-from memory.errors import FormatError, SequenceError, SpecError
+from memory.errors import SequenceError, SpecError
 from memory.interface import Encoded, Requests, Sequence
 from memory.sequences.batch import read_pairs, read_tokens
 from memory.sequences.folding import Fold, TailRules
 from memory.sequences.interrupts import uninterrupted_call
 from memory.specs import MemorySpec
 from memory.step import Outputs, Step
-from memory.storage.files import read_path, read_snapshot, write_snapshot
-from memory.storage.names import names_in_files
-from memory.storage.signature import fitted, signature_of
+from memory.storage.archive import NO_FORKS, Archive, Checkpoints, Family, Forks
+from memory.storage.folders import Folders
+from memory.storage.swapping import Swapping
 from memory.views.counters import Counters
 from memory.views.usage import Usage, measure
 
@@ -60,14 +60,15 @@ class HybridMemory:
         host_attention: what attends to them where the device is CUDA. "stream": the device reads them over the bus; the
             host never waits. "compute": the host's processor; in each attention layer it waits for queries, keys and
             values, and the device for its results, which differ by rounding. On the CPU both are the same.
-        host_budget, swap_dir: bytes of host memory for what `swap_out` moves (None: no limit), and a folder for what
-            does not fit there (None: none). The folder is for this process alone: files of killed ones are removed.
+        host_budget, swap_dir, disk_budget: bytes of host memory for what `swap_out` moves (None: no limit), a folder
+            for what does not fit there (None: none), and bytes of its files (None: no limit). Files of killed processes
+            are removed.
         poison: for tests: fill fresh and freed memory with NaN.
     Attributes:
-        spec, rollback_window, page_tokens, fold: options, defaults filled in, to be read, not set. A memory made with
-            the same ones has blocks of the same sizes.
+        spec, rollback_window, page_tokens, fold: options, defaults filled in. Memories with the same ones are alike.
         budget_bytes: what it may use at most; see `budget`.
         counters: counts bytes, for planners, schedulers and pictures.
+        folders: writes checkpoints to folders and reads them, for prefix caches and servers.
     Raises SpecError: an option that cannot work, or a budget too small for one sequence.
     """
 
@@ -86,6 +87,7 @@ class HybridMemory:
         host_attention: HostAttention = "stream",
         host_budget: float | str | None = None,
         swap_dir: str | Path | None = None,
+        disk_budget: float | str | None = None,
         poison: bool = False,
     ) -> None:
         self.rollback_window = read_count("rollback_window", rollback_window, 0, "tokens")
@@ -94,12 +96,16 @@ class HybridMemory:
         self.spec = resolved_spec(spec, device, dtype, state_dtype)
         # By the spec's device, not by device=: a dry run counts what the real device would hold.
         self.fold: Fold = fold or default_fold(self.spec, spec.device.type, self.rollback_window)
-        self._rules = TailRules.of(self.fold, self.rollback_window)
+        rules = TailRules.of(self.fold, self.rollback_window)
         self._coordinator = build(
-            self.spec, budget, page_tokens=self.page_tokens, rules=self._rules, host_pages=host_pages,
-            host_attention=host_attention, host_budget=host_budget, swap_dir=swap_dir, poison=poison,
+            self.spec, budget, page_tokens=self.page_tokens, rules=rules, host_pages=host_pages,
+            host_attention=host_attention, host_budget=host_budget, swap_dir=swap_dir, disk_budget=disk_budget,
+            poison=poison,
         )  # fmt: skip
         self.counters = Counters(self._coordinator)
+        self._swapping = Swapping(self._coordinator)
+        self._archive = Archive(self._coordinator, self._swapping, self.page_tokens, rules)
+        self.folders = Folders(self._coordinator, self._swapping, self.page_tokens, rules)
         self.budget_bytes = self.counters.budget_bytes
 
     __reduce_ex__ = refuse_to_copy("write sequences with memory.save(sequence, path) and load them there, or fork one")
@@ -110,8 +116,8 @@ class HybridMemory:
         return self._coordinator.why_ended is None
 
     def __enter__(self) -> HybridMemory:
-        if (why := self._coordinator.why_ended) is not None:
-            raise SequenceError(why)
+        if self._coordinator.why_ended is not None:
+            raise SequenceError(self._coordinator.why_ended)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -139,9 +145,8 @@ class HybridMemory:
     def close(self, sequence: Sequence | Whole = Whole.MEMORY) -> None:
         """Forget a sequence or a checkpoint, and free the bytes that no other refers to; or close the whole memory.
 
-        Closing the whole memory frees its bytes and removes the files of what was swapped out, at once. Every later use
-        of it or of its handles raises SequenceError; closing it again does nothing. `with HybridMemory(...) as memory:`
-        closes it at the end.
+        Closing the whole memory, as `with HybridMemory(...) as memory:` does, frees its bytes and removes the files of
+        what was swapped out. Every later use of it or of its handles raises SequenceError, but for closing it again.
 
         Raises SequenceError: a bad handle, or one in an open step; then nothing has changed.
         """
@@ -151,11 +156,8 @@ class HybridMemory:
             self._coordinator.close_one(sequence)
 
     def fork(self, sequence: Sequence) -> Sequence:
-        """Open a new sequence that continues from the position of this one, or of this checkpoint.
-
-        Copies no tensor: blocks are shared until one side writes, and then only the last page, the tail and the head
-        are copied. Raises SequenceError.
-        """
+        """Open a new sequence that continues from the position of this one. Copies no tensor: blocks are shared until
+        one side writes; only the last page, the tail and the head are copied then. Raises SequenceError."""
         with uninterrupted_call() as held:
             return self._coordinator.copy(sequence, held, is_checkpoint=False)
 
@@ -206,10 +208,9 @@ class HybridMemory:
     def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool = False) -> None:
         """Forget tokens [start, end) of a live sequence, and move those behind them to start (a context shift).
 
-        Attention keeps the rows of the other tokens; keys are rotated to their new positions. What the model computed
-        while it saw the dropped tokens stays: keys and values of later tokens, in layers above the first, still carry a
-        trace of them, as in llama.cpp. Only a range that ends with the sequence leaves none: that is a rollback, where
-        a rollback reaches. Rollback, forks and checkpoints work as before; earlier forks and checkpoints are untouched.
+        Attention keeps the rows of the other tokens; keys are rotated to their new positions. Keys and values of later
+        tokens, in layers above the first, still carry a trace of the dropped ones, as in llama.cpp. Only a range that
+        ends with the sequence leaves none: that is a rollback, where a rollback reaches. Others are untouched.
 
         Args:
             approximate: recurrent layers cannot forget from the middle: a state holds all tokens in one. False: a model
@@ -230,68 +231,68 @@ class HybridMemory:
         """Offload keys and values of a sequence or a checkpoint to host memory, where attention goes on reading them.
 
         It can be used as before, also in steps with others. Recurrent states and an encoder's output are not moved.
-        Later forks and checkpoints of it have their keys and values in host memory too, and share them. Pages that it
-        shares already are copied; the others keep theirs. An empty sequence begins there. After a `rollback` to a
-        checkpoint it is where the checkpoint is, after `reorder` where the source is, after `swap_in` and `load` on the
-        device. Nothing happens if it is in host memory already.
+        Later forks and checkpoints of it have theirs there too, and share them. Pages that it shares now are copied;
+        the others keep theirs. An empty sequence begins there. After a `rollback` to a checkpoint it is where the
+        checkpoint is, after `reorder` where the source is, after `swap_in` and `load` on the device.
 
         Raises:
             CapacityError: no room there (see its `.unit`). SpecError: no `host_pages`. SequenceError: a bad handle.
         Cost: the bytes of its keys and values, copied once.
         """
-        self._coordinator.move(sequence, to_host=True)
+        self._swapping.move(sequence, to_host=True)
 
     def to_device(self, sequence: Sequence) -> None:
         """Move offloaded keys and values back to the device, bit for bit. Raises as `to_host`."""
-        self._coordinator.move(sequence, to_host=False)
+        self._swapping.move(sequence, to_host=False)
 
-    def swap_out(self, sequence: Sequence) -> None:
+    def swap_out(self, sequence: Sequence, *, relatives: Iterable[Sequence] = ()) -> None:
         """Move a sequence or a checkpoint out of the budget: into host memory, or into files if that is full.
 
         Until `swap_in`, its handle serves only for its length and tokens, `save`, `swap_in` and `close`. What it shares
-        with others is copied, and they keep theirs; after `swap_in` it shares nothing. See `host_budget`, `swap_dir`.
+        is copied, for all `relatives`, checkpoints in the budget, once: with these it shares again after `swap_in`.
 
         Raises CapacityError: no room there. SequenceError: a bad handle. Cost: its bytes, copied once.
         """
-        self._coordinator.swap_out(sequence)
+        self._swapping.swap_out(sequence, relatives)
 
     def swap_in(self, sequence: Sequence) -> None:
         """Move a sequence back into the budget, bit for bit as it was.
 
         Raises CapacityError, or FormatError: its file is damaged. It then stays swapped out.
         """
-        self._coordinator.swap_in(sequence)
+        self._swapping.swap_in(sequence)
 
-    def save(self, sequence: Sequence, path: str | Path) -> None:
+    def save(
+        self, sequence: Sequence, path: str | Path, *, checkpoints: Checkpoints = False, forks: Forks = NO_FORKS
+    ) -> None:
         """Write all that is remembered of a sequence or a checkpoint to a file, which `load` reads in any process.
 
         Args:
             path: as fsspec reads it, so it may be a URL. A file there is replaced only when the new one is complete; on
                 a local disk only its owner can read the new one (mode 0600), whatever the mode of the old one.
-        Raises:
-            SequenceError: a bad handle. SpecError: a dry run, or a path that names no file. OSError.
-        Cost: its bytes, copied, hashed and written.
-        """
-        snapshot, record = self._coordinator.export(sequence)
-        place = read_path("path", path, "the path of a file, such as 'alice.safetensors'")
-        signature = signature_of(self.spec, self.page_tokens, self._rules)
-        about = {"signature": signature, "model": self.spec.model, **record}
-        write_snapshot(place, names_in_files(self._coordinator.layers).renamed(snapshot), about)
+            checkpoints: to be written too, shared bytes once: a list, or True for all of its family and of `forks`' own.
+            forks: name -> a live sequence to be written as well.
 
-    def load(self, path: str | Path) -> Sequence:
+        Raises SequenceError: a bad handle. SpecError: a dry run, or a path that names no file. OSError.
+        """
+        self._archive.save(sequence, path, checkpoints, forks)
+
+    @overload
+    def load(self, path: str | Path, *, family: Literal[False] = ...) -> Sequence: ...
+    @overload
+    def load(self, path: str | Path, *, family: Literal[True]) -> Family: ...
+    def load(self, path: str | Path, *, family: bool = False) -> Sequence | Family:
         """Open a new sequence from a file; it continues, bit for bit, where the saved one was.
 
-        Its forks and checkpoints are not in the file. The memory must be like the one that wrote it: the same model,
-        policies, storages, dtypes, rollback_window, fold and page_tokens; weights are not compared.
+        Both memories must have the same model, policies, storages, dtypes, rollback_window, fold and page_tokens. With
+        `family`, the checkpoints and forks saved with it are opened too, and share blocks as they did. One whose part
+        of the file is damaged is left out, with a warning.
 
-        Raises:
-            FormatError: no such file, or a damaged, foreign or unsuitable one; nothing has changed. CapacityError.
+        Raises FormatError: no such file, or a damaged, foreign or unsuitable one; nothing has changed. CapacityError.
         """
-        place = read_path("path", path, "the path of a saved sequence", FormatError)
-        snapshot, about = read_snapshot(place)
-        snapshot = fitted(place, snapshot, about, self.spec, self.page_tokens, self._rules, self._coordinator.layers)
-        with uninterrupted_call() as held:
-            return self._coordinator.adopt(snapshot, about, str(path), held)
+        held = uninterrupted_call()
+        loaded = self._archive.load(path, held, only_first=not family)
+        return loaded if family else loaded.sequence
 
     # Steps
 
@@ -326,8 +327,8 @@ class HybridMemory:
             What one step would have returned: (n_requests, vocab) or (n_tokens, vocab), in the order of `requests`.
         Raises:
             As `step`, and CapacityError before anything is computed: it names the bytes that the whole run needs.
-            Whatever the model raises, or a Ctrl-C. Every sequence is then as it was before. A Ctrl-C that comes when
-            the last step commits is raised after this has returned.
+            Whatever the model raises, or a Ctrl-C (if the last step commits then, after this has returned). Every
+            sequence is then as it was before.
         """
         held = uninterrupted_call()  # from the last commit on, a Ctrl-C waits until this returns
         return run_in_chunks(self, model, requests, max_tokens=max_tokens, outputs=outputs, held=held)
@@ -347,14 +348,14 @@ class HybridMemory:
     def add_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
         """Add a function that frees optional bytes, such as cached prefixes, before a call is refused for lack of room.
 
-        `reclaim(missing_bytes)` returns True if it has freed anything. It may close sequences and checkpoints that are
-        in no step, and do nothing else. The memory refers to it until `remove_reclaimer`.
+        `reclaim(missing_bytes)` returns True if it has freed anything. It may close or swap out what is in no step, and
+        do nothing else. The memory refers to it until `remove_reclaimer`.
         """
         self._coordinator.room.reclaimers.append(reclaim)
 
     def remove_reclaimer(self, reclaim: Callable[[int], bool]) -> None:
         """Remove a function that `add_reclaimer` has added. Nothing happens if there is none."""
-        with suppress(ValueError):
+        if reclaim in self._coordinator.room.reclaimers:
             self._coordinator.room.reclaimers.remove(reclaim)
 
     def needed_bytes(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> int:
@@ -389,9 +390,8 @@ class HybridMemory:
         return f"<HybridMemory for {self.spec.model} on {self.spec.device}: {state}>"
 
     def _repr_html_(self) -> str:
-        if self._coordinator.why_ended:
-            return escape(repr(self))
-        return self.usage().html(f"HybridMemory for {self.spec.model} on {self.spec.device}")
+        title = f"HybridMemory for {self.spec.model} on {self.spec.device}"
+        return self.usage().html(title) if self.is_open else escape(repr(self))
 
 
 def require_memory(memory: object, call: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from torch import Tensor
 
-from memory.blocks.arrays import EMPTY, Int64s
-from memory.blocks.holdings import Record
+from memory.blocks.arrays import EMPTY, Bools, Int64s
+from memory.blocks.holdings import LiveRows, Record
 from memory.blocks.layout import BlockLayout
 from memory.blocks.pool import BlockPool
 from memory.blocks.store import Store
@@ -59,23 +59,68 @@ class Snapshot:
         return sum(blocks.numel() for blocks in self.blocks.values())
 
 
+@dataclass(frozen=True)
+class Leaving:
+    """Describes a slot that is about to leave the arena, or one that shares blocks with it.
+
+    Attributes:
+        ids: pool -> (n,) its blocks.
+        live: pool -> (n, rows) which rows of them belong to its tokens.
+    """
+
+    slot: int
+    ids: dict[str, Int64s]
+    live: LiveRows
+
+
+@dataclass(frozen=True)
+class Held:
+    """Says what one slot holds of blocks that several slots share.
+
+    Attributes:
+        records: as those of a `Snapshot`.
+        numbers: pool -> (n,) which of the pool's blocks it refers to, in the order of `LayerMemory.blocks_of`.
+    """
+
+    records: dict[str, Record]
+    numbers: dict[str, Int64s]
+
+
 class SwappedOut(Protocol):
     """Declares what keeps swapped-out slots: `memory.storage.swap.Tiers`."""
 
-    n_back: int
+    reclaimers: list[Callable[[int], bool]]
 
     @property
     def used_bytes(self) -> tuple[int, int]: ...
-    def put(self, slot: int, snapshot: Snapshot) -> None: ...
-    def get(self, slot: int) -> Snapshot: ...
+    def put(
+        self,
+        leaving: Leaving,
+        sizes: dict[str, int],
+        copy: Callable[[dict[str, Bools]], Snapshot],
+        relatives: Iterable[Leaving] = (),
+    ) -> int: ...
+    def shared_with(self, slot: int) -> dict[str, Int64s]: ...
+    def get(self, slot: int, wanted: Mapping[str, Bools] | None = None) -> Snapshot: ...
+    def returned(self, slot: int, back: Leaving, *, is_checkpoint: bool) -> None: ...
+    def fetch(self, slot: int) -> bool: ...
     def drop(self, slot: int) -> None: ...
+    def forget_twins(self, slot: int) -> None: ...
+    def add_file(self, path: str, n_bytes: int, rename: Callable[[Snapshot], Snapshot]) -> int: ...
+    def adopt(self, slot: int, held: Any) -> None: ...
+    def forget_unheld(self) -> None: ...
+    def keys_of(self, slot: int) -> dict[str, Int64s]: ...
+    def inside_keys(self, leaving: Leaving) -> dict[str, Int64s]: ...
 
 
 class PagesOnHost(Protocol):
     """Declares what keeps pages of chosen sequences in host memory: `memory.attention.host_pages.HostPages`."""
 
+    @property
+    def place(self) -> tuple[LayerMemories, Store]: ...
     def has(self, slot: int) -> bool: ...
     def move(self, slot: int, *, to_host: bool) -> None: ...
+    def blocks_of(self, slot: int) -> dict[str, Int64s]: ...
     def snapshot(self, slot: int, length: int) -> Snapshot: ...
     def inventory(self, sequences: list[Sequence], lengths: Int64s, slots: Int64s) -> Any: ...
     def check(self, slots: list[int]) -> None: ...
@@ -208,34 +253,67 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
 
     # Out of the arena and back
 
-    def snapshot(self, slot: int, length: int, store: Store) -> Snapshot:
+    def live_rows(self, slot: int, length: int) -> LiveRows:
+        """Return which rows of the blocks of `blocks_of` belong to the slot's tokens."""
+        return {name: rows for memory in self.values() for name, rows in memory.live_rows(slot, length).items()}
+
+    def snapshot(self, slot: int, length: int, store: Store, wanted: Mapping[str, Bools] | None = None) -> Snapshot:
         """Copy all that a slot holds, shared blocks included; bytes that are not of its tokens become zeros.
 
-        Cost: its bytes, once.
+        Args:
+            wanted: pool -> (n,) which of its blocks to copy; all, unless given.
+        Cost: the bytes that are copied.
         """
         blocks = dict[str, Tensor]()
         for memory in self.values():
             held, live = memory.blocks_of(slot), memory.live_rows(slot, length)
             for pool, layout in memory.pools:
-                if len(ids := held[pool.name]):
+                ids, rows = held[pool.name], live[pool.name]
+                if wanted is not None:
+                    ids, rows = ids[wanted[pool.name]], rows[wanted[pool.name]]
+                if len(ids):
                     blocks[pool.name] = store.read(pool.addresses[ids], pool.block_bytes)
-                    layout.blank_(blocks[pool.name], live[pool.name])
+                    layout.blank_(blocks[pool.name], rows)
         return Snapshot({name: memory.record(slot) for name, memory in self.items()}, blocks)
 
-    def restore(self, slot: int, snapshot: Snapshot, store: Store) -> None:
-        """Fill an empty slot with a snapshot. Raises CapacityError with nothing changed. Cost: its bytes, once."""
-        for name, blocks in snapshot.blocks.items():
-            if blocks.shape[1:] != (self._pools_by_name[name].block_bytes,):
+    def restore(self, slot: int, snapshot: Snapshot, store: Store, shared: Mapping[str, Int64s] | None = None) -> None:
+        """Fill an empty slot with a snapshot. Raises CapacityError with nothing changed. Cost: its bytes, once.
+
+        Args:
+            shared: pool -> (n,) for each block of the slot one in use that has its bytes, to which the slot refers from
+                now on, or -1: then the snapshot has it.
+        """
+        numbers = {name: np.arange(len(blocks)) for name, blocks in snapshot.blocks.items()}
+        for name, ids in (shared or {}).items():
+            numbers[name] = np.where(ids < 0, np.cumsum(ids < 0) - 1, -1 - ids)
+        self.restore_all({slot: Held(snapshot.records, numbers)}, snapshot.blocks, store)
+
+    def restore_all(self, slots: Mapping[int, Held], blocks: dict[str, Tensor], store: Store) -> None:
+        """Fill empty slots with what each holds of these blocks: pool -> (n, block_bytes), as `Snapshot.blocks`.
+
+        A block that several slots hold is written once, and they share it. A negative number -1 - id stands for a block
+        of the arena that is in use. Raises CapacityError with nothing changed. Cost: the blocks' bytes, once.
+        """
+        for name, own in blocks.items():
+            if own.shape[1:] != (self._pools_by_name[name].block_bytes,):
                 raise ValueError(
-                    f"blocks of {name} have {tuple(blocks.shape)} bytes, not {self._pools_by_name[name].block_bytes} "
-                    "each"
+                    f"blocks of {name} have {tuple(own.shape)} bytes, not {self._pools_by_name[name].block_bytes} each"
                 )
-        n_blocks = {name: len(blocks) for name, blocks in snapshot.blocks.items()}
 
         def write(pool: BlockPool, ids: Int64s) -> None:
-            store.write(pool.addresses[ids], snapshot.blocks[pool.name])
+            store.write(pool.addresses[ids], blocks[pool.name])
 
-        self._fill(slot, snapshot.records, n_blocks, store, write)
+        self._fill(slots, {name: len(own) for name, own in blocks.items()}, store, write)
+
+    def retain(self, ids: Mapping[str, Int64s]) -> None:
+        """Add a reference to each of these blocks, by pool; -1 stands for none."""
+        for name, blocks in ids.items():
+            self._pools_by_name[name].retain(blocks[blocks >= 0])
+
+    def unretain(self, ids: Mapping[str, Int64s]) -> None:
+        """Take back what `retain` has added."""
+        for name, blocks in ids.items():
+            self._pools_by_name[name].release(blocks[blocks >= 0])
 
     def take_over(self, slot: int, store: Store, others: LayerMemories, others_store: Store) -> None:
         """Move what a slot holds in another store into this one. Raises CapacityError with nothing changed.
@@ -252,43 +330,51 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
             store.fetch(others_store, addresses, pool.addresses[ids], pool.block_bytes)
 
         records = {name: memory.record(slot) for name, memory in others.items()}
-        self._fill(slot, records, {name: len(ids) for name, ids in held.items()}, store, fetch)
+        numbers = {name: np.arange(len(ids)) for name, ids in held.items()}
+        self._fill({slot: Held(records, numbers)}, {name: len(ids) for name, ids in held.items()}, store, fetch)
         others.release(slot)
 
     def _fill(
         self,
-        slot: int,
-        records: dict[str, Record],
+        slots: Mapping[int, Held],
         n_blocks: dict[str, int],
         store: Store,
         write: Callable[[BlockPool, Int64s], None],
     ) -> None:
-        """Give an empty slot fresh blocks, `n_blocks` of each pool, which `write` fills. Raises CapacityError."""
+        """Give empty slots fresh blocks, `n_blocks` of each pool, which `write` fills. Raises CapacityError."""
         pools, fresh, free_bytes = self._pools_by_name, dict[str, Int64s](), store.arena.free_bytes
         try:
             for name, n in n_blocks.items():
                 fresh[name] = pools[name].allocate(n)
                 write(pools[name], fresh[name])
+            for slot, held in slots.items():
+                own = {name: _ids_of(numbers, fresh.get(name, EMPTY)) for name, numbers in held.numbers.items()}
+                for name, ids in own.items():
+                    pools[name].retain(ids)
+                self._adopt(slot, held.records, own)
         except BaseException as error:
-            for name, ids in fresh.items():
-                pools[name].release(ids)
+            for slot in slots:
+                self.release(slot)
             if isinstance(error, CapacityError):
                 n_bytes = sum(n * pools[name].block_bytes for name, n in n_blocks.items())
-                raise CapacityError.of("the sequence needs", n_bytes, free_bytes, error.unit) from None
+                who = "the sequence needs" if len(slots) == 1 else f"the {len(slots)} sequences and checkpoints need"
+                raise CapacityError.of(who, n_bytes, free_bytes, error.unit) from None
             raise
-        self._adopt(slot, records, fresh)
+        finally:
+            for name, ids in fresh.items():
+                pools[name].release(ids)
 
-    def _adopt(self, slot: int, records: dict[str, Record], fresh: dict[str, Int64s]) -> None:
-        """Pass fresh blocks, by pool, to an empty slot; blocks that no layer memory has taken are released on error."""
+    def _adopt(self, slot: int, records: dict[str, Record], ids: dict[str, Int64s]) -> None:
+        """Pass blocks, by pool, to an empty slot; those that no layer memory has taken are released on error."""
         try:
             for name, memory in self.items():
                 own = [pool.name for pool, _ in memory.pools]
-                memory.adopt(slot, records[name], {pool: fresh.get(pool, EMPTY) for pool in own})
+                memory.adopt(slot, records[name], {pool: ids.get(pool, EMPTY) for pool in own})
                 for pool in own:
-                    fresh.pop(pool, None)
+                    ids.pop(pool, None)
         except BaseException:
             for left, _ in self.pools:
-                left.release(fresh.get(left.name, EMPTY))
+                left.release(ids.get(left.name, EMPTY))
             raise
 
     def check_slot(self, slot: int, length: int, peak: int) -> None:
@@ -301,3 +387,11 @@ class LayerMemories(dict[str, LayerMemory[Any]]):
         for memory in self.values():
             memory.check(lengths, peaks)
         store.arena.check([used for pool, _ in self.pools for used in pool.used_ranges()])
+
+
+def _ids_of(numbers: Int64s, fresh: Int64s) -> Int64s:
+    """Return the blocks of `Held.numbers`: those of `fresh`, and where a number is negative, -1 - number."""
+    is_fresh = numbers >= 0
+    ids: Int64s = -1 - numbers
+    ids[is_fresh] = fresh[numbers[is_fresh]]
+    return ids

@@ -250,6 +250,8 @@ class MemorySpec:
             or its name.
         device: of the memory's tensors, or its name.
         model: a label for messages.
+        weights: what tells the model's weights from others of the same shapes, "float32:DIGEST", say; None: not known.
+            Saved files of other weights are refused.
     """
 
     layers: tuple[tuple[LayerSpec, ...], ...]
@@ -257,6 +259,7 @@ class MemorySpec:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     model: str = "model"
+    weights: str | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         read_count("vocab_size", self.vocab_size, 1)

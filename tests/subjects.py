@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as StepsOf
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -146,9 +146,11 @@ class Subject:
         """The usual number, or what divides the small groups of the storages above and suits a budget of few pages."""
         return 16 if self.storage is None and not isinstance(self.policy, Quest) else 4
 
-    def memory(self, rollback_window: int = 8, budget: int | str = "2MiB", page_tokens: int = 4) -> HybridMemory:
-        options = {"rollback_window": rollback_window, "page_tokens": page_tokens, "fold": self.fold}
-        return HybridMemory(self.spec, budget, **options, poison=True)  # type: ignore[arg-type]
+    def memory(
+        self, rollback_window: int = 8, budget: int | str = "2MiB", page_tokens: int = 4, **others: Any
+    ) -> HybridMemory:
+        options: dict[str, Any] = {"rollback_window": rollback_window, "page_tokens": page_tokens, "fold": self.fold}
+        return HybridMemory(self.spec, budget, **options, **others, poison=True)
 
     def tokens(self, n_tokens: int, seed: int = 0) -> list[int]:
         generator = torch.Generator().manual_seed(seed)

@@ -60,6 +60,18 @@ def test_pages_name_files_that_exist(page: str) -> None:
     assert len(named) >= 20 and [path for path in named if not (ROOT / path).exists()] == []
 
 
+def test_tests_read_no_private_fields() -> None:
+    """What only a look inside can say has a function with a name, in a file for such functions."""
+    may_look = {ROOT / "tests" / "inside.py", ROOT / "tests" / "chat" / "engines.py"}
+    texts = {path: path.read_text() for folder in (*MOST_FLAT, "tests") for path in (ROOT / folder).rglob("*.py")}
+    tests = {path: text for path, text in texts.items() if path.is_relative_to(ROOT / "tests")}
+    library = "".join(text for path, text in texts.items() if path not in tests)
+    private = set(re.findall(r"\bself\.(_[a-z]\w*)(?=[^=\n]* = )", library))
+    read = {path: set(re.findall(r"(?<!\bself)\.(_[a-z]\w*)", text)) for path, text in tests.items()}
+    assert len(private) > 200
+    assert {path: names & private for path, names in read.items() if names & private and path not in may_look} == {}
+
+
 def test_the_list_of_changes_and_the_glossary_are_whole() -> None:
     rows = re.findall(
         r"^\| (?!to change|---)(.+?) \|", (ROOT / "docs" / "where-to-change.md").read_text(), re.MULTILINE

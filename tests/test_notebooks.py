@@ -1,16 +1,16 @@
-"""Each notebook runs from top to bottom in a kernel of its own and ends in assertions; the files hold source and
-nothing else.
-"""
+"""Each notebook runs from top to bottom and ends in assertions; the files hold source and nothing else."""
 
 from __future__ import annotations
 
 import os
 import re
 import runpy
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
 import pytest
+from jupyter_client import KernelManager
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parent.parent
@@ -22,27 +22,44 @@ _CELL_SECONDS = 300
 """The first step of a fresh set-up compiles kernels, which takes a slow machine minutes."""
 
 
-@every_notebook
-def test_runs(path: Path, tmp_path: Path) -> None:
-    """In an empty folder, whether or not the library is installed, and without what the user's IPython would start
-    with.
+_FRESH = """
+import os, matplotlib
+os.chdir({folder!r})
+matplotlib.rcdefaults()
+%reset -f
+"""
+"""What is run before each notebook: its folder, no names and no style of those before it."""
+
+
+@pytest.fixture(scope="module")
+def kernel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[KernelManager]:
+    """One kernel for all notebooks: what they import is imported once. It works whether or not the library is
+    installed, and without what the user's IPython would start with.
     """
-    (tmp_path / "work").mkdir()
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(paths),
-        "IPYTHONDIR": str(tmp_path / "ipython"),
-        "OMP_NUM_THREADS": "1",  # as the tests: these models are tiny
-    }
-    notebook = nbformat.read(path, as_version=4)
-    client = NotebookClient(
-        notebook,
-        timeout=_CELL_SECONDS,
-        startup_timeout=120,
-        kernel_name="python3",
-        resources={"metadata": {"path": str(tmp_path / "work")}},
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(
+        env=os.environ
+        | {
+            "PYTHONPATH": os.pathsep.join(paths),
+            "IPYTHONDIR": str(tmp_path_factory.mktemp("ipython")),
+            "OMP_NUM_THREADS": "1",  # as the tests: these models are tiny
+        }
     )
-    client.execute(env=environment)
+    yield manager
+    manager.shutdown_kernel(now=True)
+
+
+@every_notebook
+def test_runs(path: Path, kernel: KernelManager, tmp_path: Path) -> None:
+    """In an empty folder, and as if it were the kernel's first."""
+    notebook = nbformat.read(path, as_version=4)
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(_FRESH.format(folder=str(tmp_path))))
+    client = NotebookClient(notebook, km=kernel, timeout=_CELL_SECONDS, startup_timeout=120)
+    try:
+        client.execute()
+    finally:
+        client.kc.stop_channels()
     outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
     assert any("image/png" in output.get("data", {}) for output in outputs), "it shows no figure"
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, StateTensor, Step
+from memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor, Step
 from memory.recurrences import Family, Fold
 
 N_MODEL = 12
@@ -113,6 +113,11 @@ class Toy:
         )
         self.memory_spec = MemorySpec(layers, VOCAB, dtype=dtype, model="toy", device=device)
 
+    def require_gradients(self) -> None:
+        """Let outputs of the model, and what its first attention is given, require gradients."""
+        for weight in (self._embedding, self._qkv0):
+            weight.requires_grad_()
+
     def __call__(self, step: Step) -> Tensor:
         step.check_model(self.memory_spec)
         x = self._embedding[step.token_ids]
@@ -135,10 +140,3 @@ class Toy:
             )
         x = x + torch.tanh(project(torch.cat(parts, -1), self._out2))
         return project(step.select(x), self._head)
-
-
-def attention_at(memory: HybridMemory, position: int) -> Any:
-    """The place of a model's attention of this number: `.memory` and, in it, `.number`."""
-    return next(
-        p for (_, kind, _), p in memory._coordinator.places.items() if kind == "attention" and p.position == position
-    )

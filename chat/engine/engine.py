@@ -319,7 +319,10 @@ class Engine:
                     self._apply(job, choice, now)
                 except Exception as error:  # of the tokenizer: the other generations go on
                     self._scheduler.end(job, "error", error)
-            self.stats.seconds += time.perf_counter() - started
+            seconds, n_tokens = time.perf_counter() - started, sum(n for _, n in plan)
+            self.stats.seconds += seconds
+            if self.prefixes is not None and n_tokens > 2 * len(plan):  # prompts are most of it
+                self.prefixes.note_speed(seconds / n_tokens)
 
         take_step(self.model, step, lambda logits, _: self._choose(logits, plan), keep, uninterrupted())
 

@@ -16,7 +16,7 @@ from chat.decoding.sampling import Sampler, Sampling, check_sampling
 from chat.engine.streaming import TextStream
 from memory import BatchError, Sequence
 from memory.blocks.arguments import is_integer
-from memory.prefix.cache import Lookup
+from memory.prefix import Lookup
 from memory.sequences.batch import why_no_ids
 
 LEAST_CHUNK_TOKENS = 16
@@ -212,6 +212,7 @@ class Job:
         lookup: the cache's lookup of them, until the first step with this sequence is counted.
         cuts: indices into `tokens`, ascending, where a chunk of the prompt ends because the prefix cache wants to
             remember it.
+        arriving: while it waits, the cached checkpoint whose files are read for it; empty if there is none.
         leader: while it waits, the running job whose prompt begins alike, and the index up to which it is fed first.
         ending: why the reply is complete; only its end is left to be fed.
         outcome: why it ends now, and the error if it is one; the job is released between steps.
@@ -231,6 +232,7 @@ class Job:
     n_reused: int = 0
     lookup: Lookup | None = None
     cuts: list[int] = field(default_factory=list)
+    arriving: list[Sequence] | None = None
     leader: tuple[Job, int] | None = None
     sampler: Sampler | None = None
     ending: FinishReason | None = None

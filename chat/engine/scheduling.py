@@ -228,7 +228,26 @@ class Scheduler:
     def _next(self) -> Job | None:
         with uninterrupted(), self._lock:
             waiting = [*self.parked[:1]] or self.waiting[:_MOST_ASKED]
-        return next((job for job in waiting if not self._follows(job)), None)
+        late = None
+        for job in waiting:
+            if self._follows(job):
+                continue
+            if self._has_arrived(job):
+                return job
+            late = late or job
+        return None if self.running else late  # with nothing else to do, its files are waited for
+
+    def _has_arrived(self, job: Job) -> bool:
+        """True if what was computed for a job, or for its prompt, need not be read from files first.
+        They are read in another thread, while others run.
+        """
+        if job.sequence is not None:
+            return self._memory.counters.swaps.fetch(job.sequence.slot)
+        if self._prefixes is None or job.request.sequence is not None:
+            return True
+        if job.arriving is None:
+            job.arriving = self._prefixes.fetch(job.tokens, job.request.owner)
+        return not job.arriving or self._prefixes.has_arrived(*job.arriving)
 
     def _follows(self, job: Job) -> bool:
         """True if a new request should wait for a running one, whose prompt it will then find in the prefix cache.

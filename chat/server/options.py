@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from memory import SpecError
@@ -38,6 +39,7 @@ class ServerOptions:
         body_bytes_per_second: that a body must bring on average, not counting its first 5 seconds.
         stall_seconds: after which a client that takes no more bytes counts as gone.
         grace_seconds: that replies may still take when the server is to stop.
+        on_stop: called when the engine has stopped, to save what is worth keeping.
     Raises:
         SpecError: naming the option and its value.
     """
@@ -57,6 +59,7 @@ class ServerOptions:
     body_bytes_per_second: int = 1024
     stall_seconds: float = 60.0
     grace_seconds: float = 10.0
+    on_stop: Callable[[], None] | None = None
 
     def __post_init__(self) -> None:
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):

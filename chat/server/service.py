@@ -61,6 +61,8 @@ class Service:
             await asyncio.gather(serving, return_exceptions=True)
             self.engine.end_all(StoppingError())
             self._texts.close()
+            if self.options.on_stop is not None:
+                await asyncio.to_thread(self.options.on_stop)
 
     async def _keep_serving(self) -> None:
         """Step the engine. A step that fails ends its requests; the server only if the memory is damaged."""

@@ -32,6 +32,11 @@ class HostPages:
         self._device, self._host = device, host
         self._hosted = list(hosted.values())
 
+    @property
+    def place(self) -> tuple[LayerMemories, Store]:
+        """Return the caches in host memory, and the store of their blocks."""
+        return self._host, self._host_store
+
     def has(self, slot: int) -> bool:
         """True if the slot's pages are in host memory."""
         return self._hosted[0].is_far(slot)
@@ -46,6 +51,10 @@ class HostPages:
             self._device.take_over(slot, self._store, self._host, self._host_store)
         for cache in self._hosted:
             cache.moved(slot, is_far=to_host)
+
+    def blocks_of(self, slot: int) -> dict[str, Int64s]:
+        """Return the blocks of the slot in host memory, by pool."""
+        return self._host.blocks_of(slot)
 
     def snapshot(self, slot: int, length: int) -> Snapshot:
         """Copy what the slot has in host memory."""

@@ -7,82 +7,36 @@ was kept. So the tree holds both: the tokens that were seen, and the checkpoints
                                                   | My cat is called Zoe. *       * a checkpoint
 
 A hit is a fork of the nearest checkpoint, rolled back by at most the rollback window. Checkpoints take their bytes from
-the memory's own budget. When it is full they are closed: first those that save the least recomputation per byte and
-have not been used for long (after Pan et al. 2024, "Marconi").
+the memory's own budget. When it is full they give way: first those that save the least recomputation per byte and have
+not been used for long (after Pan et al. 2024, "Marconi"). They move to host memory, then to files (`max_bytes`), from
+where a hit brings them back; or they are closed.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Set
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from pathlib import Path
 
-import numpy as np
-
+from memory.blocks.arena import read_budget
 from memory.blocks.arguments import is_integer
 from memory.blocks.arrays import EMPTY, Int64s
 from memory.blocks.copying import refuse_to_copy
-from memory.errors import BatchError, SequenceError, SpecError
+from memory.errors import BatchError, CapacityError, FormatError, SequenceError, SpecError
 from memory.hybrid import HybridMemory, require_memory
 from memory.interface import Sequence
-from memory.prefix.radix_tree import NOTHING_SEEN, Node, first_marked, marked_above, split
+from memory.prefix.lookup import Lookup, PrefixStats, Tier, explain, read_prompt
+from memory.prefix.outside import Outside
+from memory.prefix.radix_tree import Node, RadixTree, first_marked, marked_above, relatives
+from memory.prefix.saved import entries_of, owned
 from memory.prefix.victims import Ranking
 from memory.sequences.interrupts import uninterrupted, uninterrupted_call
-from memory.sequences.token_buffer import common_prefix
 
 _CLOSED = "this prefix cache is closed; make another one"
 _RECLAIMED_SHARE = 64
 """Checkpoints are closed until 1/64 of the budget is freed, even if less is missing. To find those of least worth costs
 a look at all of them, and a full memory lacks a little room at almost every step."""
-
-
-@dataclass(frozen=True)
-class Lookup:
-    """Says how many tokens of a prompt the cache can reuse, and why not more.
-
-    Attributes:
-        n_tokens: length of the prompt.
-        by_attention: leading tokens that were seen before; a memory of attention alone could reuse them all.
-        by_recurrent: leading tokens behind which a state can be had: that of a checkpoint, or of one rolled back.
-        reused: the lesser of the two, and less than `n_tokens`: the last token must be fed for its output.
-        why: the reason in words.
-    """
-
-    n_tokens: int
-    by_attention: int
-    by_recurrent: int
-    reused: int
-    why: str
-
-    @property
-    def recomputed(self) -> int:
-        return self.n_tokens - self.reused
-
-
-@dataclass(frozen=True)
-class PrefixStats:
-    """Counts the hits of a cache, and what it holds.
-
-    Attributes:
-        n_lookups, n_hits: prompts opened, and those of which tokens were reused.
-        n_tokens, n_reused: tokens of these prompts, and those of them that were reused.
-        n_checkpoints, n_evicted: checkpoints that it holds, and those that were closed because the budget was full.
-        private_bytes: sum of what closing each checkpoint alone would free; closing all frees at least that.
-    """
-
-    n_lookups: int
-    n_hits: int
-    n_tokens: int
-    n_reused: int
-    n_checkpoints: int
-    n_evicted: int
-    private_bytes: int
-
-    @property
-    def hit_rate(self) -> float:
-        """Return the share of all prompts' tokens that were reused."""
-        return self.n_reused / self.n_tokens if self.n_tokens else 0.0
 
 
 class PrefixCache:
@@ -96,11 +50,14 @@ class PrefixCache:
     Args:
         grid_tokens: `cuts` returns each multiple of this, so that a prompt that parts from others at a position without
             a checkpoint recomputes at most so many tokens; 0 for no such grid.
+        max_bytes: bytes that checkpoints may take outside of the budget, in host memory and files together, like "8GiB"
+            (what else is swapped out counts too); how many of them in which is the memory's `host_budget`, `swap_dir`
+            and `disk_budget`. 0: checkpoints that give way are closed.
     Raises:
-        SpecError: a model whose sequences depend on more than their tokens (on an encoder), or a wrong `grid_tokens`.
+        SpecError: a model whose sequences depend on more than their tokens (on an encoder), or a wrong option.
     """
 
-    def __init__(self, memory: HybridMemory, *, grid_tokens: int = 512) -> None:
+    def __init__(self, memory: HybridMemory, *, grid_tokens: int = 512, max_bytes: float | str = 0) -> None:
         if not is_integer(grid_tokens, 0):
             raise SpecError(f"grid_tokens={grid_tokens!r}; give a number of tokens, or 0 for no grid")
         require_memory(memory, "PrefixCache(memory)")
@@ -111,11 +68,12 @@ class PrefixCache:
         self._memory: HybridMemory | None = memory
         self.grid_tokens = grid_tokens
         self._lot_bytes = memory.budget_bytes // _RECLAIMED_SHARE
-        self._roots: dict[Hashable, Node] = {}  # by owner
+        self._tree = RadixTree()
         self._checkpoints: dict[Sequence, Node] = {}
         self._ranking = Ranking()
+        self._outside = Outside(memory, 0 if max_bytes in (0, "0") else read_budget(max_bytes, "max_bytes"))
         self._clock = 0
-        self._n_lookups = self._n_hits = self._n_tokens = self._n_reused = self._n_evicted = 0
+        self._n_lookups = self._n_hits = self._n_tokens = self._n_reused = self._n_evicted = self._n_lost = 0
         self._reclaimer = _reclaimer(weakref.ref(self), weakref.ref(memory), self._checkpoints)
         memory.add_reclaimer(self._reclaimer)
 
@@ -132,18 +90,19 @@ class PrefixCache:
 
     def find(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> Lookup:
         """Return what `open` would reuse; nothing changes. Cost: O(tokens matched); int64 arrays are not converted."""
-        return self._find(_as_tokens(token_ids), owner)[0]
+        return self._find(read_prompt(token_ids), owner)[0]
 
     def open(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> tuple[Sequence, Lookup]:
         """Open a sequence that holds the longest reusable prefix of a prompt already.
         Feed it the rest, `token_ids[lookup.reused:]`, which is at least one token.
 
-        Raises BatchError: no tokens. Cost: `find` and a fork; no tensor is copied.
+        Raises BatchError: no tokens. Cost: `find` and a fork; a tensor is copied only if the checkpoint is outside of
+        the budget: then what others there do not share with it is copied back.
         """
-        tokens = _as_tokens(token_ids)
+        tokens = read_prompt(token_ids)
         if not len(tokens):
             raise BatchError("an empty prompt has no prefix; give at least one token")
-        lookup, node = self._find(tokens, owner)
+        lookup, node = self._find_in_budget(tokens, owner)
         self._n_lookups += 1
         self._n_tokens += lookup.n_tokens
         if node is None or node.mark is None:
@@ -157,39 +116,61 @@ class PrefixCache:
                 self.memory.rollback(sequence, to=lookup.reused)
             return sequence, lookup
 
-    def _find(self, tokens: Int64s, owner: Hashable) -> tuple[Lookup, Node | None]:
-        n_matched, path, beyond = self._walk(tokens, owner)
+    def fetch(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> list[Sequence]:
+        """Begin to read the files of the checkpoint that `open` would use, in another thread; return it, if it has any.
+
+        `open` would wait for them; ask `has_arrived` before.
+        """
+        node = self._find(read_prompt(token_ids), owner)[1] if self._outside.has_any else None
+        if node is None or node.mark is None or not node.mark.is_swapped or self._outside.fetch(node.mark):
+            return []
+        return [node.mark]
+
+    def has_arrived(self, checkpoint: Sequence) -> bool:
+        """True if nothing that `fetch` has begun for a checkpoint is still being read."""
+        return checkpoint not in self._outside.ranking or self._outside.fetch(checkpoint)
+
+    def note_speed(self, seconds_a_token: float) -> None:
+        """Note how long a token of a prompt takes. What takes longer to read back is closed, not moved outside."""
+        self._outside.seconds_a_token = seconds_a_token
+
+    def _find_in_budget(self, tokens: Int64s, owner: Hashable) -> tuple[Lookup, Node | None]:
+        """Find as `_find`, and bring the checkpoint back into the budget; without room for it, find another one."""
+        passed_over = set[Node]()
+        while True:
+            lookup, node = self._find(tokens, owner, passed_over)
+            if node is None or node.mark is None or not node.mark.is_swapped:
+                return lookup, node
+            try:
+                with uninterrupted():
+                    self._outside.bring_back(node.mark)
+                    self._ranking.add(node.mark, node.depth - marked_above(node), self._held_bytes(node.mark))
+                    self._touch(node)
+            except CapacityError:
+                passed_over.add(node)
+            except (FormatError, OSError):  # what its file held is computed again
+                self._evict(node.mark)
+                self._n_lost += 1
+            else:
+                return lookup, node
+
+    def _find(
+        self, tokens: Int64s, owner: Hashable, passed_over: Set[Node] = frozenset()
+    ) -> tuple[Lookup, Node | None]:
+        n_matched, path, beyond = self._tree.walk(tokens, owner)
         limit = min(n_matched, len(tokens) - 1)
         best, reused = None, 0
         for node in path:
-            if node.mark is not None and node.depth <= limit:
+            if node.mark is not None and node.depth <= limit and node not in passed_over:
                 best, reused = node, node.depth
         # A checkpoint a little behind the last common token may be rolled back to it.
         for node in (*(node for node in path if node.depth > limit), *first_marked(beyond)) if limit > reused else ():
-            if node.mark is not None and limit > reused and node.mark.horizon <= limit:
+            if node.mark is not None and limit > reused and node.mark.horizon <= limit and node not in passed_over:
                 best, reused = node, limit
         by_recurrent = reused if reused < limit else n_matched
-        return Lookup(len(tokens), n_matched, by_recurrent, reused, _why(len(tokens), n_matched, reused)), best
-
-    def _walk(self, tokens: Int64s, owner: Hashable) -> tuple[int, list[Node], Node | None]:
-        """Return the number of tokens that match, the nodes that end within them, and the node to search further in.
-
-        That is the one inside of which they end, or, if they end between nodes, the last of the path; None if nothing
-        is below.
-        """
-        node, at = self._roots.get(owner, NOTHING_SEEN), 0
-        path: list[Node] = []
-        while at < len(tokens):
-            child = node.children.get(int(tokens[at]))
-            if child is None:
-                break
-            n_common = common_prefix(child.tokens, tokens[at:])
-            at += n_common
-            if n_common < len(child.tokens):
-                return at, path, child
-            path.append(child)
-            node = child
-        return at, path, node if node.children else None
+        tier: Tier = "" if best is None or best.mark is None else self._outside.tier_of(best.mark)
+        why = explain(len(tokens), n_matched, reused)
+        return Lookup(len(tokens), n_matched, by_recurrent, reused, why, tier), best
 
     # Remembering
 
@@ -201,7 +182,7 @@ class PrefixCache:
 
         Raises BatchError: a mark that is no position of the prompt.
         """
-        tokens = _as_tokens(token_ids)
+        tokens = read_prompt(token_ids)
         if not isinstance(marks, Iterable):
             raise BatchError(f"marks={marks!r}; give a list of positions in the prompt")
         for mark in marks:
@@ -209,7 +190,7 @@ class PrefixCache:
                 raise BatchError(
                     f"mark {mark!r} is no position of a prompt of {len(tokens)} tokens; give 0 <= mark <= {len(tokens)}"
                 )
-        n_matched = self._walk(tokens, owner)[0]
+        n_matched = self._tree.walk(tokens, owner)[0]
         wanted = {int(mark) for mark in marks} | {n_matched}
         if self.grid_tokens:
             wanted |= set(range(0, len(tokens), self.grid_tokens))
@@ -228,7 +209,10 @@ class PrefixCache:
         if not len(tokens):
             return
         with uninterrupted():
-            node = self._node_at(tokens, owner)
+            node = self._tree.node_at(tokens, owner)
+            if node.mark is not None and node.mark.is_swapped:
+                self._close(node.mark)  # the same was computed again, and is in the budget
+                node.mark = None
             if node.mark is None:
                 node.mark = self.memory.checkpoint(sequence)
                 self._checkpoints[node.mark] = node
@@ -242,39 +226,30 @@ class PrefixCache:
         while below:
             child = below.pop()
             if child.mark is not None:
-                self._ranking.saves(child.mark, child.depth - start)
+                self._ranking_of(child.mark).saves(child.mark, child.depth - start)
             else:
                 below.extend(child.children.values())
-
-    def _node_at(self, tokens: Int64s, owner: Hashable) -> Node:
-        """Return the node that ends with these tokens; make it if there is none."""
-        node, at = self._roots.setdefault(owner, Node(EMPTY, 0, None, owner=owner)), 0
-        while at < len(tokens):
-            rest = tokens[at:]
-            child = node.children.get(int(rest[0]))
-            if child is None:
-                node.children[int(rest[0])] = leaf = Node(rest.copy(), len(tokens), node)
-                return leaf
-            n_common = common_prefix(child.tokens, rest)
-            if n_common < len(child.tokens):
-                child = split(child, n_common)
-            node, at = child, child.depth
-        return node
 
     def _touch(self, node: Node) -> None:
         self._clock += 1
         if node.mark is not None:
-            self._ranking.use(node.mark, self._clock)
+            self._ranking_of(node.mark).use(node.mark, self._clock)
+
+    def _ranking_of(self, checkpoint: Sequence) -> Ranking:
+        return self._outside.ranking if checkpoint in self._outside.ranking else self._ranking
+
+    def _held_bytes(self, checkpoint: Sequence) -> int:
+        return self.memory.counters.held_bytes(checkpoint)
 
     # Forgetting
 
     def reclaim(self, missing_bytes: int) -> bool:
-        """Close checkpoints, those of least worth first, until `missing_bytes` more are free; True if any was closed.
+        """Make checkpoints give way, those of least worth first, until `missing_bytes` more are free; True if any did.
 
-        More are closed at once, up to 1/64 of the budget, so that the next calls find room. A checkpoint that shares
-        all its bytes frees none: it is closed last, and only for `missing_bytes`.
+        More do so at once, up to 1/64 of the budget, so that the next calls find room. A checkpoint that shares all its
+        bytes frees none: it gives way last, and only for `missing_bytes`.
         """
-        free_bytes, n_before = self.memory.free_bytes, len(self._checkpoints)
+        free_bytes = self.memory.free_bytes
         lot_bytes = max(missing_bytes, self._lot_bytes)
         chosen, n_promised = list[Sequence](), 0
         for checkpoint, n_bytes in self._ranking.ascending(self._clock, self.memory.counters.private_bytes):
@@ -282,33 +257,77 @@ class PrefixCache:
                 break
             chosen.append(checkpoint)
             n_promised += n_bytes
+        n_gone = 0
         for checkpoint in chosen:
             # Two that share blocks only with each other free more than was promised for each.
             if self.memory.free_bytes - free_bytes >= lot_bytes:
                 break
+            self._give_way(checkpoint)
+            n_gone += 1
+        return n_gone > 0
+
+    def _give_way(self, checkpoint: Sequence) -> None:
+        """Move a checkpoint out of the budget; close it if that does not pay, or if there is no room outside."""
+        node = self._checkpoints[checkpoint]
+        saved = node.depth - marked_above(node)
+        if self._outside.take(checkpoint, relatives(node), saved, self._clock, self._drop_outside):
+            self._ranking.remove(checkpoint)
+        else:
+            self._n_evicted += 1
             self._evict(checkpoint)
-        self._n_evicted += n_before - len(self._checkpoints)
-        return len(self._checkpoints) < n_before
+
+    def _drop_outside(self, checkpoint: Sequence) -> None:
+        """Close a checkpoint outside of the budget for lack of room there."""
+        self._n_evicted += 1
+        self._evict(checkpoint)
+
+    def _close(self, checkpoint: Sequence) -> Node:
+        """Close a checkpoint, and return the node that it was the mark of."""
+        node = self._checkpoints.pop(checkpoint)
+        node.mark = None
+        self._ranking_of(checkpoint).remove(checkpoint)
+        self.memory.close(checkpoint)
+        return node
 
     def _evict(self, checkpoint: Sequence) -> None:
         """Close a checkpoint, and remove the nodes that only led to it."""
-        node: Node | None = self._checkpoints.pop(checkpoint)
-        assert node is not None
-        node.mark = None
-        self._ranking.remove(checkpoint)
+        node = self._close(checkpoint)
         self._count_saved_below(node, marked_above(node))
-        self.memory.close(checkpoint)
-        while node is not None and node.parent is not None and node.mark is None and len(node.children) < 2:
-            parent, first = node.parent, int(node.tokens[0])
-            if node.children:  # one child, which takes its tokens
-                (child,) = node.children.values()
-                child.tokens, child.parent = np.concatenate([node.tokens, child.tokens]), parent
-                parent.children[first] = child
-                return
-            del parent.children[first]
-            node = parent
-        if node is not None and node.parent is None and not node.children:
-            del self._roots[node.owner]
+        self._tree.prune(node)
+
+    # Across restarts
+
+    def save(self, folder: str | Path) -> int:
+        """Write all checkpoints to a folder, instead of those that it holds; return the bytes of their blocks.
+
+        What several of them share is written once, and what the folder has already is not written again. The folder can
+        be read at any time: a save that fails or is killed leaves what was there. Owners are None, texts, bytes or
+        integers.
+
+        Raises SpecError: a dry run, no folder, or another owner. OSError. Cost: the bytes of new blocks.
+        """
+        return self.memory.folders.save(folder, entries_of(self._tree.roots))
+
+    def load(self, folder: str | Path) -> int:
+        """Add the checkpoints of a folder, which a cache like this one saved; return their number.
+
+        Their blocks are read when a prompt needs them. A file that is damaged or gone then costs its checkpoint alone.
+
+        Raises FormatError: no such folder, a damaged list, or that of another memory; nothing has changed. Cost: their
+        tokens, read.
+        """
+        with uninterrupted():
+            n_before = len(self._checkpoints)
+            for label, checkpoint in owned(self.memory.folders.load(folder)):
+                node = self._tree.node_at(checkpoint.tokens, label)
+                if node.mark is not None:
+                    self.memory.close(checkpoint)
+                    continue
+                node.mark = checkpoint
+                self._checkpoints[checkpoint] = node
+                self._outside.add(checkpoint, node.depth - marked_above(node), self._clock, 1)
+                self._count_saved_below(node, node.depth)
+            return len(self._checkpoints) - n_before
 
     def clear(self) -> None:
         """Close all checkpoints and forget all tokens."""
@@ -324,9 +343,10 @@ class PrefixCache:
         if self._memory is not None and self._memory.is_open:
             self.clear()
             self._memory.remove_reclaimer(self._reclaimer)
+            self._outside.close()
         self._memory = None
         self._checkpoints.clear()
-        self._roots = {}
+        self._tree = RadixTree()
 
     def __enter__(self) -> PrefixCache:
         if self._memory is None:
@@ -339,9 +359,11 @@ class PrefixCache:
     def stats(self) -> PrefixStats:
         """Return the counts since the cache was made, and the checkpoints that it holds."""
         held = [*self._checkpoints]
+        outside = self._outside
         private_bytes = int(self.memory.counters.private_bytes(held).sum())
         counts = (self._n_lookups, self._n_hits, self._n_tokens, self._n_reused, len(held), self._n_evicted)
-        return PrefixStats(*counts, private_bytes)
+        moves = len(outside.ranking), outside.n_moved, outside.n_returned, self._n_lost
+        return PrefixStats(*counts, private_bytes, *moves)
 
     def __repr__(self) -> str:
         where = "closed" if self._memory is None else f"with {len(self._checkpoints)} checkpoints in {self._memory!r}"
@@ -367,31 +389,3 @@ def _reclaimer(
         return bool(checkpoints)
 
     return reclaim
-
-
-def _as_tokens(token_ids: Seq[int] | Int64s) -> Int64s:
-    try:
-        tokens = np.asarray(token_ids)
-    except ValueError as error:
-        raise BatchError(f"{token_ids!r} are no token ids; give a flat list or array of integers") from error
-    if tokens.ndim > 1:
-        raise BatchError(f"token ids have shape {tokens.shape}; give one axis, one prompt at a time")
-    if not tokens.ndim or (len(tokens) and tokens.dtype.kind not in "iu"):
-        raise BatchError(
-            f"token_ids={token_ids!r}; give a list or array of integer token ids: encode text with the model's "
-            "tokenizer first"
-        )
-    return tokens.astype(np.int64, copy=False)
-
-
-def _why(n_tokens: int, n_matched: int, reused: int) -> str:
-    if not n_matched:
-        return "nothing like it was seen before"
-    if reused == n_tokens - 1:
-        return "all but the last token, which must be fed for its output"
-    if reused == n_matched:
-        return f"all {n_matched} tokens that were seen before"
-    seen = f"{n_matched} tokens were seen before, and attention could reuse them; "
-    if not reused:
-        return seen + "recurrent states were kept nowhere on that way"
-    return seen + f"recurrent states were kept at {reused}, and tokens {reused} ... {n_matched - 1} are computed again"

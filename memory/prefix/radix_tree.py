@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from memory.blocks.arrays import EMPTY, Int64s
 from memory.interface import Sequence
+from memory.sequences.token_buffer import common_prefix
+
+_MOST_RELATIVES = 64
+"""Looking at each costs as much as it has pages; those that are passed over keep copies of their own."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Node:
     """Holds the tokens from the parent's depth to its own, and the checkpoint at their end, if there is one.
 
@@ -47,6 +53,22 @@ def marked_above(node: Node) -> int:
     return 0 if above is None else above.depth
 
 
+def relatives(node: Node) -> list[Sequence]:
+    """Return the nearest checkpoints above and below a node that are in the budget: they share blocks with its own."""
+    found, above = list[Sequence](), node.parent
+    while above is not None and not found:
+        found += [above.mark] if above.mark is not None and not above.mark.is_swapped else []
+        above = above.parent
+    below = list(node.children.values())
+    while below and len(found) < _MOST_RELATIVES:
+        child = below.pop()
+        if child.mark is not None and not child.mark.is_swapped:
+            found.append(child.mark)
+        else:
+            below.extend(child.children.values())
+    return found
+
+
 def first_marked(node: Node | None) -> Iterator[Node]:
     """Generate the first node with a checkpoint from `node` downwards, always through the child of the least depth."""
     while node is not None:
@@ -54,3 +76,63 @@ def first_marked(node: Node | None) -> Iterator[Node]:
             yield node
             return
         node = min(node.children.values(), key=lambda child: child.depth, default=None)
+
+
+class RadixTree:
+    """Holds a tree for each owner.
+
+    Attributes:
+        roots: owner -> the root of its tree, which has no tokens.
+    """
+
+    def __init__(self) -> None:
+        self.roots: dict[Hashable, Node] = {}
+
+    def walk(self, tokens: Int64s, owner: Hashable) -> tuple[int, list[Node], Node | None]:
+        """Return the number of tokens that match, the nodes that end within them, and the node to search further in.
+
+        That is the one inside of which they end, or, if they end between nodes, the last of the path; None if nothing
+        is below.
+        """
+        node, at = self.roots.get(owner, NOTHING_SEEN), 0
+        path: list[Node] = []
+        while at < len(tokens):
+            child = node.children.get(int(tokens[at]))
+            if child is None:
+                break
+            n_common = common_prefix(child.tokens, tokens[at:])
+            at += n_common
+            if n_common < len(child.tokens):
+                return at, path, child
+            path.append(child)
+            node = child
+        return at, path, node if node.children else None
+
+    def node_at(self, tokens: Int64s, owner: Hashable) -> Node:
+        """Return the node that ends with these tokens; make it if there is none."""
+        node, at = self.roots.setdefault(owner, Node(EMPTY, 0, None, owner=owner)), 0
+        while at < len(tokens):
+            rest = tokens[at:]
+            child = node.children.get(int(rest[0]))
+            if child is None:
+                node.children[int(rest[0])] = leaf = Node(rest.copy(), len(tokens), node)
+                return leaf
+            n_common = common_prefix(child.tokens, rest)
+            if n_common < len(child.tokens):
+                child = split(child, n_common)
+            node, at = child, child.depth
+        return node
+
+    def prune(self, node: Node | None) -> None:
+        """Remove a node that has no checkpoint and, with those above it, only led to one that is gone."""
+        while node is not None and node.parent is not None and node.mark is None and len(node.children) < 2:
+            parent, first = node.parent, int(node.tokens[0])
+            if node.children:  # one child, which takes its tokens
+                (child,) = node.children.values()
+                child.tokens, child.parent = np.concatenate([node.tokens, child.tokens]), parent
+                parent.children[first] = child
+                return
+            del parent.children[first]
+            node = parent
+        if node is not None and node.parent is None and not node.children:
+            del self.roots[node.owner]

@@ -32,6 +32,9 @@ class Ranking:
     def __len__(self) -> int:
         return len(self._places)
 
+    def __contains__(self, checkpoint: Sequence) -> bool:
+        return checkpoint in self._places
+
     def add(self, checkpoint: Sequence, saved: int, held_bytes: int) -> None:
         """Add a checkpoint that saves so many tokens, and refers to so many bytes."""
         if self._n_places == len(self._saved):

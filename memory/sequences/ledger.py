@@ -20,9 +20,9 @@ class Ledger:
 
     Attributes:
         lengths, peaks: (n_slots,) tokens held, and the furthest position ever reached.
-        is_busy: (n_slots,) True while the sequence is in an open step.
-        is_away: (n_slots,) True while the sequence is swapped out.
+        is_busy, is_away: (n_slots,) True while the sequence is in an open step, and while it is swapped out.
         handles: slot -> handle, open ones only.
+        n_drops: number of the latest drop.
     """
 
     def __init__(self, owner: SequenceOwner) -> None:
@@ -41,7 +41,7 @@ class Ledger:
         self._families: dict[int, dict[TokenBuffer, None]] = {}  # lineage -> the buffers with checkpoints
         # slot -> (first position that a drop has changed, number of the drop), ...
         self._seams: dict[int, tuple[tuple[int, int], ...]] = {}
-        self._n_drops = 0
+        self.n_drops = 0
         self._swapped: dict[int, tuple[int, int]] = {}  # slot -> its horizon and its bytes, of those swapped out
         self._found_usable: tuple[list[Sequence], Int64s] = [], EMPTY  # what `check_all_usable` returned last
 
@@ -195,29 +195,37 @@ class Ledger:
         self._place(slot, left)
         self.lengths[slot] -= dropped.n_tokens
         self.peaks[slot] -= dropped.n_tokens
-        self._n_drops += 1
-        before = tuple(seam for seam in self._seams.get(slot, ()) if seam[0] < changed_from)
-        self._seams[slot] = (*before, (changed_from, self._n_drops))
+        self.n_drops += 1
+        before = tuple(seam for seam in self.drops(slot) if seam[0] < changed_from)
+        self._seams[slot] = (*before, (changed_from, self.n_drops))
 
-    def seams(self, slot: int) -> list[int]:
-        """Return the positions from which on memory is not what feeding the tokens would give: others were dropped."""
-        return [position for position, _ in self._seams.get(slot, ())]
+    def drops(self, slot: int) -> tuple[tuple[int, int], ...]:
+        """Return the positions from which on memory is not what feeding the tokens would give: others were dropped.
+
+        Each has the number of its drop: slots with an equal one have that drop in common.
+        """
+        return self._seams.get(slot, ())
 
     def record(self, slot: int) -> dict[str, Any]:
         """Return what `restore` needs: tokens (length,), and the rest as JSON can hold it."""
-        return {"tokens": self.tokens(slot), "peak": int(self.peaks[slot]), "seams": self.seams(slot)}
+        seams = [position for position, _ in self.drops(slot)]
+        return {"tokens": self.tokens(slot), "peak": int(self.peaks[slot]), "seams": seams}
 
     def restore(self, slot: int, record: dict[str, Any], vocab_size: int) -> None:
         """Fill an empty slot from a record, perhaps of another process. Raises ValueError, KeyError or TypeError."""
         tokens, peak = np.asarray(record["tokens"], np.int64).ravel(), int(record["peak"])
-        seams = [int(position) for position in record["seams"]]
+        drops = tuple((int(position), self.n_drops + i) for i, position in enumerate(record["seams"], 1))
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < vocab_size:
             raise ValueError(f"token ids {tokens.min()} ... {tokens.max()} are not in a vocabulary of {vocab_size}")
         self._place(slot, tokens.copy())
-        self.lengths[slot], self.peaks[slot] = len(tokens), peak
-        if seams:
-            self._seams[slot] = tuple((position, self._n_drops + i) for i, position in enumerate(seams, 1))
-            self._n_drops += len(seams)
+        self.restore_position(slot, len(tokens), peak, drops)
+
+    def restore_position(self, slot: int, length: int, peak: int, drops: tuple[tuple[int, int], ...]) -> None:
+        """Set how many of its tokens a slot holds, its peak and its drops."""
+        self.lengths[slot], self.peaks[slot] = length, peak
+        self._seams.pop(slot, None)
+        if drops:
+            self._seams[slot], self.n_drops = drops, max(self.n_drops, drops[-1][1])
 
     def send_away(self, slot: int, horizon: int, n_bytes: int) -> None:
         """Note that a slot is swapped out, with this horizon and these bytes, until `bring_back`."""
@@ -352,12 +360,9 @@ class Ledger:
         """Raise IntegrityError if slots, handles and positions do not fit together."""
         if sorted([*self.handles, *self._free_slots]) != list(range(len(self.lengths))):
             raise IntegrityError("a slot is lost, or used and free at once")
-        if self.lengths[self._free_slots].any() or self.is_busy[self._free_slots].any():
-            raise IntegrityError("a free slot has a length or an open step")
-        if self.is_away[self._free_slots].any():
-            raise IntegrityError("a free slot is swapped out")
-        if self._seams.keys() - self.handles.keys():
-            raise IntegrityError("a free slot has dropped tokens")
+        free = self._free_slots
+        if (self.lengths[free] | self.is_busy[free] | self.is_away[free]).any() or self._seams.keys() & set(free):
+            raise IntegrityError("a free slot has a length, an open step or dropped tokens, or is swapped out")
         for slot in self.handles:
             self.check_slot(slot)
         self._check_buffers()
@@ -386,14 +391,10 @@ class Ledger:
             if writer is not None and (writer not in slots or self._reach(buffer) > self.lengths[writer]):
                 raise IntegrityError(f"slot {writer} may overwrite tokens that others hold")
         writable = self._writable.nonzero()[0].tolist()
-        wrong = [slot for slot in writable if self._writable[slot] != self._may_write_to(slot)]
+        ends = {buffer.writer: len(buffer.ids) for buffer in live}
+        wrong = [slot for slot in writable if self._writable[slot] != ends.get(slot)]
         if wrong or self._reserved.keys() - set(self.is_busy.nonzero()[0].tolist()):
             raise IntegrityError(f"slots {wrong} may write where they must not, or tokens are reserved for no step")
         found = {(handle.lineage, buffer) for buffer, handles in checkpoints.items() for handle in handles}
         if found != {(lineage, buffer) for lineage, family in self._families.items() for buffer in family}:
             raise IntegrityError("checkpoints of a family cannot be found")
-
-    def _may_write_to(self, slot: int) -> int:
-        """Return the position up to which a slot may write into its buffer."""
-        buffer = self._buffers.get(slot)
-        return len(buffer.ids) if buffer is not None and buffer.writer == slot else 0

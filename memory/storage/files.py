@@ -3,6 +3,7 @@
     tensors    tokens (n,) int64; blocks/NAME OF A POOL (n, block_bytes) uint8
     metadata   format, version, records, about (the sequence, and the signature of its memory), sha256 over all of it
 
+Files of several sequences are those of `memory.storage.family_files`.
 The bytes of blocks are those of the arena, so a loaded sequence continues bit for bit as the saved one would; a memory
 of another signature refuses them. Equal sequences make equal files. So the header is written here, with its names
 sorted: safetensors' own writer puts metadata in an order that changes from call to call. Paths are those of fsspec: a
@@ -13,8 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,11 @@ from memory.errors import FormatError, SpecError
 from memory.layer_memories import Snapshot
 from memory.storage.local_files import written_whole
 
-_FORMAT, _VERSION, _READ_VERSIONS = "hybrid-memory sequence", 4, ("2", "3", "4")
-_BLOCKS = "blocks/"
+FORMAT, _VERSION = "hybrid-memory sequence", 4
+FAMILY_VERSION = 5
+"""Format version of files that may hold several sequences."""
+_READ_VERSIONS = ("2", "3", "4", str(FAMILY_VERSION))
+BLOCKS = "blocks/"
 _DTYPES = {torch.int64: "I64", torch.uint8: "U8"}
 
 
@@ -38,37 +44,52 @@ def read_path(option: str, path: Any, wanted: str, error: type[SpecError | Forma
     return os.fsdecode(path)
 
 
-def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any]) -> None:
-    """Write a file, whole or not at all: an older file stays until the new one is complete.
-
-    A local file is written by `written_whole`; object stores show an upload when it is complete.
+def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any], *, is_lasting: bool = True) -> None:
+    """Write the file of one sequence, as `write_tensors` does.
 
     Args:
         about: facts on the sequence as JSON values; `tokens` may be an array.
-    Raises:
-        SpecError: a dry run's memory has no bytes to write; or the path is a folder, or leads into one that does not
-        exist. OSError: the file system's.
     """
-    from fsspec.core import url_to_fs
-
-    if any(blocks.is_meta for blocks in snapshot.blocks.values()):
-        raise SpecError('a memory on device="meta" holds no bytes that a file could keep; save from a real one')
-    fs, place = url_to_fs(path)
-    is_local = "file" in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol)
-    if is_local:
-        _check_place(path, place)
     about = dict(about)
-    tensors = {_BLOCKS + name: blocks for name, blocks in snapshot.blocks.items()}
+    tensors = {BLOCKS + name: blocks for name, blocks in snapshot.blocks.items()}
     tensors["tokens"] = torch.from_numpy(np.asarray(about.pop("tokens", ()), np.int64))
     texts = {
         name: json.dumps(value, sort_keys=True) for name, value in (("records", snapshot.records), ("about", about))
     }
-    metadata = {"format": _FORMAT, "version": str(_VERSION), **texts}
-    parts = _serialized(tensors, metadata | {"sha256": _digest(tensors, metadata)})
-    if not is_local:
+    metadata = {"format": FORMAT, "version": str(_VERSION), **texts}
+    require_bytes(snapshot.blocks.values())
+    pieces = {name: [tensor] for name, tensor in tensors.items()}
+    write_tensors(path, pieces, metadata | {"sha256": digest_of(tensors, metadata)}, is_lasting=is_lasting)
+
+
+def require_bytes(tensors: Iterable[Tensor]) -> None:
+    """Raise SpecError if any of these is of a dry run, which has no bytes to write."""
+    if any(tensor.is_meta for tensor in tensors):
+        raise SpecError('a memory on device="meta" holds no bytes that a file could keep; save from a real one')
+
+
+def write_tensors(
+    path: str, tensors: Mapping[str, Seq[Tensor]], metadata: dict[str, str], *, is_lasting: bool = True
+) -> None:
+    """Write a safetensors file, whole or not at all: an older file stays until the new one is complete.
+
+    A local file is written by `written_whole`; object stores show an upload when it is complete.
+
+    Args:
+        tensors: name -> the tensor in pieces, which are joined along the first axis.
+        is_lasting: wait until a local file has reached the disk; False for one that is worth nothing after a crash.
+    Raises:
+        SpecError: the path is a folder, or leads into one that does not exist. OSError: the file system's.
+    """
+    from fsspec.core import url_to_fs
+
+    fs, place = url_to_fs(path)
+    parts = _serialized(tensors, metadata)
+    if not is_local(path):
         fs.pipe_file(place, b"".join(parts))
         return
-    with written_whole(Path(place)) as file:
+    _check_place(path, place)
+    with written_whole(Path(place), is_lasting=is_lasting) as file:
         file.writelines(parts)
 
 
@@ -82,11 +103,46 @@ def _check_place(path: str, place: str) -> None:
         raise SpecError(f"there is no folder {folder} to save {name} in; make it first")
 
 
+def is_local(path: str) -> bool:
+    """True if a path is one of this machine's file systems."""
+    from fsspec.core import url_to_fs
+
+    protocol = url_to_fs(path)[0].protocol
+    return "file" in ([protocol] if isinstance(protocol, str) else protocol)
+
+
+def make_folder(path: str) -> None:
+    """Make a folder, with mode 0700, and those above it, unless it is there. Raises SpecError if a file is there."""
+    from fsspec.core import url_to_fs
+
+    fs, place = url_to_fs(path)
+    if not is_local(path):
+        fs.makedirs(place, exist_ok=True)
+        return
+    try:
+        Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError as error:
+        raise SpecError(f"{path} is a file; give the path of a folder") from error
+
+
+def list_names(folder: str) -> list[str]:
+    """Return the names of what is in a folder."""
+    from fsspec.core import url_to_fs
+
+    fs, place = url_to_fs(folder)
+    return sorted(str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(place, detail=False))
+
+
 def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
     """Read a file of `write_snapshot`: its snapshot, and `about` with `tokens` as an array and the file's `version`.
 
     Raises FormatError unless every byte is as it was written.
     """
+    return snapshot_in(path, *read_tensors(path))
+
+
+def read_tensors(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Read the tensors and the metadata of a file of any version. Compares no checksum. Raises FormatError."""
     from fsspec.core import url_to_fs
     from safetensors import SafetensorError
     from safetensors.torch import load
@@ -115,61 +171,72 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
         raise FormatError(
             f"{path} is no safetensors file, or a damaged one ({error}); save the sequence again"
         ) from error
-    if metadata.get("format") != _FORMAT:
+    if metadata.get("format") != FORMAT:
         raise FormatError(f"{path} holds no sequence of a HybridMemory; give a file that memory.save wrote")
     if (version := metadata.get("version")) not in _READ_VERSIONS:
         raise FormatError(
             f"{path} has format version {version}, this library reads {' and '.join(_READ_VERSIONS)}; use the one that "
             "wrote it"
         )
+    return tensors, metadata
+
+
+def check_digest(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Raise FormatError unless the checksum in the metadata is that of the tensors and of the other metadata."""
     try:
-        digest = _digest(tensors, {k: v for k, v in metadata.items() if k != "sha256"})
+        digest = digest_of(tensors, {k: v for k, v in metadata.items() if k != "sha256"})
     except TypeError as error:  # of a dtype that numpy lacks
         raise FormatError(f"{path} holds what memory.save never writes ({error}); save the sequence again") from error
     if digest != metadata.get("sha256"):
         raise FormatError(f"{path} is damaged: its checksum is not that of its content; save the sequence again")
+
+
+def snapshot_in(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> tuple[Snapshot, dict[str, Any]]:
+    """Return what `read_snapshot` does, of what `read_tensors` has read."""
+    check_digest(path, tensors, metadata)
     try:
         records = json.loads(metadata["records"])
         about = json.loads(metadata["about"])
         tokens = tensors["tokens"].numpy()
-        about = {**about, "tokens": tokens, "version": int(version)}
+        about = {**about, "tokens": tokens, "version": int(metadata["version"])}
     except (KeyError, ValueError) as error:
         raise FormatError(f"{path} lacks {error}, which memory.save always writes; save the sequence again") from error
     except (TypeError, RecursionError) as error:
         raise FormatError(f"{path} holds what memory.save never writes ({error}); save the sequence again") from error
-    blocks = {name.removeprefix(_BLOCKS): tensor for name, tensor in tensors.items() if name.startswith(_BLOCKS)}
+    blocks = {name.removeprefix(BLOCKS): tensor for name, tensor in tensors.items() if name.startswith(BLOCKS)}
     return Snapshot(records, blocks), about
 
 
-def _serialized(tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
+def _serialized(tensors: Mapping[str, Seq[Tensor]], metadata: dict[str, str]) -> Iterator[bytes | memoryview]:
     """Generate the pieces of a safetensors file: the header's length, the header, and the tensors.
 
     https://huggingface.co/docs/safetensors describes the format. Tensors of the widest elements come first, so that
     elements are aligned as in the files of its own writer.
     """
     header, at = dict[str, Any](__metadata__=metadata), 0
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+    names = sorted(tensors, key=lambda name: (-tensors[name][0].element_size(), name))
     for name in names:
-        tensor = tensors[name]
-        end = at + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [at, end]}
+        first, n_rows = tensors[name][0], sum(map(len, tensors[name]))
+        end = at + n_rows * first.element_size() * math.prod(first.shape[1:])
+        header[name] = {"dtype": _DTYPES[first.dtype], "shape": [n_rows, *first.shape[1:]], "data_offsets": [at, end]}
         at = end
     text = json.dumps(header, sort_keys=True).encode()
     text += b" " * (-len(text) % 8)
     yield len(text).to_bytes(8, "little")
     yield text
     for name in names:
-        yield _bytes(tensors[name])
+        yield from map(bytes_of, tensors[name])
 
 
-def _bytes(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the bytes of a tensor on the host."""
     return tensor.contiguous().view(-1).numpy().data.cast("B")
 
 
-def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+def digest_of(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
     """Return the checksum of a file's content, as hexadecimal text."""
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
-        digest.update(_bytes(tensors[name]))
+        digest.update(bytes_of(tensors[name]))
     return digest.hexdigest()

@@ -26,11 +26,11 @@ _OWNER_ONLY = 0o600
 
 
 @contextmanager
-def written_whole(path: Path) -> Iterator[BinaryIO]:
+def written_whole(path: Path, *, is_lasting: bool = True) -> Iterator[BinaryIO]:
     """Write a new file with mode 0600; it replaces the old one when the block ends without an error.
 
-    Then file and folder have reached the disk. Half-written files that other processes left on the way to this path are
-    removed. Raises OSError.
+    Then file and folder have reached the disk, if it `is_lasting`. Half-written files that other processes left on the
+    way to this path are removed. Raises OSError.
     """
     remove_abandoned(path.parent, re.escape(path.name))
     beside, file = _open_beside(path)
@@ -38,12 +38,14 @@ def written_whole(path: Path) -> Iterator[BinaryIO]:
         with file:
             yield file
             file.flush()
-            os.fsync(file.fileno())
+            if is_lasting:
+                os.fsync(file.fileno())
             beside.replace(path)  # while it is locked: without the lock it could be removed as abandoned
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
-    _flush_folder(path.parent)
+    if is_lasting:
+        _flush_folder(path.parent)
 
 
 def remove_abandoned(folder: Path, names: str) -> bool:
@@ -82,6 +84,25 @@ def share_folder(folder: Path, names: str) -> int | None:
                 (folder / name).unlink(missing_ok=True)
     _lock(descriptor, shared=True, waits=True)
     return descriptor
+
+
+def hold_folder(folder: str) -> int | None:
+    """Share a folder with others that read its files, until the returned descriptor is closed; None without locks."""
+    if fcntl is None:
+        return None
+    descriptor = os.open(folder, os.O_RDONLY)
+    _lock(descriptor, shared=True, waits=True)
+    return descriptor
+
+
+@contextmanager
+def alone_in(descriptor: int | None) -> Iterator[bool]:
+    """Tell whether nobody else holds the folder of this descriptor of `hold_folder`, nor can while the block runs."""
+    try:
+        yield descriptor is not None and _lock(descriptor, shared=False, waits=False)
+    finally:
+        if descriptor is not None:
+            _lock(descriptor, shared=True, waits=True)
 
 
 def _open_beside(path: Path) -> tuple[Path, BinaryIO]:

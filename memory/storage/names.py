@@ -7,7 +7,7 @@ readable.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from memory.eviction import (
     H2O,
@@ -21,9 +21,11 @@ from memory.eviction import (
     Scissorhands,
     SnapKV,
 )
-from memory.layer_memories import LayerMemories, Snapshot
+from memory.layer_memories import Held, LayerMemories, Snapshot
 from memory.quantization import Float8, Quantized
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec
+
+ValueT = TypeVar("ValueT")
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,24 @@ class Names:
 
     def renamed(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot under other names. Names that are not in the table stay."""
-        return Snapshot(
-            {self.records.get(name, name): record for name, record in snapshot.records.items()},
-            {self.pools.get(name, name): blocks for name, blocks in snapshot.blocks.items()},
-        )
+        return Snapshot(_renamed(snapshot.records, self.records), self.of_pools(snapshot.blocks))
+
+    def renamed_held(self, held: Held) -> Held:
+        """Return what a slot holds under other names, as `renamed`."""
+        return Held(_renamed(held.records, self.records), self.of_pools(held.numbers))
+
+    def of_pools(self, values: dict[str, ValueT]) -> dict[str, ValueT]:
+        """Return a dict by names of pools with other names, as `renamed`."""
+        return _renamed(values, self.pools)
 
     @property
     def reversed(self) -> Names:
         """Return the table from the new names to the old ones."""
         return Names({new: old for old, new in self.records.items()}, {new: old for old, new in self.pools.items()})
+
+
+def _renamed(values: dict[str, ValueT], table: dict[str, str]) -> dict[str, ValueT]:
+    return {table.get(name, name): value for name, value in values.items()}
 
 
 def names_in_files(layers: LayerMemories) -> Names:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from memory.errors import FormatError
+from memory.errors import FormatError, MismatchError
 from memory.layer_memories import LayerMemories, Snapshot
 from memory.rotary import Rotation
 from memory.sequences.folding import TailRules
@@ -31,7 +31,7 @@ Signature = dict[str, Any]
 
 
 def signature_of(spec: MemorySpec, page_tokens: int, rules: TailRules) -> Signature:
-    """Return all that decides whether the bytes of one memory mean the same in another one; weights do not count."""
+    """Return all that decides whether the bytes of one memory mean the same in another one, but for the weights."""
     return {
         "vocab_size": spec.vocab_size, "dtype": _dtype(spec.dtype), "page_tokens": page_tokens,
         "rollback_window": rules.rollback_window, "fold": rules.mode.value,
@@ -163,16 +163,16 @@ def fitted(
         version_2.check_layout(path, about, spec, page_tokens, rules)
         snapshot = version_2.with_own_names(snapshot, layers)
     else:
-        _check(path, about, signature_of(spec, page_tokens, rules))
+        check_signature(path, about, spec, page_tokens, rules)
         snapshot = names_in_files(layers).reversed.renamed(snapshot)
     if about["version"] < 4:
         snapshot = version_3.with_room(path, snapshot, about, layers, rules.rollback_window)
     return snapshot
 
 
-def _check(path: str, about: dict[str, Any], ours: Signature) -> None:
-    """Raise FormatError unless the signature in a file is ours."""
-    theirs = about.get("signature")
+def check_signature(path: str, about: dict[str, Any], spec: MemorySpec, page_tokens: int, rules: TailRules) -> None:
+    """Raise FormatError unless the signature in a file is that of such a memory."""
+    theirs, ours = about.get("signature"), signature_of(spec, page_tokens, rules)
     if not isinstance(theirs, dict):
         raise FormatError(
             f"{path} lacks the signature of its memory: it is a swap file, not a saved sequence; give a file that "
@@ -192,7 +192,24 @@ def _check(path: str, about: dict[str, Any], ours: Signature) -> None:
         where = f"other layers, policies or storages: {where}"
         remedy = "load it with that model's memory_spec, policies and storages"
     what = f"{where}={_short(their_value)}, not {_short(our_value)} as here"
-    raise FormatError(f"{path} was saved from a memory of {about.get('model')} with {what}; {remedy}")
+    raise MismatchError(f"{path} was saved from a memory of {about.get('model')} with {what}; {remedy}")
+
+
+def check_weights(path: str, about: dict[str, Any], spec: MemorySpec) -> None:
+    """Raise FormatError if a file says that other weights have computed it; None says nothing."""
+    theirs, ours = about.get("weights"), spec.weights
+    if theirs is None or ours is None or theirs == ours:
+        return
+    (their_bits, _, their_digest), (our_bits, _, our_digest) = str(theirs).partition(":"), ours.partition(":")
+    if their_digest == our_digest:
+        raise FormatError(
+            f"{path} was computed by these weights in {their_bits}, not in {our_bits} as here, so its rows are others; "
+            f"load the model in {their_bits}, or feed the tokens again"
+        )
+    raise FormatError(
+        f"{path} was computed by other weights ({_short(theirs)}) than those of {spec.model} ({ours}): by another "
+        "checkpoint of the same shapes; load the model that saved it, or feed the tokens again"
+    )
 
 
 def _difference(theirs: Any, ours: Any, where: str = "") -> tuple[str, Any, Any] | None:

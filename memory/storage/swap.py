@@ -1,23 +1,41 @@
 """Keeps swapped-out sequences in host memory and, when that is full, in files.
 
-All blocks of a sequence are copied, those that it shares with others included: so it can be swapped in even if all
-others are closed. Swapped in again, it shares nothing.
+A sequence's blocks are copied, those that it shares with others included, so it can be swapped in even if all others
+are closed. Only what it shares with checkpoints that are named as its relatives is copied once for all of them, and
+referred to again, not copied back, while one of them is in the budget.
 """
 
 from __future__ import annotations
 
 import os
+import time
 import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from uuid import uuid4
 
+import numpy as np
+from torch import Tensor
+
+from memory.blocks.arrays import Bools, Int64s
 from memory.errors import CapacityError
-from memory.layer_memories import Snapshot
+from memory.interface import Sequence
+from memory.layer_memories import Leaving, Snapshot
 from memory.storage.files import read_snapshot, write_snapshot
 from memory.storage.local_files import share_folder
+from memory.storage.parcels import Blocks, Kept, Parcel, Places, Twins, as_keys, count_bytes, gather, live_keys
 
 _PREFIX = "swapped-"
 _NAMES = rf"{_PREFIX}[0-9a-f]{{32}}\.safetensors"
+
+_ODD = np.int64(0x9E3779B97F4A7C15 - (1 << 64))
+"""Spreads block ids over all numbers of 64 bits."""
+
+Copy = Callable[[dict[str, Bools]], Snapshot]
+"""Which blocks of each pool are wanted -> a snapshot with these alone."""
 
 
 class Tiers:
@@ -26,88 +44,308 @@ class Tiers:
     Attributes:
         n_to_host, n_to_disk: sequences that were swapped out so far without, and with, new bytes in files.
         n_back: sequences that were swapped in so far.
+        seconds_a_byte: time that reading took when something was read last; None before that.
+        reclaimers: functions that free optional bytes of these tiers before a sequence is refused for lack of room:
+            missing bytes -> whether any were freed.
 
     Args:
         host_bytes: bytes that swapped-out sequences may take in host memory; None for any number.
-        folder: folder for files. When host memory is full, the sequences that were swapped out first are moved there;
-            None for no files. Files of processes that were killed are removed when the first file is written, unless a
-            running process has files there.
+        disk_bytes: the same of files.
+        folder: folder for files. When host memory is full, what was used least recently is moved there; None for no
+            files. Files of processes that were killed are removed when the first file is written, unless a running
+            process has files there.
     """
 
-    def __init__(self, host_bytes: int | None, folder: Path | None) -> None:
-        self.host_bytes = host_bytes
+    def __init__(self, host_bytes: int | None, folder: Path | None, disk_bytes: int | None = None) -> None:
+        self.host_bytes, self.disk_bytes = host_bytes, disk_bytes
         self.folder = folder
-        self._on_host: dict[int, Snapshot] = {}  # in the order in which they were swapped out
-        self._files: dict[int, tuple[Path, int]] = {}
+        self.reclaimers: list[Callable[[int], bool]] = []
+        self._held: dict[int, Kept] = {}
+        self._twins: defaultdict[str, Twins] = defaultdict(Twins)  # by pool
+        self._parcels: dict[int, Parcel] = {}  # those that were used least recently first
+        self._numbers = count()
         self._used_host_bytes = self._file_bytes = 0
         self._has_joined = False
+        self._reader: ThreadPoolExecutor | None = None
         self.n_to_host = self.n_to_disk = self.n_back = 0
+        self.seconds_a_byte: float | None = None
         # Without this object no sequence can be swapped in from the files, so they are removed with it.
-        weakref.finalize(self, _unlink_all, self._files, os.getpid())
+        weakref.finalize(self, _unlink_all, self._parcels, os.getpid())
 
     def __len__(self) -> int:
-        return len(self._on_host) + len(self._files)
+        return len(self._held)
 
     @property
     def used_bytes(self) -> tuple[int, int]:
         """Return the bytes in host memory, and those in files."""
         return self._used_host_bytes, self._file_bytes
 
-    def put(self, slot: int, snapshot: Snapshot) -> None:
-        """Keep a slot's snapshot, in host memory if it fits there.
+    # Out
+
+    def put(self, leaving: Leaving, sizes: dict[str, int], copy: Copy, relatives: Iterable[Leaving] = ()) -> int:
+        """Keep a slot's blocks, in host memory if they fit there; return the bytes that were copied.
 
         Raises CapacityError if there is no room in either, and what writing a file raises; then no sequence is lost.
+
+        Args:
+            sizes: pool -> bytes of a block.
+            relatives: checkpoints in the arena that share blocks with it. They remember where these are now.
         """
-        free_bytes, file_bytes = self._free_host_bytes(), self._file_bytes
-        while snapshot.n_bytes > free_bytes and self._on_host and self.folder is not None:
-            oldest = next(iter(self._on_host))
-            self._to_file(oldest, self._on_host[oldest])
-            self._used_host_bytes -= self._on_host.pop(oldest).n_bytes
-            free_bytes = self._free_host_bytes()
-        if snapshot.n_bytes <= free_bytes:
-            self._on_host[slot] = snapshot
-            self._used_host_bytes += snapshot.n_bytes
-        elif self.folder is not None:
-            self._to_file(slot, snapshot)
-        else:
-            raise CapacityError(
-                f"what the sequence holds, {snapshot.n_bytes:,} bytes, does not fit into {free_bytes:,} bytes of host "
-                "memory; give the memory a larger host_budget, or a swap_dir",
-                needed=snapshot.n_bytes, free=int(free_bytes),
-            )  # fmt: skip
+        slot, relatives, file_bytes = leaving.slot, list(relatives), self._file_bytes
+        live = {pool: live_keys(rows) for pool, rows in leaving.live.items()}
+        while True:
+            places = {
+                pool: self._twins[pool].places_of(ids, live[pool], self._are_kept) for pool, ids in leaving.ids.items()
+            }
+            missing = {pool: of[0] < 0 for pool, of in places.items()}
+            n_bytes = sum(int(is_new.sum()) * sizes[pool] for pool, is_new in missing.items())
+            if not self._make_room(n_bytes):
+                break  # else twins may have gone
+        snapshot = copy(missing)
+        is_related = bool(relatives) or not all(is_new.all() for is_new in missing.values())
+        numbers = self._pack(snapshot.blocks, apart=is_related)
+        for pool, is_new in missing.items():
+            if n := int(is_new.sum()):
+                places[pool][:, is_new] = np.full(n, numbers[pool]), np.arange(n)
+        self._hold(slot, Kept(snapshot.records, places))
+        self.forget_twins(slot)
+        for relative in relatives:
+            self._introduce(relative, leaving.ids, live, places)
         self.n_to_disk += self._file_bytes > file_bytes
         self.n_to_host += self._file_bytes <= file_bytes
+        return n_bytes
 
-    def get(self, slot: int) -> Snapshot:
-        """Return a slot's snapshot and keep it. Raises FormatError if its file was damaged or removed."""
-        if slot in self._on_host:
-            return self._on_host[slot]
-        return read_snapshot(str(self._files[slot][0]))[0]
+    def _are_kept(self, parcels: Int64s) -> Bools:
+        return np.isin(parcels, np.fromiter(self._parcels, np.int64, len(self._parcels)))
+
+    def _make_room(self, n_bytes: int) -> bool:
+        """Make room in host memory, by moving what was used least recently into files; True if anything was given up.
+
+        Raises CapacityError.
+        """
+        has_reclaimed = False
+        while n_bytes > self._free_host_bytes():
+            oldest = next((parcel for parcel in self._parcels.values() if parcel.blocks), None)
+            if self._fits_on_disk(n_bytes if oldest is None else oldest.n_bytes):
+                if oldest is None:
+                    break  # it is larger than all of host memory: `_pack` writes it at once
+                self._to_file(oldest)
+                self._used_host_bytes -= oldest.n_bytes
+            elif any([reclaim(n_bytes) for reclaim in self.reclaimers]):  # noqa: C419 - all of them, not the first
+                has_reclaimed = True
+            else:
+                free_bytes = int(max(0, self._free_host_bytes()))
+                raise CapacityError(
+                    f"what the sequence holds, {n_bytes:,} bytes, does not fit into {free_bytes:,} bytes of host "
+                    f"memory{self._files_are_full}; give the memory a larger host_budget, or {self._remedy}",
+                    needed=n_bytes, free=free_bytes,
+                )  # fmt: skip
+        return has_reclaimed
+
+    @property
+    def _files_are_full(self) -> str:
+        return "" if self.folder is None else f" and {self._file_bytes:,} of {self.disk_bytes:,} in files are taken"
+
+    @property
+    def _remedy(self) -> str:
+        return "a swap_dir" if self.folder is None else "a larger disk_budget"
+
+    def _fits_on_disk(self, n_bytes: int) -> bool:
+        if self.folder is None:
+            return False
+        return self.disk_bytes is None or self._file_bytes + n_bytes <= self.disk_bytes
+
+    def _pack(self, blocks: Blocks, *, apart: bool) -> dict[str, int]:
+        """Put blocks into a new parcel, or `apart` into one for each pool; return the parcel's number by pool."""
+        numbers = dict[str, int]()
+        try:
+            for part in [{pool: own} for pool, own in blocks.items()] if apart else [blocks] if blocks else []:
+                parcel = Parcel(part, count_bytes(part))
+                if parcel.n_bytes > self._free_host_bytes():
+                    self._to_file(parcel)
+                else:
+                    self._used_host_bytes += parcel.n_bytes
+                number = next(self._numbers)
+                self._parcels[number] = parcel
+                numbers |= dict.fromkeys(part, number)
+        except BaseException:
+            for number in set(numbers.values()):
+                self._remove(self._parcels.pop(number))
+            raise
+        return numbers
+
+    def _hold(self, slot: int, held: Kept) -> None:
+        for number in held.parcels:
+            self._parcels[number].n_holders += 1
+        self._held[slot] = held
+
+    def _introduce(self, relative: Leaving, ids: dict[str, Int64s], live: dict[str, Int64s], places: Places) -> None:
+        """Let a checkpoint guard the blocks that it has in common with a slot that is in these places now."""
+        for pool, own in relative.ids.items():
+            common, at, at_own = np.intersect1d(ids[pool], own, return_indices=True)
+            is_same = live[pool][at] == live_keys(relative.live[pool][at_own])
+            self._twins[pool].guard(
+                relative.slot, common[is_same], live[pool][at[is_same]], places[pool][:, at[is_same]]
+            )
+
+    # Back
+
+    def shared_with(self, slot: int) -> dict[str, Int64s]:
+        """Return for each block of a slot that is kept one in the arena with the same bytes, or -1."""
+        return {pool: self._twins[pool].ids_of(places) for pool, places in self._held[slot].places.items()}
+
+    def get(self, slot: int, wanted: Mapping[str, Bools] | None = None) -> Snapshot:
+        """Return a slot's snapshot, or the wanted blocks of it, and keep it.
+
+        Raises FormatError if a file of it was damaged or removed.
+        """
+        held, read, blocks, started = self._held[slot], dict[int, Blocks](), dict[str, Tensor](), time.perf_counter()
+        for pool, all_places in held.places.items():
+            places = all_places if wanted is None else all_places[:, wanted[pool]]
+
+            def blocks_of(number: int, pool: str = pool) -> Tensor:
+                if number not in read:
+                    read[number] = self._read(number)
+                return read[number][pool]
+
+            if (own := gather(places, blocks_of)) is not None:
+                blocks[pool] = own
+        if n_bytes := count_bytes(blocks):
+            self.seconds_a_byte = (time.perf_counter() - started) / n_bytes
+        return Snapshot(held.records, blocks)
+
+    def _read(self, number: int) -> Blocks:
+        parcel = self._parcels.pop(number)
+        self._parcels[number] = parcel  # it was used last
+        if parcel.blocks:
+            return parcel.blocks
+        assert parcel.path is not None, "it is in a file"
+        arriving, parcel.arriving = parcel.arriving, None
+        return _read_file(parcel.path, parcel.rename) if arriving is None else arriving.result()
+
+    def fetch(self, slot: int) -> bool:
+        """Begin to read a slot's files in another thread; True if `get` need not wait for any."""
+        waits = False
+        for number in self._held[slot].parcels if slot in self._held else ():
+            parcel = self._parcels[number]
+            if parcel.blocks or parcel.path is None:
+                continue
+            if parcel.arriving is None:
+                self._reader = self._reader or ThreadPoolExecutor(1, "swap files")
+                parcel.arriving = self._reader.submit(_read_file, parcel.path, parcel.rename)
+            waits |= not parcel.arriving.done()
+        return not waits
+
+    def returned(self, slot: int, back: Leaving, *, is_checkpoint: bool) -> None:
+        """Forget what is kept of a slot that is in the arena again; a checkpoint guards the blocks with twins."""
+        places = self._held[slot].places
+        self._release(slot)
+        self.n_back += 1
+        for pool, of in places.items() if is_checkpoint else ():
+            is_kept, ids = self._are_kept(of[0]), back.ids[pool]
+            self._twins[pool].guard(slot, ids[is_kept], live_keys(back.live[pool][is_kept]), of[:, is_kept])
 
     def drop(self, slot: int) -> None:
-        """Delete a slot's snapshot, or its file."""
-        if slot in self._on_host:
-            self._used_host_bytes -= self._on_host.pop(slot).n_bytes
-        if slot in self._files:
-            path, n_bytes = self._files.pop(slot)
-            self._file_bytes -= n_bytes
-            path.unlink(missing_ok=True)
+        """Forget a slot: what is kept of it, and which blocks it guards."""
+        self.forget_twins(slot)
+        if slot in self._held:
+            self._release(slot)
+
+    def forget_twins(self, slot: int) -> None:
+        """Forget which blocks with twins a checkpoint guards: it no longer holds them."""
+        for twins in self._twins.values():
+            twins.forget(slot)
+
+    def _release(self, slot: int) -> None:
+        gone = list[Parcel]()
+        for number in self._held.pop(slot).parcels:
+            parcel = self._parcels[number]
+            parcel.n_holders -= 1
+            if not parcel.n_holders:
+                gone.append(self._parcels.pop(number))
+        for parcel in gone:  # last: a file system may refuse
+            self._remove(parcel)
+
+    def _remove(self, parcel: Parcel) -> None:
+        if parcel.blocks:
+            self._used_host_bytes -= parcel.n_bytes
+        elif parcel.path is not None and parcel.is_own:
+            self._file_bytes -= parcel.n_bytes
+            Path(parcel.path).unlink(missing_ok=True)
+
+    # What others have written
+
+    def add_file(self, path: str, n_bytes: int, rename: Callable[[Snapshot], Snapshot]) -> int:
+        """Return the number of a new parcel: a file with so many bytes of blocks, which is not removed with it.
+
+        Args:
+            rename: gives what is read from it this memory's names of pools.
+        """
+        number = next(self._numbers)
+        self._parcels[number] = Parcel({}, n_bytes, path, is_own=False, rename=rename)
+        return number
+
+    def adopt(self, slot: int, held: Kept) -> None:
+        """Keep a slot whose blocks are in parcels of `add_file`."""
+        self._hold(slot, held)
+
+    def forget_unheld(self) -> None:
+        """Forget parcels of `add_file` that no slot has taken."""
+        for number in [number for number, parcel in self._parcels.items() if not parcel.n_holders]:
+            del self._parcels[number]
+
+    def keys_of(self, slot: int) -> dict[str, Int64s]:
+        """Return for each block of a slot that is kept a number that no other block outside has."""
+        return {pool: as_keys(places) for pool, places in self._held[slot].places.items()}
+
+    def inside_keys(self, leaving: Leaving) -> dict[str, Int64s]:
+        """Return for each block of a slot in the arena the number of its twin outside, or else one of its own.
+
+        Blocks with the same bytes, zeros behind a slot's length included, have the same number.
+        """
+        keys, is_far = dict[str, Int64s](), any((ids < 0).any() for ids in leaving.ids.values())
+        for pool, ids in leaving.ids.items():
+            live = live_keys(leaving.live[pool])
+            places = self._twins[pool].places_of(ids, live, self._are_kept)
+            mixed = ids * _ODD + live
+            keys[pool] = np.where(places[0] < 0, np.minimum(mixed, ~mixed), as_keys(places))
+            if is_far:  # its pages are in host memory: it shares nothing here
+                keys[pool] = -1 - np.arange(len(ids)) - (leaving.slot << 32)
+        return keys
+
+    # Counting
+
+    def private_bytes_of(self, sequences: list[Sequence]) -> Int64s:
+        """Return (S,) the bytes that closing each of these sequences alone would free."""
+        parcels = [[self._parcels[number] for number in self._held[s.slot].parcels] for s in sequences]
+        return np.array([sum(parcel.n_bytes for parcel in own if parcel.n_holders == 1) for own in parcels], np.int64)
+
+    def is_in_files(self, slot: int) -> bool:
+        """True if any of what is kept of a slot must be read from a file."""
+        return any(not self._parcels[number].blocks for number in self._held[slot].parcels)
 
     def _free_host_bytes(self) -> float:
         return float("inf") if self.host_bytes is None else self.host_bytes - self._used_host_bytes
 
-    def _to_file(self, slot: int, snapshot: Snapshot) -> None:
-        assert self.folder is not None
+    def _to_file(self, parcel: Parcel) -> None:
+        """Write a parcel to a file. Host memory no longer holds it; the caller counts that."""
+        assert self.folder is not None, "the caller has looked"
         if not self._has_joined and (descriptor := share_folder(self.folder, _NAMES)) is not None:
             weakref.finalize(self, os.close, descriptor)
         self._has_joined = True
-        path = self.folder / f"{_PREFIX}{uuid4().hex}.safetensors"
-        write_snapshot(str(path), snapshot, {})
-        self._files[slot] = path, snapshot.n_bytes
-        self._file_bytes += snapshot.n_bytes
+        path = str(self.folder / f"{_PREFIX}{uuid4().hex}.safetensors")
+        write_snapshot(path, Snapshot({}, parcel.blocks), {}, is_lasting=False)
+        parcel.path, parcel.blocks = path, {}
+        self._file_bytes += parcel.n_bytes
 
 
-def _unlink_all(files: dict[int, tuple[Path, int]], process: int) -> None:
+def _read_file(path: str, rename: Callable[[Snapshot], Snapshot]) -> Blocks:
+    """Read the blocks of a parcel. Raises FormatError if the file was damaged or removed."""
+    return rename(read_snapshot(path)[0]).blocks
+
+
+def _unlink_all(parcels: dict[int, Parcel], process: int) -> None:
     if os.getpid() == process:  # a forked process has a copy of the table, but the files are not its own
-        for path, _ in files.values():
-            path.unlink(missing_ok=True)
+        for parcel in parcels.values():
+            if parcel.path is not None and parcel.is_own:
+                Path(parcel.path).unlink(missing_ok=True)

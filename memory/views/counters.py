@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
@@ -32,10 +32,15 @@ class CountedSwaps(Protocol):
     n_to_host: int
     n_to_disk: int
     n_back: int
+    seconds_a_byte: float | None
+    reclaimers: list[Callable[[int], bool]]
 
     @property
     def used_bytes(self) -> tuple[int, int]: ...
     def __len__(self) -> int: ...
+    def private_bytes_of(self, sequences: list[Sequence]) -> Int64s: ...
+    def is_in_files(self, slot: int) -> bool: ...
+    def fetch(self, slot: int) -> bool: ...
 
 
 class Counted(Protocol):

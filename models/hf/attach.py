@@ -29,7 +29,7 @@ from models.hf.mixers import MIXERS, Mix, Module
 from models.hf.passes import CURRENT_PASS, Pass
 from models.hf.probe import check_mixer
 from models.loading.checkpoint import UnsupportedModelError
-from models.loading.load import check_is_of_transformers, check_source, find_adapter, plan_memory
+from models.loading.load import check_is_of_transformers, check_source, find_adapter, spec_of_loaded
 
 ATTACHABLE = (
     "BambaForCausalLM",
@@ -97,7 +97,7 @@ class Attached:
         device = check_source(hf_model)
         if isinstance(vars(hf_model).get("forward"), _Forward):
             raise StepError(f"this {name} is attached already; detach it first")
-        spec = plan_memory(hf_model.config, architecture, dtype=hf_model.dtype)
+        spec = spec_of_loaded(hf_model, architecture)
         self.memory_spec: MemorySpec = replace(spec, device=device, model=architecture)
         self._model = hf_model
         self._parameters = _signature_of(hf_model).parameters

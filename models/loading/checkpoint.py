@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from memory.errors import FormatError, HybridMemoryError
+from models.loading.weight_signature import sample_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -100,7 +101,7 @@ class Checkpoint:
         self.device = device
         self.dtype = dtype
         self.on_taken = on_taken
-        self._taken: set[str] = set()
+        self._taken: dict[str, bytes] = {}  # name -> sample of its numbers
         self._factors: dict[str, float | Tensor] = {}
         self._coding: Coding | None = None
         self._parts: dict[str, dict[str, tuple[str, str]]] = {}  # dense tensor -> part -> file and name in it
@@ -197,10 +198,18 @@ class Checkpoint:
             raise FormatError(
                 f"{name} in {self.folder} has shape {list(tensor.shape)}, its config.json says {list(shape)}"
             )
-        if name not in self._taken:
-            self._taken.add(name)
-            self.on_taken()
+        self._note_taken(name, tensor)
         return tensor
+
+    def _note_taken(self, name: str, tensor: Tensor) -> None:
+        if name not in self._taken:
+            self._taken[name] = sample_of(tensor, self.dtype, self._factors.get(name))
+            self.on_taken()
+
+    @property
+    def samples(self) -> Mapping[str, bytes]:
+        """Return name -> sample of its numbers, of each tensor that was taken, for `weight_signature.signature_of`."""
+        return self._taken
 
     def _read(self, name: str) -> Tensor:
         """Map the tensor, or make it of its parts."""
@@ -237,7 +246,7 @@ class Checkpoint:
 
     def leftovers(self, *expected: str) -> list[str]:
         """Return the names of tensors that were not taken, except `expected` ones."""
-        return sorted(self._file_of.keys() - self._taken - set(expected))
+        return sorted(self._file_of.keys() - self._taken.keys() - set(expected))
 
 
 class UnreadCheckpoint(Checkpoint):
@@ -276,7 +285,7 @@ class LoadedCheckpoint(Checkpoint):
         self.device = device
         self.dtype = dtype
         self.on_taken = lambda: None
-        self._taken = set()
+        self._taken = {}
         self._factors = {}
         self._file_of = dict.fromkeys(tensors, name)
         self._tensors = tensors
@@ -291,6 +300,19 @@ class LoadedCheckpoint(Checkpoint):
         super().warn_of_leftovers(*expected, *tied)
 
 
+class SampledCheckpoint(LoadedCheckpoint):
+    """Samples the numbers of tensors that are in memory, and hands out tensors on "meta" that take none."""
+
+    def __init__(self, name: str, tensors: dict[str, Tensor], dtype: torch.dtype) -> None:
+        super().__init__(name, tensors, torch.device("meta"), dtype)
+
+    def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty_like(self.take_as_stored(name, *shape), dtype=dtype or self.dtype)
+
+    def take_as_stored(self, name: str, *shape: int) -> Tensor:
+        return torch.empty_like(super().take_as_stored(name, *shape), device=self.device)
+
+
 class DryCheckpoint(Checkpoint):
     """Has no files: every tensor that is taken exists, has the shape that is expected, and takes no memory."""
 
@@ -298,6 +320,7 @@ class DryCheckpoint(Checkpoint):
         self.folder = Path(name)
         self.device = torch.device("meta")
         self.dtype = dtype
+        self._taken = {}
 
     def __len__(self) -> int:
         return 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,11 +19,18 @@ from memory import MemorySpec, SpecError, StepError
 from memory.blocks.arguments import check_usable, read_device, read_dtype
 from memory.errors import FormatError, HybridMemoryError
 from models.loading.architectures import ARCHITECTURES, LanguageModel, ModelClass
-from models.loading.checkpoint import Checkpoint, DryCheckpoint, LoadedCheckpoint, UnsupportedModelError
+from models.loading.checkpoint import (
+    Checkpoint,
+    DryCheckpoint,
+    LoadedCheckpoint,
+    SampledCheckpoint,
+    UnsupportedModelError,
+)
 from models.loading.folders import find_folder, read_config, unsupported
 from models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
 from models.loading.quantised import find_coding
 from models.loading.weight_formats import WeightFormat, weights_in
+from models.loading.weight_signature import signature_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -268,6 +276,19 @@ def plan_memory(config: PreTrainedConfig, architecture: str, *, dtype: str | tor
     return dry_model(config, architecture, dtype=dtype).memory_spec
 
 
+def spec_of_loaded(hf_model: PreTrainedModel, architecture: str) -> MemorySpec:
+    """Return the memory spec that `from_transformers` would give the model, without copying its weights.
+
+    Where transformers cannot name its tensors, the spec has no signature of them. Raises as `plan_memory`.
+    """
+    spec = plan_memory(hf_model.config, architecture, dtype=hf_model.dtype)
+    try:
+        checkpoint = SampledCheckpoint(architecture, _tensors_of(hf_model), spec.dtype)
+        return build(ARCHITECTURES[architecture], hf_model.config, checkpoint).memory_spec
+    except (FormatError, UnsupportedModelError):
+        return spec
+
+
 def dry_model(
     config: PreTrainedConfig, architecture: str, *, dtype: str | torch.dtype = "auto", weights: WeightFormat = "auto"
 ) -> LanguageModel:
@@ -311,9 +332,15 @@ def weight_bytes(model: LanguageModel) -> int:
 
 
 def build(model_class: ModelClass, config: PreTrainedConfig, checkpoint: Checkpoint) -> LanguageModel:
-    """Make the model. An error that a config with impossible values causes on the way becomes a FormatError."""
+    """Make the model, with the signature of its weights in its memory spec.
+
+    An error that a config with impossible values causes on the way becomes a FormatError.
+    """
     try:
-        return model_class(config, checkpoint)
+        model = model_class(config, checkpoint)
+        weights = signature_of(config, checkpoint.dtype, checkpoint.samples)
+        model.memory_spec = replace(model.memory_spec, weights=weights)
+        return model
     except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         if isinstance(error, HybridMemoryError) and not isinstance(error, SpecError):
             raise

@@ -13,9 +13,15 @@ from torch import Tensor
 
 from chat.decoding.sampling import Sampler
 from chat.engine.engine import Engine, Generation, Sampling
+from chat.engine.scheduling import Scheduler
 from memory import HybridMemory, Step
 
 GREEDY = Sampling()
+
+
+def scheduler_of(engine: Engine) -> Scheduler:
+    """Return what holds an engine's jobs, for what neither `load` nor a generation says: the one look inside it."""
+    return engine._scheduler
 
 
 def make_memory(model: Any, budget: int | str = "4MiB", *, rollback_window: int = 8) -> HybridMemory:

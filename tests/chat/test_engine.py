@@ -26,6 +26,7 @@ from tests.chat.engines import (
     make_memory,
     private_bytes,
     run_checked,
+    scheduler_of,
     submit_some,
 )
 from tests.toy import VOCAB, Toy
@@ -403,7 +404,7 @@ def test_a_generation_that_has_ended_is_forgotten_whenever_its_deadline_is() -> 
     """Whoever waits for a far deadline must not keep the prompts of a day."""
     engine = make_engine(Toy())
     generations = [engine.submit([i], max_tokens=2, deadline_s=3600 + i % 2) for i in range(8)]
-    jobs = weakref.WeakSet(engine._scheduler.jobs.values())
+    jobs = weakref.WeakSet(scheduler_of(engine).jobs.values())
     engine.cancel(generations[3])
     run_checked(engine)
     gc.collect()

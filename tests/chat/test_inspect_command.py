@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from chat.cli import app
@@ -19,9 +19,9 @@ from chat.prompts import Tokenizer
 from chat.session.saved import _digest as session_digest
 from chat.session.session import ChatSession
 from memory import HybridMemory
-from memory.storage.files import _digest
 from models import EMBEDDED, load_model
 from models.loading.load import weight_bytes
+from tests.inside import forged_file
 
 CONFIGS = Path(__file__).parents[1] / "data" / "configs"
 
@@ -72,7 +72,7 @@ def forge(path: Path, **changes: Any) -> Path:
         n: json.dumps(v) for n, v in changes.items()
     }
     forged = path.with_name("forged.safetensors")
-    forged.write_bytes(save(tensors, metadata | {"sha256": _digest(tensors, metadata)}))
+    forged.write_bytes(forged_file(tensors, metadata))
     return forged
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakSet
 
 import pytest
 import torch
@@ -18,9 +19,10 @@ from chat.decoding.speculative import SpeculativeBatch
 from chat.engine.engine import Engine
 from chat.prompts import Tokenizer, load_tokenizer
 from chat.session.session import ChatSession
-from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Sequence, StateTensor, Step
+from memory import AttentionSpec, HybridMemory, MemorySpec, RecurrentSpec, Sequence, SequenceError, StateTensor, Step
 from memory.prefix.cache import PrefixCache
 from models import EMBEDDED
+from tests.chat.engines import scheduler_of
 from tests.interrupts import Outcome, try_places
 
 Attempt = tuple[Callable[[], Any], Callable[[Outcome], None]]
@@ -94,18 +96,13 @@ def test_a_speculative_step_can_be_tried_again(n_steps: int, drafter: str, step_
             for sequence in texts:
                 batch.memory.close(sequence)
             assert_nothing_left(batch.memory)
-            for book in (
-                batch._waiting,
-                batch._n_left,
-                batch._texts,
-                batch._n_draft,
-                batch._untold,
-                getattr(guesses, "_indices", {}),
-            ):
-                assert not book, "a finished sequence is still in the books"
             if isinstance(guesses, DraftModel):
                 guesses.draft({})
                 assert_nothing_left(own)
+            known, outcome.result = WeakSet(texts), None
+            del sequence
+            texts.clear()
+            assert not len(known), "a finished sequence is still in the books"
 
         return batch.step, verify
 
@@ -154,7 +151,7 @@ def make_engine(model: Counting, tokenizer: Tokenizer | None = None) -> Engine:
 
 
 def assert_all_given_back(engine: Engine) -> None:
-    assert engine.is_idle and not engine._scheduler._ended and not engine._scheduler._given
+    assert engine.is_idle and not engine.step(), "what has ended is released again"
     assert engine.prefixes is not None
     engine.prefixes.clear()
     assert_nothing_left(engine.memory)
@@ -181,7 +178,7 @@ def test_an_interrupted_engine_goes_on(what: str) -> None:
                 engine.step()
 
         def verify(outcome: Outcome) -> None:
-            assert len(engine._scheduler.jobs) == sum(not g.is_finished for g in (*generations, *third))
+            assert len(scheduler_of(engine).jobs) == sum(not g.is_finished for g in (*generations, *third))
             engine.run()
             said = [g.token_ids for g in generations]
             expected.extend([] if expected else said)
@@ -229,14 +226,18 @@ def test_an_interrupted_chat_goes_on(name: str, tokenizer: Tokenizer) -> None:
                 [done[0]] if outcome.has_returned else [before] if name in ("say", "edit") else [before, done[0]]
             )
             engine.memory.check()
+            handles = engine.memory.sequences
             if name == "branch" and outcome.has_returned:
                 outcome.result.say("Who?")
                 outcome.result.close()
-            if not (name == "close" and session._is_closed):
+            if not (name == "close" and repr(session).endswith(": closed>")):
                 session.say("Once more")
                 session.close()
             engine.run()
             assert_all_given_back(engine)
+            for handle in handles:
+                with pytest.raises(SequenceError, match="closed"):  # and not "in use by another generation"
+                    engine.submit([1], sequence=handle)
 
         return lambda: CALLS[name](session), verify
 

@@ -98,9 +98,11 @@ def test_from_start_to_signal(tmp_path: Path) -> None:
         "--budget",
         "32MiB",
         "--swap-dir",
-        str(tmp_path),
+        str(tmp_path / "swap"),
         "--host-budget",
         "1MiB",
+        "--prefixes",
+        str(tmp_path / "prefixes"),
     ]
     environment = os.environ | {"HYBRID_MEMORY_API_KEY": "secret", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
@@ -124,6 +126,7 @@ def test_from_start_to_signal(tmp_path: Path) -> None:
             process.send_signal(signal.SIGTERM)
             assert "Traceback" not in process.stderr.read()
             assert process.wait() == -signal.SIGTERM
+            assert (tmp_path / "prefixes" / "checkpoints.safetensors").exists()
         finally:
             killer.cancel()
             process.kill()

@@ -20,6 +20,7 @@ from chat.server import ServerOptions, make_app
 from chat.simulation.dialogues import make_dialogue, messages
 from memory import HybridMemory
 from models import LanguageModel
+from tests.chat.engines import scheduler_of
 from tests.chat.servers import MODEL, Gated, Running, running, wait_until
 
 NOTED, UNKNOWN = "Okay, noted.", "You have not told me that."
@@ -492,7 +493,7 @@ def test_who_goes_frees_its_bytes(gated: Gated, tokenizer: Tokenizer, is_stream:
             assert connection.getresponse().readline().startswith(b"data: ")
         n_generated = server.engine.stats.n_generated
         connection.close()
-        wait_until(lambda: all(job.is_cancelled for job in list(server.engine._scheduler.jobs.values())))
+        wait_until(lambda: all(job.is_cancelled for job in list(scheduler_of(server.engine).jobs.values())))
         gated.open()
         server.settle()
         assert server.engine.stats.n_generated <= n_generated + 2 and not server.engine.stats.finished["stop"]
@@ -661,7 +662,7 @@ def test_what_does_not_end_in_the_grace_period_is_told(gated: Gated, tokenizer: 
         connections = [send(server, {"stream": i == 1}) for i in range(2)]
         wait_until(lambda: server.engine.load.total == 2)
         server.server.should_exit = True
-        wait_until(lambda: all(job.is_cancelled for job in server.engine._scheduler.jobs.values()))
+        wait_until(lambda: all(job.is_cancelled for job in scheduler_of(server.engine).jobs.values()))
         gated.open()
         for connection in connections:
             response = connection.getresponse()

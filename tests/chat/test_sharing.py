@@ -9,7 +9,7 @@ import pytest
 
 from chat.engine.engine import Engine, Generation
 from memory.prefix.cache import PrefixCache
-from tests.chat.engines import decode_alone, draw_prompt, make_memory, run_checked
+from tests.chat.engines import decode_alone, draw_prompt, make_memory, run_checked, scheduler_of
 from tests.toy import VOCAB, Toy
 
 SYSTEM = draw_prompt(random.Random(0), 150, VOCAB)
@@ -50,8 +50,8 @@ def test_who_begins_otherwise_or_belongs_to_others_waits_for_nobody() -> None:
     stranger = engine.submit([*SYSTEM, 7], max_tokens=3, owner="stranger")
     short = engine.submit([*SYSTEM[:10], 9], max_tokens=3)
     engine.step()
-    running = {job.generation for job in engine._scheduler.running}
-    assert running >= {first, other, stranger, short} and second not in running
+    asked = (first, second, other, stranger, short)
+    assert [g.lookup is not None for g in asked] == [True, False, True, True, True], "a lookup is made on admission"
     run_checked(engine)
     assert reused([second, stranger, short]) == [len(SYSTEM), 0, 0]
 
@@ -69,7 +69,8 @@ def test_who_waits_goes_on_when_its_leader_is_gone(end: str) -> None:
     elif end == "deadline":
         now[0] = 2.0
     else:
-        engine.memory.close(engine._scheduler.running[0].live_sequence)
+        (live,) = (s for s in engine.memory.sequences if not s.is_checkpoint)
+        engine.memory.close(live)
     run_checked(engine, most_steps=100)
     assert leader.finish_reason == {"cancel": "cancelled", "close": "error"}.get(end, end)
     assert all(g.finish_reason == "length" for g in followers) and reused(followers[1:]) == [len(SYSTEM)] * 3
@@ -99,4 +100,4 @@ def test_a_budget_too_small_for_its_users_lets_fewer_in() -> None:
     stats = engine.stats
     engine.memory.check()
     assert stats.finished == {"length": 90} and stats.n_preempted <= 30
-    assert engine._scheduler.most_bytes <= engine.memory.budget_bytes
+    assert scheduler_of(engine).most_bytes <= engine.memory.budget_bytes

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -365,15 +367,15 @@ def test_a_wrong_simulation_exits_with_1(monkeypatch: pytest.MonkeyPatch) -> Non
     assert CliRunner().invoke(app, ["simulate", "--users", "2", "--turns", "1", "--quiet"]).exit_code == 1
 
 
-def test_the_live_view_draws_every_state(setup: Setup) -> None:
+def test_the_live_view_draws_every_state(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
     from chat.simulation.view import _Dashboard
 
+    monkeypatch.setattr("chat.simulation.view.time", SimpleNamespace(perf_counter=itertools.count(1).__next__))
     dashboard, console, seen = _Dashboard(), Console(width=150, record=True, file=io.StringIO()), []
 
     def watch(simulation: Simulation) -> None:
-        dashboard._drawn_at = 0.0
         dashboard.watch(simulation)
         console.print(dashboard)
         seen.append(simulation.engine.load.running)

@@ -33,6 +33,21 @@ PROMPTS = [[18, 12, 3], [2], [8, 18, 3], [11, 3, 11, 3, 5, 11, 3]]
 """What the toy says to the first and the third is long without a loop."""
 
 
+class Always:
+    """The same draft for each sequence, however long it may be, or none at all."""
+
+    n_draft, vocab_size = 8, None
+
+    def __init__(self, draft: Draft | None) -> None:
+        self._draft = draft
+
+    def draft(self, requests: Mapping[Sequence, DraftRequest]) -> dict[Sequence, Draft]:
+        return {} if self._draft is None else dict.fromkeys(requests, self._draft)
+
+    def forget(self, sequence: Sequence) -> None:
+        pass
+
+
 class RandomDrafts:
     """Drafts of random lengths, made of random tokens and, with probability `p_right`, of those that plain decoding
     chose.
@@ -234,8 +249,7 @@ def test_a_memory_without_room_for_drafts_goes_on_without_them() -> None:
     page_bytes = make_memory(model).usage().block_bytes["pages"]
     texts = plain(model, [[1, 2, 3]], 5)
     memory = HybridMemory(model.memory_spec, 2 * page_bytes, rollback_window=8, page_tokens=4, poison=True)
-    batch = SpeculativeBatch(model, memory, (), RandomDrafts([[1, 2, 3] + texts[0] + [0] * 8], 8, 1.0))
-    batch._draft = lambda: {s: Draft([1] * 8) for s in batch._waiting if batch._n_left[s] > 1 and s.length}  # type: ignore[method-assign]
+    batch = SpeculativeBatch(model, memory, (), Always(Draft([1] * 8)))
     assert decode(batch, [[1, 2, 3]], 5) == texts
     assert batch.acceptance.n_drafted == 0
 
@@ -491,10 +505,8 @@ def test_sampling_at_no_temperature_is_greedy() -> None:
     model = Toy()
     for penalty in (1.0, 1.5):
         texts = []
-        for drafter in (PromptLookup(1, 4), RandomDrafts([], 1, 0.0)):
+        for drafter in (PromptLookup(1, 4), Always(None)):
             batch = SpeculativeBatch(model, make_memory(model), (), drafter)
-            if not isinstance(drafter, PromptLookup):
-                batch._draft = dict  # type: ignore[method-assign]
             sequence = batch.memory.open()
             batch.add(sequence, PROMPTS[0], 30, sampling=Sampling(repetition_penalty=penalty))
             texts.append([new.token_id for _ in iter(lambda b=batch: b.is_idle, True) for new in batch.step()])

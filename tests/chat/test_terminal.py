@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 from chat.cli import app
 from chat.commands.terminal import Terminal
-from chat.engine.engine import Sampling
+from chat.engine.engine import Engine, Sampling
 from chat.prompts import Tokenizer
 from chat.session.session import ChatSession
 from models import LanguageModel
@@ -27,11 +27,18 @@ def talk(*lines: str, options: tuple[str, ...] = ()) -> Result:
     return CliRunner().invoke(app, ["chat", *options], input="".join(f"{line}\n" for line in lines))
 
 
+class ReadTerminal(Terminal):
+    """A terminal whose consoles can be read."""
+
+    def __init__(self, engine: Engine, session: ChatSession) -> None:
+        self.out, self.notes = (Console(file=io.StringIO(), width=100) for _ in range(2))
+        super().__init__(engine, session, console=self.out, notes=self.notes)
+
+
 @pytest.fixture
-def terminal(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Terminal]:
+def terminal(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[ReadTerminal]:
     engine = make_engine(embedded, tokenizer)
-    out, notes = (Console(file=io.StringIO(), width=100) for _ in range(2))
-    terminal = Terminal(engine, ChatSession(engine, max_tokens=20), console=out, notes=notes)
+    terminal = ReadTerminal(engine, ChatSession(engine, max_tokens=20))
     yield terminal
     terminal.close()
     assert_all_given_back(engine)
@@ -47,9 +54,9 @@ def printed(console: Console) -> str:
     return text
 
 
-def take(terminal: Terminal, line: str) -> tuple[str, str]:
+def take(terminal: ReadTerminal, line: str) -> tuple[str, str]:
     terminal.take(line)
-    return printed(terminal._console), printed(terminal._notes)
+    return printed(terminal.out), printed(terminal.notes)
 
 
 # Over a pipe
@@ -126,7 +133,7 @@ def test_what_cannot_begin_is_one_line(options: tuple[str, ...], word: str) -> N
 # Commands
 
 
-def test_branches_go_their_own_ways(terminal: Terminal) -> None:
+def test_branches_go_their_own_ways(terminal: ReadTerminal) -> None:
     take(terminal, TOLD)
     assert "branch-1" in take(terminal, "/branch")[1] and terminal.current == "branch-1"
     take(terminal, "Actually my cat is called Luna.")
@@ -138,7 +145,7 @@ def test_branches_go_their_own_ways(terminal: Terminal) -> None:
     assert take(terminal, ASKED)[0] == "Your cat is called Zoe.\n"
 
 
-def test_memory_shows_live_bytes(terminal: Terminal) -> None:
+def test_memory_shows_live_bytes(terminal: ReadTerminal) -> None:
     empty = take(terminal, "/memory")[0]
     assert empty.lstrip().startswith("0 B of 16 MiB") and "main *" in empty
     take(terminal, TOLD)
@@ -150,7 +157,7 @@ def test_memory_shows_live_bytes(terminal: Terminal) -> None:
     assert len(re.findall(r"(\d+) │ +[\d.]+ [KM]iB", shown)) >= 2  # tokens and bytes of each branch
 
 
-def test_history_numbers_what_edit_takes(terminal: Terminal) -> None:
+def test_history_numbers_what_edit_takes(terminal: ReadTerminal) -> None:
     take(terminal, TOLD)
     take(terminal, "I read a book today. " * 4)
     lines = take(terminal, "/history")[0].splitlines()
@@ -160,20 +167,20 @@ def test_history_numbers_what_edit_takes(terminal: Terminal) -> None:
     assert terminal.session.messages[-1].content == "Your cat is called Zoe."
 
 
-def test_regenerate_draws_again_where_a_seed_is_given(terminal: Terminal) -> None:
+def test_regenerate_draws_again_where_a_seed_is_given(terminal: ReadTerminal) -> None:
     terminal.session.sampling = Sampling(5.0, seed=1)
     said = [take(terminal, TOLD)[0], take(terminal, "/regenerate")[0], take(terminal, "/regenerate")[0]]
     assert len(set(said)) == 3 and len(terminal.session.messages) == 2
 
 
-def test_help_lists_every_command(terminal: Terminal) -> None:
+def test_help_lists_every_command(terminal: ReadTerminal) -> None:
     shown = take(terminal, "/help")[0]
     assert all(
         f"/{name}" in shown for name in "edit undo regenerate branch switch history memory save load help quit".split()
     )
 
 
-def test_an_interrupted_reply_was_never_asked_for(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_reply_was_never_asked_for(terminal: ReadTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
     take(terminal, TOLD)
     step, n_steps = terminal.engine.step, 0
 
@@ -192,10 +199,14 @@ def test_an_interrupted_reply_was_never_asked_for(terminal: Terminal, monkeypatc
     assert take(terminal, ASKED)[0] == "Your cat is called Zoe.\n"
 
 
-def test_a_terminal_is_not_steered_by_the_model(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
+def test_a_terminal_is_not_steered_by_the_model(
+    embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = make_engine(embedded, tokenizer)
     session = ChatSession(engine)
     out = Console(file=io.StringIO(), force_terminal=True)
     terminal = Terminal(engine, session, console=out, notes=Console(file=io.StringIO()))
-    terminal._show(lambda hear: (hear("a\x1b[2Jb\r\nc"), session.say(TOLD))[1])  # type: ignore[func-returns-value]
+    say = session.say
+    monkeypatch.setattr(session, "say", lambda text, on_text: (on_text("a\x1b[2Jb\r\nc"), say(text))[1])
+    terminal.take(TOLD)
     assert printed(out).startswith("a[2Jb\nc")

@@ -11,6 +11,7 @@ import torch
 
 from memory import HybridMemory, Sequence, SpecError
 from memory.specs import AttentionSpec
+from tests.inside import arena_bytes
 from tests.subjects import Subject
 from tests.tolerances import assert_split_close
 
@@ -113,7 +114,7 @@ def left_by_others(subject: Subject, memory: HybridMemory, seed: int) -> Sequenc
     """A sequence in blocks that others have left, which has taken tokens back: its own are the same for every `seed`,
     all else differs.
     """
-    memory._coordinator.store._bytes.fill_(seed)
+    arena_bytes(memory).fill_(seed)
     for stranger, n_tokens in [(memory.open(), n) for n in (PROMPT, 9)]:
         subject.feed(memory, stranger, [subject.tokens(n_tokens, seed=seed), [1]])
         memory.close(stranger)
@@ -148,4 +149,29 @@ def test_files_hold_nothing_of_others_and_nothing_that_was_taken_back(subject: S
         (swapped,) = (tmp_path / str(seed)).iterdir()
         files.append(((tmp_path / "saved").read_bytes(), swapped.read_bytes()))
         assert bytes([seed] * 16) not in files[-1][0]
+    assert files[0] == files[1]
+
+
+def test_files_of_families_hold_nothing_of_others_either(subject: Subject, tmp_path: Path) -> None:
+    """Rows of a block are those of all who hold it in the file, and of nobody else: not of a sequence left out."""
+    files = []
+    for seed in (0xA5, 0x3C):
+        options = {"rollback_window": WINDOW, "page_tokens": 4, "fold": subject.fold}
+        memory = HybridMemory(subject.spec, "8MiB", **options)  # type: ignore[arg-type]
+        first = left_by_others(subject, memory, seed)
+        shorter = memory.checkpoint(first)
+        fork, left_out = memory.fork(first), memory.fork(first)
+        subject.feed(memory, left_out, [subject.tokens(3, seed=seed)])
+        subject.feed(memory, fork, [subject.tokens(3, seed=4), subject.tokens(5, seed=seed)])
+        memory.rollback(fork, n_tokens=5)
+        memory.checkpoint(fork)
+        subject.feed(memory, fork, [subject.tokens(4, seed=5)])
+        away = memory.checkpoint(fork)
+        memory.swap_out(away)
+        subject.feed(memory, fork, [subject.tokens(2, seed=seed)])
+        memory.rollback(fork, n_tokens=3)
+        memory.close(memory.fork(shorter))
+        memory.save(first, tmp_path / "saved", checkpoints=True, forks={"fork": fork})
+        files.append((tmp_path / "saved").read_bytes())
+        assert bytes([seed] * 16) not in files[-1]
     assert files[0] == files[1]

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from memory import RollbackError, SequenceError
+from tests.inside import layer_memories
 from tests.subjects import Subject
 
 WINDOW = 8
@@ -173,7 +174,7 @@ def test_abort_inside_a_layer(subject: Subject, monkeypatch: pytest.MonkeyPatch)
     for n_served in range(n_layer_calls):
         calls = itertools.count()
         with monkeypatch.context() as patch:
-            for layers in memory._coordinator.layers.values():
+            for layers in layer_memories(memory).values():
                 for name in {"attend", "recur"} & set(dir(layers)):
                     patch.setattr(layers, name, failing(getattr(layers, name), calls, n_served))
             with pytest.raises(InjectedError), memory.step({sequence: subject.tokens(5, seed=1)}) as step:

@@ -23,6 +23,7 @@ from memory import HybridMemory, MemorySpec, Recurrence, RecurrentSpec
 from memory.recurrences import FAMILIES
 from models import ATTACHABLE
 from tests.docs.pages import ROOT, read_blocks
+from tests.inside import kept_positions
 
 
 def code_of(guide: str) -> list[str]:
@@ -89,8 +90,7 @@ def test_the_policy_of_the_guide_evicts() -> None:
     names: dict[str, Any] = {"__name__": "guide"}
     for code in code_of("adding-a-policy.md"):
         exec(code, names)
-    kinds = names["memory"]._coordinator.layers
-    kept = kinds[next(name for name in kinds if "KeyDiff" in name)].kept_positions(0, 0)
+    kept = kept_positions(names["memory"], names["memory"].sequences[0])
     assert kept.shape[0] == 64 and kept[:4, 0].tolist() == [0, 1, 2, 3], kept
     assert not torch.equal(kept[:, 0], torch.arange(64))
 

@@ -6,23 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, Sequence
 from models import LanguageModel, load_model
+from tests.inside import stored_keys
 from tests.models.checkpoints import CONFIGS, draw_tokens, write_checkpoint
-from tests.toy import attention_at
-
-
-def keys(memory: HybridMemory, sequence: Sequence, attention: int) -> Tensor:
-    """Of an attention without a window, (n, G, D)."""
-    place = attention_at(memory, attention)
-    cache, number = place.memory, place.number
-    spec, (table,) = cache._specs[number], cache.blocks_of(sequence.slot).values()
-    starts = torch.as_tensor(cache.pool.addresses[table] // cache._dtype.itemsize)  # type: ignore[union-attr]
-    flat, shape = cache._keys_values[number][0], (spec.n_kv_heads, cache.page_tokens, spec.head_dim)  # type: ignore[union-attr]
-    pages_NGPD = cache.kernels.read_rows(flat, cache.kernels.prepare(starts), shape, 0.0)  # type: ignore[union-attr]
-    return pages_NGPD.transpose(1, 2).flatten(0, 1)[: sequence.length]
 
 
 def fed(model: LanguageModel, tokens: list[int]) -> tuple[HybridMemory, Sequence]:
@@ -45,13 +33,13 @@ def test_keys_of_the_first_layer_are_those_of_a_sequence_that_never_saw_the_drop
     model = load_model(write_checkpoint(tmp_path, CONFIGS[name]()))
     tokens = draw_tokens(60)
     memory, sequence = fed(model, tokens)
-    before = keys(memory, sequence, 0)
+    before = stored_keys(memory, sequence, 0)
     memory.drop(sequence, 7, 29, approximate=True)
     memory.check()
-    actual = keys(memory, sequence, 0)
+    actual = stored_keys(memory, sequence, 0)
     assert torch.equal(actual[:7], before[:7])
     if isinstance(model.memory_spec.layers[0][0], AttentionSpec):
-        expected = keys(*fed(model, tokens[:7] + tokens[29:]), 0)
+        expected = stored_keys(*fed(model, tokens[:7] + tokens[29:]), 0)
         assert (actual - expected).abs().max() <= 1e-5 * max(1.0, float(expected.abs().max()))
     with memory.step({sequence: tokens[:5]}) as step:
         assert torch.isfinite(model(step)).all()
@@ -63,5 +51,5 @@ def test_a_later_layer_still_carries_a_trace(tmp_path: Path) -> None:
     tokens = draw_tokens(60)
     memory, sequence = fed(model, tokens)
     memory.drop(sequence, 7, 29)
-    expected = keys(*fed(model, tokens[:7] + tokens[29:]), 1)
-    assert (keys(memory, sequence, 1) - expected).abs().max() > 1e-2
+    expected = stored_keys(*fed(model, tokens[:7] + tokens[29:]), 1)
+    assert (stored_keys(memory, sequence, 1) - expected).abs().max() > 1e-2

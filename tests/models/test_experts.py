@@ -69,17 +69,32 @@ def test_a_scaled_tensor_is_taken_times_its_factors(tmp_path) -> None:  # type: 
     assert torch.equal(checkpoint.take(name, 24, 48), plain * 0.5)
 
 
+class AsOnGpu(torch.Tensor):
+    """A tensor of the CPU that says that it is on a GPU."""
+
+    is_cuda = True
+
+
 def test_all_experts_at_once_are_the_chosen_ones() -> None:
     """What runs on a GPU when most experts are chosen; an expert that overflows on other tokens than its own does no
     harm.
     """
     generator = torch.Generator().manual_seed(5)
-    weights = torch.randn(4, 6, 6, generator=generator)
-    experts = [lambda x, i=i: torch.where((i > 1) & (x[:, :1] > 8), torch.inf, x @ weights[i]) for i in range(4)]
-    mixture = MixtureOfExperts(torch.zeros(4, 6), experts, 2, softmax_then_choose)
+    weights, n_rows = torch.randn(4, 6, 6, generator=generator), list[int]()
+
+    def expert(i: int, x: torch.Tensor) -> torch.Tensor:
+        n_rows.append(len(x))
+        return torch.where((i > 1) & (x[:, :1] > 8), torch.inf, x @ weights[i])
+
     x = torch.randn(9, 6, generator=generator)
     x[3, 0] = 9.0
     chosen = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in x])
     chosen[3], shares = torch.tensor([0, 1]), torch.rand(9, 2, generator=generator)
-    expected, found = mixture._run(x, shares, chosen), mixture._run_all(x, shares, chosen)
+    experts = [partial(expert, i) for i in range(4)]
+    mixture = MixtureOfExperts(torch.zeros(4, 6), experts, 2, lambda n_chosen: lambda logits: (shares, chosen))
+    expected = mixture(x)
+    assert sum(n_rows) == chosen.numel()
+    n_rows.clear()
+    found = mixture(x.as_subclass(AsOnGpu)).as_subclass(torch.Tensor)
+    assert n_rows == [len(x)] * 4
     assert_kernel_close(found, expected)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFReader
 from gguf.quants import dequantize
 from typer.testing import CliRunner
 
@@ -78,7 +79,7 @@ def test_numbers_in_few_bits_are_those_of_the_library(kind: str, tmp_path: Path)
     file = GgufFile(path)
     name = "blk.0.ffn_up.weight"
     assert file.stored_dtype(name) == kind
-    stored = file._tensors[name]
+    (stored,) = (tensor for tensor in GGUFReader(path).tensors if tensor.name == name)
     expected = torch.from_numpy(dequantize(stored.data, stored.tensor_type))
     assert torch.equal(file.read(name, torch.float32).float(), expected)
     whole, found = logits(load_model(folder)), logits(load_model(path, dtype="float32"))
@@ -94,20 +95,24 @@ def wide(name: str) -> Any:
 
 
 @pytest.mark.parametrize("kind, block_bytes", [("Q4_K", 144), ("Q5_K", 176), ("Q6_K", 210)])
-def test_k_quants_are_read_in_slices(kind: str, block_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_k_quants_are_read_in_slices(
+    kind: str, block_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Random blocks, as the library turns them into floats; slices of the tensor give the same."""
-    from types import SimpleNamespace
-
     import numpy as np
-    from gguf import GGMLQuantizationType
+    from gguf import GGMLQuantizationType, GGUFWriter
 
     from models.loading.gguf import file as module
 
     dtype = GGMLQuantizationType[kind]
     blocks = np.random.default_rng(0).integers(0, 60, (3, 7, 2 * block_bytes)).astype(np.uint8)
-    file = object.__new__(GgufFile)
-    file.path = Path("random.gguf")
-    file._tensors = {"x": SimpleNamespace(data=blocks, tensor_type=dtype, shape=(512, 7, 3))}  # type: ignore[dict-item]
+    writer = GGUFWriter(tmp_path / "random.gguf", "jamba")
+    writer.add_tensor("x", blocks, raw_dtype=dtype)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    file = GgufFile(tmp_path / "random.gguf")
     expected = torch.from_numpy(dequantize(blocks, dtype))
     monkeypatch.setattr(module, "_AT_ONCE", 5 * 512)
     assert expected.shape == (3, 7, 512) and torch.equal(file.read("x", torch.float32), expected)

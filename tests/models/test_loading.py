@@ -6,12 +6,14 @@ import json
 import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,7 +21,6 @@ import models
 from memory import FormatError, HybridMemory, HybridMemoryError, SpecError, StepError
 from models import ARCHITECTURES, LanguageModel, UnsupportedModelError, load_model
 from models.loading import architectures
-from models.loading.checkpoint import Checkpoint
 from tests.models.checkpoints import Peer, draw_tokens, write_checkpoint
 from tests.models.families.jamba import jamba_config
 from tests.models.families.mamba import mamba_config
@@ -116,14 +117,14 @@ def test_files_are_mapped_anew_now_and_then(tmp_path: Path, monkeypatch: pytest.
     """So that what was read leaves memory; tensors that are used where they are stay valid, as the embedding does."""
     folder = write_checkpoint(tmp_path / "model", jamba_config())
     expected = run(load_model(folder))
-    opened, open_file = list[str](), Checkpoint._open
+    opened = list[Path]()
 
-    def counted(self: Checkpoint, name: str) -> Any:
-        opened.append(name)
-        return open_file(self, name)  # type: ignore[no-untyped-call]
+    def counted(path: Path, **options: Any) -> Any:
+        opened.append(path)
+        return safe_open(path, **options)
 
     monkeypatch.setattr("models.loading.checkpoint._MOST_MAPPED_BYTES", 4096)
-    monkeypatch.setattr(Checkpoint, "_open", counted)
+    monkeypatch.setattr("models.loading.checkpoint.safe_open", counted)
     model = load_model(folder)
     assert 3 < len(opened) < 40 and torch.equal(run(model), expected)
 
@@ -348,8 +349,11 @@ def test_errors_of_loading_are_errors_of_this_library() -> None:
     assert issubclass(UnsupportedModelError, HybridMemoryError) and issubclass(FormatError, ValueError)
 
 
-def test_every_architecture_is_listed_with_its_module() -> None:
+def test_every_architecture_is_listed_with_its_module(monkeypatch: pytest.MonkeyPatch) -> None:
     """A module that registers an architecture which is not listed would never be imported for it."""
     for path in Path(models.__file__).parent.glob("*.py"):
         import_module(f"models.{path.stem}")
-    assert architectures._MODULES == {name: ARCHITECTURES[name].__module__ for name in ARCHITECTURES._classes}
+    listed = architectures.Architectures()
+    for name, model_class in ARCHITECTURES.items():
+        monkeypatch.setattr(architectures, "import_module", partial(listed.add, name))
+        assert listed[name] == model_class.__module__

@@ -12,7 +12,6 @@ from models import load_model, weight_bytes
 from models.layers import linear as module
 from models.layers import paired, quantised_kernels
 from models.layers.linear import Linear
-from models.layers.packed import PackedWeight
 from tests.tolerances import assert_kernel_close
 
 pytestmark = pytest.mark.skipif(
@@ -25,17 +24,31 @@ def drawn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape).bfloat16()
 
 
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[paired.PairedWeight]:
+    """The weights of every product that is computed by the compiled kernels."""
+    multiply, found = paired.PairedWeight.multiply, list[paired.PairedWeight]()
+
+    def noted(weight: paired.PairedWeight, *arguments: Any) -> torch.Tensor:
+        found.append(weight)
+        return multiply(weight, *arguments)
+
+    monkeypatch.setattr(paired.PairedWeight, "multiply", noted)
+    return found
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("activation", [None, "silu", "relu", "sigmoid", "gelu"])
 def test_a_product_is_that_of_plain_torch_and_a_row_has_the_same_bits_in_any_company(
-    shape: tuple[int, int], activation: str | None
+    shape: tuple[int, int], activation: str | None, products: list[paired.PairedWeight]
 ) -> None:
     """With and without a bias, for numbers of rows around those of the kernel's tiles, and for rows of float32."""
     weight, bias, x = drawn(*shape), drawn(shape[0]), drawn(71, shape[1])
     for b in (None, bias):
         linear = Linear(weight / shape[1] ** 0.5, bias=b, activation=activation)
-        assert isinstance(linear._weight, paired.PairedWeight)
+        products.clear()
         whole = linear(x)
+        assert len(products) == 1
         plain = F.linear(x.float(), weight.float() / shape[1] ** 0.5, None if b is None else b.float())
         expected = plain if activation is None else module.activation_by(activation)(plain)
         assert_kernel_close(whole, expected, torch.bfloat16)
@@ -57,12 +70,15 @@ def test_weights_are_held_once() -> None:
 
 
 @pytest.mark.parametrize("has_tiles", [True, False])
-def test_onednn_is_kept_where_a_processor_multiplies_tiles(has_tiles: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_onednn_is_kept_where_a_processor_multiplies_tiles(
+    has_tiles: bool, products: list[paired.PairedWeight], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_tiles)
     paired.multiplies_pairs_fastest.cache_clear()
     linear, x = Linear(weight := drawn(640, 512) / 22, activation="silu"), drawn(5, 512)
-    assert isinstance(linear._weight, PackedWeight if has_tiles else paired.PairedWeight)
+    assert linear.is_packed
     assert_kernel_close(linear(x), F.silu(F.linear(x.float(), weight.float())), torch.bfloat16)
+    assert len(products) == (not has_tiles)
     monkeypatch.undo()
     paired.multiplies_pairs_fastest.cache_clear()
 

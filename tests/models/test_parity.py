@@ -9,19 +9,17 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 from torch import Tensor
 
 from memory import UNROTATED, AttentionSpec, DropError, HybridMemory, RecurrentSpec, Sequence
-from memory.attention_cache import AttentionCache
 from memory.blocks.layout import Field
-from memory.blocks.store import Store
+from memory.blocks.pool import BlockPool
 from models import LanguageModel, load_model
+from tests.inside import store_of
 from tests.models.checkpoints import CONFIGS, Peer, draw_tokens, write_checkpoint
 from tests.subjects import IS_FULL, feed_together
 from tests.tolerances import assert_logits_close, assert_split_close
@@ -212,27 +210,22 @@ def forget(memory: HybridMemory, name: str) -> None:
     """Set the state tensors called `name`, or all keys, values, latents or rotary keys, to what they are before the
     first token.
     """
-    cleared: list[tuple[Store, NDArray[np.int64], Field, float]] = []
-    part = slice(None)
-    if name in ("keys", "values"):
-        for cache in (kind for kind in memory._coordinator.layers.values() if isinstance(kind, AttentionCache)):
-            blocks = cache.pool.addresses[cache.pool.counts > 0]
-            cleared += [(cache._store, blocks, field, 0.0) for field in cache.layout.fields[name == "values" :: 2]]
-    elif name in ("latents", "rotary keys"):
-        for cache in (kind for kind in memory._coordinator.layers.values() if isinstance(kind, AttentionCache)):
-            (n_latent,) = {s.value_dim for s in cache._specs}
-            part = slice(n_latent) if name == "latents" else slice(n_latent, None)
-            cleared += [
-                (cache._store, cache.pool.addresses[cache.pool.counts > 0], field, 0.0) for field in cache.layout.fields
-            ]
-    else:
-        table = memory._coordinator.layers["recurrence"].table
-        blocks = table.states.addresses[table.states.counts > 0]
-        states = [s for m in table.members for s in m.states]
-        for state, field in zip(states, table.state_layout.fields, strict=True):
-            cleared += [(table.store, blocks, field, state.initial)] if state.name == name else []
+    cleared: list[tuple[BlockPool, Field, float]] = []
+    part, attention = slice(None), memory.spec.of_kind("attention")
+    for group in memory.counters.inventory().groups:
+        for pool, layout in group.pools:
+            if group.name == "recurrence" and pool.name == "states":
+                states = [state for _, spec in group.members for state in spec.states]
+                found = zip(states, layout.fields, strict=True)
+                cleared += [(pool, field, state.initial) for state, field in found if state.name == name]
+            elif group.name.startswith("attention") and name in ("keys", "values"):
+                cleared += [(pool, field, 0.0) for field in layout.fields[name == "values" :: 2]]
+            elif group.name.startswith("attention") and name in ("latents", "rotary keys"):
+                (n_latent,) = {spec.value_dim for _, spec in attention}
+                part = slice(n_latent) if name == "latents" else slice(n_latent, None)
+                cleared += [(pool, field, 0.0) for field in layout.fields]
     assert cleared
-    for store, blocks, field, initial in cleared:
-        flat = store.flat(field)
+    for pool, field, initial in cleared:
+        flat, blocks = store_of(memory).flat(field), pool.addresses[pool.counts > 0]
         for address in (blocks // field.dtype.itemsize).tolist():
             flat[address : address + field.n_elements].view(field.shape)[..., part] = initial

@@ -241,6 +241,21 @@ class Machine(RuleBasedStateMachine):
             return
         self.model[loaded], self.peaks[loaded] = self.model[sequence], self.peaks[sequence]
 
+    @rule(index=INDEX)
+    def save_and_load_family(self, index: int) -> None:
+        sequence = self.pick(index, live=False)
+        marks = [s for s in self.model if sequence and s.is_checkpoint and s.lineage == sequence.lineage]
+        if sequence is None or len(self.model) + len(marks) >= 12:
+            return
+        self.memory.save(sequence, "memory://machine/family", checkpoints=True)
+        try:
+            loaded = self.memory.load("memory://machine/family", family=True)
+        except CapacityError:
+            return
+        saved = [sequence, *sorted(marks, key=lambda mark: mark.id)]
+        for one, two in zip(saved, [loaded.sequence, *loaded.checkpoints], strict=True):
+            self.model[two], self.peaks[two] = self.model[one], self.peaks[one]
+
     @precondition(lambda self: self.model)
     @rule(index=INDEX)
     def close(self, index: int) -> None:

@@ -28,6 +28,7 @@ from memory import (
     StepError,
 )
 from memory.recurrences import Fold, SSDShape, mamba1_spec, rg_lru_spec, short_conv_spec
+from tests.inside import books, layer_memories
 from tests.toy import VOCAB, Toy
 
 
@@ -245,7 +246,7 @@ def test_bad_accepts(hybrid: HybridMemory, toy: Toy) -> None:
 
 def test_every_error_is_ours() -> None:
     errors = [getattr(library, name) for name in library.__all__ if name.endswith("Error")]
-    assert len(errors) == 10
+    assert len(errors) == 11
     assert all(issubclass(error, HybridMemoryError) for error in errors)
     assert [name for name in library.__all__ if not hasattr(library, name)] == []
 
@@ -456,14 +457,14 @@ def test_positions_and_packing(hybrid: HybridMemory, toy: Toy) -> None:
 def test_check_finds_a_lost_and_a_doubled_reference(hybrid: HybridMemory, toy: Toy) -> None:
     a = hybrid.open()
     feed(hybrid, toy, a, [1] * 40)
-    pool = hybrid._coordinator.layers["attention"].pool
+    (pool, _), *_ = layer_memories(hybrid)["attention"].pools
     for change in (1, -1):
         pool.counts[0] += change
         with pytest.raises(IntegrityError):
             hybrid.check()
         pool.counts[0] -= change
     hybrid.check()
-    hybrid._coordinator.ledger.lengths[a.slot] += 16
+    books(hybrid)["lengths"][a.slot] += 16
     with pytest.raises(IntegrityError):
         hybrid.check()
 

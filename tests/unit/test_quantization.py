@@ -14,6 +14,7 @@ from memory import AttentionSpec, HybridMemory, MemorySpec, SpecError
 from memory.eviction import H2O, EvictionPolicy, KNorm, Recent
 from memory.kernels import FoldedRows, PagedBatch, Scoring, cpu, reference
 from memory.quantization import Float8, Quantized, Storage
+from tests.inside import kept_positions
 from tests.tolerances import assert_kernel_close
 from tests.unit.eviction.test_policies import BUDGET, EVERY, WINDOW, BruteForce, Table, assert_no_trace, feed
 
@@ -205,7 +206,7 @@ def test_attention_is_what_brute_force_makes_of_the_same_rows(
         assert_kernel_close(outputs[-1], oracle.step(n))
         at += n
         if policy is not None:
-            kept = next(iter(memory._coordinator.layers.values())).kept_positions(sequence.slot, 0)  # type: ignore[attr-defined]
+            kept = kept_positions(memory, sequence)
             assert [row.tolist() for row in kept.T] == [row.nonzero().flatten().tolist() for row in oracle.kept]
     exact = replace(model.memory_spec, layers=((replace(model.memory_spec.layers[0][0], storage=None),),))  # type: ignore[type-var]
     memory = HybridMemory(exact, "4MiB", rollback_window=WINDOW)

@@ -11,6 +11,7 @@ from memory import HybridMemory, Step, StepError
 from memory.eviction import H2O, Quest, SnapKV
 from memory.quantization import Float8, Quantized
 from memory.recurrences import FAMILIES
+from tests.inside import layer_memory_at
 from tests.subjects import Subject
 from tests.toy import FamilyToy, Toy
 
@@ -20,8 +21,8 @@ class Failing:
     once.
     """
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    def __init__(self, memory: HybridMemory, step: Step) -> None:
+        self._memory, self._step = memory, step
         self.n_refused = 0
 
     def __getattr__(self, name: str) -> Any:
@@ -46,7 +47,7 @@ class Failing:
 
     def _twice(self, name: str, layer: int, arguments: Any, options: Any) -> torch.Tensor:
         kind = {"attend": "attention", "cross_attend": "cross-attention"}[name]
-        owner = self._step._owner.places[layer, kind, options.get("name")].memory
+        owner = layer_memory_at(self._memory, layer, kind, options.get("name"))
         real = getattr(owner, name)
 
         def fails(*given: Any) -> Any:
@@ -73,7 +74,7 @@ def check(subject: Subject, fold: str | None, steps: list[int]) -> None:
         found = None
         try:
             with memory.step({sequence: chunk}, outputs="all") as step:
-                found = subject.model(Failing(step))
+                found = subject.model(Failing(memory, step))
         except StepError:
             assert sequence.length == start - n
             memory.check()

@@ -39,7 +39,7 @@ class GgufCheckpoint(Checkpoint):
         self._file, self._config = file, config
         kind = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}[file.architecture]
         self._names = get_tensor_name_map(kind, int(file.own("block_count")))
-        self._taken: set[str] = set()
+        self._taken: dict[str, bytes] = {}
         self._used: set[str] = set()
         self._factors = {}
 
@@ -62,11 +62,10 @@ class GgufCheckpoint(Checkpoint):
             raise FormatError(
                 f"{', '.join(sources)} in {self.folder} has shape {list(tensor.shape)}, its metadata says {list(shape)}"
             )
-        if name not in self._taken:
-            self._taken.add(name)
-            self._used.update(sources)
-            self.on_taken()
-        return tensor.reshape(shape)
+        tensor = tensor.reshape(shape)
+        self._used.update(sources)
+        self._note_taken(name, tensor)
+        return tensor
 
     def leftovers(self, *expected: str) -> list[str]:
         """Return the names, in the file, of tensors that were not taken, but for layers that only draft tokens."""

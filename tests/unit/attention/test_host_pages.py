@@ -24,15 +24,15 @@ from memory import (
     SequenceError,
     SpecError,
 )
-from memory.attention import offload as hosted_attention
 from memory.attention.offload import HostedAttention
-from memory.blocks import pinned as library
+from memory.blocks.layout import Field
 from memory.blocks.pinned import host_store
 from memory.errors import BUDGET_UNIT, HOST_UNIT
 from memory.kernels import Scoring
 from memory.prefix.cache import PrefixCache
 from memory.sequences.batch import TokenLists, pack
 from memory.specs import AttentionSpec
+from tests.inside import arena_bytes, host_bytes, layer_memories
 from tests.subjects import Subject, make_subject
 from tests.toy import Toy
 from tests.unit.sequences.test_drop import Table
@@ -205,9 +205,7 @@ def test_pages_are_where_they_are_said_to_be() -> None:
     expected = memory.run(model, {memory.fork(sequence): [3, 5]})
     memory.to_host(sequence)
     memory.close(other)
-    pages = memory._coordinator.layers["attention"]
-    assert isinstance(pages, HostedAttention)
-    near, far = (torch.as_tensor(kind._flats[0][0]) for kind in (pages.near, pages.far))  # type: ignore[attr-defined]
+    near, far = (bytes_of(memory).view(torch.float32) for bytes_of in (arena_bytes, host_bytes))
     free = torch.isnan(near)
     fork = memory.fork(sequence)
     near[: near.numel() // 2] = torch.nan  # pages are at the low end, states at the high one
@@ -383,7 +381,7 @@ def test_check_notices_what_is_in_two_places() -> None:
     sequence = memory.open()
     memory.run(model, {sequence: list(range(9))})
     memory.to_host(sequence)
-    kinds = [kind for kind in memory._coordinator.layers.values() if isinstance(kind, HostedAttention)]
+    kinds = [kind for kind in layer_memories(memory).values() if isinstance(kind, HostedAttention)]
     assert len(kinds) == 2
     for chosen in (kinds, kinds[:1]):
         for kind in chosen:
@@ -399,7 +397,7 @@ def test_what_the_host_computes_is_sent_there_and_back(monkeypatch: pytest.Monke
     """The device is the CPU here, and the host one that has no numbers: only where tensors go, and in which order, is
     looked at.
     """
-    spec, calls, moved = AttentionSpec(4, 2, 8), list[str](), hosted_attention._moved
+    spec, calls, moved = AttentionSpec(4, 2, 8), list[str](), Tensor.to
 
     def kind(name: str, fill: float, place: str) -> Any:
         def attend(plan: Any, index: int, q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Tensor:
@@ -412,11 +410,11 @@ def test_what_the_host_computes_is_sent_there_and_back(monkeypatch: pytest.Monke
 
         return SimpleNamespace(attend=attend, plan=lambda packed: packed)
 
-    def spy(values: tuple[Any, ...], device: torch.device) -> tuple[Any, ...]:
-        calls.append("moved")
-        return moved(values, device)
+    def spy(x: Tensor, device: torch.device) -> Tensor:
+        calls.extend(["moved"] if device.type == "meta" else [])
+        return moved(x, device)
 
-    monkeypatch.setattr(hosted_attention, "_moved", spy)
+    monkeypatch.setattr(Tensor, "to", spy)
     stores: Any = [SimpleNamespace(device=torch.device(name), upload=torch.from_numpy) for name in ("cpu", "meta")]
     both = HostedAttention(kind("near", 1.0, "cpu"), kind("far", 2.0, "meta"), *stores, [spec], torch.float32)
     both.moved(1, is_far=True)
@@ -427,9 +425,7 @@ def test_what_the_host_computes_is_sent_there_and_back(monkeypatch: pytest.Monke
         rows = [torch.randn(5, heads, 8) for heads in (4, 2, 2)]
         out = both.attend(plan, 0, *rows, Scoring(0.5, sinks_H=torch.zeros(4)))
         assert out.device.type == "cpu" and out[:, 3, 7].tolist() == expected and (out == out[:, :1, :1]).all()
-        assert calls == ["moved", "moved", "near", "far"], (
-            "while the host computes, the device must have something to do"
-        )
+        assert calls == [*["moved"] * 4, "near", "far"], "while the host computes, the device must have something to do"
         assert not plan.can_capture
 
 
@@ -447,15 +443,16 @@ def test_host_memory_is_pinned_as_long_as_it_is_used(monkeypatch: pytest.MonkeyP
             calls.append((address,))
 
     runtime = Runtime()
-    monkeypatch.setattr(library, "_cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
     store = host_store(1 << 16, torch.device("cuda", 1), "compute", poison=True)
     assert store.device == torch.device("cpu") and store.arena.unit == HOST_UNIT
-    address = store._bytes.data_ptr()
-    assert calls == [(address, 1 << 16, 3)] and (store._bytes == 0xFF).all()
-    kept = store._bytes[5:]
-    del store
+    own = store.flat(Field(0, (1 << 16,), torch.uint8))
+    address = own.data_ptr()
+    assert calls == [(address, 1 << 16, 3)] and (own == 0xFF).all()
+    kept = own[5:]
+    del store, own
     gc.collect()
     assert len(calls) == 1 and (kept == 0xFF).all()
     del kept

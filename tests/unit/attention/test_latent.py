@@ -11,6 +11,7 @@ from torch import Tensor
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence, SpecError, Step, StepError
 from memory.eviction import H2O, TOVA, EvictionPolicy, KNorm, Recent
+from tests.inside import kept_positions
 from tests.tolerances import assert_kernel_close
 
 H, LATENT, ROTARY, NOPE, VALUE = 5, 12, 4, 7, 6
@@ -155,7 +156,7 @@ def test_a_policy_chooses_as_if_the_values_were_rows_of_their_own(policy: Evicti
         before = feed(model, memory, sequence, tokens)
         memory.rollback(sequence, to=len(tokens) - 3)
         outputs.append(torch.cat([before, feed(model, memory, memory.fork(sequence), tokens, (1, 20, 1))]))
-        kept.append(next(iter(memory._coordinator.layers.values())).kept_positions(sequence.slot, 0))  # type: ignore[attr-defined]
+        kept.append(kept_positions(memory, sequence))
         bytes_held.append(memory.usage().block_bytes)
     assert torch.isfinite(outputs[1]).all() and torch.equal(outputs[0][..., :5], outputs[1])
     assert torch.equal(*kept) and len(kept[0]) == 9
@@ -173,7 +174,7 @@ def test_a_policy_is_shown_values_of_their_own_size() -> None:
     sequence = memory.open()
     with memory.step({sequence: range(30)}) as step:
         step.attend(0, torch.randn(30, 4, 8), k)
-    kept = next(iter(memory._coordinator.layers.values())).kept_positions(sequence.slot, 0)  # type: ignore[attr-defined]
+    kept = kept_positions(memory, sequence)
     candidates: list[set[int]] = [set(), set()]
     for fold in range(0, 24, 4):
         for g in range(2):

@@ -28,6 +28,7 @@ from memory.eviction import (
 )
 from memory.kernels import Scoring
 from memory.kernels.blocked import causal_mask
+from tests.inside import kept_positions
 from tests.tolerances import assert_kernel_close
 from tests.toy import VOCAB, Toy
 
@@ -175,12 +176,11 @@ def test_a_policy_keeps_what_brute_force_keeps(policy: EvictionPolicy, n_heads: 
     model = Table(policy, n_heads, n_kv_heads)
     memory, tokens = model.memory(), torch.randperm(512)[: sum(STEPS)].tolist()
     sequence, oracle, at = memory.open(), BruteForce(model, policy, tokens), 0
-    cache = next(iter(memory._coordinator.layers.values()))
     n_evicted = 0
     for n in STEPS:
         assert_kernel_close(feed(model, memory, sequence, tokens[at : at + n], [n]), oracle.step(n))
         at += n
-        kept = cache.kept_positions(sequence.slot, 0)  # type: ignore[attr-defined]
+        kept = kept_positions(memory, sequence)
         for g in range(n_kv_heads):
             assert kept[:, g].tolist() == oracle.kept[g].nonzero().flatten().tolist()
         n_evicted = oracle.body_at - len(kept)
@@ -452,7 +452,7 @@ def test_a_rank_of_minus_infinity_goes_first(monkeypatch: pytest.MonkeyPatch) ->
     memory = model.memory()
     sequence = memory.open()
     feed(model, memory, sequence, range(40), (40,))
-    kept = next(iter(memory._coordinator.layers.values())).kept_positions(sequence.slot, 0)  # type: ignore[attr-defined]
+    kept = kept_positions(memory, sequence)
     assert kept[:, 0].tolist() == [0, *range(7, 16)]
 
 

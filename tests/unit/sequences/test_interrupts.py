@@ -32,7 +32,7 @@ OPTIONS: dict[str, Any] = {"rollback_window": 4, "page_tokens": 4}
 
 def books(memory: HybridMemory) -> list[tuple[Any, ...]]:
     """What can be seen of all sequences."""
-    handles = sorted(memory._coordinator.ledger.handles.values(), key=lambda handle: handle.id)
+    handles = sorted(memory.sequences, key=lambda handle: handle.id)
     return [(h.id, h.is_checkpoint, h.tokens.tolist(), h.horizon, h.is_swapped, h.is_on_host) for h in handles]
 
 
@@ -60,16 +60,16 @@ class Scene:
         """Everything can still be used, and given back."""
         memory = self.memory
         memory.check()
-        for handle in list(memory._coordinator.ledger.handles.values()):
+        for handle in memory.sequences:
             if handle.is_swapped:
                 memory.swap_in(handle)
             if not handle.is_checkpoint:
                 feed(memory, handle, 1)
         memory.check()
-        for handle in list(memory._coordinator.ledger.handles.values()):
+        for handle in memory.sequences:
             memory.close(handle)
         memory.check()
-        assert memory.usage().used_bytes == 0 and memory._coordinator.swapped.used_bytes == (0, 0)
+        assert memory.usage().used_bytes == 0 and memory.counters.swapped_bytes == (0, 0)
 
 
 def step_and_accept(scene: Scene) -> None:
@@ -176,6 +176,31 @@ def test_a_file_is_loaded_or_not(tmp_path: Path) -> None:
     assert try_places(attempt, 25) > 20
 
 
+def test_a_family_is_loaded_or_not(tmp_path: Path) -> None:
+    model, path = Toy(), tmp_path / "a.safetensors"
+    source = HybridMemory(model.memory_spec, "1MiB", **OPTIONS)
+    saved = source.open()
+    for tokens in ([1, 2, 3, 4, 5, 6], [7, 8]):
+        source.run(model, {saved: tokens})
+        source.checkpoint(saved)
+    source.save(saved, path, checkpoints=True, forks={"fork": source.fork(saved)})
+
+    def attempt() -> tuple[Callable[[], Any], Callable[[Outcome], None]]:
+        memory = HybridMemory(model.memory_spec, "1MiB", **OPTIONS)
+
+        def verify(outcome: Outcome) -> None:
+            assert len(memory.usage().by_sequence) == 4 * outcome.has_returned
+            memory.check()
+            for sequence in memory.sequences:
+                memory.close(sequence)
+            memory.check()
+            assert memory.usage().used_bytes == 0
+
+        return lambda: memory.load(path, family=True), verify
+
+    assert try_places(attempt, 25) > 20
+
+
 def test_what_an_encoder_said_is_kept_or_not() -> None:
     spec = MemorySpec(((CrossAttentionSpec(2, 1, 4), AttentionSpec(2, 1, 4)),), VOCAB, model="decoder")
 
@@ -197,14 +222,17 @@ def test_what_an_encoder_said_is_kept_or_not() -> None:
 def test_two_steps_at_a_time_and_one_that_nobody_leaves() -> None:
     """A step is given up when its block is gone, and not before, whoever asks and however often."""
     scene = Scene()
-    memory, step = scene.memory, scene.memory.step({scene.a: [1]})
+    memory, step = scene.memory, scene.memory.step({scene.a: [1] * 9})
     with memory.step({scene.b: [1]}):
+        used_bytes = memory.usage().used_bytes
         step.__enter__()
-        assert not memory._coordinator.abort_abandoned()
+        held_bytes = memory.usage().used_bytes
+        memory.check()
+        assert memory.usage().used_bytes == held_bytes > used_bytes
         with pytest.raises(Exception, match="in an open step"):
             memory.close(scene.a)
         del step
-        assert memory._coordinator.abort_abandoned()
+        assert memory.usage().used_bytes == used_bytes
         memory.close(scene.a)
         with pytest.raises(Exception, match="in an open step"):
             memory.close(scene.b)

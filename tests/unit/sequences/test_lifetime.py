@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from chat.engine.engine import Engine
 from memory import BatchError, CapacityError, HybridMemory, RollbackError, Sequence, SequenceError, StepError
 from memory.prefix.cache import PrefixCache
+from tests.inside import arena_bytes
 from tests.toy import Toy
 
 ROOT = Path(__file__).parent.parent.parent.parent
@@ -49,9 +50,16 @@ def uncollected() -> Iterator[None]:
 
 def is_freed(held: list[HybridMemory]) -> bool:
     """Whether the only reference to a memory frees it and its arena when it is dropped."""
-    memory, arena = weakref.ref(held[0]), StorageWeakRef(held[0]._coordinator.store._bytes.untyped_storage())
+    memory, arena = weakref.ref(held[0]), StorageWeakRef(arena_bytes(held[0]).untyped_storage())
     held.clear()
     return memory() is None and arena.expired()
+
+
+def assert_refuses(memory: HybridMemory) -> None:
+    """A full memory asks nobody for room: a cache that is gone or closed would answer with an error of its own."""
+    with pytest.raises(CapacityError):
+        while True:
+            opened(memory, 200)
 
 
 # del memory
@@ -133,7 +141,7 @@ def test_used_bytes_of_a_dropped_memory_go_back_to_the_system(uncollected: None)
     for drop in drops:
         held = [make(budget="32MiB")]
         before = resident_bytes()
-        held[0]._coordinator.store._bytes.fill_(1)
+        arena_bytes(held[0]).fill_(1)
         assert resident_bytes() - before > 25 << 20
         drop(held)
         assert resident_bytes() - before < 20 << 20
@@ -180,7 +188,7 @@ def test_checkpoints_of_a_dropped_cache_make_room(uncollected: None) -> None:
     assert len(memory.sequences) == n_open, "nothing happens behind anyone's back"
     live = [opened(memory, 16) for _ in range(int(64 * 1024 / memory.counters.held_bytes(opened(memory, 16))) - 2)]
     assert all(not s.is_checkpoint for s in memory.sequences) and live
-    assert not memory._coordinator.room.reclaimers
+    assert_refuses(memory)
     memory.check()
 
 
@@ -192,7 +200,7 @@ def test_a_closed_memory_refuses_everything() -> None:
     sequence = opened(memory)
     cache = PrefixCache(memory)
     cache.insert(sequence)
-    arena = StorageWeakRef(memory._coordinator.store._bytes.untyped_storage())
+    arena = StorageWeakRef(arena_bytes(memory).untyped_storage())
     memory.close()
     assert arena.expired() and sequence.closed
     uses: list[Callable[[], object]] = [
@@ -240,12 +248,13 @@ def test_a_memory_in_a_step_is_not_closed() -> None:
 
 
 def test_a_cache_lets_go_of_its_memory() -> None:
-    memory = make()
+    memory = make(budget="64KiB")
     sequence = opened(memory)
     with PrefixCache(memory) as cache:
         cache.insert(sequence)
         assert len(memory.sequences) == 2
-    assert memory.sequences == [sequence] and not memory._coordinator.room.reclaimers
+    assert memory.sequences == [sequence]
+    assert_refuses(memory)
     for use in (
         lambda: cache.open([1]),
         lambda: cache.insert(sequence),
@@ -390,7 +399,7 @@ FORKED = """
                 lambda: memory.swap_in(alice), lambda: bob.length,
                 lambda: memory.close(bob), lambda: memory.fork(bob), lambda: cache.open([1, 2]),
                 lambda: cache.insert(bob), memory.check,
-                lambda: memory._coordinator.commit(step._opened, None),
+                lambda: step.__exit__(None, None, None),
             ]
             failed = [fails(use) for use in uses]
             repr(memory), repr(bob)

@@ -64,7 +64,7 @@ def test_what_is_refused_does_not_fit_and_what_the_refusal_names_does(name: str)
             return memory
 
         roomy = make(SPECS[name], **options)
-        least = roomy._coordinator.layers.least_bytes
+        least = roomy.counters.least_bytes
         try:
             feed(least)
             continue
@@ -74,10 +74,10 @@ def test_what_is_refused_does_not_fit_and_what_the_refusal_names_does(name: str)
             assert "can never hold" in str(error) and error.needed > least
             named = error.needed
         feed(named).check()
-        counted = roomy._coordinator.room.need(np.full(len(counts), -1), np.array(counts), size).total_bytes
-        assert least <= counted <= named and (named == counted) == (
-            len({pool.block_bytes for pool, _ in roomy._coordinator.layers.pools}) == 1
-        )
+        new = np.full(len(counts), -1)
+        counted = roomy.counters.lack_of_room(new, np.array(counts), size).needed  # in a roomy budget, without gaps
+        has_one_size = len(set(roomy.usage().block_bytes.values())) == 1
+        assert least <= counted <= named and (named == counted) == has_one_size
         if counted - 64 >= least:
             with pytest.raises(CapacityError, match="can never hold"):
                 feed(counted - 64)
@@ -123,9 +123,7 @@ def test_nothing_is_refused_that_would_have_fitted_whatever_came_before(seed: in
     for _ in range(4):
         name, fold = rng.choice(names), rng.choice(FOLDS)
         roomy = make(SPECS[name], fold=fold)
-        memory = make(
-            SPECS[name], roomy.needed_bytes(rng.randint(200, 900)) + roomy._coordinator.layers.least_bytes, fold=fold
-        )
+        memory = make(SPECS[name], roomy.needed_bytes(rng.randint(200, 900)) + roomy.counters.least_bytes, fold=fold)
         sequences = [memory.open()]
         for _ in range(20):
             sequence, move = rng.choice(sequences), rng.random()

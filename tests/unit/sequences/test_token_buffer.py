@@ -14,6 +14,7 @@ from memory import CapacityError, HybridMemory, IntegrityError, MemorySpec, Recu
 from memory.sequences import ledger as ledger_module
 from memory.sequences.token_buffer import common_prefix
 from tests.counting import Calls
+from tests.inside import books, drops_of, token_bytes
 
 WINDOW = 4
 STATE = RecurrentSpec("mean", (4,), (StateTensor("mean", (4,)),))
@@ -30,11 +31,6 @@ def feed(memory: HybridMemory, sequence: Sequence, tokens: list[int]) -> None:
         pass
 
 
-def buffers_of(memory: HybridMemory) -> int:
-    """Bytes of all token ids that a memory holds."""
-    return sum(buffer.ids.nbytes for buffer in set(memory._coordinator.ledger._buffers.values()))
-
-
 def test_checkpoints_hold_token_ids_once() -> None:
     """A copy for each would be 8 bytes for each of 256 + 512 + ... + 16,384 tokens: 4 MiB instead of 128 KiB."""
     memory = make()
@@ -48,7 +44,7 @@ def test_checkpoints_hold_token_ids_once() -> None:
         marks.append(memory.checkpoint(sequence))
     n_bytes = tracemalloc.get_traced_memory()[0]
     tracemalloc.stop()
-    assert sequence.length == 16_384 and buffers_of(memory) <= 3 * 8 * 16_384
+    assert sequence.length == 16_384 and token_bytes(memory) <= 3 * 8 * 16_384
     assert n_bytes < 1 << 20
     assert all(mark.tokens.tolist() == np.repeat(range(i + 1), 256).tolist() for i, mark in enumerate(marks))
     memory.check()
@@ -58,17 +54,14 @@ def test_a_fork_that_goes_on_copies_only_what_others_would_lose() -> None:
     memory = make()
     alice = memory.open()
     feed(memory, alice, list(range(100)))
-    bob = memory.fork(alice)
-    feed(memory, alice, [100])  # in place: nobody holds more
-    before = memory._coordinator.ledger._buffers[alice.slot].ids
+    bob, before = memory.fork(alice), token_bytes(memory)
+    feed(memory, alice, [100])
+    assert token_bytes(memory) == before, "in place: nobody holds more"
     feed(memory, bob, [200])
-    assert (
-        memory._coordinator.ledger._buffers[alice.slot].ids is before
-        and memory._coordinator.ledger._buffers[bob.slot].ids is not before
-    )
+    assert (both := token_bytes(memory)) > before + 8 * 100
     memory.rollback(alice, to=100)
     feed(memory, alice, [101])
-    assert memory._coordinator.ledger._buffers[alice.slot].ids is before, "what it alone held it may overwrite"
+    assert token_bytes(memory) == both, "what it alone held it may overwrite"
     mark = memory.checkpoint(alice)
     memory.rollback(alice, to=99)
     feed(memory, alice, [9])
@@ -113,7 +106,7 @@ def test_what_the_longest_held_goes_with_it() -> None:
     late = memory.checkpoint(sequence)
     memory.close(sequence)
     memory.close(late)
-    assert buffers_of(memory) == 16 * 8 and early.tokens.tolist() == [1] * 16
+    assert token_bytes(memory) == 16 * 8 and early.tokens.tolist() == [1] * 16
     memory.check()
 
 
@@ -121,7 +114,7 @@ def test_what_the_longest_held_goes_with_it() -> None:
 def test_a_step_that_does_not_count_leaves_no_buffer_behind(refuse: str) -> None:
     memory = make("2KiB" if refuse == "begin" else "1GiB", window=0)
     sequence = memory.open()
-    n_tokens, before = 100_000, buffers_of(memory)
+    n_tokens, before = 100_000, token_bytes(memory)
     if refuse == "begin":
         others = [memory.open() for _ in range(100)]
         with pytest.raises(CapacityError), memory.step({sequence: [1] * n_tokens} | dict.fromkeys(others, 1)):
@@ -132,7 +125,7 @@ def test_a_step_that_does_not_count_leaves_no_buffer_behind(refuse: str) -> None
     else:
         with memory.step({sequence: [1] * n_tokens}) as step:
             step.accept({sequence: 0})
-    assert buffers_of(memory) == before and not memory._coordinator.ledger._reserved
+    assert token_bytes(memory) == before
     memory.check()
 
 
@@ -177,7 +170,7 @@ def test_random_histories_against_lists() -> None:
             held[memory.open()] = []
         memory.check()
         assert all(s.tokens.tolist() == tokens for s, tokens in held.items())
-        assert buffers_of(memory) <= 8 * sum(4 * len(tokens) + 1100 for tokens in held.values())
+        assert token_bytes(memory) <= 8 * sum(4 * len(tokens) + 1100 for tokens in held.values())
 
 
 # The way back to a position
@@ -250,18 +243,18 @@ def test_the_nearest_position_is_that_of_a_search_through_all() -> None:
         memory.check()
         for sequence in live:
             for to in range(sequence.length + 1):
-                found = memory._coordinator.nearest(sequence, to)[0]
+                found = memory.resume_point(sequence, to)
                 assert found == nearest_of_all(memory, sequence, to, marks), (seed, to)
 
 
 def nearest_of_all(memory: HybridMemory, sequence: Sequence, to: int, marks: list[Sequence]) -> int:
     if to >= sequence.horizon:
         return to
-    best, seams = 0, memory._coordinator.ledger._seams
+    best = 0
     for mark in marks:
         if mark.is_swapped or mark.lineage != sequence.lineage:
             continue
-        foreign = set(seams.get(mark.slot, ())) - set(seams.get(sequence.slot, ()))
+        foreign = drops_of(memory, mark) - drops_of(memory, sequence)
         same = next(
             (i for i, (a, b) in enumerate(zip(sequence.tokens, mark.tokens, strict=False)) if a != b), mark.length
         )
@@ -288,11 +281,11 @@ def test_check_finds_tokens_that_two_would_write() -> None:
     feed(memory, alice, [1, 2, 3])
     bob = memory.fork(alice)
     memory.check()
-    ledger = memory._coordinator.ledger
-    ledger._writable[bob.slot] = ledger._writable[alice.slot]
+    writable, buffers = books(memory)["writable"], books(memory)["buffers"]
+    writable[bob.slot] = writable[alice.slot]
     with pytest.raises(IntegrityError, match="may write"):
         memory.check()
-    ledger._writable[bob.slot] = 0
-    ledger._buffers[alice.slot].writer = None
+    writable[bob.slot] = 0
+    buffers[alice.slot].writer = None
     with pytest.raises(IntegrityError):
         memory.check()

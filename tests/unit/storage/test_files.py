@@ -34,12 +34,11 @@ from memory import (
 )
 from memory.blocks.arena import Arena
 from memory.eviction import H2O
-from memory.interface import Dropped
 from memory.layer_memories import LayerMemories
 from memory.recurrences import FAMILIES
+from memory.rotary import UNROTATED
 from memory.sequences.folding import Fold
-from memory.storage import local_files as files
-from memory.storage.files import _digest
+from tests.inside import arena_bytes, forged_file
 from tests.toy import VOCAB, FamilyToy, Toy
 
 TOY = Toy()
@@ -110,7 +109,7 @@ def test_encoder_rows_of_others_stay_behind(tmp_path: Path) -> None:
     written = []
     for seed in (0xA5, 0x3C):
         memory = HybridMemory(spec, "1MiB", page_tokens=4)
-        memory._coordinator.store._bytes.fill_(seed)
+        arena_bytes(memory).fill_(seed)
         rows = [(torch.full((n, g, d), 0.5), torch.full((n, g, d), 0.25)) for n in (9,) for g, d in ((1, 5), (2, 3))]
         memory.save(memory.open(encoder=rows), tmp_path / "saved")
         written.append((tmp_path / "saved").read_bytes())
@@ -164,15 +163,15 @@ def test_what_killed_writers_left_is_removed_and_what_others_write_is_not(tmp_pa
 def test_whoever_loses_the_file_before_it_is_locked_writes_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lock, taken = files._lock, list[Path]()
+    lock, taken = fcntl.flock, list[Path]()
 
-    def late(descriptor: int, *, shared: bool, waits: bool) -> bool:
-        if waits and not taken:
+    def late(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_EX and not taken:
             taken.extend(tmp_path.glob("saved.*.part"))
             taken[0].unlink()
-        return lock(descriptor, shared=shared, waits=waits)
+        lock(descriptor, operation)
 
-    monkeypatch.setattr(files, "_lock", late)
+    monkeypatch.setattr(fcntl, "flock", late)
     memory = make()
     memory.save(opened(memory), tmp_path / "saved")
     assert taken and memory.load(tmp_path / "saved").length == 30
@@ -225,7 +224,7 @@ def test_a_file_with_a_right_checksum_and_wrong_content_is_refused(saved: Path, 
     metadata |= {"about": json.dumps(about), "records": json.dumps(records)}
     metadata |= {"version": {"version": "99"}, "format": {"format": "a novel"}}.get(change, {})
     del metadata["sha256"]
-    saved.write_bytes(save(tensors, metadata | {"sha256": _digest(tensors, metadata)}))
+    saved.write_bytes(forged_file(tensors, metadata))
     memory = make()
     with pytest.raises(FormatError, match="saved"):
         memory.load(saved)
@@ -352,28 +351,38 @@ def test_checkpoints_and_what_is_swapped_out_are_saved_as_well(tmp_path: Path) -
 
 
 def test_where_tokens_were_dropped_stays_known(tmp_path: Path) -> None:
-    memory = make()
-    sequence = opened(memory)
-    memory.save(sequence, tmp_path / "whole")
-    memory._coordinator.ledger.drop(
-        Dropped.of(sequence.slot, 3, 9, 30, 30, approximate=False), 4
-    )  # the book alone: toys' keys cannot be turned
-    assert memory._coordinator.ledger.record(sequence.slot)["seams"] == [4]
-    other = make()
-    loaded = other.load(tmp_path / "whole")
-    assert loaded.is_whole and not sequence.is_whole
-    other._coordinator.ledger.restore(loaded.slot, memory._coordinator.ledger.record(sequence.slot), VOCAB)
-    assert not loaded.is_whole
+    """The first token behind them stands where it would have stood, with the rows that it would have."""
+    spec = MemorySpec(((AttentionSpec(1, 1, 4, rotation=UNROTATED),),), VOCAB)
+    memory, other = (HybridMemory(spec, "1MiB", rollback_window=30) for _ in range(2))
+    sequence, rows = memory.open(), torch.ones(30, 1, 4)
+    with memory.step({sequence: [1] * 30}) as step:
+        step.attend(0, rows, rows, rows)
+    memory.drop(sequence, 3, 9)
+    memory.save(sequence, tmp_path / "saved")
+    loaded = other.load(tmp_path / "saved")
+    for to, is_whole in ((24, False), (4, False), (3, True)):
+        other.rollback(loaded, to)
+        assert loaded.is_whole == is_whole
 
 
 def _save_forever(folder: str, ready: Any) -> None:
     memory = make(budget="16MiB")
     first, second = opened(memory, 30), opened(memory, 60)
     memory.save(first, f"{folder}/saved")
+    memory.save(with_checkpoint(memory, 30), f"{folder}/family", checkpoints=True)
     ready.set()
     while True:
+        for family in (with_checkpoint(memory, 60), with_checkpoint(memory, 30)):
+            memory.save(family, f"{folder}/family", checkpoints=True)
         memory.save(second, f"{folder}/saved")
         memory.save(first, f"{folder}/saved")
+
+
+def with_checkpoint(memory: HybridMemory, n_tokens: int) -> Sequence:
+    sequence = opened(memory, n_tokens)
+    memory.checkpoint(sequence)
+    feed(memory, sequence, [1] * 7)
+    return sequence
 
 
 def test_whoever_is_killed_while_saving_leaves_a_whole_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +405,12 @@ def test_whoever_is_killed_while_saving_leaves_a_whole_file(tmp_path: Path, monk
     left = (tmp_path / "saved").read_bytes()
     memory.save(opened(memory, loaded.length), tmp_path / "saved")
     assert (tmp_path / "saved").read_bytes() == left
-    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    family = memory.load(tmp_path / "family", family=True)
+    n_tokens, left = family.checkpoints[0].length, (tmp_path / "family").read_bytes()
+    assert (family.sequence.length, n_tokens) in ((37, 30), (67, 60))
+    memory.save(with_checkpoint(memory, n_tokens), tmp_path / "family", checkpoints=True)
+    assert (tmp_path / "family").read_bytes() == left
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["family", "saved"]
 
 
 # Swapping
@@ -547,7 +561,7 @@ def test_a_damaged_swap_file_is_named_and_nothing_else_is_lost(tmp_path: Path) -
 def test_what_is_optional_goes_before_anything_is_refused() -> None:
     memory = make(budget=3 * make_bytes())
     optional = [memory.checkpoint(opened(memory)) for _ in range(3)]
-    for live in list(memory._coordinator.ledger.handles.values()):
+    for live in memory.sequences:
         if not live.is_checkpoint:
             memory.close(live)
     asked: list[int] = []
@@ -575,7 +589,7 @@ def test_forged_contents_are_refused_though_their_checksum_is_right(saved: Path,
     tensors, data = load(saved.read_bytes()), saved.read_bytes()
     metadata = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     metadata = {name: text for name, text in metadata.items() if name != "sha256"} | {"about": json.dumps(about)}
-    saved.write_bytes(save(tensors, metadata | {"sha256": _digest(tensors, metadata)}))
+    saved.write_bytes(forged_file(tensors, metadata))
     with pytest.raises(FormatError, match="never writes"):
         make().load(saved)
     saved.write_bytes(save({"tokens": torch.zeros(3, dtype=torch.bfloat16)}, metadata))

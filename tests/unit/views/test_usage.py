@@ -19,6 +19,7 @@ from memory.eviction import H2O, Quest, Recent
 from memory.quantization import Quantized
 from memory.views import text_tables as tables_module
 from memory.views.text_tables import Table, format_bytes
+from tests.inside import layer_memories
 from tests.toy import Toy
 
 META = torch.device("meta")
@@ -79,11 +80,12 @@ def family(memory: HybridMemory) -> dict[str, Sequence]:
 
 def books(memory: HybridMemory) -> Any:
     """Everything that looking must not change."""
+    inventory = memory.counters.inventory()
     pools = [
-        (pool.counts.tolist(), pool.addresses.tolist(), pool.n_used) for pool, _ in memory._coordinator.layers.pools
+        (pool.counts.tolist(), pool.addresses.tolist(), pool.n_used) for g in inventory.groups for pool, _ in g.pools
     ]
-    ledger, arena = memory._coordinator.ledger, memory._coordinator.store.arena
-    return pools, arena._ends.copy(), ledger.lengths.tolist(), ledger.peaks.tolist(), dict(ledger.handles)
+    handles = [(s, s.length, s.horizon, s.is_swapped) for s in memory.sequences]
+    return pools, inventory.arena.free_bytes, handles
 
 
 # The numbers
@@ -91,16 +93,16 @@ def books(memory: HybridMemory) -> Any:
 
 def assert_adds_up(memory: HybridMemory, sequences: list[Sequence]) -> None:
     before = books(memory)
-    usage, arena = memory.usage(), memory._coordinator.store.arena
-    pools = {pool.name: pool for pool, _ in memory._coordinator.layers.pools}
-    assert sum(usage.held.values()) == usage.used_bytes == arena.used_bytes == arena.capacity_bytes - usage.free_bytes
-    assert usage.by_kind == {name: pool.used_bytes for name, pool in pools.items()}
+    usage, counters = memory.usage(), memory.counters
+    assert sum(usage.held.values()) == usage.used_bytes == counters.used_bytes == memory.budget - usage.free_bytes
+    assert usage.by_kind == counters.bytes_by_pool()
     assert sum(usage.by_group.values()) == sum(usage.by_part.values()) == usage.used_bytes
     assert usage.shared_bytes + usage.private_bytes == usage.used_bytes
-    assert list(usage.by_sequence) == [s.id for s in memory._coordinator.ledger.handles.values()]
+    assert list(usage.by_sequence) == [s.id for s in memory.sequences]
     for s in sequences:
-        own, blocks = usage.by_sequence[s.id], memory._coordinator.layers.blocks_of(s.slot)
-        assert own.by_kind == {name: len(ids) * pools[name].block_bytes for name, ids in blocks.items()}
+        own = usage.by_sequence[s.id]
+        assert own.total_bytes == counters.held_bytes(s)
+        assert not any(n_bytes % usage.block_bytes[name] for name, n_bytes in own.by_kind.items())
         assert own.private_bytes == memory.private_bytes(s)
         assert (own.n_tokens, own.is_checkpoint) == (s.length, s.is_checkpoint) and s.is_swapped >= (
             own.swapped_bytes > 0
@@ -160,7 +162,7 @@ def test_parts_of_a_sequence() -> None:
     assert usage.layers == {"attention": (1, 5), "attention over 9": (2,), "recurrence": (0, 2, 4)}
     with memory.step({s: [1] * 9}):
         inside = memory.usage()
-        assert inside.by_part["steps"] > 0 and sum(inside.held.values()) == memory._coordinator.store.arena.used_bytes
+        assert inside.by_part["steps"] > 0 and sum(inside.held.values()) == memory.counters.used_bytes
         assert "41 tokens" in s._repr_html_()
 
 
@@ -327,9 +329,9 @@ def test_ten_thousand_sequences_are_a_short_page(monkeypatch: pytest.MonkeyPatch
     sequences = [memory.open() for _ in range(5000)]
     memory.run(None, {s: [1] * (1 + i % 9) for i, s in enumerate(sequences)}, max_tokens=8000)
     sequences += [memory.fork(s) for s in sequences]
-    asked: list[int] = []
+    layers, asked = layer_memories(memory).values(), list[int]()
     n_written = 0
-    for kind in memory._coordinator.layers.values():
+    for kind in layers:
         monkeypatch.setattr(
             kind, "holdings", lambda slots, plain=kind.holdings: asked.append(len(slots)) or plain(slots)
         )
@@ -343,13 +345,13 @@ def test_ten_thousand_sequences_are_a_short_page(monkeypatch: pytest.MonkeyPatch
     for module in ("memory.views.text_tables", "memory.views.usage"):
         monkeypatch.setattr(f"{module}.format_bytes", write)
     html = memory._repr_html_()
-    assert asked == [10_000] * len(memory._coordinator.layers) and n_written < 600
+    assert asked == [10_000] * len(layers) and n_written < 600
     page = Page(html)
     assert len(html) < 500_000 / 4 and len([row for row in page.rows if row[0].startswith("sequence ")]) == 50
     assert "… and 9,950 more" in page.text and "10,000 sequences" in page.text
     assert len(str(memory.usage()).splitlines()) < 40
     asked.clear()
-    assert len(sequences[7]._repr_html_()) < 10_000 and asked == [1] * len(memory._coordinator.layers)
+    assert len(sequences[7]._repr_html_()) < 10_000 and asked == [1] * len(layers)
 
 
 def test_a_handle_shows_itself() -> None:

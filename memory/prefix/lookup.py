@@ -1,0 +1,102 @@
+"""Describes what a lookup in a prefix cache found, and counts what lookups have found so far."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from memory.blocks.arrays import Int64s
+from memory.errors import BatchError
+
+Tier = Literal["", "budget", "host", "disk"]
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Says how many tokens of a prompt the cache can reuse, and why not more.
+
+    Attributes:
+        n_tokens: length of the prompt.
+        by_attention: leading tokens that were seen before; a memory of attention alone could reuse them all.
+        by_recurrent: leading tokens behind which a state can be had: that of a checkpoint, or of one rolled back.
+        reused: the lesser of the two, and less than `n_tokens`: the last token must be fed for its output.
+        why: the reason in words.
+        tier: where the state that is reused lies: "budget", "host" (memory) or "disk"; "" if nothing is reused.
+    """
+
+    n_tokens: int
+    by_attention: int
+    by_recurrent: int
+    reused: int
+    why: str
+    tier: Tier = ""
+
+    @property
+    def recomputed(self) -> int:
+        return self.n_tokens - self.reused
+
+
+@dataclass(frozen=True)
+class PrefixStats:
+    """Counts the hits of a cache, and what it holds.
+
+    Attributes:
+        n_lookups, n_hits: prompts opened, and those of which tokens were reused.
+        n_tokens, n_reused: tokens of these prompts, and those of them that were reused.
+        n_checkpoints, n_evicted: checkpoints that it holds, and those that were closed for lack of room.
+        private_bytes: sum of what closing each checkpoint in the budget alone would free; closing all frees at least
+            that.
+        n_outside: checkpoints of these that are outside of the budget, in host memory or in files.
+        n_moved, n_returned: checkpoints that were moved out of the budget so far, and back.
+        n_lost: checkpoints that were closed because their file could not be read.
+    """
+
+    n_lookups: int
+    n_hits: int
+    n_tokens: int
+    n_reused: int
+    n_checkpoints: int
+    n_evicted: int
+    private_bytes: int
+    n_outside: int = 0
+    n_moved: int = 0
+    n_returned: int = 0
+    n_lost: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        """Return the share of all prompts' tokens that were reused."""
+        return self.n_reused / self.n_tokens if self.n_tokens else 0.0
+
+
+def read_prompt(token_ids: Seq[int] | Int64s) -> Int64s:
+    """Return a prompt's token ids as an array. Raises BatchError."""
+    try:
+        tokens = np.asarray(token_ids)
+    except ValueError as error:
+        raise BatchError(f"{token_ids!r} are no token ids; give a flat list or array of integers") from error
+    if tokens.ndim > 1:
+        raise BatchError(f"token ids have shape {tokens.shape}; give one axis, one prompt at a time")
+    if not tokens.ndim or (len(tokens) and tokens.dtype.kind not in "iu"):
+        raise BatchError(
+            f"token_ids={token_ids!r}; give a list or array of integer token ids: encode text with the model's "
+            "tokenizer first"
+        )
+    return tokens.astype(np.int64, copy=False)
+
+
+def explain(n_tokens: int, n_matched: int, reused: int) -> str:
+    """Return in words why so many tokens of a prompt are reused, and not more."""
+    if not n_matched:
+        return "nothing like it was seen before"
+    if reused == n_tokens - 1:
+        return "all but the last token, which must be fed for its output"
+    if reused == n_matched:
+        return f"all {n_matched} tokens that were seen before"
+    seen = f"{n_matched} tokens were seen before, and attention could reuse them; "
+    if not reused:
+        return seen + "recurrent states were kept nowhere on that way"
+    return seen + f"recurrent states were kept at {reused}, and tokens {reused} ... {n_matched - 1} are computed again"

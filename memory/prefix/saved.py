@@ -1,0 +1,46 @@
+"""Writes the tree of a prefix cache as entries of a folder, and reads it from them."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+
+from memory.errors import FormatError, SpecError
+from memory.interface import Sequence
+from memory.prefix.radix_tree import Node
+from memory.storage.folders import Entry
+
+
+def entries_of(roots: dict[Hashable, Node]) -> Iterator[Entry]:
+    """Generate the checkpoints of all owners, those above before those below. Raises SpecError for an odd owner."""
+    number = -1
+    for owner, root in roots.items():
+        label, nodes = _as_label(owner), [(root, -1)]
+        while nodes:
+            node, above = nodes.pop()
+            if node.mark is not None:
+                number += 1
+                yield Entry(node.mark, above, label)
+                above = number
+            nodes.extend((child, above) for child in node.children.values())
+
+
+def owned(entries: list[Entry]) -> Iterator[tuple[Hashable, Sequence]]:
+    """Generate the owner of each entry, and its checkpoint."""
+    for entry in entries:
+        yield _as_owner(entry.label), entry.checkpoint
+
+
+def _as_label(owner: Hashable) -> list[str | int | None]:
+    if isinstance(owner, bytes):
+        return ["bytes", owner.hex()]
+    if owner is None or (isinstance(owner, str | int) and not isinstance(owner, bool)):
+        return [type(owner).__name__, owner]
+    raise SpecError(f"owner {owner!r:.80} cannot be written to a file; use None, a text, bytes or an integer")
+
+
+def _as_owner(label: list[str | int | None]) -> Hashable:
+    try:
+        kind, value = label
+        return bytes.fromhex(str(value)) if kind == "bytes" else value
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"{label!r:.80} is no owner of prefixes; save the cache again") from error

@@ -1,0 +1,260 @@
+"""Saves sequences of a memory to files, and opens sequences from files: the work of `HybridMemory.save` and `load`."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
+from typing import TypeAlias
+
+import numpy as np
+from torch import Tensor
+
+from memory.blocks.arrays import Bools, Int64s
+from memory.blocks.store import Store
+from memory.coordinator import Coordinator
+from memory.errors import CapacityError, FormatError, SequenceError
+from memory.interface import Sequence
+from memory.layer_memories import Held, LayerMemories
+from memory.sequences.folding import TailRules
+from memory.sequences.interrupts import uninterrupted_call
+from memory.storage.family_files import Member, MemberKind, SavedFamily, family_in, family_of_one, write_family
+from memory.storage.files import FAMILY_VERSION, read_path, read_tensors, snapshot_in, write_snapshot
+from memory.storage.names import names_in_files
+from memory.storage.signature import check_signature, check_weights, fitted, signature_of
+from memory.storage.swapping import Swapping
+
+Checkpoints: TypeAlias = bool | Iterable[Sequence]
+Forks: TypeAlias = Mapping[str, Sequence]
+NO_FORKS: Forks = MappingProxyType({})
+_PATH = "the path of a file, such as 'alice.safetensors'"
+
+
+@dataclass(frozen=True)
+class Family:
+    """Holds the handles of a sequence that was loaded with its checkpoints and forks.
+
+    Attributes:
+        checkpoints: in the order in which they were made.
+        forks: by the names that they were saved by.
+    """
+
+    sequence: Sequence
+    checkpoints: list[Sequence]
+    forks: dict[str, Sequence]
+
+
+class Archive:
+    """Saves the sequences of one memory, and opens those of files.
+
+    Args:
+        page_tokens, rules: of the memory; they are a part of its signature.
+    """
+
+    def __init__(self, coordinator: Coordinator, swapping: Swapping, page_tokens: int, rules: TailRules) -> None:
+        self._coordinator, self._swapping = coordinator, swapping
+        self._page_tokens = page_tokens
+        self._rules = rules
+
+    # Saving
+
+    def save(self, sequence: Sequence, path: object, checkpoints: Checkpoints, forks: Forks) -> None:
+        """See `HybridMemory.save`."""
+        ledger, spec = self._coordinator.ledger, self._coordinator.spec
+        ledger.check_usable(sequence, to_advance=False, may_be_away=True)
+        about = {"signature": signature_of(spec, self._page_tokens, self._rules), "model": spec.model}
+        about |= {} if spec.weights is None else {"weights": spec.weights}
+        names = names_in_files(self._coordinator.layers)
+        if checkpoints is False and not forks:
+            snapshot = self._swapping.snapshot(sequence.slot)
+            place = read_path("path", path, _PATH)
+            write_snapshot(place, names.renamed(snapshot), about | ledger.record(sequence.slot))
+            return
+        chosen = self._choose(sequence, checkpoints, forks)
+        place = read_path("path", path, _PATH)
+        saved = _Gathering(self._coordinator, self._swapping, chosen).saved
+        write_family(replace(saved.renamed(names), path=place, about=about))
+
+    def _choose(
+        self, sequence: Sequence, checkpoints: Checkpoints, forks: Forks
+    ) -> list[tuple[MemberKind, str, Sequence]]:
+        """Return what is to be saved: kind, name and handle, the sequence first. Raises SequenceError."""
+        ledger = self._coordinator.ledger
+        if not isinstance(forks, Mapping) or not all(isinstance(name, str) for name in forks):
+            raise SequenceError(
+                f"forks={forks!r:.80}; give a name for each, such as {{'draft': memory.fork(sequence)}}"
+            )
+        lineages = {sequence.lineage}
+        for fork in forks.values():
+            ledger.check_usable(fork, may_be_away=True)
+            lineages.add(fork.lineage)
+        if checkpoints is True:
+            marks = [
+                handle for handle in ledger.handles.values() if handle.is_checkpoint and handle.lineage in lineages
+            ]
+        elif checkpoints is False:
+            marks = []
+        elif isinstance(checkpoints, Iterable):
+            marks = list(dict.fromkeys(checkpoints))
+            for mark in marks:
+                ledger.check_usable(mark, to_advance=False, may_be_away=True)
+                if not mark.is_checkpoint:
+                    raise SequenceError(f"{mark!r} is no checkpoint; save it by a name, forks={{'draft': sequence}}")
+        else:
+            raise SequenceError(f"checkpoints={checkpoints!r:.80}; give True for all of the family, or a list of them")
+        chosen: list[tuple[MemberKind, str, Sequence]] = [("sequence", "", sequence)]
+        chosen += [("checkpoint", "", mark) for mark in sorted(marks, key=lambda mark: mark.id)]
+        return chosen + [("fork", name, fork) for name, fork in forks.items()]
+
+    # Loading
+
+    def load(self, path: object, held: uninterrupted_call, *, only_first: bool) -> Family:
+        """See `HybridMemory.load`; with `only_first`, open the first member of a file alone."""
+        saved = self._read(path, only_first=only_first)
+        opened = list[Sequence]()
+        with held:
+            try:
+                self._restore(saved, opened)
+                held.deliver()
+            except BaseException as error:
+                for sequence in opened:
+                    self._coordinator.withdraw(sequence)
+                if isinstance(error, CapacityError) or not isinstance(error, Exception):
+                    raise
+                # The file's checksum is right, so it was written like this: by another program, or to do harm.
+                raise FormatError(f"{saved.path} contradicts itself ({error}); save the sequence again") from error
+            members = list(zip(opened, saved.members, strict=True))
+            checkpoints = [sequence for sequence, member in members if member.kind == "checkpoint"]
+            return Family(opened[0], checkpoints, {m.name: sequence for sequence, m in members if m.kind == "fork"})
+
+    def _read(self, path: object, *, only_first: bool) -> SavedFamily:
+        """Read a file, by the memory's own names; warn of members that are left out. Raises FormatError."""
+        place = read_path("path", path, "the path of a saved sequence", FormatError)
+        spec, layers = self._coordinator.spec, self._coordinator.layers
+        tensors, metadata = read_tensors(place)
+        if int(metadata["version"]) < FAMILY_VERSION:
+            snapshot, about = snapshot_in(place, tensors, metadata)
+            snapshot = fitted(place, snapshot, about, spec, self._page_tokens, self._rules, layers)
+            check_weights(place, about, spec)
+            return family_of_one(place, snapshot, about)
+        saved = family_in(place, tensors, metadata, only_first=only_first)
+        check_signature(place, saved.about, spec, self._page_tokens, self._rules)
+        check_weights(place, saved.about, spec)
+        if saved.damaged:
+            warnings.warn(f"{place} is damaged and loaded without {', '.join(saved.damaged)}", stacklevel=4)
+        return saved.renamed(names_in_files(layers).reversed)
+
+    def _restore(self, saved: SavedFamily, opened: list[Sequence]) -> None:
+        """Open the members of a file, which are added to `opened` one by one."""
+        coordinator, ledger = self._coordinator, self._coordinator.ledger
+        lineages = dict[int, int]()
+        for member in saved.members:
+            opened.append(ledger.open(lineage=lineages.get(member.family), is_checkpoint=member.kind == "checkpoint"))
+            lineages.setdefault(member.family, opened[-1].lineage)
+        held, blocks = saved.blocks_for(saved.members)
+        slots = {sequence.slot: own for sequence, own in zip(opened, held, strict=True)}
+        coordinator.room.make(lambda: coordinator.layers.restore_all(slots, blocks, coordinator.store))
+        n_drops = ledger.n_drops
+        for buffer, tokens in enumerate(saved.tokens):
+            # All members with tokens in this buffer share them: each becomes a copy of one that stands where it did.
+            model = ledger.open()
+            try:
+                record = {"tokens": tokens, "peak": len(tokens), "seams": ()}
+                ledger.restore(model.slot, record, coordinator.spec.vocab_size)
+                for sequence, member in zip(opened, saved.members, strict=True):
+                    if member.buffer == buffer:
+                        drops = tuple((position, n_drops + number) for position, number in member.drops)
+                        ledger.restore_position(model.slot, member.length, member.peak, drops)
+                        model.lineage = sequence.lineage
+                        ledger.copy([model], [sequence], coordinator.layers.horizon)
+            finally:
+                ledger.close(model)
+        for sequence in opened:
+            coordinator.check_slot(sequence.slot)
+
+
+class _Gathering:
+    """Copies all that several sequences and checkpoints hold out of a memory, blocks that they share once.
+
+    Bytes that are of no token of any of them become zeros. Cost: the bytes, once.
+
+    Attributes:
+        saved: what was copied, by the memory's own names of layer memories and pools.
+    """
+
+    def __init__(
+        self, coordinator: Coordinator, swapping: Swapping, chosen: list[tuple[MemberKind, str, Sequence]]
+    ) -> None:
+        self._coordinator, self._swapping = coordinator, swapping
+        self._places: list[tuple[LayerMemories, Store]] = [(coordinator.layers, coordinator.store)]
+        if coordinator.host_pages is not None:
+            self._places.append(coordinator.host_pages.place)
+        self._slots = [sequence.slot for _, _, sequence in chosen]
+        self._n_blocks = dict[str, int]()
+        # by place and pool: the number in the file of each block of the pool, and which of its rows are live
+        self._numbers = dict[tuple[int, str], Int64s]()
+        self._live = dict[tuple[int, str], Bools]()
+        self._note_live_rows()
+        ledger, buffers, families = coordinator.ledger, dict[int, int](), dict[int, int]()
+        numbers = sorted({number for slot in self._slots for _, number in ledger.drops(slot)})
+        ranks = {number: rank for rank, number in enumerate(numbers, 1)}
+        self.saved = SavedFamily("", {}, [], [], {})
+        for kind, name, sequence in chosen:
+            slot, tokens = sequence.slot, ledger.tokens(sequence.slot)
+            buffer = buffers.setdefault(tokens.ctypes.data, len(buffers))  # those of one buffer begin at one address
+            drops = tuple((position, ranks[number]) for position, number in ledger.drops(slot))
+            member = Member(
+                kind, name, families.setdefault(sequence.lineage, len(families)), buffer, len(tokens),
+                int(ledger.peaks[slot]), drops, self._held_by(slot),
+            )  # fmt: skip
+            self.saved.members.append(member)
+            if buffer == len(self.saved.tokens):
+                self.saved.tokens.append(tokens)
+            elif len(tokens) > len(self.saved.tokens[buffer]):
+                self.saved.tokens[buffer] = tokens
+
+    def _note_live_rows(self) -> None:
+        """Mark the rows of all blocks that are of tokens of at least one of the sequences."""
+        ledger = self._coordinator.ledger
+        for slot in self._slots:
+            if ledger.is_away[slot]:
+                continue
+            for place, (layers, _) in enumerate(self._places):
+                for memory in layers.values():
+                    held, live = memory.blocks_of(slot), memory.live_rows(slot, int(ledger.lengths[slot]))
+                    for pool, _ in memory.pools:
+                        if len(ids := held[pool.name]):
+                            rows = live[pool.name]
+                            empty = np.zeros((len(pool.counts), rows.shape[1]), np.bool_)
+                            np.logical_or.at(self._live.setdefault((place, pool.name), empty), ids, rows)
+
+    def _held_by(self, slot: int) -> Held:
+        """Return the records and the blocks of a slot; copy those that no slot before it held."""
+        if self._coordinator.ledger.is_away[slot]:
+            snapshot = self._swapping.snapshot(slot)
+            return Held(snapshot.records, {pool: self._add(pool, blocks) for pool, blocks in snapshot.blocks.items()})
+        numbers = dict[str, Int64s]()
+        for place, (layers, store) in enumerate(self._places):
+            for memory in layers.values():
+                held = memory.blocks_of(slot)
+                for pool, layout in memory.pools:
+                    if not len(ids := held[pool.name]):
+                        continue
+                    found = self._numbers.setdefault((place, pool.name), np.full(len(pool.counts), -1, np.int64))
+                    new, first = np.unique(ids[found[ids] < 0], return_index=True)
+                    if len(new):
+                        new = new[np.argsort(first)]
+                        blocks = store.read(pool.addresses[new], pool.block_bytes)
+                        layout.blank_(blocks, self._live[place, pool.name][new])
+                        found[new] = self._add(pool.name, blocks)
+                    numbers[pool.name] = found[ids]
+        records = {name: memory.record(slot) for name, memory in self._coordinator.layers.items()}
+        return Held(records, numbers)
+
+    def _add(self, pool: str, blocks: Tensor) -> Int64s:
+        """Add blocks to those of a pool, and return their numbers."""
+        start = self._n_blocks.get(pool, 0)
+        self._n_blocks[pool] = start + len(blocks)
+        self.saved.blocks.setdefault(pool, []).append(blocks)
+        return np.arange(start, start + len(blocks))

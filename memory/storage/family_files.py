@@ -1,0 +1,273 @@
+"""Writes several sequences and checkpoints to one safetensors file, and reads it; what they share is in it once.
+
+    tensors    tokens/N (n,) int64, the tokens of one buffer; blocks/NAME OF A POOL (n, block_bytes) uint8
+    metadata   format, version, about (the signature of the memory), members, sha256 over all of this
+
+Each member is a sequence or a checkpoint: its length, its record, and which blocks of each pool it refers to. Tokens
+and blocks that no member before it has are its own. A checksum over these is in its entry, so damage costs the members
+that refer to the damaged bytes, and no others. The first member is the sequence that the file was saved for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.blocks.arrays import EMPTY, Int64s, ranges
+from memory.errors import FormatError
+from memory.layer_memories import Held, Snapshot
+from memory.storage.files import (
+    BLOCKS,
+    FAMILY_VERSION,
+    FORMAT,
+    bytes_of,
+    check_digest,
+    digest_of,
+    read_tensors,
+    require_bytes,
+    snapshot_in,
+    write_tensors,
+)
+from memory.storage.names import Names
+
+MemberKind = Literal["sequence", "checkpoint", "fork"]
+_TOKENS = "tokens/"
+
+
+@dataclass(frozen=True)
+class Member:
+    """Describes one sequence or checkpoint in a file.
+
+    Attributes:
+        name: of a fork, the name that it was saved by.
+        family: equal numbers: of one family, so that a rollback of one may go to a checkpoint among the others.
+        buffer: the number of the buffer that its tokens are in; it holds the first `length` of them.
+        drops: as `Ledger.drops` returns them, numbered from 1.
+        held: its records, and which blocks of the file it refers to.
+    """
+
+    kind: MemberKind
+    name: str
+    family: int
+    buffer: int
+    length: int
+    peak: int
+    drops: tuple[tuple[int, int], ...]
+    held: Held
+
+    def __str__(self) -> str:
+        return f"{self.kind}{f' {self.name!r}' if self.name else ''} of {self.length} tokens"
+
+
+@dataclass(frozen=True)
+class SavedFamily:
+    """Holds the content of a file.
+
+    Attributes:
+        about: facts on the memory that saved it, as JSON values; of a file that was read also its `version`.
+        members: without those that are damaged.
+        tokens: of each buffer, as many as its longest member has.
+        blocks: pool -> the blocks in pieces, each (n, block_bytes).
+        damaged: what members were left out of a file that was read, in words.
+    """
+
+    path: str
+    about: dict[str, Any]
+    members: list[Member]
+    tokens: list[Int64s]
+    blocks: dict[str, list[Tensor]]
+    damaged: tuple[str, ...] = ()
+
+    def renamed(self, names: Names) -> SavedFamily:
+        """Return the same under other names of layer memories and pools."""
+        members = [replace(member, held=names.renamed_held(member.held)) for member in self.members]
+        return replace(self, members=members, blocks=names.of_pools(self.blocks))
+
+    def blocks_for(self, members: Seq[Member]) -> tuple[list[Held], dict[str, Tensor]]:
+        """Return the blocks that some of the members refer to, and what each of them holds of these."""
+        blocks, numbers = dict[str, Tensor](), dict[str, Int64s]()
+        for pool, pieces in self.blocks.items():
+            whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+            wanted = np.unique(np.concatenate([EMPTY, *(m.held.numbers.get(pool, EMPTY) for m in members)]))
+            if len(wanted):
+                blocks[pool] = whole if len(wanted) == len(whole) else whole[torch.from_numpy(wanted)]
+                numbers[pool] = np.zeros(len(whole), np.int64)
+                numbers[pool][wanted] = np.arange(len(wanted))
+        held = [
+            Held(m.held.records, {pool: numbers[pool][of] for pool, of in m.held.numbers.items() if len(of)})
+            for m in members
+        ]
+        return held, blocks
+
+
+def write_family(saved: SavedFamily) -> None:
+    """Write a file, whole or not at all. Raises as `write_tensors`, and SpecError: a dry run."""
+    require_bytes(piece for pieces in saved.blocks.values() for piece in pieces)
+    tensors = {BLOCKS + pool: pieces for pool, pieces in saved.blocks.items()}
+    tensors |= {f"{_TOKENS}{i}": [torch.from_numpy(tokens)] for i, tokens in enumerate(saved.tokens)}
+    digests = _digests(saved)
+    entries = [_entry(member) | {"sha256": digest} for member, digest in zip(saved.members, digests, strict=True)]
+    metadata = {
+        "format": FORMAT,
+        "version": str(FAMILY_VERSION),
+        "about": json.dumps(saved.about, sort_keys=True),
+        "members": json.dumps(entries, sort_keys=True),
+    }
+    write_tensors(saved.path, tensors, metadata | {"sha256": digest_of({}, metadata)})
+
+
+def read_family(path: str) -> SavedFamily:
+    """Read a file of any version. Raises FormatError, also if its header or its first member is damaged."""
+    tensors, metadata = read_tensors(path)
+    if int(metadata["version"]) < FAMILY_VERSION:
+        return family_of_one(path, *snapshot_in(path, tensors, metadata))
+    return family_in(path, tensors, metadata)
+
+
+def family_in(
+    path: str, tensors: dict[str, Tensor], metadata: dict[str, str], *, only_first: bool = False
+) -> SavedFamily:
+    """Return what a file of `write_family` holds, of what `read_tensors` has read. Raises FormatError.
+
+    Args:
+        only_first: leave all members but the first out.
+    """
+    check_digest(path, {}, metadata)
+    try:
+        about = {**json.loads(metadata["about"]), "version": FAMILY_VERSION}
+        entries = json.loads(metadata["members"])[: 1 if only_first else None]
+        members = [_read_entry(entry) for entry in entries]
+        tokens = [tensors[f"{_TOKENS}{i}"].numpy() for i in range(1 + max(m.buffer for m in members))]
+        blocks = {name.removeprefix(BLOCKS): [own] for name, own in tensors.items() if name.startswith(BLOCKS)}
+        saved = SavedFamily(path, about, members, tokens, blocks)
+        _check(saved)
+        right = [digest == entry["sha256"] for digest, entry in zip(_digests(saved), entries, strict=True)]
+    except (KeyError, ValueError, TypeError, IndexError, AttributeError, RecursionError, OverflowError) as error:
+        raise FormatError(f"{path} holds what memory.save never writes ({error!r}); save the sequence again") from error
+    whole = [all(right[i] for i in needed) for needed in _needed(saved)]
+    if not whole[0]:
+        raise FormatError(f"{path} is damaged: its checksum is not that of its content; save the sequence again")
+    left_out = tuple(str(member) for member, is_whole in zip(members, whole, strict=True) if not is_whole)
+    members = [member for member, is_whole in zip(members, whole, strict=True) if is_whole]
+    lengths = [max((m.length for m in members if m.buffer == i), default=0) for i in range(len(tokens))]
+    tokens = [own[:length] for own, length in zip(tokens, lengths, strict=True)]
+    return replace(saved, members=members, tokens=tokens, damaged=left_out)
+
+
+def family_of_one(path: str, snapshot: Snapshot, about: dict[str, Any]) -> SavedFamily:
+    """Return what a file of `write_snapshot` holds, in the same form. Raises FormatError."""
+    try:
+        tokens = np.asarray(about["tokens"], np.int64).ravel()
+        drops = tuple((int(position), i) for i, position in enumerate(about["seams"], 1))
+        numbers = {pool: np.arange(len(blocks)) for pool, blocks in snapshot.blocks.items()}
+        member = Member("sequence", "", 0, 0, len(tokens), int(about["peak"]), drops, Held(snapshot.records, numbers))
+    except (KeyError, ValueError, TypeError, OverflowError) as error:
+        raise FormatError(f"{path} contradicts itself ({error}); save the sequence again") from error
+    return SavedFamily(path, about, [member], [tokens], {pool: [blocks] for pool, blocks in snapshot.blocks.items()})
+
+
+# Entries of members, as JSON
+
+
+def _entry(member: Member) -> dict[str, Any]:
+    return {
+        "kind": member.kind, "name": member.name, "family": member.family, "buffer": member.buffer,
+        "length": member.length, "peak": member.peak, "drops": member.drops, "records": member.held.records,
+        "blocks": {pool: _runs(numbers) for pool, numbers in member.held.numbers.items()},
+    }  # fmt: skip
+
+
+def _read_entry(entry: dict[str, Any]) -> Member:
+    if entry["kind"] not in get_args(MemberKind):
+        raise ValueError(f"a {entry['kind']!r}")
+    numbers = {str(pool): _numbers(runs) for pool, runs in entry["blocks"].items()}
+    drops = tuple((int(position), int(number)) for position, number in entry["drops"])
+    family, buffer, length, peak = (int(entry[name]) for name in ("family", "buffer", "length", "peak"))
+    held = Held(dict(entry["records"]), numbers)
+    return Member(entry["kind"], str(entry["name"]), family, buffer, length, peak, drops, held)
+
+
+def _runs(numbers: Int64s) -> list[list[int]]:
+    """Return [first, how many] of each stretch of consecutive numbers: few, since most blocks are in order."""
+    starts = np.flatnonzero(np.diff(numbers, prepend=-2) != 1)
+    counts = np.diff(starts, append=len(numbers))
+    runs: list[list[int]] = np.stack([numbers[starts], counts], 1).tolist()
+    return runs
+
+
+def _numbers(runs: list[list[int]]) -> Int64s:
+    starts, counts = np.array(runs, np.int64).reshape(-1, 2).T
+    if (counts < 0).any() or counts.sum() > 1 << 40:
+        raise ValueError(f"runs of blocks {runs!r:.80}")
+    return ranges(starts, starts + counts)
+
+
+def _check(saved: SavedFamily) -> None:
+    """Raise ValueError unless every member is within the tokens and the blocks, and the first is the sequence."""
+    if any(tokens.ndim != 1 for tokens in saved.tokens):
+        raise ValueError("tokens of several axes")
+    if wrong := [pool for pool, (own,) in saved.blocks.items() if own.dtype != torch.uint8]:
+        raise ValueError(f"blocks of {wrong[0]} that are no bytes")
+    for i, member in enumerate(saved.members):
+        if (member.kind == "sequence") != (i == 0) or any(number < 1 for _, number in member.drops):
+            raise ValueError(f"the kind or the drops of member {i}")
+        if not 0 <= member.buffer < len(saved.tokens) or not 0 <= member.length <= len(saved.tokens[member.buffer]):
+            raise ValueError(f"the tokens of member {i}")
+        for pool, numbers in member.held.numbers.items():
+            if len(numbers) and not 0 <= numbers.min() <= numbers.max() < len(saved.blocks[pool][0]):
+                raise ValueError(f"the blocks of member {i}")
+
+
+# Checksums
+
+
+def _ends(saved: SavedFamily) -> dict[str, Int64s]:
+    """Return, by pool and by buffer of tokens, where the own part of each member ends, (members,) ascending."""
+    n = len(saved.members)
+    ends = {BLOCKS + pool: np.zeros(n, np.int64) for pool in saved.blocks}
+    ends |= {f"{_TOKENS}{i}": np.zeros(n, np.int64) for i in range(len(saved.tokens))}
+    for i, member in enumerate(saved.members):
+        ends[f"{_TOKENS}{member.buffer}"][i] = member.length
+        for pool, numbers in member.held.numbers.items():
+            ends[BLOCKS + pool][i] = numbers.max(initial=-1) + 1
+    return {name: np.maximum.accumulate(own) for name, own in ends.items()}
+
+
+def _digests(saved: SavedFamily) -> list[str]:
+    """Return the checksum of each member's own tokens and blocks, as hexadecimal text."""
+    digests = [hashlib.sha256() for _ in saved.members]
+    pieces = {BLOCKS + pool: of for pool, of in saved.blocks.items()}
+    pieces |= {f"{_TOKENS}{i}": [torch.from_numpy(tokens)] for i, tokens in enumerate(saved.tokens)}
+    for name, ends in sorted(_ends(saved).items()):
+        starts = np.concatenate([[0], ends[:-1]])
+        for i in np.flatnonzero(ends > starts).tolist():
+            digests[i].update(f"{name} {starts[i]} {ends[i]} ".encode())
+        at = 0
+        for piece in pieces[name]:
+            first, last = np.searchsorted(ends, [at, at + len(piece) - 1], side="right").tolist()
+            for i in range(first, min(last + 1, len(ends))):
+                digests[i].update(bytes_of(piece[max(starts[i] - at, 0) : max(ends[i] - at, 0)]))
+            at += len(piece)
+    return [digest.hexdigest() for digest in digests]
+
+
+def _needed(saved: SavedFamily) -> list[set[int]]:
+    """Return for each member the members whose own tokens or blocks it refers to, itself among them."""
+    ends = _ends(saved)
+    found = []
+    for i, member in enumerate(saved.members):
+        needed = {i}
+        for pool, numbers in member.held.numbers.items():
+            needed.update(np.searchsorted(ends[BLOCKS + pool], numbers, side="right").tolist())
+        if member.length:
+            last = int(np.searchsorted(ends[f"{_TOKENS}{member.buffer}"], member.length - 1, side="right"))
+            needed.update(j for j in range(last + 1) if saved.members[j].buffer == member.buffer)
+        found.append(needed)
+    return found

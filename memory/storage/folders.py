@@ -1,0 +1,348 @@
+"""Keeps checkpoints of a memory in a folder, across restarts; blocks that several of them share are there once.
+
+    checkpoints.safetensors       the checkpoints, each with the one that it goes on from, and where its blocks are
+    blocks-SHA256.safetensors     blocks that a checkpoint does not share with those before it; the name is their digest
+
+The folder is written in this order: new blocks, then the list, whole or not at all, then blocks that it no longer names
+are removed. So it can be read at any time, by any process, and a save that fails or is killed leaves the one before.
+Loading reads the list alone. A checkpoint's blocks are read when it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from memory.blocks.arrays import EMPTY, Bools, Int64s
+from memory.blocks.holdings import Record
+from memory.coordinator import Coordinator
+from memory.errors import FormatError
+from memory.interface import Sequence
+from memory.layer_memories import Snapshot
+from memory.sequences.folding import TailRules
+from memory.sequences.interrupts import uninterrupted
+from memory.storage.files import is_local, list_names, make_folder, read_path, read_snapshot, write_snapshot
+from memory.storage.local_files import alone_in, hold_folder, remove_abandoned
+from memory.storage.names import names_in_files
+from memory.storage.parcels import Kept, Places
+from memory.storage.signature import fitted, signature_of
+from memory.storage.swapping import Swapping
+
+_LIST = "checkpoints.safetensors"
+_BLOCKS = r"blocks-[0-9a-f]{64}\.safetensors"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Describes a checkpoint in a folder.
+
+    Attributes:
+        parent: number of the entry whose tokens it goes on from; -1 for none. Parents come before their children.
+        label: what its owner wants to know of it, as JSON values.
+    """
+
+    checkpoint: Sequence
+    parent: int
+    label: Any
+
+
+class Folders:
+    """Writes checkpoints of one memory to folders, and opens those of a folder as swapped-out ones."""
+
+    def __init__(self, coordinator: Coordinator, swapping: Swapping, page_tokens: int, rules: TailRules) -> None:
+        self._memory, self._swapping = coordinator, swapping
+        self._page_tokens, self._rules = page_tokens, rules
+        self._folders: dict[str, int | None] = {}  # local ones in use -> the descriptor that shares them
+        weakref.finalize(self, _release_all, self._folders, os.getpid())
+
+    def save(self, folder: str | os.PathLike[str], entries: Iterable[Entry]) -> int:
+        """Write checkpoints of whole sequences to a folder, instead of those that it holds; return the bytes of blocks.
+
+        Raises SequenceError: a bad handle. SpecError: a dry run, or no folder. OSError: then the folder holds what it
+        held before. Cost: the bytes of blocks that are not there yet, copied, hashed and written.
+        """
+        place = read_path("folder", folder, "a folder, such as 'prefixes'")
+        make_folder(place)
+        with self._held(place):
+            writing = _Writing(self._memory, self._swapping, place)
+            for entry in entries:
+                writing.add(entry)
+            about = {
+                "signature": signature_of(self._memory.spec, self._page_tokens, self._rules),
+                "model": self._memory.spec.model,
+                "entries": writing.entries,
+                "tokens": np.concatenate([EMPTY, *writing.tokens]),
+            }
+            write_snapshot(_join(place, _LIST), Snapshot({}, {}), about)
+            self._clean(place, writing.names)
+            return writing.n_bytes
+
+    def _clean(self, place: str, names: set[str]) -> None:
+        """Remove blocks that the list does not name, and what killed processes left half-written.
+
+        Where others read the folder, or write to it, its blocks stay: the next save removes them.
+        """
+        if not is_local(place):
+            return  # another process may be reading or writing there: who keeps prefixes in a store removes old ones
+        remove_abandoned(Path(place), f"{_BLOCKS}|{re.escape(_LIST)}")
+        with alone_in(self._folders[place]) as is_alone:
+            for name in os.listdir(place) if is_alone else ():  # noqa: PTH208 - names are all that is wanted
+                if re.fullmatch(_BLOCKS, name) and name not in names:
+                    (Path(place) / name).unlink(missing_ok=True)
+
+    @contextmanager
+    def _held(self, place: str) -> Iterator[None]:
+        """Share a local folder with others while the block runs, so that nobody removes what they do not know."""
+        is_new = place not in self._folders and is_local(place)
+        if is_new:
+            self._folders[place] = hold_folder(place)
+        try:
+            yield
+        finally:
+            if is_new and (descriptor := self._folders.pop(place)) is not None:
+                os.close(descriptor)
+
+    def load(self, folder: str | os.PathLike[str]) -> list[Entry]:
+        """Open the checkpoints of a folder as swapped-out ones. Their blocks are read when they are used.
+
+        Raises FormatError: no such folder, a damaged list, or one of a memory that is not like this one; nothing has
+        changed. Cost: the list; tokens that several checkpoints begin with are in host memory once.
+        """
+        place = read_path("folder", folder, "the folder of saved checkpoints", FormatError)
+        path = _join(place, _LIST)
+        if is_local(place) and place not in self._folders and Path(place).is_dir():
+            self._folders[place] = hold_folder(place)  # from now on: its blocks are read later
+        snapshot, about = read_snapshot(path)
+        fitted(path, snapshot, about, self._memory.spec, self._page_tokens, self._rules, self._memory.layers)
+        opened = list[Sequence]()
+        with uninterrupted():
+            try:
+                return _Reading(self._memory, place, about).open(opened)
+            except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
+                for sequence in opened:
+                    self._memory.close_one(sequence)
+                self._memory.swapped.forget_unheld()
+                raise FormatError(f"{path} contradicts itself ({error}); save the checkpoints again") from error
+
+
+class _Writing:
+    """Writes the blocks of one checkpoint after the other, each once, and notes what the list says of them."""
+
+    def __init__(self, memory: Coordinator, swapping: Swapping, place: str) -> None:
+        self.entries: list[dict[str, Any]] = []
+        self.tokens: list[Int64s] = []
+        self.names: set[str] = set()
+        self.n_bytes = 0
+        self._memory, self._swapping, self._place = memory, swapping, place
+        self._names_in_files = names_in_files(memory.layers)
+        self._written: list[Places] = []  # by entry: pool -> (2, n) the entry whose file has a block, and its row there
+        self._keys: list[dict[str, Int64s]] = []  # by entry: what tells the blocks of this memory apart
+        self._known: dict[tuple[str, int], tuple[int, int]] = {}
+        self._there = set(list_names(place))
+
+    def add(self, entry: Entry) -> None:
+        memory, number = self._memory, len(self.entries)
+        memory.ledger.check_usable(entry.checkpoint, to_advance=False, may_be_away=True)
+        slot = entry.checkpoint.slot
+        keys, parent = self._swapping.block_keys(entry.checkpoint), entry.parent
+        places, wanted, n_shared = Places(), dict[str, Bools](), dict[str, int]()
+        for pool, own in keys.items():
+            before = self._keys[parent].get(pool, EMPTY) if parent >= 0 else EMPTY
+            n = min(len(own), len(before))
+            differs = (own[:n] != before[:n]).nonzero()[0]
+            n_shared[pool] = n = int(differs[0]) if len(differs) else n
+            places[pool] = np.full((2, len(own)), -1, np.int64)
+            if n:
+                places[pool][:, :n] = self._written[parent][pool][:, :n]
+            for i, key in enumerate(own[n:].tolist(), n):
+                places[pool][:, i] = self._known.get((pool, key), (-1, -1))
+            wanted[pool] = places[pool][0] < 0
+        snapshot = self._swapping.snapshot(slot, wanted)
+        name = self._write(snapshot.blocks)
+        for pool, is_new in wanted.items():
+            places[pool][:, is_new] = np.full(is_new.sum(), number), np.arange(is_new.sum())
+            self._known |= {(pool, key): (number, i) for i, key in enumerate(keys[pool][is_new].tolist())}
+        self._written.append(places)
+        self._keys.append(keys)
+        record, n_before = memory.ledger.record(slot), 0 if parent < 0 else self.entries[parent]["n_tokens"]
+        self.tokens.append(record["tokens"][n_before:].copy())
+        renamed = self._names_in_files
+        self.entries.append(
+            {
+                "parent": parent, "label": entry.label, "n_tokens": len(record["tokens"]), "peak": record["peak"],
+                "horizon": entry.checkpoint.horizon, "file": name,
+                "records": {renamed.records[own]: of for own, of in snapshot.records.items()},
+                "blocks": {
+                    renamed.pools[pool]: [n_shared[pool], _as_runs(of[:, n_shared[pool] :])]
+                    for pool, of in places.items()
+                },
+            }
+        )  # fmt: skip
+
+    def _write(self, blocks: dict[str, Tensor]) -> str | None:
+        """Write blocks to a file, unless it is there; return its name, None for no blocks."""
+        if not blocks:
+            return None
+        snapshot = self._names_in_files.renamed(Snapshot({}, blocks))
+        digest = hashlib.sha256()
+        for pool, own in sorted(snapshot.blocks.items()):
+            digest.update(f"{pool} {tuple(own.shape)} ".encode())
+            digest.update(own.contiguous().numpy().data if not own.is_meta else b"")
+        name = f"blocks-{digest.hexdigest()}.safetensors"
+        self.names.add(name)
+        self.n_bytes += snapshot.n_bytes
+        if name not in self._there:
+            write_snapshot(_join(self._place, name), snapshot, {})
+        return name
+
+
+class _Reading:
+    """Opens the checkpoints that a list describes."""
+
+    def __init__(self, memory: Coordinator, place: str, about: dict[str, Any]) -> None:
+        self._memory, self._place = memory, place
+        self._entries: list[dict[str, Any]] = about["entries"]
+        self._tokens: Int64s = about["tokens"]
+        self._names = names_in_files(memory.layers).reversed
+        self._sizes = {pool.name: pool.block_bytes for pool, _ in memory.layers.pools}
+
+    def open(self, opened: list[Sequence]) -> list[Entry]:
+        """Open all; `opened` gets each as soon as it is, so that the caller can close them if this raises."""
+        parents, places = [int(about["parent"]) for about in self._entries], self._places()
+        if any(not -1 <= parent < i for i, parent in enumerate(parents)):
+            raise ValueError("a checkpoint comes before the one that it goes on from")
+        handles = self._with_tokens(parents, opened)
+        n_blocks = [dict.fromkeys(self._sizes, 0) for _ in parents]
+        for of in places:
+            for pool, (numbers, rows) in of.items():
+                for number in np.unique(numbers).tolist():
+                    n_blocks[number][pool] = max(n_blocks[number][pool], 1 + int(rows[numbers == number].max()))
+        parcels = [
+            None if about["file"] is None
+            else self._memory.swapped.add_file(
+                _join(self._place, _file_name(about["file"])),
+                sum(n * self._sizes[pool] for pool, n in count.items()),
+                self._names.renamed,
+            )
+            for about, count in zip(self._entries, n_blocks, strict=True)
+        ]  # fmt: skip
+        for handle, about, of in zip(handles, self._entries, places, strict=True):
+            own = {pool: np.stack([_numbers_of(parcels, at[0]), at[1]]) for pool, at in of.items()}
+            held = Kept(self._records(about["records"]), own)
+            self._memory.swapped.adopt(handle.slot, held)
+            n_bytes = sum(at.shape[1] * self._sizes[pool] for pool, at in own.items())
+            self._memory.ledger.send_away(handle.slot, int(about["horizon"]), n_bytes)
+        return [
+            Entry(handle, parent, about["label"])
+            for handle, parent, about in zip(handles, parents, self._entries, strict=True)
+        ]
+
+    def _horizon_of(self, entry: int, slot: int) -> int:
+        return int(self._entries[entry]["horizon"])
+
+    def _records(self, records: dict[str, Record]) -> dict[str, Record]:
+        own = {self._names.records[name]: record for name, record in records.items()}
+        if own.keys() != self._memory.layers.keys():
+            raise ValueError(f"records of {sorted(own)}")
+        return own
+
+    def _places(self) -> list[Places]:
+        """Return for each entry its blocks by pool, (2, n): the entry whose file has a block, and its row there."""
+        places = list[Places]()
+        for i, about in enumerate(self._entries):
+            parent, own = int(about["parent"]), Places()
+            for name, (n_shared, runs) in about["blocks"].items():
+                pool = self._names.pools[name]
+                before = places[parent][pool][:, :n_shared] if n_shared else np.zeros((2, 0), np.int64)
+                own[pool] = np.concatenate([before, _from_runs(runs)], axis=1)
+                if before.shape[1] != n_shared or (
+                    own[pool].size and not 0 <= own[pool].min() <= own[pool][0].max() <= i
+                ):
+                    raise ValueError(f"blocks of checkpoint {i}")
+            places.append(own)
+        return places
+
+    def _with_tokens(self, parents: list[int], opened: list[Sequence]) -> list[Sequence]:
+        """Open all checkpoints, with their tokens: each in a buffer of one that goes on from it, if any does."""
+        ledger, n_tokens = self._memory.ledger, [int(about["n_tokens"]) for about in self._entries]
+        bounds = np.cumsum([0, *(n - (n_tokens[p] if p >= 0 else 0) for n, p in zip(n_tokens, parents, strict=True))])
+        own = [self._tokens[begin:end] for begin, end in pairwise(bounds.tolist())]
+        handles, roots = dict[int, Sequence](), dict[int, int]()
+        for leaf in sorted(range(len(parents)), key=n_tokens.__getitem__, reverse=True):
+            if leaf in handles:
+                continue
+            path = [leaf]
+            while (above := parents[path[-1]]) >= 0:
+                path.append(above)
+            writer = ledger.open(lineage=roots.get(path[-1]))
+            roots.setdefault(path[-1], writer.lineage)
+            opened.append(writer)
+            tokens = np.concatenate([own[i] for i in reversed(path)])
+            peak = int(self._entries[leaf]["peak"])
+            ledger.restore(writer.slot, {"tokens": tokens, "peak": peak, "seams": []}, self._memory.spec.vocab_size)
+            if len(tokens) != n_tokens[leaf]:
+                raise ValueError(f"{len(tokens)} tokens of checkpoint {leaf}")
+            for i in path:
+                if i in handles:
+                    break
+                ledger.truncate(writer.slot, n_tokens[i])
+                ledger.peaks[writer.slot] = int(self._entries[i]["peak"])
+                handles[i] = ledger.open(lineage=writer.lineage, is_checkpoint=True)
+                opened.append(handles[i])
+                ledger.copy([writer], [handles[i]], partial(self._horizon_of, i))
+                ledger.check_slot(handles[i].slot)
+            opened.remove(writer)
+            ledger.close(writer)
+        return [handles[i] for i in range(len(parents))]
+
+
+def _as_runs(places: Int64s) -> list[list[int]]:
+    """Return places (2, n) as runs of rows that follow each other in one file: [entry, first row, rows]."""
+    if not places.shape[1]:
+        return []
+    breaks = ((places[0][1:] != places[0][:-1]) | (places[1][1:] != places[1][:-1] + 1)).nonzero()[0] + 1
+    bounds = [0, *breaks.tolist(), places.shape[1]]
+    return [[int(places[0][begin]), int(places[1][begin]), end - begin] for begin, end in pairwise(bounds)]
+
+
+def _from_runs(runs: list[list[int]]) -> Int64s:
+    """Return the places (2, n) that `_as_runs` has written."""
+    parts = [np.stack([np.full(n, entry), first + np.arange(n)]) for entry, first, n in runs]
+    return np.concatenate([np.zeros((2, 0), np.int64), *parts], axis=1)
+
+
+def _numbers_of(parcels: list[int | None], entries: Int64s) -> Int64s:
+    """Return the parcel of each entry. Raises ValueError for an entry that has none."""
+    table = np.array([-1 if parcel is None else parcel for parcel in parcels], np.int64)
+    numbers = table[entries]
+    if (numbers < 0).any():
+        raise ValueError("blocks of a checkpoint that has no file")
+    return numbers
+
+
+def _file_name(name: str) -> str:
+    if not re.fullmatch(_BLOCKS, name):
+        raise ValueError(f"file {name!r}")
+    return name
+
+
+def _join(folder: str, name: str) -> str:
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def _release_all(folders: dict[str, int | None], process: int) -> None:
+    for descriptor in folders.values() if os.getpid() == process else ():
+        if descriptor is not None:
+            os.close(descriptor)

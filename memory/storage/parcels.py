@@ -1,0 +1,156 @@
+"""Parcels hold blocks that left the budget together, in host memory or in a file, until nothing refers to them.
+
+What is kept of a slot names each of its blocks by its place, a parcel and a row in it. So blocks that several
+checkpoints shared in the arena are in one parcel once, and each checkpoint gives way and comes back alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from memory.blocks.arrays import EMPTY, Bools, Int64s
+from memory.blocks.holdings import Record
+from memory.layer_memories import Snapshot
+
+Blocks = dict[str, Tensor]
+"""Pool -> (n, block_bytes) uint8."""
+
+Places = dict[str, Int64s]
+"""Pool -> (2, n) the parcel of each block of a slot, and its row there."""
+
+
+@dataclass(eq=False)
+class Parcel:
+    """Holds blocks of one or more pools, in host memory or in a file.
+
+    Attributes:
+        blocks: while they are in host memory; empty while they are in a file.
+        path: the file that holds them too, or alone.
+        is_own: whether the file is removed with the parcel; others keep files of saved caches.
+        n_bytes: of its blocks.
+        rename: gives what is read from the file this memory's names of pools.
+        n_holders: slots whose places name it.
+        arriving: what is being read from its file in another thread.
+    """
+
+    blocks: Blocks
+    n_bytes: int
+    path: str | None = None
+    is_own: bool = True
+    rename: Callable[[Snapshot], Snapshot] = lambda snapshot: snapshot
+    n_holders: int = 0
+    arriving: Future[Blocks] | None = None
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Says what is kept of a slot: the records of its layer memories, and the places of its blocks."""
+
+    records: dict[str, Record]
+    places: Places
+
+    @property
+    def parcels(self) -> list[int]:
+        """Return the numbers of the parcels that hold its blocks, each once."""
+        return sorted({parcel for places in self.places.values() for parcel in np.unique(places[0]).tolist()})
+
+
+class Twins:
+    """Says for blocks of one pool in the arena in which place the same bytes lie outside.
+
+    A block of the arena may be written or used again once nothing holds it. So its twin is known only as long as a
+    checkpoint, which never changes, guards the block: holds it, and has said so.
+    """
+
+    def __init__(self) -> None:
+        self._places = np.full((2, 16), -1, np.int64)  # by block id, as the two below
+        self._live = np.zeros(16, np.int64)
+        self._n_guards = np.zeros(16, np.int64)
+        self._guarded: dict[int, Int64s] = {}  # slot -> the blocks that it guards
+
+    def guard(self, slot: int, ids: Int64s, live: Int64s, places: Int64s) -> None:
+        """Let a checkpoint guard blocks whose twins lie in these places (2, n).
+
+        Args:
+            live: (n,) which rows of a block the twin has, as `live_keys` writes it. A block with a known twin of other
+                rows is passed over.
+        """
+        self._grow_to(int(ids.max(initial=-1)) + 1)
+        guarded = self._guarded.get(slot, EMPTY)
+        is_free = (self._n_guards[ids] == 0) | (self._live[ids] == live)
+        at: Int64s = (is_free & ~np.isin(ids, guarded)).nonzero()[0]
+        at = at[np.unique(ids[at], return_index=True)[1]]
+        new = ids[at]
+        self._live[new], self._places[:, new] = live[at], places[:, at]
+        self._n_guards[new] += 1
+        self._guarded[slot] = np.concatenate([guarded, new])
+
+    def forget(self, slot: int) -> None:
+        """Let a slot guard no blocks any more."""
+        if slot in self._guarded:
+            self._n_guards[self._guarded.pop(slot)] -= 1
+
+    def places_of(self, ids: Int64s, live: Int64s, is_kept: Callable[[Int64s], Bools]) -> Int64s:
+        """Return (2, n) the places of these blocks; (-1, -1) for those without a twin in a parcel that is kept."""
+        self._grow_to(int(ids.max(initial=-1)) + 1)
+        places = self._places[:, ids]
+        is_twin = (ids >= 0) & (self._n_guards[ids] > 0) & (self._live[ids] == live) & is_kept(places[0])
+        return np.where(is_twin, places, -1)
+
+    def ids_of(self, places: Int64s) -> Int64s:
+        """Return (n,) the blocks in the arena whose twins lie in these places (2, n); -1 where there is none.
+
+        Cost: O(blocks that are guarded).
+        """
+        ids = self._n_guards.nonzero()[0]
+        keys, wanted = as_keys(self._places[:, ids]), as_keys(places)
+        if not len(ids):
+            return np.full(len(wanted), -1)
+        order = keys.argsort()
+        at = order[np.searchsorted(keys[order], wanted).clip(max=len(ids) - 1)]
+        return np.where(keys[at] == wanted, ids[at], -1)
+
+    def _grow_to(self, n: int) -> None:
+        if n > len(self._live):
+            more = max(n, 2 * len(self._live)) - len(self._live)
+            self._places = np.pad(self._places, ((0, 0), (0, more)), constant_values=-1)
+            self._live, self._n_guards = np.pad(self._live, (0, more)), np.pad(self._n_guards, (0, more))
+
+
+def live_keys(live: Bools) -> Int64s:
+    """Return (n,) a number for each block that says which of its rows are live: live (n, rows)."""
+    weights = np.random.default_rng(0).integers(1, 1 << 62, live.shape[1])
+    return np.asarray(live @ weights, np.int64)
+
+
+def gather(places: Int64s, blocks_of: Callable[[int], Tensor]) -> Tensor | None:
+    """Return (n, block_bytes) the blocks in these places (2, n), in this order; None if there are none.
+
+    They are copied unless they are rows that follow each other in one parcel.
+    """
+    if not places.shape[1]:
+        return None
+    breaks = ((places[0][1:] != places[0][:-1]) | (places[1][1:] != places[1][:-1] + 1)).nonzero()[0] + 1
+    runs = [
+        blocks_of(int(places[0][begin]))[int(places[1][begin]) : int(places[1][begin]) + end - begin]
+        for begin, end in pairwise([0, *breaks.tolist(), places.shape[1]])
+    ]
+    return runs[0] if len(runs) == 1 else torch.cat(runs)
+
+
+def count_bytes(blocks: Mapping[str, Tensor]) -> int:
+    """Return the bytes of these blocks."""
+    return sum(tensor.numel() for tensor in blocks.values())
+
+
+def as_keys(places: Int64s) -> Int64s:
+    """Return (n,) one number for each place."""
+    keys: Int64s = (places[0] << 32) + places[1]
+    return keys

@@ -1,0 +1,106 @@
+"""Moves sequences out of the budget and back: into host memory or files, and their pages to host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from memory.blocks.arrays import Bools, Int64s
+from memory.coordinator import Coordinator
+from memory.errors import SequenceError, SpecError
+from memory.interface import Sequence
+from memory.layer_memories import Leaving, Snapshot
+from memory.sequences.interrupts import uninterrupted
+
+
+class Swapping:
+    """Moves what slots hold between a memory's arena and what keeps it outside."""
+
+    def __init__(self, coordinator: Coordinator) -> None:
+        self._memory = coordinator
+
+    def snapshot(self, slot: int, wanted: dict[str, Bools] | None = None) -> Snapshot:
+        """Copy everything that a slot holds, or the wanted blocks of it, from wherever it is."""
+        if self._memory.ledger.is_away[slot]:
+            return self._memory.swapped.get(slot, wanted)
+        length = int(self._memory.ledger.lengths[slot])
+        if self._memory.host_pages is None or not self._memory.host_pages.has(slot):
+            return self._memory.layers.snapshot(slot, length, self._memory.store, wanted)
+        snapshot = self._memory.layers.snapshot(
+            slot, length, self._memory.store
+        )  # such a slot shares with none outside
+        snapshot.blocks.update(self._memory.host_pages.snapshot(slot, length).blocks)
+        return snapshot
+
+    def restore(self, slot: int, snapshot: Snapshot, shared: dict[str, Int64s] | None = None) -> None:
+        """Fill an empty slot with what the snapshot holds, beside blocks that it shares. Raises CapacityError."""
+        self._memory.room.make(lambda: self._memory.layers.restore(slot, snapshot, self._memory.store, shared))
+
+    def _leaving(self, sequence: Sequence) -> Leaving:
+        slot, length = sequence.slot, int(self._memory.ledger.lengths[sequence.slot])
+        ids, live = self._memory.layers.blocks_of(slot), self._memory.layers.live_rows(slot, length)
+        if self._memory.host_pages is not None and self._memory.host_pages.has(slot):
+            for pool, far in self._memory.host_pages.blocks_of(slot).items():
+                ids[pool], live[pool] = np.full(len(far), -1), np.zeros((len(far), 1), np.bool_)
+        return Leaving(slot, ids, live)
+
+    def block_keys(self, checkpoint: Sequence) -> dict[str, Int64s]:
+        """Return for each block of a checkpoint a number that only blocks with the same bytes outside have.
+
+        The numbers of several checkpoints can be compared as long as none of them is swapped in or out.
+        """
+        if self._memory.ledger.is_away[checkpoint.slot]:
+            return self._memory.swapped.keys_of(checkpoint.slot)
+        return self._memory.swapped.inside_keys(self._leaving(checkpoint))
+
+    def swap_out(self, sequence: Sequence, relatives: Iterable[Sequence]) -> None:
+        """See `HybridMemory.swap_out`."""
+        self._memory.ledger.check_usable(sequence, to_advance=False)
+        slot = sequence.slot
+        with uninterrupted():
+            leaving, sizes = (
+                self._leaving(sequence),
+                {pool.name: pool.block_bytes for pool, _ in self._memory.layers.pools},
+            )
+            near = [self._leaving(other) for other in self._guards(sequence, relatives)]
+            self._memory.swapped.put(leaving, sizes, lambda wanted: self.snapshot(slot, wanted), near)
+            n_bytes = sum(len(ids) * sizes[pool] for pool, ids in leaving.ids.items())
+            self._memory.ledger.send_away(slot, self._memory.layers.horizon(slot), n_bytes)
+            self._memory.layers.release(slot)
+
+    def swap_in(self, sequence: Sequence) -> None:
+        """See `HybridMemory.swap_in`."""
+        self._memory.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
+        slot = sequence.slot
+        if not self._memory.ledger.is_away[slot]:
+            raise SequenceError(f"{sequence!r} is not swapped out; it can be used as it is")
+        with uninterrupted():
+            shared = self._memory.swapped.shared_with(slot)
+            self._memory.layers.retain(shared)  # making room may close those that hold them
+            try:
+                self.restore(
+                    slot, self._memory.swapped.get(slot, {pool: ids < 0 for pool, ids in shared.items()}), shared
+                )
+            finally:
+                self._memory.layers.unretain(shared)
+            self._memory.ledger.bring_back(slot)
+            self._memory.swapped.returned(slot, self._leaving(sequence), is_checkpoint=sequence.is_checkpoint)
+
+    def _guards(self, sequence: Sequence, relatives: Iterable[Sequence]) -> list[Sequence]:
+        """Return those relatives whose blocks never change: checkpoints in the arena."""
+        for other in (others := list(relatives)):
+            self._memory.ledger.check_open(other)
+        return [
+            other for other in others
+            if other.is_checkpoint and other is not sequence and not (other.is_swapped or other.is_on_host)
+        ]  # fmt: skip
+
+    def move(self, sequence: Sequence, *, to_host: bool) -> None:
+        """See `HybridMemory.to_host` and `to_device`."""
+        self._memory.ledger.check_usable(sequence, to_advance=False)
+        if (pages := self._memory.host_pages) is None:
+            raise SpecError('this memory has no place for pages in host memory; make it with host_pages="8GiB", say')
+        with uninterrupted():
+            self._memory.room.make(lambda: pages.move(sequence.slot, to_host=to_host))
+            self._memory.swapped.forget_twins(sequence.slot)

@@ -1,0 +1,85 @@
+"""Identifies the weights of a model by some of their numbers: rows that other weights have computed are other rows.
+
+What is compared are the numbers in the dtype that the model computes in, as they are read: so it does not matter from
+which files they came, on which device they are and how they are packed there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from models.loading.weight_formats import wanted_format
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_N_PLACES, _N_ADJACENT = 16, 4
+"""Places at which a tensor is sampled, and adjacent numbers at each: few, since each place is a page of a file."""
+
+_GOLDEN = 0.6180339887498949
+"""Multiples of this, modulo 1, are spread evenly, and fall into step with no power of two."""
+
+_HEADS = re.compile(r"(.*\.)?(lm_head|embed_out)\.weight")
+"""No row depends on it, and where it is tied it may be missing or stand there twice."""
+
+_OPTIONS = re.compile(
+    r".*(_eps|_epsilon|_multipliers?|_experts_per_tok(en)?|top_?k(_\w+)?|_softcapping|_act|activation(_function)?|"
+    r"routed_scaling_factor)"
+)
+"""Options of a config that change rows, and that neither shapes nor the memory spec show. No others: a new release of
+transformers may add options, or write them otherwise."""
+
+
+@lru_cache(4096)
+def _places(n: int) -> Tensor:
+    """Return the indices of a tensor of `n` elements that are compared."""
+    if n <= _N_PLACES * _N_ADJACENT:
+        return torch.arange(n)
+    starts = torch.arange(1, _N_PLACES + 1, dtype=torch.float64) * _GOLDEN % 1 * (n - _N_ADJACENT)
+    return (starts.long()[:, None] + torch.arange(_N_ADJACENT)).view(-1)
+
+
+def sample_of(tensor: Tensor, dtype: torch.dtype, factor: float | Tensor | None = None) -> bytes:
+    """Return a digest of the shape of a tensor and of some of its numbers in `dtype`; of one on "meta" nothing.
+
+    Args:
+        factor: what its numbers are multiplied by: one for all, or one for each row.
+    """
+    if tensor.is_meta:
+        return b""
+    at = _places(tensor.numel())
+    numbers = torch.take(tensor.detach(), at.to(tensor.device)).cpu()
+    if factor is not None:
+        factors = torch.as_tensor(factor, dtype=torch.float32).view(-1)
+        numbers = numbers.float() * factors[at * len(factors) // max(1, tensor.numel())]
+    if numbers.is_floating_point():
+        numbers = numbers.to(dtype)
+    return repr(tuple(tensor.shape)).encode() + numbers.view(torch.uint8).numpy().tobytes()
+
+
+def signature_of(config: PreTrainedConfig, dtype: torch.dtype, samples: Mapping[str, bytes]) -> str | None:
+    """Return `MemorySpec.weights` of a model: the bits of its weights, a colon, and a digest; None without numbers.
+
+    Args:
+        samples: name of a tensor -> `sample_of` it.
+    """
+    if not any(samples.values()):
+        return None
+    digest = hashlib.sha256(json.dumps(_options_of(config), sort_keys=True, default=str).encode())
+    # Layers may share a tensor, and files have it under the number of one of them: any.
+    found = {(re.sub(r"\d+", "#", name), sample) for name, sample in samples.items() if not _HEADS.fullmatch(name)}
+    for name, sample in sorted(found):
+        digest.update(name.encode() + b"\0" + sample)
+    return f"{wanted_format() or str(dtype).removeprefix('torch.')}:{digest.hexdigest()[:32]}"
+
+
+def _options_of(config: PreTrainedConfig) -> dict[str, Any]:
+    return {name: value for name, value in vars(config.get_text_config()).items() if _OPTIONS.fullmatch(name)}

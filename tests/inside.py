@@ -1,0 +1,103 @@
+"""Looks inside a memory: the one place where tests read what no public name of the library says.
+
+What is promised about bytes, positions and references is asserted through `usage()`, `counters`, `check()`, handles and
+outputs. Here is the rest: raw bytes, to poison them or to read stored rows; layer memories, to let one fail in the
+middle of a step; columns of the books, to spoil one and see that `check()` finds it; and the checksum of files.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from memory import HybridMemory, Sequence
+from memory.blocks.store import Store
+from memory.storage.files import digest_of
+
+
+def forged_file(tensors: dict[str, Tensor], metadata: dict[str, str]) -> bytes:
+    """Return a file of a saved sequence that says anything, with a checksum that is right."""
+    return save(tensors, metadata | {"sha256": digest_of(tensors, metadata)})
+
+
+def store_of(memory: HybridMemory) -> Store:
+    """Return what holds the bytes of the budget."""
+    return memory._coordinator.store
+
+
+def arena_bytes(memory: HybridMemory) -> Tensor:
+    """Return all bytes of the budget, uint8, to be read or overwritten."""
+    return store_of(memory)._bytes
+
+
+def host_bytes(memory: HybridMemory) -> Tensor:
+    """Return all bytes of offloaded pages, uint8, of a memory that has `host_pages`."""
+    pages: Any = memory._coordinator.host_pages
+    return pages._host_store._bytes
+
+
+def layer_memories(memory: HybridMemory) -> dict[str, Any]:
+    """Return name -> layer memory."""
+    return memory._coordinator.layers
+
+
+def layer_memory_at(memory: HybridMemory, layer: int, kind: str, name: str | None = None) -> Any:
+    """Return the layer memory that serves one "attention", "cross-attention" or "recurrence" of a layer."""
+    return memory._coordinator.places[layer, kind, name].memory
+
+
+def kept_positions(memory: HybridMemory, sequence: Sequence) -> Tensor:
+    """Return the positions of the rows that the only policy of a model, in one layer, has kept, (R, G) ascending."""
+    (evicting,) = [layers for layers in layer_memories(memory).values() if hasattr(layers, "kept_positions")]
+    kept: Tensor = evicting.kept_positions(sequence.slot, 0)
+    return kept
+
+
+def stored_keys(memory: HybridMemory, sequence: Sequence, attention: int) -> Tensor:
+    """Return the keys that a model's attention of this number, without a window, has of a sequence, (T, G, D)."""
+    own = memory.spec.of_kind("attention")[attention]
+    group = next(group for group in memory.counters.inventory(sequence).groups if own in group.members)
+    ((pool, layout),), (holding,) = group.pools, group.holdings
+    n_before = sum(spec.n_parts for _, spec in group.members[: group.members.index(own)])  # type: ignore[union-attr]
+    field = layout.fields[n_before]
+    flat, starts = store_of(memory).flat(field), pool.addresses[holding.ids] // field.dtype.itemsize
+    pages_NGPD = torch.stack([flat[start : start + field.n_elements].view(field.shape) for start in starts.tolist()])
+    return pages_NGPD.transpose(1, 2).flatten(0, 1)[: sequence.length]
+
+
+def token_bytes(memory: HybridMemory) -> int:
+    """Return the bytes of all token ids that a memory holds: they are outside of its budget."""
+    return sum(buffer.ids.nbytes for buffer in set(memory._coordinator.ledger._buffers.values()))
+
+
+def peak_of(memory: HybridMemory, sequence: Sequence) -> int:
+    """Return the furthest position that a sequence has reached, from which the rollback window counts."""
+    return int(memory._coordinator.ledger.peaks[sequence.slot])
+
+
+def state_offset(memory: HybridMemory, sequence: Sequence) -> int:
+    """Return how many dropped tokens the recurrent states of a sequence still contain."""
+    states = layer_memories(memory).get("recurrence")
+    return 0 if states is None else int(states.table.slots.offset[sequence.slot])
+
+
+def drops_of(memory: HybridMemory, sequence: Sequence) -> set[tuple[int, int]]:
+    """Return (first position that it changed, its number) of each drop that a sequence remembers."""
+    return set(memory._coordinator.ledger._seams.get(sequence.slot, ()))
+
+
+def books(memory: HybridMemory) -> dict[str, Any]:
+    """Return columns by slot, for tests of `check()` that spoil an entry: of the ledger, of pages and of states."""
+    ledger, layers = memory._coordinator.ledger, layer_memories(memory)
+    columns: dict[str, Any] = {
+        "lengths": ledger.lengths, "buffers": ledger._buffers, "writable": ledger._writable, "seams": ledger._seams,
+    }  # fmt: skip
+    if (cache := next((x for x in layers.values() if hasattr(x, "_oldest")), None)) is not None:
+        columns["oldest"] = cache._oldest
+    if "recurrence" in layers:
+        slots = layers["recurrence"].table.slots
+        columns |= {"offset": slots.offset, "floor": slots.floor}
+    return columns
