@@ -270,7 +270,7 @@ class HybridMemory:
         Args:
             path: as fsspec reads it, so it may be a URL. A file there is replaced only when the new one is complete; on
                 a local disk only its owner can read the new one (mode 0600), whatever the mode of the old one.
-            checkpoints: to be written too, shared bytes once: a list, or True for all of its family and of `forks`' own.
+            checkpoints: to be written too, shared bytes once: a list, or True for all of its family and of `forks`.
             forks: name -> a live sequence to be written as well.
 
         Raises SequenceError: a bad handle. SpecError: a dry run, or a path that names no file. OSError.
