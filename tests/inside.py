@@ -7,6 +7,7 @@ middle of a step; columns of the books, to spoil one and see that `check()` find
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from memory import HybridMemory, Sequence
 from memory.blocks.store import Store
+from memory.sequences.ledger import Ledger
 from memory.storage.files import digest_of
 
 
@@ -37,6 +39,16 @@ def host_bytes(memory: HybridMemory) -> Tensor:
     """Return all bytes of offloaded pages, uint8, of a memory that has `host_pages`."""
     pages: Any = memory._coordinator.host_pages
     return pages._host_store._bytes
+
+
+def ledger_of(memory: HybridMemory) -> Ledger:
+    """Return the record of positions, tokens and drops."""
+    return memory._coordinator.ledger
+
+
+def held_bytes(memory: HybridMemory, sequences: Iterable[Sequence]) -> int:
+    """Return the bytes of the budget that these sequences hold together."""
+    return memory._coordinator.layers.held_bytes(*(sequence.slot for sequence in sequences))
 
 
 def layer_memories(memory: HybridMemory) -> dict[str, Any]:

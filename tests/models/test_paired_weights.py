@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,6 +19,16 @@ pytestmark = pytest.mark.skipif(
     not quantised_kernels.multiplies_pairs(), reason="this processor multiplies no pairs of bfloat16"
 )
 SHAPES = (1, 1), (16, 32), (17, 33), (100, 70), (64, 96), (80, 768), (250, 512)
+
+
+@pytest.fixture(autouse=True)
+def _without_tiles(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where a processor multiplies tiles, oneDNN is kept: here it is one that multiplies pairs alone."""
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    paired.multiplies_pairs_fastest.cache_clear()
+    yield
+    monkeypatch.undo()
+    paired.multiplies_pairs_fastest.cache_clear()
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -79,8 +90,6 @@ def test_onednn_is_kept_where_a_processor_multiplies_tiles(
     assert linear.is_packed
     assert_kernel_close(linear(x), F.silu(F.linear(x.float(), weight.float())), torch.bfloat16)
     assert len(products) == (not has_tiles)
-    monkeypatch.undo()
-    paired.multiplies_pairs_fastest.cache_clear()
 
 
 def test_a_model_in_bfloat16_uses_them_and_no_step_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

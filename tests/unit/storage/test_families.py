@@ -18,6 +18,7 @@ from memory import CapacityError, Family, FormatError, HybridMemory, Sequence, S
 from memory.interface import Dropped
 from memory.storage.family_files import read_family
 from memory.storage.files import digest_of
+from tests.inside import held_bytes, ledger_of
 from tests.subjects import Subject, make_subject
 from tests.toy import HOST, VOCAB
 from tests.unit.storage.test_files import feed, make, opened, state_of
@@ -123,7 +124,7 @@ def test_a_family_goes_on_as_if_it_had_never_been_saved(name: str, seed: int, tm
 
     pairs = list(zip([sequence, *marks, *forks], members(loaded), strict=True))
     if not any(one.is_swapped or one.is_on_host for one, _ in pairs):
-        held = memory._coordinator.layers.held_bytes(*(one.slot for one, _ in pairs))
+        held = held_bytes(memory, [one for one, _ in pairs])
         assert other.usage().used_bytes == held, "they share what they shared"
     for mark in marks:
         if mark.is_swapped:
@@ -206,16 +207,16 @@ def test_drops_that_checkpoints_have_in_common_stay_common(tmp_path: Path) -> No
     sequence = opened(memory)
     before = memory.checkpoint(sequence)
     # the book alone: toys' keys cannot be turned
-    memory._coordinator.ledger.drop(Dropped.of(sequence.slot, 3, 3, 30, 30, approximate=False), 4)
+    ledger_of(memory).drop(Dropped.of(sequence.slot, 3, 3, 30, 30, approximate=False), 4)
     after = memory.checkpoint(sequence)
     memory.save(sequence, tmp_path / "saved", checkpoints=True)
     other = make()
-    other._coordinator.ledger.n_drops = 7
+    ledger_of(other).n_drops = 7
     loaded = other.load(tmp_path / "saved", family=True)
-    found = [memory._coordinator.ledger.drops(one.slot) for one in (sequence, before, after)]
+    found = [ledger_of(memory).drops(one.slot) for one in (sequence, before, after)]
     assert found == [((4, 1),), (), ((4, 1),)]
-    assert [other._coordinator.ledger.drops(one.slot) for one in members(loaded)] == [((4, 8),), (), ((4, 8),)]
-    assert other._coordinator.ledger.n_drops == 8
+    assert [ledger_of(other).drops(one.slot) for one in members(loaded)] == [((4, 8),), (), ((4, 8),)]
+    assert ledger_of(other).n_drops == 8
 
 
 # What is lost
