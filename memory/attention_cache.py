@@ -68,7 +68,7 @@ class AttentionCache:
         self._keys_values = [(own[0], own[s.n_parts - 1]) for s, own in zip(specs, self._flats, strict=False)]
         # first_page: of slots that have released pages; oldest: the oldest row, where it may be inside the first page.
         self._table = BlockTable(self.pool, "pages", "first_page", "oldest")
-        self._pages, self._first_page, self._oldest = self._table.ids, *self._table.numbers.values()
+        self._first_page, self._oldest = self._table.numbers.values()
         self._open_plans: dict[int, AttentionPlan] = {}
 
     def _page_fields(self, spec: AttentionSpec) -> list[tuple[int, ...]]:
@@ -90,7 +90,7 @@ class AttentionCache:
     def plan(self, packed: Packed, first_read: Int64s | None = None) -> AttentionPlan:
         """See `LayerMemory.plan`. With `first_read`, queries of request i read no page before that one."""
         slots = packed.slots.tolist()
-        tables = [self._pages.get(slot, EMPTY) for slot in slots]
+        tables = [self._table[slot] for slot in slots]
         held, wanted = self.grid.pages(packed.starts), self.grid.pages(packed.ends)
         lengths, positions, n_new = packed.ends, packed.positions, wanted - held
         if self._first_page or first_read is not None:  # from here on, all counts from the first page that is read
@@ -239,13 +239,14 @@ class AttentionCache:
         n_kept_pages = self.grid.pages(packed.starts + kept)
         for i, table in plan.tables.items():
             slot = int(packed.slots[i])
-            before = self._pages.get(slot, EMPTY)
-            pages = table[: n_kept_pages[i] - self._first_page.get(slot, 0)] if kept[i] else before
-            if len(table) > max(len(before), len(pages)):
-                dropped.append(table[max(len(before), len(pages)) :])
+            n_before = n_after = int(self._table.counts(packed.slots[i : i + 1])[0])
+            if kept[i]:
+                n_after = int(n_kept_pages[i]) - self._first_page.get(slot, 0)
+                self._table.replace(slot, at := n_before - (i in copied), table[at:n_after])
+            if len(table) > n_after:
+                dropped.append(table[n_after:])
             if i in copied:
                 dropped.append(np.array([copied[i][0 if kept[i] else 1]]))
-            self._pages[slot] = pages
         if self.grid.leaves:
             dropped += self._leave_behind(packed.slots[kept > 0], packed.peaks[kept > 0])
         if dropped:
@@ -257,8 +258,8 @@ class AttentionCache:
         for slot, first in zip(slots.tolist(), self.grid.first_page(peaks).tolist(), strict=True):
             n_old = first - self._first_page.get(slot, 0)
             if n_old > 0:
-                left.append(self._pages[slot][:n_old])
-                self._pages[slot], self._first_page[slot] = self._pages[slot][n_old:], first
+                left.append(self._table.leave_behind(slot, n_old))
+                self._first_page[slot] = first
         return left
 
     # Dropping tokens
@@ -296,7 +297,7 @@ class AttentionCache:
         Rows older than `oldest` are held no longer and will not be read: they become zeros.
         """
         old_R = new_R + (new_R >= dropped.start) * dropped.n_tokens
-        is_held, table = old_R >= oldest, self._pages[dropped.slot]
+        is_held, table = old_R >= oldest, self._table[dropped.slot]
         first_row = self._first_page.get(dropped.slot, 0) * self.page_tokens
         page_R, slot_R = np.divmod(np.maximum(old_R - first_row, 0), self.page_tokens)
         sources = self.pool.addresses[table[page_R]] // self._dtype.itemsize

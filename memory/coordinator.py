@@ -22,7 +22,8 @@ from memory.sequences.lifetime import Lifetime
 from memory.sequences.reach import nearest_position, out_of_reach, position_before
 from memory.sequences.room import Room
 from memory.specs import MemorySpec
-from memory.views.usage import Inventory, sequence_html
+from memory.views.sequence_view import sequence_html
+from memory.views.usage import Inventory
 
 
 class EnteredStep(Protocol):

@@ -27,7 +27,7 @@ from memory.storage.archive import NO_FORKS, Archive, Checkpoints, Family, Forks
 from memory.storage.folders import Folders
 from memory.storage.swapping import Swapping
 from memory.views.counters import Counters
-from memory.views.usage import Usage, measure
+from memory.views.usage import Usage
 
 
 class Whole(Enum):
@@ -375,7 +375,7 @@ class HybridMemory:
     def usage(self) -> Usage:
         """Count bytes by kind, layers, part and sequence, in the arena; print the result. Cost: O(blocks in use)."""
         self._coordinator.abort_abandoned()
-        return measure(self.counters.inventory(), self.counters.swapped_bytes, self.counters.host_inventory())
+        return self.counters.usage()
 
     def kernels(self) -> dict[str, str]:
         """Return function -> the set of kernels that computes it here; see `memory.kernels.chosen_kernels`."""

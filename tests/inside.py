@@ -82,7 +82,7 @@ def stored_keys(memory: HybridMemory, sequence: Sequence, attention: int) -> Ten
 
 def token_bytes(memory: HybridMemory) -> int:
     """Return the bytes of all token ids that a memory holds: they are outside of its budget."""
-    return sum(buffer.ids.nbytes for buffer in set(memory._coordinator.ledger._buffers.values()))
+    return memory.counters.token_bytes
 
 
 def peak_of(memory: HybridMemory, sequence: Sequence) -> int:

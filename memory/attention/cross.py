@@ -137,7 +137,7 @@ class CrossAttentionCache:
     def plan(self, packed: Packed) -> CrossPlan:
         slots = packed.slots.tolist()
         for slot in slots:
-            if slot not in self._table.ids:
+            if slot not in self._table:
                 raise SequenceError(
                     "a sequence of this model needs its encoder's output; open it with memory.open(encoder=...)"
                 )

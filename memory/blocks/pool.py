@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
+from weakref import WeakSet
 
 import numpy as np
 
 from memory.blocks.arena import Arena
 from memory.blocks.arrays import Int64s
 from memory.errors import CapacityError, IntegrityError
+
+
+class Sized(Protocol):
+    """Declares what a pool reads of the tables that refer to its blocks."""
+
+    @property
+    def book_bytes(self) -> int: ...
 
 
 def _runs(block_bytes: int, *addresses: Int64s) -> Iterator[tuple[int, int, list[int]]]:
@@ -36,6 +45,7 @@ class BlockPool:
     Attributes:
         addresses: (n_ids,) byte address of each block; meaningless for ids not in use.
         counts: (n_ids,) references to each block, 0 when free.
+        tables: what refers to the blocks, as long as it lives, for `book_bytes`.
     """
 
     def __init__(
@@ -46,6 +56,7 @@ class BlockPool:
         self.n_used = 0
         self.addresses = np.zeros(16, np.int64)
         self.counts = np.zeros(16, np.int64)
+        self.tables: WeakSet[Sized] = WeakSet()
         self._arena = arena
         self._from_top = from_top
         self._on_change = on_change
@@ -54,6 +65,12 @@ class BlockPool:
     @property
     def used_bytes(self) -> int:
         return self.n_used * self.block_bytes
+
+    @property
+    def book_bytes(self) -> int:
+        """Return the bytes of host memory that say which blocks are where, and who refers to them."""
+        own = self.addresses.nbytes + self.counts.nbytes + 8 * len(self._free_ids)
+        return own + sum(table.book_bytes for table in self.tables)
 
     def allocate(self, n: int) -> Int64s:
         """Allocate `n` blocks with one reference each; return ids (n,). Raises CapacityError with nothing allocated."""
@@ -102,13 +119,15 @@ class BlockPool:
         starts = self.addresses[self.counts > 0].tolist()
         return [(start, start + self.block_bytes) for start in starts]
 
-    def check(self, references: Int64s) -> None:
-        """Raise IntegrityError unless `references`, one id for each reference held anywhere, matches the counts."""
-        if len(references) and not 0 <= references.min() <= references.max() < len(self.counts):
-            raise IntegrityError(
-                f"{self.name} block ids {references.min()} ... {references.max()} are held, {len(self.counts)} exist"
-            )
-        expected = np.bincount(references, minlength=len(self.counts))
+    def check(self, references: Iterable[Int64s]) -> None:
+        """Raise IntegrityError unless arrays of ids, one for each reference held anywhere, match the counts."""
+        expected = np.zeros_like(self.counts)
+        for ids in references:
+            if len(ids) and not 0 <= ids.min() <= ids.max() < len(expected):
+                raise IntegrityError(
+                    f"{self.name} block ids {ids.min()} ... {ids.max()} are held, {len(expected)} exist"
+                )
+            np.add.at(expected, ids, 1)
         wrong = np.flatnonzero(expected != self.counts)
         if len(wrong):
             block = int(wrong[0])

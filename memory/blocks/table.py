@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -12,27 +14,94 @@ from memory.blocks.pool import BlockPool
 from memory.errors import IntegrityError
 
 
+@dataclass(eq=False)
+class _Buffer:
+    """Holds block ids for several slots, so that a sequence and its checkpoints have those in common once.
+
+    One slot, the writer, appends in place. The others see a part that never changes.
+
+    Attributes:
+        ids: (capacity,)
+        writer: a slot; -1 after it has left.
+        n_frozen: entries, from the first on, that others than the writer may see.
+    """
+
+    ids: Int64s
+    writer: int
+    n_frozen: int = 0
+
+    def may_write(self, slot: int, start: int, end: int) -> bool:
+        """True if a slot may write entries [start, end)."""
+        return self.writer == slot and self.n_frozen <= start and end <= len(self.ids)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Says where the ids of a slot are: `buffer.ids[start:end]` and, unless it is -1, `last` behind them.
+
+    The writer may put a copy of the last block in its place. So whoever shares with it has the id of that one apart.
+    """
+
+    buffer: _Buffer
+    start: int
+    end: int
+    last: int = -1
+
+    def __len__(self) -> int:
+        return self.end - self.start + (self.last >= 0)
+
+    @property
+    def ids(self) -> Int64s:
+        ids = self.buffer.ids[self.start : self.end]
+        return ids if self.last < 0 else np.append(ids, self.last)
+
+    def shared(self) -> _Row:
+        """Return the row of a slot that shares the ids, and stop the writer from changing them."""
+        if self.last >= 0 or not len(self):
+            return self
+        self.buffer.n_frozen = max(self.buffer.n_frozen, self.end - 1)
+        return _Row(self.buffer, self.start, self.end - 1, int(self.buffer.ids[self.end - 1]))
+
+    def cut(self, first: int, end: int) -> _Row:
+        """Return the row with the blocks [first, end) of this one alone."""
+        last = self.last if first < end == len(self) else -1
+        return _Row(self.buffer, self.start + first, self.start + end - (last >= 0), last)
+
+
 class BlockTable:
     """Maps each slot to the blocks of one pool that it refers to, in order, and holds a reference to each.
 
+    Ids are in host memory once for a sequence and its checkpoints: a sequence of a million tokens with a checkpoint at
+    each 512th has half a megabyte of them, not half a gigabyte.
+
     Attributes:
-        ids: slot -> (n,) block ids; a slot may be missing if it refers to none.
         numbers: name -> slot -> an integer that goes with the slot's blocks; a slot is missing if it is 0.
     """
 
     def __init__(self, pool: BlockPool, what: str, *numbers: str) -> None:
         self.pool = pool
-        self.ids: dict[int, Int64s] = {}
         self.numbers: dict[str, dict[int, int]] = {name: {} for name in numbers}
+        self._rows: dict[int, _Row] = {}
         self._what = what
+        pool.tables.add(self)
+
+    @property
+    def book_bytes(self) -> int:
+        """Return the bytes of the ids in host memory. Cost: O(slots)."""
+        return sum(buffer.ids.nbytes for buffer in {row.buffer for row in self._rows.values()})
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._rows
 
     def __getitem__(self, slot: int) -> Int64s:
-        """Return (n,) the ids of a slot's blocks."""
-        return self.ids.get(slot, EMPTY)
+        """Return (n,) the ids of a slot's blocks, to be read before the slot changes. Cost: O(n) for some slots."""
+        row = self._rows.get(slot)
+        return EMPTY if row is None else row.ids
 
     def counts(self, slots: Int64s) -> Int64s:
         """Return (S,) the number of blocks that each slot refers to."""
-        return np.array([len(self[slot]) for slot in slots.tolist()], np.int64)
+        rows = map(self._rows.get, slots.tolist())
+        return np.array([0 if row is None else len(row) for row in rows], np.int64)
 
     def column(self, name: str, slots: Int64s) -> Int64s:
         """Return (S,) one of the numbers that go with the blocks of each slot."""
@@ -41,7 +110,11 @@ class BlockTable:
 
     def set(self, slot: int, ids: Int64s, **numbers: int) -> None:
         """Make a slot refer to these blocks, whose references pass to it, and set its numbers."""
-        self.ids[slot] = ids
+        self._leave(slot)
+        self._rows[slot] = _Row(_Buffer(ids, slot), 0, len(ids))
+        self._set_numbers(slot, numbers)
+
+    def _set_numbers(self, slot: int, numbers: dict[str, int]) -> None:
         for name, value in numbers.items():
             if value:
                 self.numbers[name][slot] = value
@@ -49,34 +122,66 @@ class BlockTable:
                 self.numbers[name].pop(slot, None)
 
     def append(self, slot: int, ids: Int64s) -> None:
-        """Make a slot refer to these blocks as well, behind its others."""
-        self.ids[slot] = np.concatenate([self[slot], ids])
+        """Make a slot refer to these blocks as well, behind its others. Cost: O(their number), mostly."""
+        row = self._rows.get(slot)
+        self.replace(slot, 0 if row is None else len(row), ids)
+
+    def replace(self, slot: int, at: int, ids: Int64s) -> None:
+        """Make a slot refer to these blocks from its block number `at` on, instead of those that it has there.
+
+        The slot takes over the references to the new ones; those to the old ones are the caller's.
+        """
+        row, n = self._rows.get(slot), at + len(ids)
+        if row is None or not row.buffer.may_write(slot, row.start + at, row.start + n):
+            room = np.empty(n + max(n, 16), np.int64)
+            room[:at] = self[slot][:at]
+            self._leave(slot)
+            row = _Row(_Buffer(room, slot), 0, 0)
+        row.buffer.ids[row.start + at : row.start + n] = ids
+        self._rows[slot] = _Row(row.buffer, row.start, row.start + n)
+
+    def leave_behind(self, slot: int, n: int) -> Int64s:
+        """Take the first `n` blocks from a slot; return them with the references to them."""
+        row, ids = self._rows[slot], self[slot][:n]
+        self._rows[slot] = row.cut(n, len(row))
+        return ids
 
     def truncate(self, slot: int, n_kept: int) -> None:
         """Release a slot's blocks behind the first `n_kept`."""
-        ids = self[slot]
-        if n_kept < len(ids):
-            self.pool.release(ids[n_kept:])
-            self.ids[slot] = ids[:n_kept]
+        row = self._rows.get(slot)
+        if row is not None and n_kept < len(row):
+            self.pool.release(row.ids[n_kept:])
+            self._rows[slot] = row.cut(0, n_kept)
 
     def release(self, slot: int) -> None:
         """Release all blocks of a slot."""
         for column in self.numbers.values():
             column.pop(slot, None)
-        self.pool.release(self.ids.pop(slot, EMPTY))
+        self.pool.release(self[slot])
+        self._leave(slot)
+
+    def _leave(self, slot: int) -> None:
+        """Forget where the ids of a slot are."""
+        row = self._rows.pop(slot, None)
+        if row is not None and row.buffer.writer == slot:
+            row.buffer.writer = -1
 
     def share(self, sources: Int64s, targets: Int64s) -> None:
         """Make each target refer to the blocks of its source, all at once. Copies no block."""
+        pairs = [pair for pair in zip(targets.tolist(), sources.tolist(), strict=True) if pair[0] != pair[1]]
         held = [
-            (self.ids.get(slot), [column.get(slot, 0) for column in self.numbers.values()]) for slot in sources.tolist()
-        ]
-        for ids, _ in held:
-            if ids is not None:
-                self.pool.retain(ids)
-        for slot, (ids, values) in zip(targets.tolist(), held, strict=True):
+            (self._rows.get(source), [column.get(source, 0) for column in self.numbers.values()])
+            for _, source in pairs
+        ]  # fmt: skip
+        shared = [None if row is None else row.shared() for row, _ in held]
+        for row in shared:
+            if row is not None:
+                self.pool.retain(row.ids)
+        for (slot, _), row, (_, values) in zip(pairs, shared, held, strict=True):
             self.release(slot)
-            if ids is not None:
-                self.set(slot, ids, **dict(zip(self.numbers, values, strict=True)))
+            if row is not None:
+                self._rows[slot] = row
+                self._set_numbers(slot, dict(zip(self.numbers, values, strict=True)))
 
     def holding(self, part: Part, slots: Int64s, starts: Int64s, ends: Int64s | None = None) -> Holding:
         """Return the blocks of slots (S,), as this part of their memory, for tokens [start, end)."""
@@ -97,7 +202,7 @@ class BlockTable:
         Args:
             in_flight: blocks of open steps, which no slot refers to yet.
         """
-        held = self.ids.keys() | {slot for column in self.numbers.values() for slot in column}
+        held = self._rows.keys() | {slot for column in self.numbers.values() for slot in column}
         if closed := held - set(open_slots):
             raise IntegrityError(f"{self._what} are held for slots that are not open: {sorted(closed)}")
-        self.pool.check(np.concatenate([EMPTY, *self.ids.values(), *in_flight]))
+        self.pool.check(itertools.chain((row.ids for row in self._rows.values()), in_flight))

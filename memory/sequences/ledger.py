@@ -39,8 +39,7 @@ class Ledger:
         self._free_slots = list(range(15, -1, -1))
         self._n_opened = 0
         self._families: dict[int, dict[TokenBuffer, None]] = {}  # lineage -> the buffers with checkpoints
-        # slot -> (first position that a drop has changed, number of the drop), ...
-        self._seams: dict[int, tuple[tuple[int, int], ...]] = {}
+        self._seams: dict[int, tuple[tuple[int, int], ...]] = {}  # slot -> (first changed position, drop), ...
         self.n_drops = 0
         self._swapped: dict[int, tuple[int, int]] = {}  # slot -> its horizon and its bytes, of those swapped out
         self._found_usable: tuple[list[Sequence], Int64s] = [], EMPTY  # what `check_all_usable` returned last
@@ -78,6 +77,11 @@ class Ledger:
         self.bring_back(sequence.slot)
         self._seams.pop(sequence.slot, None)
         self._free_slots.append(sequence.slot)
+
+    @property
+    def token_bytes(self) -> int:
+        """Return the bytes of all token ids, once for those that share them. Cost: O(slots)."""
+        return sum(buffer.ids.nbytes for buffer in {*self._buffers.values()})
 
     def tokens(self, slot: int) -> Int64s:
         """Return the slot's token ids, (length,): a view, valid until the sequence changes."""
@@ -142,10 +146,9 @@ class Ledger:
 
     def _trim(self, buffer: TokenBuffer, at_least: int = 0) -> None:
         """Shrink a buffer if it is far larger than all that hold it need; one of them needs `at_least` tokens."""
-        if buffer.writer is not None or not is_roomy(buffer.ids, at_least):  # saves most calls of `_reach`
-            return
-        if is_roomy(buffer.ids, n_tokens := self._reach(buffer)):
-            buffer.ids = buffer.ids[:n_tokens].copy()
+        # `at_least` saves most calls of `_reach`.
+        if buffer.writer is None and is_roomy(buffer.ids, at_least) and is_roomy(buffer.ids, n := self._reach(buffer)):
+            buffer.ids = buffer.ids[:n].copy()
 
     def append(self, packed: Packed, kept: Int64s) -> None:
         """Append the first kept[i] tokens of each request. Peaks count all tokens that were fed, kept or not."""
@@ -208,8 +211,7 @@ class Ledger:
 
     def record(self, slot: int) -> dict[str, Any]:
         """Return what `restore` needs: tokens (length,), and the rest as JSON can hold it."""
-        seams = [position for position, _ in self.drops(slot)]
-        return {"tokens": self.tokens(slot), "peak": int(self.peaks[slot]), "seams": seams}
+        return {"tokens": self.tokens(slot), "peak": int(self.peaks[slot]), "seams": [at for at, _ in self.drops(slot)]}
 
     def restore(self, slot: int, record: dict[str, Any], vocab_size: int) -> None:
         """Fill an empty slot from a record, perhaps of another process. Raises ValueError, KeyError or TypeError."""
@@ -288,8 +290,7 @@ class Ledger:
         """Return the furthest position <= `to` that a checkpoint of the family reaches, and that one; or 0, None.
 
         Up to there its tokens must be the sequence's own, remembered as in the sequence or as if fed anew.
-        Cost: O(log checkpoints) for each buffer that they are in, and O(to) for those in which the sequence's own
-        tokens go on for longer than in the buffers before.
+        Cost: O(log checkpoints) for each of their buffers, O(to) where it has more of the sequence than others.
         """
         tokens, own = self.tokens(sequence.slot)[:to], self._buffers.get(sequence.slot)
         family = self._families.get(sequence.lineage, {})
@@ -375,14 +376,11 @@ class Ledger:
 
     def _check_buffers(self) -> None:
         """Raise IntegrityError unless buffers and slots refer to each other, and none reaches beyond its writer."""
-        live, checkpoints = dict[TokenBuffer, set[int]](), dict[TokenBuffer, list[Sequence]]()
+        live: dict[TokenBuffer, set[int]] = {buffer: set() for buffer in self._buffers.values()}
+        checkpoints: dict[TokenBuffer, list[Sequence]] = {buffer: [] for buffer in live}
         for slot, buffer in self._buffers.items():
-            live.setdefault(buffer, set())
-            checkpoints.setdefault(buffer, [])
-            if (handle := self.handles[slot]).is_checkpoint:
-                checkpoints[buffer].append(handle)
-            else:
-                live[buffer].add(slot)
+            is_checkpoint = (handle := self.handles[slot]).is_checkpoint
+            checkpoints[buffer].append(handle) if is_checkpoint else live[buffer].add(slot)
         for buffer, slots in live.items():
             writer, own = buffer.writer, checkpoints[buffer]
             held = [(int(self.lengths[handle.slot]), handle.id) for handle in own]
@@ -390,9 +388,8 @@ class Ledger:
                 raise IntegrityError(f"the tokens of {sorted(slots)} and of checkpoints {own} are held by others")
             if writer is not None and (writer not in slots or self._reach(buffer) > self.lengths[writer]):
                 raise IntegrityError(f"slot {writer} may overwrite tokens that others hold")
-        writable = self._writable.nonzero()[0].tolist()
         ends = {buffer.writer: len(buffer.ids) for buffer in live}
-        wrong = [slot for slot in writable if self._writable[slot] != ends.get(slot)]
+        wrong = [slot for slot in self._writable.nonzero()[0].tolist() if self._writable[slot] != ends.get(slot)]
         if wrong or self._reserved.keys() - set(self.is_busy.nonzero()[0].tolist()):
             raise IntegrityError(f"slots {wrong} may write where they must not, or tokens are reserved for no step")
         found = {(handle.lineage, buffer) for buffer, handles in checkpoints.items() for handle in handles}

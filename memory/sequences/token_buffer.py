@@ -92,7 +92,7 @@ class TokenBuffer:
 
 def common_prefix(a: Int64s, b: Int64s) -> int:
     """Return how many leading tokens are the same. Cost: O(their number)."""
-    n, start, size = min(len(a), len(b)), 0, 64
+    n, start, size = min(len(a), len(b)), 0, 1024
     while start < n:
         end = min(n, start + size)
         differs = a[start:end] != b[start:end]

@@ -368,7 +368,7 @@ class TailTable:
             (self.tails, [self.slots.tail, *(step.fresh[3] for step in steps)]),
         ):
             held = np.concatenate(columns)
-            pool.check(held[held >= 0])
+            pool.check([held[held >= 0]])
 
     def _check_slot(self, slot: int, length: int, peak: int) -> None:
         """Raise IntegrityError unless one slot's blocks fit this length and peak of its sequence."""

@@ -13,7 +13,7 @@ from memory.errors import CapacityError
 from memory.interface import Sequence, Stretch
 from memory.sequences.ledger import Ledger
 from memory.sequences.room import Holders, Need, Room, need_of
-from memory.views.usage import Inventory
+from memory.views.usage import Inventory, Usage, measure
 
 
 class CountedLayers(Holders, Protocol):
@@ -89,6 +89,11 @@ class Counters:
         return dict(self._layers.used_bytes)
 
     @property
+    def token_bytes(self) -> int:
+        """Return the bytes of all token ids in host memory. Cost: O(sequences)."""
+        return self._memory.ledger.token_bytes
+
+    @property
     def swaps(self) -> CountedSwaps:
         """Return how many swaps there were: out to host memory, out so that files grew, and back in.
 
@@ -133,6 +138,10 @@ class Counters:
         None without `host_pages`.
         """
         return self._memory.host_inventory(*sequences)
+
+    def usage(self) -> Usage:
+        """See `HybridMemory.usage`."""
+        return measure(self.inventory(), self.swapped_bytes, self.host_inventory(), self.token_bytes)
 
     # Bytes that will be needed
 

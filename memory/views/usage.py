@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from memory.blocks.arena import Arena
-from memory.blocks.arrays import EMPTY, Int64s
+from memory.blocks.arrays import Int64s
 from memory.blocks.holdings import Holding
 from memory.blocks.layout import BlockLayout
 from memory.blocks.pool import BlockPool
@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 
 Booleans = NDArray[np.bool_]
 
-_PARTS = ("body", "tail", "head", "checkpoints", "steps")
+PARTS = ("body", "tail", "head", "checkpoints", "steps")
 _MOST_ROWS = {"text": 20, "html": 50}
-_MOST_CHECKPOINTS = 8
 
 
 class Place(NamedTuple):
@@ -200,6 +199,7 @@ class Usage(_Held):
         by_sequence: usage of open sequences and checkpoints by id.
         host_bytes, disk_bytes: bytes of swapped-out sequences in host memory, and in files.
         on_host: usage of pages in host memory and of the sequences that have theirs there; None without `host_pages`.
+        token_bytes, book_bytes: host memory for token ids, and for what says which blocks are where and whose they are.
     """
 
     budget_bytes: int
@@ -214,6 +214,14 @@ class Usage(_Held):
     host_bytes: int
     disk_bytes: int
     on_host: Usage | None = None
+    token_bytes: int = 0
+    book_bytes: int = 0
+
+    @property
+    def host(self) -> dict[str, int]:
+        """Return the bytes of host memory that the memory takes beside its budget, by what they are for."""
+        pages = {} if self.on_host is None else {"offloaded pages": self.on_host.used_bytes}
+        return {"swapped out": self.host_bytes, **pages, "tokens": self.token_bytes, "books": self.book_bytes}
 
     @property
     def shared_bytes(self) -> int:
@@ -259,14 +267,14 @@ class Usage(_Held):
 
     def _places(self, title: str) -> Table:
         by_part = self.by_part
-        parts = [part for part in _PARTS if part in ("body", "tail") or by_part[part]]
+        parts = [part for part in PARTS if part in ("body", "tail") or by_part[part]]
         rows = []
         for group, kind in dict.fromkeys((p.group, p.kind) for p in self.held):
             sizes = [self.held[Place(group, kind, part)] for part in parts]
             numbers = (*sizes, sum(sizes), self.shared[kind], self.block_bytes[kind])
-            rows.append((_name(group, kind, len(self.layers[group])), *map(_cell, numbers)))
+            rows.append((use_name(group, kind, len(self.layers[group])), *map(byte_cell, numbers)))
         totals = (*(by_part[part] for part in parts), self.used_bytes, self.shared_bytes)
-        return Table((title, *parts, "total", "shared", "a block"), [*rows, ("all", *map(_cell, totals), "")])
+        return Table((title, *parts, "total", "shared", "a block"), [*rows, ("all", *map(byte_cell, totals), "")])
 
     def _sequences(self, most: int, title: str) -> Iterable[Table]:
         if not self.by_sequence:
@@ -279,26 +287,29 @@ class Usage(_Held):
             name = f"{'checkpoint' if s.is_checkpoint else 'sequence'} {s.id}"
             sizes = [s.by_part[part] for part in parts] + [s.total_bytes, s.shared_bytes, s.private_bytes]
             sizes += [s.swapped_bytes] * has_swapped
-            rows.append((name, f"{s.n_tokens:,}", *map(_cell, sizes)))
+            rows.append((name, f"{s.n_tokens:,}", *map(byte_cell, sizes)))
         columns = (title, "tokens", *parts, "total", "shared", "private", *["swapped out"] * has_swapped)
         yield Table(columns, rows, len(self.by_sequence) - len(shown))
 
 
-def _name(group: str, kind: str, n_layers: int) -> str:
+def use_name(group: str, kind: str, n_layers: int) -> str:
     """Return the title of a row: "attention: pages, 4 layers". A pool whose name has the group's in it stands alone."""
     return f"{kind if group in kind else f'{group}: {kind}'}, {count(n_layers, 'layer', 'layers')}"
 
 
-def _cell(n_bytes: int) -> str:
+def byte_cell(n_bytes: int) -> str:
     return format_bytes(n_bytes) if n_bytes else "–"
 
 
-def measure(inventory: Inventory, swapped_bytes: tuple[int, int], host_inventory: Inventory | None = None) -> Usage:
+def measure(
+    inventory: Inventory, swapped_bytes: tuple[int, int], host_inventory: Inventory | None = None, token_bytes: int = 0
+) -> Usage:
     """Count the bytes of all blocks, by place and by sequence.
 
     Args:
         inventory, host_inventory: of all sequences, and of those whose pages are in host memory.
         swapped_bytes: bytes of swapped-out sequences in host memory, and in files.
+        token_bytes: bytes of all token ids.
     Cost: O(blocks in use).
     """
     sequences, arena = inventory.sequences, inventory.arena
@@ -336,64 +347,16 @@ def measure(inventory: Inventory, swapped_bytes: tuple[int, int], host_inventory
         host_bytes=swapped_bytes[0],
         disk_bytes=swapped_bytes[1],
         on_host=None if host_inventory is None else measure(host_inventory, (0, 0)),
+        token_bytes=token_bytes,
+        book_bytes=sum(pool.book_bytes for pool, _ in pools),
     )
 
 
 def _by_part(pool: BlockPool, holdings: list[Holding], is_checkpoint: Booleans) -> dict[str, int]:
-    """Count a pool's blocks in use by part; a block with several parts counts as the first of `_PARTS`."""
-    ranks = np.full(len(pool.counts), _PARTS.index("steps"))
-    checkpoints = _PARTS.index("checkpoints")
+    """Count a pool's blocks in use by part; a block with several parts counts as the first of `PARTS`."""
+    ranks = np.full(len(pool.counts), PARTS.index("steps"))
+    checkpoints = PARTS.index("checkpoints")
     for holding in holdings:
-        own = np.where(np.repeat(is_checkpoint, holding.counts), checkpoints, _PARTS.index(holding.part))
+        own = np.where(np.repeat(is_checkpoint, holding.counts), checkpoints, PARTS.index(holding.part))
         np.minimum.at(ranks, holding.ids, own)
-    return dict(zip(_PARTS, np.bincount(ranks[pool.counts > 0], minlength=len(_PARTS)).tolist(), strict=True))
-
-
-def sequence_html(inventory: Inventory, checkpoints: list[Sequence], host_inventory: Inventory | None = None) -> str:
-    """Return a view of one open sequence for notebooks.
-
-    Args:
-        inventory, host_inventory: of this sequence alone, on the device and in host memory.
-        checkpoints: those of its family, to which it can roll back.
-    """
-    (sequence,) = inventory.sequences
-    usage = measure(inventory, (0, 0)).by_sequence[sequence.id]
-    parts = [part for part in ("body", "tail", "head") if part != "head" or usage.by_part.get(part)]
-    tables = [_blocks("kind", inventory, usage, parts)] if inventory.groups else []
-    facts = list(_facts(sequence, usage, checkpoints))
-    if host_inventory is not None and host_inventory.sequences:
-        on_host = measure(host_inventory, (0, 0)).by_sequence[sequence.id]
-        tables.append(_blocks("in host memory", host_inventory, on_host, parts))
-        facts.append(f"in host memory {format_bytes(on_host.total_bytes)}: keys and values")
-    title = f"{'Checkpoint' if sequence.is_checkpoint else 'Sequence'} {sequence.id}"
-    bar = {part: usage.by_part.get(part, 0) for part in _PARTS}
-    return as_html(title, facts, bar, max(1, usage.total_bytes), tables)
-
-
-def _blocks(title: str, inventory: Inventory, usage: SequenceUsage, parts: list[str]) -> Table:
-    """Return a table of one sequence's bytes, pool by pool."""
-    rows = []
-    for group in inventory.groups:
-        n_layers = len({layer for layer, _ in group.members})
-        for pool, _ in group.pools:
-            sizes = [usage.held.get(Place(group.name, pool.name, part), 0) for part in parts]
-            ids = np.concatenate([EMPTY, *(h.ids for h in group.holdings if h.pool == pool.name)])
-            shared = int((pool.counts[ids] > 1).sum()) * pool.block_bytes
-            rows.append((_name(group.name, pool.name, n_layers), *map(_cell, (*sizes, sum(sizes), shared))))
-    return Table((title, *parts, "total", "shared"), rows)
-
-
-def _facts(sequence: Sequence, usage: SequenceUsage, checkpoints: list[Sequence]) -> Iterator[str]:
-    """Generate lines of text: length and horizon, the reach of a rollback, bytes."""
-    length, horizon = usage.n_tokens, sequence.horizon
-    yield f"{count(length, 'token', 'tokens')}, horizon {horizon:,}"
-    if not sequence.is_checkpoint:
-        others = [f"to checkpoint {c.id} at {c.length:,}" for c in checkpoints[:_MOST_CHECKPOINTS]]
-        more = [f"to {n:,} more checkpoints" for n in [len(checkpoints) - _MOST_CHECKPOINTS] if n > 0]
-        reach = ", ".join([f"to {horizon:,} … {length:,}", *["to 0"] * (horizon > 0), *others, *more])
-        yield f"{'once it is back, it ' if sequence.is_swapped else ''}can roll back {reach}"
-    if sequence.is_swapped:
-        yield f"swapped out: {format_bytes(usage.swapped_bytes)} wait outside of the budget"
-    else:
-        total, shared, private = map(format_bytes, (usage.total_bytes, usage.shared_bytes, usage.private_bytes))
-        yield f"{total}: {shared} shared with others, {private} private"
+    return dict(zip(PARTS, np.bincount(ranks[pool.counts > 0], minlength=len(PARTS)).tolist(), strict=True))

@@ -83,7 +83,7 @@ class Model:
     def check(self) -> None:
         for which, pool in enumerate(self.pools):
             held = [block for (owner, block), n in self.counts.items() if owner == which for _ in range(n)]
-            pool.check(np.array(held, np.int64))
+            pool.check([np.array(held, np.int64)])
             assert pool.n_used == len(set(held)) and pool.used_bytes == pool.n_used * pool.block_bytes
         used = self.used_ranges()
         assert all(end <= start for (_, end), (start, _) in itertools.pairwise(used)), "blocks overlap"
@@ -199,9 +199,9 @@ def test_a_capacity_is_rounded_down_to_whole_lines() -> None:
 def test_check_finds_a_wrong_count(references: list[int]) -> None:
     pool = make_pool(Arena(4 * UNIT), 1)
     assert pool.allocate(1).tolist() == [0]
-    pool.check(np.array([0]))
+    pool.check([np.array([0])])
     with pytest.raises(IntegrityError, match="pages block"):
-        pool.check(np.array(references, np.int64))
+        pool.check([np.array(references, np.int64)])
 
 
 def test_check_finds_a_block_that_is_free_and_in_use() -> None:
@@ -209,7 +209,7 @@ def test_check_finds_a_block_that_is_free_and_in_use() -> None:
     pool.allocate(1)
     pool.counts[5] = 1
     with pytest.raises(IntegrityError, match="in use at once"):
-        pool.check(np.array([0, 5]))
+        pool.check([np.array([0, 5])])
 
 
 @pytest.mark.parametrize(

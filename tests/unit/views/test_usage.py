@@ -394,3 +394,23 @@ def test_an_inventory_is_of_open_sequences_of_this_memory() -> None:
             memory.counters.inventory(wrong)  # type: ignore[arg-type]
     assert memory.counters.inventory(known["away"]).away_bytes.tolist() == [memory.usage().host_bytes]
     assert np.array_equal(memory.counters.inventory(known["a"], known["mark"]).lengths, [49, 40])
+
+
+def test_host_memory_of_the_books_is_counted_and_shared() -> None:
+    """A checkpoint at each 32nd of 4,096 tokens has no token ids and no tables of its own."""
+    memory = HybridMemory(Toy().memory_spec, "64MiB", rollback_window=8, page_tokens=4, device="meta")
+    sequence = memory.open()
+    memory.run(None, {sequence: [1] * 4096})
+    before = memory.usage().host
+    other = HybridMemory(Toy().memory_spec, "64MiB", rollback_window=8, page_tokens=4, device="meta")
+    marked = other.open()
+    for _ in range(128):
+        other.run(None, {marked: [1] * 32})
+        other.checkpoint(marked)
+    after = other.usage().host
+    assert 8 * 4096 <= before["tokens"] <= after["tokens"] <= 3 * 8 * 4096
+    assert 8 * 1024 <= before["books"] <= after["books"] <= before["books"] + 8 * 4096 + 128 * 200
+    assert before["swapped out"] == 0
+    memory.swap_out(sequence)
+    usage = memory.usage()
+    assert usage.host["swapped out"] == usage.host_bytes > 0
