@@ -14,10 +14,14 @@ where a hit brings them back; or they are closed.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Set
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from time import monotonic
+
+import numpy as np
 
 from memory.blocks.arena import read_budget
 from memory.blocks.arguments import is_integer
@@ -26,17 +30,13 @@ from memory.blocks.copying import refuse_to_copy
 from memory.errors import BatchError, CapacityError, FormatError, SequenceError, SpecError
 from memory.hybrid import HybridMemory, require_memory
 from memory.interface import Sequence
+from memory.prefix.kept import Kept
 from memory.prefix.lookup import Lookup, PrefixStats, Tier, explain, read_prompt
-from memory.prefix.outside import Outside
-from memory.prefix.radix_tree import Node, RadixTree, first_marked, marked_above, relatives
+from memory.prefix.radix_tree import Node, first_marked
 from memory.prefix.saved import entries_of, owned
-from memory.prefix.victims import Ranking
 from memory.sequences.interrupts import uninterrupted, uninterrupted_call
 
 _CLOSED = "this prefix cache is closed; make another one"
-_RECLAIMED_SHARE = 64
-"""Checkpoints are closed until 1/64 of the budget is freed, even if less is missing. To find those of least worth costs
-a look at all of them, and a full memory lacks a little room at almost every step."""
 
 
 class PrefixCache:
@@ -53,11 +53,17 @@ class PrefixCache:
         max_bytes: bytes that checkpoints may take outside of the budget, in host memory and files together, like "8GiB"
             (what else is swapped out counts too); how many of them in which is the memory's `host_budget`, `swap_dir`
             and `disk_budget`. 0: checkpoints that give way are closed.
+        seconds_to_live: checkpoints are closed when they were not used for so long, unless `insert` says otherwise;
+            None: they stay as long as there is room.
+        now: returns the time in seconds.
     Raises:
         SpecError: a model whose sequences depend on more than their tokens (on an encoder), or a wrong option.
     """
 
-    def __init__(self, memory: HybridMemory, *, grid_tokens: int = 512, max_bytes: float | str = 0) -> None:
+    def __init__(
+        self, memory: HybridMemory, *, grid_tokens: int = 512, max_bytes: float | str = 0,
+        seconds_to_live: float | None = None, now: Callable[[], float] = monotonic,
+    ) -> None:  # fmt: skip
         if not is_integer(grid_tokens, 0):
             raise SpecError(f"grid_tokens={grid_tokens!r}; give a number of tokens, or 0 for no grid")
         require_memory(memory, "PrefixCache(memory)")
@@ -65,16 +71,12 @@ class PrefixCache:
             raise SpecError(
                 f"sequences of {memory.spec.model} depend on an encoder, so equal tokens are no equal prefix"
             )
-        self._memory: HybridMemory | None = memory
         self.grid_tokens = grid_tokens
-        self._lot_bytes = memory.budget_bytes // _RECLAIMED_SHARE
-        self._tree = RadixTree()
-        self._checkpoints: dict[Sequence, Node] = {}
-        self._ranking = Ranking()
-        self._outside = Outside(memory, 0 if max_bytes in (0, "0") else read_budget(max_bytes, "max_bytes"))
-        self._clock = 0
-        self._n_lookups = self._n_hits = self._n_tokens = self._n_reused = self._n_evicted = self._n_lost = 0
-        self._reclaimer = _reclaimer(weakref.ref(self), weakref.ref(memory), self._checkpoints)
+        self.seconds_to_live = _seconds(seconds_to_live)
+        n_outside = 0 if max_bytes in (0, "0") else read_budget(max_bytes, "max_bytes")
+        self._own: Kept | None = Kept(memory, n_outside, now)
+        self._n_lookups = self._n_hits = self._n_tokens = self._n_reused = self._n_lost = 0
+        self._reclaimer = _reclaimer(weakref.ref(self), weakref.ref(memory), self._kept.nodes)
         memory.add_reclaimer(self._reclaimer)
 
     __reduce_ex__ = refuse_to_copy("make one beside each memory; it fills with what is inserted")
@@ -82,14 +84,19 @@ class PrefixCache:
     @property
     def memory(self) -> HybridMemory:
         """Return the memory whose checkpoints it keeps. Raises SequenceError: the cache is closed."""
-        if self._memory is None:
+        return self._kept.memory
+
+    @property
+    def _kept(self) -> Kept:
+        if self._own is None:
             raise SequenceError(_CLOSED)
-        return self._memory
+        return self._own
 
     # Looking up
 
     def find(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> Lookup:
         """Return what `open` would reuse; nothing changes. Cost: O(tokens matched); int64 arrays are not converted."""
+        self._kept.expire()
         return self._find(read_prompt(token_ids), owner)[0]
 
     def open(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> tuple[Sequence, Lookup]:
@@ -102,12 +109,13 @@ class PrefixCache:
         tokens = read_prompt(token_ids)
         if not len(tokens):
             raise BatchError("an empty prompt has no prefix; give at least one token")
+        self._kept.expire()
         lookup, node = self._find_in_budget(tokens, owner)
         self._n_lookups += 1
         self._n_tokens += lookup.n_tokens
         if node is None or node.mark is None:
             return self.memory.open(), lookup
-        self._touch(node)
+        self._kept.touch(node)
         self._n_hits += 1
         self._n_reused += lookup.reused
         with uninterrupted_call() as _until_return:
@@ -121,18 +129,18 @@ class PrefixCache:
 
         `open` would wait for them; ask `has_arrived` before.
         """
-        node = self._find(read_prompt(token_ids), owner)[1] if self._outside.has_any else None
-        if node is None or node.mark is None or not node.mark.is_swapped or self._outside.fetch(node.mark):
+        node = self._find(read_prompt(token_ids), owner)[1] if self._kept.outside.has_any else None
+        if node is None or node.mark is None or not node.mark.is_swapped or self._kept.outside.fetch(node.mark):
             return []
         return [node.mark]
 
     def has_arrived(self, checkpoint: Sequence) -> bool:
         """True if nothing that `fetch` has begun for a checkpoint is still being read."""
-        return checkpoint not in self._outside.ranking or self._outside.fetch(checkpoint)
+        return checkpoint not in self._kept.outside.ranking or self._kept.outside.fetch(checkpoint)
 
     def note_speed(self, seconds_a_token: float) -> None:
         """Note how long a token of a prompt takes. What takes longer to read back is closed, not moved outside."""
-        self._outside.seconds_a_token = seconds_a_token
+        self._kept.outside.seconds_a_token = seconds_a_token
 
     def _find_in_budget(self, tokens: Int64s, owner: Hashable) -> tuple[Lookup, Node | None]:
         """Find as `_find`, and bring the checkpoint back into the budget; without room for it, find another one."""
@@ -143,13 +151,11 @@ class PrefixCache:
                 return lookup, node
             try:
                 with uninterrupted():
-                    self._outside.bring_back(node.mark)
-                    self._ranking.add(node.mark, node.depth - marked_above(node), self._held_bytes(node.mark))
-                    self._touch(node)
+                    self._kept.bring_back(node)
             except CapacityError:
                 passed_over.add(node)
             except (FormatError, OSError):  # what its file held is computed again
-                self._evict(node.mark)
+                self._kept.evict(node.mark)
                 self._n_lost += 1
             else:
                 return lookup, node
@@ -157,7 +163,7 @@ class PrefixCache:
     def _find(
         self, tokens: Int64s, owner: Hashable, passed_over: Set[Node] = frozenset()
     ) -> tuple[Lookup, Node | None]:
-        n_matched, path, beyond = self._tree.walk(tokens, owner)
+        n_matched, path, beyond = self._kept.tree.walk(tokens, owner)
         limit = min(n_matched, len(tokens) - 1)
         best, reused = None, 0
         for node in path:
@@ -168,7 +174,7 @@ class PrefixCache:
             if node.mark is not None and limit > reused and node.mark.horizon <= limit and node not in passed_over:
                 best, reused = node, limit
         by_recurrent = reused if reused < limit else n_matched
-        tier: Tier = "" if best is None or best.mark is None else self._outside.tier_of(best.mark)
+        tier: Tier = "" if best is None or best.mark is None else self._kept.outside.tier_of(best.mark)
         why = explain(len(tokens), n_matched, reused)
         return Lookup(len(tokens), n_matched, by_recurrent, reused, why, tier), best
 
@@ -190,56 +196,73 @@ class PrefixCache:
                 raise BatchError(
                     f"mark {mark!r} is no position of a prompt of {len(tokens)} tokens; give 0 <= mark <= {len(tokens)}"
                 )
-        n_matched = self._tree.walk(tokens, owner)[0]
+        n_matched = self._kept.tree.walk(tokens, owner)[0]
         wanted = {int(mark) for mark in marks} | {n_matched}
         if self.grid_tokens:
             wanted |= set(range(0, len(tokens), self.grid_tokens))
         return sorted(position for position in wanted if start < position < len(tokens))
 
-    def insert(self, sequence: Sequence, owner: Hashable = None) -> None:
+    def insert(
+        self, sequence: Sequence, owner: Hashable = None, *, priority: float | None = None,
+        seconds_to_live: float | None = None,
+    ) -> None:  # fmt: skip
         """Keep a checkpoint of a sequence at its present length, for this owner.
 
-        Nothing happens for an empty sequence, at a position that has a checkpoint already, and for a sequence from
-        whose middle tokens were dropped: its memory is not what feeding its tokens would give.
+        No other is made at a position that has one already, and none of an empty sequence or of one from whose middle
+        tokens were dropped: its memory is not what feeding its tokens would give.
 
-        Raises SequenceError. Cost: O(tokens) and a checkpoint, which copies no tensor.
+        Args:
+            priority: multiplies what a token saved is worth, when checkpoints give way; 1 unless given.
+            seconds_to_live: the checkpoint is closed when it was not used for so long; None: as the cache says.
+        Raises:
+            SequenceError: a bad handle. SpecError: a bad option. Nothing has changed then.
+        Cost: O(tokens) and a checkpoint, which copies no tensor.
         """
+        if priority is not None and not (isinstance(priority, int | float) and priority > 0):
+            raise SpecError(f"priority={priority!r}; give a number above 0: 2 for twice the worth of others")
+        seconds = self.seconds_to_live if _seconds(seconds_to_live) is None else seconds_to_live
+        kept = self._kept
         held_bytes = self.memory.counters.held_bytes(sequence)
         tokens = sequence.tokens if sequence.is_whole else EMPTY
         if not len(tokens):
             return
         with uninterrupted():
-            node = self._tree.node_at(tokens, owner)
+            kept.expire()
+            node = kept.tree.node_at(tokens, owner)
             if node.mark is not None and node.mark.is_swapped:
-                self._close(node.mark)  # the same was computed again, and is in the budget
-                node.mark = None
+                priority = priority or kept.priority(node.mark)
+                kept.close(node.mark)  # the same was computed again, and is in the budget
             if node.mark is None:
-                node.mark = self.memory.checkpoint(sequence)
-                self._checkpoints[node.mark] = node
-                self._ranking.add(node.mark, node.depth - marked_above(node), held_bytes)
-                self._count_saved_below(node, node.depth)
-            self._touch(node)
+                kept.add(node, checkpoint := self.memory.checkpoint(sequence), held_bytes)
+                kept.let_live(checkpoint, math.inf if seconds is None else seconds)
+            elif seconds_to_live is not None:
+                kept.let_live(node.mark, seconds_to_live)
+            if priority is not None and node.mark is not None:
+                kept.prefer(node.mark, priority)
+            kept.touch(node)
+            kept.bound_books()
 
-    def _count_saved_below(self, node: Node, start: int) -> None:
-        """Note that the nearest checkpoints below a node save the tokens from `start` on."""
-        below = list(node.children.values())
-        while below:
-            child = below.pop()
-            if child.mark is not None:
-                self._ranking_of(child.mark).saves(child.mark, child.depth - start)
-            else:
-                below.extend(child.children.values())
+    def pin(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> int:
+        """Keep the checkpoint that `open` would use for this prompt until `unpin` or `clear`; return its position.
 
-    def _touch(self, node: Node) -> None:
-        self._clock += 1
-        if node.mark is not None:
-            self._ranking_of(node.mark).use(node.mark, self._clock)
+        It gives way to nothing and does not expire. So what is pinned is a part of the budget that others cannot use.
+        Raises BatchError: there is none.
+        """
+        return self._prefer(token_ids, owner, math.inf, math.inf)
 
-    def _ranking_of(self, checkpoint: Sequence) -> Ranking:
-        return self._outside.ranking if checkpoint in self._outside.ranking else self._ranking
+    def unpin(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> int:
+        """Let a checkpoint that was pinned by the same prompt give way again, and live as long as the cache says."""
+        return self._prefer(token_ids, owner, 1.0, math.inf if self.seconds_to_live is None else self.seconds_to_live)
 
-    def _held_bytes(self, checkpoint: Sequence) -> int:
-        return self.memory.counters.held_bytes(checkpoint)
+    def _prefer(self, token_ids: Seq[int] | Int64s, owner: Hashable, priority: float, seconds: float) -> int:
+        self._kept.expire()
+        tokens = read_prompt(token_ids)
+        node = self._find(np.append(tokens, -1), owner)[1]  # nothing goes on with -1: the whole prompt may be reused
+        if node is None or node.mark is None:
+            raise BatchError(f"no checkpoint of these {len(tokens)} tokens is cached; insert a sequence with them")
+        self._kept.prefer(node.mark, priority)
+        self._kept.let_live(node.mark, seconds)
+        return node.depth
 
     # Forgetting
 
@@ -249,51 +272,7 @@ class PrefixCache:
         More do so at once, up to 1/64 of the budget, so that the next calls find room. A checkpoint that shares all its
         bytes frees none: it gives way last, and only for `missing_bytes`.
         """
-        free_bytes = self.memory.free_bytes
-        lot_bytes = max(missing_bytes, self._lot_bytes)
-        chosen, n_promised = list[Sequence](), 0
-        for checkpoint, n_bytes in self._ranking.ascending(self._clock, self.memory.counters.private_bytes):
-            if n_promised >= (lot_bytes if n_bytes else missing_bytes):
-                break
-            chosen.append(checkpoint)
-            n_promised += n_bytes
-        n_gone = 0
-        for checkpoint in chosen:
-            # Two that share blocks only with each other free more than was promised for each.
-            if self.memory.free_bytes - free_bytes >= lot_bytes:
-                break
-            self._give_way(checkpoint)
-            n_gone += 1
-        return n_gone > 0
-
-    def _give_way(self, checkpoint: Sequence) -> None:
-        """Move a checkpoint out of the budget; close it if that does not pay, or if there is no room outside."""
-        node = self._checkpoints[checkpoint]
-        saved = node.depth - marked_above(node)
-        if self._outside.take(checkpoint, relatives(node), saved, self._clock, self._drop_outside):
-            self._ranking.remove(checkpoint)
-        else:
-            self._n_evicted += 1
-            self._evict(checkpoint)
-
-    def _drop_outside(self, checkpoint: Sequence) -> None:
-        """Close a checkpoint outside of the budget for lack of room there."""
-        self._n_evicted += 1
-        self._evict(checkpoint)
-
-    def _close(self, checkpoint: Sequence) -> Node:
-        """Close a checkpoint, and return the node that it was the mark of."""
-        node = self._checkpoints.pop(checkpoint)
-        node.mark = None
-        self._ranking_of(checkpoint).remove(checkpoint)
-        self.memory.close(checkpoint)
-        return node
-
-    def _evict(self, checkpoint: Sequence) -> None:
-        """Close a checkpoint, and remove the nodes that only led to it."""
-        node = self._close(checkpoint)
-        self._count_saved_below(node, marked_above(node))
-        self._tree.prune(node)
+        return self._kept.reclaim(missing_bytes)
 
     # Across restarts
 
@@ -306,7 +285,7 @@ class PrefixCache:
 
         Raises SpecError: a dry run, no folder, or another owner. OSError. Cost: the bytes of new blocks.
         """
-        return self.memory.folders.save(folder, entries_of(self._tree.roots))
+        return self.memory.folders.save(folder, entries_of(self._kept.tree.roots))
 
     def load(self, folder: str | Path) -> int:
         """Add the checkpoints of a folder, which a cache like this one saved; return their number.
@@ -317,39 +296,35 @@ class PrefixCache:
         tokens, read.
         """
         with uninterrupted():
-            n_before = len(self._checkpoints)
+            n_before = len(self._kept.nodes)
             for label, checkpoint in owned(self.memory.folders.load(folder)):
-                node = self._tree.node_at(checkpoint.tokens, label)
-                if node.mark is not None:
+                if not self._kept.add_outside(checkpoint.tokens, label, checkpoint):
                     self.memory.close(checkpoint)
-                    continue
-                node.mark = checkpoint
-                self._checkpoints[checkpoint] = node
-                self._outside.add(checkpoint, node.depth - marked_above(node), self._clock, 1)
-                self._count_saved_below(node, node.depth)
-            return len(self._checkpoints) - n_before
+                elif self.seconds_to_live is not None:
+                    self._kept.let_live(checkpoint, self.seconds_to_live)
+            return len(self._kept.nodes) - n_before
 
     def clear(self) -> None:
         """Close all checkpoints and forget all tokens."""
         with uninterrupted():
-            for checkpoint in list(self._checkpoints):
-                self._evict(checkpoint)
+            for checkpoint in list(self._kept.nodes):
+                self._kept.evict(checkpoint)
 
     def close(self) -> None:
         """Close all checkpoints and release the memory, which can be used further. Later use raises SequenceError.
 
         Closing it again does nothing. `with PrefixCache(memory) as cache:` closes it at the end.
         """
-        if self._memory is not None and self._memory.is_open:
+        if self._own is not None and self._own.memory.is_open:
             self.clear()
-            self._memory.remove_reclaimer(self._reclaimer)
-            self._outside.close()
-        self._memory = None
-        self._checkpoints.clear()
-        self._tree = RadixTree()
+            self._own.memory.remove_reclaimer(self._reclaimer)
+            self._own.outside.close()
+        if self._own is not None:
+            self._own.nodes.clear()
+        self._own = None
 
     def __enter__(self) -> PrefixCache:
-        if self._memory is None:
+        if self._own is None:
             raise SequenceError(_CLOSED)
         return self
 
@@ -358,16 +333,24 @@ class PrefixCache:
 
     def stats(self) -> PrefixStats:
         """Return the counts since the cache was made, and the checkpoints that it holds."""
-        held = [*self._checkpoints]
-        outside = self._outside
+        held = [*self._kept.nodes]
+        outside = self._kept.outside
         private_bytes = int(self.memory.counters.private_bytes(held).sum())
-        counts = (self._n_lookups, self._n_hits, self._n_tokens, self._n_reused, len(held), self._n_evicted)
+        counts = (self._n_lookups, self._n_hits, self._n_tokens, self._n_reused, len(held), self._kept.n_evicted)
         moves = len(outside.ranking), outside.n_moved, outside.n_returned, self._n_lost
-        return PrefixStats(*counts, private_bytes, *moves)
+        return PrefixStats(*counts, private_bytes, *moves, self._kept.n_expired, self._kept.book_bytes)
 
     def __repr__(self) -> str:
-        where = "closed" if self._memory is None else f"with {len(self._checkpoints)} checkpoints in {self._memory!r}"
+        kept = self._own
+        where = "closed" if kept is None else f"with {len(kept.nodes)} checkpoints in {kept.memory!r}"
         return f"<PrefixCache {where}>"
+
+
+def _seconds(value: float | None) -> float | None:
+    """Return a time to live. Raises SpecError."""
+    if value is None or (isinstance(value, int | float) and value > 0):
+        return value
+    raise SpecError(f"seconds_to_live={value!r}; give seconds above 0, or None for ever")
 
 
 def _reclaimer(

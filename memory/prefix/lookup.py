@@ -52,6 +52,8 @@ class PrefixStats:
         n_outside: checkpoints of these that are outside of the budget, in host memory or in files.
         n_moved, n_returned: checkpoints that were moved out of the budget so far, and back.
         n_lost: checkpoints that were closed because their file could not be read.
+        n_expired: checkpoints that were closed at the end of their time to live.
+        book_bytes: host memory for the tokens of all cached prefixes; at most a quarter of what checkpoints may take.
     """
 
     n_lookups: int
@@ -65,6 +67,8 @@ class PrefixStats:
     n_moved: int = 0
     n_returned: int = 0
     n_lost: int = 0
+    n_expired: int = 0
+    book_bytes: int = 0
 
     @property
     def hit_rate(self) -> float:

@@ -83,10 +83,12 @@ class RadixTree:
 
     Attributes:
         roots: owner -> the root of its tree, which has no tokens.
+        n_tokens: tokens of all nodes.
     """
 
     def __init__(self) -> None:
         self.roots: dict[Hashable, Node] = {}
+        self.n_tokens = 0
 
     def walk(self, tokens: Int64s, owner: Hashable) -> tuple[int, list[Node], Node | None]:
         """Return the number of tokens that match, the nodes that end within them, and the node to search further in.
@@ -116,6 +118,7 @@ class RadixTree:
             child = node.children.get(int(rest[0]))
             if child is None:
                 node.children[int(rest[0])] = leaf = Node(rest.copy(), len(tokens), node)
+                self.n_tokens += len(rest)
                 return leaf
             n_common = common_prefix(child.tokens, rest)
             if n_common < len(child.tokens):
@@ -133,6 +136,7 @@ class RadixTree:
                 parent.children[first] = child
                 return
             del parent.children[first]
+            self.n_tokens -= len(node.tokens)
             node = parent
         if node is not None and node.parent is None and not node.children:
             del self.roots[node.owner]

@@ -15,7 +15,7 @@ _COMPUTED_AT_ONCE = 256
 
 
 class Ranking:
-    """Ranks checkpoints by worth: tokens saved / bytes that closing it frees / time since its last use.
+    """Ranks checkpoints by worth: priority x tokens saved / bytes that closing it frees / time since its last use.
 
     The bytes that closing a checkpoint frees (its private bytes) change whenever another sequence is advanced, so they
     must be computed anew. But they are never more than all bytes that it holds, which never change. That gives a lower
@@ -28,6 +28,7 @@ class Ranking:
         self._saved = np.zeros(64)
         self._held_bytes = np.ones(64, np.int64)
         self._used_at = np.zeros(64, np.int64)
+        self._priority = np.ones(64)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -41,16 +42,16 @@ class Ranking:
             self._close_gaps()
         place = self._places[checkpoint] = self._n_places
         self._n_places += 1
-        self._saved[place], self._held_bytes[place] = saved, max(held_bytes, 1)
+        self._saved[place], self._held_bytes[place], self._priority[place] = saved, max(held_bytes, 1), 1
 
     def _close_gaps(self) -> None:
         """Close the gaps in the arrays, and leave room for as many checkpoints again."""
         kept = self._kept()
         self._places = {checkpoint: place for place, checkpoint in enumerate(self._places)}
         self._n_places = len(kept)
-        self._saved, self._held_bytes, self._used_at = (
+        self._saved, self._held_bytes, self._used_at, self._priority = (
             np.concatenate([column[kept], np.ones(max(64, len(kept)), column.dtype)])
-            for column in (self._saved, self._held_bytes, self._used_at)
+            for column in (self._saved, self._held_bytes, self._used_at, self._priority)
         )
 
     def _kept(self) -> Int64s:
@@ -68,6 +69,14 @@ class Ranking:
         """Note that a checkpoint saves so many tokens from now on."""
         self._saved[self._places[checkpoint]] = saved
 
+    def prefer(self, checkpoint: Sequence, priority: float) -> None:
+        """Multiply the worth of a checkpoint. One of infinite worth is never chosen."""
+        self._priority[self._places[checkpoint]] = priority
+
+    def priority(self, checkpoint: Sequence) -> float:
+        """Return what `prefer` has set, or 1."""
+        return float(self._priority[self._places[checkpoint]])
+
     def ascending(
         self, clock: int, private_bytes: Callable[[list[Sequence]], Int64s]
     ) -> Iterator[tuple[Sequence, int]]:
@@ -77,7 +86,10 @@ class Ranking:
         Cost: sorting all bounds, and `private_bytes` of those whose bounds leave the order open.
         """
         checkpoints, kept = list(self._places), self._kept()
-        saved, ages = self._saved[kept], 1 + clock - self._used_at[kept]
+        if (is_pinned := np.isinf(self._priority[kept])).any():
+            checkpoints = [checkpoints[i] for i in (~is_pinned).nonzero()[0].tolist()]
+            kept = kept[~is_pinned]
+        saved, ages = self._saved[kept] * self._priority[kept], 1 + clock - self._used_at[kept]
         bounds = saved / self._held_bytes[kept] / ages
         order = bounds.argsort()
         found: list[tuple[float, int, int]] = []  # a heap of exact ones: worth, index (older first), private bytes
