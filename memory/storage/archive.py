@@ -19,8 +19,16 @@ from memory.interface import Sequence
 from memory.layer_memories import Held, LayerMemories
 from memory.sequences.folding import TailRules
 from memory.sequences.interrupts import uninterrupted_call
-from memory.storage.family_files import Member, MemberKind, SavedFamily, family_in, family_of_one, write_family
-from memory.storage.files import FAMILY_VERSION, read_path, read_tensors, snapshot_in, write_snapshot
+from memory.storage.family_files import (
+    Member,
+    MemberKind,
+    SavedFamily,
+    family_in,
+    family_of_one,
+    is_family,
+    write_family,
+)
+from memory.storage.files import read_path, read_tensors, snapshot_in, write_snapshot
 from memory.storage.names import names_in_files
 from memory.storage.signature import check_signature, check_weights, fitted, signature_of
 from memory.storage.swapping import Swapping
@@ -133,7 +141,7 @@ class Archive:
         place = read_path("path", path, "the path of a saved sequence", FormatError)
         spec, layers = self._coordinator.spec, self._coordinator.layers
         tensors, metadata = read_tensors(place)
-        if int(metadata["version"]) < FAMILY_VERSION:
+        if not is_family(metadata):
             snapshot, about = snapshot_in(place, tensors, metadata)
             snapshot = fitted(place, snapshot, about, spec, self._page_tokens, self._rules, layers)
             check_weights(place, about, spec)

@@ -25,8 +25,8 @@ from memory.errors import FormatError
 from memory.layer_memories import Held, Snapshot
 from memory.storage.files import (
     BLOCKS,
-    FAMILY_VERSION,
     FORMAT,
+    VERSION,
     bytes_of,
     check_digest,
     digest_of,
@@ -116,7 +116,7 @@ def write_family(saved: SavedFamily) -> None:
     entries = [_entry(member) | {"sha256": digest} for member, digest in zip(saved.members, digests, strict=True)]
     metadata = {
         "format": FORMAT,
-        "version": str(FAMILY_VERSION),
+        "version": str(VERSION),
         "about": json.dumps(saved.about, sort_keys=True),
         "members": json.dumps(entries, sort_keys=True),
     }
@@ -126,9 +126,14 @@ def write_family(saved: SavedFamily) -> None:
 def read_family(path: str) -> SavedFamily:
     """Read a file of any version. Raises FormatError, also if its header or its first member is damaged."""
     tensors, metadata = read_tensors(path)
-    if int(metadata["version"]) < FAMILY_VERSION:
+    if not is_family(metadata):
         return family_of_one(path, *snapshot_in(path, tensors, metadata))
     return family_in(path, tensors, metadata)
+
+
+def is_family(metadata: dict[str, str]) -> bool:
+    """True if a file with this metadata is one of `write_family`."""
+    return "members" in metadata
 
 
 def family_in(
@@ -141,7 +146,7 @@ def family_in(
     """
     check_digest(path, {}, metadata)
     try:
-        about = {**json.loads(metadata["about"]), "version": FAMILY_VERSION}
+        about = {**json.loads(metadata["about"]), "version": VERSION}
         entries = json.loads(metadata["members"])[: 1 if only_first else None]
         members = [_read_entry(entry) for entry in entries]
         tokens = [tensors[f"{_TOKENS}{i}"].numpy() for i in range(1 + max(m.buffer for m in members))]

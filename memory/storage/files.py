@@ -16,10 +16,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -29,11 +31,13 @@ from memory.errors import FormatError, SpecError
 from memory.layer_memories import Snapshot
 from memory.storage.local_files import written_whole
 
-FORMAT, _VERSION = "hybrid-memory sequence", 4
-FAMILY_VERSION = 5
-"""Format version of files that may hold several sequences."""
-_READ_VERSIONS = ("2", "3", "4", str(FAMILY_VERSION))
+FORMAT, VERSION = "hybrid-memory sequence", 5
+_WHOLE_CHECKSUMS = ("2", "3", "4")
+_READ_VERSIONS = (*_WHOLE_CHECKSUMS, str(VERSION))
+_PIECE_BYTES = 4 << 20
 BLOCKS = "blocks/"
+JobT = TypeVar("JobT")
+ResultT = TypeVar("ResultT")
 _DTYPES = {torch.int64: "I64", torch.uint8: "U8"}
 
 
@@ -56,7 +60,7 @@ def write_snapshot(path: str, snapshot: Snapshot, about: dict[str, Any], *, is_l
     texts = {
         name: json.dumps(value, sort_keys=True) for name, value in (("records", snapshot.records), ("about", about))
     }
-    metadata = {"format": FORMAT, "version": str(_VERSION), **texts}
+    metadata = {"format": FORMAT, "version": str(VERSION), **texts}
     require_bytes(snapshot.blocks.values())
     pieces = {name: [tensor] for name, tensor in tensors.items()}
     write_tensors(path, pieces, metadata | {"sha256": digest_of(tensors, metadata)}, is_lasting=is_lasting)
@@ -143,13 +147,8 @@ def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
 
 def read_tensors(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read the tensors and the metadata of a file of any version. Compares no checksum. Raises FormatError."""
-    from fsspec.core import url_to_fs
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
     try:
-        fs, place = url_to_fs(path)
-        data = fs.cat_file(place)
+        data = _read_bytes(path)
     except IsADirectoryError as error:
         raise FormatError(f"{path} is a folder; give the path of a saved sequence, a file") from error
     except (OSError, ValueError, ImportError) as error:
@@ -157,17 +156,10 @@ def read_tensors(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{path} cannot be read: {str(error) or type(error).__name__}; give the path of a saved sequence"
         ) from error
     try:
-        metadata = dict(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")]).get("__metadata__", {}))
-        tensors = load(data)
-    except (
-        SafetensorError,
-        ValueError,
-        AttributeError,
-        TypeError,
-        MemoryError,
-        OverflowError,
-        RecursionError,
-    ) as error:
+        begin = 8 + int.from_bytes(data[:8].numpy().tobytes(), "little")
+        header = json.loads(data[8:begin].numpy().tobytes())
+        metadata = dict(header.pop("__metadata__", {}))
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise FormatError(
             f"{path} is no safetensors file, or a damaged one ({error}); save the sequence again"
         ) from error
@@ -178,7 +170,48 @@ def read_tensors(path: str) -> tuple[dict[str, Tensor], dict[str, str]]:
             f"{path} has format version {version}, this library reads {' and '.join(_READ_VERSIONS)}; use the one that "
             "wrote it"
         )
-    return tensors, metadata
+    try:
+        return {name: _tensor_in(data[begin:], entry) for name, entry in header.items()}, metadata
+    except (ValueError, KeyError, TypeError, RuntimeError, OverflowError) as error:
+        raise FormatError(f"{path} holds what memory.save never writes ({error}); save the sequence again") from error
+
+
+def _read_bytes(path: str) -> Tensor:
+    """Read a file into memory of its own: a mapped one would end the process where its disk fails. Raises OSError."""
+    from fsspec.core import url_to_fs
+
+    fs, place = url_to_fs(path)
+    if not is_local(path):
+        return torch.frombuffer(bytearray(fs.cat_file(place)), dtype=torch.uint8)
+    with Path(place).open("rb") as file:
+        data = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
+
+        def read(begin: int) -> None:
+            end = min(begin + _PIECE_BYTES, len(data))
+            while begin < end:
+                if not (n := os.preadv(file.fileno(), [data[begin:end].data], begin)):
+                    raise OSError(f"it was cut to {begin:,} bytes while it was read")
+                begin += n
+
+        in_threads(read, range(0, len(data), _PIECE_BYTES))
+    return torch.from_numpy(data)
+
+
+def _tensor_in(data: Tensor, entry: dict[str, Any]) -> Tensor:
+    """Return the tensor of an entry in the header, a view. Raises ValueError, KeyError, TypeError or RuntimeError."""
+    dtype = {name: dtype for dtype, name in _DTYPES.items()}[entry["dtype"]]
+    begin, end = entry["data_offsets"]
+    if not 0 <= begin <= end <= len(data):
+        raise ValueError(f"bytes [{begin}, {end}) of {len(data)}")
+    return data[begin:end].view(dtype).view(entry["shape"])
+
+
+def in_threads(work: Callable[[JobT], ResultT], jobs: Iterable[JobT]) -> list[ResultT]:
+    """Do several jobs in as many threads as the machine has processors, at most 8; one job is done at once."""
+    if len(jobs := list(jobs)) < 2:
+        return [work(job) for job in jobs]
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
+        return list(threads.map(work, jobs))
 
 
 def check_digest(path: str, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -234,9 +267,22 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 
 def digest_of(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    """Return the checksum of a file's content, as hexadecimal text."""
+    """Return the checksum of a file's content, as hexadecimal text.
+
+    It is that of the metadata and, from version 5 on, of the checksums of pieces of the tensors, which are computed
+    side by side; before that, of the tensors themselves.
+    """
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
-    for name in sorted(tensors):
+    names = sorted(tensors)
+    contents = [bytes_of(tensors[name]) for name in names]
+    if metadata.get("version") in _WHOLE_CHECKSUMS:
+        parts: list[list[bytes | memoryview]] = [[content] for content in contents]
+    else:
+        pieces = [[c[at : at + _PIECE_BYTES] for at in range(0, len(c), _PIECE_BYTES)] for c in contents]
+        checksums = iter(in_threads(lambda piece: hashlib.sha256(piece).digest(), chain.from_iterable(pieces)))
+        parts = [list(islice(checksums, len(own))) for own in pieces]
+    for name, own in zip(names, parts, strict=True):
         digest.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)} ".encode())
-        digest.update(bytes_of(tensors[name]))
+        for part in own:
+            digest.update(part)
     return digest.hexdigest()

@@ -7,7 +7,8 @@ folder for each writer:
     version_2_zeroed   a later one, which made zeros of them
     version_3          the last library whose bodies held nothing of what had folded lately; `rolled_back` is `storage`
                        with a 46th token, at which more folds, taken back to 43
-    version_4          today's
+    version_4          the last library with one checksum over all tensors
+    version_5          today's
 """
 
 from __future__ import annotations

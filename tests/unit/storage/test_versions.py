@@ -51,7 +51,7 @@ from memory.storage.version_2 import text_of
 from tests.data.sequences.write import OPTIONS, SUBJECTS, TOKENS, VOCAB, feed, make
 
 FOLDER = Path(__file__).parent.parent.parent / "data" / "sequences"
-VERSIONS = ("version_2", "version_2_zeroed", "version_3", "version_4")
+VERSIONS = ("version_2", "version_2_zeroed", "version_3", "version_4", "version_5")
 
 
 @pytest.mark.parametrize("version", VERSIONS)
