@@ -1,0 +1,109 @@
+"""Makes the traces of coding agents: long prompts of tools, many short calls, long results, and forks of subagents.
+
+An agent's prompt grows with every turn, by the call that the model made and by the tool's result, and the next request
+begins with all of it. A subagent begins where its parent stands, works on its own, and what it found comes back as a
+tool's result. The defaults are those of published agentic workloads: 43 turns, 142 thousand tokens in the last prompt
+and 444 tokens a reply, each the median.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from chat.simulation.workload import Event, Family
+from memory import SpecError
+
+
+@dataclass(frozen=True)
+class AgentHabits:
+    """Holds the rates and lengths of simulated agents. Lengths and turns are medians of log-normal distributions.
+
+    Attributes:
+        n_agents: without their subagents.
+        rate: agents that begin in a second, on average (Poisson).
+        turns: of each agent; of a subagent a fifth of it.
+        system_tokens: system prompt and tools, shared by all agents of a kind; there are `n_kinds`.
+        result_tokens, reply_tokens: of a tool's result, and of what the model says to call it.
+        tool_s: mean seconds that a tool takes.
+        subagents, retries: how likely a turn begins a subagent, or asks for the last reply again.
+    Raises:
+        SpecError: naming the habit and its value.
+    """
+
+    n_agents: int = 60
+    rate: float = 0.05
+    turns: int = 43
+    n_kinds: int = 3
+    system_tokens: int = 15_000
+    result_tokens: int = 1_550
+    reply_tokens: int = 444
+    tool_s: float = 8.0
+    subagents: float = 0.03
+    retries: float = 0.03
+
+    def __post_init__(self) -> None:
+        for name in ("n_agents", "turns", "n_kinds", "system_tokens", "result_tokens", "reply_tokens"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"{name}={getattr(self, name)!r}; give an integer of at least 1")
+        for name in ("rate", "tool_s"):
+            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+                raise SpecError(f"{name}={value!r}; give a number above 0")
+        if min(self.subagents, self.retries) < 0 or self.subagents + self.retries > 1:
+            raise SpecError(
+                f"subagents={self.subagents}, retries={self.retries}; give shares of 0 or more, together within 1"
+            )
+
+
+@dataclass(frozen=True)
+class AgentWorkload:
+    """Makes agents with these habits: a `Workload`, and a function of the seed alone."""
+
+    habits: AgentHabits
+    seed: int = 0
+
+    def __iter__(self) -> Iterator[Family]:
+        rng, at = random.Random(f"{self.seed}/agents"), 0.0
+        for number in range(self.habits.n_agents):
+            at += rng.expovariate(self.habits.rate)
+            yield _Writer(self.habits, random.Random(f"{self.seed}/agent {number}")).write(f"agent {number + 1}", at)
+
+
+class _Writer:
+    """Makes the events of one agent and its subagents."""
+
+    def __init__(self, habits: AgentHabits, rng: random.Random) -> None:
+        self._habits, self._rng = habits, rng
+        self._events: list[Event] = []
+        self._n_subagents = 0
+
+    def write(self, name: str, at: float) -> Family:
+        opening = (("system", f"tools of agents of kind {self._rng.randrange(self._habits.n_kinds)}"),)
+        self._events.append(Event(at, name, "arrive", opening=opening, n_tokens=self._habits.system_tokens))
+        self._work(name, at, self._length(self._habits.turns, 0.5), may_delegate=True)
+        return sorted(self._events, key=lambda event: event.at)
+
+    def _work(self, name: str, at: float, n_turns: int, *, may_delegate: bool) -> float:
+        """Write the turns of an agent from `at` on; return when it is done."""
+        habits, rng = self._habits, self._rng
+        for turn in range(n_turns):
+            roll = rng.random()
+            if turn and may_delegate and roll < habits.subagents:
+                self._n_subagents += 1
+                subagent = f"{name}, subagent {self._n_subagents}"
+                self._events.append(Event(at, name, "branch", into=subagent))
+                at = self._work(subagent, at, self._length(max(1, habits.turns // 5), 0.5), may_delegate=False)
+            elif turn and roll > 1 - habits.retries:
+                self._events.append(Event(at, name, "regenerate"))
+                at += rng.expovariate(1 / habits.tool_s)
+                continue
+            n_tokens, n_reply = self._length(habits.result_tokens, 1.0), self._length(habits.reply_tokens, 0.6)
+            self._events.append(Event(at, name, "say", n_tokens=n_tokens, n_reply=n_reply))
+            at += rng.expovariate(1 / habits.tool_s)
+        self._events.append(Event(at, name, "leave"))
+        return at
+
+    def _length(self, middle: int, sigma: float) -> int:
+        return max(1, round(self._rng.lognormvariate(math.log(middle), sigma)))
