@@ -16,7 +16,7 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import architectures, books, compiling, gpu_tune, kernels, prefixes, restarts, speed, states
+from benchmarks import agentic, architectures, books, compiling, gpu_tune, kernels, prefixes, restarts, speed, states
 from benchmarks import dtypes as dtypes_
 from benchmarks import gpu as gpu_kernels
 from benchmarks import sparse as sparse_attention
@@ -149,6 +149,12 @@ def rollback(quick: Quick = False, out: Out = None, threads: Threads = None) -> 
     _run(books.rollback, BOOK_TESTS, quick, out, threads)
 
 
+@app.command(name="agentic")
+def agentic_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Share of agents' prompts that is reused with small budgets, beside LRU by blocks; in dry runs."""
+    _run(agentic.agentic, ("tests/benchmarks/test_agentic.py",), quick, out, threads)
+
+
 @app.command(name="restarts")
 def restarts_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure a chat's next turn after a restart, and prompts whose checkpoint is outside of the budget."""
@@ -213,7 +219,7 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
         *(["--threads", str(threads)] if threads else []),
     ]
     commands = (
-        "parity", "bookkeeping", "rollback", "memory", "prefixes", "restarts", "kernels", "states", "sparse",
+        "parity", "bookkeeping", "rollback", "memory", "prefixes", "restarts", "agentic", "kernels", "states", "sparse",
         "speculative", "prefill", "decode", "dtypes",
     )  # fmt: skip
     failed = [

@@ -100,9 +100,7 @@ def requests_of(workload: Workload, vocab_size: int) -> Iterator[Request]:
             yield Request(prompt, said[user][len(prompt) :])
 
 
-def replay(
-    spec: MemorySpec, requests: Iterable[Request], budget: int, *, host_bytes: int = 0
-) -> tuple[float, int]:
+def replay(spec: MemorySpec, requests: Iterable[Request], budget: int, *, host_bytes: int = 0) -> tuple[float, int]:
     """Serve requests one by one through a prefix cache in a dry run.
 
     Returns:

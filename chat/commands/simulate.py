@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
+    from chat.simulation.agents import AgentHabits
     from chat.simulation.report import Report
     from chat.simulation.simulation import Setup
-    from chat.simulation.workload import Workload
+    from chat.simulation.workload import Habits, Workload
 
 _RUNNING, _DRY_RUNNING = 64, 512
 _STEP_TOKENS, _DRY_STEP_TOKENS = 256, 4096
@@ -37,11 +38,13 @@ Alone = Annotated[str, Option(help='"wrong", "all" or "none": answers to compare
 
 
 def simulate(
+    context: typer.Context,
     users: Annotated[int, Option(min=1, help="how many come, one after the other")] = 200,
-    turns: Annotated[int, Option(min=1, help="of each user; a last question comes on top")] = 6,
+    workload: Annotated[str, Option(help='"chats", or "agents", which send their whole history each time')] = "chats",
+    turns: Annotated[int | None, Option(min=1, help="of each user; unless given 6, agents 43")] = None,
     seed: Annotated[int, Option(help="another seed, other users")] = 0,
-    rate: Annotated[float, Option(help="users that arrive in a second on average (Poisson)")] = 10.0,
-    think: Annotated[float, Option(help="seconds between a user's actions on average")] = 2.0,
+    rate: Annotated[float | None, Option(help="users that arrive in a second; unless given 10, agents 0.05")] = None,
+    think: Annotated[float | None, Option(help="seconds between a user's actions; unless given 2, agents 8")] = None,
     pause: Annotated[float, Option(help="seconds of a pause on average; who pauses is swapped out")] = 10.0,
     edits: Annotated[float, Option(help="share of turns in which an earlier message is changed")] = 0.12,
     regenerations: Annotated[float, Option(help="share of turns in which the last reply is asked for again")] = 0.08,
@@ -81,37 +84,68 @@ def simulate(
     """
     running = max_running or (_DRY_RUNNING if is_dry else _RUNNING)
     tokens = step_tokens or max(_DRY_STEP_TOKENS if is_dry else _STEP_TOKENS, 4 * running)
-    actions = (rate, think, pause, edits, regenerations, branches, pauses, openings)
-    habits = (users, turns, *actions, system, message_tokens, reply_tokens)
-    workload, about = _find_workload(habits, seed, trace, save_trace)
+    given = {"turns": turns, "rate": rate, "think_s": think, "reply_tokens": reply_tokens}
+    chats = {
+        "pause_s": pause, "edits": edits, "regenerations": regenerations, "branches": branches, "pauses": pauses,
+        "n_openings": openings, "system": system,
+    }  # fmt: skip
+    habits = _find_habits(context, workload, users, given, chats, message_tokens)
+    events, about = _find_workload(habits, seed, trace, save_trace)
     numbers: dict[str, Any] = {
         "budget": budget, "host_budget": host_budget, "swap_dir": swap_dir, "rollback_window": rollback_window,
         "grid_tokens": grid_tokens if prefixes else None, "step_tokens": tokens, "max_running": running,
-        "max_tokens": max_tokens, "speed": None if is_dry else _read_speed(speed), "is_checked": model == "embedded",
+        "max_tokens": max_tokens, "resends": workload == "agents",
+        "speed": None if is_dry else _read_speed(speed), "is_checked": model == "embedded",
         "seed": seed,
     }  # fmt: skip
     _check_outputs(alone, plots)
     report = _play(
-        _make_setup(model, device, dtype, numbers, is_dry=is_dry), workload, about, alone=alone, is_quiet=is_quiet
+        _make_setup(model, device, dtype, numbers, is_dry=is_dry), events, about, alone=alone, is_quiet=is_quiet
     )
     _write(report, json_file, plots)
     if not report.is_ok:
         raise typer.Exit(1)
 
 
+def _find_habits(
+    context: typer.Context, workload: str, users: int, given: dict[str, Any], chats: dict[str, Any],
+    message_tokens: int | None,
+) -> Habits | AgentHabits:  # fmt: skip
+    """Return the habits of the users. Raises SpecError, also for an option that this workload does not have."""
+    from chat.simulation.agents import AgentHabits
+    from chat.simulation.workload import Habits
+    from memory import SpecError
+
+    given = {name: value for name, value in given.items() if value is not None}
+    if workload == "chats":
+        return Habits(n_users=users, message_tokens=message_tokens, **given, **chats)
+    if workload != "agents":
+        raise SpecError(f'--workload {workload}; choose "chats" or "agents"')
+    for name in ("pause", "edits", "regenerations", "branches", "pauses", "openings", "system"):
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise SpecError(f"--{name} is of chats; leave it out with --workload agents")
+    if "think_s" in given:
+        given["tool_s"] = given.pop("think_s")
+    if message_tokens is not None:
+        given["result_tokens"] = message_tokens
+    return AgentHabits(n_agents=users, **given)
+
+
 def _find_workload(
-    habits: tuple[Any, ...], seed: int, trace: Path | None, save_trace: Path | None
+    habits: Habits | AgentHabits, seed: int, trace: Path | None, save_trace: Path | None
 ) -> tuple[Workload, dict[str, object]]:
     """Return the workload, and its description for the report."""
+    from chat.simulation.agents import AgentHabits, AgentWorkload
     from chat.simulation.traces import read_trace, write_trace
-    from chat.simulation.workload import Habits, make_workload
+    from chat.simulation.workload import make_workload
 
     if trace is not None:
         workload: Workload = read_trace(trace)
         about: dict[str, object] = {"trace": trace.name}
     else:
-        made = make_workload(Habits(*habits), seed)
-        workload, about = made, {"seed": seed, **vars(made.habits)}
+        workload = AgentWorkload(habits, seed) if isinstance(habits, AgentHabits) else make_workload(habits, seed)
+        about = {"seed": seed, **vars(habits)}
     if save_trace is not None:
         with _writing(save_trace):
             write_trace(save_trace, workload)

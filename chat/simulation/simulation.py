@@ -49,6 +49,8 @@ class Setup:
         speed: of the wall clock; None for the virtual one.
         is_checked: judge the answers, word for word: for the embedded model, or any other that was trained on
             `chat.simulation.dialogues`.
+        resends: whether each prompt brings the user's whole history, as that of a client of a chat API does: then only
+            the prefix cache remembers it. Else their sequence waits for them.
         seed: of made-up tokens.
     """
 
@@ -67,6 +69,7 @@ class Setup:
     speed: float | None = None
     is_checked: bool = False
     poison: bool = False
+    resends: bool = False
     seed: int = 0
 
     @property
@@ -261,7 +264,10 @@ class Simulation:
                 reply or f"({len(generation.token_ids)} tokens)",
             )
         )
-        self._room.here[user] = None
+        if self.setup.resends:
+            self._room.forget(user)
+        else:
+            self._room.here[user] = None
         self._schedule(user)
 
     def _judge(self, user: SimulatedUser, reply: str) -> None:

@@ -140,6 +140,10 @@ class Room:
         if self._swap_out(user):
             self.tally.swaps["paused"] += 1
 
+    def forget(self, user: SimulatedUser) -> None:
+        """Close a user's sequence: the next prompt brings all of its tokens again."""
+        self._give_up(user, user.length)
+
     def leave(self, user: SimulatedUser) -> None:
         self.here.pop(user, None)
         if user.sequence is not None and not user.sequence.closed:
