@@ -84,12 +84,9 @@ def simulate(
     """
     running = max_running or (_DRY_RUNNING if is_dry else _RUNNING)
     tokens = step_tokens or max(_DRY_STEP_TOKENS if is_dry else _STEP_TOKENS, 4 * running)
-    given = {"turns": turns, "rate": rate, "think_s": think, "reply_tokens": reply_tokens}
-    chats = {
-        "pause_s": pause, "edits": edits, "regenerations": regenerations, "branches": branches, "pauses": pauses,
-        "n_openings": openings, "system": system,
-    }  # fmt: skip
-    habits = _find_habits(context, workload, users, given, chats, message_tokens)
+    chats = (pause, edits, regenerations, branches, pauses, openings, system)
+    agents = (turns, rate, think, message_tokens, reply_tokens)
+    habits = _find_habits(context, workload, users, agents, chats)
     events, about = _find_workload(habits, seed, trace, save_trace)
     numbers: dict[str, Any] = {
         "budget": budget, "host_budget": host_budget, "swap_dir": swap_dir, "rollback_window": rollback_window,
@@ -108,28 +105,31 @@ def simulate(
 
 
 def _find_habits(
-    context: typer.Context, workload: str, users: int, given: dict[str, Any], chats: dict[str, Any],
-    message_tokens: int | None,
-) -> Habits | AgentHabits:  # fmt: skip
-    """Return the habits of the users. Raises SpecError, also for an option that this workload does not have."""
+    context: typer.Context, workload: str, users: int, both: tuple[Any, ...], chats: tuple[Any, ...]
+) -> Habits | AgentHabits:
+    """Return the habits of the users. Raises SpecError, also for an option that this workload does not have.
+
+    Args:
+        both, chats: options of both workloads, None where they are not given, and of chats alone.
+    """
     from chat.simulation.agents import AgentHabits
     from chat.simulation.workload import Habits
     from memory import SpecError
 
-    given = {name: value for name, value in given.items() if value is not None}
+    def named(*names: str) -> dict[str, Any]:
+        return {name: value for name, value in zip(names, both, strict=True) if value is not None}
+
     if workload == "chats":
-        return Habits(n_users=users, message_tokens=message_tokens, **given, **chats)
+        names = ("pause_s", "edits", "regenerations", "branches", "pauses", "n_openings", "system")
+        own = dict(zip(names, chats, strict=True))
+        return Habits(n_users=users, **named("turns", "rate", "think_s", "message_tokens", "reply_tokens"), **own)
     if workload != "agents":
         raise SpecError(f'--workload {workload}; choose "chats" or "agents"')
     for name in ("pause", "edits", "regenerations", "branches", "pauses", "openings", "system"):
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             raise SpecError(f"--{name} is of chats; leave it out with --workload agents")
-    if "think_s" in given:
-        given["tool_s"] = given.pop("think_s")
-    if message_tokens is not None:
-        given["result_tokens"] = message_tokens
-    return AgentHabits(n_agents=users, **given)
+    return AgentHabits(n_agents=users, **named("turns", "rate", "tool_s", "result_tokens", "reply_tokens"))
 
 
 def _find_workload(
