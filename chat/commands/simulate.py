@@ -82,26 +82,28 @@ def simulate(
     Exits with 1 if an answer is wrong that is right when its user is served alone, if one names what only others told,
     if a reply fails, or if bytes stay in use.
     """
-    running = max_running or (_DRY_RUNNING if is_dry else _RUNNING)
-    tokens = step_tokens or max(_DRY_STEP_TOKENS if is_dry else _STEP_TOKENS, 4 * running)
+    running, tokens = _find_sizes(max_running, step_tokens, is_dry=is_dry)
     chats = (pause, edits, regenerations, branches, pauses, openings, system)
-    agents = (turns, rate, think, message_tokens, reply_tokens)
-    habits = _find_habits(context, workload, users, agents, chats)
+    habits = _find_habits(context, workload, users, (turns, rate, think, message_tokens, reply_tokens), chats)
     events, about = _find_workload(habits, seed, trace, save_trace)
     numbers: dict[str, Any] = {
         "budget": budget, "host_budget": host_budget, "swap_dir": swap_dir, "rollback_window": rollback_window,
         "grid_tokens": grid_tokens if prefixes else None, "step_tokens": tokens, "max_running": running,
-        "max_tokens": max_tokens, "resends": workload == "agents",
-        "speed": None if is_dry else _read_speed(speed), "is_checked": model == "embedded",
-        "seed": seed,
+        "max_tokens": max_tokens, "resends": workload == "agents", "is_checked": model == "embedded", "seed": seed,
+        "speed": None if is_dry else _read_speed(speed),
     }  # fmt: skip
     _check_outputs(alone, plots)
-    report = _play(
-        _make_setup(model, device, dtype, numbers, is_dry=is_dry), events, about, alone=alone, is_quiet=is_quiet
-    )
+    setup = _make_setup(model, device, dtype, numbers, is_dry=is_dry)
+    report = _play(setup, events, about, alone=alone, is_quiet=is_quiet)
     _write(report, json_file, plots)
     if not report.is_ok:
         raise typer.Exit(1)
+
+
+def _find_sizes(max_running: int | None, step_tokens: int | None, *, is_dry: bool) -> tuple[int, int]:
+    """Return the replies and the tokens of a step."""
+    running = max_running or (_DRY_RUNNING if is_dry else _RUNNING)
+    return running, step_tokens or max(_DRY_STEP_TOKENS if is_dry else _STEP_TOKENS, 4 * running)
 
 
 def _find_habits(
