@@ -40,7 +40,7 @@ class Request:
 def agentic(*, quick: bool) -> Report:
     """Measure the share of prompt tokens that is reused, by budget."""
     report = Report("agentic")
-    habits = AgentHabits(n_agents=8, turns=10) if quick else AgentHabits(n_agents=100)
+    habits = AgentHabits(n_agents=8, turns=10) if quick else AgentHabits(n_agents=40)
     config = CONFIGS["jamba"]()
     spec = plan_memory(config, "JambaForCausalLM", dtype="bfloat16")
     workload = AgentWorkload(habits)

@@ -201,7 +201,7 @@ class Terminal:
     # Branches
 
     def _branch(self, name: str) -> None:
-        name = name or next(free for n in itertools.count(1) if (free := f"branch-{n}") not in self.sessions)
+        name = name or self._free_name()
         if name in self.sessions:
             raise BatchError(f"there is a branch {name} already; /switch {name} goes on with it")
         self.sessions[name] = self.session.branch()
@@ -209,6 +209,14 @@ class Terminal:
             Text(f"{name} goes on from here; /switch {self.current} goes back", style="dim"), soft_wrap=True
         )
         self.current = name
+
+    def _free_name(self) -> str:
+        return next(free for n in itertools.count(1) if (free := f"branch-{n}") not in self.sessions)
+
+    def _add_branches(self) -> None:
+        """Give names to the branches that were saved with the current conversation."""
+        for branch in self.session.branches:
+            self.sessions[self._free_name()] = branch
 
     def _switch(self, name: str) -> None:
         if name not in self.sessions:
@@ -256,7 +264,9 @@ class Terminal:
         loaded = ChatSession.resume(self.engine, _given(path, "/load"))
         self.session.close()
         self.sessions[self.current] = loaded
-        self._notes.print(Text(f"{len(loaded.messages)} messages from {path}", style="dim"), soft_wrap=True)
+        self._add_branches()
+        others = f"; with {', '.join(self.sessions)}" if loaded.branches else ""
+        self._notes.print(Text(f"{len(loaded.messages)} messages from {path}{others}", style="dim"), soft_wrap=True)
 
     def _help(self, rest: str) -> None:
         table = Table.grid(padding=(0, 2))

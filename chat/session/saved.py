@@ -1,7 +1,7 @@
-"""Saves a session as a folder: its messages as JSON, and its sequence as a file of the memory.
+"""Saves a session and its branches as a folder: messages as JSON, and their sequences as one file of the memory.
 
     session.json                 messages, options, the name of the other file, and a checksum over all of this
-    memory-<number>.safetensors  what `HybridMemory.save` writes; none if nothing was computed yet
+    memory-<number>.safetensors  what `HybridMemory.save` writes, what branches share once; none if nothing was computed
 
 The JSON is written last and replaced in one go: a reader finds either the old session or the new one, never half of
 each. Only their owner can read the files.
@@ -20,47 +20,74 @@ from uuid import uuid4
 
 from chat.decoding.sampling import Sampling
 from chat.session.history import Utterance
-from memory import FormatError, HybridMemory, Sequence, SpecError
+from memory import CapacityError, FormatError, HybridMemory, Sequence, SpecError
 from memory.storage.files import read_path
 from memory.storage.local_files import remove_abandoned, written_whole
 
-_FORMAT, _VERSION = "hybrid-memory chat", 1
+_FORMAT, _VERSION = "hybrid-memory chat", 2
 SESSION_FILE = "session.json"
 _MEMORY_FILE = re.compile(r"memory-[0-9a-f]{32}\.safetensors")
 
 
 @dataclass(frozen=True)
 class SavedSession:
-    """Holds what is saved of a session beside its memory; see `ChatSession`."""
+    """Holds what is saved of a session beside its memory; see `ChatSession`.
+
+    Attributes:
+        parent: number of the session that it branched from, among those saved with it.
+    """
 
     messages: tuple[Utterance, ...]
     n_heard: int
     max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...]
+    parent: int | None = None
 
 
-def write_session(folder: Path, saved: SavedSession, memory: HybridMemory, live: Sequence | None) -> None:
-    """Write a session, whole or not at all. Raises OSError; SpecError: a dry run."""
-    folder.mkdir(parents=True, exist_ok=True)
-    name = None if live is None else f"memory-{uuid4().hex}.safetensors"
+@dataclass(frozen=True)
+class Remembered:
+    """Holds what the memory has of saved sessions.
+
+    Attributes:
+        lives: the live sequence of each session, in the order of the sessions; None: nothing was computed, or it is
+            damaged.
+        checkpoints: those along their messages.
+    """
+
+    lives: list[Sequence | None]
+    checkpoints: list[Sequence]
+
+
+def write_sessions(folder: Path, sessions: list[SavedSession], memory: HybridMemory, own: Remembered) -> None:
+    """Write a session and its branches, whole or not at all. Raises OSError; SpecError: a dry run."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    first = next((i for i, live in enumerate(own.lives) if live is not None), None)
+    name = None if first is None else f"memory-{uuid4().hex}.safetensors"
     try:
         with written_whole(folder / SESSION_FILE) as file:
-            if live is not None and name is not None:
-                memory.save(live, folder / name)
+            if first is not None and name is not None:
+                _save_memory(memory, folder / name, first, own)
             about = {
-                "format": _FORMAT,
-                "version": _VERSION,
-                "model": memory.spec.model,
-                "memory": name,
-                **asdict(saved),
-            }
+                "format": _FORMAT, "version": _VERSION, "model": memory.spec.model, "memory": name, "first": first,
+                **asdict(sessions[0]), "branches": [asdict(branch) for branch in sessions[1:]],
+            }  # fmt: skip
             file.write(json.dumps({**about, "sha256": _digest(about)}, indent=1).encode())
     except BaseException:
         if name is not None:
             (folder / name).unlink(missing_ok=True)
         raise
     _remove_others(folder)
+
+
+def _save_memory(memory: HybridMemory, path: Path, first: int, own: Remembered) -> None:
+    forks = {str(i): live for i, live in enumerate(own.lives) if live is not None and i != first}
+    live = own.lives[first]
+    assert live is not None, "the first one that is"
+    try:
+        memory.save(live, path, checkpoints=own.checkpoints, forks=forks)
+    except FormatError:  # the file of a checkpoint that is swapped out is damaged
+        memory.save(live, path, checkpoints=[mark for mark in own.checkpoints if not mark.is_swapped], forks=forks)
 
 
 def _remove_others(folder: Path) -> None:
@@ -77,33 +104,56 @@ def _remove_others(folder: Path) -> None:
                 path.unlink(missing_ok=True)
 
 
-def read_session(folder: Path, memory: HybridMemory) -> tuple[SavedSession, Callable[[], Sequence | None]]:
-    """Read what was saved; returns it with a function that loads its memory.
+def read_sessions(folder: Path, memory: HybridMemory) -> tuple[list[SavedSession], Callable[[], Remembered]]:
+    """Read what was saved, the session first and then its branches, with a function that loads their memory.
 
-    Raises FormatError; loading raises it as well, and CapacityError.
+    Raises FormatError; loading raises it as well, and CapacityError. Without room for all, the memory of the first
+    session that has any is loaded alone.
     """
     path = folder / SESSION_FILE
     about = read_about(path)
     try:
-        messages = tuple(
-            Utterance(str(m["role"]), str(m["content"]), tuple(map(int, m["token_ids"]))) for m in about["messages"]
-        )
-        ids = [i for m in messages for i in m.token_ids]
-        if ids and not 0 <= min(ids) <= max(ids) < memory.spec.vocab_size:
-            n_vocab = memory.spec.vocab_size
-            raise FormatError(
-                f"{path} has token ids {min(ids)} ... {max(ids)}, this model has {n_vocab}; resume it with its own"
-            )
-        name = about["memory"]
-        options = (int(about["max_tokens"]), Sampling(**about["sampling"]), tuple(map(str, about["stop"])))
-        saved = SavedSession(messages, int(about["n_heard"]), *options)
-        if not (name is None or _MEMORY_FILE.fullmatch(name)) or not 0 <= saved.n_heard <= len(messages):
-            raise ValueError(f"memory {name!r}, {saved.n_heard} messages heard")
+        sessions = [_read_one(path, own, memory.spec.vocab_size) for own in (about, *about.get("branches", ()))]
+        name, first = about["memory"], about.get("first", 0)
+        if not (name is None or (_MEMORY_FILE.fullmatch(name) and 0 <= first < len(sessions))):
+            raise ValueError(f"memory {name!r} of session {first!r}")
     except FormatError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(f"{path} contradicts itself ({error!r}); save the session again") from error
-    return saved, lambda: None if name is None else memory.load(folder / name)
+    return sessions, lambda: _load_memory(memory, None if name is None else folder / name, first, len(sessions))
+
+
+def _read_one(path: Path, about: dict[str, Any], vocab_size: int) -> SavedSession:
+    messages = tuple(
+        Utterance(str(m["role"]), str(m["content"]), tuple(map(int, m["token_ids"]))) for m in about["messages"]
+    )
+    ids = [i for m in messages for i in m.token_ids]
+    if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+        raise FormatError(
+            f"{path} has token ids {min(ids)} ... {max(ids)}, this model has {vocab_size}; resume it with its own"
+        )
+    options = (int(about["max_tokens"]), Sampling(**about["sampling"]), tuple(map(str, about["stop"])))
+    parent = about.get("parent")
+    saved = SavedSession(messages, int(about["n_heard"]), *options, None if parent is None else int(parent))
+    if not 0 <= saved.n_heard <= len(messages):
+        raise ValueError(f"{saved.n_heard} messages heard")
+    return saved
+
+
+def _load_memory(memory: HybridMemory, path: Path | None, first: int, n_sessions: int) -> Remembered:
+    lives: list[Sequence | None] = [None] * n_sessions
+    if path is None:
+        return Remembered(lives, [])
+    try:
+        family = memory.load(path, family=True)
+    except CapacityError:
+        lives[first] = memory.load(path)
+        return Remembered(lives, [])
+    lives[first] = family.sequence
+    for i in range(n_sessions):
+        lives[i] = family.forks.get(str(i), lives[i])
+    return Remembered(lives, family.checkpoints)
 
 
 def read_about(path: Path) -> dict[str, Any]:
@@ -114,10 +164,10 @@ def read_about(path: Path) -> dict[str, Any]:
         raise FormatError(f"{path} cannot be read ({error}); give the folder of a saved session") from error
     if not isinstance(about, dict) or about.get("format") != _FORMAT:
         raise FormatError(f"{path} holds no saved session; give a folder that ChatSession.save wrote")
-    if about.get("version") != _VERSION:
+    if about.get("version") not in (1, _VERSION):
         raise FormatError(
-            f"{path} has format version {about.get('version')!r}, this library reads {_VERSION}; use the one that "
-            "wrote it"
+            f"{path} has format version {about.get('version')!r}, this library reads 1 and {_VERSION}; use the one "
+            "that wrote it"
         )
     if about.pop("sha256", None) != _digest(about):
         raise FormatError(f"{path} is damaged: its checksum is not that of its content; save the session again")

@@ -27,7 +27,8 @@ from chat.session.history import (
     read_messages,
 )
 from chat.session.reuse import resume
-from chat.session.saved import SavedSession, read_folder, read_session, write_session
+from chat.session.saved import SavedSession, read_folder
+from chat.session.tree import Tree, resume_together, save_together
 from chat.session.turn import EDITED, NEW, explain
 from chat.session.turn import Turn as Turn
 from memory import BatchError, FormatError, Sequence, SequenceError, SpecError, StepError
@@ -89,6 +90,8 @@ class ChatSession:
         self._messages: tuple[Utterance, ...] = (*first, *read_messages(messages))
         self._n_heard = 0  # messages that the memory has held once
         self._live: Sequence | None = None
+        self._tree: Tree = Tree()
+        self._tree.add(self, None)
         self._is_closed = False
         self._answering = Lease()
         self._generation: Generation | None = None  # of the latest reply
@@ -197,13 +200,20 @@ class ChatSession:
         also = {"owner": self.owner, "parse_special": self.parse_special}
         other = ChatSession(self.engine, messages=self._messages, **options, **also)  # type: ignore[arg-type]
         other._n_heard = self._n_heard
+        other._tree = self._tree
         with self.engine.lock:
             if self._live is not None:
                 self.wake()
             with uninterrupted_call() as _until_return:
                 if self._live is not None:
                     other._live = self.engine.memory.fork(self._live)
+                self._tree.add(other, self)
                 return other
+
+    @property
+    def branches(self) -> tuple[ChatSession, ...]:
+        """Return the other open sessions that grew from the same conversation, in the order in which they began."""
+        return self._tree.others(self)
 
     # Swap, files, end
 
@@ -227,52 +237,40 @@ class ChatSession:
     def save(self, folder: str | Path) -> None:
         """Write the messages and their memory to a folder of their own, which `resume` reads in any process.
 
-        A session that was saved there before is replaced when the new one is complete, and not before. Checkpoints stay
-        behind, and so does what was taken back: of tokens that no message has, nothing is written.
+        All `branches` are saved with it, and the checkpoints of the prefix cache along their messages; what they share
+        is written once. A session that was saved there before is replaced when the new one is complete, and not before.
+        What was taken back stays behind: of tokens that no message has, nothing is written.
 
         Raises OSError: from the file system. SpecError: a dry run, or what can be no folder.
         """
         self._check_free()
-        saved = SavedSession(self._messages, self._n_heard, self.max_tokens, self.sampling, self.stop)
-        memory, live = self.engine.memory, self._live
         with self.engine.lock:
-            place = read_folder(folder, SpecError)
-            if live is None or (n_said := self._n_said(live)) == live.length:
-                write_session(place, saved, memory, live)
-            elif live.is_swapped or not (n_kept := memory.resume_point(live, n_said)):
-                write_session(place, saved, memory, None)
-            else:
-                said = memory.fork(live)
-                try:
-                    memory.rollback(said, to=n_kept)
-                    write_session(place, saved, memory, said)
-                finally:
-                    memory.close(said)
+            save_together([self, *self.branches], self._tree, read_folder(folder, SpecError))
 
     @staticmethod
     def resume(
         engine: Engine, folder: str | Path, *, owner: Hashable = None, parse_special: bool = False
     ) -> ChatSession:
-        """Load the session that was saved there, which goes on bit for bit.
+        """Load the session that was saved there, which goes on bit for bit; its `branches` are those saved with it.
 
-        The engine's model, tokenizer and memory must be like those that wrote it; weights are not compared. The owner,
-        and whether special tokens may be written, are not saved.
+        The engine's model, weights, tokenizer and memory must be like those that wrote it. The owner, and whether
+        special tokens may be written, are not saved. A branch whose memory is damaged is computed again when it goes
+        on, as all are for whose memory there is no room.
 
         Raises FormatError: no session there, or a damaged or unsuitable one; nothing has changed. CapacityError.
         """
         require_engine(engine, "ChatSession.resume(engine, folder)")
         with engine.lock:
-            saved, load = read_session(read_folder(folder, FormatError), engine.memory)
-            options = {"max_tokens": saved.max_tokens, "sampling": saved.sampling, "stop": saved.stop}
-            also = {"owner": owner, "parse_special": parse_special}
-            session = ChatSession(engine, messages=saved.messages, **options, **also)  # type: ignore[arg-type]
-            session._n_heard = saved.n_heard
-            try:
-                session._live = load()
+
+            def make(saved: SavedSession) -> ChatSession:
+                session = ChatSession(
+                    engine, messages=saved.messages, max_tokens=saved.max_tokens, sampling=saved.sampling,
+                    stop=saved.stop, owner=owner, parse_special=parse_special,
+                )  # fmt: skip
+                session._n_heard = saved.n_heard
                 return session
-            except BaseException:
-                session.close()
-                raise
+
+            return resume_together(engine, read_folder(folder, FormatError), make)
 
     def close(self) -> None:
         """Free all memory. The messages can still be read; closing again does nothing."""
@@ -283,6 +281,7 @@ class ChatSession:
             if self._live is not None and not self._live.closed:
                 self.engine.memory.close(self._live)
             self._live, self._is_closed = None, True
+            self._tree.remove(self)
 
     def __enter__(self) -> ChatSession:
         return self

@@ -124,6 +124,11 @@ class PrefixCache:
                 self.memory.rollback(sequence, to=lookup.reused)
             return sequence, lookup
 
+    def checkpoints_of(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> list[Sequence]:
+        """Return the checkpoints on the way of these tokens, the shortest first: at each, `open` could go on."""
+        path = self._kept.tree.walk(read_prompt(token_ids), owner)[1]
+        return [node.mark for node in path if node.mark is not None]
+
     def fetch(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> list[Sequence]:
         """Begin to read the files of the checkpoint that `open` would use, in another thread; return it, if it has any.
 

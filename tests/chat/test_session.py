@@ -17,6 +17,7 @@ import pytest
 from chat.engine.engine import Engine, Sampling
 from chat.prompts import Tokenizer, load_tokenizer, render
 from chat.session.history import Utterance, common_tokens, decode, encode_history
+from chat.session.saved import _digest as session_digest
 from chat.session.session import ChatSession, Turn
 from chat.session.turn import EDITED, LAST, NEW, NO_CHECKPOINT, REWRITTEN
 from memory import BatchError, CapacityError, FormatError, HybridMemory, SequenceError, StepError
@@ -423,11 +424,11 @@ def test_what_cannot_be_resumed_is_refused(embedded: Any, tokenizer: Tokenizer, 
     elif damage == "changed":
         path.write_text(text.replace("Zoe", "Tom"))
     elif damage == "other version":
-        path.write_text(text.replace('"version": 1', '"version": 2'))
+        path.write_text(text.replace('"version": 2', '"version": 3'))
     elif damage == "no memory":
         memory.unlink()
     elif damage == "damaged memory":
-        memory.write_bytes(memory.read_bytes()[:-1] + b"?")
+        memory.write_bytes(memory.read_bytes().replace(b"members", b"numbers"))
     elif damage == "a path":
         path.write_text(text.replace(memory.name, f"../{memory.name}"))
     elif damage == "foreign":
@@ -436,6 +437,95 @@ def test_what_cannot_be_resumed_is_refused(embedded: Any, tokenizer: Tokenizer, 
     with pytest.raises(FormatError):
         ChatSession.resume(engine, tmp_path)
     assert_all_given_back(engine)
+
+
+def test_a_session_is_saved_with_its_branches_and_checkpoints(
+    embedded: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    """In another process each goes on as here, and going back computes no more than it did before."""
+    engine = make_engine(embedded, tokenizer)
+    session = ChatSession(engine, max_tokens=20)
+    session.say(LINES[0])
+    branch = session.branch()
+    branch.edit(0, "My cat is called Rocky.")
+    session.say(LINES[2])
+    twig = branch.branch()
+    twig.say("I live in Rome.")
+    gone = session.branch()
+    gone.close()
+    assert session.branches == (branch, twig) and twig.branches == (session, branch)
+    session.save(tmp_path)
+    folder_bytes = sum(path.stat().st_size for path in tmp_path.iterdir())
+
+    other = make_engine(embedded, tokenizer)
+    resumed = ChatSession.resume(other, tmp_path)
+    assert [own.messages for own in (resumed, *resumed.branches)] == [own.messages for own in (session, branch, twig)]
+    assert sum(own.sequence.length for own in (resumed, *resumed.branches) if own.sequence is not None) > 0
+    for own, loaded in zip((session, branch, twig), (resumed, *resumed.branches), strict=True):
+        here, there = own.say(LINES[3]), loaded.say(LINES[3])
+        assert (there.text, there.n_reused, there.n_prompt) == (here.text, here.n_reused, here.n_prompt)
+    here, there = session.edit(2, LINES[1]), resumed.edit(2, LINES[1])
+    assert (there.text, there.n_reused) == (here.text, here.n_reused) and here.n_reused > 0
+    assert other.prefixes is not None and other.prefixes.stats().n_checkpoints > 0
+
+    resumed.save(tmp_path / "again")
+    alone = ChatSession.resume(make_engine(embedded, tokenizer), tmp_path / "again")
+    assert len(alone.branches) == 2 and alone.messages == resumed.messages
+    twig.save(tmp_path / "twig")
+    assert ChatSession.resume(make_engine(embedded, tokenizer), tmp_path / "twig").messages == twig.messages
+    # Both branches share their first blocks with the session: once in the file.
+    apart = 0
+    for own in (session, branch, twig):
+        assert own.sequence is not None
+        engine.memory.save(own.sequence, tmp_path / "one", checkpoints=False)
+        apart += (tmp_path / "one").stat().st_size
+    assert folder_bytes < 3 * apart
+
+
+def test_a_damaged_branch_is_computed_again(embedded: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    session = ChatSession(make_engine(embedded, tokenizer), max_tokens=20)
+    session.say(LINES[0])
+    branch = session.branch()
+    branch.say(LINES[2])
+    session.save(tmp_path)
+    (memory,) = tmp_path.glob("memory-*")
+    memory.write_bytes(memory.read_bytes()[:-1] + b"?")
+    engine = make_engine(embedded, tokenizer)
+    with pytest.warns(UserWarning, match="damaged and loaded without .*fork '1'"):
+        resumed = ChatSession.resume(engine, tmp_path)
+    (again,) = resumed.branches
+    assert resumed.sequence is not None and again.sequence is None
+    assert again.say(LINES[3]).text == "Your cat is called Zoe."
+
+
+def test_a_session_of_format_version_1_goes_on(embedded: Any, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    session = ChatSession(make_engine(embedded, tokenizer), max_tokens=20)
+    session.say(LINES[0])
+    session.save(tmp_path)
+    about = json.loads((tmp_path / "session.json").read_text())
+    for name in ("first", "branches", "parent", "sha256"):
+        del about[name]
+    about["version"] = 1
+    (tmp_path / "session.json").write_text(json.dumps(about | {"sha256": session_digest(about)}))
+    resumed = ChatSession.resume(make_engine(embedded, tokenizer), tmp_path)
+    assert resumed.sequence is not None and resumed.branches == ()
+    assert resumed.say(LINES[3]).text == "Your cat is called Zoe."
+
+
+def test_without_room_for_all_branches_the_session_alone_is_remembered(
+    embedded: Any, tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    session = ChatSession(make_engine(embedded, tokenizer), max_tokens=8)
+    session.say(LINES[0])
+    for i in range(12):
+        session.branch().edit(0, f"I have {i + 3} cats. {LINES[2]} {LINES[0]}")
+    session.save(tmp_path)
+    options = {"rollback_window": 8, "page_tokens": 4}
+    memory = HybridMemory(embedded.memory_spec, 4 * session.engine.memory.needed_bytes(60), **options)  # type: ignore[arg-type]
+    resumed = ChatSession.resume(Engine(embedded, memory, tokenizer), tmp_path)
+    assert resumed.sequence is not None and {branch.sequence for branch in resumed.branches} == {None}
+    assert len(resumed.branches) == 12
+    memory.check()
 
 
 def test_a_save_that_fails_leaves_the_old_one(

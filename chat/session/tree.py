@@ -1,0 +1,114 @@
+"""Holds the sessions that grew from one conversation, and saves and resumes them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chat.engine.engine import Engine
+from chat.session.saved import Remembered, SavedSession, read_sessions, write_sessions
+from memory import Sequence
+
+if TYPE_CHECKING:
+    from chat.session.session import ChatSession
+
+
+class Tree:
+    """Holds the open sessions of one conversation: the first, and those that branched from it or from each other."""
+
+    def __init__(self) -> None:
+        self._parents: dict[ChatSession, ChatSession | None] = {}
+
+    def add(self, session: ChatSession, parent: ChatSession | None) -> None:
+        """Add a session that branched from `parent`."""
+        self._parents[session] = parent
+
+    def remove(self, session: ChatSession) -> None:
+        """Remove a session; those that branched from it belong to its own parent from now on."""
+        above = self._parents.pop(session, None)
+        for other, parent in self._parents.items():
+            if parent is session:
+                self._parents[other] = above
+
+    def others(self, session: ChatSession) -> tuple[ChatSession, ...]:
+        """Return all open sessions but this one, in the order in which they began."""
+        return tuple(other for other in self._parents if other is not session)
+
+    def parent_of(self, session: ChatSession) -> ChatSession | None:
+        """Return the open session that this one branched from."""
+        return self._parents.get(session)
+
+
+def save_together(sessions: list[ChatSession], tree: Tree, folder: Path) -> None:
+    """Write sessions of one tree to a folder, the first of them as the one that `resume_together` returns."""
+    with ExitStack() as stack:
+        lives = [_said(session, stack) for session in sessions]
+        parents = [tree.parent_of(session) for session in sessions]
+        saved = [
+            SavedSession(
+                session.messages, session._n_heard, session.max_tokens, session.sampling, session.stop,
+                None if parent is None else sessions.index(parent),
+            )
+            for session, parent in zip(sessions, parents, strict=True)
+        ]  # fmt: skip
+        own = Remembered(lives, _checkpoints(sessions[0], lives))
+        write_sessions(folder, saved, sessions[0].engine.memory, own)
+
+
+def _said(session: ChatSession, stack: ExitStack) -> Sequence | None:
+    """Return a sequence that holds what the live one does of the messages, and nothing else; None if there is none.
+
+    If it is a new one, it is closed with the stack.
+    """
+    memory, live = session.engine.memory, session.sequence
+    if live is None or session._answering.is_taken:
+        return None
+    if (n_said := session._n_said(live)) == live.length:
+        return live
+    if live.is_swapped or not (n_kept := memory.resume_point(live, n_said)):
+        return None
+    said = memory.fork(live)
+    stack.callback(memory.close, said)
+    memory.rollback(said, to=n_kept)
+    return said
+
+
+def _checkpoints(session: ChatSession, lives: list[Sequence | None]) -> list[Sequence]:
+    """Return the checkpoints of the prefix cache on the way of these sequences."""
+    prefixes = session.engine.prefixes
+    if prefixes is None:
+        return []
+    found = [prefixes.checkpoints_of(live.tokens, session.owner) for live in lives if live is not None]
+    return list(dict.fromkeys(chain.from_iterable(found)))
+
+
+def resume_together(engine: Engine, folder: Path, make: Callable[[SavedSession], ChatSession]) -> ChatSession:
+    """Return the session that was saved in a folder, with its branches. Raises as `read_sessions`.
+
+    Args:
+        make: makes a session that remembers nothing yet.
+    """
+    saved, load = read_sessions(folder, engine.memory)
+    sessions: list[ChatSession] = []
+    try:
+        for own in saved:
+            sessions.append(make(own))
+            sessions[-1]._tree = sessions[0]._tree
+        for session, own in zip(sessions, saved, strict=True):
+            is_known = own.parent is not None and 0 <= own.parent < len(sessions)
+            session._tree.add(session, sessions[own.parent or 0] if is_known else None)
+        remembered = load()
+        for session, live in zip(sessions, remembered.lives, strict=True):
+            session._live = live
+        for checkpoint in remembered.checkpoints:
+            if engine.prefixes is not None:
+                engine.prefixes.insert(checkpoint, sessions[0].owner)
+            engine.memory.close(checkpoint)
+        return sessions[0]
+    except BaseException:
+        for session in sessions:
+            session.close()
+        raise
