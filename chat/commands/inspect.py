@@ -15,12 +15,10 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    file: Annotated[
-        Path, typer.Argument(help="a saved sequence, the folder of a saved chat, a model's folder or its config.json")
-    ],
+    file: Annotated[Path, typer.Argument(help="a saved sequence, chat or prefix cache, a model or its config")],
     is_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
-    """Print what a file holds and whether it is whole: saved sequences and chats, models and their configs.
+    """Print what a file holds and whether it is whole: saved sequences, chats and prefix caches, models and configs.
 
     Nothing is loaded or changed.
     """
@@ -48,8 +46,8 @@ def _show(console: Console, finding: Finding) -> None:
     def text(value: object) -> Text:
         return Text(harmless(value if isinstance(value, str) else json.dumps(value)))
 
-    checked = {True: "its checksum is right", None: "it has no checksum"}[finding.is_verified]
-    console.print(Text(f"{harmless(finding.path)}: a {finding.kind}; {checked}", style="bold"))
+    checked = {True: "its checksum is right", False: "a part of it is damaged", None: "it has no checksum"}
+    console.print(Text(f"{harmless(finding.path)}: a {finding.kind}; {checked[finding.is_verified]}", style="bold"))
     facts = Table(box=None, show_header=False)
     for name, value in finding.facts.items():
         facts.add_row(text(name), text(value))
@@ -72,6 +70,15 @@ def _show(console: Console, finding: Finding) -> None:
             table.add_row(
                 text(tensor.name), text(tensor.dtype), "×".join(map(str, tensor.shape)), format_bytes(tensor.n_bytes)
             )
+        console.print(table)
+    if finding.tree:
+        table = Table(title="What grew from what")
+        table.add_column("")
+        table.add_column("tokens", justify="right")
+        table.add_column("bytes of its own", justify="right")
+        for branch in finding.tree:
+            sizes = ("" if n is None else f"{n:,}" for n in (branch.n_tokens, branch.n_bytes))
+            table.add_row(text("  " * branch.depth + branch.what), *sizes)
         console.print(table)
     for part in finding.parts:
         _show(console, part)

@@ -1,6 +1,6 @@
 """Finds out what a file is, what it holds and whether it is whole.
 
-It knows saved sequences and chats, checkpoints of models, and their configs.
+It knows saved sequences and chats, saved prefix caches, checkpoints of models, and their configs.
 """
 
 from __future__ import annotations
@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from chat.commands.inspected_trees import Branch, branches_of, members_of, prefixes_in
 from chat.session.saved import SESSION_FILE, read_about
 from memory import AttentionSpec, CrossAttentionSpec, FormatError, MemorySpec, RecurrentSpec
+from memory.storage.family_files import read_family
 from memory.storage.files import read_snapshot
+from memory.storage.folders import CHECKPOINTS_FILE
 from models.loading.checkpoint import DryCheckpoint, UnreadCheckpoint, UnsupportedModelError
 from models.loading.folders import read_config
 from models.loading.gguf import GgufFile, is_gguf, read_gguf_config
@@ -47,11 +50,12 @@ class Finding:
     """Describes what a file holds.
 
     Attributes:
-        kind: "saved sequence", "saved chat", "model" or "config".
-        is_verified: whether a checksum over all of it was compared; None where there is none.
+        kind: "saved sequence", "saved chat", "saved prefix cache", "model" or "config".
+        is_verified: whether all of it has the right checksum; None where there is none.
         facts: what there is to say, in the order to say it.
         by_kind: bytes of each kind.
         largest: tensors, the largest first, `MOST_TENSORS` at most.
+        tree: what grew from what, in a file that holds several sequences.
         parts: files that belong to it.
     """
 
@@ -61,6 +65,7 @@ class Finding:
     facts: dict[str, Any]
     by_kind: dict[str, int] = field(default_factory=dict)
     largest: tuple[Stored, ...] = ()
+    tree: tuple[Branch, ...] = ()
     parts: tuple[Finding, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -76,12 +81,16 @@ def inspect_path(path: Path) -> Finding:
             return _inspect_chat(path)
         if (path / "config.json").exists():
             return _inspect_model(path)
+        if (path / CHECKPOINTS_FILE).exists():
+            return _inspect_prefixes(path)
         raise FormatError(
-            f"{path} holds neither {SESSION_FILE} nor config.json; give a saved sequence, a saved chat, or a model's "
-            "folder"
+            f"{path} holds no {SESSION_FILE}, config.json or {CHECKPOINTS_FILE}; give a saved sequence, a saved chat, "
+            "the folder of a prefix cache, or a model's folder"
         )
     if not path.exists():
         raise FormatError(f"there is no {path}; give a saved sequence, a saved chat, or a model's folder")
+    if path.name == CHECKPOINTS_FILE:
+        return _inspect_prefixes(path.parent)
     if path.name == SESSION_FILE:
         return _inspect_chat(path.parent)
     if path.suffix == ".json":
@@ -90,29 +99,52 @@ def inspect_path(path: Path) -> Finding:
 
 
 def _inspect_sequence(path: Path) -> Finding:
-    snapshot, about = read_snapshot(str(path))  # compares the checksum
+    saved = read_family(str(path))  # compares the checksums
+    first, about, stored = saved.members[0], saved.about, {pool: own for pool, (own,) in saved.blocks.items()}
     try:
-        tokens, records = about["tokens"], dict(snapshot.records)
-        signature = dict(about.get("signature") or about.get("layout") or {})
-        if isinstance(layers := signature.get("layers"), list):
-            signature["layers"] = len(layers)
         facts = {
             "format": f"hybrid-memory sequence, version {about['version']}", "model": str(about.get("model")),
-            "tokens": int(tokens.size), "furthest position": int(about["peak"]),
-            "dropped before": [int(x) for x in about["seams"]],
-            **{str(name).replace("_", " "): value for name, value in signature.items()}, "positions": records,
+            "tokens": first.length, "furthest position": first.peak,
+            "dropped before": [position for position, _ in first.drops], **_signature_facts(about),
+            "positions": dict(first.held.records),
         }  # fmt: skip
-        by_kind = {"tokens": int(tokens.nbytes)}
-        for name, blocks in snapshot.blocks.items():
+        by_kind = {"tokens": sum(int(tokens.nbytes) for tokens in saved.tokens)}
+        for name, blocks in stored.items():
             role = str(name).rpartition("/")[2]
             by_kind[role] = by_kind.get(role, 0) + int(blocks.nbytes)
         tensors = [
             Stored(str(n), str(b.dtype).removeprefix("torch."), tuple(b.shape), int(b.nbytes))
-            for n, b in snapshot.blocks.items()
+            for n, b in stored.items()
         ]
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise FormatError(f"{path} contradicts itself ({error!r}); save the sequence again") from error
-    return Finding("saved sequence", str(path), True, facts, by_kind, _largest(tensors))
+    tree = members_of(saved) if len(saved.members) + len(saved.damaged) > 1 else ()
+    return Finding("saved sequence", str(path), not saved.damaged, facts, by_kind, _largest(tensors), tree)
+
+
+def _signature_facts(about: dict[str, Any]) -> dict[str, Any]:
+    """Return what a file says of the memory that wrote it, and of the weights."""
+    signature = dict(about.get("signature") or about.get("layout") or {})
+    if isinstance(layers := signature.get("layers"), list):
+        signature["layers"] = len(layers)
+    weights = {} if about.get("weights") is None else {"weights": str(about["weights"])}
+    return {**{str(name).replace("_", " "): value for name, value in signature.items()}, **weights}
+
+
+def _inspect_prefixes(folder: Path) -> Finding:
+    path = folder / CHECKPOINTS_FILE
+    _, about = read_snapshot(str(path))  # compares the checksum
+    try:
+        tree = prefixes_in(folder, about)
+        facts = {
+            "format": f"hybrid-memory prefixes, version {about['version']}", "model": str(about.get("model")),
+            "checkpoints": len(tree), "tokens": int(about["tokens"].size), **_signature_facts(about),
+            "files that are gone": sum(branch.n_bytes is None for branch in tree),
+        }  # fmt: skip
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
+        raise FormatError(f"{path} contradicts itself ({error!r}); save the checkpoints again") from error
+    by_kind = {"tokens": int(about["tokens"].nbytes), "blocks": sum(branch.n_bytes or 0 for branch in tree)}
+    return Finding("saved prefix cache", str(folder), True, facts, by_kind, tree=tree)
 
 
 def _inspect_chat(folder: Path) -> Finding:
@@ -127,6 +159,7 @@ def _inspect_chat(folder: Path) -> Finding:
             "tokens a reply": int(about["max_tokens"]), "sampling": dict(about["sampling"]),
             "stop": list(about["stop"]),
         }  # fmt: skip
+        tree = branches_of(about) if about.get("branches") else ()
         if name is not None and (not isinstance(name, str) or Path(name).name != name):
             raise ValueError(f"memory {name!r}")
     except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -134,8 +167,9 @@ def _inspect_chat(folder: Path) -> Finding:
     by_kind = {SESSION_FILE: (folder / SESSION_FILE).stat().st_size}
     parts = () if name is None else (_inspect_sequence(folder / name),)
     return Finding(
-        "saved chat", str(folder), True, facts, by_kind | {p.path: sum(p.by_kind.values()) for p in parts}, parts=parts
-    )
+        "saved chat", str(folder), True, facts, by_kind | {p.path: sum(p.by_kind.values()) for p in parts}, tree=tree,
+        parts=parts,
+    )  # fmt: skip
 
 
 def _inspect_model(path: Path) -> Finding:

@@ -2,47 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any, Protocol, TypeVar
 
+from chat.decoding.sampling import Sampling
 from chat.engine.engine import Engine
+from chat.session.history import Utterance
 from chat.session.saved import Remembered, SavedSession, read_sessions, write_sessions
 from memory import Sequence
+from memory.sequences.interrupts import Lease
 
-if TYPE_CHECKING:
-    from chat.session.session import ChatSession
+
+class TreeSession(Protocol):
+    """Declares what is saved of a session: a part of `chat.session.session.ChatSession`."""
+
+    engine: Engine
+    max_tokens: int
+    sampling: Sampling
+    stop: tuple[str, ...]
+    owner: Hashable
+    _n_heard: int
+    _live: Sequence | None
+    _tree: Tree
+    _answering: Lease
+
+    @property
+    def messages(self) -> tuple[Utterance, ...]: ...
+    @property
+    def sequence(self) -> Sequence | None: ...
+    def _n_said(self, live: Sequence) -> int: ...
+    def close(self) -> None: ...
+
+
+SessionT = TypeVar("SessionT", bound=TreeSession)
 
 
 class Tree:
     """Holds the open sessions of one conversation: the first, and those that branched from it or from each other."""
 
     def __init__(self) -> None:
-        self._parents: dict[ChatSession, ChatSession | None] = {}
+        self._parents: dict[Any, Any] = {}
 
-    def add(self, session: ChatSession, parent: ChatSession | None) -> None:
+    def add(self, session: SessionT, parent: SessionT | None) -> None:
         """Add a session that branched from `parent`."""
         self._parents[session] = parent
 
-    def remove(self, session: ChatSession) -> None:
+    def remove(self, session: TreeSession) -> None:
         """Remove a session; those that branched from it belong to its own parent from now on."""
         above = self._parents.pop(session, None)
         for other, parent in self._parents.items():
             if parent is session:
                 self._parents[other] = above
 
-    def others(self, session: ChatSession) -> tuple[ChatSession, ...]:
+    def others(self, session: SessionT) -> tuple[SessionT, ...]:
         """Return all open sessions but this one, in the order in which they began."""
         return tuple(other for other in self._parents if other is not session)
 
-    def parent_of(self, session: ChatSession) -> ChatSession | None:
+    def parent_of(self, session: SessionT) -> SessionT | None:
         """Return the open session that this one branched from."""
-        return self._parents.get(session)
+        parent: SessionT | None = self._parents.get(session)
+        return parent
 
 
-def save_together(sessions: list[ChatSession], tree: Tree, folder: Path) -> None:
+def save_together(sessions: list[SessionT], tree: Tree, folder: Path) -> None:
     """Write sessions of one tree to a folder, the first of them as the one that `resume_together` returns."""
     with ExitStack() as stack:
         lives = [_said(session, stack) for session in sessions]
@@ -58,7 +83,7 @@ def save_together(sessions: list[ChatSession], tree: Tree, folder: Path) -> None
         write_sessions(folder, saved, sessions[0].engine.memory, own)
 
 
-def _said(session: ChatSession, stack: ExitStack) -> Sequence | None:
+def _said(session: TreeSession, stack: ExitStack) -> Sequence | None:
     """Return a sequence that holds what the live one does of the messages, and nothing else; None if there is none.
 
     If it is a new one, it is closed with the stack.
@@ -76,7 +101,7 @@ def _said(session: ChatSession, stack: ExitStack) -> Sequence | None:
     return said
 
 
-def _checkpoints(session: ChatSession, lives: list[Sequence | None]) -> list[Sequence]:
+def _checkpoints(session: TreeSession, lives: list[Sequence | None]) -> list[Sequence]:
     """Return the checkpoints of the prefix cache on the way of these sequences."""
     prefixes = session.engine.prefixes
     if prefixes is None:
@@ -85,14 +110,14 @@ def _checkpoints(session: ChatSession, lives: list[Sequence | None]) -> list[Seq
     return list(dict.fromkeys(chain.from_iterable(found)))
 
 
-def resume_together(engine: Engine, folder: Path, make: Callable[[SavedSession], ChatSession]) -> ChatSession:
+def resume_together(engine: Engine, folder: Path, make: Callable[[SavedSession], SessionT]) -> SessionT:
     """Return the session that was saved in a folder, with its branches. Raises as `read_sessions`.
 
     Args:
         make: makes a session that remembers nothing yet.
     """
     saved, load = read_sessions(folder, engine.memory)
-    sessions: list[ChatSession] = []
+    sessions = list[SessionT]()
     try:
         for own in saved:
             sessions.append(make(own))

@@ -33,7 +33,7 @@ from memory.interface import Sequence
 from memory.prefix.kept import Kept
 from memory.prefix.lookup import Lookup, PrefixStats, Tier, explain, read_prompt
 from memory.prefix.radix_tree import Node, first_marked
-from memory.prefix.saved import entries_of, owned
+from memory.prefix.saved import entries_of, owned, tree_text
 from memory.sequences.interrupts import uninterrupted, uninterrupted_call
 
 _CLOSED = "this prefix cache is closed; make another one"
@@ -278,6 +278,10 @@ class PrefixCache:
         bytes frees none: it gives way last, and only for `missing_bytes`.
         """
         return self._kept.reclaim(missing_bytes)
+
+    def tree(self) -> str:
+        """Return all checkpoints as text, a line each behind the one that it goes on from: tokens, bytes and tier."""
+        return tree_text(self._kept.tree.roots, self._kept.outside.tier_of, self.memory.counters.held_bytes)
 
     # Across restarts
 

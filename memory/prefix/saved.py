@@ -1,13 +1,16 @@
-"""Writes the tree of a prefix cache as entries of a folder, and reads it from them."""
+"""Writes the tree of a prefix cache as entries of a folder or as text, and reads it from a folder."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 from memory.errors import FormatError, SpecError
 from memory.interface import Sequence
 from memory.prefix.radix_tree import Node
 from memory.storage.folders import Entry
+from memory.views.text_tables import format_bytes
+
+_PLACES = {"budget": "in the budget", "host": "in host memory", "disk": "in files"}
 
 
 def entries_of(roots: dict[Hashable, Node]) -> Iterator[Entry]:
@@ -22,6 +25,24 @@ def entries_of(roots: dict[Hashable, Node]) -> Iterator[Entry]:
                 yield Entry(node.mark, above, label)
                 above = number
             nodes.extend((child, above) for child in node.children.values())
+
+
+def tree_text(
+    roots: dict[Hashable, Node], tier_of: Callable[[Sequence], str], held_bytes: Callable[[Sequence], int]
+) -> str:
+    """Return a line for each checkpoint, those of one owner together; under each those that go on from it."""
+    lines = list[str]()
+    for owner, root in roots.items():
+        lines += [] if owner is None else [f"of {owner!r:.80}"]
+        nodes = [(root, 0)]
+        while nodes:
+            node, depth = nodes.pop()
+            if node.mark is not None:
+                size = f", {format_bytes(held_bytes(node.mark))}" if tier_of(node.mark) == "budget" else ""
+                lines.append(f"{'  ' * depth}{node.depth:,} tokens{size}, {_PLACES[tier_of(node.mark)]}")
+                depth += 1
+            nodes.extend((child, depth) for child in reversed(node.children.values()))
+    return "\n".join(lines)
 
 
 def owned(entries: list[Entry]) -> Iterator[tuple[Hashable, Sequence]]:

@@ -37,10 +37,10 @@ from memory.storage.files import is_local, list_names, make_folder, read_path, r
 from memory.storage.local_files import alone_in, hold_folder, remove_abandoned
 from memory.storage.names import names_in_files
 from memory.storage.parcels import Kept, Places
-from memory.storage.signature import fitted, signature_of
+from memory.storage.signature import check_weights, fitted, signature_of
 from memory.storage.swapping import Swapping
 
-_LIST = "checkpoints.safetensors"
+CHECKPOINTS_FILE = "checkpoints.safetensors"
 _BLOCKS = r"blocks-[0-9a-f]{64}\.safetensors"
 
 
@@ -82,10 +82,11 @@ class Folders:
             about = {
                 "signature": signature_of(self._memory.spec, self._page_tokens, self._rules),
                 "model": self._memory.spec.model,
+                "weights": self._memory.spec.weights,
                 "entries": writing.entries,
                 "tokens": np.concatenate([EMPTY, *writing.tokens]),
             }
-            write_snapshot(_join(place, _LIST), Snapshot({}, {}), about)
+            write_snapshot(_join(place, CHECKPOINTS_FILE), Snapshot({}, {}), about)
             self._clean(place, writing.names)
             return writing.n_bytes
 
@@ -96,7 +97,7 @@ class Folders:
         """
         if not is_local(place):
             return  # another process may be reading or writing there: who keeps prefixes in a store removes old ones
-        remove_abandoned(Path(place), f"{_BLOCKS}|{re.escape(_LIST)}")
+        remove_abandoned(Path(place), f"{_BLOCKS}|{re.escape(CHECKPOINTS_FILE)}")
         with alone_in(self._folders[place]) as is_alone:
             for name in os.listdir(place) if is_alone else ():  # noqa: PTH208 - names are all that is wanted
                 if re.fullmatch(_BLOCKS, name) and name not in names:
@@ -121,11 +122,12 @@ class Folders:
         changed. Cost: the list; tokens that several checkpoints begin with are in host memory once.
         """
         place = read_path("folder", folder, "the folder of saved checkpoints", FormatError)
-        path = _join(place, _LIST)
+        path = _join(place, CHECKPOINTS_FILE)
         if is_local(place) and place not in self._folders and Path(place).is_dir():
             self._folders[place] = hold_folder(place)  # from now on: its blocks are read later
         snapshot, about = read_snapshot(path)
         fitted(path, snapshot, about, self._memory.spec, self._page_tokens, self._rules, self._memory.layers)
+        check_weights(path, about, self._memory.spec)
         opened = list[Sequence]()
         with uninterrupted():
             try:

@@ -196,17 +196,17 @@ def check_signature(path: str, about: dict[str, Any], spec: MemorySpec, page_tok
 
 
 def check_weights(path: str, about: dict[str, Any], spec: MemorySpec) -> None:
-    """Raise FormatError if a file says that other weights have computed it; None says nothing."""
+    """Raise MismatchError if a file says that other weights have computed it; None says nothing."""
     theirs, ours = about.get("weights"), spec.weights
     if theirs is None or ours is None or theirs == ours:
         return
     (their_bits, _, their_digest), (our_bits, _, our_digest) = str(theirs).partition(":"), ours.partition(":")
     if their_digest == our_digest:
-        raise FormatError(
+        raise MismatchError(
             f"{path} was computed by these weights in {their_bits}, not in {our_bits} as here, so its rows are others; "
             f"load the model in {their_bits}, or feed the tokens again"
         )
-    raise FormatError(
+    raise MismatchError(
         f"{path} was computed by other weights ({_short(theirs)}) than those of {spec.model} ({ours}): by another "
         "checkpoint of the same shapes; load the model that saved it, or feed the tokens again"
     )

@@ -19,6 +19,7 @@ from chat.prompts import Tokenizer
 from chat.session.saved import _digest as session_digest
 from chat.session.session import ChatSession
 from memory import HybridMemory
+from memory.prefix import PrefixCache
 from models import EMBEDDED, load_model
 from models.loading.load import weight_bytes
 from tests.inside import forged_file
@@ -169,7 +170,7 @@ def test_damaged_and_foreign_files_are_one_line(saved: tuple[Path, dict[str, int
         assert_refused(broken, "broken")
     assert_refused(EMBEDDED / "model.safetensors", "no sequence")
     assert_refused(Path(__file__), "no safetensors")
-    assert_refused(tmp_path, "neither")
+    assert_refused(tmp_path, "checkpoints.safetensors")
     assert_refused(tmp_path / "nowhere", "there is no")
     for content in ("", "[1]", "{}", "[" * 100_000, '{"architectures"'):
         (tmp_path / "config.json").write_text(content)
@@ -219,3 +220,70 @@ def test_hostile_strings_are_shown_harmlessly(saved: tuple[Path, dict[str, int]]
         and not {"\x1b", "\x07", "\u202e"} & set(result.stderr)
         and len(result.stderr.splitlines()) == 1
     )
+
+
+# Trees
+
+
+def test_a_sequence_with_checkpoints_and_forks(tmp_path: Path) -> None:
+    model = load_model("embedded")
+    memory = HybridMemory(model.memory_spec, "16MiB", rollback_window=8)
+    sequence = memory.open()
+    memory.run(model, {sequence: [5] * 64})
+    memory.checkpoint(sequence)
+    memory.run(model, {sequence: [6] * 36})
+    draft = memory.fork(sequence)
+    memory.run(model, {draft: [7] * 20})
+    path = tmp_path / "family.safetensors"
+    memory.save(sequence, path, checkpoints=True, forks={"draft": draft})
+    found = inspect(path)
+    assert [(own["what"], own["depth"], own["n_tokens"]) for own in found["tree"]] == [
+        ("sequence", 0, 100), ("checkpoint", 1, 64), ("fork 'draft'", 1, 120),
+    ]  # fmt: skip
+    blocks = {name: n for name, n in found["by_kind"].items() if name != "tokens"}
+    assert sum(own["n_bytes"] for own in found["tree"]) == sum(blocks.values()) and found["is_verified"]
+    assert found["tree"][1]["n_bytes"] < found["tree"][0]["n_bytes"], "pages are shared"
+    shown = CliRunner().invoke(app, ["inspect", str(path)])
+    assert "What grew from what" in shown.stdout and "fork 'draft'" in shown.stdout
+
+    path.write_bytes(path.read_bytes()[:-1] + b"?")
+    found = inspect(path)
+    assert not found["is_verified"] and found["tree"][-1]["what"] == "fork 'draft' of 120 tokens: damaged"
+    shown = CliRunner().invoke(app, ["inspect", str(path)])
+    assert "a part of it is damaged" in shown.stdout.replace("\n", " ")
+
+
+def test_a_chat_with_branches(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    model = load_model("embedded")
+    session = ChatSession(Engine(model, HybridMemory(model.memory_spec, "16MiB"), tokenizer), max_tokens=4)
+    session.say("My cat is called Zoe.")
+    branch = session.branch()
+    branch.say("I live in [red]Rome[/red].")
+    branch.branch()
+    session.save(tmp_path)
+    tree = inspect(tmp_path)["tree"]
+    assert [(own["what"], own["depth"]) for own in tree] == [
+        ("2 messages … My cat is called Zoe.", 0), ("4 messages … I live in [red]Rome[/red].", 1),
+        ("4 messages … I live in [red]Rome[/red].", 2),
+    ]  # fmt: skip
+
+
+def test_a_saved_prefix_cache(tmp_path: Path) -> None:
+    model = load_model("embedded")
+    memory = HybridMemory(model.memory_spec, "16MiB", rollback_window=8)
+    cache = PrefixCache(memory)
+    for tokens, owner in (([5] * 40, None), ([5] * 40 + [6] * 9, None), ([7, 8, 9], "anna")):
+        sequence = memory.open()
+        memory.run(model, {sequence: tokens})
+        cache.insert(sequence, owner)
+    cache.save(tmp_path)
+    for path in (tmp_path, tmp_path / "checkpoints.safetensors"):
+        found = inspect(path)
+        assert (found["kind"], found["facts"]["checkpoints"]) == ("saved prefix cache", 3)
+    assert [(own["what"], own["depth"], own["n_tokens"]) for own in found["tree"]] == [
+        ("tokens 5, 5, 5, 5 …", 0, 40), ("tokens 6, 6, 6, 6 …", 1, 49), ("tokens 7, 8, 9 … of 'anna'", 0, 3),
+    ]  # fmt: skip
+    next(path for path in tmp_path.glob("blocks-*")).unlink()
+    found = inspect(tmp_path)
+    assert found["facts"]["files that are gone"] == 1 and "its file is gone" in str(found["tree"])
+    assert "its file is gone" in CliRunner().invoke(app, ["inspect", str(tmp_path)]).stdout

@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from memory import FormatError, HybridMemory
+from memory import FormatError, HybridMemory, MismatchError
+from memory.prefix import PrefixCache
 from models import attach, from_transformers, load_model
 from models.hf.attach import ATTACHABLE
 from models.loading.load import plan_memory
@@ -100,6 +101,13 @@ def test_a_file_of_other_weights_is_refused(tmp_path: Path) -> None:
                 with pytest.raises(FormatError, match=message):
                     other.load(path, family=family)  # type: ignore[call-overload]
             assert other.usage().used_bytes == 0
+    cache = PrefixCache(memory)
+    cache.insert(sequence)
+    cache.save(tmp_path / "prefixes")
+    assert PrefixCache(HybridMemory(spec, "1MiB")).load(tmp_path / "prefixes") == 1
+    other = HybridMemory(replace(spec, weights="float32:other"), "1MiB")
+    with pytest.raises(MismatchError, match="by other weights"):
+        PrefixCache(other).load(tmp_path / "prefixes")
     before = HybridMemory(replace(spec, weights=None), "1MiB")
     older = before.load(path)
     before.save(older, path)

@@ -72,6 +72,21 @@ def test_a_pinned_checkpoint_stays_pinned_when_it_comes_back(tmp_path: Path) -> 
     assert cache.stats().n_outside == 3 and cache.find([*prompt(0), 5]).tier == "budget"
 
 
+def test_the_tree_says_where_each_checkpoint_is(tmp_path: Path) -> None:
+    cache = PrefixCache(memory(), max_bytes="64MiB")
+    insert(cache, prompt(0))
+    cache.reclaim(1 << 30)
+    insert(cache, [*prompt(0), *prompt(1)])
+    insert(cache, prompt(2))
+    first, second, third = cache.tree().splitlines()
+    assert first == "20 tokens, in the budget" or first.startswith("20 tokens, ")
+    assert second.startswith("  40 tokens, ") and second.endswith(", in the budget") and third.startswith("20 tokens, ")
+    cache.reclaim(1 << 30)
+    assert cache.tree().splitlines() == [
+        "20 tokens, in host memory", "  40 tokens, in host memory", "20 tokens, in host memory",
+    ]  # fmt: skip
+
+
 def test_priority_decides_between_checkpoints_of_equal_use() -> None:
     cache = PrefixCache(small())
     for i in range(5):
