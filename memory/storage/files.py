@@ -7,7 +7,7 @@ Files of several sequences are those of `memory.storage.family_files`.
 The bytes of blocks are those of the arena, so a loaded sequence continues bit for bit as the saved one would; a memory
 of another signature refuses them. Equal sequences make equal files. So the header is written here, with its names
 sorted: safetensors' own writer puts metadata in an order that changes from call to call. Paths are those of fsspec: a
-local file, or a URL such as s3://bucket/name. fsspec and safetensors are imported only when a file is saved or loaded.
+local file, or a URL such as s3://bucket/name. fsspec is imported only when a file is saved or loaded.
 """
 
 from __future__ import annotations
