@@ -8,19 +8,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import MODEL_ARCH, MODEL_ARCH_NAMES, GGMLQuantizationType, GGUFWriter, get_tensor_name_map
+from gguf import (
+    GGML_QUANT_SIZES,
+    MODEL_ARCH,
+    MODEL_ARCH_NAMES,
+    GGMLQuantizationType,
+    GGUFWriter,
+    get_tensor_name_map,
+)
 from gguf.quants import quantize
 from safetensors.torch import load_file
 from torch import Tensor
 
 Tensors = dict[str, Tensor]
+_MOST_LAYERS = 32
 
 
 def write_gguf(folder: Path, path: Path, kind: str = "F32", *, leave_out: str = "", **changed: Any) -> Path:
     """Write the checkpoint of a folder to a GGUF file.
 
     Args:
-        kind: the type of matrices whose rows it can divide, such as "Q8_0"; others are F32.
+        kind: the type of matrices, such as "Q8_0". Those whose rows are not whole blocks are F16, and what llama.cpp
+            reads in F32 only is F32: norms, convolutions and decays.
         leave_out: a tensor that is not written.
         changed: metadata that are written instead.
     """
@@ -39,16 +48,26 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", *, leave_out: str = 
         if name == leave_out or (name == "output.weight" and config.get("tie_word_embeddings")):
             continue
         data = tensor.contiguous().numpy()
-        is_matrix = data.ndim > 1 and kind != "F32" and data.shape[-1] % 32 == 0 and "ssm_a" not in name
-        dtype = GGMLQuantizationType[kind if is_matrix else "F32"]
-        writer.add_tensor(name, quantize(data, dtype) if is_matrix else data, raw_dtype=dtype)
+        dtype = _dtype_of(name, data, GGMLQuantizationType[kind])
+        writer.add_tensor(name, quantize(data, dtype), raw_dtype=dtype)
     if (folder / "tokenizer.json").exists():
         _add_tokenizer(writer, folder)
+    else:
+        writer.add_tokenizer_model("no_vocab")
+        writer.add_vocab_size(config["vocab_size"])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _dtype_of(name: str, data: np.ndarray, kind: GGMLQuantizationType) -> GGMLQuantizationType:
+    """Choose the type of a tensor as llama.cpp's converter does."""
+    is_matrix = name.endswith(".weight") and not name.endswith(("norm.weight", "conv1d.weight", "conv.weight"))
+    if data.ndim < 2 or not is_matrix or kind == GGMLQuantizationType.F32:
+        return GGMLQuantizationType.F32
+    return kind if data.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.F16
 
 
 def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
@@ -79,7 +98,7 @@ def _add(writer: GGUFWriter, key: str, value: Any) -> None:
 
 
 def _renamed(arch: MODEL_ARCH, tensors: Tensors) -> Tensors:
-    names = get_tensor_name_map(arch, 16)
+    names = get_tensor_name_map(arch, _MOST_LAYERS)
     found = {}
     for name, tensor in tensors.items():
         new = names.get_name(name, (".weight", ".bias"))
@@ -193,7 +212,7 @@ def _mamba(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[s
     fields = {
         "ssm.conv_kernel": config["conv_kernel"], "ssm.inner_size": config["intermediate_size"],
         "ssm.state_size": config["state_size"], "ssm.time_step_rank": config["time_step_rank"],
-        "attention.head_count": 0, "feed_forward_length": 0, "ssm.dt_b_c_rms": False,
+        "attention.head_count": 0, "feed_forward_length": 0, "context_length": 2**20, "ssm.dt_b_c_rms": False,
     }  # fmt: skip
     return MODEL_ARCH.MAMBA, fields, _renamed(MODEL_ARCH.MAMBA, _of_states(tensors))
 
@@ -203,6 +222,7 @@ def _mamba2(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[
         "ssm.conv_kernel": config["conv_kernel"], "ssm.inner_size": config["num_heads"] * config["head_dim"],
         "ssm.state_size": config["state_size"], "ssm.time_step_rank": config["num_heads"],
         "ssm.group_count": config["n_groups"], "attention.head_count": 0, "feed_forward_length": 0,
+        "context_length": 2**20,
     }  # fmt: skip
     return MODEL_ARCH.MAMBA2, fields, _renamed(MODEL_ARCH.MAMBA2, _of_heads(config, tensors))
 

@@ -65,11 +65,16 @@ def _n_layers(file: GgufFile) -> int:
 
 
 def _dtype(file: GgufFile) -> str:
-    """Return the dtype of most numbers; bfloat16 for those in fewer bits."""
+    """Return the dtype of most numbers; bfloat16 for those in fewer bits.
+
+    Numbers are counted, not tensors: of Mamba-2's, most with two axes are small, and F32 in every file.
+    """
     if file.is_quantised():
         return "bfloat16"
-    kinds = [file.stored_dtype(name) for name in file if len(file.shape(name)) > 1]
-    return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[max(set(kinds), key=kinds.count)]
+    n_numbers = dict.fromkeys(("F32", "F16", "BF16"), 0)
+    for name in file:
+        n_numbers[file.stored_dtype(name)] += math.prod(file.shape(name))
+    return {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}[max(n_numbers, key=lambda kind: n_numbers[kind])]
 
 
 def _attention(file: GgufFile) -> Fields:
