@@ -19,9 +19,11 @@ import typer
 from benchmarks import agentic, architectures, books, compiling, gpu_tune, kernels, prefixes, restarts, speed, states
 from benchmarks import dtypes as dtypes_
 from benchmarks import gpu as gpu_kernels
+from benchmarks import llamacpp as llamacpp_
 from benchmarks import sparse as sparse_attention
 from benchmarks import speculative as speculative_decoding
 from benchmarks.harness import Report, require_green
+from benchmarks.llamacpp_peer import require_llamacpp
 from benchmarks.workloads import MODELS
 
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -65,26 +67,46 @@ def decode(model: Model = None, quick: Quick = False, out: Out = None, threads: 
     Also measures how their time grows with the context and with the number of sequences.
     """
     plot = None if out is None else out / "decode.png"
-    _run(speed.decode, MODEL_TESTS, quick, out, threads, models=_known(model, quick=quick), plot=plot)
+    _run(speed.decode, MODEL_TESTS, quick, out, threads, models=_known(model, n_quick=2 if quick else None), plot=plot)
 
 
 @app.command()
 def prefill(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure the prefill of one long and of many short prompts, against transformers."""
-    _run(speed.prefill, MODEL_TESTS, quick, out, threads, models=_known(model, quick=quick))
+    _run(speed.prefill, MODEL_TESTS, quick, out, threads, models=_known(model, n_quick=2 if quick else None))
 
 
 @app.command()
 def dtypes(model: Model = None, quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure decode, prefill and answers on the CPU in 32, 16, 8 and 4 bits, against transformers in bfloat16."""
-    _run(dtypes_.dtypes, MODEL_TESTS, quick, out, threads, models=_known(model, quick=quick))
+    _run(dtypes_.dtypes, MODEL_TESTS, quick, out, threads, models=_known(model, n_quick=2 if quick else None))
 
 
-def _known(models: list[str] | None, *, quick: bool) -> list[str]:
-    """Return the models that were named, or all; a quick run takes one with attention and one without."""
-    if unknown := set(models or ()) - set(MODELS):
-        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: the models are {', '.join(MODELS)}")
-    return models or list(MODELS[:2] if quick else MODELS)
+@app.command()
+def llamacpp(
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help=f"One of {', '.join(llamacpp_.MODELS)}; may be repeated; all unless given, in a quick run one.",
+        ),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller, coarser, under two minutes.")] = False,
+    out: Out = None,
+    threads: Threads = None,
+) -> None:
+    """Measure decode and prefill beside llama.cpp, on GGUF files of the same weights in 32, 16, 8 and 4 bits."""
+    require_llamacpp()
+    tests = ("tests/benchmarks/test_llamacpp.py", *(() if quick else ("tests/models/test_gguf.py",)))
+    models = _known(model, llamacpp_.MODELS, n_quick=1 if quick else None)
+    _run(llamacpp_.llamacpp, tests, quick, out, threads, models=models)
+
+
+def _known(models: list[str] | None, all_models: tuple[str, ...] = MODELS, *, n_quick: int | None) -> list[str]:
+    """Return the models that were named, or all; of those a quick run takes the first few."""
+    if unknown := set(models or ()) - set(all_models):
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}: the models are {', '.join(all_models)}")
+    return models or list(all_models[:n_quick])
 
 
 @app.command(name="kernels")
@@ -209,7 +231,7 @@ def table_() -> None:
 
 @app.command(name="all")
 def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Run all commands but `compile`, `gpu` and `tune`, each in a process of its own.
+    """Run all commands but `compile`, `gpu`, `llamacpp` and `tune`, each in a process of its own.
 
     In one process, the heap that one command leaves behind changes a peer's time by half.
     """
