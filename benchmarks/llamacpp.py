@@ -137,6 +137,13 @@ def agree(model: LanguageModel, peer: Peer, tokens: Tensor, n_steps: int) -> Agr
     )
 
 
+def differ_in_batch(peer: Peer, tokens: Tensor) -> float:
+    """Return by how much the logits of prompts in one batch differ from those of the prompts alone, as a share."""
+    together = peer.prefill(tokens.numpy())
+    alone = np.concatenate([peer.prefill(tokens[i : i + 1].numpy()) for i in range(len(tokens))])
+    return float(np.abs(together - alone).max() / alone.std())
+
+
 def _logits(ours: Ours, tokens: list[list[int]]) -> np.ndarray:
     with ours.memory.step(zip(ours.sequences, tokens, strict=True)) as step:
         logits = ours.model(step)
@@ -150,6 +157,16 @@ def require_same(found: Agreement, name: str) -> None:
             f"{name}: logits of ours and of llama.cpp differ by {found.largest:.2g} of their spread in F32, more than "
             f"{TOLERANCE}, and {found.same:.0%} of the tokens are the same; these are different models, so no speed is "
             "measured"
+        )
+
+
+def require_whole_batch(difference: float, name: str) -> None:
+    """Raise RuntimeError if llama.cpp computes something else for several sequences than for each of them."""
+    if not difference <= TOLERANCE:
+        raise RuntimeError(
+            f"{name}: llama.cpp's logits of prompts in one batch and alone differ by {difference:.2g} of their spread, "
+            f"more than {TOLERANCE}, so no speed is measured. Its products for AMX do that to recurrent layers: "
+            'compile it without them, CFLAGS=-U__AMX_INT8__ CXXFLAGS=-U__AMX_INT8__ CMAKE_ARGS="-DGGML_NATIVE=ON"'
         )
 
 
@@ -167,7 +184,9 @@ def _check(report: Report, name: str, kind: str, model: LanguageModel, path: Pat
     """Compare 3 sequences of 64 tokens and 16 steps, and add what differs, and the bytes."""
     options = {"keys": FORMATS[kind].keys, "n_threads": torch.get_num_threads()}
     with start_llamacpp(path, 3, 128, **options) as theirs:
-        found = agree(model, theirs, draw(3, 64), 16)
+        tokens = draw(3, 64)
+        require_whole_batch(differ_in_batch(theirs, tokens), f"{name}, {kind}")
+        found = agree(model, theirs, tokens, 16)
         if not report.notes:
             report.notes.append(theirs.describe())
     if kind == "F32":

@@ -102,7 +102,7 @@ class LlamaCpp:
     def logits(self) -> np.ndarray:
         """Return the last logits, (sequences, vocab). They are llama.cpp's own array, which the next call changes."""
         rows = self._llama.llama_get_logits(self._context)
-        return np.ctypeslib.as_array(rows, (len(self.next), self._n_vocab))
+        return np.ctypeslib.as_array(rows, (len(self._lengths), self._n_vocab))
 
     def _feed(self, tokens: np.ndarray) -> None:
         """Feed (sequences, tokens) and choose the tokens with the largest logits."""
@@ -173,9 +173,9 @@ class LlamaProcess:
             code = self._process.exitcode
             name = signal.Signals(-code).name if code < 0 else f"code {code}"
             raise RuntimeError(
-                f"the process with llama.cpp ended with {name}. On processors with AMX it does so if llama.cpp was "
-                "compiled by GCC before 12.4 or 13.3: take a newer GCC or clang, or -DGGML_NATIVE=OFF with "
-                "-DGGML_AVX512=ON and the other instructions that this processor has"
+                f"the process with llama.cpp ended with {name}. Its products for AMX end so in recurrent layers, and "
+                "wherever GCC before 12.4 or 13.3 compiled them; compile it without them, CFLAGS=-U__AMX_INT8__ "
+                'CXXFLAGS=-U__AMX_INT8__ CMAKE_ARGS="-DGGML_NATIVE=ON"'
             ) from error
         if isinstance(result, Exception):
             raise result
