@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from memory.sequences.token_buffer import common_prefix
 
 _MOST_RELATIVES = 64
 """Looking at each costs as much as it has pages; those that are passed over keep copies of their own."""
+_MOST_LOOKS = 256
+"""Nodes at which they are looked for: thousands of prompts may begin alike."""
 
 
 @dataclass(eq=False)
@@ -54,19 +57,28 @@ def marked_above(node: Node) -> int:
 
 
 def relatives(node: Node) -> list[Sequence]:
-    """Return the nearest checkpoints above and below a node that are in the budget: they share blocks with its own."""
-    found, above = list[Sequence](), node.parent
-    while above is not None and not found:
-        found += [above.mark] if above.mark is not None and not above.mark.is_swapped else []
-        above = above.parent
-    below = list(node.children.values())
-    while below and len(found) < _MOST_RELATIVES:
-        child = below.pop()
-        if child.mark is not None and not child.mark.is_swapped:
-            found.append(child.mark)
-        else:
-            below.extend(child.children.values())
+    """Return checkpoints in the budget that share blocks with a node's own: the nearest above it and around it.
+
+    Those around it part from it where no checkpoint in the budget is: below the nearest one above.
+    """
+    found, n_looks = list[Sequence](), _MOST_LOOKS
+    came_from, at = node, node
+    while at.parent is not None:  # nothing is shared at the root
+        waiting = [child for child in at.children.values() if child is not came_from]
+        while waiting and n_looks and len(found) < _MOST_RELATIVES:
+            child, n_looks = waiting.pop(), n_looks - 1
+            if _is_inside(child.mark):
+                found.append(child.mark)
+            else:
+                waiting.extend(child.children.values())
+        came_from, at = at, at.parent
+        if _is_inside(at.mark):
+            return [at.mark, *found]
     return found
+
+
+def _is_inside(mark: Sequence | None) -> TypeGuard[Sequence]:
+    return mark is not None and not mark.is_swapped
 
 
 def first_marked(node: Node | None) -> Iterator[Node]:

@@ -101,6 +101,22 @@ def test_shared_pages_are_outside_once_and_are_shared_again(subject: Subject) ->
         assert memory.usage().used_bytes <= inside
 
 
+def test_prompts_that_part_where_no_checkpoint_is_share_their_pages_outside(subject: Subject) -> None:
+    tokens = [i % 10 for i in range(96)]
+    with subject.memory(WINDOW) as memory:
+        cache = PrefixCache(memory, grid_tokens=0, max_bytes="1GiB")
+        run(subject, cache, [[*tokens, 1, i] for i in range(2)])
+        inside = memory.usage().used_bytes
+        cache.reclaim(memory.budget)
+        assert memory.usage().used_bytes == 0
+        assert sum(memory.counters.swapped_bytes) == inside
+        run(subject, cache, [[*tokens, 1, 2]])
+        cache.open([*tokens, 1, 0, 0])
+        cache.open([*tokens, 1, 1, 1])
+        memory.check()
+        assert memory.usage().used_bytes < 2 * inside
+
+
 def test_where_files_cannot_be_written_checkpoints_are_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     toy = make_subject("toy", tmp_path)
 
