@@ -164,7 +164,7 @@ class HybridMemory:
     def checkpoint(self, sequence: Sequence) -> Sequence:
         """Make a checkpoint: a fork that is never advanced, to which `rollback` returns from any distance.
 
-        It pins its blocks and nothing else, until it is closed. Raises SequenceError.
+        It holds its blocks and nothing else, until it is closed. Raises SequenceError.
         """
         with uninterrupted_call() as held:
             return self._coordinator.copy(sequence, held, is_checkpoint=True)
