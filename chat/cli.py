@@ -216,7 +216,7 @@ RollbackWindow = Annotated[
 HostBudget = Annotated[
     str | None, typer.Option(help="bytes in host memory for requests that make room; unless given, any")
 ]
-SwapDir = Annotated[Path | None, typer.Option(help="folder for those that find no room there", show_default=False)]
+SwapDir = Annotated[str | None, typer.Option(help="folder or URL for what finds no room there", show_default=False)]
 DiskBudget = Annotated[str | None, typer.Option(help="bytes of its files; unless given, any")]
 ParseSpecial = Annotated[bool, typer.Option(help="let messages hold special tokens, so that clients can write turns")]
 MaxTokens = Annotated[
@@ -229,7 +229,10 @@ WithPrefixes = Annotated[bool, typer.Option(help="keep prompts and replies, for 
 PrefixBytes = Annotated[
     str, typer.Option(help="bytes that they may take outside of --budget: in host memory and files")
 ]
-Prefixes = Annotated[Path | None, typer.Option(help="folder that keeps them across restarts", show_default=False)]
+Prefixes = Annotated[str | None, typer.Option(help="folder or URL that keeps them across restarts", show_default=False)]
+SaveEvery = Annotated[
+    float | None, typer.Option(min=1, help="seconds after which the folder is written anew; unless given, at the end")
+]
 Grace = Annotated[float, typer.Option(min=0, help="seconds that replies may still take when the server is to stop")]
 
 
@@ -261,16 +264,18 @@ def serve(
     prefix_cache: WithPrefixes = True,
     prefix_bytes: PrefixBytes = "0",
     prefixes: Prefixes = None,
+    save_every: SaveEvery = None,
     grace: Grace = 10.0,
 ) -> None:
     """Answer OpenAI's clients: /v1/chat/completions and /v1/completions, /v1/models, /health and /metrics."""
     with _one_line_errors(f"loading {model} …"):
         _find_extra("fastapi", "prometheus_client", "uvicorn")
-        from chat.commands.serving import make_engine
+        from chat.commands.serving import check_prefix_options, make_engine
         from chat.server import ServerOptions, bind, make_app, run
         from memory import HybridMemory
         from memory.prefix import PrefixCache
 
+        check_prefix_options(prefix_cache, prefix_bytes, prefixes, save_every)
         options = ServerOptions(
             api_key=api_key, allowed_hosts=tuple(allowed_host or ()), allowed_origins=tuple(allowed_origin or ()),
             max_body_bytes=_read_bytes("--max-body", max_body),
@@ -281,6 +286,7 @@ def serve(
             max_peer_connections=max_peer_connections,
             grace_seconds=grace,
             parse_special=parse_special,
+            save_seconds=save_every,
         )  # fmt: skip
         with bind(host, port, has_key=api_key is not None) as listener:
             language_model, tokenizer = _load(model, device, dtype, weights)

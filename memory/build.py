@@ -34,7 +34,7 @@ from memory.sequences.pages import PageGrid
 from memory.specs import AttentionSpec, CrossAttentionSpec, LayerSpec, MemorySpec, RecurrentSpec
 from memory.state.readers import HeadReader, TailReader
 from memory.state.tails import TailMember, TailTable
-from memory.storage.files import read_path
+from memory.storage.files import check_url, read_path
 from memory.storage.swap import Tiers
 
 
@@ -265,7 +265,7 @@ def build(
     budget_bytes = read_budget(budget)
     swapped = Tiers(
         None if host_budget is None else read_budget(host_budget, "host_budget"),
-        None if swap_dir is None else Path(read_path("swap_dir", swap_dir, "a folder")),
+        None if swap_dir is None else check_url("swap_dir", read_path("swap_dir", swap_dir, "a folder or a URL")),
         None if disk_budget is None else read_budget(disk_budget, "disk_budget"),
     )
     store = Store(budget_bytes, spec.device, poison=poison)

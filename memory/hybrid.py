@@ -61,8 +61,8 @@ class HybridMemory:
             host never waits. "compute": the host's processor; in each attention layer it waits for queries, keys and
             values, and the device for its results, which differ by rounding. On the CPU both are the same.
         host_budget, swap_dir, disk_budget: bytes of host memory for what `swap_out` moves (None: no limit), a folder
-            for what does not fit there (None: none), and bytes of its files (None: no limit). Files of killed processes
-            are removed.
+            or fsspec's URL of one for what does not fit there (None: none), and bytes of its files (None: no limit).
+            In a local folder, files of killed processes are removed.
         poison: for tests: fill fresh and freed memory with NaN.
     Attributes:
         spec, rollback_window, page_tokens, fold: options, defaults filled in. Memories with the same ones are alike.

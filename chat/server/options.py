@@ -39,7 +39,8 @@ class ServerOptions:
         body_bytes_per_second: that a body must bring on average, not counting its first 5 seconds.
         stall_seconds: after which a client that takes no more bytes counts as gone.
         grace_seconds: that replies may still take when the server is to stop.
-        on_stop: called when the engine has stopped, to save what is worth keeping.
+        save: saves what is worth keeping; called when the engine has stopped.
+        save_seconds: after which `save` is called again and again while the server runs; None: only then.
     Raises:
         SpecError: naming the option and its value.
     """
@@ -59,7 +60,8 @@ class ServerOptions:
     body_bytes_per_second: int = 1024
     stall_seconds: float = 60.0
     grace_seconds: float = 10.0
-    on_stop: Callable[[], None] | None = None
+    save: Callable[[], None] | None = None
+    save_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
@@ -87,3 +89,5 @@ class ServerOptions:
         for name in ("head_seconds", "body_seconds", "stall_seconds", "grace_seconds"):
             if not getattr(self, name) >= 0:
                 raise SpecError(f"{name}={getattr(self, name)!r}; give seconds, 0 or more")
+        if self.save_seconds is not None and not self.save_seconds > 0:
+            raise SpecError(f"save_seconds={self.save_seconds!r}; give seconds above 0, or None")

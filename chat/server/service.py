@@ -51,18 +51,20 @@ class Service:
 
     @asynccontextmanager
     async def lifespan(self, app: object) -> AsyncIterator[None]:
-        serving = asyncio.create_task(self._keep_serving())
+        tasks = [asyncio.create_task(self._keep_serving())]
+        if self.options.save_seconds is not None:
+            tasks.append(asyncio.create_task(self._keep_saving(self.options.save_seconds)))
         self.is_open = True
         try:
             yield
         finally:
             self.is_open = False
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             self.engine.end_all(StoppingError())
             self._texts.close()
-            if self.options.on_stop is not None:
-                await asyncio.to_thread(self.options.on_stop)
+            await self._save()
 
     async def _keep_serving(self) -> None:
         """Step the engine. A step that fails ends its requests; the server only if the memory is damaged."""
@@ -75,6 +77,19 @@ class Service:
                 return
             except Exception:
                 log.exception("a step failed; every generation has ended")
+
+    async def _keep_saving(self, seconds: float) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            await self._save()
+
+    async def _save(self) -> None:
+        """Save what the options say, in another thread. What fails is logged: the server goes on."""
+        try:
+            if self.options.save is not None:
+                await asyncio.to_thread(self.options.save)
+        except Exception:
+            log.exception("what the server knows could not be saved")
 
     def close(self) -> None:
         """Refuse new requests, and end those in progress after the grace period. Call it on the event loop."""

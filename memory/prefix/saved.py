@@ -14,7 +14,10 @@ _PLACES = {"budget": "in the budget", "host": "in host memory", "disk": "in file
 
 
 def entries_of(roots: dict[Hashable, Node]) -> Iterator[Entry]:
-    """Generate the checkpoints of all owners, those above before those below. Raises SpecError for an odd owner."""
+    """Generate the checkpoints of all owners, those above before those below. Raises SpecError for an odd owner.
+
+    Equal trees give the same order, so that each finds its own blocks in a folder that has them.
+    """
     number = -1
     for owner, root in roots.items():
         label, nodes = _as_label(owner), [(root, -1)]
@@ -24,7 +27,7 @@ def entries_of(roots: dict[Hashable, Node]) -> Iterator[Entry]:
                 number += 1
                 yield Entry(node.mark, above, label)
                 above = number
-            nodes.extend((child, above) for child in node.children.values())
+            nodes.extend((node.children[token], above) for token in sorted(node.children, reverse=True))
 
 
 def tree_text(

@@ -19,6 +19,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -90,7 +91,8 @@ def write_tensors(
     fs, place = url_to_fs(path)
     parts = _serialized(tensors, metadata)
     if not is_local(path):
-        fs.pipe_file(place, b"".join(parts))
+        with as_os_errors(path):
+            fs.pipe_file(place, b"".join(parts))
         return
     _check_place(path, place)
     with written_whole(Path(place), is_lasting=is_lasting) as file:
@@ -109,10 +111,38 @@ def _check_place(path: str, place: str) -> None:
 
 def is_local(path: str) -> bool:
     """True if a path is one of this machine's file systems."""
+    return local_place(path) is not None
+
+
+def local_place(path: str) -> str | None:
+    """Return where a path or URL leads on this machine's file systems; None if it is not one of theirs."""
     from fsspec.core import url_to_fs
 
-    protocol = url_to_fs(path)[0].protocol
-    return "file" in ([protocol] if isinstance(protocol, str) else protocol)
+    fs, place = url_to_fs(path)
+    return place if "file" in ([fs.protocol] if isinstance(fs.protocol, str) else fs.protocol) else None
+
+
+def check_url(option: str, path: str) -> str:
+    """Return a path or URL. Raises SpecError for a URL that fsspec cannot open, such as one whose plugin is missing."""
+    if "://" in path:
+        from fsspec.core import url_to_fs
+
+        try:
+            url_to_fs(path)
+        except Exception as error:  # each store raises its own
+            raise SpecError(f"{option}={path!r} cannot be opened: {error}") from error
+    return path
+
+
+@contextmanager
+def as_os_errors(path: str) -> Iterator[None]:
+    """Turn errors of a store's own into OSError, as files raise it."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{path}: {type(error).__name__}: {error}") from error
 
 
 def make_folder(path: str) -> None:
@@ -121,7 +151,8 @@ def make_folder(path: str) -> None:
 
     fs, place = url_to_fs(path)
     if not is_local(path):
-        fs.makedirs(place, exist_ok=True)
+        with as_os_errors(path):
+            fs.makedirs(place, exist_ok=True)
         return
     try:
         Path(place).mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -129,12 +160,32 @@ def make_folder(path: str) -> None:
         raise SpecError(f"{path} is a file; give the path of a folder") from error
 
 
+def join_path(folder: str, name: str) -> str:
+    """Return the path or URL of a file in a folder."""
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def remove_file(path: str) -> None:
+    """Remove a file unless it is gone already. Raises OSError."""
+    from fsspec.core import url_to_fs
+
+    fs, place = url_to_fs(path)
+    if is_local(path):
+        Path(place).unlink(missing_ok=True)
+        return
+    with as_os_errors(path):
+        if fs.exists(place):
+            fs.rm_file(place)
+
+
 def list_names(folder: str) -> list[str]:
-    """Return the names of what is in a folder."""
+    """Return the names of what is in a folder; none if there is no such folder, as in a store without such files."""
     from fsspec.core import url_to_fs
 
     fs, place = url_to_fs(folder)
-    return sorted(str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(place, detail=False))
+    with as_os_errors(folder), suppress(FileNotFoundError):
+        return sorted(str(name).rstrip("/").rpartition("/")[2] for name in fs.ls(place, detail=False))
+    return []
 
 
 def read_snapshot(path: str) -> tuple[Snapshot, dict[str, Any]]:
@@ -182,7 +233,8 @@ def _read_bytes(path: str) -> Tensor:
 
     fs, place = url_to_fs(path)
     if not is_local(path):
-        return torch.frombuffer(bytearray(fs.cat_file(place)), dtype=torch.uint8)
+        with as_os_errors(path):
+            return torch.frombuffer(bytearray(fs.cat_file(place)), dtype=torch.uint8)
     with Path(place).open("rb") as file:
         data = np.empty(os.fstat(file.fileno()).st_size, np.uint8)
 

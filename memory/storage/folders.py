@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import warnings
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +34,7 @@ from memory.interface import Sequence
 from memory.layer_memories import Snapshot
 from memory.sequences.folding import TailRules
 from memory.sequences.interrupts import uninterrupted
-from memory.storage.files import is_local, list_names, make_folder, read_path, read_snapshot, write_snapshot
+from memory.storage.files import is_local, join_path, list_names, make_folder, read_path, read_snapshot, write_snapshot
 from memory.storage.local_files import alone_in, hold_folder, remove_abandoned
 from memory.storage.names import names_in_files
 from memory.storage.parcels import Kept, Places
@@ -58,6 +59,18 @@ class Entry:
     label: Any
 
 
+@dataclass(frozen=True)
+class _File:
+    """Says which blocks of a checkpoint a file in a folder holds, in their order. Neither ever changes."""
+
+    place: str
+    name: str
+    wanted: dict[str, Bools]
+
+    def holds(self, place: str, wanted: dict[str, Bools]) -> bool:
+        return self.place == place and all(np.array_equal(of, self.wanted[pool]) for pool, of in wanted.items())
+
+
 class Folders:
     """Writes checkpoints of one memory to folders, and opens those of a folder as swapped-out ones."""
 
@@ -65,10 +78,13 @@ class Folders:
         self._memory, self._swapping = coordinator, swapping
         self._page_tokens, self._rules = page_tokens, rules
         self._folders: dict[str, int | None] = {}  # local ones in use -> the descriptor that shares them
+        self._files = weakref.WeakKeyDictionary[Sequence, _File]()  # what was written of a checkpoint, or read, last
         weakref.finalize(self, _release_all, self._folders, os.getpid())
 
     def save(self, folder: str | os.PathLike[str], entries: Iterable[Entry]) -> int:
         """Write checkpoints of whole sequences to a folder, instead of those that it holds; return the bytes of blocks.
+
+        A checkpoint outside of the budget whose file is damaged is left out.
 
         Raises SequenceError: a bad handle. SpecError: a dry run, or no folder. OSError: then the folder holds what it
         held before. Cost: the bytes of blocks that are not there yet, copied, hashed and written.
@@ -76,9 +92,14 @@ class Folders:
         place = read_path("folder", folder, "a folder, such as 'prefixes'")
         make_folder(place)
         with self._held(place):
-            writing = _Writing(self._memory, self._swapping, place)
+            writing, numbers = _Writing(self._memory, self._swapping, place, self._files), list[int]()
             for entry in entries:
-                writing.add(entry)
+                parent = -1 if entry.parent < 0 else numbers[entry.parent]
+                try:
+                    numbers.append(writing.add(replace(entry, parent=parent)))
+                except FormatError as error:
+                    warnings.warn(f"{entry.checkpoint!r} is not saved: {error}", stacklevel=2)
+                    numbers.append(parent)  # what goes on from it goes on from the one before
             about = {
                 "signature": signature_of(self._memory.spec, self._page_tokens, self._rules),
                 "model": self._memory.spec.model,
@@ -86,7 +107,7 @@ class Folders:
                 "entries": writing.entries,
                 "tokens": np.concatenate([EMPTY, *writing.tokens]),
             }
-            write_snapshot(_join(place, CHECKPOINTS_FILE), Snapshot({}, {}), about)
+            write_snapshot(join_path(place, CHECKPOINTS_FILE), Snapshot({}, {}), about)
             self._clean(place, writing.names)
             return writing.n_bytes
 
@@ -99,6 +120,7 @@ class Folders:
             return  # another process may be reading or writing there: who keeps prefixes in a store removes old ones
         remove_abandoned(Path(place), f"{_BLOCKS}|{re.escape(CHECKPOINTS_FILE)}")
         with alone_in(self._folders[place]) as is_alone:
+            names = names | self._memory.swapped.other_files
             for name in os.listdir(place) if is_alone else ():  # noqa: PTH208 - names are all that is wanted
                 if re.fullmatch(_BLOCKS, name) and name not in names:
                     (Path(place) / name).unlink(missing_ok=True)
@@ -122,7 +144,7 @@ class Folders:
         changed. Cost: the list; tokens that several checkpoints begin with are in host memory once.
         """
         place = read_path("folder", folder, "the folder of saved checkpoints", FormatError)
-        path = _join(place, CHECKPOINTS_FILE)
+        path = join_path(place, CHECKPOINTS_FILE)
         if is_local(place) and place not in self._folders and Path(place).is_dir():
             self._folders[place] = hold_folder(place)  # from now on: its blocks are read later
         snapshot, about = read_snapshot(path)
@@ -131,7 +153,7 @@ class Folders:
         opened = list[Sequence]()
         with uninterrupted():
             try:
-                return _Reading(self._memory, place, about).open(opened)
+                return _Reading(self._memory, place, about, self._files).open(opened)
             except (KeyError, ValueError, TypeError, IndexError, OverflowError) as error:
                 for sequence in opened:
                     self._memory.close_one(sequence)
@@ -142,19 +164,23 @@ class Folders:
 class _Writing:
     """Writes the blocks of one checkpoint after the other, each once, and notes what the list says of them."""
 
-    def __init__(self, memory: Coordinator, swapping: Swapping, place: str) -> None:
+    def __init__(
+        self, memory: Coordinator, swapping: Swapping, place: str, files: MutableMapping[Sequence, _File]
+    ) -> None:
         self.entries: list[dict[str, Any]] = []
         self.tokens: list[Int64s] = []
         self.names: set[str] = set()
         self.n_bytes = 0
-        self._memory, self._swapping, self._place = memory, swapping, place
+        self._memory, self._swapping, self._place, self._files = memory, swapping, place, files
+        self._sizes = {pool.name: pool.block_bytes for pool, _ in memory.layers.pools}
         self._names_in_files = names_in_files(memory.layers)
         self._written: list[Places] = []  # by entry: pool -> (2, n) the entry whose file has a block, and its row there
         self._keys: list[dict[str, Int64s]] = []  # by entry: what tells the blocks of this memory apart
         self._known: dict[tuple[str, int], tuple[int, int]] = {}
         self._there = set(list_names(place))
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: Entry) -> int:
+        """Write what the entries before do not have of one; return its number. Raises FormatError: it is damaged."""
         memory, number = self._memory, len(self.entries)
         memory.ledger.check_usable(entry.checkpoint, to_advance=False, may_be_away=True)
         slot = entry.checkpoint.slot
@@ -171,8 +197,15 @@ class _Writing:
             for i, key in enumerate(own[n:].tolist(), n):
                 places[pool][:, i] = self._known.get((pool, key), (-1, -1))
             wanted[pool] = places[pool][0] < 0
-        snapshot = self._swapping.snapshot(slot, wanted)
-        name = self._write(snapshot.blocks)
+        file = self._files.get(entry.checkpoint)
+        is_there = file is not None and file.name in self._there and file.holds(self._place, wanted)
+        nothing = {pool: np.zeros_like(of) for pool, of in wanted.items()}
+        snapshot = self._swapping.snapshot(slot, nothing if is_there else wanted)
+        name = file.name if file is not None and is_there else self._write(snapshot.blocks)
+        if name is not None:
+            self._files[entry.checkpoint] = _File(self._place, name, wanted)
+            self.names.add(name)
+            self.n_bytes += sum(int(of.sum()) * self._sizes[pool] for pool, of in wanted.items())
         for pool, is_new in wanted.items():
             places[pool][:, is_new] = np.full(is_new.sum(), number), np.arange(is_new.sum())
             self._known |= {(pool, key): (number, i) for i, key in enumerate(keys[pool][is_new].tolist())}
@@ -192,6 +225,7 @@ class _Writing:
                 },
             }
         )  # fmt: skip
+        return number
 
     def _write(self, blocks: dict[str, Tensor]) -> str | None:
         """Write blocks to a file, unless it is there; return its name, None for no blocks."""
@@ -203,18 +237,18 @@ class _Writing:
             digest.update(f"{pool} {tuple(own.shape)} ".encode())
             digest.update(own.contiguous().numpy().data if not own.is_meta else b"")
         name = f"blocks-{digest.hexdigest()}.safetensors"
-        self.names.add(name)
-        self.n_bytes += snapshot.n_bytes
         if name not in self._there:
-            write_snapshot(_join(self._place, name), snapshot, {})
+            write_snapshot(join_path(self._place, name), snapshot, {})
         return name
 
 
 class _Reading:
     """Opens the checkpoints that a list describes."""
 
-    def __init__(self, memory: Coordinator, place: str, about: dict[str, Any]) -> None:
-        self._memory, self._place = memory, place
+    def __init__(
+        self, memory: Coordinator, place: str, about: dict[str, Any], files: MutableMapping[Sequence, _File]
+    ) -> None:
+        self._memory, self._place, self._files = memory, place, files
         self._entries: list[dict[str, Any]] = about["entries"]
         self._tokens: Int64s = about["tokens"]
         self._names = names_in_files(memory.layers).reversed
@@ -234,18 +268,23 @@ class _Reading:
         parcels = [
             None if about["file"] is None
             else self._memory.swapped.add_file(
-                _join(self._place, _file_name(about["file"])),
+                join_path(self._place, _file_name(about["file"])),
                 sum(n * self._sizes[pool] for pool, n in count.items()),
                 self._names.renamed,
             )
             for about, count in zip(self._entries, n_blocks, strict=True)
         ]  # fmt: skip
-        for handle, about, of in zip(handles, self._entries, places, strict=True):
+        for i, (handle, about, of) in enumerate(zip(handles, self._entries, places, strict=True)):
             own = {pool: np.stack([_numbers_of(parcels, at[0]), at[1]]) for pool, at in of.items()}
             held = Kept(self._records(about["records"]), own)
             self._memory.swapped.adopt(handle.slot, held)
             n_bytes = sum(at.shape[1] * self._sizes[pool] for pool, at in own.items())
             self._memory.ledger.send_away(handle.slot, int(about["horizon"]), n_bytes)
+            wanted = {pool: at[0] == i for pool, at in of.items()}
+            if about["file"] is not None and all(
+                np.array_equal(at[1][wanted[pool]], np.arange(n_blocks[i][pool])) for pool, at in of.items()
+            ):
+                self._files[handle] = _File(self._place, about["file"], wanted)
         return [
             Entry(handle, parent, about["label"])
             for handle, parent, about in zip(handles, parents, self._entries, strict=True)
@@ -338,10 +377,6 @@ def _file_name(name: str) -> str:
     if not re.fullmatch(_BLOCKS, name):
         raise ValueError(f"file {name!r}")
     return name
-
-
-def _join(folder: str, name: str) -> str:
-    return f"{folder.rstrip('/')}/{name}"
 
 
 def _release_all(folders: dict[str, int | None], process: int) -> None:

@@ -24,7 +24,7 @@ from memory.blocks.arrays import Bools, Int64s
 from memory.errors import CapacityError
 from memory.interface import Sequence
 from memory.layer_memories import Leaving, Snapshot
-from memory.storage.files import read_snapshot, write_snapshot
+from memory.storage.files import join_path, local_place, make_folder, read_snapshot, remove_file, write_snapshot
 from memory.storage.local_files import share_folder
 from memory.storage.parcels import Blocks, Kept, Parcel, Places, Twins, as_keys, count_bytes, gather, live_keys
 
@@ -51,12 +51,12 @@ class Tiers:
     Args:
         host_bytes: bytes that swapped-out sequences may take in host memory; None for any number.
         disk_bytes: the same of files.
-        folder: folder for files. When host memory is full, what was used least recently is moved there; None for no
-            files. Files of processes that were killed are removed when the first file is written, unless a running
-            process has files there.
+        folder: folder for files, a path or a URL. When host memory is full, what was used least recently is moved
+            there; None for no files. In a local one, files of processes that were killed are removed when the first
+            file is written, unless a running process has files there.
     """
 
-    def __init__(self, host_bytes: int | None, folder: Path | None, disk_bytes: int | None = None) -> None:
+    def __init__(self, host_bytes: int | None, folder: str | None, disk_bytes: int | None = None) -> None:
         self.host_bytes, self.disk_bytes = host_bytes, disk_bytes
         self.folder = folder
         self.reclaimers: list[Callable[[int], bool]] = []
@@ -271,7 +271,7 @@ class Tiers:
             self._used_host_bytes -= parcel.n_bytes
         elif parcel.path is not None and parcel.is_own:
             self._file_bytes -= parcel.n_bytes
-            Path(parcel.path).unlink(missing_ok=True)
+            remove_file(parcel.path)
 
     # What others have written
 
@@ -288,6 +288,11 @@ class Tiers:
     def adopt(self, slot: int, held: Kept) -> None:
         """Keep a slot whose blocks are in parcels of `add_file`."""
         self._hold(slot, held)
+
+    @property
+    def other_files(self) -> set[str]:
+        """Return the names of the files of `add_file` that are still needed."""
+        return {Path(of.path).name for of in self._parcels.values() if of.path is not None and not of.is_own}
 
     def forget_unheld(self) -> None:
         """Forget parcels of `add_file` that no slot has taken."""
@@ -330,13 +335,21 @@ class Tiers:
     def _to_file(self, parcel: Parcel) -> None:
         """Write a parcel to a file. Host memory no longer holds it; the caller counts that."""
         assert self.folder is not None, "the caller has looked"
-        if not self._has_joined and (descriptor := share_folder(self.folder, _NAMES)) is not None:
-            weakref.finalize(self, os.close, descriptor)
-        self._has_joined = True
-        path = str(self.folder / f"{_PREFIX}{uuid4().hex}.safetensors")
+        if not self._has_joined:
+            self._join_folder()
+        path = join_path(self.folder, f"{_PREFIX}{uuid4().hex}.safetensors")
         write_snapshot(path, Snapshot({}, parcel.blocks), {}, is_lasting=False)
         parcel.path, parcel.blocks = path, {}
         self._file_bytes += parcel.n_bytes
+
+    def _join_folder(self) -> None:
+        """Make the folder; share a local one with other processes, so that nobody removes files that are in use."""
+        assert self.folder is not None, "the caller has looked"
+        if (place := local_place(self.folder)) is None:
+            make_folder(self.folder)
+        elif (descriptor := share_folder(Path(place), _NAMES)) is not None:
+            weakref.finalize(self, os.close, descriptor)
+        self._has_joined = True
 
 
 def _read_file(path: str, rename: Callable[[Snapshot], Snapshot]) -> Blocks:
@@ -348,4 +361,4 @@ def _unlink_all(parcels: dict[int, Parcel], process: int) -> None:
     if os.getpid() == process:  # a forked process has a copy of the table, but the files are not its own
         for parcel in parcels.values():
             if parcel.path is not None and parcel.is_own:
-                Path(parcel.path).unlink(missing_ok=True)
+                remove_file(parcel.path)

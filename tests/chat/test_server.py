@@ -557,6 +557,26 @@ def test_who_does_not_listen_counts_as_gone(embedded: LanguageModel, tokenizer: 
     assert memory.usage().used_bytes == 0
 
 
+def test_what_it_knows_is_saved_again_and_again_and_at_the_end(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
+    saved = list[bool]()
+
+    def save() -> None:
+        saved.append(service.is_open)
+        if len(saved) == 2:
+            raise OSError("the disk is full")
+
+    engine = Engine(embedded, HybridMemory(embedded.memory_spec, "16MiB"), tokenizer)
+    service = make_app(engine, tokenizer, MODEL, ServerOptions(save=save, save_seconds=0.01)).state.service
+
+    async def use() -> None:
+        async with service.lifespan(None):
+            while len(saved) < 4:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(use(), 30))
+    assert saved[:4] == [True] * 4 and not saved[-1]
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_server_that_does_not_run_says_so(embedded: LanguageModel, tokenizer: Tokenizer, when: str) -> None:
     app = make_app(Engine(embedded, HybridMemory(embedded.memory_spec, "16MiB"), tokenizer), tokenizer, MODEL)

@@ -101,6 +101,7 @@ MEMORIES: list[Row] = [
     ("HybridMemory(spec, host_budget=-1)", "host_budget=-1", "positive number of bytes"),
     ("HybridMemory(spec, host_budget='lots')", "host_budget='lots'", "'512MiB'"),
     ("HybridMemory(spec, swap_dir=3)", "swap_dir=3", "folder"),
+    ("HybridMemory(spec, swap_dir='nowhere://x')", "swap_dir='nowhere://x'", "cannot be opened"),
 ]  # fmt: skip
 
 SPECS: list[Row] = [

@@ -17,6 +17,7 @@ import torch
 
 from memory import FormatError, SpecError
 from memory.prefix import PrefixCache
+from memory.storage import folders, swap
 from tests.subjects import Subject, make_subject
 from tests.tolerances import assert_kernel_close
 from tests.unit.prefix.test_outside import WINDOW, prompts_of, run
@@ -238,6 +239,80 @@ def test_a_save_that_ends_anywhere_leaves_the_one_before_or_is_whole(
             loaded.load(folder)
             run(toy, loaded, first)
             assert not loaded.stats().n_lost
+
+
+def test_what_the_folder_has_is_neither_read_nor_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    toy, folder = make_subject("toy", tmp_path), tmp_path / "saved"
+    prompts = saved(toy, folder)
+    touched = list[str]()
+
+    def noted(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda path, *rest, **options: (touched.append(Path(path).name), call(path, *rest, **options))[1]
+
+    with toy.memory(WINDOW) as memory:
+        cache = PrefixCache(memory, grid_tokens=8, max_bytes="1GiB")
+        cache.load(folder)
+        monkeypatch.setattr(swap, "read_snapshot", noted(swap.read_snapshot))
+        monkeypatch.setattr(folders, "write_snapshot", noted(folders.write_snapshot))
+        n_bytes, before = cache.save(folder), files(folder)
+        assert touched == ["checkpoints.safetensors"] and n_bytes > 0
+        run(toy, cache, [[*prompts[0], 5]])
+        cache.save(folder)
+        touched.clear()
+        assert cache.save(folder) > n_bytes and touched == ["checkpoints.safetensors"]
+        assert cache.save(tmp_path / "other") > n_bytes
+        assert before < files(folder) == files(tmp_path / "other")
+    with toy.memory(WINDOW) as memory, toy.memory(WINDOW) as fresh:
+        for place in (folder, tmp_path / "other"):
+            cache = PrefixCache(memory, grid_tokens=8)
+            cache.load(place)
+            rows = run(toy, cache, prompts)
+            for tokens, row in zip(prompts, rows, strict=True):
+                assert_kernel_close(row, fresh.run(toy.model, {fresh.open(): tokens})[0], torch.float32)
+            assert not cache.stats().n_lost
+            cache.clear()
+
+
+def test_checkpoints_whose_files_are_damaged_are_left_out(tmp_path: Path) -> None:
+    toy = make_subject("toy", tmp_path)
+    with toy.memory(WINDOW, host_budget=1, swap_dir=tmp_path / "swapped") as memory:
+        cache = PrefixCache(memory, grid_tokens=8, max_bytes="1GiB")
+        prompts = prompts_of(random.Random(8), 6)
+        run(toy, cache, prompts)
+        cache.reclaim(memory.usage().used_bytes // 2)
+        n_checkpoints = cache.stats().n_checkpoints
+        hurt = sorted((tmp_path / "swapped").iterdir())[0]
+        hurt.write_bytes(hurt.read_bytes()[:-1])
+        with pytest.warns(UserWarning, match="is not saved: .*damaged|is not saved: .*never writes"):
+            cache.save(tmp_path / "saved")
+    with toy.memory(WINDOW) as memory, toy.memory(WINDOW) as fresh:
+        cache = PrefixCache(memory, grid_tokens=8)
+        assert 0 < cache.load(tmp_path / "saved") < n_checkpoints
+        for tokens, row in zip(prompts, run(toy, cache, prompts), strict=True):
+            assert_kernel_close(row, fresh.run(toy.model, {fresh.open(): tokens})[0], torch.float32)
+        assert not cache.stats().n_lost
+
+
+def test_files_that_a_cache_has_not_read_yet_stay(tmp_path: Path) -> None:
+    """It forgets checkpoints with which another shares blocks, so that these are written to another file."""
+    toy, folder, prompt = make_subject("toy", tmp_path), tmp_path / "saved", [i % 10 for i in range(64)]
+    with toy.memory(WINDOW) as memory:
+        cache = PrefixCache(memory, grid_tokens=8)
+        run(toy, cache, [prompt])
+        cache.save(folder)
+    clock = [0.0]
+    for _ in range(2):
+        with toy.memory(WINDOW) as memory:
+            cache = PrefixCache(memory, grid_tokens=8, seconds_to_live=10, now=lambda: clock[0])
+            cache.load(folder)
+            cache.pin(prompt)
+            clock[0] += 20
+            before = files(folder)
+            assert cache.find(prompt).reused == 63 and cache.stats().n_checkpoints == 1
+            cache.save(folder)
+            assert before & files(folder) > {"checkpoints.safetensors"}
+            run(toy, cache, [prompt])
+            assert cache.stats().n_returned and not cache.stats().n_lost
 
 
 def test_who_reads_a_folder_keeps_its_blocks(tmp_path: Path) -> None:

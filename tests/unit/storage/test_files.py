@@ -541,6 +541,27 @@ def test_files_go_with_their_memory(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_the_folder_of_swapped_files_may_be_a_store() -> None:
+    store = fsspec.filesystem("memory")
+    memory = make(host_budget=1, swap_dir="memory://swapped/here")
+    sequence, other = opened(memory), opened(memory)
+    expected = feed(memory, memory.fork(sequence), [1])
+    memory.swap_out(sequence)
+    memory.swap_out(other)
+    assert len(store.ls("/swapped/here", detail=False)) == 2
+    memory.swap_in(sequence)
+    assert torch.equal(feed(memory, sequence, [1]), expected)
+    (left,) = store.ls("/swapped/here", detail=False)
+    store.rm_file(left)
+    with pytest.raises(FormatError, match="cannot be read"):
+        memory.swap_in(other)
+    memory.close(other)
+    memory.check()
+    del memory
+    gc.collect()
+    assert not store.ls("/swapped/here", detail=False)
+
+
 def test_a_damaged_swap_file_is_named_and_nothing_else_is_lost(tmp_path: Path) -> None:
     memory = make(host_budget=1, swap_dir=tmp_path)
     sequence, other = opened(memory), opened(memory)
