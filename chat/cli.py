@@ -279,14 +279,9 @@ def serve(
         options = ServerOptions(
             api_key=api_key, allowed_hosts=tuple(allowed_host or ()), allowed_origins=tuple(allowed_origin or ()),
             max_body_bytes=_read_bytes("--max-body", max_body),
-            max_tokens=max_tokens,
-            default_tokens=default_tokens,
-            max_requests=max_requests,
-            max_connections=max_connections,
-            max_peer_connections=max_peer_connections,
-            grace_seconds=grace,
-            parse_special=parse_special,
-            save_seconds=save_every,
+            max_tokens=max_tokens, default_tokens=default_tokens, max_requests=max_requests,
+            max_connections=max_connections, max_peer_connections=max_peer_connections,
+            grace_seconds=grace, parse_special=parse_special, save_seconds=save_every,
         )  # fmt: skip
         with bind(host, port, has_key=api_key is not None) as listener:
             language_model, tokenizer = _load(model, device, dtype, weights)
