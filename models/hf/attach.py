@@ -101,19 +101,20 @@ class Attached:
         self.memory_spec: MemorySpec = replace(spec, device=device, model=architecture)
         self._model = hf_model
         self._parameters = _signature_of(hf_model).parameters
+        self._cache_name = "cache" if "cache" in self._parameters else "past_key_values"  # the first since 5.24
         mixes = [(module, make(module)) for module in hf_model.modules() if (make := _known(module)) is not None]
         if len(mixes) != (n_recurrences := len(spec.of_kind("recurrence"))):
             raise UnsupportedModelError(
                 f"{n_recurrences} recurrent layers of {architecture}, of which {len(mixes)} have a module that is "
-                f"known; this is transformers {transformers.__version__}, and 5.23 is what attach was written for"
+                f"known; this is transformers {transformers.__version__}, attach was written for 5.23 and 5.24"
             )
         for module, mix in mixes:
             check_mixer(module, mix, self.memory_spec, hf_model.config.get_text_config().hidden_size)
         self._attention = _AttentionOf(hf_model.config)
         self._forwards = [_Forward(module, _mixer_of(mix)) for module, mix in mixes]
-        self._forwards.append(_Forward(hf_model, self._run, "past_key_values", "position_ids"))
+        self._forwards.append(_Forward(hf_model, self._run, self._cache_name, "position_ids"))
         # Assisted generation reads the cache from the outputs by this name, so it needs a model that returns it.
-        self._lifts_guard = type(hf_model)._is_stateful and "past_key_values" in self._parameters
+        self._lifts_guard = type(hf_model)._is_stateful and self._cache_name in self._parameters
         if self._lifts_guard:
             hf_model._is_stateful = False
         AttentionInterface.register(_ATTENTION, _attend)
@@ -145,7 +146,9 @@ class Attached:
     def _run(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         names = [name for name, p in self._parameters.items() if p.kind is not p.VAR_KEYWORD]
         given = dict(zip(names, args, strict=False)) | kwargs
-        cache = given.get("past_key_values")
+        if self._cache_name == "cache":
+            _rename_cache(given)
+        cache = given.get(self._cache_name)
         try:
             self._check(given, cache) if isinstance(cache, HybridCache) else self._check_other(given)
         except HybridMemoryError:
@@ -166,13 +169,13 @@ class Attached:
 
     def _check_other(self, given: dict[str, Any]) -> None:
         """Raise, for a call without a HybridCache, what the model's own `forward` and `generate` would raise."""
-        cache = given.get("past_key_values")
+        cache = given.get(self._cache_name)
         cache = given.get("cache_params") if cache is None else cache
         if isinstance(cache, HybridCache):
             # Under that name, generate would feed a prompt again that is cached already.
             raise BatchError("give a HybridCache as past_key_values=, to Mamba models too, not as cache_params=")
-        for name in ("past_key_values", "position_ids"):
-            if name not in self._parameters and given.pop(name, None) is not None and name == "past_key_values":
+        for name in (self._cache_name, "position_ids"):
+            if name not in self._parameters and given.pop(name, None) is not None and name == self._cache_name:
                 raise BatchError(f"{type(self._model).__name__} takes caches that are no HybridCache as cache_params=")
         if (
             self._lifts_guard
@@ -180,7 +183,7 @@ class Attached:
             and any(getattr(layer, "record_past", False) for layer in cache.layers)
         ):
             raise StepError(
-                f"assisted generation of {type(self._model).__name__} needs past_key_values=HybridCache(...): "
+                f"assisted generation of {type(self._model).__name__} needs {self._cache_name}=HybridCache(...): "
                 f"{type(cache).__name__} does not take recurrent states back. "
                 "Detach a model that only assists another one"
             )
@@ -209,6 +212,15 @@ class Attached:
             raise BatchError(
                 "two caches that both remember something, past_key_values= and cache_params=; give the first"
             )
+
+
+def _rename_cache(given: dict[str, Any]) -> None:
+    """Let the names by which caches were given before transformers 5.24 mean `cache`. Raises BatchError for two."""
+    for name in ("past_key_values", "cache_params"):
+        if (cache := given.pop(name, None)) is not None:
+            if given.get("cache", cache) is not cache and given["cache"] is not None:
+                raise BatchError(f"two caches, {name}= and another one; give one, as cache=")
+            given["cache"] = cache
 
 
 class _Forward:

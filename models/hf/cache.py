@@ -67,6 +67,11 @@ class HybridCache(Cache):  # type: ignore[misc]
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
+    @property
+    def is_linear(self) -> list[bool]:
+        """Return False for each layer: `generate` need not feed again what a row holds, as for linear attention alone."""
+        return [False] * len(self.memory.spec.layers)
+
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         return self.get_seq_length() > 0
 

@@ -270,7 +270,7 @@ def test_attach_keeps_a_forward_that_others_replaced() -> None:
 
 def test_every_method_of_a_transformers_cache_is_answered() -> None:
     """One that a later version adds must not fall through to layers that are not there."""
-    inherited = {"get_query_offset", "is_sliding", "is_linear", "is_dummy"}  # of what is overridden, or of no layers
+    inherited = {"get_query_offset", "is_sliding", "is_dummy"}  # of what is overridden, or of no layers
     public = {name for name in vars(Cache) if not name.startswith("_")}
     assert public - vars(HybridCache).keys() == inherited
 
