@@ -69,7 +69,7 @@ class HybridCache(Cache):  # type: ignore[misc]
 
     @property
     def is_linear(self) -> list[bool]:
-        """Return False for each layer: `generate` need not feed again what a row holds, as for linear attention alone."""
+        """Return False for each layer: `generate` feeds only what a row does not hold, as for no linear attention."""
         return [False] * len(self.memory.spec.layers)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
