@@ -25,7 +25,8 @@ from memory.recurrences import FAMILIES
 from tests.chat.servers import running
 from tests.docs.pages import NOT_RUN, OUTPUT, PAGES, ROOT, Block, name_of, read_blocks, read_prose
 
-LANGUAGES = {"python", "bash", "console", "json", "jsonl", "text"}
+LANGUAGES = {"python", "bash", "console", "json", "jsonl", "text", "toml"}
+"""TOML is read by tests/chat/test_serve_options.py."""
 MOST_NOT_RUN = 3
 SERVER = "http://127.0.0.1:8000"
 APPS: dict[str, Any] = {
@@ -131,6 +132,8 @@ def check_command(command: str, where: str) -> None:
     group, words = APPS[start], shlex.split(command.removeprefix(start))
     if not words:
         return
+    if words[0] in (option for parameter in group.params for option in parameter.opts):
+        return
     assert words[0] in group.commands, f"{where}: there is no {start} {words[0]}"
     chosen = group.commands[words[0]]
     if "--help" in words:
@@ -143,7 +146,8 @@ def check_command(command: str, where: str) -> None:
 
 
 def known_options(app: Any) -> set[str]:
-    return {name for command in app.commands.values() for p in command.params for name in (*p.opts, *p.secondary_opts)}
+    commands = [app, *app.commands.values()]
+    return {name for command in commands for p in command.params for name in (*p.opts, *p.secondary_opts)}
 
 
 @every_page

@@ -1,0 +1,271 @@
+"""Makes the options of a command from a table: on the command line, in a configuration file, in the environment.
+
+Each row is an `Option`. Its name "max_body" is --max-body on the command line, `max_body = ...` in the file that
+--config names, and HYBRID_MEMORY_MAX_BODY in the environment. The command line goes before the environment, that before
+the file, and that before the default: click does so by itself once the file is the context's `default_map`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+ENVIRONMENT = "HYBRID_MEMORY_"
+_OTHER_VARIABLES = ("HYBRID_MEMORY_CACHE", "HYBRID_MEMORY_CONFIG", "HYBRID_MEMORY_KERNELS")
+_OF_KUBERNETES = re.compile(r"HYBRID_MEMORY(_\w+)?_(SERVICE_(HOST|PORT\w*)|PORT(_\d+_(TCP|UDP|SCTP)\w*)?)")
+"""Variables that Kubernetes writes for a service that is called hybrid-memory..."""
+_TRUTHS = ("1", "true", "t", "yes", "y", "on", "0", "false", "f", "no", "n", "off")
+Kind = Literal["text", "texts", "bytes", "whole", "number", "flag", "tables"]
+_TYPES: dict[Kind, Any] = {
+    "text": str, "texts": list[str], "bytes": str, "whole": int, "number": float, "flag": bool,
+}  # fmt: skip
+_WORDS: dict[Kind, str] = {
+    "text": "a text",
+    "texts": "a list of texts",
+    "bytes": 'bytes, such as 1048576 or "1MiB"',
+    "whole": "a whole number",
+    "number": "a number",
+    "flag": "true or false",
+    "tables": "tables, each under [[NAME]]",
+}
+
+
+@dataclass(frozen=True)
+class Option:
+    """Holds one option of a command: a row of a table.
+
+    Attributes:
+        kind: "texts" may be repeated on the command line, and are separated by spaces in the environment; "tables" can
+            only stand in the file.
+        default: None: nothing, or what the help text says.
+        to: what it is an argument of, and its name there, such as "server.max_body_bytes"; the name alone is that of
+            the option. "": the command itself reads it.
+        least, most: limits of a number, both inclusive. choices: the only texts that there are.
+    """
+
+    name: str
+    kind: Kind
+    default: Any
+    help: str
+    to: str = ""
+    least: float | None = None
+    most: float | None = None
+    choices: tuple[str, ...] = ()
+
+    @property
+    def flag(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def variable(self) -> str:
+        return ENVIRONMENT + self.name.upper()
+
+    def parameter(self) -> inspect.Parameter:
+        """Return the option as typer reads it from a function's signature."""
+        settings: dict[str, Any] = {}
+        if self.kind in ("whole", "number"):
+            settings = {"min": self.least, "max": self.most}
+        if self.choices:
+            settings = {"autocompletion": lambda: list(self.choices), "callback": self._check_choice}
+        has_default = self.default not in (None, "", False, ())
+        info = typer.Option(
+            envvar=self.variable, show_envvar=False, help=self.help, show_default=has_default, **settings
+        )
+        of = _TYPES[self.kind]
+        annotation: Any = Annotated[of | None if self.default is None else of, info]
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=self.default, annotation=annotation)
+
+    def _check_choice(self, value: str | None) -> str | None:
+        if value is not None and value not in self.choices:
+            raise typer.BadParameter(f"{value!r}; give {self._wanted()}")
+        return value
+
+    def read(self, value: object) -> Any:
+        """Return a value of the configuration file as the command line would give it. Raises ValueError."""
+        if self.kind == "bytes" and type(value) is int:
+            return str(value)
+        if not self._takes(value):
+            raise ValueError(self._wanted())
+        return float(value) if self.kind == "number" else value  # type: ignore[arg-type]
+
+    def check_text(self, text: str) -> None:
+        """Check a value of the environment, which click reads later. Raises ValueError."""
+        value: object = text
+        try:
+            if self.kind in ("whole", "number"):
+                value = _TYPES[self.kind](text)
+        except ValueError:
+            raise ValueError(self._wanted()) from None
+        if self.kind == "flag":
+            value = True if text.strip().lower() in _TRUTHS else text
+        if not self._takes([] if self.kind == "texts" else value):
+            raise ValueError(self._wanted())
+
+    def _takes(self, value: object) -> bool:
+        if self.kind in ("texts", "tables"):
+            of = str if self.kind == "texts" else dict
+            return isinstance(value, list) and all(isinstance(each, of) for each in value)
+        if self.kind in ("whole", "number"):
+            is_one = type(value) is int or (self.kind == "number" and type(value) is float)
+            low, high = (-float("inf") if self.least is None else self.least), self.most
+            return is_one and low <= value and (high is None or value <= high)  # type: ignore[operator]
+        return type(value) is _TYPES[self.kind] and (not self.choices or value in self.choices)
+
+    def _wanted(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(map(repr, self.choices))
+        if self.least is None and self.most is None:
+            return _WORDS[self.kind]
+        least = "" if self.least is None else f" of at least {self.least:g}"
+        return _WORDS[self.kind] + least + ("" if self.most is None else f", at most {self.most:g}")
+
+
+class Chosen(Mapping[str, Any]):
+    """Holds the value of each option, from whichever source it came."""
+
+    def __init__(self, rows: Iterable[Option], values: Mapping[str, Any]) -> None:
+        self._rows = tuple(rows)
+        self._values = {row.name: values[row.name] for row in self._rows}
+
+    def __getitem__(self, name: str) -> Any:
+        return self._values[name]
+
+    def __iter__(self) -> Any:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def arguments_of(self, what: str) -> dict[str, Any]:
+        """Return the options whose row says that they are arguments of `what`, by their names there.
+
+        Raises SpecError for bytes that are no number of bytes.
+        """
+        targets = {row: row.to.partition(".") for row in self._rows}
+        return {name or row.name: self._convert(row) for row, (whose, _, name) in targets.items() if whose == what}
+
+    def _convert(self, row: Option) -> Any:
+        value = self._values[row.name]
+        if row.kind == "bytes" and value is not None:
+            return read_bytes(row, value)
+        return tuple(value or ()) if row.kind in ("texts", "tables") else value
+
+
+def read_bytes(row: Option, text: str) -> int:
+    """Return a number of bytes. Raises SpecError, naming the option."""
+    from memory import SpecError
+    from memory.blocks.arena import read_budget
+
+    try:
+        return read_budget(text)
+    except SpecError:
+        raise SpecError(f"{row.flag}={text!r}; give bytes, such as 512KiB or 1MB") from None
+
+
+def command_of(rows: tuple[Option, ...], run: Callable[[Chosen], None], *, name: str) -> Callable[..., None]:
+    """Return a function for `typer.Typer.command`, with an option for each row and --config beside them.
+
+    Args:
+        run: the command; its docstring is the help text.
+        name: of the command, for messages.
+    """
+
+    def call(context: typer.Context, **values: Any) -> None:
+        from_file = context.meta.get(_FILE, {})
+        tables = {row.name: from_file.get(row.name, row.default) for row in rows if row.kind == "tables"}
+        run(Chosen(rows, {**values, **tables}))
+
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    parameters = [context, *(row.parameter() for row in rows if row.kind != "tables"), _config_of(rows, name)]
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    call.__doc__, call.__name__ = run.__doc__, name
+    return call
+
+
+_FILE = "hybrid-memory.config"
+"""The key under which a context's `meta` holds what the configuration file says."""
+
+
+def _config_of(rows: tuple[Option, ...], name: str) -> inspect.Parameter:
+    """Return the option --config, which is read before the others and becomes their defaults."""
+
+    def read(context: typer.Context, path: Path | None) -> Path | None:
+        if context.resilient_parsing:  # the shell asks for completions
+            return path
+        try:
+            check_environment(rows, os.environ, name)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint=ENVIRONMENT + "...") from None
+        try:
+            values = {} if path is None else read_file(rows, path)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        context.meta[_FILE] = values
+        context.default_map = {**(context.default_map or {}), **values}
+        return path
+
+    info = typer.Option(
+        help=f"TOML file with values of the options here; {ENVIRONMENT}NAME in the environment goes before it, and "
+        "the command line before both",
+        envvar=ENVIRONMENT + "CONFIG",
+        show_envvar=False,
+        metavar="FILE",
+        is_eager=True,
+        callback=read,
+        show_default=False,
+    )
+    annotation = Annotated[Path | None, info]
+    return inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
+
+
+def read_file(rows: tuple[Option, ...], path: Path) -> dict[str, Any]:
+    """Read a configuration file. Raises ValueError, naming file, key and remedy."""
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    try:
+        given = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as TOML: {error}") from None
+    by_name = {row.name: row for row in rows}
+    values = {}
+    for key, value in given.items():
+        if key not in by_name:
+            raise ValueError(f"{path}: there is no option {key!r}{_nearest(key, by_name)}")
+        try:
+            values[key] = by_name[key].read(value)
+        except ValueError as wanted:
+            raise ValueError(f"{path}: {key} = {value!r}; give {wanted}") from None
+    return values
+
+
+def check_environment(rows: tuple[Option, ...], environment: Mapping[str, str], name: str) -> None:
+    """Check the variables HYBRID_MEMORY_*. Raises ValueError for one that names no option, or has no value of it."""
+    by_variable = {row.variable: row for row in rows if row.kind != "tables"}
+    for variable, text in environment.items():
+        if row := by_variable.get(variable):
+            try:
+                if text:
+                    row.check_text(text)
+            except ValueError as wanted:
+                raise ValueError(f"{variable}={text!r} in the environment; give {wanted}") from None
+        elif variable.startswith(ENVIRONMENT) and variable not in _OTHER_VARIABLES:
+            if not _OF_KUBERNETES.fullmatch(variable):
+                nearest = _nearest(variable, [*by_variable, *_OTHER_VARIABLES])
+                raise ValueError(f"{variable} in the environment is no option of {name}{nearest}; unset it")
+
+
+def _nearest(word: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""

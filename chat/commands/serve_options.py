@@ -1,0 +1,52 @@
+"""Lists the options of `hybrid-memory serve`: one row for the command line, the configuration file, the environment."""
+
+from __future__ import annotations
+
+from chat.commands.option_table import Option
+
+SERVE: tuple[Option, ...] = (
+    # the model and its memory
+    Option("model", "text", "embedded", 'a checkpoint\'s folder, a hub id, or "embedded" for the small model that is '
+           "included"),
+    Option("device", "text", "cpu", "where the model and its memory live, such as cpu or cuda"),
+    Option("dtype", "text", "auto", "auto (the checkpoint's own), float32, bfloat16 or float16"),
+    Option("weights", "text", "auto", "int8 or int4 rounds weights to these, on the CPU; auto: --dtype"),
+    Option("budget", "bytes", "1GiB", "bytes that the memory may use at most, such as 512MiB", "memory"),
+    Option("rollback_window", "whole", 32, "tokens by which a cached prefix may be longer than what is reused",
+           "memory", least=0),
+    Option("host_budget", "bytes", None, "bytes in host memory for requests that make room; unless given, any",
+           "memory"),
+    Option("swap_dir", "text", None, "folder or URL for what finds no room there", "memory"),
+    Option("disk_budget", "bytes", None, "bytes of its files; unless given, any", "memory"),
+    Option("prefix_cache", "flag", True, "keep prompts and replies, for prompts that begin like them"),
+    Option("prefix_bytes", "bytes", "0", "bytes that they may take outside of --budget: in host memory and files"),
+    Option("prefixes", "text", None, "folder or URL that keeps them across restarts"),
+    Option("save_every", "number", None, "seconds after which the folder is written anew; unless given, at the end",
+           "server.save_seconds", least=1),
+    # who may ask
+    Option("host", "text", "127.0.0.1", "address to listen on; others than loopback need an API key"),
+    Option("port", "whole", 8000, "0 takes a free one", least=0, most=65535),
+    Option("api_key", "text", None, "what clients must send; better set in the environment", "server"),
+    Option("allowed_host", "texts", None,
+           "name that clients may call the server by, beside loopback's; may be repeated", "server.allowed_hosts"),
+    Option("allowed_origin", "texts", None,
+           "page that may send requests, such as https://example.com; may be repeated", "server.allowed_origins"),
+    Option("parse_special", "flag", False, "let messages hold special tokens, so that clients can write turns",
+           "server"),
+    # limits
+    Option("max_body", "bytes", "1MiB", "bytes of a request's body", "server.max_body_bytes"),
+    Option("max_tokens", "whole", None, "tokens of a prompt and its reply; unless given, what the model and the budget "
+           "allow", "server", least=2),
+    Option("default_tokens", "whole", 1024, "tokens of a chat's reply, where the request does not say", "server",
+           least=1),
+    Option("max_requests", "whole", 64, "answered at once; others are told to come back", "server", least=1),
+    Option("max_connections", "whole", 768, "open at once; beyond, the longest idle one is closed", "server", least=1),
+    Option("max_peer_connections", "whole", 384, "of those, from one address", "server", least=1),
+    Option("max_running", "whole", 64, "replies in one step of the model", "engine", least=1),
+    Option("step_tokens", "whole", 256, "tokens in one step of the model", "engine", least=2),
+    Option("grace", "number", 10.0, "seconds that replies may still take when the server is to stop",
+           "server.grace_seconds", least=0),
+)  # fmt: skip
+"""An option is one row here, and a field of what its row names: `ServerOptions` for "server", the arguments of
+`HybridMemory` for "memory" and of `Engine` for "engine".
+"""

@@ -1,0 +1,71 @@
+"""Holds what commands do at their start: load a model, find an extra's packages, say errors in one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import typer
+
+if TYPE_CHECKING:
+    from chat.prompts import Tokenizer
+    from models import LanguageModel
+    from models.loading.weight_formats import WeightFormat
+
+
+def load(model: str, device: str, dtype: str, weights: str) -> tuple[LanguageModel, Tokenizer]:
+    """Load a model and its tokenizer by a folder, a hub id or "embedded". Raises the library's errors."""
+    from chat.prompts import load_tokenizer
+    from models import load_model
+    from models.loading.folders import find_folder
+
+    folder = find_folder(model)
+    language_model = load_model(folder, device=device, dtype=dtype, weights=cast("WeightFormat", weights))
+    tokenizer = load_tokenizer(folder)
+    show("")
+    return language_model, tokenizer
+
+
+def name_of(model: str) -> str:
+    """Return the name of a model for clients: its folder's name, or what it was loaded by."""
+    folder = Path(model).expanduser()
+    return folder.resolve().name if folder.is_dir() else folder.stem if folder.is_file() else model
+
+
+def find_extra(*modules: str) -> None:
+    """Raise SpecError if a package that only the server needs is not installed."""
+    from memory import SpecError
+
+    missing = [module for module in modules if find_spec(module) is None]
+    if missing:
+        raise SpecError(f"serve needs {', '.join(missing)}; install them with: pip install 'hybrid-memory[server]'")
+
+
+def show(line: str) -> None:
+    """Show what the user waits for, on a terminal, in place of the line before."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        sys.stderr.write(f"\r\x1b[2K{line}")
+        sys.stderr.flush()
+
+
+@contextmanager
+def one_line_errors(at_first: str = "") -> Iterator[None]:
+    """Turn the library's errors into one line on stderr and exit code 1; others are bugs and keep their traceback.
+
+    `at_first` is shown before anything is imported.
+    """
+    show(at_first)
+    from memory import HybridMemoryError
+
+    try:
+        yield
+    except HybridMemoryError as error:
+        from chat.console import harmless
+
+        show("")
+        typer.echo(f"error: {' '.join(harmless(str(error)).split())}", err=True)
+        raise typer.Exit(1) from None

@@ -1,0 +1,147 @@
+"""The options of `serve`: the command line, the file and the environment agree, and what is unknown is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from chat.cli import app as commands
+from chat.commands.option_table import Chosen, Option, command_of
+from chat.commands.serve_options import SERVE
+from chat.engine.engine import Engine
+from chat.server import ServerOptions
+from memory import HybridMemory
+
+
+def run(arguments: list[str], **environment: str) -> tuple[Any, dict[str, Any]]:
+    """What the table's command gets for these arguments, without serving."""
+    got: dict[str, Any] = {}
+    app = typer.Typer()
+    app.command()(command_of(SERVE, lambda chosen: got.update(chosen), name="serve"))
+    return CliRunner().invoke(app, arguments, env=environment), got
+
+
+def sample(row: Option, n: int) -> tuple[list[str], str, object]:
+    """A value that is not the default: as arguments, in the environment, in the file."""
+    if row.choices:
+        other = [choice for choice in row.choices if choice != row.default]
+        return [row.flag, other[n % len(other)]], other[n % len(other)], other[n % len(other)]
+    if row.kind == "flag":
+        return [row.flag if not row.default else row.flag.replace("--", "--no-")], str(not row.default), not row.default
+    if row.kind == "texts":
+        return [row.flag, "a", row.flag, f"b{n}"], f"a b{n}", ["a", f"b{n}"]
+    if row.kind in ("whole", "number"):
+        return [row.flag, str(100 + n)], str(100 + n), 100 + n
+    return [row.flag, f"{100 + n}"], f"{100 + n}", f"{100 + n}"
+
+
+CLICKED = [row for row in SERVE if row.kind != "tables"]
+
+
+@pytest.mark.parametrize("row", CLICKED, ids=lambda row: row.name)
+def test_all_three_sources_say_the_same_and_the_nearer_one_counts(row: Option, tmp_path: Path) -> None:
+    path = tmp_path / "server.toml"
+    values = []
+    for n in range(3):
+        arguments, text, value = sample(row, n)
+        path.write_text(f"{row.name} = {json.dumps(value)}\n")
+        by_arguments = run(arguments)[1][row.name]
+        assert by_arguments == run([], **{row.variable: text})[1][row.name]
+        assert by_arguments == run(["--config", str(path)])[1][row.name]
+        assert by_arguments != run([])[1][row.name]
+        values.append(by_arguments)
+    arguments, text, value = sample(row, 1)
+    path.write_text(f"{row.name} = {json.dumps(value)}\n")
+    if row.kind == "flag":  # two values only
+        back = row.flag if row.default else row.flag.replace("--", "--no-")
+        assert run(["--config", str(path)], **{row.variable: str(row.default)})[1][row.name] is row.default
+        assert run(["--config", str(path), back], **{row.variable: text})[1][row.name] is row.default
+        return
+    assert run(["--config", str(path)], **{row.variable: sample(row, 0)[1]})[1][row.name] == values[0]
+    everything = run(["--config", str(path), *sample(row, 2)[0]], **{row.variable: sample(row, 0)[1]})
+    assert everything[1][row.name] == values[2]
+
+
+def test_every_row_is_an_argument_of_what_it_names() -> None:
+    takes = {
+        "server": {field.name for field in dataclasses.fields(ServerOptions)},
+        "memory": set(inspect.signature(HybridMemory).parameters),
+        "engine": set(inspect.signature(Engine).parameters),
+    }
+    chosen = Chosen(SERVE, {row.name: row.default for row in SERVE})
+    for whose, names in takes.items():
+        assert chosen.arguments_of(whose).keys() <= names
+    assert {row.to.partition(".")[0] for row in SERVE} <= {"", *takes}
+    server = chosen.arguments_of("server")
+    assert ServerOptions(**server) == ServerOptions(), "the table's defaults are those of a program"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot = 1", ["'prot'", "did you mean 'port'"]),
+        ("max-body = 1", ["'max-body'", "did you mean 'max_body'"]),
+        ('port = "8000"', ["port = '8000'", "a whole number", "65535"]),
+        ("port = true", ["port = True"]),
+        ("port = 70000", ["70000", "65535"]),
+        ("grace = nan", ["grace = nan"]),
+        ("max_running = 1.5", ["max_running = 1.5"]),
+        ('prefix_cache = "no"', ["true or false"]),
+        ('allowed_host = "a"', ["a list of texts"]),
+        ("budget = 1.5", ["budget = 1.5", "1MiB"]),
+        ("port", ["TOML"]),
+        ("port = 1\nport = 2", ["TOML"]),
+    ],
+)
+def test_a_file_is_refused_by_name(text: str, words: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "server.toml"
+    path.write_text(text)
+    result, got = run(["--config", str(path)])
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert (result.exit_code, got) == (2, {}) and "server.toml" in said.replace(" ", "")
+    for word in words:
+        assert word in said
+
+
+def test_a_file_that_is_not_there_is_named() -> None:
+    assert "nowhere.toml" in run([], HYBRID_MEMORY_CONFIG="nowhere.toml")[0].stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "word"),
+    [
+        ("HYBRID_MEMORY_PROT", "1", "HYBRID_MEMORY_PORT"),
+        ("HYBRID_MEMORY_PORT", "tcp://10.0.0.1:80", "a whole number"),
+        ("HYBRID_MEMORY_GRACE", "-1", "at least 0"),
+        ("HYBRID_MEMORY_PREFIX_CACHE", "maybe", "true or false"),
+    ],
+)
+def test_the_environment_is_refused_by_name(name: str, value: str, word: str) -> None:
+    result, got = run([], **{name: value})
+    said = " ".join(result.stderr.replace("│", " ").split())
+    assert (result.exit_code, got) == (2, {}) and name in said and word in said
+
+
+def test_variables_of_others_are_left_alone() -> None:
+    others = {"HYBRID_MEMORY_CACHE": "/tmp", "HYBRID_MEMORY_SERVICE_HOST": "10.0.0.1", "HYBRID_MEMORY_MODEL": ""}
+    assert run([], **others, HYBRID_MEMORY_PORT_80_TCP_ADDR="10.0.0.1")[1]["model"] == "embedded"
+
+
+def test_shells_complete_the_options() -> None:
+    environment = {"_HYBRID_MEMORY_COMPLETE": "complete_zsh", "_TYPER_COMPLETE_ARGS": "hybrid-memory serve --max-b"}
+    result = CliRunner().invoke(commands, [], prog_name="hybrid-memory", env=environment)
+    assert "--max-body" in result.stdout and "--max-tokens" not in result.stdout
+
+
+def test_the_file_of_the_guide_is_read(tmp_path: Path) -> None:
+    guide = (Path(__file__).parents[2] / "docs" / "how-to" / "server.md").read_text(encoding="utf-8")
+    (tmp_path / "server.toml").write_text(guide.partition('```toml title="server.toml"\n')[2].partition("```")[0])
+    result, got = run(["--config", str(tmp_path / "server.toml")])
+    assert result.exit_code == 0 and got["save_every"] == 300 and len(got["allowed_origin"]) == 2
