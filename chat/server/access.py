@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from chat.server.errors import ApiError, clip
 from chat.server.options import ServerOptions
+from chat.server.page_files import is_page
 
 Headers = Mapping[bytes, bytes]
 _OPEN_TO_ALL = "/health"
@@ -33,12 +34,12 @@ class Access:
         """Let a request in. Raises ApiError 401 or 403."""
         if path == _OPEN_TO_ALL:
             return
-        self._check_host(headers.get(b"host"))
-        origin = headers.get(b"origin")
-        if origin is not None and self._checks_origins and not self.allows_origin(origin):
+        host, origin = headers.get(b"host"), headers.get(b"origin")
+        self._check_host(host)
+        if origin is not None and self._checks_origins and not (self.allows_origin(origin) or _is_own(origin, host)):
             message = f"Pages of {clip(_text(origin))!r} may not ask here; allow them with --allowed-origin."
             raise ApiError(403, message, code="origin_not_allowed")
-        if not self.is_preflight(method, headers):
+        if not self.is_preflight(method, headers) and not is_page(path):
             self._check_key(headers.get(b"authorization", b""))
 
     def allows_origin(self, origin: bytes) -> bool:
@@ -92,6 +93,12 @@ def _name_of(host: str) -> str:
     if not name or not port.isdigit():
         name = host.removesuffix(":")
     return name.strip("[]").removesuffix(".").lower()
+
+
+def _is_own(origin: bytes, host: bytes | None) -> bool:
+    """True for the server's own page: its origin is the name, checked before, and the port that the request is for."""
+    scheme, _, rest = origin.partition(b"://")
+    return scheme in (b"http", b"https") and host is not None and rest.lower() == host.lower()
 
 
 def _is_loopback(name: str) -> bool:

@@ -13,6 +13,7 @@ from chat.prompts import Tokenizer
 from chat.server.errors import ApiError, answer_api_error, answer_http_error
 from chat.server.limits import Guard
 from chat.server.options import ServerOptions
+from chat.server.page_files import PREFIX, show_file, show_page
 from chat.server.service import Service
 
 
@@ -34,9 +35,14 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         exception_handlers={ApiError: answer_api_error, HTTPException: answer_http_error},
     )
     app.state.service = service
+    view = service.memory_view
     routes: dict[str, tuple[str, Callable[..., Any]]] = {
         "/health": ("GET", service.health),
         "/metrics": ("GET", service.render_metrics),
+        "/": ("GET", show_page),
+        PREFIX + "{name}": ("GET", show_file),
+        "/v1/memory": ("GET", view.show),
+        "/v1/memory/events": ("GET", view.stream),
         "/v1/models": ("GET", service.list_models),
         "/v1/models/{name:path}": ("GET", service.show_model),
         "/v1/chat/completions": ("POST", service.chat),

@@ -19,7 +19,7 @@ from chat.server.options import ServerOptions
 from chat.server.texts import LONG_BYTES
 
 PATHS_WITH_BODIES = ("/v1/chat/completions", "/v1/completions")
-_PATHS = ("/health", "/metrics", "/v1/models", *PATHS_WITH_BODIES)
+_PATHS = ("/", "/health", "/metrics", "/v1/memory", "/v1/memory/events", "/v1/models", *PATHS_WITH_BODIES)
 _DRAIN_SECONDS = 2.0
 _PATIENCE_SECONDS = 5.0
 """Time that a body may take before its rate is checked."""

@@ -17,6 +17,7 @@ from chat.server.errors import ApiError, StoppingError, as_api_error, log, stopp
 from chat.server.formats import DONE, ChatFormat, CompletionFormat, EventStream, as_event
 from chat.server.lengths import check_length, check_lists, find_context_tokens
 from chat.server.limits import Exchange, exchange_of
+from chat.server.memory_view.events import MemoryView
 from chat.server.metrics import Metrics
 from chat.server.options import ServerOptions
 from chat.server.replies import Ask, Piece, Replies
@@ -41,6 +42,7 @@ class Service:
         self.options = options
         self.model_id = model_id
         self.metrics = Metrics(engine)
+        self.memory_view = MemoryView(self)
         self.is_open = False
         self.context_tokens = find_context_tokens(engine, options.max_tokens)
         self._created = int(time.time())

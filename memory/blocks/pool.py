@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from typing import Protocol
 from weakref import WeakSet
 
@@ -113,6 +114,12 @@ class BlockPool:
         for first, end, (start,) in _runs(self.block_bytes, np.sort(self.addresses[freed])):
             self._arena.free(start, (end - first) * self.block_bytes)
             self._on_change(start, (end - first) * self.block_bytes)
+
+    def frozen(self) -> BlockPool:
+        """Return a copy to look at, whose addresses and counts stay as they are now."""
+        twin = copy(self)
+        twin.addresses, twin.counts = self.addresses.copy(), self.counts.copy()
+        return twin
 
     def used_ranges(self) -> list[tuple[int, int]]:
         """Return the byte range [start, end) of each block in use."""

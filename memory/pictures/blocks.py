@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from memory.hybrid import HybridMemory
 
-_NO_SEQUENCE = np.iinfo(np.int64).max
+NO_SEQUENCE = np.iinfo(np.int64).max
 _MOST_ROWS = 24
 _MOST_NUMBERS = 400
 _SHADES = (0.0, 0.3, 0.55)
@@ -47,7 +47,7 @@ class Runs:
     Attributes:
         starts, ends: bytes of the arena.
         pools: index of the pool.
-        owners: id of the first sequence that refers to the blocks; `_NO_SEQUENCE`: an open step has set them aside.
+        owners: id of the first sequence that refers to the blocks; `NO_SEQUENCE`: an open step has set them aside.
         n_owners: number of references to each block.
     """
 
@@ -61,7 +61,7 @@ class Runs:
     def of(inventory: Inventory) -> Runs:
         """Group the blocks of an inventory. Cost: O(blocks)."""
         pools = [pool for group in inventory.groups for pool, _ in group.pools]
-        owners = {pool.name: np.full(len(pool.counts), _NO_SEQUENCE) for pool in pools}
+        owners = {pool.name: np.full(len(pool.counts), NO_SEQUENCE) for pool in pools}
         ids_S = np.array([s.id for s in inventory.sequences], np.int64)
         for holding in (h for group in inventory.groups for h in group.holdings):
             np.minimum.at(owners[holding.pool], holding.ids, np.repeat(ids_S, holding.counts))
@@ -97,9 +97,7 @@ class Runs:
 
     def label(self, i: int) -> str:
         return (
-            "in a step"
-            if self.owners[i] == _NO_SEQUENCE
-            else f"{self.owners[i]}{', …' if self.n_owners[i] > 1 else ''}"
+            "in a step" if self.owners[i] == NO_SEQUENCE else f"{self.owners[i]}{', …' if self.n_owners[i] > 1 else ''}"
         )
 
 
@@ -113,7 +111,7 @@ def arena_map(memory: HybridMemory) -> Figure:
     require_memory(memory, "arena_map(memory)")
     inventory = memory.counters.inventory()
     arena, runs = inventory.arena, Runs.of(inventory)
-    regions = _regions(runs, arena.capacity_bytes)
+    regions = regions_of(runs, arena.capacity_bytes)
     row_bytes = _row_bytes(sum(end - start for start, end in regions), runs)
     n_rows = [ceil_div(end - start, row_bytes) for start, end in regions]
     used, budget = format_bytes(arena.used_bytes), format_bytes(arena.capacity_bytes)
@@ -132,7 +130,7 @@ def arena_map(memory: HybridMemory) -> Figure:
     return figure
 
 
-def _regions(runs: Runs, capacity: int) -> list[tuple[int, int]]:
+def regions_of(runs: Runs, capacity: int) -> list[tuple[int, int]]:
     """Return the byte ranges to draw: the arena without its largest free range, unless that is small."""
     if not len(runs):
         return []

@@ -123,6 +123,14 @@ class Counters:
             self._memory.ledger.check_usable(sequence, to_advance=False, may_be_away=True)
         return self._layers.private_bytes(np.array([sequence.slot for sequence in sequences], np.int64))
 
+    def checkpoints(self, sequence: Sequence) -> list[Sequence]:
+        """Return the checkpoints in the budget to which a sequence's family can return, oldest first.
+
+        Raises SequenceError. Cost: O(sequences).
+        """
+        self._memory.ledger.check_open(sequence)
+        return self._memory.ledger.checkpoints(sequence)
+
     def inventory(self, *sequences: Sequence) -> Inventory:
         """Return all blocks and those to which these sequences, or all, refer; valid until the memory changes.
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -91,6 +92,13 @@ class Inventory:
         """Make the inventory of sequences in slots (S,)."""
         groups = [Group(name, layers.members[name], m.pools, m.holdings(slots)) for name, m in layers.items()]
         return Inventory(arena, sequences, lengths, away_bytes, groups)
+
+    def frozen(self) -> Inventory:
+        """Return a copy that stays valid while the memory changes. Cost: O(blocks), two numbers for each."""
+        groups = [
+            replace(group, pools=[(pool.frozen(), layout) for pool, layout in group.pools]) for group in self.groups
+        ]
+        return replace(self, arena=copy(self.arena), groups=groups)
 
 
 class _Held:

@@ -1,0 +1,127 @@
+"""Streams snapshots of the memory to those who listen, and counts nothing while nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, NamedTuple, Protocol
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from chat.engine.engine import Engine
+from chat.server.errors import RETRY, ApiError, clip
+from chat.server.formats import EventStream
+from chat.server.memory_view.snapshot import engine_counts, snapshot
+
+LEAST_SECONDS = 0.25
+"""Between two snapshots."""
+_MOST_SHARE = 0.015
+"""Of the time that snapshots may take: a large memory is shown less often, so that steps are slowed by 2 % at most."""
+_QUIET_SECONDS = 10.0
+"""After which a stream says that it lives, where nothing has changed."""
+_MOST_LISTENERS = 64
+
+
+class Served(Protocol):
+    """Declares what the view reads of the service around it."""
+
+    engine: Engine
+    model_id: str
+    is_open: bool
+
+
+class Taken(NamedTuple):
+    """Holds a snapshot, and what the engine's counts were just before it was taken."""
+
+    state: object
+    shown: dict[str, Any]
+
+
+class MemoryView:
+    """Answers /v1/memory and /v1/memory/events.
+
+    All listeners share the pause between two snapshots, so many slow the engine no more than one does.
+    """
+
+    def __init__(self, service: Served, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._service = service
+        self._clock = clock
+        self._lock = asyncio.Lock()
+        self._next_at = 0.0
+        self._last: tuple[int | None, Taken] | None = None
+        self.n_listeners = 0
+        self.n_snapshots = 0
+
+    async def show(self, request: Request) -> Response:
+        """Return one snapshot. Raises ApiError 400 or 404."""
+        return JSONResponse((await self._take(_sequence_of(request))).shown)
+
+    async def stream(self, request: Request) -> Response:
+        """Return a stream of snapshots: at once, and then when something has changed. Raises ApiError 400, 404 or 429.
+
+        A listener that asks for a sequence is told by an event "closed" when it is there no more, and goes on.
+        """
+        if self.n_listeners >= _MOST_LISTENERS:
+            message = f"{self.n_listeners} pages watch the memory already; close one of them."
+            raise ApiError(429, message, code="rate_limit_exceeded", headers=RETRY)
+        sequence_id = _sequence_of(request)
+        return EventStream(self._events(await self._take(sequence_id), sequence_id))
+
+    async def _events(self, taken: Taken, sequence_id: int | None) -> AsyncGenerator[str, None]:
+        self.n_listeners += 1
+        try:
+            yield _as_event(taken.shown)
+            sent_at = self._clock()
+            while self._service.is_open:
+                await asyncio.sleep(LEAST_SECONDS)
+                if self._state() != taken.state:
+                    try:
+                        taken = await self._take(sequence_id)
+                    except ApiError as error:
+                        sequence_id, event = None, json.dumps(error.body, separators=(",", ":"))
+                        yield f"event: closed\ndata: {event}\n\n"
+                        taken = await self._take(None)
+                    yield _as_event(taken.shown)
+                    sent_at = self._clock()
+                elif self._clock() - sent_at > _QUIET_SECONDS:
+                    yield ": nothing has changed\n\n"
+                    sent_at = self._clock()
+        finally:
+            self.n_listeners -= 1
+
+    def _state(self) -> object:
+        """Return what differs if anything has changed; it waits for no step."""
+        memory = self._service.engine.memory
+        return engine_counts(self._service.engine), memory.free_bytes, len(memory.sequences)
+
+    async def _take(self, sequence_id: int | None) -> Taken:
+        """Take a snapshot, or return the last one if nothing has changed or the engine shall rest from them."""
+        async with self._lock:
+            if self._last is not None and self._last[0] == sequence_id:
+                if self._clock() < self._next_at or self._state() == self._last[1].state:
+                    return self._last[1]
+            await asyncio.sleep(self._next_at - self._clock())
+            started, state = self._clock(), self._state()
+            shown = await asyncio.to_thread(snapshot, self._service.engine, self._service.model_id, sequence_id)
+            self.n_snapshots += 1
+            self._next_at = started + shown["cost"]["seconds"] / _MOST_SHARE
+            self._last = sequence_id, Taken(state, shown)
+            return self._last[1]
+
+
+def _sequence_of(request: Request) -> int | None:
+    """Return the id that `?sequence=` names. Raises ApiError 400."""
+    text = request.query_params.get("sequence")
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit() and len(text) <= 18):
+        message = f"Invalid 'sequence': {clip(text)!r} is no id of a sequence; give one of those in 'sequences'."
+        raise ApiError(400, message, param="sequence", code="invalid_value")
+    return int(text)
+
+
+def _as_event(shown: dict[str, Any]) -> str:
+    return f"data: {json.dumps(shown, separators=(',', ':'))}\n\n"
