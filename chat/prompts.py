@@ -105,6 +105,18 @@ def encode_chat(tokenizer: Tokenizer, messages: list[Message], *, parse_special:
     return _encode_around(tokenizer, text, [(*span, messages[i]["role"]) for span, i in spans.items()])
 
 
+def encode_rest(
+    tokenizer: Tokenizer, text: str, messages: list[Message], start: int, *, parse_special: bool = False
+) -> list[int]:
+    """Return the token ids of a rendered chat from character `start` on, where a message has ended.
+
+    Args and errors as `encode_chat`.
+    """
+    spans = {} if parse_special else apart(tokenizer, text, messages)
+    later = [(begin - start, end - start, messages[i]["role"]) for (begin, end), i in spans.items() if begin >= start]
+    return _encode_around(tokenizer, text[start:], later)
+
+
 def _encode_around(tokenizer: Tokenizer, text: str, spans: Seq[tuple[int, int, str]]) -> list[int]:
     """Encode a text of which a role has written the characters [start, end), ascending, and a template the rest."""
     ids, at = list[int](), 0

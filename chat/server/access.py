@@ -81,7 +81,7 @@ class Access:
 def preflight_headers(headers: Headers) -> dict[str, str]:
     """Return the headers of the response to a preflight: the page may send every header that it asks for."""
     return {
-        "Access-Control-Allow-Methods": "GET, POST",
+        "Access-Control-Allow-Methods": "GET, POST, DELETE",
         "Access-Control-Allow-Headers": _text(headers.get(b"access-control-request-headers", b"")),
         "Access-Control-Max-Age": "600",
     }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI
@@ -15,6 +16,10 @@ from chat.server.limits import Guard
 from chat.server.options import ServerOptions
 from chat.server.page_files import PREFIX, show_file, show_page
 from chat.server.service import Service
+from chat.server.sessions.desk import Desk
+from chat.server.sessions.routes import session_routes
+from chat.stored import SessionStore
+from chat.stored.database import model_signature
 
 
 def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: ServerOptions | None = None) -> FastAPI:
@@ -27,9 +32,16 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         The app; `app.state.service` is the `Service` behind it.
     """
     service = Service(engine, tokenizer, model_id, options or ServerOptions())
+    desk = Desk(service, SessionStore(None, model_signature(engine.memory.spec, tokenizer)))
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with desk.lifespan(), service.lifespan(app):
+            yield
+
     app = FastAPI(
         title="hybrid-memory",
-        lifespan=service.lifespan,
+        lifespan=lifespan,
         openapi_url=None,  # bodies are parsed here, for OpenAI's errors, so the schema would be empty
         redirect_slashes=False,
         exception_handlers={ApiError: answer_api_error, HTTPException: answer_http_error},
@@ -49,6 +61,8 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         "/v1/completions": ("POST", service.complete),
     }
     for path, (method, endpoint) in routes.items():
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    for method, path, endpoint in session_routes(desk):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     app.add_middleware(Guard, service=service)
     return app

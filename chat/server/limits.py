@@ -20,6 +20,9 @@ from chat.server.texts import LONG_BYTES
 
 PATHS_WITH_BODIES = ("/v1/chat/completions", "/v1/completions")
 _PATHS = ("/", "/health", "/metrics", "/v1/memory", "/v1/memory/events", "/v1/models", *PATHS_WITH_BODIES)
+_FAMILIES = ("/v1/models", "/v1/responses", "/v1/conversations", "/v1/sessions")
+"""Paths that others continue, with ids in them; what is counted is counted under these."""
+_FAMILIES_WITH_BODIES = tuple(f"{family}/" for family in _FAMILIES[1:])
 _DRAIN_SECONDS = 2.0
 _PATIENCE_SECONDS = 5.0
 """Time that a body may take before its rate is checked."""
@@ -131,7 +134,8 @@ class Guard:
         exchange.is_counted = True
         self._places.n_taken -= exchange.has_place
         path = exchange.path
-        name = path if path in _PATHS else "/v1/models" if path.startswith("/v1/models/") else "other"
+        family = next((family for family in _FAMILIES if f"{path}/".startswith(f"{family}/")), "other")
+        name = path if path in _PATHS else family
         self._service.metrics.requests.labels(name, str(exchange.status or CLIENT_GONE)).inc()
 
     async def _answer(
@@ -164,7 +168,10 @@ class Guard:
         Raises:
             ApiError: 408, 413, 415, 429 or 503. ClientGoneError.
         """
-        if scope["method"] != "POST" or scope["path"] not in PATHS_WITH_BODIES:
+        path = f"{scope['path']}/"
+        if scope["method"] != "POST" or not (
+            scope["path"] in PATHS_WITH_BODIES or path.startswith(_FAMILIES_WITH_BODIES)
+        ):
             await self._drain(headers, incoming)
             return b""
         self._check_body(headers)

@@ -29,7 +29,7 @@ _COLDEST = 1e-4
 
 Prompt = str | list[int]
 Neutral = dict[str, tuple[object, ...]]
-ModelT = TypeVar("ModelT", bound="_Checked")
+ModelT = TypeVar("ModelT", bound="Checked")
 
 
 def read_request(model: type[ModelT], body: bytes) -> ModelT:
@@ -68,7 +68,7 @@ def _explain(detail: ErrorDetails) -> ApiError:
     return ApiError(400, f"Invalid '{param}': {why}; got {given}.", param=param, code="invalid_value")
 
 
-class _Checked(BaseModel):
+class Checked(BaseModel):
     """Reads a JSON object whose every field is known and has the right type."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
@@ -138,13 +138,13 @@ def _are_ids(value: object) -> bool:
     return isinstance(value, list) and set(map(type, value)) == {int}
 
 
-class StreamOptions(_Checked):
+class StreamOptions(Checked):
     # Obfuscation hides the lengths of pieces from observers of an encrypted connection; this server does not encrypt.
     neutral: ClassVar[Neutral] = {"include_obfuscation": (False, True)}
     include_usage: bool = False
 
 
-class Message(_Checked):
+class Message(Checked):
     neutral: ClassVar[Neutral] = {
         "name": (),
         "refusal": (),
@@ -161,8 +161,8 @@ class Message(_Checked):
         return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
 
 
-class _Request(_Checked):
-    """Holds what both kinds of requests have in common. `top_k` and `repetition_penalty` are not OpenAI's."""
+class CommonRequest(Checked):
+    """Holds what requests for replies have in common. `top_k` and `repetition_penalty` are not OpenAI's."""
 
     model: str
     temperature: float = Field(1.0, ge=0, le=2)
@@ -178,7 +178,7 @@ class _Request(_Checked):
     prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
-    def check_stream_options(self) -> _Request:
+    def check_stream_options(self) -> CommonRequest:
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "'stream_options' needs 'stream': true.", param="stream_options", code="invalid_value")
         return self
@@ -211,7 +211,7 @@ def _check_n_messages(value: object) -> object:
     return value
 
 
-class ChatRequest(_Request):
+class ChatRequest(CommonRequest):
     """Holds a request to POST /v1/chat/completions."""
 
     neutral: ClassVar[Neutral] = {
@@ -246,7 +246,7 @@ class ChatRequest(_Request):
         return min(given, default=None)
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(CommonRequest):
     """Holds a request to POST /v1/completions."""
 
     neutral: ClassVar[Neutral] = {**_PENALTIES, "best_of": (1,), "logprobs": (), "suffix": ("",)}

@@ -47,7 +47,7 @@ class Service:
         self.context_tokens = find_context_tokens(engine, options.max_tokens)
         self._created = int(time.time())
         self._live: set[Replies] = set()
-        self._texts = Texts(tokenizer, self.context_tokens, max_long=max(1, options.max_requests // 2))
+        self.texts = Texts(tokenizer, self.context_tokens, max_long=max(1, options.max_requests // 2))
 
     # From the beginning to the end
 
@@ -65,7 +65,7 @@ class Service:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self.engine.end_all(StoppingError())
-            self._texts.close()
+            self.texts.close()
             await self._save()
 
     async def _keep_serving(self) -> None:
@@ -117,21 +117,19 @@ class Service:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def show_model(self, name: str) -> Response:
-        self._check_model(name)
+        self.check_model(name)
         return JSONResponse(self._model())
 
     async def chat(self, request: Request) -> Response:
         body = await request.body()
-        asked, token_ids = await self._texts.run(
-            len(body), lambda texts: self._read_chat(texts, body), param="messages"
-        )
+        asked, token_ids = await self.texts.run(len(body), lambda texts: self._read_chat(texts, body), param="messages")
         owner = asked.owner(request.headers.get("authorization"))
         ask = self._ask(asked, token_ids, asked.wanted_tokens, owner, param="messages")
         return await self._reply(exchange_of(request.scope), asked, [ask], ChatFormat(self.model_id))
 
     async def complete(self, request: Request) -> Response:
         body = await request.body()
-        asked, encoded = await self._texts.run(
+        asked, encoded = await self.texts.run(
             len(body), lambda texts: self._read_completion(texts, body), param="prompt"
         )
         owner = asked.owner(request.headers.get("authorization"))
@@ -139,7 +137,7 @@ class Service:
         echoes = [""] * len(asks)
         if asked.echo:
             pairs = list(zip(asked.prompt, encoded, strict=True))
-            echoes = await self._texts.run(len(body), lambda texts: [self._text_of(texts, *pair) for pair in pairs])
+            echoes = await self.texts.run(len(body), lambda texts: [self._text_of(texts, *pair) for pair in pairs])
         style = CompletionFormat(self.model_id, [echo for echo in echoes for _ in range(asked.n)])
         return await self._reply(exchange_of(request.scope), asked, asks, style)
 
@@ -149,7 +147,7 @@ class Service:
         about = {"id": self.model_id, "object": "model", "created": self._created, "owned_by": "hybrid-memory"}
         return about | {"max_model_len": self.context_tokens}
 
-    def _check_model(self, name: str) -> None:
+    def check_model(self, name: str) -> None:
         if name != self.model_id:
             message = f"There is no model {name[:100]!r} here; there is {self.model_id!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -158,7 +156,7 @@ class Service:
         """Read a request and its tokens. Raises ApiError."""
         check_lists(body, self.context_tokens, param="messages")
         asked = read_request(ChatRequest, body)
-        self._check_model(asked.model)
+        self.check_model(asked.model)
         try:
             messages = [message.as_template_knows() for message in asked.messages]
             return asked, encode_chat(texts, messages, parse_special=self.options.parse_special)
@@ -169,7 +167,7 @@ class Service:
         """Read a request and the tokens of its prompts. Raises ApiError."""
         check_lists(body, self.context_tokens, param="prompt")
         asked = read_request(CompletionRequest, body)
-        self._check_model(asked.model)
+        self.check_model(asked.model)
         for prompt in asked.prompt:
             if not isinstance(prompt, str):  # too many tokens are refused before any text is encoded
                 self._reply_tokens(len(prompt), asked.max_tokens, param="prompt")
@@ -200,14 +198,8 @@ class Service:
     def _reply_tokens(self, n_prompt: int, wanted: int | None, *, param: str) -> int:
         return check_length(n_prompt, wanted, self.options.default_tokens, self.context_tokens, param=param)
 
-    async def _reply(
-        self,
-        exchange: Exchange,
-        asked: ChatRequest | CompletionRequest,
-        asks: list[Ask],
-        style: ChatFormat | CompletionFormat,
-    ) -> Response:
-        """Generate. The status is not known before the first token is there, or the error instead of it."""
+    def begin(self, exchange: Exchange, asks: list[Ask]) -> Replies:
+        """Begin to generate, until the exchange ends. Raises ApiError."""
         if not self.is_open:
             raise stopping()
         exchange.take_place()
@@ -217,6 +209,17 @@ class Service:
             raise ApiError(400, f"{error}.", code="context_length_exceeded") from None
         self._live.add(replies)
         exchange.at_end += [replies.cancel, lambda: self._live.discard(replies)]
+        return replies
+
+    async def _reply(
+        self,
+        exchange: Exchange,
+        asked: ChatRequest | CompletionRequest,
+        asks: list[Ask],
+        style: ChatFormat | CompletionFormat,
+    ) -> Response:
+        """Generate. The status is not known before the first token is there, or the error instead of it."""
+        replies = self.begin(exchange, asks)
         try:
             piece = await replies.next()
             if asked.stream:

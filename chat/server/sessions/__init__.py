@@ -1,0 +1,1 @@
+"""Serves stored sessions: OpenAI's responses and conversations, and an API of their trees."""

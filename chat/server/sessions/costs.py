@@ -1,0 +1,106 @@
+"""Says what it costs to go on from each node of a tree: what is kept of it, and what must be computed again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from chat.engine.engine import Engine
+from chat.stored.nodes import Node
+from memory import Sequence
+from memory.blocks.arrays import EMPTY, Int64s
+from memory.prefix import PrefixCache
+
+_PLACES = {"host": "from host memory", "disk": "from files", "nothing": "nothing is kept of it"}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Says what going on from a node costs.
+
+    Attributes:
+        source: "window" (rolled back from a later position), "checkpoint", "host", "disk" or "nothing".
+        compute_tokens: to be computed before the first new token.
+        replay_tokens: rows that recurrent layers read again after a rollback; at most a rollback window.
+        seconds: at the speed of the last prompts; None where none was measured.
+        own_bytes, shared_bytes: of the checkpoint at the node, if there is one: what only it holds, and the rest.
+    """
+
+    source: str
+    compute_tokens: int
+    replay_tokens: int = 0
+    seconds: float | None = None
+    own_bytes: int = 0
+    shared_bytes: int = 0
+
+    @property
+    def words(self) -> str:
+        n = f"{self.compute_tokens:,} token{'s' * (self.compute_tokens != 1)} to compute"
+        if self.source == "window":
+            return f"rolled back within the window, {n}"
+        return f"{_PLACES.get(self.source, 'from a checkpoint')}, {n}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "from": self.source, "compute_tokens": self.compute_tokens, "replay_tokens": self.replay_tokens,
+            "seconds": self.seconds, "words": self.words,
+        }  # fmt: skip
+
+
+def find_costs(engine: Engine, owner: bytes, nodes: list[Node]) -> dict[str, Cost]:
+    """Return the cost of each node of a tree, each behind its parent. It waits for the step in progress.
+
+    Nothing changes. Cost: O(tokens) for each node.
+    """
+    known = {node.id: (base, n) for node in nodes if (found := _prompt_of(node, nodes)) for base, n in [found]}
+    needed = Counter(node.base for node in nodes if node.base is not None)
+    tokens, costs = dict[str, Int64s](), dict[str, Cost]()
+    with engine.lock:
+        for node in nodes:
+            if node.own_tokens is not None:
+                before = tokens[node.base][: node.n_kept] if node.base is not None else EMPTY
+                tokens[node.id] = np.concatenate([before, node.own_tokens])
+                if node.base is not None:
+                    needed[node.base] -= 1
+                    if not needed[node.base]:
+                        del tokens[node.base]
+                costs[node.id] = cost_of(engine, owner, tokens[node.id])
+                parent = node.parent
+                if parent is not None and known.get(parent, ("", 0))[0] == node.id:
+                    costs[parent] = cost_of(engine, owner, tokens[node.id][: node.n_prompt])
+                if not needed[node.id]:
+                    del tokens[node.id]
+    return costs
+
+
+def _prompt_of(node: Node, nodes: list[Node]) -> tuple[str, int] | None:
+    """Return the reply whose prompt ends with a node, and the length of that prompt."""
+    return next(((n.id, n.n_prompt) for n in nodes if n.parent == node.id and n.own_tokens is not None), None)
+
+
+def cost_of(engine: Engine, owner: bytes, tokens: Int64s) -> Cost:
+    """Return what it costs to go on behind these tokens. The caller holds the engine's lock."""
+    prefixes = engine.prefixes
+    if prefixes is None:
+        return Cost("nothing", len(tokens), seconds=_seconds(engine, len(tokens)))
+    lookup = prefixes.find(np.append(tokens, -1), owner)  # nothing goes on with -1: all of the tokens may be reused
+    marks = prefixes.checkpoints_of(tokens, owner)
+    nearest = marks[-1] if marks and marks[-1].length == lookup.reused else None
+    n_missing = len(tokens) - lookup.reused
+    source = "nothing"
+    if lookup.reused:
+        source = lookup.tier if lookup.tier != "budget" else "window" if nearest is None else "checkpoint"
+    own, shared = _bytes_of(prefixes, nearest) if nearest is not None and n_missing <= 1 else (0, 0)
+    return Cost(source, n_missing, 0, _seconds(engine, n_missing), own, shared)
+
+
+def _bytes_of(prefixes: PrefixCache, checkpoint: Sequence) -> tuple[int, int]:
+    own = prefixes.memory.private_bytes(checkpoint)
+    return own, max(0, prefixes.memory.counters.held_bytes(checkpoint) - own)
+
+
+def _seconds(engine: Engine, n_tokens: int) -> float | None:
+    return None

@@ -1,0 +1,97 @@
+"""Holds what all routes of stored sessions share: the store and its thread, owners, and what is found for them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+
+from chat.server.errors import ApiError, clip
+from chat.server.schema import read_request
+from chat.server.service import Service
+from chat.server.sessions.schema import OwnedRequest, SampledRequest
+from chat.stored.nodes import Node, StoredSession
+from chat.stored.store import SessionStore
+
+T = TypeVar("T")
+ModelT = TypeVar("ModelT", bound=OwnedRequest | SampledRequest)
+
+
+class Desk:
+    """Asks the store in a thread of its own, and finds what belongs to whom.
+
+    Every owner sees only what is theirs: what belongs to others is answered as if it did not exist.
+
+    Args:
+        service: the server that generates.
+    """
+
+    def __init__(self, service: Service, store: SessionStore) -> None:
+        self.service = service
+        self.store = store
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sessions")
+
+    @asynccontextmanager
+    async def lifespan(self) -> AsyncIterator[None]:
+        """Finish what the store does at the end, and close it."""
+        try:
+            yield
+        finally:
+            self._thread.submit(self.store.close)
+            self._thread.shutdown()
+
+    async def ask(self, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
+        """Call the store, after the calls before."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*arguments, **options))
+
+    # Who asks, and for what
+
+    async def read(self, request: Request, model: type[ModelT]) -> tuple[ModelT, bytes]:
+        """Return what a request asks for, and who asks. Raises ApiError 400."""
+        body = await request.body()
+        asked = read_request(model, body or b"{}")
+        if isinstance(asked, SampledRequest) and asked.model:
+            self.service.check_model(asked.model)
+        return asked, self._owner(request, asked.prompt_cache_key, asked.safety_identifier)
+
+    def owner_of(self, request: Request) -> bytes:
+        """Return who sends a request without a body: its query may name `prompt_cache_key` and `safety_identifier`."""
+        return self._owner(request, None, None)
+
+    def _owner(self, request: Request, cache_key: str | None, identifier: str | None) -> bytes:
+        """Return the owner of what a request stores and reads: also that of the cached prefixes of its prompts."""
+        query, key = request.query_params, request.headers.get("authorization")
+        cache_key = cache_key if cache_key is not None else query.get("prompt_cache_key")
+        identifier = identifier if identifier is not None else query.get("safety_identifier")
+        # Without an identifier it is the owner that chat completions have, so both find each other's prefixes.
+        parts = (key, cache_key) if identifier is None else (key, cache_key, identifier)
+        return hashlib.sha256(repr(parts).encode()).digest()
+
+    async def session(self, owner: bytes, session_id: str) -> StoredSession:
+        """Return a session. Raises ApiError 404."""
+        session = await self.ask(self.store.session, owner, session_id)
+        if session is None:
+            what = "conversation" if session_id.startswith("conv_") else "session"
+            raise ApiError(404, f"There is no {what} {clip(session_id)!r}.", code="not_found")
+        return session
+
+    async def node(self, owner: bytes, node_id: str, session: StoredSession | None = None) -> Node:
+        """Return a node, of a certain session if one is given. Raises ApiError 404."""
+        node = await self.ask(self.store.node, owner, node_id)
+        if node is None or (session is not None and node.session != session.id):
+            raise ApiError(404, f"There is no node {clip(node_id)!r}.", param="node", code="not_found")
+        return node
+
+    async def reply(self, owner: bytes, response_id: str, param: str | None = None) -> Node:
+        """Return the node of a response. Raises ApiError 404."""
+        node = await self.ask(self.store.node, owner, response_id)
+        if node is None or not node.is_reply or node.status == "deleted":
+            message = f"There is no response {clip(response_id)!r}."
+            code = "previous_response_not_found" if param == "previous_response_id" else "not_found"
+            raise ApiError(404, message, param=param, code=code)
+        return node

@@ -1,0 +1,117 @@
+"""Writes responses as OpenAI's clients read them, whole and as events of a stream."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from chat.server.errors import ApiError
+from chat.server.sessions.schema import SampledRequest
+from chat.stored.nodes import Item, Node, new_id
+
+Response = dict[str, Any]
+
+
+def new_response(asked: SampledRequest, *, model: str, store: bool, response_id: str | None = None) -> Response:
+    """Return a response that is in progress."""
+    return {
+        "id": response_id or new_id("resp"), "object": "response", "created_at": int(time.time()),
+        "status": "in_progress", "background": False, "completed_at": None, "error": None, "incomplete_details": None,
+        "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "model": model,
+        "output": [], "parallel_tool_calls": True, "previous_response_id": None, "conversation": None,
+        "prompt_cache_key": asked.prompt_cache_key, "reasoning": {"effort": None, "summary": None},
+        "safety_identifier": asked.safety_identifier, "service_tier": "default", "store": store,
+        "temperature": asked.temperature, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [],
+        "top_logprobs": 0, "top_p": asked.top_p, "truncation": "disabled", "usage": None, "user": asked.user,
+        "metadata": asked.metadata,
+    }  # fmt: skip
+
+
+def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
+    """Return the usage of a completion in the words of Responses."""
+    cached = usage.get("prompt_tokens_details", {}).get("cached_tokens", 0)
+    reasoning = usage.get("completion_tokens_details", {}).get("reasoning_tokens", 0)
+    more = {"hybrid_memory": usage["hybrid_memory"]} if "hybrid_memory" in usage else {}
+    return {
+        "input_tokens": usage["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": usage["prompt_tokens"] - cached},
+        "output_tokens": usage["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": reasoning},
+        "total_tokens": usage["total_tokens"],
+        **more,
+    }
+
+
+def finished(response: Response, output: list[Item], finish_reason: str | None, usage: dict[str, Any]) -> Response:
+    """Return a response that has ended."""
+    is_whole = finish_reason != "length"
+    return response | {
+        "status": "completed" if is_whole else "incomplete",
+        "completed_at": int(time.time()) if is_whole else None,
+        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+        "output": output,
+        "usage": usage,
+    }
+
+
+def failed(response: Response, error: ApiError) -> Response:
+    """Return a response that an error has ended."""
+    code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+    about = {"code": code if error.status >= 429 else "invalid_prompt", "message": str(error)}
+    return response | {"status": "failed", "error": about, "output": []}
+
+
+def about_of(response: Response) -> dict[str, Any]:
+    """Return what is stored of a response beside its output."""
+    return {name: value for name, value in response.items() if name not in ("output", "object", "id", "status")}
+
+
+def stored_response(node: Node) -> Response:
+    """Return the response of a stored reply."""
+    return {"id": node.id, "object": "response", "status": node.status, **node.about, "output": node.items}
+
+
+def output_message(item_id: str, text: str, *, is_whole: bool = True) -> Item:
+    part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    status = "completed" if is_whole else "incomplete"
+    return {"id": item_id, "type": "message", "role": "assistant", "status": status, "content": [part]}
+
+
+@dataclass
+class Events:
+    """Writes the events of one response, numbered in their order."""
+
+    _numbers: count[int] = field(default_factory=count)
+
+    def of_response(self, kind: str, response: Response) -> str:
+        return self._write(f"response.{kind}", response=response)
+
+    def opening(self, item_id: str) -> list[str]:
+        """Write that a message begins."""
+        message = {"id": item_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
+        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+        return [
+            self._write("response.output_item.added", output_index=0, item=message),
+            self._write("response.content_part.added", item_id=item_id, output_index=0, content_index=0, part=part),
+        ]
+
+    def delta(self, item_id: str, text: str) -> str:
+        place = {"item_id": item_id, "output_index": 0, "content_index": 0}
+        return self._write("response.output_text.delta", **place, delta=text, logprobs=[])
+
+    def closing(self, message: Item) -> list[str]:
+        """Write that a message has ended."""
+        place = {"item_id": message["id"], "output_index": 0, "content_index": 0}
+        (part,) = message["content"]
+        return [
+            self._write("response.output_text.done", **place, text=part["text"], logprobs=[]),
+            self._write("response.content_part.done", **place, part=part),
+            self._write("response.output_item.done", output_index=0, item=message),
+        ]
+
+    def _write(self, kind: str, **values: Any) -> str:
+        event = {"type": kind, "sequence_number": next(self._numbers), **values}
+        return f"event: {kind}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n"

@@ -1,0 +1,100 @@
+"""Makes the prompt of a reply in a stored session, from stored token ids where the template allows it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from chat.prompts import Tokenizer, encode_chat, encode_rest, render
+from chat.server.errors import ApiError
+from chat.stored.continuing import Prompt, behind_reply, rest_behind, with_placeholders
+from chat.stored.items import as_messages, text_of
+from chat.stored.nodes import Node
+from memory import FormatError
+from memory.blocks.arrays import Int64s
+from memory.sequences.token_buffer import common_prefix
+
+NO_HISTORY = "there is no earlier reply"
+
+
+@dataclass(frozen=True)
+class History:
+    """Holds what stands before a reply.
+
+    Attributes:
+        path: the nodes from the first message on, new ones included.
+        base: the last reply on it whose token ids are known, and that had the same instructions.
+        tokens: those of `base`.
+        why_no_base: in words, where there is none.
+    """
+
+    path: list[Node]
+    instructions: str | None
+    base: Node | None = None
+    tokens: Int64s | None = None
+    why_no_base: str = NO_HISTORY
+
+
+def find_base(path: list[Node], instructions: str | None) -> tuple[Node | None, str]:
+    """Return the last reply of a path that a prompt can continue from, or why there is none."""
+    replies = [node for node in path if node.role == "assistant"]
+    if not replies:
+        return None, NO_HISTORY
+    known = [node for node in replies if node.own_tokens is not None]
+    if not known:
+        return None, "no token ids are known of what was said before: it was given as text, or changed"
+    alike = [node for node in known if node.about.get("instructions") == instructions]
+    return (alike[-1], "") if alike else (None, "the instructions are other ones")
+
+
+def make_prompt(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, parse_special: bool) -> Prompt:
+    """Return the prompt behind a history. Raises ApiError 400: the chat template refuses the messages."""
+    try:
+        return _continue(texts, history, stop_ids, parse_special=parse_special)
+    except FormatError as error:
+        raise ApiError(400, f"{error}.", param="input", code="invalid_value") from None
+
+
+def count_nodes(texts: Tokenizer, n_prompt: int, n_before: int, nodes: list[Node]) -> list[Node]:
+    """Return new nodes with the token ids that each adds: all but the last by its text, which takes the rest.
+
+    Args:
+        n_prompt: token ids of the prompt that ends with them.
+        n_before: those of the nodes before them.
+    """
+    counts = [len(texts.encode(text_of(node.items), add_special_tokens=False)) for node in nodes[:-1]]
+    counts.append(max(0, n_prompt - n_before - sum(counts)))
+    return [replace(node, n_tokens=n) for node, n in zip(nodes, counts, strict=False)]
+
+
+def _continue(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, parse_special: bool) -> Prompt:
+    opening = [{"role": "system", "content": history.instructions}] if history.instructions is not None else []
+    why = history.why_no_base
+    if history.base is not None and history.tokens is not None:
+        at = next(i for i, node in enumerate(history.path) if node.id == history.base.id)
+        before = [*opening, *with_placeholders(_messages_of, history.path[:at])]
+        after = _messages_of(*history.path[at + 1 :])
+        rendered = partial(_render, texts)
+        try:
+            text, messages, start = rest_behind(rendered, before, after)
+            new = encode_rest(texts, text, messages, start, parse_special=parse_special)
+            token_ids, n_kept = behind_reply(history.tokens, new, stop_ids)
+            return Prompt(token_ids, history.base.id, n_kept, f"continues from the token ids of {history.base.id}")
+        except FormatError as error:
+            why = str(error)
+    token_ids = encode_chat(texts, [*opening, *_messages_of(*history.path)], parse_special=parse_special)
+    if history.base is None or history.tokens is None:
+        return Prompt(token_ids, None, 0, f"encoded as a whole: {why}")
+    n_common = common_prefix(history.tokens, np.array(token_ids, np.int64))
+    return Prompt(token_ids, history.base.id, n_common, f"encoded as a whole: {why}")
+
+
+def _render(texts: Tokenizer, messages: list[dict[str, Any]], awaits_reply: bool) -> str:
+    return render(texts, messages, awaits_reply=awaits_reply)
+
+
+def _messages_of(*nodes: Node) -> list[dict[str, Any]]:
+    return as_messages(item for node in nodes for item in node.items)

@@ -1,0 +1,171 @@
+"""Generates the reply to a stored history, and stores it before its client learns that it is whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.responses import Response as HttpResponse
+
+from chat.engine.engine import Generation
+from chat.server.errors import ApiError, as_api_error, stopping
+from chat.server.formats import EventStream
+from chat.server.lengths import check_length
+from chat.server.limits import exchange_of
+from chat.server.replies import Ask, Replies
+from chat.server.sessions.desk import Desk
+from chat.server.sessions.objects import (
+    Events,
+    Response,
+    about_of,
+    failed,
+    finished,
+    new_response,
+    output_message,
+    usage_of,
+)  # fmt: skip
+from chat.server.sessions.prompting import History, count_nodes, find_base, make_prompt
+from chat.server.sessions.schema import SampledRequest
+from chat.stored.continuing import Prompt
+from chat.stored.items import make_nodes, make_title
+from chat.stored.nodes import Item, Node, StoredSession, new_id
+
+
+@dataclass(frozen=True)
+class Place:
+    """Says where a reply belongs.
+
+    Attributes:
+        session: the one that it is stored in; None: a new one, or none at all.
+        path: the nodes before its input.
+        items: its input.
+        opening: token ids of an earlier reply that it begins with.
+        names: what its response says of its history: `previous_response_id` or `conversation`.
+    """
+
+    owner: bytes
+    session: StoredSession | None
+    path: list[Node]
+    items: list[Item]
+    opening: tuple[int, ...] = ()
+    names: dict[str, Any] | None = None
+    title: str = ""
+    is_stored: bool = True
+
+
+class Replying:
+    """Makes one response, from its prompt to its place in the store."""
+
+    def __init__(self, desk: Desk, asked: SampledRequest, place: Place) -> None:
+        session = place.session
+        self._is_new = session is None and place.is_stored
+        if session is None:
+            title = place.title or make_title(place.items)
+            session = StoredSession(new_id("sess"), place.owner, title, is_implicit=True)
+        instructions = asked.instructions if asked.instructions is not None else session.instructions
+        self._desk, self._asked, self._place, self._session = desk, asked, place, session
+        model = desk.service.model_id
+        self._response: Response = new_response(asked, model=model, store=place.is_stored) | (place.names or {})
+        self._response["instructions"] = instructions
+        self._inputs = make_nodes(session.id, place.path[-1].id if place.path else None, place.items)
+        self._item_id = new_id("msg")
+
+    async def answer(self, request: Request) -> HttpResponse:
+        """Generate and answer, whole or as a stream. Raises ApiError."""
+        service = self._desk.service
+        prompt = await self._make_prompt(n_bytes=len(await request.body()))
+        token_ids = [*prompt.token_ids, *self._place.opening]
+        n_reply = check_length(
+            len(token_ids), self._asked.max_output_tokens, service.options.default_tokens, service.context_tokens,
+            param="input",
+        )  # fmt: skip
+        ask = Ask(
+            token_ids=token_ids, max_tokens=n_reply, stop=(), samplings=(self._asked.sampling(0),),
+            owner=self._place.owner,
+        )  # fmt: skip
+        replies = service.begin(exchange_of(request.scope), [ask])
+        if self._place.is_stored:
+            self._response["hybrid_memory"] = {"session": self._session.id, "history": prompt.history}
+        if self._asked.stream:
+            return EventStream(self._events(replies, prompt))
+        try:
+            while await replies.next() is not None:
+                pass
+            return JSONResponse(await self._end(replies, prompt))
+        except Exception as error:
+            raise as_api_error(error) from None
+
+    async def _make_prompt(self, n_bytes: int) -> Prompt:
+        desk, service, path = self._desk, self._desk.service, [*self._place.path, *self._inputs]
+        instructions = self._response["instructions"]
+        base, why = find_base(path, instructions)
+        tokens = await desk.ask(desk.store.tokens, base.id) if base is not None else None
+        history = History(path, instructions, base, tokens, why)
+        n_before = sum(node.n_tokens for node in self._place.path)
+        make = partial(
+            make_prompt, history=history, stop_ids=service.engine.stop_ids,
+            parse_special=service.options.parse_special,
+        )  # fmt: skip
+
+        def work(texts: Any) -> Prompt:
+            prompt = make(texts)
+            self._inputs = count_nodes(texts, len(prompt.token_ids), n_before, self._inputs)
+            return prompt
+
+        n_bytes += sum(len(str(node.items)) for node in path)
+        return await service.texts.run(n_bytes, work, param="input")
+
+    async def _events(self, replies: Replies, prompt: Prompt) -> AsyncGenerator[str, None]:
+        events = Events()
+        yield events.of_response("created", self._response)
+        yield events.of_response("in_progress", self._response)
+        try:
+            for event in events.opening(self._item_id):
+                yield event
+            while (piece := await replies.next()) is not None:
+                if piece.text:
+                    yield events.delta(self._item_id, piece.text)
+            response = await self._end(replies, prompt)
+            for event in events.closing(*response["output"]):
+                yield event
+            yield events.of_response(response["status"], response)
+        except Exception as error:  # the status has been sent already
+            yield events.of_response("failed", failed(self._response, as_api_error(error)))
+
+    async def _end(self, replies: Replies, prompt: Prompt) -> Response:
+        """Return the response that has ended. If it is to be stored, it is on the disk then."""
+        generation = replies.generations[0]
+        message = output_message(self._item_id, generation.text, is_whole=generation.finish_reason != "length")
+        usage = usage_of(dict(replies.usage()))
+        response = finished(self._response, [message], generation.finish_reason, usage)
+        if self._place.is_stored:
+            await asyncio.shield(self._store(response, generation, prompt))
+        return response
+
+    async def _store(self, response: Response, generation: Generation, prompt: Prompt) -> None:
+        desk, store = self._desk, self._desk.store
+        own = [*prompt.token_ids[prompt.n_kept :], *self._place.opening, *generation.token_ids]
+        nodes = [*self._inputs]
+        parent = nodes[-1].id if nodes else self._place.path[-1].id
+        reply = Node(
+            response["id"], self._session.id, parent, "assistant", response["output"], response["status"],
+            about_of(response), prompt.base, prompt.n_kept, len(prompt.token_ids),
+            len(self._place.opening) + len(generation.token_ids), np.array(own, np.int64),
+        )  # fmt: skip
+        nodes.append(reply)
+        try:
+            if self._is_new:
+                await desk.ask(store.add_session, replace(self._session, head=reply.id), nodes)
+                return
+            is_there = await desk.ask(store.add_nodes, self._session.id, nodes, reply.id)
+        except RuntimeError:  # the thread of the store has ended
+            raise stopping() from None
+        if not is_there:
+            message = "What this reply continues was deleted while it was generated, so it is not stored."
+            raise ApiError(409, message, code="conflict")

@@ -1,0 +1,64 @@
+"""Answers OpenAI's /v1/responses."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from chat.server.errors import ApiError
+from chat.server.sessions.desk import Desk
+from chat.server.sessions.lists import page_of
+from chat.server.sessions.objects import stored_response
+from chat.server.sessions.replying import Place, Replying
+from chat.server.sessions.schema import ResponseRequest
+
+
+class Responses:
+    """Creates, shows and deletes responses."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def create(self, request: Request) -> Response:
+        asked, owner = await self._desk.read(request, ResponseRequest)
+        place = await self._place(owner, asked)
+        return await Replying(self._desk, asked, place).answer(request)
+
+    async def _place(self, owner: bytes, asked: ResponseRequest) -> Place:
+        """Return where a new response belongs. Raises ApiError 404."""
+        desk, session, parent = self._desk, None, None
+        names: dict[str, object] = {}
+        if asked.conversation is not None:
+            session = await desk.session(owner, asked.conversation)
+            parent, names = session.head, {"conversation": {"id": session.id}}
+        elif asked.previous_response_id is not None:
+            reply = await desk.reply(owner, asked.previous_response_id, param="previous_response_id")
+            session = await desk.session(owner, reply.session)
+            parent, names = reply.id, {"previous_response_id": reply.id}
+        path = await desk.ask(desk.store.path, parent) if parent is not None else []
+        if not path and not asked.input:
+            message = "This conversation has no items yet; give some as 'input'."
+            raise ApiError(400, message, param="input", code="missing_required_parameter")
+        return Place(owner, session, path, asked.input, names=names, is_stored=asked.store)
+
+    async def show(self, request: Request, response_id: str) -> Response:
+        if request.query_params.get("stream", "false").lower() != "false":
+            message = "Unsupported parameter: 'stream' is not supported here; a stored response is returned whole."
+            raise ApiError(400, message, param="stream", code="unsupported_parameter")
+        return JSONResponse(stored_response(await self._desk.reply(self._desk.owner_of(request), response_id)))
+
+    async def delete(self, request: Request, response_id: str) -> Response:
+        reply = await self._desk.reply(self._desk.owner_of(request), response_id)
+        await self._desk.ask(self._desk.store.delete_response, reply)
+        return JSONResponse({"id": reply.id, "object": "response", "deleted": True})
+
+    async def cancel(self, request: Request, response_id: str) -> Response:
+        await self._desk.reply(self._desk.owner_of(request), response_id)
+        message = "Only responses in the background can be cancelled, and this server has none: close the connection."
+        raise ApiError(400, message, code="unsupported_value")
+
+    async def list_input(self, request: Request, response_id: str) -> Response:
+        """List the items of the input of a response: all that stands before it, and nothing of the model's own."""
+        reply = await self._desk.reply(self._desk.owner_of(request), response_id)
+        path = await self._desk.ask(self._desk.store.path, reply.parent)
+        return JSONResponse(page_of(request, [item for node in path for item in node.items]))

@@ -1,0 +1,145 @@
+"""Reads requests about stored sessions: those of OpenAI's Responses and Conversations, and our own."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, model_validator
+
+from chat.server.errors import ApiError
+from chat.server.schema import Checked, CommonRequest, Neutral
+from chat.server.sessions.input import read_input, read_items
+from chat.stored.nodes import Item
+
+MOST_TITLE = 200
+_MOST_METADATA = 16
+
+
+def _read_metadata(value: object) -> object:
+    """Check metadata by OpenAI's limits."""
+    if not isinstance(value, dict) or len(value) > _MOST_METADATA:
+        raise ValueError(f"it must be an object with at most {_MOST_METADATA} keys")
+    for name, text in value.items():
+        if len(name) > 64 or not isinstance(text, str) or len(text) > 512:
+            raise ValueError("keys have at most 64 characters, and values are strings of at most 512")
+    return value
+
+
+def _read_conversation(value: object) -> object:
+    """Read a conversation's id, given as such or in an object."""
+    given = value.get("id") if isinstance(value, dict) and len(value) == 1 else value
+    if not isinstance(given, str):
+        raise ValueError("it must be an id, or {'id': ...}")
+    return given
+
+
+Metadata = Annotated[dict[str, str], BeforeValidator(_read_metadata)]
+Items = Annotated[list[Item], BeforeValidator(read_items)]
+Title = Annotated[str, Field(max_length=MOST_TITLE)]
+
+
+class SampledRequest(CommonRequest):
+    """Holds what requests for a stored reply have in common, in the words of Responses."""
+
+    neutral: ClassVar[Neutral] = {
+        "background": (False,),
+        "include": ([], ["reasoning.encrypted_content"]),
+        "logit_bias": ({},),
+        "max_tool_calls": (),
+        "n": (1,),
+        "parallel_tool_calls": (True, False),  # there are no tools
+        "prompt": (),
+        "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
+        "reasoning": ({},),
+        "service_tier": ("auto", "default"),
+        "stop": ([],),
+        "text": ({}, {"format": {"type": "text"}}),
+        "tool_choice": ("none", "auto"),
+        "tools": ([],),
+        "top_logprobs": (0,),
+        "truncation": ("disabled",),
+    }
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    metadata: Metadata = Field(default_factory=dict)
+    safety_identifier: str | None = None
+
+
+class ResponseRequest(SampledRequest):
+    """Holds a request to POST /v1/responses."""
+
+    input: Annotated[list[Item], BeforeValidator(read_input)] = Field(default_factory=list)
+    previous_response_id: str | None = None
+    conversation: Annotated[str, BeforeValidator(_read_conversation)] | None = None
+    store: bool = True
+
+    @model_validator(mode="after")
+    def check_history(self) -> ResponseRequest:
+        if self.conversation is not None and self.previous_response_id is not None:
+            message = "'conversation' and 'previous_response_id' both name a history; leave out one of them."
+            raise ApiError(400, message, param="conversation", code="invalid_value")
+        if self.conversation is not None and not self.store:
+            message = "A reply in a conversation is stored in it; leave out 'store', or 'conversation'."
+            raise ApiError(400, message, param="store", code="invalid_value")
+        if not self.input and self.conversation is None and self.previous_response_id is None:
+            raise ApiError(
+                400, "Missing required parameter: 'input'.", param="input", code="missing_required_parameter"
+            )
+        return self
+
+
+class OwnedRequest(Checked):
+    """Holds what says who asks, beside the key: the same two as of a response."""
+
+    prompt_cache_key: str | None = None
+    safety_identifier: str | None = None
+
+
+class ConversationRequest(OwnedRequest):
+    """Holds a request to POST /v1/conversations, or to a conversation."""
+
+    items: Items = Field(default_factory=list)
+    metadata: Metadata | None = None
+
+
+class ItemsRequest(OwnedRequest):
+    neutral: ClassVar[Neutral] = {"include": ([],)}
+    items: Annotated[Items, Field(min_length=1)]
+
+
+class SessionRequest(OwnedRequest):
+    title: Title | None = None
+    instructions: str | None = None
+    metadata: Metadata | None = None
+
+
+class HeadRequest(OwnedRequest):
+    node: str
+
+
+class PinRequest(OwnedRequest):
+    seconds_to_live: float | None = Field(None, gt=0, le=10 * 365 * 86400)
+
+
+class EditRequest(SampledRequest):
+    """Holds a request for a sibling of a message, with other content, and perhaps the reply to it."""
+
+    model: str = ""
+    node: str
+    content: Annotated[list[Any] | str, Field(union_mode="left_to_right")]
+    answer: bool = False
+
+
+class RegenerateRequest(SampledRequest):
+    model: str = ""
+    node: str
+
+
+class ForkRequest(SampledRequest):
+    """Holds a request for a new session that goes on from a node, or for a reply that begins as another does."""
+
+    model: str = ""
+    node: str
+    token: int | None = Field(None, ge=0)
+    title: Title | None = None
+    answer: bool = False

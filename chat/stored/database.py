@@ -1,0 +1,85 @@
+"""Opens the database of stored sessions: its tables, their version, and what a crash may cost."""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+from pathlib import Path
+
+from chat.prompts import Tokenizer
+from memory import FormatError, MemorySpec, MismatchError
+
+FILE = "sessions.sqlite"
+VERSION = 1
+"""Of the tables; a database with a higher one was written by a later release."""
+
+_TABLES = """
+CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
+CREATE TABLE sessions (
+    id TEXT PRIMARY KEY, owner BLOB NOT NULL, title TEXT NOT NULL, instructions TEXT, metadata TEXT NOT NULL,
+    head TEXT, is_implicit INTEGER NOT NULL, created_at REAL NOT NULL, used_at REAL NOT NULL
+);
+CREATE INDEX sessions_of_owner ON sessions (owner, used_at);
+CREATE INDEX sessions_by_use ON sessions (used_at);
+CREATE TABLE nodes (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE,
+    session TEXT NOT NULL REFERENCES sessions (id) ON DELETE CASCADE,
+    parent TEXT REFERENCES nodes (id) ON DELETE CASCADE,
+    role TEXT NOT NULL, items TEXT NOT NULL, status TEXT NOT NULL, about TEXT NOT NULL,
+    base TEXT REFERENCES nodes (id), n_kept INTEGER NOT NULL, n_prompt INTEGER NOT NULL, n_tokens INTEGER NOT NULL,
+    own_tokens BLOB, created_at REAL NOT NULL, pinned_until REAL, n_bytes INTEGER NOT NULL
+);
+CREATE INDEX nodes_of_session ON nodes (session, number);
+CREATE INDEX nodes_of_parent ON nodes (parent);
+CREATE INDEX nodes_of_base ON nodes (base);
+CREATE INDEX nodes_pinned ON nodes (pinned_until) WHERE pinned_until IS NOT NULL;
+"""
+
+
+def open_database(folder: str | None, model: str) -> sqlite3.Connection:
+    """Open the database in a folder, or one in host memory; make it if there is none.
+
+    A transaction that was committed survives the end of the process and of the machine; one that was not leaves
+    nothing. What is deleted is overwritten with zeros.
+
+    Args:
+        model: tells the model and its tokenizer from others: token ids mean nothing to another one.
+    Raises:
+        FormatError: no database, a damaged one, or one of a later release. MismatchError: one of another model.
+        OSError: the folder cannot be made.
+    """
+    if folder is not None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    place = ":memory:" if folder is None else str(Path(folder) / FILE)
+    try:
+        # One thread at a time uses it, but not always the same one.
+        connection = sqlite3.connect(place, isolation_level=None, check_same_thread=False, timeout=10)
+        connection.row_factory = sqlite3.Row
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+        connection.execute("PRAGMA secure_delete = ON")
+        _prepare(connection, place, model)
+    except sqlite3.Error as error:
+        raise FormatError(
+            f"{place} is no database of sessions that can be used ({error}); name another folder"
+        ) from None
+    return connection
+
+
+def _prepare(connection: sqlite3.Connection, place: str, model: str) -> None:
+    version = int(connection.execute("PRAGMA user_version").fetchone()[0])
+    if version > VERSION:
+        raise FormatError(f"{place} has version {version}; this release reads up to {VERSION}: install a later one")
+    if version == 0:
+        connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+        connection.execute("INSERT INTO meta VALUES ('model', ?)", (model,))
+    (known,) = connection.execute("SELECT value FROM meta WHERE name = 'model'").fetchone()
+    if known != model:
+        raise MismatchError(f"{place} is of another model or tokenizer ({known}, not {model}); name another folder")
+
+
+def model_signature(spec: MemorySpec, tokenizer: Tokenizer) -> str:
+    """Return what tells a model and its tokenizer from others."""
+    vocabulary = hashlib.sha256(repr(sorted(tokenizer.get_vocab().items())).encode(errors="surrogatepass"))
+    return f"{spec.model} {str(spec.weights)[:16]} {vocabulary.hexdigest()[:16]}"

@@ -1,0 +1,83 @@
+"""Turns items of OpenAI's Responses into nodes, and into messages as chat templates know them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from itertools import groupby
+from typing import Any
+
+from chat.stored.nodes import Item, Node, Role, new_id
+
+_MOST_TITLE = 60
+
+
+def role_of(item: Item) -> Role:
+    """Return whose item it is: "developer" is what "system" used to be called, and calls are the assistant's."""
+    if item["type"] == "message":
+        roles: dict[str, Role] = {"developer": "system", "system": "system", "user": "user", "assistant": "assistant"}
+        return roles[item["role"]]
+    return "tool" if item["type"] == "function_call_output" else "assistant"
+
+
+def text_of(items: Iterable[Item]) -> str:
+    """Return the text that a reader sees of items."""
+    return "\n".join(text for item in items if (text := _text_of(item)))
+
+
+def _text_of(item: Item) -> str:
+    if item["type"] == "message":
+        return "".join(part.get("text", part.get("refusal", "")) for part in item["content"])
+    if item["type"] == "function_call":
+        return f"{item['name']}({item['arguments']})"
+    if item["type"] == "function_call_output":
+        return str(item["output"])
+    return ""
+
+
+def make_nodes(session: str, parent: str | None, items: list[Item]) -> list[Node]:
+    """Return a node for each run of items of one role, each behind the one before."""
+    nodes = list[Node]()
+    for role, run in groupby(items, role_of):
+        parent_id = nodes[-1].id if nodes else parent
+        nodes.append(Node(new_id("turn"), session, parent_id, role, list(run)))
+    return nodes
+
+
+def make_title(items: Iterable[Item]) -> str:
+    """Return what a session is called until somebody says otherwise: how its user began."""
+    said = " ".join(text_of(item for item in items if role_of(item) == "user").split())
+    return said if len(said) <= _MOST_TITLE else said[: _MOST_TITLE - 1] + "…"
+
+
+def text_item(role: str, text: str, *, kind: str = "msg") -> Item:
+    """Return a message with one text."""
+    part: Item = {"type": "input_text", "text": text}
+    if role == "assistant":
+        part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"id": new_id(kind), "type": "message", "role": role, "status": "completed", "content": [part]}
+
+
+def as_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
+    """Return the messages of items, as templates know them; calls join the message that they follow."""
+    messages = list[dict[str, Any]]()
+    for item in items:
+        if item["type"] == "message":
+            messages.append({"role": role_of(item), "content": _text_of(item)})
+        elif item["type"] == "function_call":
+            if not messages or messages[-1]["role"] != "assistant":
+                messages.append({"role": "assistant", "content": ""})
+            function = {"name": item["name"], "arguments": _arguments_of(item)}
+            call = {"id": item["call_id"], "type": "function", "function": function}
+            messages[-1].setdefault("tool_calls", []).append(call)
+        elif item["type"] == "function_call_output":
+            messages.append({"role": "tool", "content": _text_of(item), "tool_call_id": item["call_id"]})
+    return messages
+
+
+def _arguments_of(item: Item) -> Any:
+    """Return the arguments of a call as an object, which templates write as JSON; as text if they are no JSON."""
+    try:
+        return json.loads(item["arguments"])
+    except ValueError:
+        return item["arguments"]

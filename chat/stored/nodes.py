@@ -1,0 +1,94 @@
+"""Describes what is stored: sessions, and the nodes of their trees, each of them one message."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+from uuid import uuid4
+
+import numpy as np
+
+from memory.blocks.arrays import EMPTY, Int64s
+
+Role = Literal["system", "user", "assistant", "tool"]
+Item = dict[str, Any]
+"""An item in the words of OpenAI's Responses: a message, a call of a function, or what the function has returned."""
+
+
+def new_id(kind: str) -> str:
+    """Return an id that cannot be guessed, such as "resp_" and 32 hexadecimal digits."""
+    return f"{kind}_{uuid4().hex}"
+
+
+@dataclass(frozen=True)
+class StoredSession:
+    """Describes a session: a tree of messages, one path of which is current.
+
+    Attributes:
+        owner: who may read and change it; nobody else learns that it exists.
+        instructions: the first message of its prompts, for requests that give none.
+        metadata: of a conversation.
+        head: the last node of the path that is current; None where there is no node.
+        is_implicit: a response began it, so it ends with its last node.
+        created_at, used_at: unix seconds.
+    """
+
+    id: str
+    owner: bytes
+    title: str = ""
+    instructions: str | None = None
+    metadata: dict[str, str] = field(default_factory=dict)
+    head: str | None = None
+    is_implicit: bool = False
+    created_at: float = field(default_factory=time.time)
+    used_at: float = field(default_factory=time.time)
+
+
+@dataclass(frozen=True)
+class Node:
+    """Describes one message: the items of a user's turn, or those of one reply.
+
+    The token ids of a reply are those of its whole prompt and its own. Only what differs from an earlier reply on its
+    path is stored: the first `n_kept` ids are those of `base`, and `own_tokens` follow.
+
+    Attributes:
+        parent: the node before; None for the first message of a session.
+        status: "completed", "incomplete", or "deleted": it is no response any more, and stays as history of others.
+        about: of a reply: what its response says beside its output.
+        base: the reply whose first token ids this one begins with; None for none.
+        n_prompt: of a reply: the token ids of its prompt.
+        n_tokens: token ids that this message added to its path. Estimated for messages that no prompt has had yet.
+        own_tokens: see above; None where no token ids are known, as for text that somebody has edited.
+        n_bytes: of all this in the database.
+    """
+
+    id: str
+    session: str
+    parent: str | None
+    role: Role
+    items: list[Item]
+    status: str = "completed"
+    about: dict[str, Any] = field(default_factory=dict)
+    base: str | None = None
+    n_kept: int = 0
+    n_prompt: int = 0
+    n_tokens: int = 0
+    own_tokens: Int64s | None = None
+    created_at: float = field(default_factory=time.time)
+    pinned_until: float | None = None
+    n_bytes: int = 0
+
+    @property
+    def is_reply(self) -> bool:
+        """True if the model has written it: then it is a response, and its id begins with "resp_"."""
+        return self.id.startswith("resp_")
+
+
+def join_tokens(replies: list[Node]) -> Int64s:
+    """Return the token ids of the last of these replies, each of which is the base of the next one."""
+    tokens = EMPTY
+    for reply in replies:
+        assert reply.own_tokens is not None, "a base has token ids"
+        tokens = np.concatenate([tokens[: reply.n_kept], reply.own_tokens])
+    return tokens

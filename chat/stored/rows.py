@@ -1,0 +1,62 @@
+"""Writes sessions and nodes as rows of the database, and reads them."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from chat.stored.nodes import Node, StoredSession
+from memory.blocks.arrays import Int64s
+
+_ROW_BYTES = 200
+"""What a row takes beside its texts and tokens, with its places in the indices."""
+_SESSION = ("id", "owner", "title", "instructions", "metadata", "head", "is_implicit", "created_at", "used_at")
+_NODE = (
+    "id", "session", "parent", "role", "items", "status", "about", "base", "n_kept", "n_prompt", "n_tokens",
+    "own_tokens", "created_at", "pinned_until", "n_bytes",
+)  # fmt: skip
+INSERT_SESSION = f"INSERT INTO sessions ({', '.join(_SESSION)}) VALUES ({', '.join(f':{name}' for name in _SESSION)})"
+INSERT_NODE = f"INSERT INTO nodes ({', '.join(_NODE)}) VALUES ({', '.join(f':{name}' for name in _NODE)})"
+
+
+def session_as_row(session: StoredSession) -> dict[str, Any]:
+    return {name: getattr(session, name) for name in _SESSION} | {"metadata": as_json(session.metadata)}
+
+
+def read_session(row: sqlite3.Row) -> StoredSession:
+    values = {name: row[name] for name in _SESSION}
+    metadata, is_implicit = json.loads(row["metadata"]), bool(row["is_implicit"])
+    return StoredSession(**values | {"metadata": metadata, "is_implicit": is_implicit})
+
+
+def node_as_row(node: Node) -> dict[str, Any]:
+    row = {name: getattr(node, name) for name in _NODE}
+    row |= {"items": as_json(node.items), "about": as_json(node.about), "own_tokens": _as_blob(node.own_tokens)}
+    row["n_bytes"] = (
+        _ROW_BYTES + len(row["items"].encode()) + len(row["about"].encode()) + len(row["own_tokens"] or b"")
+    )
+    return row
+
+
+def read_node(row: sqlite3.Row) -> Node:
+    values = {name: row[name] for name in _NODE}
+    own = row["own_tokens"]
+    tokens = None if own is None else np.frombuffer(own, "<i4").astype(np.int64)
+    return Node(**values | {"items": json.loads(row["items"]), "about": json.loads(row["about"]), "own_tokens": tokens})
+
+
+def without_tokens(node: Node) -> Node:
+    """Return a node whose token ids are not known any more, because its history was changed."""
+    return replace(node, base=None, n_kept=0, n_prompt=0, own_tokens=None)
+
+
+def as_json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
+
+def _as_blob(tokens: Int64s | None) -> bytes | None:
+    return None if tokens is None else tokens.astype("<i4").tobytes()

@@ -1,0 +1,239 @@
+"""Stores sessions and their nodes: everything that the server asks of the database.
+
+A call changes all that it says or nothing, and what it has changed is on the disk when it returns. One thread at a time
+may call. A store in another place, for servers that share one, needs these methods and no others.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from chat.stored.database import open_database
+from chat.stored.nodes import Item, Node, StoredSession, join_tokens
+from chat.stored.rows import INSERT_NODE, INSERT_SESSION, as_json, node_as_row, read_node, read_session, session_as_row
+from memory.blocks.arrays import Int64s
+
+_UP = """
+WITH RECURSIVE up (id, next, depth) AS (
+    SELECT id, {link}, 0 FROM nodes WHERE id = ?
+    UNION ALL SELECT nodes.id, nodes.{link}, up.depth + 1 FROM nodes JOIN up ON nodes.id = up.next
+)
+SELECT nodes.* FROM up JOIN nodes ON nodes.id = up.id ORDER BY up.depth DESC
+"""
+_DOWN = """
+WITH RECURSIVE down (id) AS (
+    SELECT ? UNION ALL SELECT nodes.id FROM nodes JOIN down ON nodes.parent = down.id
+)
+"""
+_COUNTS = """
+SELECT sessions.*, COUNT(nodes.id) AS n_nodes, COALESCE(SUM(nodes.n_bytes), 0) AS n_bytes,
+    COUNT(nodes.pinned_until) AS n_pinned
+FROM sessions LEFT JOIN nodes ON nodes.session = sessions.id WHERE {where}
+GROUP BY sessions.id ORDER BY sessions.used_at DESC, sessions.id DESC
+"""
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Says how much a session has stored. `n_bytes` is of its texts and token ids, not of checkpoints."""
+
+    session: StoredSession
+    n_nodes: int
+    n_bytes: int
+    n_pinned: int
+
+
+class SessionStore:
+    """Holds the sessions of all owners.
+
+    Args:
+        folder: where the database is; None: in host memory, so it ends with the process.
+        model: tells the model and its tokenizer from others.
+        now: returns the time in unix seconds.
+    Raises:
+        FormatError, MismatchError, OSError: as `open_database`.
+    """
+
+    def __init__(self, folder: str | None, model: str, *, now: Callable[[], float] = time.time) -> None:
+        self.folder = folder
+        self.now = now
+        self._database = open_database(folder, model)
+
+    def close(self) -> None:
+        self._database.close()
+
+    @contextmanager
+    def _changing(self) -> Iterator[sqlite3.Connection]:
+        """Commit what the block changes, or, if it raises, nothing."""
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._database
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
+
+    def _rows(self, query: str, *values: Any) -> list[sqlite3.Row]:
+        return self._database.execute(query, values).fetchall()
+
+    # Sessions
+
+    def session(self, owner: bytes, session_id: str) -> StoredSession | None:
+        rows = self._rows("SELECT * FROM sessions WHERE id = ? AND owner = ?", session_id, owner)
+        return read_session(rows[0]) if rows else None
+
+    def sessions(self, owner: bytes, search: str = "", *, limit: int, after: str | None = None) -> list[Counted]:
+        """Return an owner's sessions with what they have stored, those used last first, behind the one named."""
+        pattern = "%" + search.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
+        where, values = "sessions.owner = ?", [owner]
+        if search:
+            where += (
+                " AND (sessions.title LIKE ? ESCAPE '\\' OR sessions.id IN "
+                "(SELECT session FROM nodes WHERE items LIKE ? ESCAPE '\\'))"
+            )
+            values += [pattern, pattern]  # type: ignore[list-item]
+        if after is not None:
+            where += (
+                " AND (sessions.used_at, sessions.id) < (SELECT used_at, id FROM sessions WHERE id = ? AND owner = ?)"
+            )
+            values += [after, owner]  # type: ignore[list-item]
+        return [_counted(row) for row in self._rows(_COUNTS.format(where=where) + "LIMIT ?", *values, limit)]
+
+    def count(self, session_id: str) -> Counted:
+        (row,) = self._rows(_COUNTS.format(where="sessions.id = ?"), session_id)
+        return _counted(row)
+
+    def add_session(self, session: StoredSession, nodes: list[Node]) -> None:
+        """Add a session with its first nodes, each behind its parent."""
+        with self._changing() as database:
+            database.execute(INSERT_SESSION, session_as_row(session))
+            database.executemany(INSERT_NODE, map(node_as_row, nodes))
+
+    def change_session(self, session_id: str, **values: Any) -> None:
+        """Set columns of a session: its title, instructions, metadata or head."""
+        values = {name: as_json(value) if name == "metadata" else value for name, value in values.items()}
+        names = ", ".join(f"{name} = ?" for name in values)
+        with self._changing() as database:
+            query = f"UPDATE sessions SET {names}, used_at = ? WHERE id = ?"
+            database.execute(query, [*values.values(), self.now(), session_id])
+
+    def delete_session(self, session_id: str) -> None:
+        with self._changing() as database:
+            database.execute("DELETE FROM sessions WHERE id = ?", [session_id])
+
+    # Nodes
+
+    def node(self, owner: bytes, node_id: str) -> Node | None:
+        query = "SELECT nodes.* FROM nodes JOIN sessions ON sessions.id = session WHERE nodes.id = ? AND owner = ?"
+        rows = self._rows(query, node_id, owner)
+        return read_node(rows[0]) if rows else None
+
+    def tree(self, session_id: str) -> list[Node]:
+        """Return all nodes of a session, each behind its parent."""
+        return [
+            read_node(row) for row in self._rows("SELECT * FROM nodes WHERE session = ? ORDER BY number", session_id)
+        ]
+
+    def path(self, node_id: str | None) -> list[Node]:
+        """Return the nodes from the first message of a session to this one."""
+        return [read_node(row) for row in self._rows(_UP.format(link="parent"), node_id)]
+
+    def tokens(self, reply_id: str) -> Int64s:
+        """Return the token ids of a reply, its prompt first; it has some."""
+        return join_tokens([read_node(row) for row in self._rows(_UP.format(link="base"), reply_id)])
+
+    def add_nodes(self, session_id: str, nodes: list[Node], head: str) -> bool:
+        """Add nodes behind those of a session, each behind its parent; False if session or parent is gone by now."""
+        with self._changing() as database:
+            parent = nodes[0].parent
+            is_there = bool(self._rows("SELECT 1 FROM sessions WHERE id = ?", session_id))
+            if not is_there or (parent and not self._rows("SELECT 1 FROM nodes WHERE id = ?", parent)):
+                return False
+            database.executemany(INSERT_NODE, map(node_as_row, nodes))
+            database.execute("UPDATE sessions SET head = ?, used_at = ? WHERE id = ?", [head, self.now(), session_id])
+        return True
+
+    def pin(self, node_id: str, until: float | None) -> None:
+        """Note until when a node is pinned, in unix seconds; None: it is not."""
+        with self._changing() as database:
+            database.execute("UPDATE nodes SET pinned_until = ? WHERE id = ?", [until, node_id])
+
+    def pinned(self) -> list[tuple[bytes, Node]]:
+        """Return all pinned nodes with their owners."""
+        query = "SELECT nodes.*, owner FROM nodes JOIN sessions ON sessions.id = session WHERE pinned_until IS NOT NULL"
+        return [(row["owner"], read_node(row)) for row in self._rows(query)]
+
+    def replace_items(self, node_id: str, items: list[Item]) -> None:
+        """Change a message in its place. The token ids of all replies that follow it are forgotten with what it was."""
+        with self._changing() as database:
+            database.execute("UPDATE nodes SET items = ? WHERE id = ?", [as_json(items), node_id])
+            forget = (
+                "UPDATE nodes SET base = NULL, own_tokens = NULL, n_kept = 0, n_prompt = 0, pinned_until = NULL "
+                "WHERE id IN down"
+            )
+            database.execute(_DOWN + forget, [node_id])
+
+    # Deleting
+
+    def delete_branch(self, node: Node) -> list[Node]:
+        """Delete a node and all that follow it, and return them. A session that a response began ends with its last."""
+        with self._changing() as database:
+            gone = [
+                read_node(row) for row in self._rows(_DOWN + "SELECT nodes.* FROM nodes JOIN down USING (id)", node.id)
+            ]
+            database.execute("DELETE FROM nodes WHERE id = ?", [node.id])
+            self._prune(database, node.session, node.parent)
+        return gone
+
+    def delete_response(self, reply: Node) -> list[Node]:
+        """Delete a reply and the input that only it had; one that others follow stays as their history, and no more."""
+        if self._rows("SELECT 1 FROM nodes WHERE parent = ?", reply.id):
+            with self._changing() as database:
+                database.execute("UPDATE nodes SET status = 'deleted', about = '{}' WHERE id = ?", [reply.id])
+            return []
+        first = reply
+        while first.parent is not None:
+            (row,) = self._rows("SELECT * FROM nodes WHERE id = ?", first.parent)
+            above = read_node(row)
+            n_children = len(self._rows("SELECT 1 FROM nodes WHERE parent = ?", above.id))
+            if n_children > 1 or (above.is_reply and above.status != "deleted"):
+                break
+            first = above
+        return self.delete_branch(first)
+
+    def _prune(self, database: sqlite3.Connection, session_id: str, parent: str | None) -> None:
+        """Give a session whose head is gone another one, and end one that a response began and that has no node."""
+        query = "UPDATE sessions SET head = ? WHERE id = ? AND head NOT IN (SELECT id FROM nodes WHERE session = ?)"
+        database.execute(query, [parent, session_id, session_id])
+        query = "DELETE FROM sessions WHERE id = ? AND is_implicit AND id NOT IN (SELECT session FROM nodes)"
+        database.execute(query, [session_id])
+
+    def expire(self, used_before: float, most_bytes: int | None) -> list[StoredSession]:
+        """Delete sessions that were not used since then, and those used longest ago until the others fit.
+
+        Sessions with a pinned node stay. Returns those deleted.
+        """
+        gone = []
+        with self._changing() as database:
+            n_bytes = self._rows("SELECT COALESCE(SUM(n_bytes), 0) FROM nodes")[0][0]
+            for counted in map(_counted, reversed(self._rows(_COUNTS.format(where="1")))):
+                is_old = counted.session.used_at < used_before
+                if counted.n_pinned or not (is_old or (most_bytes is not None and n_bytes > most_bytes)):
+                    continue
+                database.execute("DELETE FROM sessions WHERE id = ?", [counted.session.id])
+                n_bytes -= counted.n_bytes
+                gone.append(counted.session)
+        return gone
+
+    def n_bytes(self) -> int:
+        """Return the bytes of all texts and token ids. Cost: a look at every node."""
+        return int(self._rows("SELECT COALESCE(SUM(n_bytes), 0) FROM nodes")[0][0])
+
+
+def _counted(row: sqlite3.Row) -> Counted:
+    return Counted(read_session(row), row["n_nodes"], row["n_bytes"], row["n_pinned"])

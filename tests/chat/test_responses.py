@@ -1,0 +1,118 @@
+"""Stored responses as OpenAI's own client sees them: what a prompt continues from, and whose they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+from chat.prompts import Tokenizer
+from chat.server import ServerOptions
+from models import LanguageModel
+from tests.chat.servers import MODEL, Running, running
+
+BASE: dict[str, Any] = {"model": MODEL, "temperature": 0}
+
+
+@pytest.fixture(scope="module")
+def server(embedded: LanguageModel, tokenizer: Tokenizer) -> Iterator[Running]:
+    with running(embedded, tokenizer, ServerOptions(default_tokens=32)) as server:
+        yield server
+        server.settle()
+        assert 'code="500"' not in server.call("GET", "/metrics").body.decode()
+
+
+@pytest.fixture
+def client(server: Running, request: pytest.FixtureRequest) -> Iterator[openai.OpenAI]:
+    """Each test is somebody else."""
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=request.node.name, max_retries=0) as client:
+        yield client
+
+
+def test_a_reply_continues_from_any_earlier_one_at_the_cost_of_its_own_tokens(client: openai.OpenAI) -> None:
+    told = client.responses.create(input="My cat is called Zoe.", **BASE)
+    for again in range(2):
+        asked = client.responses.create(input="What is my cat called?", previous_response_id=told.id, **BASE)
+        assert asked.output_text == "Your cat is called Zoe." and asked.previous_response_id == told.id
+        assert asked.usage is not None and told.usage is not None
+        # All that was fed: the token that ended the first reply was chosen, and nothing followed it yet.
+        n_fed = told.usage.total_tokens - 1
+        n_cached = asked.usage.input_tokens_details.cached_tokens
+        assert n_cached == (asked.usage.input_tokens - 1 if again else n_fed)
+    edited = client.responses.create(input="My cat is called Luna.", previous_response_id=told.id, **BASE)
+    asked = client.responses.create(input="What is my cat called?", previous_response_id=edited.id, **BASE)
+    assert asked.output_text == "Your cat is called Luna."
+
+
+def test_a_stream_brings_openais_events_in_order(client: openai.OpenAI) -> None:
+    with client.responses.stream(input="My cat is called Zoe.", max_output_tokens=3, **BASE) as stream:
+        events = list(stream)
+    final = events[-1].response  # type: ignore[union-attr]
+    kinds = list(dict.fromkeys(event.type for event in events))
+    assert kinds == [
+        "response.created", "response.in_progress", "response.output_item.added", "response.content_part.added",
+        "response.output_text.delta", "response.output_text.done", "response.content_part.done",
+        "response.output_item.done", "response.incomplete",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert final.incomplete_details is not None and final.incomplete_details.reason == "max_output_tokens"
+    stored = client.responses.retrieve(final.id)
+    assert stored.output_text == final.output_text and stored.status == "incomplete"
+    assert stored.usage is not None and stored.usage.output_tokens == 3
+
+
+def test_what_is_deleted_or_was_never_stored_is_not_there(client: openai.OpenAI) -> None:
+    first = client.responses.create(input="My cat is called Zoe.", **BASE)
+    second = client.responses.create(input="What is my cat called?", previous_response_id=first.id, **BASE)
+    passing = client.responses.create(input="Hello", previous_response_id=second.id, store=False, **BASE)
+    client.responses.delete(first.id)
+    for gone in (first.id, passing.id, "resp_0"):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(gone)
+        with pytest.raises(openai.NotFoundError):
+            client.responses.create(input="Hello", previous_response_id=gone, **BASE)
+    # What others continue from stays as their history, until they go as well.
+    said = [item.content[0].text for item in client.responses.input_items.list(second.id, order="asc")]  # type: ignore[union-attr]
+    assert said == ["My cat is called Zoe.", "Okay, noted.", "What is my cat called?"]
+    client.responses.delete(second.id)
+    assert client.get("/sessions", cast_to=object)["data"] == []  # type: ignore[index]
+
+
+def test_nobody_finds_what_others_have_stored(client: openai.OpenAI) -> None:
+    own = client.responses.create(input="My cat is called Zoe.", prompt_cache_key="a", **BASE)
+    mine: dict[str, Any] = {"extra_query": {"prompt_cache_key": "a"}}
+    (session,) = client.get("/sessions", cast_to=object, options={"params": mine["extra_query"]})["data"]  # type: ignore[index]
+    for stranger in (client, client.with_options(api_key="other")):
+        assert client.get("/sessions", cast_to=object)["data"] == []  # type: ignore[index]
+        with pytest.raises(openai.NotFoundError):
+            stranger.responses.retrieve(own.id)
+        with pytest.raises(openai.NotFoundError):
+            stranger.responses.delete(own.id)
+        with pytest.raises(openai.NotFoundError):
+            stranger.responses.create(input="And?", previous_response_id=own.id, **BASE)
+        with pytest.raises(openai.NotFoundError):
+            stranger.responses.create(input="And?", conversation=session["id"], **BASE)
+        with pytest.raises(openai.NotFoundError):
+            stranger.get(f"/sessions/{session['id']}/tree", cast_to=object)
+    assert client.responses.retrieve(own.id, **mine).output_text == own.output_text
+
+
+@pytest.mark.parametrize(
+    ("options", "param"),
+    [
+        ({"background": True}, "background"),
+        ({"truncation": "auto"}, "truncation"),
+        ({"stop": ["."]}, "stop"),
+        ({"wings": 2}, "wings"),
+        ({"input": [{"type": "input_image", "image_url": "x"}]}, "input"),
+        ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
+        ({"input": None}, "input"),
+        ({"conversation": "conv_0", "previous_response_id": "resp_0"}, "conversation"),
+    ],
+)
+def test_what_it_cannot_do_it_refuses_by_name(client: openai.OpenAI, options: dict[str, Any], param: str) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.post("/responses", body=BASE | {"input": "Hello"} | options, cast_to=object)
+    assert caught.value.param == param
