@@ -24,15 +24,14 @@ from typing import Any
 from chat.decoding.sampling import Sampling
 from chat.engine.arguments import HOW_TO_LOAD, check_belonging, check_parts, check_tokenizer, read_stop_ids
 from chat.engine.callbacks import Callbacks
-from chat.engine.choose import Choice, Choose, Plan, choose_tokens
-from chat.engine.loop import take_step
+from chat.engine.choose import Choose, choose_tokens
 from chat.engine.requests import EngineStats, Generation, Job, OnToken, Request, read_marks, read_stop, read_token_ids
 from chat.engine.scheduling import Load, Scheduler
 from chat.engine.serving import Serving
-from chat.engine.sharing import open_step, plan_step
+from chat.engine.stepping import Stepper
 from chat.engine.streaming import TextStream
 from chat.prompts import Tokenizer, find_stop_ids
-from memory import BatchError, CapacityError, HybridMemory, Sequence, SequenceError, SpecError, Step, StepError
+from memory import BatchError, HybridMemory, Sequence, SequenceError, SpecError, StepError
 from memory.blocks.arguments import read_count
 from memory.blocks.copying import refuse_to_copy
 from memory.prefix.cache import PrefixCache
@@ -113,12 +112,14 @@ class Engine:
             self.stop_ids = find_stop_ids(tokenizer, model) if tokenizer is not None else ()
         self.tokenizer = tokenizer
         self._clock = clock
-        self._choose = choose
         self._scheduler = Scheduler(memory, prefixes, self.stats, max_running)
         self._serving = Serving(self)
         self._stepping = Lease()
-        self._to_remember: list[tuple[Sequence, Hashable]] = []
         self._callbacks = Callbacks(self._scheduler)
+        self._stepper = Stepper(
+            model, memory, prefixes, self._scheduler, self._callbacks, self.stats, choose, clock, step_tokens,
+            self.stop_ids,
+        )  # fmt: skip
         self._finished: list[Generation] = []
 
     # Requests
@@ -138,6 +139,7 @@ class Engine:
         on_token: OnToken | None = None,
         priority: int = 0,
         owner: Hashable = None,
+        reports_prefill: bool = False,
     ) -> Generation:
         """Submit a request for a reply. It joins the batch before the next step in which there is room.
 
@@ -158,6 +160,7 @@ class Engine:
             priority: larger ones are admitted first and preempted last.
             owner: of the prefixes that it reuses and leaves in the cache; no other owner finds them. Give each user one
                 where users must not learn about each other's prompts; see `PrefixCache`.
+            reports_prefill: call `on_token` after each part of the prompt, too; `generation.n_prefilled` grows then.
         Raises:
             BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use.
             CapacityError: a prompt that the memory's whole budget could not hold; the error says what it needs. Nothing
@@ -177,6 +180,7 @@ class Engine:
             on_token=on_token,
             priority=priority,
             owner=owner,
+            reports_prefill=reports_prefill,
         )
         self._check(request)
         with uninterrupted_call() as _until_return:
@@ -272,8 +276,8 @@ class Engine:
                 raise StepError("this engine is in a step; call step() elsewhere than in on_token")
             with self._stepping.take():
                 self._settle()
-                self._scheduler.admit()
-                self._feed()
+                self._scheduler.admit(self._clock())
+                self._stepper.feed()
                 self._settle()
             with uninterrupted_call() as _until_return:
                 finished, self._finished = self._finished, []
@@ -288,78 +292,14 @@ class Engine:
         while not self.is_idle:
             self.step()
 
-    def _feed(self) -> None:
-        """Make one step of the model, with as many of the running generations as the memory has room for."""
-        scheduler, limit = self._scheduler, self.step_tokens
-        while scheduler.running:
-            plan = plan_step(scheduler.running, limit)
-            step = open_step(self.memory, scheduler, plan)
-            if step is None:
-                continue
-            try:
-                self._run_step(step, plan)
-                return
-            except CapacityError as error:
-                if len(scheduler.running) > 1:
-                    scheduler.preempt()
-                elif plan[0][1] > 1:  # windows and budgets of attention need less for fewer tokens at once
-                    limit = plan[0][1] // 2
-                elif not scheduler.restart():
-                    scheduler.end(plan[0][0], "error", error)
-
-    def _run_step(self, step: Step, plan: Plan) -> None:
-        started = time.perf_counter()
-
-        def keep(chosen: list[Choice]) -> None:  # after this the jobs' counts agree with the memory's
-            self.stats.n_steps += 1
-            now = self._clock()
-            for (job, n_tokens), choice in zip(plan, chosen, strict=True):
-                self._record(job, n_tokens)
-                try:
-                    self._apply(job, choice, now)
-                except Exception as error:  # of the tokenizer: the other generations go on
-                    self._scheduler.end(job, "error", error)
-            seconds, n_tokens = time.perf_counter() - started, sum(n for _, n in plan)
-            self.stats.seconds += seconds
-            if self.prefixes is not None and n_tokens > 2 * len(plan):  # prompts are most of it
-                self.prefixes.note_speed(seconds / n_tokens)
-
-        take_step(self.model, step, lambda logits, _: self._choose(logits, plan), keep, uninterrupted())
-
-    def _record(self, job: Job, n_tokens: int) -> None:
-        """Count `n_tokens` more of the job's tokens as fed."""
-        if job.lookup is not None:
-            self.stats.count_lookup(job.lookup)
-            job.lookup = None
-        was_prefilling = job.is_prefilling
-        job.n_fed += n_tokens
-        job.served = self.stats.n_steps
-        self.stats.n_fed += n_tokens
-        if was_prefilling and (job.n_fed == job.generation.n_prompt or job.n_fed in job.cuts):
-            self._to_remember.append((job.live_sequence, job.request.owner))
-
-    def _apply(self, job: Job, choice: Choice, now: float) -> None:
-        """Add the chosen token to the job, or end the job."""
-        if isinstance(choice, StepError):
-            self._scheduler.end(job, "error", choice)
-            return
-        if choice is not None:
-            self.stats.n_generated += 1
-            self._callbacks.add(job, job.take(choice, self.stop_ids, now))
-        elif job.ending is None and job.n_fed == len(job.tokens):
-            job.ending = "length"  # max_tokens=0: there was nothing to choose
-        if job.ending is not None and job.n_fed == len(job.tokens):
-            self._to_remember.append((job.live_sequence, job.request.owner))
-            self._scheduler.end(job, job.ending)
-
     # Between steps
 
     def _settle(self) -> None:
         """Release what has ended, fill the prefix cache and call the callbacks."""
         while True:
             self._scheduler.reap(self._clock())
-            while self._to_remember:
-                sequence, owner = self._to_remember.pop()
+            while self._stepper.to_remember:
+                sequence, owner = self._stepper.to_remember.pop()
                 if self.prefixes is not None and not sequence.closed:
                     self.prefixes.insert(sequence, owner)
             for job in self._scheduler.ended():

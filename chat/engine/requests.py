@@ -78,7 +78,8 @@ class Generation:
     """Holds the result of a request so far. The engine writes it, callers only read.
 
     Attributes:
-        n_prompt: tokens that were to be fed.
+        n_prompt: tokens that were to be fed; n_base: those that the given sequence held before.
+        n_prefilled: tokens of the prompt that the sequence holds: reused ones, and those that were computed so far.
         token_ids: every token chosen, the one that ended the reply included.
         text: of the chosen tokens, without one of the engine's `stop_ids` that ended it and up to a stop string. While
             it is running, characters that are not complete and what may be the start of a stop string are left out.
@@ -89,7 +90,7 @@ class Generation:
         sequence: the live sequence, once it has ended, if it was to be kept. It is still swapped out if it was swapped
             out at its end.
         lookup: the prefix cache's lookup of the prompt, if there was one.
-        submitted_at, first_token_at, finished_at: seconds on the engine's clock.
+        submitted_at, admitted_at, first_token_at, finished_at: seconds on the engine's clock; None: not yet.
     """
 
     id: int
@@ -102,6 +103,9 @@ class Generation:
     error: Exception | None = None
     sequence: Sequence | None = None
     lookup: Lookup | None = None
+    n_base: int = 0
+    n_prefilled: int = 0
+    admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
 
@@ -111,7 +115,8 @@ class Generation:
 
 
 OnToken = Callable[[Generation, str], None]
-"""Called with the text that became visible ("" if none), after each token, and exactly once when finish_reason is set.
+"""Called with the text that became visible ("" if none), after each token, and exactly once when finish_reason is set;
+with `reports_prefill`, with "" after each part of the prompt.
 """
 
 
@@ -131,6 +136,7 @@ class Request:
     on_token: OnToken | None
     priority: int
     owner: Hashable
+    reports_prefill: bool = False
 
     def __post_init__(self) -> None:
         check_max_tokens(self.max_tokens)

@@ -203,7 +203,7 @@ class Scheduler:
                 if job in self.waiting:
                     self.waiting.remove(job)
 
-    def admit(self) -> None:
+    def admit(self, now: float) -> None:
         """Admit jobs that fit, preempted ones first.
         A job that would only compute what a running one is computing waits for it."""
         while len(self.running) < self._max_running:
@@ -211,7 +211,7 @@ class Scheduler:
             if job is None or not self._has_room(job):
                 return
             try:
-                self._start(job)
+                self._start(job, now)
             except CapacityError as error:
                 if self.running:
                     self._expect_less()
@@ -308,7 +308,7 @@ class Scheduler:
         """Raise `most_bytes` a little, since a job has ended."""
         self.most_bytes = min(self._sizes.budget_bytes, self.most_bytes + self._sizes.budget_bytes // _REGAINED_SHARE)
 
-    def _start(self, job: Job) -> None:
+    def _start(self, job: Job, now: float) -> None:
         """Swap in or open a job's sequence and let it run. Raises as the memory does; the job stays where it was."""
         if job.sequence is not None and job.sequence.is_swapped:
             self._memory.swap_in(job.sequence)
@@ -318,7 +318,7 @@ class Scheduler:
                 self._prepare(job)
             if not job.admitted:  # once: coming back must not make an early job the first to be preempted
                 self._n_admitted += 1
-                job.admitted = self._n_admitted
+                job.admitted, job.generation.admitted_at = self._n_admitted, now
             with self._lock:
                 (self.parked if job in self.parked else self.waiting).remove(job)
             job.served, job.leader = self._stats.n_steps, None
@@ -328,7 +328,7 @@ class Scheduler:
         request = job.request
         known = job.tokens
         if job.sequence is not None:
-            job.n_base = job.sequence.length
+            job.n_base = job.generation.n_base = job.sequence.length
             known = [*job.sequence.tokens.tolist(), *job.tokens]
         elif self._prefixes is None:
             job.sequence = self._memory.open()
@@ -336,7 +336,7 @@ class Scheduler:
             job.sequence, job.lookup = self._prefixes.open(job.tokens, request.owner)
             job.n_fed = job.n_reused = job.sequence.length
             if not job.generation.token_ids:  # else it starts again, and looks up more than the prompt
-                job.generation.lookup = job.lookup
+                job.generation.lookup, job.generation.n_prefilled = job.lookup, job.n_fed
         if self._prefixes is not None:
             marks = [job.n_base + mark for mark in request.marks]
             job.cuts = [

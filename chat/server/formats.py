@@ -47,6 +47,10 @@ class ChatFormat:
     def piece(self, index: int, text: str) -> dict[str, Any]:
         return self._chunk(index, {"content": text}, None)
 
+    def progress(self, index: int, progress: dict[str, int]) -> dict[str, Any]:
+        delta: dict[str, object] = {"role": "assistant", "content": None}
+        return self._chunk(index, delta, None) | {"prompt_progress": progress}
+
     def closing(self, index: int, finish_reason: str | None) -> dict[str, Any]:
         return self._chunk(index, {}, finish_reason)
 
@@ -86,6 +90,9 @@ class CompletionFormat:
 
     def piece(self, index: int, text: str) -> dict[str, Any]:
         return self._head() | {"choices": [self._choice(index, text, None)]}
+
+    def progress(self, index: int, progress: dict[str, int]) -> dict[str, Any]:
+        return self.piece(index, "") | {"prompt_progress": progress}
 
     def closing(self, index: int, finish_reason: str | None) -> dict[str, Any]:
         return self._head() | {"choices": [self._choice(index, "", finish_reason)]}

@@ -35,13 +35,20 @@ def find_context_tokens(engine: Engine, wanted: int | None) -> int:
     return sequence.length
 
 
-def check_length(n_prompt: int, wanted: int | None, default: int, limit: int, *, param: str) -> int:
-    """Return the tokens that a reply may have. Raises ApiError 400 if a prompt of this length does not fit."""
-    if wanted is None:
-        if n_prompt < limit:
-            return min(default, limit - n_prompt)
-    elif n_prompt + wanted <= limit:
-        return wanted
+def check_length(
+    n_prompt: int, wanted: int | None, default: int, limit: int, *, param: str, is_cut: bool = True
+) -> int:
+    """Return the tokens that a reply may have. Raises ApiError 400 if a prompt of this length does not fit.
+
+    Args:
+        wanted: by the request; None: `default`.
+        is_cut: more than fit beside the prompt become as many as fit, as in OpenAI's chats and responses; its plain
+            completions refuse them.
+    """
+    left = limit - n_prompt
+    most = default if wanted is None else wanted
+    if left >= (most if wanted is not None and not is_cut else min(most, 1)):
+        return min(most, left)
     asked = f"{n_prompt:,} tokens" + (f" and asks for {wanted:,} more" if wanted is not None else "")
     message = (
         f"This server takes {limit:,} tokens at most, prompt and reply together; the prompt has {asked}. Shorten "

@@ -5,22 +5,29 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass
+from typing import Any
 
 from chat.decoding.sampling import Sampling
 from chat.engine.engine import Engine, Generation
+from chat.server.accounts import progress_of, usage_of
 from chat.server.errors import stopping
 from chat.server.metrics import Metrics
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Holds one prompt, the sampling of each of its choices, and the owner of its prefixes."""
+    """Holds one prompt, the sampling of each of its choices, and the owner of its prefixes.
+
+    Attributes:
+        reports_prefill: pieces come while the prompt is computed, too.
+    """
 
     token_ids: list[int]
     max_tokens: int
     stop: tuple[str, ...]
     samplings: tuple[Sampling, ...]
     owner: bytes
+    reports_prefill: bool = False
 
 
 @dataclass(frozen=True)
@@ -31,6 +38,7 @@ class Piece:
         index: of the choice: those of the first prompt, then those of the second ...
         is_last: nothing follows; `generation` says the rest.
         heard_at: seconds of time.perf_counter.
+        progress: of the prompt, while there is no token yet; see `accounts.progress_of`.
     """
 
     index: int
@@ -38,6 +46,7 @@ class Piece:
     generation: Generation
     is_last: bool
     heard_at: float
+    progress: dict[str, int] | None = None
 
 
 class Replies:
@@ -79,7 +88,10 @@ class Replies:
         index, ask = self._index(prompt, choice), self.asks[prompt]
 
         def on_token(generation: Generation, text: str) -> None:  # in the thread that steps
-            piece = Piece(index, text, generation, generation.is_finished, time.perf_counter())
+            now, is_last = time.perf_counter(), generation.is_finished
+            is_prefilling = not (generation.token_ids or is_last)
+            progress = progress_of(generation, now) if is_prefilling else None
+            piece = Piece(index, text, generation, is_last, now, progress)
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
         self.generations[index] = self._engine.submit(
@@ -89,6 +101,7 @@ class Replies:
             sampling=ask.samplings[choice],
             on_token=on_token,
             owner=ask.owner,
+            reports_prefill=ask.reports_prefill and choice == 0,
         )
 
     async def next(self) -> Piece | None:
@@ -107,7 +120,8 @@ class Replies:
                 raise piece.generation.error
             if piece.generation.finish_reason not in ("stop", "length"):
                 raise stopping()
-        self._let_others_follow(piece)
+        if piece.progress is None:
+            self._let_others_follow(piece)
         return piece
 
     def _let_others_follow(self, piece: Piece) -> None:
@@ -118,7 +132,7 @@ class Replies:
                     self._submit(i, choice)
 
     def _measure(self, piece: Piece) -> None:
-        if not piece.generation.token_ids:
+        if piece.progress is not None or not piece.generation.token_ids:
             return
         before = self._heard_at.get(piece.index)
         if before is None:
@@ -133,15 +147,7 @@ class Replies:
         for generation in self.generations.values():
             self._engine.cancel(generation)
 
-    def usage(self) -> dict[str, object]:
-        """Count the tokens of prompts, each once however many choices it has, and of replies."""
-        n_prompt = sum(len(ask.token_ids) for ask in self.asks)
+    def usage(self) -> dict[str, Any]:
+        """Count the tokens of prompts, each once however many choices it has, and of replies, and say why."""
         firsts = [self.generations[self._index(i, 0)] for i in range(len(self.asks))]
-        n_cached = sum(g.lookup.reused for g in firsts if g.lookup is not None)
-        n_completion = sum(len(g.token_ids) for g in self.generations.values())
-        return {
-            "prompt_tokens": n_prompt,
-            "completion_tokens": n_completion,
-            "total_tokens": n_prompt + n_completion,
-            "prompt_tokens_details": {"cached_tokens": n_cached},
-        }
+        return usage_of(firsts, self.generations.values())

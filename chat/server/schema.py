@@ -174,6 +174,7 @@ class CommonRequest(Checked):
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(1, ge=1, le=MOST_CHOICES)
+    return_progress: bool = False
     user: str | None = None
     prompt_cache_key: str | None = None
 

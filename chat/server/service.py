@@ -193,10 +193,12 @@ class Service:
         param: str
     ) -> Ask:  # fmt: skip
         n_reply = self._reply_tokens(len(token_ids), wanted, param=param)
-        return Ask(token_ids, n_reply, asked.stop, tuple(asked.sampling(choice) for choice in range(asked.n)), owner)
+        samplings = tuple(asked.sampling(choice) for choice in range(asked.n))
+        return Ask(token_ids, n_reply, asked.stop, samplings, owner, asked.stream and asked.return_progress)
 
     def _reply_tokens(self, n_prompt: int, wanted: int | None, *, param: str) -> int:
-        return check_length(n_prompt, wanted, self.options.default_tokens, self.context_tokens, param=param)
+        limit, is_cut = self.context_tokens, param != "prompt"
+        return check_length(n_prompt, wanted, self.options.default_tokens, limit, param=param, is_cut=is_cut)
 
     def begin(self, exchange: Exchange, asks: list[Ask]) -> Replies:
         """Begin to generate, until the exchange ends. Raises ApiError."""
@@ -238,6 +240,10 @@ class Service:
         seen: set[int] = set()
         try:
             while piece is not None:
+                if piece.progress is not None:
+                    yield as_event(style.progress(piece.index, piece.progress) | null_usage)
+                    piece = await replies.next()
+                    continue
                 if piece.index not in seen:
                     seen.add(piece.index)
                     opening = style.opening(piece.index)

@@ -181,7 +181,8 @@ class PrefixCache:
         by_recurrent = reused if reused < limit else n_matched
         tier: Tier = "" if best is None or best.mark is None else self._kept.outside.tier_of(best.mark)
         why = explain(len(tokens), n_matched, reused)
-        return Lookup(len(tokens), n_matched, by_recurrent, reused, why, tier), best
+        n_taken_back = 0 if best is None else best.depth - reused
+        return Lookup(len(tokens), n_matched, by_recurrent, reused, why, tier, n_taken_back), best
 
     # Remembering
 

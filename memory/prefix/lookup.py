@@ -12,6 +12,7 @@ from memory.blocks.arrays import Int64s
 from memory.errors import BatchError
 
 Tier = Literal["", "budget", "host", "disk"]
+Source = Literal["nothing", "window", "checkpoint", "host", "disk"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Lookup:
         reused: the lesser of the two, and less than `n_tokens`: the last token must be fed for its output.
         why: the reason in words.
         tier: where the state that is reused lies: "budget", "host" (memory) or "disk"; "" if nothing is reused.
+        n_taken_back: tokens by which the checkpoint that is reused reaches further, so that it is rolled back.
     """
 
     n_tokens: int
@@ -33,10 +35,27 @@ class Lookup:
     reused: int
     why: str
     tier: Tier = ""
+    n_taken_back: int = 0
 
     @property
     def recomputed(self) -> int:
         return self.n_tokens - self.reused
+
+    @property
+    def replayed(self) -> int:
+        """Return how many of the recomputed tokens were seen before, without the last one, which must be fed."""
+        return max(0, min(self.by_attention, self.n_tokens - 1) - self.reused)
+
+    @property
+    def source(self) -> Source:
+        """Return what is reused: the "window" of a checkpoint that is rolled back, a "checkpoint", its copy on "host"
+        or "disk", or "nothing".
+        """
+        if not self.reused:
+            return "nothing"
+        if self.tier == "host" or self.tier == "disk":
+            return self.tier
+        return "window" if self.n_taken_back else "checkpoint"
 
 
 @dataclass(frozen=True)

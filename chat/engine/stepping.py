@@ -1,0 +1,109 @@
+"""Makes the steps of an engine: feeds the running generations, records what was fed, and applies what was chosen."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+from chat.engine.callbacks import Callbacks
+from chat.engine.choose import Choice, Choose, Plan
+from chat.engine.loop import take_step
+from chat.engine.requests import EngineStats, Job
+from chat.engine.scheduling import Scheduler
+from chat.engine.sharing import open_step, plan_step
+from memory import CapacityError, HybridMemory, Sequence, Step, StepError
+from memory.prefix.cache import PrefixCache
+from memory.sequences.interrupts import uninterrupted
+from models import LanguageModel
+
+
+@dataclass
+class Stepper:
+    """Feeds the jobs of a scheduler, a step at a time.
+
+    Attributes:
+        step_tokens: the most tokens of one step.
+        stop_ids: tokens that end a reply.
+        to_remember: sequences whose prefixes the cache is to keep, with their owners; the engine empties it.
+    """
+
+    model: LanguageModel
+    memory: HybridMemory
+    prefixes: PrefixCache | None
+    scheduler: Scheduler
+    callbacks: Callbacks
+    stats: EngineStats
+    choose: Choose
+    clock: Callable[[], float]
+    step_tokens: int
+    stop_ids: tuple[int, ...]
+    to_remember: list[tuple[Sequence, Hashable]] = field(default_factory=list)
+
+    def feed(self) -> None:
+        """Make one step of the model, with as many of the running generations as the memory has room for."""
+        scheduler, limit = self.scheduler, self.step_tokens
+        while scheduler.running:
+            plan = plan_step(scheduler.running, limit)
+            step = open_step(self.memory, scheduler, plan)
+            if step is None:
+                continue
+            try:
+                self._run(step, plan)
+                return
+            except CapacityError as error:
+                if len(scheduler.running) > 1:
+                    scheduler.preempt()
+                elif plan[0][1] > 1:  # windows and budgets of attention need less for fewer tokens at once
+                    limit = plan[0][1] // 2
+                elif not scheduler.restart():
+                    scheduler.end(plan[0][0], "error", error)
+
+    def _run(self, step: Step, plan: Plan) -> None:
+        started = time.perf_counter()
+
+        def keep(chosen: list[Choice]) -> None:  # after this the jobs' counts agree with the memory's
+            self.stats.n_steps += 1
+            now = self.clock()
+            for (job, n_tokens), choice in zip(plan, chosen, strict=True):
+                self._record(job, n_tokens)
+                try:
+                    self._apply(job, choice, now)
+                except Exception as error:  # of the tokenizer: the other generations go on
+                    self.scheduler.end(job, "error", error)
+            seconds, n_tokens = time.perf_counter() - started, sum(n for _, n in plan)
+            self.stats.seconds += seconds
+            if self.prefixes is not None and n_tokens > 2 * len(plan):  # prompts are most of it
+                self.prefixes.note_speed(seconds / n_tokens)
+
+        take_step(self.model, step, lambda logits, _: self.choose(logits, plan), keep, uninterrupted())
+
+    def _record(self, job: Job, n_tokens: int) -> None:
+        """Count `n_tokens` more of the job's tokens as fed."""
+        if job.lookup is not None:
+            self.stats.count_lookup(job.lookup)
+            job.lookup = None
+        was_prefilling = job.is_prefilling
+        job.n_fed += n_tokens
+        job.served = self.stats.n_steps
+        self.stats.n_fed += n_tokens
+        if was_prefilling:
+            job.generation.n_prefilled = min(job.n_fed, job.generation.n_prompt)
+            if job.request.reports_prefill:
+                self.callbacks.add(job, "")
+            if job.n_fed == job.generation.n_prompt or job.n_fed in job.cuts:
+                self.to_remember.append((job.live_sequence, job.request.owner))
+
+    def _apply(self, job: Job, choice: Choice, now: float) -> None:
+        """Add the chosen token to the job, or end the job."""
+        if isinstance(choice, StepError):
+            self.scheduler.end(job, "error", choice)
+            return
+        if choice is not None:
+            self.stats.n_generated += 1
+            self.callbacks.add(job, job.take(choice, self.stop_ids, now))
+        elif job.ending is None and job.n_fed == len(job.tokens):
+            job.ending = "length"  # max_tokens=0: there was nothing to choose
+        if job.ending is not None and job.n_fed == len(job.tokens):
+            self.to_remember.append((job.live_sequence, job.request.owner))
+            self.scheduler.end(job, job.ending)
