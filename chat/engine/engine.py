@@ -168,20 +168,11 @@ class Engine:
         """
         self._require_possible(token_ids, sequence)
         request = Request(
-            token_ids=read_token_ids(token_ids, self.memory.spec.vocab_size),
-            sequence=sequence,
-            max_tokens=max_tokens,
-            sampling=sampling,
-            stop=read_stop(stop),
-            deadline_s=deadline_s,
-            marks=read_marks(marks),
-            keeps_sequence=keeps_sequence,
-            remembers_end=remembers_end,
-            on_token=on_token,
-            priority=priority,
-            owner=owner,
-            reports_prefill=reports_prefill,
-        )
+            token_ids=read_token_ids(token_ids, self.memory.spec.vocab_size), sequence=sequence,
+            max_tokens=max_tokens, sampling=sampling, stop=read_stop(stop), deadline_s=deadline_s,
+            marks=read_marks(marks), keeps_sequence=keeps_sequence, remembers_end=remembers_end, on_token=on_token,
+            priority=priority, owner=owner, reports_prefill=reports_prefill,
+        )  # fmt: skip
         self._check(request)
         with uninterrupted_call() as _until_return:
             generation = self._scheduler.add(request, TextStream(self.tokenizer, request.stop), self._clock())
