@@ -14,21 +14,20 @@ from chat.commands.start import find_extra, load, name_of, one_line_errors
 def run_server(chosen: Chosen) -> None:
     """Answer OpenAI's clients: /v1/chat/completions and /v1/completions, /v1/models, /health and /metrics."""
     find_extra("fastapi", "prometheus_client", "uvicorn")
-    from chat.commands.serving import check_prefix_options, make_engine
+    from chat.commands.serving import find_places, make_engine
     from chat.server import ServerOptions, bind, make_app, run
     from memory import HybridMemory
     from memory.prefix import PrefixCache
 
-    has_cache, folder = chosen["prefix_cache"], chosen["prefixes"]
-    check_prefix_options(has_cache, chosen["prefix_bytes"], folder, chosen["save_every"])
-    options = ServerOptions(**chosen.arguments_of("server"))
+    places = find_places(chosen, chosen.arguments_of("memory"))
+    options = ServerOptions(**chosen.arguments_of("server") | {"save_seconds": places.save_seconds})
     with bind(chosen["host"], chosen["port"], has_key=options.api_key is not None) as listener:
         model, tokenizer = load(*(chosen[name] for name in ("model", "device", "dtype", "weights")))
-        memory = HybridMemory(model.memory_spec, **chosen.arguments_of("memory"))
-        cache = PrefixCache(memory, max_bytes=chosen["prefix_bytes"]) if has_cache else None
+        memory = HybridMemory(model.memory_spec, **places.memory)
+        cache = PrefixCache(memory, max_bytes=places.prefix_bytes) if chosen["prefix_cache"] else None
         say = partial(typer.echo, err=True)
         sizes = chosen.arguments_of("engine")
-        engine, options = make_engine(model, memory, tokenizer, cache, folder, options, say, **sizes)
+        engine, options = make_engine(model, memory, tokenizer, cache, places.prefixes, options, say, **sizes)
         name = name_of(chosen["model"])
         run(make_app(engine, tokenizer, name, options), listener, lambda url: say(f"{name} answers at {url}/v1"))
 

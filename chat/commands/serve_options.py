@@ -19,10 +19,16 @@ SERVE: tuple[Option, ...] = (
     Option("swap_dir", "text", None, "folder or URL for what finds no room there", "memory"),
     Option("disk_budget", "bytes", None, "bytes of its files; unless given, any", "memory"),
     Option("prefix_cache", "flag", True, "keep prompts and replies, for prompts that begin like them"),
-    Option("prefix_bytes", "bytes", "0", "bytes that they may take outside of --budget: in host memory and files"),
+    Option("prefix_bytes", "bytes", None, "bytes that they may take outside of --budget, in host memory and files; "
+           "unless given, 0, and 8GiB with --sessions"),
     Option("prefixes", "text", None, "folder or URL that keeps them across restarts"),
     Option("save_every", "number", None, "seconds after which the folder is written anew; unless given, at the end",
            "server.save_seconds", least=1),
+    Option("sessions", "text", None, "folder that keeps stored responses and their checkpoints across restarts",
+           "server"),
+    Option("session_bytes", "bytes", "1GiB", "bytes of the texts and tokens of sessions; beyond, the oldest go",
+           "server"),
+    Option("session_days", "number", 30.0, "days after which a session that nobody used is deleted", "server"),
     # who may ask
     Option("host", "text", "127.0.0.1", "address to listen on; others than loopback need an API key"),
     Option("port", "whole", 8000, "0 takes a free one", least=0, most=65535),

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from chat.engine.engine import Engine
@@ -12,19 +13,56 @@ from chat.prompts import Tokenizer
 from chat.server import ServerOptions
 from memory import FormatError, HybridMemory, MismatchError, SpecError
 from memory.prefix import PrefixCache
-from memory.storage.files import check_url, list_names
+from memory.storage.files import check_url, is_local, list_names
 from memory.storage.folders import CHECKPOINTS_FILE
 from models import LanguageModel
 
+_PREFIX_BYTES = "8GiB"
+_SAVE_SECONDS = 60.0
+"""What --sessions implies, unless --prefix-bytes and --save-every say otherwise."""
 
-def check_prefix_options(has_cache: bool, max_bytes: str, folder: str | None, save_every: float | None) -> None:
-    """Raise SpecError for an option that would have no effect, or a URL that cannot be opened."""
-    if not has_cache and (max_bytes != "0" or folder is not None):
+
+@dataclass(frozen=True)
+class Places:
+    """Says where a server keeps checkpoints that find no room in the budget, and those for its next start.
+
+    Attributes:
+        prefixes: the folder of the next start; None: nothing is kept.
+        prefix_bytes: outside of the budget.
+        save_seconds: after which that folder is written anew; None: at the end.
+        memory: the options of the memory.
+    """
+
+    prefixes: str | None
+    prefix_bytes: str
+    save_seconds: float | None
+    memory: dict[str, Any]
+
+
+def find_places(chosen: Mapping[str, Any], memory: dict[str, Any]) -> Places:
+    """Return where things are kept: with a folder of sessions in it, unless an option says otherwise.
+
+    Args:
+        memory: what the options say of the memory.
+    Raises:
+        SpecError: an option would have no effect, or a URL cannot be opened.
+    """
+    has_cache, sessions, folder = chosen["prefix_cache"], chosen["sessions"], chosen["prefixes"]
+    n_bytes, save_every = chosen["prefix_bytes"], chosen["save_every"]
+    if not has_cache and (n_bytes not in (None, "0") or folder is not None):
         raise SpecError("--prefix-bytes and --prefixes keep what --no-prefix-cache does without; leave out one side")
-    if folder is None and save_every is not None:
+    if folder is None and sessions is None and save_every is not None:
         raise SpecError(f"--save-every {save_every:g} names no folder; give it with --prefixes FOLDER")
     if folder is not None:
         check_url("--prefixes", folder)
+    if sessions is None or not has_cache:
+        return Places(folder, n_bytes or "0", save_every, memory)
+    if not is_local(sessions):
+        raise SpecError(f"--sessions {sessions}: its database needs a folder of this machine; name one")
+    given = {name: value for name, value in memory.items() if value is not None}
+    implied = {"swap_dir": str(Path(sessions) / "swapped"), "host_budget": memory["budget"]}
+    folder, save_every = folder or str(Path(sessions) / "prefixes"), save_every or _SAVE_SECONDS
+    return Places(folder, n_bytes or _PREFIX_BYTES, save_every, memory | implied | given)
 
 
 def make_engine(

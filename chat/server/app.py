@@ -17,6 +17,8 @@ from chat.server.options import ServerOptions
 from chat.server.page_files import PREFIX, show_file, show_page
 from chat.server.service import Service
 from chat.server.sessions.desk import Desk
+from chat.server.sessions.keeping import keeping
+from chat.server.sessions.pins import Pins
 from chat.server.sessions.routes import session_routes
 from chat.stored import SessionStore
 from chat.stored.database import model_signature
@@ -30,13 +32,17 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         model_id: the name by which clients call the model.
     Returns:
         The app; `app.state.service` is the `Service` behind it.
+    Raises:
+        FormatError, MismatchError: as `chat.stored.database.open_database`, for the folder of sessions.
     """
     service = Service(engine, tokenizer, model_id, options or ServerOptions())
-    desk = Desk(service, SessionStore(None, model_signature(engine.memory.spec, tokenizer)))
+    store = SessionStore(service.options.sessions, model_signature(engine.memory.spec, tokenizer))
+    desk = Desk(service, store)
+    pins = Pins(desk)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with desk.lifespan(), service.lifespan(app):
+        async with keeping(desk, pins), service.lifespan(app):
             yield
 
     app = FastAPI(
@@ -62,7 +68,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     }
     for path, (method, endpoint) in routes.items():
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
-    for method, path, endpoint in session_routes(desk):
+    for method, path, endpoint in session_routes(desk, pins):
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     app.add_middleware(Guard, service=service)
     return app

@@ -41,6 +41,9 @@ class ServerOptions:
         grace_seconds: that replies may still take when the server is to stop.
         save: saves what is worth keeping; called when the engine has stopped.
         save_seconds: after which `save` is called again and again while the server runs; None: only then.
+        sessions: the folder that keeps stored sessions across restarts; None: they end with the server.
+        session_bytes: of the texts and token ids of all sessions; beyond, those used longest ago are deleted.
+        session_days: after which a session that nobody has used is deleted. Sessions with a pinned node stay.
     Raises:
         SpecError: naming the option and its value.
     """
@@ -62,6 +65,9 @@ class ServerOptions:
     grace_seconds: float = 10.0
     save: Callable[[], None] | None = None
     save_seconds: float | None = None
+    sessions: str | None = None
+    session_bytes: int = 1 << 30
+    session_days: float = 30.0
 
     def __post_init__(self) -> None:
         if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
@@ -80,6 +86,7 @@ class ServerOptions:
             "max_connections": 1,
             "max_peer_connections": 1,
             "body_bytes_per_second": 1,
+            "session_bytes": 1,
         }
         for name, n in least.items():
             value = getattr(self, name)
@@ -89,5 +96,7 @@ class ServerOptions:
         for name in ("head_seconds", "body_seconds", "stall_seconds", "grace_seconds"):
             if not getattr(self, name) >= 0:
                 raise SpecError(f"{name}={getattr(self, name)!r}; give seconds, 0 or more")
+        if not self.session_days > 0:
+            raise SpecError(f"session_days={self.session_days!r}; give days above 0")
         if self.save_seconds is not None and not self.save_seconds > 0:
             raise SpecError(f"save_seconds={self.save_seconds!r}; give seconds above 0, or None")

@@ -30,6 +30,7 @@ CREATE TABLE nodes (
     own_tokens BLOB, created_at REAL NOT NULL, pinned_until REAL, n_bytes INTEGER NOT NULL
 );
 CREATE INDEX nodes_of_session ON nodes (session, number);
+CREATE INDEX nodes_counted ON nodes (session, n_bytes, pinned_until);
 CREATE INDEX nodes_of_parent ON nodes (parent);
 CREATE INDEX nodes_of_base ON nodes (base);
 CREATE INDEX nodes_pinned ON nodes (pinned_until) WHERE pinned_until IS NOT NULL;
@@ -45,13 +46,13 @@ def open_database(folder: str | None, model: str) -> sqlite3.Connection:
     Args:
         model: tells the model and its tokenizer from others: token ids mean nothing to another one.
     Raises:
-        FormatError: no database, a damaged one, or one of a later release. MismatchError: one of another model.
-        OSError: the folder cannot be made.
+        FormatError: no database, a damaged one, one of a later release, or a folder that cannot be written.
+        MismatchError: one of another model.
     """
-    if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
     place = ":memory:" if folder is None else str(Path(folder) / FILE)
     try:
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
         # One thread at a time uses it, but not always the same one.
         connection = sqlite3.connect(place, isolation_level=None, check_same_thread=False, timeout=10)
         connection.row_factory = sqlite3.Row
@@ -60,7 +61,7 @@ def open_database(folder: str | None, model: str) -> sqlite3.Connection:
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA secure_delete = ON")
         _prepare(connection, place, model)
-    except sqlite3.Error as error:
+    except (sqlite3.Error, OSError) as error:
         raise FormatError(
             f"{place} is no database of sessions that can be used ({error}); name another folder"
         ) from None

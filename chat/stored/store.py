@@ -31,7 +31,7 @@ WITH RECURSIVE down (id) AS (
 )
 """
 _COUNTS = """
-SELECT sessions.*, COUNT(nodes.id) AS n_nodes, COALESCE(SUM(nodes.n_bytes), 0) AS n_bytes,
+SELECT sessions.*, COUNT(nodes.n_bytes) AS n_nodes, COALESCE(SUM(nodes.n_bytes), 0) AS n_bytes,
     COUNT(nodes.pinned_until) AS n_pinned
 FROM sessions LEFT JOIN nodes ON nodes.session = sessions.id WHERE {where}
 GROUP BY sessions.id ORDER BY sessions.used_at DESC, sessions.id DESC
@@ -56,11 +56,12 @@ class SessionStore:
         model: tells the model and its tokenizer from others.
         now: returns the time in unix seconds.
     Raises:
-        FormatError, MismatchError, OSError: as `open_database`.
+        FormatError, MismatchError: as `open_database`.
     """
 
     def __init__(self, folder: str | None, model: str, *, now: Callable[[], float] = time.time) -> None:
         self.folder = folder
+        self.model = model
         self.now = now
         self._database = open_database(folder, model)
 
@@ -171,7 +172,11 @@ class SessionStore:
     def replace_items(self, node_id: str, items: list[Item]) -> None:
         """Change a message in its place. The token ids of all replies that follow it are forgotten with what it was."""
         with self._changing() as database:
-            database.execute("UPDATE nodes SET items = ? WHERE id = ?", [as_json(items), node_id])
+            change = (
+                "UPDATE nodes SET n_bytes = n_bytes - LENGTH(CAST(items AS BLOB)) + LENGTH(CAST(? AS BLOB)), items = ? "
+                "WHERE id = ?"
+            )
+            database.execute(change, [as_json(items), as_json(items), node_id])
             forget = (
                 "UPDATE nodes SET base = NULL, own_tokens = NULL, n_kept = 0, n_prompt = 0, pinned_until = NULL "
                 "WHERE id IN down"
@@ -218,9 +223,11 @@ class SessionStore:
 
         Sessions with a pinned node stay. Returns those deleted.
         """
-        gone = []
+        n_bytes, gone = self.n_bytes(), list[StoredSession]()
+        (oldest,) = self._rows("SELECT MIN(used_at) FROM sessions")[0]
+        if (oldest is None or oldest >= used_before) and (most_bytes is None or n_bytes <= most_bytes):
+            return gone
         with self._changing() as database:
-            n_bytes = self._rows("SELECT COALESCE(SUM(n_bytes), 0) FROM nodes")[0][0]
             for counted in map(_counted, reversed(self._rows(_COUNTS.format(where="1")))):
                 is_old = counted.session.used_at < used_before
                 if counted.n_pinned or not (is_old or (most_bytes is not None and n_bytes > most_bytes)):
@@ -231,7 +238,7 @@ class SessionStore:
         return gone
 
     def n_bytes(self) -> int:
-        """Return the bytes of all texts and token ids. Cost: a look at every node."""
+        """Return the bytes of all texts and token ids. Cost: a look at an index of all nodes."""
         return int(self._rows("SELECT COALESCE(SUM(n_bytes), 0) FROM nodes")[0][0])
 
 

@@ -147,6 +147,11 @@ class PrefixCache:
         """Note how long a token of a prompt takes. What takes longer to read back is closed, not moved outside."""
         self._kept.outside.seconds_a_token = seconds_a_token
 
+    @property
+    def seconds_a_token(self) -> float | None:
+        """Return what `note_speed` has noted last; None: nothing yet."""
+        return self._kept.outside.seconds_a_token
+
     def _find_in_budget(self, tokens: Int64s, owner: Hashable) -> tuple[Lookup, Node | None]:
         """Find as `_find`, and bring the checkpoint back into the budget; without room for it, find another one."""
         passed_over = set[Node]()

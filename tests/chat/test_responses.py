@@ -116,3 +116,30 @@ def test_what_it_cannot_do_it_refuses_by_name(client: openai.OpenAI, options: di
     with pytest.raises(openai.BadRequestError) as caught:
         client.post("/responses", body=BASE | {"input": "Hello"} | options, cast_to=object)
     assert caught.value.param == param
+
+
+def test_a_conversation_grows_by_items_and_replies(client: openai.OpenAI) -> None:
+    told = {"role": "user", "content": "My cat is called Zoe."}
+    conversation = client.conversations.create(items=[told], metadata={"topic": "cats"})  # type: ignore[list-item]
+    noted = client.responses.create(conversation=conversation.id, **BASE)
+    added = client.conversations.items.create(
+        conversation.id, items=[{"role": "user", "content": [{"type": "input_text", "text": "What is my cat called?"}]}]
+    )
+    asked = client.responses.create(conversation={"id": conversation.id}, **BASE)
+    assert (noted.output_text, asked.output_text) == ("Okay, noted.", "Your cat is called Zoe.")
+    assert asked.conversation is not None and asked.conversation.id == conversation.id
+    said = [i.content[0].text for i in client.conversations.items.list(conversation.id, order="asc", limit=2)]  # type: ignore[union-attr]
+    assert said == [told["content"], "Okay, noted.", "What is my cat called?", "Your cat is called Zoe."]
+    item = client.conversations.items.retrieve(added.data[0].id, conversation_id=conversation.id)  # type: ignore[arg-type]
+    assert item == added.data[0]
+    # What is taken out of a history is not read any more.
+    first = client.conversations.items.list(conversation.id, order="asc").data[0]
+    client.conversations.items.delete(first.id, conversation_id=conversation.id)  # type: ignore[arg-type]
+    again = client.responses.create(conversation=conversation.id, input="What is my cat called?", **BASE)
+    assert "Zoe" in again.output_text and "no token ids are known" in again.hybrid_memory["history"]  # type: ignore[attr-defined]
+    client.conversations.update(conversation.id, metadata={"topic": "pets"})
+    assert client.conversations.retrieve(conversation.id).metadata == {"topic": "pets"}
+    client.conversations.delete(conversation.id)
+    for call in (client.conversations.retrieve, client.conversations.items.list):
+        with pytest.raises(openai.NotFoundError):
+            call(conversation.id)

@@ -24,7 +24,7 @@ class Cost:
     Attributes:
         source: "window" (rolled back from a later position), "checkpoint", "host", "disk" or "nothing".
         compute_tokens: to be computed before the first new token.
-        replay_tokens: rows that recurrent layers read again after a rollback; at most a rollback window.
+        replay_tokens: those of them that were computed before, and of which no state is left.
         seconds: at the speed of the last prompts; None where none was measured.
         own_bytes, shared_bytes: of the checkpoint at the node, if there is one: what only it holds, and the rest.
     """
@@ -85,22 +85,23 @@ def cost_of(engine: Engine, owner: bytes, tokens: Int64s) -> Cost:
     """Return what it costs to go on behind these tokens. The caller holds the engine's lock."""
     prefixes = engine.prefixes
     if prefixes is None:
-        return Cost("nothing", len(tokens), seconds=_seconds(engine, len(tokens)))
+        return Cost("nothing", len(tokens))
     lookup = prefixes.find(np.append(tokens, -1), owner)  # nothing goes on with -1: all of the tokens may be reused
     marks = prefixes.checkpoints_of(tokens, owner)
     nearest = marks[-1] if marks and marks[-1].length == lookup.reused else None
     n_missing = len(tokens) - lookup.reused
-    source = "nothing"
-    if lookup.reused:
-        source = lookup.tier if lookup.tier != "budget" else "window" if nearest is None else "checkpoint"
     own, shared = _bytes_of(prefixes, nearest) if nearest is not None and n_missing <= 1 else (0, 0)
-    return Cost(source, n_missing, 0, _seconds(engine, n_missing), own, shared)
+    seconds_a_token = prefixes.seconds_a_token
+    seconds = None if seconds_a_token is None else n_missing * seconds_a_token
+    return Cost(lookup.source, n_missing, lookup.replayed, seconds, own, shared)
+
+
+def missing_tokens(engine: Engine, owner: bytes, tokens: Int64s) -> int:
+    """Count the tokens that would be computed again. It waits for the step in progress."""
+    with engine.lock:
+        return cost_of(engine, owner, tokens).compute_tokens
 
 
 def _bytes_of(prefixes: PrefixCache, checkpoint: Sequence) -> tuple[int, int]:
     own = prefixes.memory.private_bytes(checkpoint)
     return own, max(0, prefixes.memory.counters.held_bytes(checkpoint) - own)
-
-
-def _seconds(engine: Engine, n_tokens: int) -> float | None:
-    return None

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -17,6 +16,7 @@ from chat.server.service import Service
 from chat.server.sessions.schema import OwnedRequest, SampledRequest
 from chat.stored.nodes import Node, StoredSession
 from chat.stored.store import SessionStore
+from memory.blocks.arrays import Int64s
 
 T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=OwnedRequest | SampledRequest)
@@ -36,14 +36,10 @@ class Desk:
         self.store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sessions")
 
-    @asynccontextmanager
-    async def lifespan(self) -> AsyncIterator[None]:
-        """Finish what the store does at the end, and close it."""
-        try:
-            yield
-        finally:
-            self._thread.submit(self.store.close)
-            self._thread.shutdown()
+    def close(self) -> None:
+        """Finish what the store does, and close it."""
+        self._thread.submit(self.store.close)
+        self._thread.shutdown()
 
     async def ask(self, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Call the store, after the calls before."""
@@ -95,3 +91,11 @@ class Desk:
             code = "previous_response_not_found" if param == "previous_response_id" else "not_found"
             raise ApiError(404, message, param=param, code=code)
         return node
+
+    async def tokens_at(self, node: Node) -> Int64s | None:
+        """Return the token ids up to the end of a node; None if none are known."""
+        if node.own_tokens is not None:
+            return await self.ask(self.store.tokens, node.id)
+        tree = await self.ask(self.store.tree, node.session)
+        reply = next((other for other in tree if other.parent == node.id and other.own_tokens is not None), None)
+        return None if reply is None else (await self.ask(self.store.tokens, reply.id))[: reply.n_prompt]

@@ -72,6 +72,15 @@ def _read_message(item: Item) -> Item:
     return {"role": role, "status": "completed", "content": [_read_part(part, role) for part in content]}
 
 
+def read_content(value: object) -> str:
+    """Read a text, given whole or in parts. Raises ValueError."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError("it must be a string, or a list of {'type': 'input_text', 'text': ...}")
+    return "".join(_read_part(part, "user")["text"] for part in value)
+
+
 def _read_part(part: object, role: str) -> Item:
     if not isinstance(part, dict) or part.get("type") not in _PARTS:
         given = part.get("type") if isinstance(part, dict) else part
@@ -96,11 +105,11 @@ def _read_output(item: Item) -> Item:
     call_id, output = item.get("call_id"), item.get("output")
     if not isinstance(call_id, str):
         raise ValueError("a function_call_output has a string as its 'call_id'")
-    if isinstance(output, list):
-        output = "".join(_read_part(part, "tool")["text"] for part in output)
-    if not isinstance(output, str):
-        raise ValueError("a function_call_output has a string as its 'output', or a list of parts with text")
-    return {"call_id": call_id, "output": output, "status": "completed"}
+    try:
+        text = read_content(output)
+    except ValueError as error:
+        raise ValueError(f"its 'output': {error}") from None
+    return {"call_id": call_id, "output": text, "status": "completed"}
 
 
 def _read_reasoning(item: Item) -> Item:

@@ -71,7 +71,7 @@ def about_of(response: Response) -> dict[str, Any]:
 
 def stored_response(node: Node) -> Response:
     """Return the response of a stored reply."""
-    return {"id": node.id, "object": "response", "status": node.status, **node.about, "output": node.items}
+    return {**node.about, "id": node.id, "object": "response", "status": node.status, "output": node.items}
 
 
 def output_message(item_id: str, text: str, *, is_whole: bool = True) -> Item:

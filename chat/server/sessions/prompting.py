@@ -65,9 +65,14 @@ def count_nodes(texts: Tokenizer, n_prompt: int, n_before: int, nodes: list[Node
         n_prompt: token ids of the prompt that ends with them.
         n_before: those of the nodes before them.
     """
-    counts = [len(texts.encode(text_of(node.items), add_special_tokens=False)) for node in nodes[:-1]]
-    counts.append(max(0, n_prompt - n_before - sum(counts)))
-    return [replace(node, n_tokens=n) for node, n in zip(nodes, counts, strict=False)]
+    first = count_texts(texts, nodes[:-1])
+    n_rest = max(0, n_prompt - n_before - sum(node.n_tokens for node in first))
+    return [*first, *(replace(node, n_tokens=n_rest) for node in nodes[-1:])]
+
+
+def count_texts(texts: Tokenizer, nodes: list[Node]) -> list[Node]:
+    """Return nodes with an estimate of the token ids that each adds: those of its text, without its template."""
+    return [replace(node, n_tokens=len(texts.encode(text_of(node.items), add_special_tokens=False))) for node in nodes]
 
 
 def _continue(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, parse_special: bool) -> Prompt:

@@ -14,11 +14,12 @@ from starlette.responses import JSONResponse
 from starlette.responses import Response as HttpResponse
 
 from chat.engine.engine import Generation
+from chat.engine.streaming import TextStream
 from chat.server.errors import ApiError, as_api_error, stopping
 from chat.server.formats import EventStream
 from chat.server.lengths import check_length
 from chat.server.limits import exchange_of
-from chat.server.replies import Ask, Replies
+from chat.server.replies import Ask, Piece, Replies
 from chat.server.sessions.desk import Desk
 from chat.server.sessions.objects import (
     Events,
@@ -75,6 +76,9 @@ class Replying:
         self._response["instructions"] = instructions
         self._inputs = make_nodes(session.id, place.path[-1].id if place.path else None, place.items)
         self._item_id = new_id("msg")
+        self._begun, self._n_read = TextStream(desk.service.engine.tokenizer), 0
+        for token_id in place.opening:
+            self._begun.add(token_id)
 
     async def answer(self, request: Request) -> HttpResponse:
         """Generate and answer, whole or as a stream. Raises ApiError."""
@@ -95,8 +99,8 @@ class Replying:
         if self._asked.stream:
             return EventStream(self._events(replies, prompt))
         try:
-            while await replies.next() is not None:
-                pass
+            while (piece := await replies.next()) is not None:
+                self._text_of(piece)
             return JSONResponse(await self._end(replies, prompt))
         except Exception as error:
             raise as_api_error(error) from None
@@ -128,9 +132,11 @@ class Replying:
         try:
             for event in events.opening(self._item_id):
                 yield event
+            if self._begun.text:
+                yield events.delta(self._item_id, self._begun.text)
             while (piece := await replies.next()) is not None:
-                if piece.text:
-                    yield events.delta(self._item_id, piece.text)
+                if text := self._text_of(piece):
+                    yield events.delta(self._item_id, text)
             response = await self._end(replies, prompt)
             for event in events.closing(*response["output"]):
                 yield event
@@ -138,10 +144,22 @@ class Replying:
         except Exception as error:  # the status has been sent already
             yield events.of_response("failed", failed(self._response, as_api_error(error)))
 
+    def _text_of(self, piece: Piece) -> str:
+        """Return the text of a piece; behind an opening, whose last token may decide whether a space stands there."""
+        if not self._place.opening:
+            return piece.text
+        token_ids, text = piece.generation.token_ids, ""
+        for token_id in token_ids[self._n_read :]:
+            self._n_read += 1
+            if token_id not in self._desk.service.engine.stop_ids:
+                text += self._begun.add(token_id)
+        return text + (self._begun.flush() if piece.is_last else "")
+
     async def _end(self, replies: Replies, prompt: Prompt) -> Response:
         """Return the response that has ended. If it is to be stored, it is on the disk then."""
         generation = replies.generations[0]
-        message = output_message(self._item_id, generation.text, is_whole=generation.finish_reason != "length")
+        text = self._begun.text if self._place.opening else generation.text
+        message = output_message(self._item_id, text, is_whole=generation.finish_reason != "length")
         usage = usage_of(dict(replies.usage()))
         response = finished(self._response, [message], generation.finish_reason, usage)
         if self._place.is_stored:

@@ -126,7 +126,8 @@ class EditRequest(SampledRequest):
 
     model: str = ""
     node: str
-    content: Annotated[list[Any] | str, Field(union_mode="left_to_right")]
+    content: Any
+    item: str | None = None
     answer: bool = False
 
 

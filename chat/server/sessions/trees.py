@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 from starlette.requests import Request
@@ -64,7 +65,7 @@ class Trees:
         nodes = await desk.ask(desk.store.tree, session.id)
         costs = await asyncio.to_thread(find_costs, desk.service.engine, session.owner, nodes)
         about = {"object": "session.tree", "id": session.id, "title": session.title, "head": session.head}
-        return JSONResponse(about | {"nodes": _nodes_as_json(nodes, costs)})
+        return JSONResponse(about | {"nodes": nodes_as_json(nodes, costs)})
 
 
 def _as_json(counted: Counted) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def _as_json(counted: Counted) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _nodes_as_json(nodes: list[Node], costs: dict[str, Cost]) -> list[dict[str, Any]]:
+def nodes_as_json(nodes: list[Node], costs: dict[str, Cost]) -> list[dict[str, Any]]:
     """Return nodes with what returning to them costs: without token ids, as to the one before and their own."""
     positions, written = dict[str | None, int]({None: 0}), []
     for node in nodes:
@@ -91,6 +92,10 @@ def _nodes_as_json(nodes: list[Node], costs: dict[str, Cost]) -> list[dict[str, 
             "status": node.status, "created_at": int(node.created_at), "n_tokens": node.n_tokens,
             "position": positions[node.id], "cost": cost.to_json(),
             "bytes": {"own": cost.own_bytes, "shared": cost.shared_bytes},
-            "pinned": node.pinned_until is not None, "expires_at": node.pinned_until,
+            "pinned": node.pinned_until is not None, "expires_at": _seconds(node.pinned_until),
         })  # fmt: skip
     return written
+
+
+def _seconds(until: float | None) -> int | None:
+    return None if until is None or math.isinf(until) else int(until)

@@ -1,0 +1,135 @@
+"""Writes a session as one JSON document, and reads one that this or another server has written."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import BeforeValidator, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from chat.server.errors import ApiError
+from chat.server.schema import Checked, Neutral
+from chat.server.sessions.desk import Desk
+from chat.server.sessions.input import read_items
+from chat.server.sessions.schema import Metadata, OwnedRequest, Title
+from chat.stored.copying import copy_path
+from chat.stored.items import make_title, role_of
+from chat.stored.nodes import Item, Node, StoredSession, new_id
+from chat.stored.rows import without_tokens
+
+FORMAT, VERSION = "hybrid-memory.session", 1
+_MOST_NODES = 4096
+
+
+class ArchivedNode(Checked):
+    """Holds a node of a document; the fields are those of `Node`."""
+
+    id: Annotated[str, Field(max_length=64)]
+    parent: str | None = None
+    role: Literal["system", "user", "assistant", "tool"]
+    items: Annotated[list[Item], BeforeValidator(read_items)]
+    status: Literal["completed", "incomplete", "deleted"] = "completed"
+    created_at: float = Field(0.0, ge=0, le=1e11)
+    about: dict[str, Any] = Field(default_factory=dict)
+    base: str | None = None
+    n_kept: int = Field(0, ge=0)
+    n_prompt: int = Field(0, ge=0)
+    n_tokens: int = Field(0, ge=0, le=2**31)
+    tokens: list[int] | None = None
+
+
+class Archive(OwnedRequest):
+    """Holds a document: a session, and its nodes, each behind its parent."""
+
+    neutral: ClassVar[Neutral] = {}
+    format: Literal["hybrid-memory.session"]
+    version: Literal[1]
+    model: str
+    title: Title = ""
+    instructions: str | None = None
+    metadata: Metadata = Field(default_factory=dict)
+    head: str | None = None
+    nodes: Annotated[list[ArchivedNode], Field(max_length=_MOST_NODES)]
+
+
+class Archives:
+    """Exports and imports sessions."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def save(self, request: Request, session_id: str) -> Response:
+        session = await self._desk.session(self._desk.owner_of(request), session_id)
+        nodes = await self._desk.ask(self._desk.store.tree, session.id)
+        about = {"format": FORMAT, "version": VERSION, "model": self._desk.store.model, "title": session.title}
+        about |= {"instructions": session.instructions, "metadata": session.metadata, "head": session.head}
+        return JSONResponse(about | {"nodes": [_as_json(node) for node in nodes]})
+
+    async def load(self, request: Request) -> Response:
+        """Store a document as a new session of whoever sends it, with new ids."""
+        asked, owner = await self._desk.read(request, Archive)
+        read = [self._read(node) for node in asked.nodes]
+        if asked.model != self._desk.store.model:  # token ids of another model mean nothing here
+            read = [without_tokens(node) for node in read]
+        session_id = new_id("sess")
+        _check(read, asked.head, self._desk.service.engine.memory.spec.vocab_size)
+        nodes = copy_path(session_id, read)
+        heads = {old.id: new.id for old, new in zip(read, nodes, strict=True)}
+        title = asked.title or make_title(item for node in read for item in node.items)
+        session = StoredSession(
+            session_id, owner, title, asked.instructions, asked.metadata, heads.get(asked.head or "")
+        )
+        await self._desk.ask(self._desk.store.add_session, session, nodes)
+        about = {"id": session.id, "object": "session", "title": title, "head": session.head, "n_nodes": len(nodes)}
+        return JSONResponse(about)
+
+    def _read(self, node: ArchivedNode) -> Node:
+        tokens = None if node.tokens is None else np.array(node.tokens, np.int64)
+        return Node(
+            node.id, "", node.parent, node.role, node.items, node.status, node.about, node.base, node.n_kept,
+            node.n_prompt, node.n_tokens, tokens, node.created_at or self._desk.store.now(),
+        )  # fmt: skip
+
+
+def _as_json(node: Node) -> dict[str, Any]:
+    names = ("id", "parent", "role", "items", "status", "created_at", "about", "base", "n_kept", "n_prompt", "n_tokens")
+    tokens = None if node.own_tokens is None else node.own_tokens.tolist()
+    return {name: getattr(node, name) for name in names} | {"tokens": tokens}
+
+
+def _check(nodes: list[Node], head: str | None, vocab_size: int) -> None:
+    """Raise ApiError 400 for a document that contradicts itself."""
+    above, lengths = dict[str, set[str]](), dict[str, int]()
+    for number, node in enumerate(nodes):
+        wrong = _find_fault(node, above, lengths, vocab_size)
+        if wrong:
+            message = f"Invalid 'nodes[{number}]': {wrong}."
+            raise ApiError(400, message, param=f"nodes[{number}]", code="invalid_value")
+        above[node.id] = {node.id} | (above[node.parent] if node.parent is not None else set())
+        if node.own_tokens is not None:
+            lengths[node.id] = node.n_kept + len(node.own_tokens)
+    if head is not None and head not in above:
+        raise ApiError(400, "Invalid 'head': it is none of the nodes.", param="head", code="invalid_value")
+
+
+def _find_fault(node: Node, above: dict[str, set[str]], lengths: dict[str, int], vocab_size: int) -> str:
+    """Return what is wrong with a node that stands behind those above, or an empty text."""
+    if node.id in above or not node.id.startswith(("turn_", "resp_")):
+        return "its id is there twice, or begins with neither 'turn_' nor 'resp_'"
+    if node.parent is not None and node.parent not in above:
+        return "its parent does not stand before it"
+    if any(role_of(item) != node.role for item in node.items) or (node.is_reply and node.role != "assistant"):
+        return "its items are of another role"
+    if node.own_tokens is None:
+        is_bare = node.base is None and not (node.n_kept or node.n_prompt)
+        return "" if is_bare else "it has no tokens, and says where they begin"
+    if len(node.own_tokens) and not (0 <= node.own_tokens.min() and node.own_tokens.max() < vocab_size):
+        return f"its token ids are not 0 ... {vocab_size - 1}"
+    n_base = 0 if node.base is None else lengths.get(node.base, -1)
+    if node.role != "assistant" or (node.base is not None and node.base not in above.get(node.parent or "", set())):
+        return "its tokens go on from a node that is not above it"
+    if node.n_kept > n_base or not 0 < node.n_prompt <= node.n_kept + len(node.own_tokens):
+        return "its numbers of tokens contradict each other"
+    return ""

@@ -1,0 +1,97 @@
+"""Answers OpenAI's /v1/conversations: the current path of a session, as a list of items."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from chat.server.errors import ApiError, clip
+from chat.server.sessions.desk import Desk
+from chat.server.sessions.lists import as_page, page_of
+from chat.server.sessions.prompting import count_texts
+from chat.server.sessions.schema import ConversationRequest, ItemsRequest
+from chat.stored.items import make_nodes, make_title
+from chat.stored.nodes import Item, Node, StoredSession, new_id
+
+
+class Conversations:
+    """Creates, shows, changes and deletes conversations and their items."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+
+    async def create(self, request: Request) -> Response:
+        asked, owner = await self._desk.read(request, ConversationRequest)
+        conversation_id = new_id("conv")
+        nodes = await self._make_nodes(request, conversation_id, None, asked.items)
+        session = StoredSession(
+            conversation_id, owner, make_title(asked.items), metadata=asked.metadata or {},
+            head=nodes[-1].id if nodes else None,
+        )  # fmt: skip
+        await self._desk.ask(self._desk.store.add_session, session, nodes)
+        return _answer(session)
+
+    async def show(self, request: Request, conversation_id: str) -> Response:
+        return _answer(await self._desk.session(self._desk.owner_of(request), conversation_id))
+
+    async def change(self, request: Request, conversation_id: str) -> Response:
+        asked, owner = await self._desk.read(request, ConversationRequest)
+        session = await self._desk.session(owner, conversation_id)
+        if asked.items:
+            message = "Items are added at /v1/conversations/{id}/items; leave them out."
+            raise ApiError(400, message, param="items", code="invalid_value")
+        await self._desk.ask(self._desk.store.change_session, session.id, metadata=asked.metadata or {})
+        return _answer(await self._desk.session(owner, conversation_id))
+
+    async def delete(self, request: Request, conversation_id: str) -> Response:
+        session = await self._desk.session(self._desk.owner_of(request), conversation_id)
+        await self._desk.ask(self._desk.store.delete_session, session.id)
+        return JSONResponse({"id": session.id, "object": "conversation.deleted", "deleted": True})
+
+    # Items
+
+    async def list_items(self, request: Request, conversation_id: str) -> Response:
+        _, path = await self._path(self._desk.owner_of(request), conversation_id)
+        return JSONResponse(page_of(request, [item for node in path for item in node.items]))
+
+    async def add_items(self, request: Request, conversation_id: str) -> Response:
+        asked, owner = await self._desk.read(request, ItemsRequest)
+        session = await self._desk.session(owner, conversation_id)
+        nodes = await self._make_nodes(request, session.id, session.head, asked.items)
+        if not await self._desk.ask(self._desk.store.add_nodes, session.id, nodes, nodes[-1].id):
+            raise ApiError(409, "This conversation was changed meanwhile; read it and try again.", code="conflict")
+        return JSONResponse(as_page(asked.items, has_more=False))
+
+    async def show_item(self, request: Request, conversation_id: str, item_id: str) -> Response:
+        return JSONResponse((await self._item(self._desk.owner_of(request), conversation_id, item_id))[2])
+
+    async def delete_item(self, request: Request, conversation_id: str, item_id: str) -> Response:
+        """Take an item out of the history: the replies behind it are continued as text, in which it does not stand."""
+        session, node, item = await self._item(self._desk.owner_of(request), conversation_id, item_id)
+        left = [other for other in node.items if other is not item]
+        await self._desk.ask(self._desk.store.replace_items, node.id, left)
+        return _answer(session)
+
+    async def _path(self, owner: bytes, conversation_id: str) -> tuple[StoredSession, list[Node]]:
+        session = await self._desk.session(owner, conversation_id)
+        return session, await self._desk.ask(self._desk.store.path, session.head) if session.head else []
+
+    async def _item(self, owner: bytes, conversation_id: str, item_id: str) -> tuple[StoredSession, Node, Item]:
+        session, path = await self._path(owner, conversation_id)
+        for node in path:
+            for item in node.items:
+                if item["id"] == item_id:
+                    return session, node, item
+        raise ApiError(404, f"There is no item {clip(item_id)!r} in this conversation.", code="not_found")
+
+    async def _make_nodes(self, request: Request, session_id: str, parent: str | None, items: list[Item]) -> list[Node]:
+        """Return nodes of items, with an estimate of their tokens. Raises ApiError 400 for texts that are too long."""
+        nodes, n_bytes = make_nodes(session_id, parent, items), len(await request.body())
+        return await self._desk.service.texts.run(n_bytes, lambda texts: count_texts(texts, nodes), param="items")
+
+
+def _answer(session: StoredSession) -> Response:
+    about: dict[str, Any] = {"id": session.id, "object": "conversation", "created_at": int(session.created_at)}
+    return JSONResponse(about | {"metadata": session.metadata})

@@ -1,0 +1,45 @@
+"""Keeps stored sessions from start to end: within their limits, and pinned as long as they were told."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from chat.server.errors import log
+from chat.server.sessions.desk import Desk
+from chat.server.sessions.pins import Pins
+
+_PIN_SECONDS = 2.0
+_LIMIT_SECONDS = 60.0
+
+
+@asynccontextmanager
+async def keeping(desk: Desk, pins: Pins) -> AsyncIterator[None]:
+    """Restore what was pinned, and keep the limits of sessions until the end; the store is closed then."""
+    try:
+        await pins.restore()
+        task = asyncio.create_task(_keep(desk, pins))
+        try:
+            yield
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+    finally:
+        desk.close()
+
+
+async def _keep(desk: Desk, pins: Pins) -> None:
+    seconds = _LIMIT_SECONDS
+    while True:
+        try:
+            await pins.expire()
+            if seconds >= _LIMIT_SECONDS:
+                seconds = 0.0
+                options = desk.service.options
+                used_before = desk.store.now() - options.session_days * 86400
+                await desk.ask(desk.store.expire, used_before, options.session_bytes)
+        except Exception:
+            log.exception("stored sessions could not be kept within their limits")
+        await asyncio.sleep(_PIN_SECONDS)
+        seconds += _PIN_SECONDS

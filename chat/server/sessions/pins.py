@@ -1,0 +1,145 @@
+"""Keeps what pinned nodes need in the budget, until their time is over."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from contextlib import suppress
+from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from chat.decoding.sampling import Sampling
+from chat.server.errors import ApiError, as_api_error
+from chat.server.limits import exchange_of
+from chat.server.replies import Ask
+from chat.server.sessions.costs import missing_tokens
+from chat.server.sessions.desk import Desk
+from chat.server.sessions.schema import PinRequest
+from chat.stored.nodes import Node
+from memory import BatchError
+from memory.blocks.arrays import Int64s
+from memory.prefix import PrefixCache
+
+_SHARE = 2
+"""Pinned checkpoints take at most the budget divided by this: the rest is for replies."""
+FOREVER = math.inf
+
+
+@dataclass(frozen=True)
+class Pin:
+    """Holds what is pinned: the token ids of a node, and until when, in unix seconds."""
+
+    owner: bytes
+    tokens: Int64s
+    until: float
+
+
+class Pins:
+    """Pins nodes, and unpins them at the end of their time to live."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._pins: dict[str, Pin] = {}
+
+    async def pin(self, request: Request, session_id: str, node_id: str) -> Response:
+        """Compute what is missing of a node's tokens, and keep it."""
+        asked, owner = await self._desk.read(request, PinRequest)
+        session = await self._desk.session(owner, session_id)
+        node = await self._desk.node(owner, node_id, session)
+        tokens = await self._desk.tokens_at(node)
+        if tokens is None:
+            message = "No token ids are known of this node: nothing has been computed that could be kept."
+            raise ApiError(400, message, param="node", code="invalid_value")
+        seconds = asked.seconds_to_live
+        pin = Pin(owner, tokens, self._desk.store.now() + (FOREVER if seconds is None else seconds))
+        await self._compute(request, pin)
+        n_bytes = await asyncio.to_thread(self._keep, node.id, pin)
+        await self._desk.ask(self._desk.store.pin, node.id, pin.until)
+        expires_at = None if pin.until == FOREVER else int(pin.until)
+        about = {"id": node.id, "object": "session.node", "pinned": True, "expires_at": expires_at, "bytes": n_bytes}
+        return JSONResponse(about)
+
+    async def unpin(self, request: Request, session_id: str, node_id: str) -> Response:
+        owner = self._desk.owner_of(request)
+        node = await self._desk.node(owner, node_id, await self._desk.session(owner, session_id))
+        await self._desk.ask(self._desk.store.pin, node.id, None)
+        await self.forget([node.id])
+        return JSONResponse({"id": node.id, "object": "session.node", "pinned": False, "expires_at": None})
+
+    async def _compute(self, request: Request, pin: Pin) -> None:
+        """Feed the tokens that no checkpoint holds. Raises ApiError."""
+        engine = self._desk.service.engine
+        if engine.prefixes is None:
+            message = "This server keeps no prefixes (--no-prefix-cache), so nothing can be pinned."
+            raise ApiError(400, message, code="unsupported_value")
+        if await asyncio.to_thread(missing_tokens, engine, pin.owner, pin.tokens) <= 1:
+            return
+        ask = Ask(token_ids=pin.tokens.tolist(), max_tokens=0, stop=(), samplings=(Sampling(),), owner=pin.owner)
+        replies = self._desk.service.begin(exchange_of(request.scope), [ask])
+        try:
+            while await replies.next() is not None:
+                pass
+        except Exception as error:
+            raise as_api_error(error) from None
+
+    def _keep(self, node_id: str, pin: Pin) -> int:
+        """Pin the checkpoint of a node; return the bytes that only it holds. Raises ApiError if too much is pinned."""
+        engine = self._desk.service.engine
+        prefixes = engine.prefixes
+        assert prefixes is not None, "it was asked for"
+        with engine.lock:
+            others = sum(_bytes_of(prefixes, other) for name, other in self._pins.items() if name != node_id)
+            n_bytes, most_bytes = _bytes_of(prefixes, pin), engine.memory.budget_bytes // _SHARE
+            if others + n_bytes > most_bytes:
+                message = (
+                    f"{others:,} bytes are pinned already, and {n_bytes:,} more are over the {most_bytes:,} that may "
+                    "be; unpin others."
+                )
+                raise ApiError(429, message, code="too_much_pinned")
+            with suppress(BatchError):  # it gave way meanwhile: it is computed again when it is continued
+                prefixes.pin(pin.tokens, pin.owner)
+            self._pins[node_id] = pin
+            return n_bytes
+
+    async def forget(self, node_ids: list[str]) -> None:
+        """Let what was pinned for these nodes give way again."""
+        if any(node_id in self._pins for node_id in node_ids):
+            await asyncio.to_thread(self._forget, node_ids)
+
+    def _forget(self, node_ids: list[str]) -> None:
+        engine = self._desk.service.engine
+        prefixes = engine.prefixes
+        if prefixes is None:
+            return
+        with engine.lock:
+            for pin in [self._pins.pop(node_id) for node_id in node_ids if node_id in self._pins]:
+                with suppress(BatchError):
+                    prefixes.unpin(pin.tokens, pin.owner)
+            for pin in self._pins.values():  # some may share the checkpoint that was unpinned
+                with suppress(BatchError):
+                    prefixes.pin(pin.tokens, pin.owner)
+
+    async def restore(self) -> None:
+        """Pin what was pinned when the server stopped, as far as it is kept."""
+        for owner, node in await self._desk.ask(self._desk.store.pinned):
+            tokens = await self._desk.tokens_at(node)
+            if tokens is not None and node.pinned_until is not None and self._desk.service.engine.prefixes is not None:
+                with suppress(ApiError):
+                    await asyncio.to_thread(self._keep, node.id, Pin(owner, tokens, node.pinned_until))
+
+    async def expire(self) -> None:
+        """Unpin what has lived long enough, and what was deleted."""
+        pinned: list[tuple[bytes, Node]] = await self._desk.ask(self._desk.store.pinned)
+        now, known = self._desk.store.now(), {node.id for _, node in pinned}
+        late = [node.id for _, node in pinned if node.pinned_until is not None and node.pinned_until <= now]
+        for node_id in late:
+            await self._desk.ask(self._desk.store.pin, node_id, None)
+        await self.forget([*late, *(node_id for node_id in self._pins if node_id not in known)])
+
+
+def _bytes_of(prefixes: PrefixCache, pin: Pin) -> int:
+    """Return the bytes that only the last checkpoint on a pin's way holds. The caller holds the engine's lock."""
+    marks = prefixes.checkpoints_of(pin.tokens, pin.owner)
+    return prefixes.memory.private_bytes(marks[-1]) if marks else 0
