@@ -14,7 +14,7 @@ from starlette.responses import JSONResponse, Response
 from chat.engine.engine import Engine
 from chat.server.errors import RETRY, ApiError, clip
 from chat.server.formats import EventStream
-from chat.server.memory_view.snapshot import engine_counts, snapshot
+from chat.server.memory_view.snapshot import Chosen, engine_counts, snapshot
 
 LEAST_SECONDS = 0.25
 """Between two snapshots."""
@@ -51,7 +51,7 @@ class MemoryView:
         self._clock = clock
         self._lock = asyncio.Lock()
         self._next_at = 0.0
-        self._last: tuple[int | None, Taken] | None = None
+        self._last: tuple[Chosen, Taken] | None = None
         self.n_listeners = 0
         self.n_snapshots = 0
 
@@ -70,7 +70,7 @@ class MemoryView:
         sequence_id = _sequence_of(request)
         return EventStream(self._events(await self._take(sequence_id), sequence_id))
 
-    async def _events(self, taken: Taken, sequence_id: int | None) -> AsyncGenerator[str, None]:
+    async def _events(self, taken: Taken, sequence_id: Chosen) -> AsyncGenerator[str, None]:
         self.n_listeners += 1
         try:
             yield _as_event(taken.shown)
@@ -97,7 +97,7 @@ class MemoryView:
         memory = self._service.engine.memory
         return engine_counts(self._service.engine), memory.free_bytes, len(memory.sequences)
 
-    async def _take(self, sequence_id: int | None) -> Taken:
+    async def _take(self, sequence_id: Chosen) -> Taken:
         """Take a snapshot, or return the last one if nothing has changed or the engine shall rest from them."""
         async with self._lock:
             if self._last is not None and self._last[0] == sequence_id:
@@ -112,13 +112,15 @@ class MemoryView:
             return self._last[1]
 
 
-def _sequence_of(request: Request) -> int | None:
-    """Return the id that `?sequence=` names. Raises ApiError 400."""
+def _sequence_of(request: Request) -> Chosen:
+    """Return the id that `?sequence=` names, or "newest". Raises ApiError 400."""
     text = request.query_params.get("sequence")
     if text is None:
         return None
+    if text == "newest":
+        return "newest"
     if not (text.isascii() and text.isdigit() and len(text) <= 18):
-        message = f"Invalid 'sequence': {clip(text)!r} is no id of a sequence; give one of those in 'sequences'."
+        message = f"Invalid 'sequence': {clip(text)!r} is no id of a sequence; give one, or 'newest'."
         raise ApiError(400, message, param="sequence", code="invalid_value")
     return int(text)
 

@@ -1,0 +1,167 @@
+// Shows the memory live. It listens only while it can be seen, so the server counts nothing for nobody.
+
+import * as api from "/page/api.js";
+import { state, subscribe } from "/page/state.js";
+import { $, h } from "/page/dom.js";
+import { bytes, count, percent, whole } from "/page/format.js";
+import { partsOf, partBar } from "/page/costs.js";
+import * as arena from "/page/arena.js";
+import * as sequence from "/page/sequence.js";
+
+export const POOL_COLOURS = 8;
+const parts = {};
+let chosen = "newest";
+let listening = null;
+let last = null;
+let rates = null;
+let rest = 0;
+
+const term = (name, words = name) => h("span", { class: "term", "data-term": name, tabindex: "0" }, words);
+
+export function start() {
+  for (const name of ["meter", "now", "request", "arena", "sequences", "one"]) parts[name] = h("div", { class: `part part-${name}` });
+  $("memory-panel").append(h("h2", { class: "panel-title" }, "Memory"), h("p", { id: "memory-state", class: "quiet", role: "status" }, "Connecting …"), ...Object.values(parts));
+  arena.start(parts.arena, choose);
+  sequence.start(parts.one);
+  subscribe(() => drawRequest());
+  document.addEventListener("visibilitychange", check);
+  new ResizeObserver(check).observe($("memory-panel"));
+  check();
+}
+
+/** Return the last snapshot that was shown. */
+export const snapshot = () => last;
+
+const isSeen = () => !document.hidden && $("memory-panel").offsetParent !== null;
+
+/** Listen if the panel can be seen, and stop if not. */
+export function check() {
+  if (!parts.meter) return; // not started yet
+  if (isSeen() && !listening) listen();
+  if (!isSeen() && listening) { listening.abort(); listening = null; }
+}
+
+/** Choose the sequence whose layers are shown; "newest" follows the newest one. */
+export function choose(id) {
+  if (id === chosen) return;
+  chosen = id;
+  listening?.abort();
+  listening = null;
+  check();
+}
+
+async function listen() {
+  const mine = new AbortController();
+  listening = mine;
+  for (let wait = 500; listening === mine; wait = Math.min(8000, wait * 2)) {
+    try {
+      for await (const { event, data } of api.memoryEvents(chosen, mine.signal)) {
+        if (event === "closed") chosen = "newest";
+        else show(data);
+        wait = 500;
+      }
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      if (error.code === "sequence_not_found") { chosen = "newest"; continue; }
+      $("memory-state").textContent = error.status === 401 ? "The memory is shown once the key is known." : `${error.message} Trying again …`;
+      $("memory-state").hidden = false;
+    }
+    await new Promise((done) => setTimeout(done, wait));
+  }
+}
+
+function show(data) {
+  const began = performance.now();
+  $("memory-state").hidden = true;
+  rates = last && data.at > last.at ? {
+    steps: (data.engine.n_steps - last.engine.n_steps) / (data.at - last.at),
+    tokens: (data.engine.n_fed - last.engine.n_fed) / (data.at - last.at),
+  } : null;
+  last = data;
+  clearTimeout(rest);
+  rest = setTimeout(() => { rates = null; drawNow(data); }, 1500); // nothing has changed since: no step was taken
+  drawMeter(data);
+  drawNow(data);
+  drawRequest();
+  arena.draw(data, chosen);
+  drawSequences(data);
+  sequence.draw(data, chosen === "newest");
+  const took = performance.now() - began;
+  document.documentElement.dataset.memoryMs = took.toFixed(2);
+  document.dispatchEvent(new CustomEvent("memory", { detail: { data, took } }));
+}
+
+function drawMeter(data) {
+  const { budget, used, host, disk, beside } = data.bytes;
+  const bar = h("div", { class: "meter", role: "img", "aria-label": `${bytes(used)} of ${bytes(budget)} in use` });
+  const kinds = data.kinds.map((kind, i) => ({ ...kind, i })).filter((kind) => kind.total);
+  for (const kind of kinds) {
+    const piece = h("span", { class: `pool-${kind.i % POOL_COLOURS}` });
+    piece.style.flexGrow = kind.total / budget;
+    bar.append(piece);
+  }
+  const free = h("span", { class: "free" });
+  free.style.flexGrow = Math.max(0, 1 - used / budget);
+  bar.append(free);
+  const rows = kinds.map((kind) => h("tr", null,
+    h("th", { scope: "row" }, h("i", { class: `swatch pool-${kind.i % POOL_COLOURS}` }), term(kind.kind.includes("page") ? "pages" : kind.kind.includes("tail") ? "tails" : "states", kind.kind)),
+    h("td", { class: "quiet" }, `${kind.group.replace("_", " ")}, ${count(kind.n_layers, "layer")}`), h("td", { class: "number" }, bytes(kind.total))));
+  const outside = [["swapped out to host memory", host], ["swapped out to files", disk], ["offloaded pages", beside["offloaded pages"]]]
+    .filter(([, n]) => n).map(([words, n]) => h("tr", null, h("th", { scope: "row", colspan: "2" }, h("i", { class: "swatch outside" }), term("swapped", words)), h("td", { class: "number" }, bytes(n))));
+  parts.meter.replaceChildren(
+    h("p", { class: "big" }, h("b", null, bytes(used)), h("span", null, " of ", term("budget", bytes(budget)), ` · ${percent(used, budget)}`)),
+    bar,
+    h("table", { class: "kinds" }, h("caption", { class: "hidden" }, "Bytes by kind"), h("tbody", null, rows, outside)),
+    data.bytes.shared ? h("p", { class: "quiet" }, bytes(data.bytes.shared), " of it ", term("shared"), " by several sequences") : "");
+}
+
+function drawNow(data) {
+  const { running, waiting, preempted } = data.engine;
+  const tile = (value, name, words) => h("div", { class: "tile" }, h("b", null, value), term(name, words));
+  parts.now.replaceChildren(
+    tile(rates ? rates.steps.toFixed(rates.steps < 9.95 ? 1 : 0) : "0", "speed", "steps a second"),
+    tile(whole(running), "running"), tile(whole(waiting), "waiting"),
+    preempted || data.sequences.n_swapped_out ? tile(whole(Math.max(preempted, data.sequences.n_swapped_out)), "swapped", "swapped out") : "");
+}
+
+let drawnUsage = null;
+
+function drawRequest() {
+  const usage = state.lastUsage ?? last?.last_request;
+  if (!usage || usage === drawnUsage) return;
+  drawnUsage = usage;
+  const split = partsOf(usage);
+  const item = (name, n) => h("span", null, h("i", { class: `swatch ${name}` }), h("b", null, whole(n)), " ", term(name));
+  parts.request.replaceChildren(h("h3", null, "The last prompt"), partBar(split),
+    h("p", { class: "row" }, item("reused", split.reused), item("replayed", split.replayed), item("computed", split.computed)),
+    split.why ? h("p", { class: "quiet why" }, split.why) : "");
+}
+
+function drawSequences(data) {
+  const { columns, rows, others, n, n_checkpoints: nCheckpoints } = data.sequences;
+  const of = Object.fromEntries(columns.map((name, i) => [name, i]));
+  const most = Math.max(1, ...rows.map((row) => row[of.body] + row[of.tail] + row[of.head] + row[of.swapped]));
+  const list = parts.sequences.querySelector("ul") ?? h("ul", { class: "sequences" });
+  const scrolled = list.scrollTop;
+  list.replaceChildren(...rows.map((row) => {
+    const id = row[of.id], isChosen = data.sequence?.id === id, total = row[of.body] + row[of.tail] + row[of.head];
+    const bar = h("span", { class: "bar" });
+    for (const name of ["body", "tail", "head", "swapped"]) {
+      if (!row[of[name]]) continue;
+      const piece = h("span", { class: name });
+      piece.style.width = `${100 * row[of[name]] / most}%`;
+      bar.append(piece);
+    }
+    const what = row[of.is_checkpoint] ? "checkpoint" : "sequence";
+    return h("li", null, h("button", { type: "button", "aria-pressed": String(isChosen), onclick: () => choose(id),
+      "data-tip": `${what} ${id}: ${count(row[of.n_tokens], "token")}\n${bytes(total)}, of which ${bytes(row[of.shared])} shared${row[of.swapped] ? `\n${bytes(row[of.swapped])} swapped out` : ""}` },
+    h("span", { class: "name" }, h("i", { class: row[of.is_checkpoint] ? "mark" : "live" }), `${what} ${id}`),
+    bar, h("span", { class: "number" }, row[of.swapped] ? "swapped" : bytes(total))));
+  }));
+  const words = [n && count(n, "sequence"), nCheckpoints && count(nCheckpoints, "checkpoint")].filter(Boolean).join(", ");
+  parts.sequences.replaceChildren(
+    h("h3", null, term("sequence", "Who holds it"), h("span", { class: "quiet" }, words || "nothing yet")),
+    h("p", { class: "row" }, ...["body", "tail", "head"].map((name) => h("span", null, h("i", { class: `swatch ${name}` }), term(name)))),
+    list, others.n ? h("p", { class: "quiet" }, `and ${whole(others.n)} others with ${bytes(others.bytes)}`) : "");
+  list.scrollTop = scrolled;
+}

@@ -1,0 +1,26 @@
+// Explains each term in a sentence. The words are those of docs/glossary.md.
+
+export const TERMS = {
+  budget: "The bytes that this memory may use for everything: pages, states, tails and checkpoints share them.",
+  pages: "Keys and values of attention layers, in blocks of a few tokens each. They grow with the text.",
+  states: "Recurrent layers keep one state of a fixed size, however long the text is. Each token overwrites it.",
+  tails: "The newest tokens, word for word: what lets a recurrent layer go back without computing anything.",
+  body: "Everything older than the tail, in its final form: pages, or a state.",
+  tail: "The newest tokens, word for word. Going back within them costs nothing.",
+  head: "A state kept ready at the newest token, so that the next one is fast. It can be computed again.",
+  checkpoints: "Positions that are kept so that one can return to them from any distance.",
+  steps: "Blocks that the step in progress has set aside.",
+  shared: "Held by several sequences at once: it counts once, however many use it.",
+  window: "The newest tokens, which every sequence can take back at no cost.",
+  reused: "Tokens of the prompt whose memory was there already.",
+  replayed: "Tokens that recurrent layers read again from the tail after going back. No layer of the model runs for them.",
+  computed: "Tokens that the model had to compute.",
+  arena: "All bytes in use, in the order of their addresses. Pages lie at one end, states and tails at the other.",
+  running: "Replies that take part in the next step of the model.",
+  waiting: "Requests that wait until there is room for them.",
+  preempted: "Replies that had to make room and come back as they were.",
+  speed: "How many times a second the model runs. Each run gives every running reply one more token.",
+  swapped: "Sequences that were moved out of the budget, to come back bit for bit.",
+  sequence: "What the memory holds of one text: a reply in progress, or a checkpoint of one.",
+  other: "Beside the budget, in the computer's own memory.",
+};
