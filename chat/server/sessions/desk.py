@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -35,6 +35,7 @@ class Desk:
         self.service = service
         self.store = store
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sessions")
+        self._unfinished: set[asyncio.Task[None]] = set()
 
     def close(self) -> None:
         """Finish what the store does, and close it."""
@@ -44,6 +45,12 @@ class Desk:
     async def ask(self, call: Callable[..., T], *arguments: Any, **options: Any) -> T:
         """Call the store, after the calls before."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, lambda: call(*arguments, **options))
+
+    def finish(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do what is left when nobody waits for it any more."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._unfinished.add(task)
+        task.add_done_callback(self._unfinished.discard)
 
     # Who asks, and for what
 

@@ -47,11 +47,12 @@ def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
 
 def finished(response: Response, output: list[Item], finish_reason: str | None, usage: dict[str, Any]) -> Response:
     """Return a response that has ended."""
-    is_whole = finish_reason != "length"
+    is_whole = finish_reason == "stop"
+    why = "max_output_tokens" if finish_reason == "length" else "cancelled"
     return response | {
         "status": "completed" if is_whole else "incomplete",
         "completed_at": int(time.time()) if is_whole else None,
-        "incomplete_details": None if is_whole else {"reason": "max_output_tokens"},
+        "incomplete_details": None if is_whole else {"reason": why},
         "output": output,
         "usage": usage,
     }

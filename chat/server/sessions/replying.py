@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +37,8 @@ from chat.server.sessions.schema import SampledRequest
 from chat.stored.continuing import Prompt
 from chat.stored.items import make_nodes, make_title
 from chat.stored.nodes import Item, Node, StoredSession, new_id
+
+_PAUSE_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,7 @@ class Replying:
         self._response["instructions"] = instructions
         self._inputs = make_nodes(session.id, place.path[-1].id if place.path else None, place.items)
         self._item_id = new_id("msg")
+        self._has_ended = False
         self._begun, self._n_read = TextStream(desk.service.engine.tokenizer), 0
         for token_id in place.opening:
             self._begun.add(token_id)
@@ -141,8 +145,30 @@ class Replying:
             for event in events.closing(*response["output"]):
                 yield event
             yield events.of_response(response["status"], response)
+        except (asyncio.CancelledError, GeneratorExit):  # the client has gone away, or stopped the reply
+            self._desk.finish(self._store_begun(replies, prompt))
+            raise
         except Exception as error:  # the status has been sent already
             yield events.of_response("failed", failed(self._response, as_api_error(error)))
+
+    async def _store_begun(self, replies: Replies, prompt: Prompt) -> None:
+        """Store what there is of a reply whose client went away, so that it is there when the client comes back.
+
+        Not a message in a conversation: a client that tries again would say it twice there.
+        """
+        is_repeatable = not (self._place.items and "conversation" in (self._place.names or {}))
+        if self._has_ended or not (self._place.is_stored and is_repeatable):
+            return
+        replies.cancel()
+        generation = replies.generations[0]
+        while not generation.is_finished:
+            await asyncio.sleep(_PAUSE_SECONDS)
+        if generation.error is not None:
+            return
+        for token_id in generation.token_ids[self._n_read :] if self._place.opening else ():
+            self._begun.add(token_id)
+        with suppress(ApiError):  # it was deleted meanwhile, or the server stops
+            await self._end(replies, prompt)
 
     def _text_of(self, piece: Piece) -> str:
         """Return the text of a piece; behind an opening, whose last token may decide whether a space stands there."""
@@ -157,9 +183,10 @@ class Replying:
 
     async def _end(self, replies: Replies, prompt: Prompt) -> Response:
         """Return the response that has ended. If it is to be stored, it is on the disk then."""
+        self._has_ended = True
         generation = replies.generations[0]
         text = self._begun.text if self._place.opening else generation.text
-        message = output_message(self._item_id, text, is_whole=generation.finish_reason != "length")
+        message = output_message(self._item_id, text, is_whole=generation.finish_reason == "stop")
         usage = usage_of(dict(replies.usage()))
         response = finished(self._response, [message], generation.finish_reason, usage)
         if self._place.is_stored:

@@ -1,0 +1,54 @@
+"""What is stored of a reply whose client goes away in its middle."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from chat.prompts import Tokenizer
+from models import LanguageModel
+from tests.chat.servers import MODEL, Gated, Running, running, wait_until
+
+BASE: dict[str, Any] = {"model": MODEL, "temperature": 0, "stream": True}
+
+
+def leave_in_the_middle(server: Running, gate: Gated, body: dict[str, Any]) -> None:
+    """Close the connection when the first text has come."""
+    connection = server.connect()
+    connection.request("POST", "/v1/responses", json_body(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    gate.may_step.release(3)
+    while b"output_text.delta" not in response.readline():
+        pass
+    response.close()
+    connection.close()
+    gate.may_step.release(1)  # the server notices in the next step
+
+
+def json_body(body: dict[str, Any]) -> bytes:
+    return json.dumps(BASE | body).encode()
+
+
+def nodes(server: Running) -> list[dict[str, Any]]:
+    (session, *_) = server.call("GET", "/v1/sessions").json["data"] or [None]
+    return [] if session is None else server.call("GET", f"/v1/sessions/{session['id']}/tree").json["nodes"]
+
+
+def test_what_there_is_of_it_stays_but_for_messages_in_a_conversation(
+    embedded: LanguageModel, tokenizer: Tokenizer
+) -> None:
+    gate = Gated(embedded)
+    gate.is_open = False
+    with running(gate, tokenizer) as server:
+        leave_in_the_middle(server, gate, {"input": "My cat is called Zoe."})
+        gate.open()
+        wait_until(lambda: len(nodes(server)) == 2)
+        question, reply = nodes(server)
+        assert question["text"] == "My cat is called Zoe." and reply["status"] == "incomplete"
+        assert reply["text"] and "Okay, noted.".startswith(reply["text"])
+        gate.is_open = False
+        (session,) = server.call("GET", "/v1/sessions").json["data"]
+        leave_in_the_middle(server, gate, {"input": "What is my cat called?", "conversation": session["id"]})
+        gate.open()
+        server.settle()
+        assert len(nodes(server)) == 2
