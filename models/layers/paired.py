@@ -1,4 +1,4 @@
-"""Lays out weights in bfloat16 for processors that multiply pairs of them."""
+"""Lays out weights in bfloat16 for processors that multiply pairs of them, or whole tiles."""
 
 from __future__ import annotations
 
@@ -12,25 +12,28 @@ from torch import Tensor
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cpu.rows import as_array
 from memory.kernels.cpu.threads import use_threads
-from models.layers import paired_kernels, quantised_kernels
+from models.layers import amx, integer_vectors, paired_kernels, quantised_kernels, tile_kernels
 
 _INPUTS = 2 * paired_kernels.UNROLLED
-_OUTPUTS = paired_kernels.BLOCKS * quantised_kernels.BLOCK
+_OUTPUTS = paired_kernels.BLOCKS * integer_vectors.BLOCK
 
 
 @cache
 def multiplies_pairs_fastest() -> bool:
-    """True if compiled products of pairs are the fastest in bfloat16.
+    """True if compiled products are the fastest in bfloat16.
 
-    The processor has AVX512_BF16. With AMX as well, oneDNN has whole tiles of a matrix multiplied by one instruction.
+    The processor has AVX512_BF16. Where it has AMX as well, oneDNN uses that: compiled products are faster than that if
+    they may use it too.
     """
-    return quantised_kernels.multiplies_pairs() and not torch.cpu._is_amx_tile_supported()
+    if not quantised_kernels.multiplies_pairs():
+        return False
+    return amx.multiplies_tiles() or not torch.cpu._is_amx_tile_supported()
 
 
 class PairedWeight:
-    """Holds a weight (n_out, n_in) in bfloat16, as `paired_kernels` reads it.
+    """Holds a weight (n_out, n_in) in bfloat16, as `paired_kernels` and `tile_kernels` read it.
 
-    A row's result has the same bits in any company.
+    Tiles are multiplied where the processor does that. A row's result has the same bits in any company.
     """
 
     FUSED = quantised_kernels.FUSED
@@ -41,7 +44,8 @@ class PairedWeight:
         rows = weight.contiguous() if self.n_in % _INPUTS == 0 else F.pad(weight, (0, -self.n_in % _INPUTS))
         self.codes = torch.empty(ceil_div(self.n_out, _OUTPUTS) * _OUTPUTS, rows.shape[1] // 2, dtype=torch.int32)
         self._codes = self.codes.numpy().reshape(-1).view(np.uint32)
-        paired_kernels.lay_out(_pairs(rows), use_threads(rows.numel()), self._codes)
+        self._has_tiles = amx.multiplies_tiles()
+        paired_kernels.lay_out(as_pairs(rows), use_threads(rows.numel()), self._codes)
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
@@ -49,14 +53,18 @@ class PairedWeight:
         if self.n_in % _INPUTS:
             rows = F.pad(rows, (0, -self.n_in % _INPUTS))
         y = torch.empty(x.shape[0], self.n_out, dtype=torch.bfloat16)
-        paired_kernels.product(
-            self._codes, _pairs(rows), quantised_kernels.NO_BIAS if bias is None else bias.numpy(),
-            quantised_kernels.ACTIVATIONS[activation], use_threads(rows.numel() * self.n_out // 16), as_array(y),
+        options = (
+            quantised_kernels.NO_BIAS if bias is None else bias.numpy(), quantised_kernels.ACTIVATIONS[activation],
+            use_threads(rows.numel() * self.n_out // 16), as_array(y),
         )  # fmt: skip
+        if not self._has_tiles:
+            paired_kernels.product(self._codes, as_pairs(rows), *options)
+        elif x.shape[0]:
+            tile_kernels.product(self._codes, as_pairs(rows), amx.shape(x.shape[0]), *options)
         return y if x.dtype is torch.bfloat16 else y.to(x.dtype)
 
 
-def _pairs(rows: Tensor) -> np.ndarray:
+def as_pairs(rows: Tensor) -> np.ndarray:
     """Return rows of bfloat16, an even number each, as uint32. numba compiles anew for what begins between two."""
     array: np.ndarray = as_array(rows if rows.data_ptr() % 4 == 0 else rows.clone()).view(np.uint32)
     return array

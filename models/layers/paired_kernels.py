@@ -18,7 +18,8 @@ from numba.core import cgutils
 
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import untyped_intrinsic
-from models.layers.quantised_kernels import BLOCK, FLOATS, INTS, PAIRS_OF_BFLOAT, ZEROS, finish
+from models.layers.integer_vectors import BLOCK, FLOATS, INTS, PAIRS_OF_BFLOAT, ZEROS
+from models.layers.quantised_kernels import finish
 
 BLOCKS = 4
 """Outputs are padded to this many blocks."""
@@ -96,7 +97,7 @@ def _multiply_add(b: ir.IRBuilder, sums: ir.Value, weight: ir.Value, x: ir.Value
 
 
 @untyped_intrinsic
-def _store_rounded(typing_context, sums, at, out, place):  # type: ignore[no-untyped-def]
+def store_rounded(typing_context, sums, at, out, place):  # type: ignore[no-untyped-def]
     """Set out[place : place + 16] = sums[at : at + 16], rounded to bfloat16; not checked."""
 
     def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -159,7 +160,7 @@ def product(codes, x_TP, bias, activation, n_parts, out_TO):  # type: ignore[no-
                     for i in range(width * n):
                         channel, row = (o + i // n) * BLOCK, t + i % n
                         if is_plain and channel + BLOCK <= n_out:
-                            _store_rounded(sums, i * BLOCK, out, row * n_out + channel)
+                            store_rounded(sums, i * BLOCK, out, row * n_out + channel)
                         elif channel < n_out:
                             finish(sums[i * BLOCK : (i + 1) * BLOCK], bias, activation, channel, out_TO[row])
                 t += n

@@ -10,7 +10,8 @@ from torch import Tensor
 from memory.blocks.arrays import ceil_div
 from memory.kernels.cpu.rows import as_array
 from memory.kernels.cpu.threads import use_threads
-from models.layers import quantised_kernels
+from models.layers import amx, integer_tile_kernels, quantised_kernels
+from models.layers.paired import as_pairs
 from models.loading.weight_formats import IntegerFormat
 
 
@@ -18,8 +19,9 @@ class QuantisedWeight:
     """Holds a weight (n_out, n_in) as integers of 8 or 4 bits, with a scale in bfloat16 for each group of 32 inputs.
 
     A product reads 8.5 or 4.5 bits for a weight, and turns them into numbers as it goes: nothing else is kept. Rows are
-    read in bfloat16 if the weight was, where the processor multiplies that; else in float32. A row's result has the
-    same bits in any company. At 8 bits a weight is off by at most 1/250 of the group's largest, at 4 bits by 1/8.
+    read in bfloat16 if the weight was, where the processor multiplies pairs or tiles of that; else in float32. A row's
+    result has the same bits in any company. At 8 bits a weight is off by at most 1/250 of the group's largest, at 4
+    bits by 1/8.
 
     Args:
         weight: of any float dtype, on the CPU; or on "meta", which gives the same bytes without numbers.
@@ -43,6 +45,7 @@ class QuantisedWeight:
         self._codes, self._scales = self.codes.numpy(), as_array(self.scales)
         is_paired = weight.dtype is torch.bfloat16 and quantised_kernels.multiplies_pairs()
         self._dtype = torch.bfloat16 if is_paired else torch.float32
+        self._has_tiles = is_paired and amx.multiplies_tiles()
         own = weight if weight.dtype in (torch.float32, torch.bfloat16, torch.float16) else weight.float()
         self._out_dtype = own.dtype
         quantised_kernels.round_to_codes(
@@ -69,10 +72,14 @@ class QuantisedWeight:
         if self.n_in % 32:
             rows = F.pad(rows, (0, -self.n_in % 32))
         y = torch.empty(x.shape[0], self.n_out, dtype=self._out_dtype)
-        quantised_kernels.product(
-            self._codes, self._scales, as_array(rows), quantised_kernels.NO_BIAS if bias is None else bias.numpy(),
-            quantised_kernels.ACTIVATIONS[activation], use_threads(rows.numel() * self.n_out // 16), as_array(y),
+        options = (
+            quantised_kernels.NO_BIAS if bias is None else bias.numpy(), quantised_kernels.ACTIVATIONS[activation],
+            use_threads(rows.numel() * self.n_out // 16), as_array(y),
         )  # fmt: skip
+        if not self._has_tiles:
+            quantised_kernels.product(self._codes, self._scales, as_array(rows), *options)
+        elif x.shape[0]:
+            integer_tile_kernels.product(self._codes, self._scales, as_pairs(rows), amx.shape(x.shape[0]), *options)
         return y if x.dtype is self._out_dtype else y.to(x.dtype)
 
 

@@ -1,16 +1,12 @@
 """Compiles products with weights of 8 and 4 bits, and the rounding of weights to these, for the CPU.
 
 torch's own operators for this are slow for rows of float32, and for more than a few rows. A weight is an integer times
-a scale; each group of 32 inputs of an output has its own scale, in bfloat16. Sixteen outputs form a block, and lie in
-the lanes of a vector: a block is read from its first group to its last, once for eight rows.
-
-Layout, for each block and each group in it (512 or 256 bytes):
-    8 bits: 16 pairs of inputs; a pair has 16 outputs of two bytes, the first input's first.
-    4 bits: 4 times 32 words of 16 bits, for 16 outputs and the two inputs of a pair; a word holds these for 4 pairs.
+a scale; each group of 32 inputs of an output has its own scale, in bfloat16. A block of outputs (`integer_vectors`) is
+read from its first group to its last, once for eight rows.
 
 Where the processor multiplies pairs of bfloat16 and adds their products (AVX512_BF16), rows of bfloat16 are read as
-pairs; integers of 8 bits are exact in bfloat16. Otherwise rows and weights become float32. Sums are float32, and each
-row's are formed in the same order in any company.
+pairs; where it multiplies whole tiles (AMX), `tile_kernels` does that. Otherwise rows and weights become float32. Sums
+are float32, and each row's are formed in the same order in any company.
 """
 
 from __future__ import annotations
@@ -20,25 +16,13 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
-from numba.core import cgutils
 from numba.core.registry import cpu_target
 
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import get, put, untyped_intrinsic
 from memory.kernels.cpu.threads import ELEMENTWISE
 from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32
-
-GROUP = 32
-"""Inputs that share a scale."""
-
-BLOCK = 16
-"""Outputs that are computed at once."""
-
-_PAIRS = GROUP // 2
-_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
-_BYTES, _SHORTS, INTS, FLOATS = (ir.VectorType(kind, BLOCK) for kind in (_I8, _I16, _I32, _F32))
-_WORDS = ir.VectorType(_I16, 2 * BLOCK)
-ZEROS = ir.Constant(FLOATS, [0.0] * BLOCK)
+from models.layers.integer_vectors import BLOCK, F32, FLOATS, GROUP, I8, I16, I32, I64, PAIRS, ZEROS, Emitter
 
 _ZERO, _ONE = np.float32(0.0), np.float32(1.0)
 _ROUNDER = np.float32(12582912.0)
@@ -48,139 +32,10 @@ _DIVISORS = np.array([7.0, 7.25, 7.5, 7.75, 8.0, 8.25, 8.5, 9.0], np.float32)
 """Quotients of a group's largest weight and its scale that are tried for 4 bits."""
 
 
-class _BFloat(ir.Type):  # type: ignore[misc]
-    """Names LLVM's bfloat, which llvmlite does not know."""
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    __str__ = _to_string
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
-
-
-PAIRS_OF_BFLOAT = ir.VectorType(_BFloat(), 2 * BLOCK)
-
-
 def multiplies_pairs() -> bool:
     """True if compiled code may use AVX512_BF16: this processor has it, and numba is not told to do without."""
     features = str(cpu_target.target_context.codegen().magic_tuple())
     return "+avx512bf16" in features and "+avx512bw" in features
-
-
-def _as_short(bits: int) -> int:
-    return bits - (1 << 16) if bits >> 15 else bits
-
-
-_BFLOAT_OF_CODE = [_as_short(int(np.float32((code & 15) - 8).view(np.uint32) >> 16)) for code in range(32)]
-"""bfloat16 of the integers -8 .. 7, twice: a lookup uses five bits of its index, of which the fifth does not count."""
-
-
-class _Tile:
-    """Emits the sums of `n_rows` rows and one block, over all its groups.
-
-    `codes`, `scales` and `x` are pointers to the block's first and the first row's; `x` to float32, or to pairs.
-    """
-
-    def __init__(self, builder: ir.IRBuilder, n_rows: int, n_bits: int, is_paired: bool) -> None:
-        self.b, self.n_rows, self.n_bits, self.is_paired = builder, n_rows, n_bits, is_paired
-
-    def sums(
-        self, codes: ir.Value, scales: ir.Value, x: ir.Value, x_stride: ir.Value, n_groups: ir.Value
-    ) -> list[ir.Value]:
-        """Return a vector of sums for each row. `x_stride` counts what `x` points to; there is at least one group."""
-        b, before = self.b, self.b.block
-        loop, end = b.append_basic_block("groups"), b.append_basic_block("end")
-        b.branch(loop)
-        b.position_at_end(loop)
-        group = b.phi(_I64)
-        group.add_incoming(_I64(0), before)
-        totals = [b.phi(FLOATS) for _ in range(self.n_rows)]
-        for total in totals:
-            total.add_incoming(ZEROS, before)
-        parts = self._group(
-            b.gep(codes, [b.mul(group, _I64(GROUP * BLOCK * self.n_bits // 8))]),
-            [b.gep(x, [b.add(b.mul(x_stride, _I64(row)), b.mul(group, _I64(self._per_pair * _PAIRS)))])
-             for row in range(self.n_rows)],
-        )  # fmt: skip
-        scale = b.load(b.bitcast(b.gep(scales, [b.mul(group, _I64(BLOCK))]), _SHORTS.as_pointer()), align=2)
-        scale = b.bitcast(b.shl(b.zext(scale, INTS), _every(16)), FLOATS)
-        sums = [self._fma(part, scale, total) for part, total in zip(parts, totals, strict=True)]
-        following = b.add(group, _I64(1))
-        group.add_incoming(following, loop)
-        for total, value in zip(totals, sums, strict=True):
-            total.add_incoming(value, loop)
-        b.cbranch(b.icmp_signed("<", following, n_groups), loop, end)
-        b.position_at_end(end)
-        return sums
-
-    @property
-    def _per_pair(self) -> int:
-        return 1 if self.is_paired else 2
-
-    def _group(self, codes: ir.Value, rows: list[ir.Value]) -> list[ir.Value]:
-        """Return the sums of one group, of integers times inputs."""
-        sums = [ZEROS] * self.n_rows
-        words = None
-        for pair in range(_PAIRS):
-            if self.n_bits == 4 and pair % 4 == 0:
-                words = self._load(codes, 16 * pair, INTS)
-            weights = self._bytes(codes, pair) if words is None else self._nibbles(words, pair % 4)
-            for i, row in enumerate(rows):
-                inputs = [self._input(row, pair * self._per_pair + k) for k in range(self._per_pair)]
-                for weight, x in zip(weights, inputs, strict=True):
-                    sums[i] = self._multiply_add(weight, x, sums[i])
-        return sums
-
-    def _bytes(self, codes: ir.Value, pair: int) -> list[ir.Value]:
-        """Return a pair's weights of 8 bits: a vector of pairs, or two of float32."""
-        b, at = self.b, 2 * BLOCK * pair
-        if self.is_paired:
-            low, high = (b.sitofp(b.sext(self._load(codes, at + k, _BYTES), INTS), FLOATS) for k in (0, BLOCK))
-            return [self._call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", PAIRS_OF_BFLOAT, high, low)]
-        both = b.sext(self._load(codes, at, _SHORTS), INTS)
-        first = b.ashr(b.shl(both, _every(24)), _every(24))
-        return [b.sitofp(x, FLOATS) for x in (first, b.ashr(both, _every(8)))]
-
-    def _nibbles(self, words: ir.Value, place: int) -> list[ir.Value]:
-        """Return a pair's weights of 4 bits, as `_bytes`."""
-        b = self.b
-        if self.is_paired:
-            codes = b.lshr(b.bitcast(words, _WORDS), ir.Constant(_WORDS, [4 * place] * 2 * BLOCK))
-            table = ir.Constant(_WORDS, _BFLOAT_OF_CODE)
-            return [b.bitcast(self._call("llvm.x86.avx512.permvar.hi.512", _WORDS, table, codes), PAIRS_OF_BFLOAT)]
-        codes_of_two = (b.and_(b.lshr(words, _every(4 * place + 16 * k)), _every(15)) for k in range(2))
-        return [b.sitofp(b.sub(codes, _every(8)), FLOATS) for codes in codes_of_two]
-
-    def _input(self, row: ir.Value, at: int) -> ir.Value:
-        """Return a row's input, or its pair of inputs, in every lane."""
-        x = self.b.load(self.b.gep(row, [_I64(at)]), align=2 if self.is_paired else 4)
-        nothing = ir.Constant(ir.VectorType(x.type, BLOCK), ir.Undefined)
-        every = self.b.shuffle_vector(self.b.insert_element(nothing, x, _I32(0)), nothing, _every(0))
-        return self.b.bitcast(every, PAIRS_OF_BFLOAT) if self.is_paired else every
-
-    def _multiply_add(self, weight: ir.Value, x: ir.Value, sums: ir.Value) -> ir.Value:
-        if self.is_paired:
-            return self._call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, weight, x)
-        return self._fma(weight, x, sums)
-
-    def _fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
-        return self._call(f"llvm.fma.v{BLOCK}f32", FLOATS, x, y, z)
-
-    def _load(self, codes: ir.Value, at: int, kind: ir.Type) -> ir.Value:
-        return self.b.load(self.b.bitcast(self.b.gep(codes, [_I64(at)]), kind.as_pointer()), align=1)
-
-    def _call(self, name: str, returns: ir.Type, *values: ir.Value) -> ir.Value:
-        kind = ir.FunctionType(returns, [value.type for value in values])
-        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), values)  # type: ignore[no-untyped-call]
-
-
-def _every(number: int) -> ir.Constant:
-    return ir.Constant(INTS, [number] * BLOCK)
 
 
 def _tile(n_rows: int) -> Any:
@@ -198,19 +53,59 @@ def _tile(n_rows: int) -> Any:
 
             _, code_at, _, scale_at, _, input_at, stride, groups, _ = arguments
             is_paired = x.dtype == types.uint16
-            emitter = _Tile(builder, n_rows, 8 if codes.dtype == types.int8 else 4, is_paired)
-            found = emitter.sums(
-                pointer(0, code_at, _I8), pointer(2, scale_at, _I16), pointer(4, input_at, _I32 if is_paired else _F32),
-                builder.lshr(stride, _I64(1)) if is_paired else stride, groups,
+            emitter = Emitter(builder, 8 if codes.dtype == types.int8 else 4, is_paired=is_paired)
+            found = _sums(
+                emitter, n_rows, pointer(0, code_at, I8), pointer(2, scale_at, I16),
+                pointer(4, input_at, I32 if is_paired else F32), builder.lshr(stride, I64(1)) if is_paired else stride,
+                groups,
             )  # fmt: skip
             for row, vector in enumerate(found):
-                builder.store(vector, pointer(8, _I64(BLOCK * row), FLOATS), align=4)
+                builder.store(vector, pointer(8, I64(BLOCK * row), FLOATS), align=4)
             return context.get_dummy_value()
 
         at = types.int64
         return types.void(codes, at, scales, at, x, at, at, at, sums), codegen
 
     return tile
+
+
+def _sums(
+    emitter: Emitter, n_rows: int, codes: ir.Value, scales: ir.Value, x: ir.Value, x_stride: ir.Value,
+    n_groups: ir.Value,
+) -> list[ir.Value]:  # fmt: skip
+    """Return a vector of a block's sums for each row.
+
+    `codes`, `scales` and `x` point to the block's first and the first row's; `x` to float32, or to pairs, which
+    `x_stride` counts. There is at least one group.
+    """
+    b, before = emitter.b, emitter.b.block
+    loop, end = b.append_basic_block("groups"), b.append_basic_block("end")
+    b.branch(loop)
+    b.position_at_end(loop)
+    group = b.phi(I64)
+    group.add_incoming(I64(0), before)
+    totals = [b.phi(FLOATS) for _ in range(n_rows)]
+    for total in totals:
+        total.add_incoming(ZEROS, before)
+    per_pair = 1 if emitter.is_paired else 2
+    rows = [b.gep(x, [b.add(b.mul(x_stride, I64(row)), b.mul(group, I64(per_pair * PAIRS)))]) for row in range(n_rows)]
+    parts = [ZEROS] * n_rows
+    for pair, weights in enumerate(
+        emitter.weights(b.gep(codes, [b.mul(group, I64(GROUP * BLOCK * emitter.n_bits // 8))]))
+    ):
+        for i, row in enumerate(rows):
+            for k, weight in enumerate(weights):
+                one = b.load(b.gep(row, [I64(pair * per_pair + k)]), align=2 if emitter.is_paired else 4)
+                parts[i] = emitter.multiply_add(weight, emitter.in_every_lane(one), parts[i])
+    scale = emitter.scales(scales, group)
+    sums = [emitter.fma(part, scale, total) for part, total in zip(parts, totals, strict=True)]
+    following = b.add(group, I64(1))
+    group.add_incoming(following, loop)
+    for total, value in zip(totals, sums, strict=True):
+        total.add_incoming(value, loop)
+    b.cbranch(b.icmp_signed("<", following, n_groups), loop, end)
+    b.position_at_end(end)
+    return sums
 
 
 _tile_8, _tile_4, _tile_2, _tile_1 = map(_tile, (8, 4, 2, 1))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from memory import HybridMemory, SpecError
 from models import from_transformers, load_model, weight_bytes
-from models.layers import quantised, quantised_kernels
+from models.layers import amx, quantised, quantised_kernels
 from models.layers.linear import Linear
 from models.layers.quantised import QuantisedWeight
 from models.loading.weight_formats import IntegerFormat, weights_in
@@ -21,15 +21,16 @@ from tests.tolerances import assert_kernel_close
 
 FORMATS = get_args(IntegerFormat)
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-SHAPES = (1, 1), (16, 32), (17, 33), (100, 70), (250, 512)
+SHAPES = (1, 1), (16, 32), (17, 33), (100, 70), (50, 640)
 
 
-@pytest.fixture(params=[True, False], ids=["pairs", "float32"])
-def multiplies_pairs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Whether rows of bfloat16 are multiplied as such; elsewhere than on a processor that can, never."""
-    can = bool(request.param) and quantised_kernels.multiplies_pairs()
-    monkeypatch.setattr(quantised_kernels, "multiplies_pairs", lambda: can)
-    return can
+@pytest.fixture(params=["tiles", "pairs", "float32"])
+def instructions(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """How rows of bfloat16 are multiplied, as far as this processor can."""
+    has_pairs = request.param != "float32" and quantised_kernels.multiplies_pairs()
+    has_tiles = request.param == "tiles" and amx.multiplies_tiles()
+    monkeypatch.setattr(quantised_kernels, "multiplies_pairs", lambda: has_pairs)
+    monkeypatch.setattr(amx, "multiplies_tiles", lambda: has_tiles)
 
 
 def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -40,12 +41,12 @@ def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_product_is_that_of_the_rounded_weights(
-    format: IntegerFormat, dtype: torch.dtype, shape: tuple[int, int], multiplies_pairs: bool
+    format: IntegerFormat, dtype: torch.dtype, shape: tuple[int, int], instructions: None
 ) -> None:
     """With and without a bias, for numbers of rows around those of the kernel's tiles, in float32 too."""
     n_out, n_in = shape
     weight = QuantisedWeight(drawn(*shape, dtype=dtype) / n_in**0.5, format)
-    for n_rows in (0, 1, 2, 3, 7, 8, 9, 31):
+    for n_rows in (0, 1, 2, 4, 5, 8, 9, 16, 31, 67):
         for x, bias in ((drawn(n_rows, n_in, dtype=dtype), None), (drawn(n_rows, n_in), drawn(n_out))):
             y = weight.multiply(x, bias)
             assert y.dtype == x.dtype and y.shape == (n_rows, n_out)
@@ -60,13 +61,11 @@ def coarser(dtype: torch.dtype) -> torch.dtype:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_any_company(
-    format: IntegerFormat, dtype: torch.dtype, multiplies_pairs: bool
-) -> None:
-    linear = made(format, drawn(50, 200, dtype=dtype), bias=drawn(50), activation="silu")
-    x = drawn(23, 200, dtype=dtype)
+def test_a_row_has_the_same_bits_in_any_company(format: IntegerFormat, dtype: torch.dtype, instructions: None) -> None:
+    linear = made(format, drawn(50, 700, dtype=dtype), bias=drawn(50), activation="silu")
+    x = drawn(37, 700, dtype=dtype)
     whole = linear(x)
-    for n_rows in range(1, 23):
+    for n_rows in (1, 2, 3, 4, 5, 7, 8, 13, 16, 17, 32, 36):
         assert torch.equal(linear(x[:n_rows]), whole[:n_rows]) and torch.equal(linear(x[-n_rows:]), whole[-n_rows:])
 
 

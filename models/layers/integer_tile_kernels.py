@@ -1,0 +1,188 @@
+"""Compiles products with weights of 8 and 4 bits for processors that multiply tiles (`amx`).
+
+The layout is that of `quantised_kernels`. A group of 32 inputs of a block's 16 outputs is a tile: its integers become
+bfloat16, which is exact, and the sums of each group are multiplied by its scales. A row has the same bits in any
+company.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, prange, types
+
+from memory.kernels.cpu.compiled import compiled
+from memory.kernels.cpu.numbers import untyped_intrinsic
+from models.layers import amx
+from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
+from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
+from models.layers.tile_kernels import CACHED_ROW_BYTES, repeat, write
+
+_GROUPS = 16
+"""Groups of a block that are unpacked at once: they stay in the first-level cache."""
+
+_AHEAD_BYTES = 4096
+"""How far ahead integers are asked for: while sums are formed, nothing else reads memory."""
+
+_AT_ONCE = 4
+"""Groups whose sums are formed side by side, because each waits for its tiles."""
+
+
+@untyped_intrinsic
+def _unpack(typing_context, codes, first_code, n_groups, panel):  # type: ignore[no-untyped-def]
+    """Set panel to the integers of a block's groups, as pairs of bfloat16; not checked."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        b, emitter = builder, Emitter(builder, 8 if codes.dtype == types.int8 else 4, is_paired=True)
+        source, target = (
+            amx.pointer(context, b, signature, arguments, i, at) for i, at in ((0, arguments[1]), (3, I64(0)))
+        )
+
+        def unpack_group(group: ir.Value) -> None:
+            own = b.gep(source, [b.mul(group, I64(GROUP * BLOCK * emitter.n_bits // 8))])
+            for line in range(GROUP * BLOCK * emitter.n_bits // 8 // 64):
+                amx.prefetch(b, b.gep(own, [I64(_AHEAD_BYTES + 64 * line)]))
+            for pair, (weights,) in enumerate(emitter.weights(own)):
+                at = b.add(b.mul(group, I64(TILE_BYTES)), I64(TILE_BYTES // PAIRS * pair))
+                b.store(b.bitcast(weights, INTS), b.bitcast(b.gep(target, [at]), INTS.as_pointer()), align=4)
+
+        repeat(b, arguments[2], unpack_group)
+        return context.get_dummy_value()
+
+    return types.void(codes, types.int64, types.int64, panel), codegen
+
+
+class _Groups:
+    """Emits sums over groups of a panel, for the first `n_rows` rows of a tile, in vectors of a block's outputs."""
+
+    def __init__(self, b: ir.IRBuilder, n_rows: int, panel: ir.Value, scales: ir.Value, rows: ir.Value,
+                 row_bytes: ir.Value, parts: ir.Value) -> None:  # fmt: skip
+        self.b, self.n_rows, self.panel, self.scales = b, n_rows, panel, scales
+        self.rows, self.row_bytes, self.parts = rows, row_bytes, parts
+        self.emitter = Emitter(b, 8, is_paired=True)
+
+    def add(self, first: ir.Value, n: int, totals: list[ir.Value]) -> list[ir.Value]:
+        """Return totals plus the sums of n groups, in their order."""
+        b = self.b
+        for i in range(n):
+            group = b.add(first, I64(i))
+            amx.zero(b, i)
+            amx.load(b, ROWS_AT + i % 2, b.gep(self.rows, [b.mul(group, I64(4 * PAIRS))]), self.row_bytes)
+            amx.load_weights(b, WEIGHTS_AT + i % 2, b.gep(self.panel, [b.mul(group, I64(TILE_BYTES))]))
+            amx.multiply_add(b, i, ROWS_AT + i % 2, WEIGHTS_AT + i % 2)
+        for i in range(n):
+            amx.store(b, i, b.gep(self.parts, [I64(TILE_BYTES * i)]))
+        for i in range(n):
+            scale = self.emitter.scales(self.scales, b.add(first, I64(i)))
+            for row in range(self.n_rows):
+                at = b.gep(self.parts, [I64(TILE_BYTES * i + 4 * BLOCK * row)])
+                totals[row] = self.emitter.fma(b.load(b.bitcast(at, FLOATS.as_pointer()), align=4), scale, totals[row])
+        return totals
+
+    def add_while(
+        self, first: ir.Value, end: ir.Value, n: int, totals: list[ir.Value]
+    ) -> tuple[ir.Value, list[ir.Value]]:
+        """Add n groups at once as long as there are so many; returns the first group that is left, and the totals."""
+        b = self.b
+        check, body, after = (b.append_basic_block(name) for name in ("check", "groups", "after"))
+        before = b.block
+        b.branch(check)
+        b.position_at_end(check)
+        group = b.phi(I64)
+        group.add_incoming(first, before)
+        own = [b.phi(FLOATS) for _ in totals]
+        for phi, total in zip(own, totals, strict=True):
+            phi.add_incoming(total, before)
+        following = b.add(group, I64(n))
+        b.cbranch(b.icmp_signed("<=", following, end), body, after)
+        b.position_at_end(body)
+        for phi, total in zip(own, self.add(group, n, list(own)), strict=True):
+            phi.add_incoming(total, b.block)
+        group.add_incoming(following, b.block)
+        b.branch(check)
+        b.position_at_end(after)
+        return group, list(own)
+
+
+def _add_groups(n_rows: int) -> Any:
+    @untyped_intrinsic
+    def add_groups(typing_context, panel, n_groups, scales, first_scale, x, first_pair, n_pairs, parts, sums, at):  # type: ignore[no-untyped-def]
+        """Add to sums[at : at + 16 n_rows] those of rows over groups of a panel, each times its scale; not checked."""
+
+        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            b, zero = builder, I64(0)
+
+            def pointer(i: int, at: ir.Value) -> ir.Value:
+                return amx.pointer(context, b, signature, arguments, i, at)
+
+            scale_at = b.bitcast(pointer(2, arguments[3]), I16.as_pointer())
+            groups = _Groups(b, n_rows, pointer(0, zero), scale_at, pointer(4, arguments[5]),
+                             b.mul(arguments[6], I64(4)), pointer(7, zero))  # fmt: skip
+            places = [
+                b.bitcast(pointer(8, b.add(arguments[9], I64(BLOCK * row))), FLOATS.as_pointer())
+                for row in range(n_rows)
+            ]
+            totals = [b.load(place, align=4) for place in places]
+            group, totals = groups.add_while(zero, arguments[1], _AT_ONCE, totals)
+            _, totals = groups.add_while(group, arguments[1], 1, totals)
+            for place, total in zip(places, totals, strict=True):
+                b.store(total, place, align=4)
+            return context.get_dummy_value()
+
+        i = types.int64
+        return types.void(panel, i, scales, i, x, i, i, parts, sums, i), codegen
+
+    return add_groups
+
+
+_FEW = 4
+_of_few, _of_many = _add_groups(_FEW), _add_groups(ROWS)
+
+
+@compiled(parallel=True, error_model="numpy")
+def product(codes, scales, x_TP, shape, bias, activation, n_parts, out_TO):  # type: ignore[no-untyped-def]
+    """Set out = activation(x W^T + bias), with weights of 8 or 4 bits.
+
+    Args:
+        codes, scales, bias, activation, n_parts: as for `quantised_kernels.product`.
+        x_TP: uint32, rows of pairs, a multiple of 16.
+        shape: `amx.shape` for the number of rows.
+    """
+    n_rows, n_out = out_TO.shape
+    n_pairs, x = x_TP.shape[1], x_TP.reshape(-1)
+    n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_pairs // PAIRS
+    block_codes = len(codes) // n_blocks
+    at_once = max(ROWS, CACHED_ROW_BYTES // (4 * n_pairs) // ROWS * ROWS)
+    for part in prange(n_parts):
+        amx.configure(shape)
+        parts, panel = amx.aligned(_AT_ONCE * ROWS * BLOCK), amx.aligned(_GROUPS * TILE_BYTES // 4)
+        sums = amx.aligned((at_once + 2 * ROWS) * BLOCK)
+        start = 0
+        while start < n_rows:
+            end = n_rows if n_rows - start < at_once + ROWS else start + at_once
+            for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
+                sums[:] = np.float32(0.0)
+                for group in range(0, n_groups, _GROUPS):
+                    n = min(_GROUPS, n_groups - group)
+                    _unpack(codes, o * block_codes + group * (block_codes // n_groups), n, panel)
+                    scale = (o * n_groups + group) * BLOCK
+                    for at in range(0, end - start, ROWS):
+                        t = _first_row(start, end, at)
+                        pair, place = t * n_pairs + group * PAIRS, at * BLOCK
+                        if n_rows <= _FEW:
+                            _of_few(panel, n, scales, scale, x, pair, n_pairs, parts, sums, place)
+                        else:
+                            _of_many(panel, n, scales, scale, x, pair, n_pairs, parts, sums, place)
+                for at in range(0, end - start, ROWS):
+                    t = _first_row(start, end, at)
+                    write(sums[at * BLOCK :], ROWS, 1, bias, activation, o, out_TO[t : min(t + ROWS, end)])
+            start = end
+        amx.release()
+
+
+@njit(inline="always")
+def _first_row(start, end, at):  # type: ignore[no-untyped-def]
+    """Return the first row of a tile: the last tile begins earlier, so that it has as many rows as the others."""
+    return max(start, min(start + at, end - ROWS))

@@ -1,0 +1,120 @@
+"""Emits the code that turns integers of 8 and 4 bits into vectors of numbers, and multiplies these.
+
+Sixteen outputs form a block, and lie in the lanes of a vector. Layout, for each block and each group of 32 inputs in it
+(512 or 256 bytes):
+    8 bits: 16 pairs of inputs; a pair has 16 outputs of two bytes, the first input's first.
+    4 bits: 4 times 32 words of 16 bits, for 16 outputs and the two inputs of a pair; a word holds these for 4 pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from llvmlite import ir
+from numba.core import cgutils
+
+GROUP = 32
+"""Inputs that share a scale."""
+
+BLOCK = 16
+"""Outputs that are computed at once."""
+
+PAIRS = GROUP // 2
+I8, I16, I32, I64, F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_BYTES, _SHORTS, INTS, FLOATS = (ir.VectorType(kind, BLOCK) for kind in (I8, I16, I32, F32))
+_WORDS = ir.VectorType(I16, 2 * BLOCK)
+ZEROS = ir.Constant(FLOATS, [0.0] * BLOCK)
+
+
+class _BFloat(ir.Type):  # type: ignore[misc]
+    """Names LLVM's bfloat, which llvmlite does not know."""
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    __str__ = _to_string
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+PAIRS_OF_BFLOAT = ir.VectorType(_BFloat(), 2 * BLOCK)
+
+
+def _as_short(bits: int) -> int:
+    return bits - (1 << 16) if bits >> 15 else bits
+
+
+_BFLOAT_OF_CODE = [_as_short(int(np.float32((code & 15) - 8).view(np.uint32) >> 16)) for code in range(32)]
+"""bfloat16 of the integers -8 .. 7, twice: a lookup uses five bits of its index, of which the fifth does not count."""
+
+
+class Emitter:
+    """Emits vectors of a block's weights, and what is done with them.
+
+    Args:
+        is_paired: weights become pairs of bfloat16, which holds these integers exactly; else float32.
+    """
+
+    def __init__(self, builder: ir.IRBuilder, n_bits: int, *, is_paired: bool) -> None:
+        self.b, self.n_bits, self.is_paired = builder, n_bits, is_paired
+
+    def weights(self, codes: ir.Value) -> Iterator[list[ir.Value]]:
+        """Yield each pair of inputs of the group at `codes`: one vector of pairs, or two of float32."""
+        words = None
+        for pair in range(PAIRS):
+            if self.n_bits == 4 and pair % 4 == 0:
+                words = self._load(codes, 16 * pair, INTS)
+            yield self._bytes(codes, pair) if words is None else self._nibbles(words, pair % 4)
+
+    def scales(self, scales: ir.Value, group: ir.Value) -> ir.Value:
+        """Return the scales of a block's group as float32; `scales` points to the block's first."""
+        short = self._load(self.b.gep(scales, [self.b.mul(group, I64(BLOCK))]), 0, _SHORTS)
+        return self.b.bitcast(self.b.shl(self.b.zext(short, INTS), _every(16)), FLOATS)
+
+    def multiply_add(self, weight: ir.Value, x: ir.Value, sums: ir.Value) -> ir.Value:
+        if self.is_paired:
+            return self._call("llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, sums, weight, x)
+        return self.fma(weight, x, sums)
+
+    def fma(self, x: ir.Value, y: ir.Value, z: ir.Value) -> ir.Value:
+        return self._call(f"llvm.fma.v{BLOCK}f32", FLOATS, x, y, z)
+
+    def in_every_lane(self, x: ir.Value) -> ir.Value:
+        """Return a number, or a pair of two bfloat16, in every lane."""
+        nothing = ir.Constant(ir.VectorType(x.type, BLOCK), ir.Undefined)
+        every = self.b.shuffle_vector(self.b.insert_element(nothing, x, I32(0)), nothing, _every(0))
+        return self.b.bitcast(every, PAIRS_OF_BFLOAT) if self.is_paired else every
+
+    def _bytes(self, codes: ir.Value, pair: int) -> list[ir.Value]:
+        b, at = self.b, 2 * BLOCK * pair
+        if self.is_paired:
+            low, high = (b.sitofp(b.sext(self._load(codes, at + k, _BYTES), INTS), FLOATS) for k in (0, BLOCK))
+            return [self._call("llvm.x86.avx512bf16.cvtne2ps2bf16.512", PAIRS_OF_BFLOAT, high, low)]
+        both = b.sext(self._load(codes, at, _SHORTS), INTS)
+        first = b.ashr(b.shl(both, _every(24)), _every(24))
+        return [b.sitofp(x, FLOATS) for x in (first, b.ashr(both, _every(8)))]
+
+    def _nibbles(self, words: ir.Value, place: int) -> list[ir.Value]:
+        b = self.b
+        if self.is_paired:
+            codes = b.lshr(b.bitcast(words, _WORDS), ir.Constant(_WORDS, [4 * place] * 2 * BLOCK))
+            table = ir.Constant(_WORDS, _BFLOAT_OF_CODE)
+            return [b.bitcast(self._call("llvm.x86.avx512.permvar.hi.512", _WORDS, table, codes), PAIRS_OF_BFLOAT)]
+        codes_of_two = (b.and_(b.lshr(words, _every(4 * place + 16 * k)), _every(15)) for k in range(2))
+        return [b.sitofp(b.sub(codes, _every(8)), FLOATS) for codes in codes_of_two]
+
+    def _load(self, codes: ir.Value, at: int, kind: ir.Type) -> ir.Value:
+        return self.b.load(self.b.bitcast(self.b.gep(codes, [I64(at)]), kind.as_pointer()), align=1)
+
+    def _call(self, name: str, returns: ir.Type, *values: ir.Value) -> ir.Value:
+        kind = ir.FunctionType(returns, [value.type for value in values])
+        return self.b.call(cgutils.get_or_insert_function(self.b.module, kind, name), values)  # type: ignore[no-untyped-call]
+
+
+def _every(number: int) -> ir.Constant:
+    return ir.Constant(INTS, [number] * BLOCK)
