@@ -16,7 +16,19 @@ from typing import Annotated
 import torch
 import typer
 
-from benchmarks import agentic, architectures, books, compiling, gpu_tune, kernels, prefixes, restarts, speed, states
+from benchmarks import (
+    agentic,
+    agreement,
+    architectures,
+    books,
+    compiling,
+    gpu_tune,
+    kernels,
+    prefixes,
+    restarts,
+    speed,
+    states,
+)
 from benchmarks import dtypes as dtypes_
 from benchmarks import gpu as gpu_kernels
 from benchmarks import llamacpp as llamacpp_
@@ -49,7 +61,7 @@ def _run(
     out: Path | None,
     threads: int | None,
     **options: object,
-) -> None:
+) -> Report:
     if tests:
         require_green(*tests, only="prompt_at_once or kernel" if quick and tests == MODEL_TESTS else None)
     if threads is not None:
@@ -58,6 +70,7 @@ def _run(
     report.show()
     if out is not None:
         report.write(out)
+    return report
 
 
 @app.command()
@@ -100,6 +113,24 @@ def llamacpp(
     tests = ("tests/benchmarks/test_llamacpp.py", *(() if quick else ("tests/models/test_gguf.py",)))
     models = _known(model, llamacpp_.MODELS, n_quick=1 if quick else None)
     _run(llamacpp_.llamacpp, tests, quick, out, threads, models=models)
+
+
+@app.command()
+def gguf(
+    family: Annotated[
+        list[str] | None,
+        typer.Option("--family", help="llama.cpp's name of an architecture; may be repeated; all unless given."),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two families.")] = False,
+    out: Out = None,
+    threads: Threads = None,
+) -> None:
+    """Compare logits with llama.cpp's own for each family whose GGUF files are read; exit with 1 if any differ."""
+    require_llamacpp()
+    families = _known(family, tuple(agreement.FAMILIES), n_quick=2 if quick else None)
+    report = _run(agreement.agreement, (), quick, out, threads, families=families)
+    if not all(row["same model"] for rows in report.tables.values() for row in rows):
+        raise typer.Exit(1)
 
 
 def _known(models: list[str] | None, all_models: tuple[str, ...] = MODELS, *, n_quick: int | None) -> list[str]:
@@ -231,7 +262,7 @@ def table_() -> None:
 
 @app.command(name="all")
 def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Run all commands but `compile`, `gpu`, `llamacpp` and `tune`, each in a process of its own.
+    """Run all commands but `compile`, `gguf`, `gpu`, `llamacpp` and `tune`, each in a process of its own.
 
     In one process, the heap that one command leaves behind changes a peer's time by half.
     """

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,26 +24,41 @@ from torch import Tensor
 
 Tensors = dict[str, Tensor]
 _MOST_LAYERS = 32
+_ONLY_F32 = r"(norm|conv1d|conv|ffn_gate_inp|time_mix_(w1|w2|lerp_fused))\.weight$"
 
 
-def write_gguf(folder: Path, path: Path, kind: str = "F32", *, leave_out: str = "", **changed: Any) -> Path:
+def write_gguf(
+    folder: Path,
+    path: Path,
+    kind: str = "F32",
+    *,
+    leave_out: str = "",
+    world_tokens: Sequence[bytes] = (),
+    **changed: Any,
+) -> Path:
     """Write the checkpoint of a folder to a GGUF file.
 
     Args:
         kind: the type of matrices, such as "Q8_0". Those whose rows are not whole blocks are F16, and what llama.cpp
             reads in F32 only is F32: norms, convolutions and decays.
         leave_out: a tensor that is not written.
+        world_tokens: the tokenizer's tokens, as RWKV has them, behind the one that ends texts.
         changed: metadata that are written instead.
     """
     config = json.loads((folder / "config.json").read_text())
     tensors = {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
     arch, fields, tensors = _WRITERS[config["model_type"]](config, tensors)
     writer = GGUFWriter(path, MODEL_ARCH_NAMES[arch])
+    if "attention.key_length" in fields:
+        fields["attention.value_length"] = fields["attention.key_length"]
     fields |= {
         "block_count": config.get("num_hidden_layers") or len(config["layers_block_type"]),
         "embedding_length": config["hidden_size"],
-        "attention.layer_norm_rms_epsilon": next(config[k] for k in config if k.endswith(("norm_eps", "norm_epsilon"))),
     }
+    eps = next(config[k] for k in config if k.endswith(("norm_eps", "norm_epsilon")))
+    # as configs name it; llama.cpp takes either for Nemotron-H
+    is_plain = arch in (MODEL_ARCH.RWKV7, MODEL_ARCH.NEMOTRON_H, MODEL_ARCH.NEMOTRON_H_MOE)
+    fields[f"attention.layer_norm_{'' if is_plain else 'rms_'}epsilon"] = eps
     for key, value in (fields | changed).items():
         _add(writer, f"{writer.arch}.{key}", value)
     for name, tensor in tensors.items():
@@ -50,7 +67,9 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", *, leave_out: str = 
         data = tensor.contiguous().numpy()
         dtype = _dtype_of(name, data, GGMLQuantizationType[kind])
         writer.add_tensor(name, quantize(data, dtype), raw_dtype=dtype)
-    if (folder / "tokenizer.json").exists():
+    if world_tokens:
+        _add_world(writer, world_tokens)
+    elif (folder / "tokenizer.json").exists():
         _add_tokenizer(writer, folder)
     else:
         writer.add_tokenizer_model("no_vocab")
@@ -64,7 +83,7 @@ def write_gguf(folder: Path, path: Path, kind: str = "F32", *, leave_out: str = 
 
 def _dtype_of(name: str, data: np.ndarray, kind: GGMLQuantizationType) -> GGMLQuantizationType:
     """Choose the type of a tensor as llama.cpp's converter does."""
-    is_matrix = name.endswith(".weight") and not name.endswith(("norm.weight", "conv1d.weight", "conv.weight"))
+    is_matrix = name.endswith(".weight") and not re.search(_ONLY_F32, name)
     if data.ndim < 2 or not is_matrix or kind == GGMLQuantizationType.F32:
         return GGMLQuantizationType.F32
     return kind if data.shape[-1] % GGML_QUANT_SIZES[kind][0] == 0 else GGMLQuantizationType.F16
@@ -84,6 +103,15 @@ def _add_tokenizer(writer: GGUFWriter, folder: Path) -> None:
     writer.add_eos_token_id(tokens.index(config["eos_token"]))
     writer.add_pad_token_id(tokens.index(config["pad_token"]))
     writer.add_chat_template((folder / "chat_template.jinja").read_text())
+
+
+def _add_world(writer: GGUFWriter, tokens: Sequence[bytes]) -> None:
+    writer.add_tokenizer_model("rwkv")
+    writer.add_token_list([b"<s>", *(repr(token)[2:-1].encode() for token in tokens)])
+    writer.add_token_types([3] + [1] * len(tokens))
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(0)
+    writer.add_chat_template("rwkv-world")
 
 
 def _add(writer: GGUFWriter, key: str, value: Any) -> None:
@@ -262,6 +290,19 @@ def _granite(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict
     return MODEL_ARCH.GRANITE_HYBRID, fields, found
 
 
+def _bamba(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    """Write Bamba, which llama.cpp's converter makes a Granite with positions."""
+    n_layers, n_heads = config["num_hidden_layers"], config["num_attention_heads"]
+    layers = [i for i in range(n_layers) if f"model.layers.{i}.self_attn.q_proj.weight" in tensors]
+    share = config["rope_parameters"].get("partial_rotary_factor", 1.0)
+    fields = _attention(config, layers) | _ssm(config) | {
+        "feed_forward_length": config["intermediate_size"], "rope.scaling.finetuned": True,
+        "rope.dimension_count": int(share * config["hidden_size"] // n_heads),
+    }  # fmt: skip
+    found = _of_heads(config, _pair_all(config, tensors))
+    return MODEL_ARCH.GRANITE_HYBRID, fields, _renamed(MODEL_ARCH.GRANITE_HYBRID, found)
+
+
 def _falcon_h1(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
     fields = _attention(config) | _ssm(config) | {
         "ssm.inner_size": config["mamba_d_ssm"], "feed_forward_length": config["intermediate_size"],
@@ -292,18 +333,84 @@ def _lfm2(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[st
     return MODEL_ARCH.LFM2, fields, _renamed(MODEL_ARCH.LFM2, _of_states(tensors))
 
 
+def _lfm2_moe(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    layers = [i for i, kind in enumerate(config["layer_types"]) if kind == "full_attention"]
+    fields = _attention(config, layers) | {
+        "feed_forward_length": config["intermediate_size"], "expert_count": config["num_experts"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "leading_dense_block_count": config["num_dense_layers"], "expert_gating_func": 2,
+        "shortconv.l_cache": config["conv_L_cache"],
+    }  # fmt: skip
+    parts = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+    found: Tensors = {}
+    for name, tensor in _stack_experts(_of_states(tensors), "feed_forward").items():
+        *rest, part, _ = name.split(".")
+        if ".experts." in name and part in parts:  # stacked
+            name = ".".join((*rest, parts[part], "weight"))
+        found[name + ".bias" if name.endswith("expert_bias") else name] = tensor
+    return MODEL_ARCH.LFM2MOE, fields, _renamed(MODEL_ARCH.LFM2MOE, found)
+
+
 def _nemotron_h(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
     kinds = config["layers_block_type"]
     layers = [i for i, kind in enumerate(kinds) if kind in ("attention", "full_attention")]
+    has_experts = "moe" in kinds
+    width = config["moe_intermediate_size"] if has_experts else config["intermediate_size"]
     fields = _attention(config, layers) | {
-        "feed_forward_length": [config["intermediate_size"] if kind == "mlp" else 0 for kind in kinds],
+        "feed_forward_length": [width if kind in ("mlp", "moe") else 0 for kind in kinds],
         "attention.key_length": config["head_dim"], "ssm.conv_kernel": config["conv_kernel"],
         "ssm.inner_size": config["mamba_num_heads"] * config["mamba_head_dim"],
         "ssm.state_size": config["ssm_state_size"], "ssm.time_step_rank": config["mamba_num_heads"],
         "ssm.group_count": config["n_groups"],
     }  # fmt: skip
-    found = _of_heads(config, _pair_all(config, tensors))
-    return MODEL_ARCH.NEMOTRON_H, fields, _renamed(MODEL_ARCH.NEMOTRON_H, found)
+    if has_experts:
+        fields |= {
+            "expert_count": config["n_routed_experts"], "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": width, "expert_shared_count": config["n_shared_experts"],
+            "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+            "expert_weights_norm": config["norm_topk_prob"], "expert_group_count": config["n_group"],
+            "expert_weights_scale": float(config["routed_scaling_factor"]),
+            "expert_group_used_count": config["topk_group"],
+        }  # fmt: skip
+        if config.get("moe_latent_size"):
+            fields["moe_latent_size"] = config["moe_latent_size"]
+    arch = MODEL_ARCH.NEMOTRON_H_MOE if has_experts else MODEL_ARCH.NEMOTRON_H
+    found: Tensors = {}
+    for name, tensor in _of_heads(config, _pair_all(config, _split_experts(tensors, "mixer"))).items():
+        found[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
+    return arch, fields, _renamed(arch, found)
+
+
+def _rwkv7(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
+    """Write flash-linear-attention's checkpoint: the first layer gets copies of a where others mix values."""
+    fields = {
+        "context_length": 2**20, "wkv.head_size": config["head_dim"],
+        "attention.decay_lora_rank": config["decay_low_rank_dim"],
+        "attention.iclr_lora_rank": config["a_low_rank_dim"], "attention.gate_lora_rank": config["gate_low_rank_dim"],
+        "attention.value_residual_mix_lora_rank": config["v_low_rank_dim"],
+        "feed_forward_length": config["intermediate_size"], "attention.head_count": 0,
+    }  # fmt: skip
+    found: Tensors = {}
+    for name, tensor in tensors.items():
+        layer = f"blk.{name.split('.')[2]}" if ".layers." in name else ""
+        part = name.split(".attn.")[-1]
+        if part == "x_r":
+            mixtures = [tensors[name[:-1] + letter] for letter in "rwkvag"]
+            found[f"{layer}.time_mix_lerp_fused.weight"] = torch.stack(mixtures)
+        elif "_lora." in part:
+            number = {"0.weight": 1, "2.weight": 2, "2.bias": 0}[part.split(".lora.")[1]]
+            found[f"{layer}.time_mix_{part[0]}{number}.weight"] = tensor
+            if layer == "blk.0" and part[0] == "a":
+                found[f"{layer}.time_mix_v{number}.weight"] = tensor
+        elif part in ("k_k", "k_a", "r_k"):
+            found[f"{layer}.time_mix_{part}.weight"] = tensor.flatten()
+        elif not part.startswith("x_"):
+            renamed = name.replace("attn_norm", "ln1").replace("ffn_norm", "ln2").replace("g_norm", "ln_x")
+            renamed = renamed.replace(".attn.", ".attention.").replace(".ffn.", ".feed_forward.")
+            renamed += ".weight" if renamed.endswith("x_k") else ""
+            found |= _renamed(MODEL_ARCH.RWKV7, {renamed: tensor})
+    return MODEL_ARCH.RWKV7, fields, found
 
 
 def _qwen(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[str, Any], Tensors]:
@@ -319,6 +426,10 @@ def _qwen(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[st
         "ssm.conv_kernel": config["linear_conv_kernel_dim"], "ssm.state_size": d_k, "ssm.group_count": n_k,
         "ssm.time_step_rank": n_v, "ssm.inner_size": n_v * d_v,
     }  # fmt: skip
+    if not is_next:
+        n_pairs = int(share * config["head_dim"]) // 2
+        sections = config["rope_parameters"].get("mrope_section") or [n_pairs - 2 * (n_pairs // 3), *[n_pairs // 3] * 2]
+        fields["rope.dimension_sections"] = [*sections, 0]
     if n_experts:
         fields |= {
             "expert_count": n_experts, "expert_used_count": config["num_experts_per_tok"],
@@ -358,10 +469,10 @@ def _qwen(config: dict[str, Any], tensors: Tensors) -> tuple[MODEL_ARCH, dict[st
     return arch, fields, found
 
 
-def _split_experts(tensors: Tensors) -> Tensors:
+def _split_experts(tensors: Tensors, prefix: str = "mlp") -> Tensors:
     """Stack experts, and part the halves of those that are stacked with gate and up in one."""
     found: Tensors = {}
-    for name, tensor in _stack_experts(tensors, "mlp").items():
+    for name, tensor in _stack_experts(tensors, prefix).items():
         if name.endswith("experts.gate_up_proj"):
             gate, up = tensor.chunk(2, 1)
             base = name.removesuffix("gate_up_proj")
@@ -372,7 +483,7 @@ def _split_experts(tensors: Tensors) -> Tensors:
 
 
 _WRITERS = {
-    "falcon_h1": _falcon_h1, "granitemoehybrid": _granite, "jamba": _jamba, "lfm2": _lfm2, "llama": _llama,
-    "mamba": _mamba, "mamba2": _mamba2, "nemotron_h": _nemotron_h, "qwen3": _qwen3,
-    "qwen3_5_moe_text": _qwen, "qwen3_5_text": _qwen, "qwen3_next": _qwen,
+    "bamba": _bamba, "falcon_h1": _falcon_h1, "granitemoehybrid": _granite, "jamba": _jamba, "lfm2": _lfm2,
+    "lfm2_moe": _lfm2_moe, "llama": _llama, "mamba": _mamba, "mamba2": _mamba2, "nemotron_h": _nemotron_h,
+    "qwen3": _qwen3, "qwen3_5_moe_text": _qwen, "qwen3_5_text": _qwen, "qwen3_next": _qwen, "rwkv7": _rwkv7,
 }  # fmt: skip

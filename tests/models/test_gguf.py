@@ -23,10 +23,12 @@ from tests.models.checkpoints import CONFIGS, write_checkpoint
 from tests.models.gguf_files import write_gguf
 
 FAMILIES = (
-    "granite-moe-hybrid", "granite-moe-hybrid-rope-two-of-four-experts",
-    "granite-moe-hybrid-no-experts", "jamba", "jamba-two-of-four-experts", "jamba-no-attention", "lfm2",
-    "lfm2-biases-untied", "llama", "llama-biases-tied", "llama-3-rope", "mamba", "mamba-bias-untied", "mamba2",
-    "mamba2-tied", "qwen3", "qwen3.5", "qwen3.5-moe", "qwen3.5-moe-two-of-three-experts", "qwen3-next",
+    "bamba",
+    "granite-moe-hybrid", "granite-moe-hybrid-rope-two-of-four-experts", "granite-moe-hybrid-no-experts", "jamba",
+    "jamba-two-of-four-experts", "jamba-no-attention", "lfm2", "lfm2-biases-untied",
+    "lfm2-moe-three-of-four-experts", "llama", "llama-biases-tied", "llama-3-rope", "mamba", "mamba-bias-untied",
+    "mamba2", "mamba2-tied", "nemotron-h-two-of-eight-experts", "qwen3", "qwen3.5", "qwen3.5-moe",
+    "qwen3.5-moe-two-of-three-experts", "qwen3-next", "rwkv7",
 )  # fmt: skip
 
 
@@ -42,6 +44,8 @@ def test_a_file_is_the_checkpoint_that_it_was_made_from(name: str, tmp_path: Pat
     config = CONFIGS[name]()
     if hasattr(config, "time_step_limit"):
         config.time_step_limit = (0.0, float("inf"))  # llama.cpp knows no other
+    if config.model_type == "lfm2_moe":
+        config.routed_scaling_factor = 1.0  # likewise
     folder = write_checkpoint(tmp_path, config)
     expected = logits(load_model(folder))
     model = load_model(write_gguf(folder, tmp_path / "model.gguf"))
@@ -203,3 +207,19 @@ def test_a_tokenizer_is_the_folders_with_its_template_and_the_command_line_takes
     assert replies[0].exit_code == 0 and "Milo" in replies[0].stdout and replies[0].stdout == replies[1].stdout
     with pytest.raises(FormatError, match="no tokenizer that can be read"):
         load_tokenizer(write_gguf(write_checkpoint(tmp_path, CONFIGS["mamba"]()), tmp_path / "without.gguf"))
+
+
+def test_the_tokenizer_of_rwkv_takes_the_longest_token_that_fits(tmp_path: Path) -> None:
+    tokens = [bytes([i]) for i in range(256)] + [b"the", b"then", b"\n\n", "\u00e9".encode(), b"it's", b"  ", b"<s>"]
+    path = write_gguf(write_checkpoint(tmp_path, CONFIGS["rwkv7"]()), tmp_path / "model.gguf", world_tokens=tokens)
+    tokenizer = load_tokenizer(path)
+    ids = {token: i + 1 for i, token in enumerate(tokens)}
+    text = "then theo\n\n\n   it's \u00e9\U0001f600"
+    expected = [b"then", b" ", b"the", b"o", b"\n\n", b"\n", b"  ", b" ", b"it's", b" ", "\u00e9".encode()]
+    expected += [bytes([byte]) for byte in "\U0001f600".encode()]
+    found = tokenizer.encode(text)
+    assert found == [ids[token] for token in expected] and tokenizer.decode(found) == text
+    assert tokenizer.encode("<s>", split_special_tokens=True) == [ids[b"<s>"]] and tokenizer.eos_token_id == 0
+    assert tokenizer.chat_template is None and tokenizer.decode([*found, 0], skip_special_tokens=True) == text
+    with pytest.raises(FormatError, match="no token for the byte 0xff"):
+        load_tokenizer(write_gguf(tmp_path, tmp_path / "other.gguf", world_tokens=tokens[:255]))

@@ -11,12 +11,12 @@ from torch import Tensor
 from memory.errors import FormatError
 from models.loading.checkpoint import Checkpoint
 from models.loading.gguf.file import GgufFile
+from models.loading.gguf.names import expert_of, known_name, layer_of
 from models.loading.gguf.undo import interleave_by_key_head, undo
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 _QKVZ = ".linear_attn.in_proj_qkvz.weight"
 _HALVES = {"shared_mlp.input_linear": "shared_mlp", "block_sparse_moe.input_linear": "experts"}
 
@@ -71,31 +71,32 @@ class GgufCheckpoint(Checkpoint):
         """Return the names, in the file, of tensors that were not taken, but for layers that only draft tokens."""
         n_layers = self._config.num_hidden_layers
         left = set(self._file) - self._used - {"rope_freqs.weight"}
-        return sorted(name for name in left if not (name.startswith("blk.") and int(_layer(name)) >= n_layers))
+        if self._file.architecture == "rwkv7":  # its first layer has values of its own to mix, which no one reads
+            left -= {f"blk.0.time_mix_v{i}.weight" for i in range(3)}
+        return sorted(name for name in left if not (name.startswith("blk.") and int(layer_of(name)) >= n_layers))
 
     def _sources(self, name: str) -> list[str]:
         """Return the names of the tensors in the file from which a tensor is made; empty if there can be none."""
-        if match := _EXPERT.fullmatch(name):
-            return self._mapped(f"model.layers.{_layer(name)}.mlp.experts.{match[3]}.weight")
+        if expert := expert_of(name):
+            return self._mapped(expert[0])
         for part in _HALVES:
             if name.endswith(f".{part}.weight"):
-                layer = f"blk.{_layer(name)}.ffn"
+                layer = f"blk.{layer_of(name)}.ffn"
                 suffix = "_exps" if _HALVES[part] == "experts" else self._shared_suffix(name)
                 return [f"{layer}_gate{suffix}.weight", f"{layer}_up{suffix}.weight"]
         if name.endswith(".shared_mlp.output_linear.weight"):
-            return [f"blk.{_layer(name)}.ffn_down{self._shared_suffix(name)}.weight"]
+            return [f"blk.{layer_of(name)}.ffn_down{self._shared_suffix(name)}.weight"]
         if name.endswith(_QKVZ):
-            return [f"blk.{_layer(name)}.{part}.weight" for part in ("attn_qkv", "attn_gate")]
-        if name.endswith(".dt_bias"):
-            name = name.removesuffix("dt_bias") + "dt_proj.bias"
-        return self._mapped(name)
+            return [f"blk.{layer_of(name)}.{part}.weight" for part in ("attn_qkv", "attn_gate")]
+        if self._file.architecture == "rwkv7" and name.endswith(".x_x"):
+            return [f"blk.{layer_of(name)}.time_mix_lerp_fused.weight"]
+        return self._mapped(known_name(self._file.architecture, name))
 
     def _shared_suffix(self, name: str) -> str:
         """Return what the file adds to the names of an expert for all tokens, if there are others beside it."""
-        return "_shexp" if f"blk.{_layer(name)}.ffn_down_exps.weight" in self._file else ""
+        return "_shexp" if f"blk.{layer_of(name)}.ffn_down_exps.weight" in self._file else ""
 
     def _mapped(self, name: str) -> list[str]:
-        name = name.replace("model.language_model.", "model.")
         for prefix in ("model.", "backbone."):
             known = re.sub(r"^(model|backbone)\.", prefix, name)
             if (found := self._names.get_name(known, try_suffixes=(".weight", ".bias"))) is not None:
@@ -104,17 +105,13 @@ class GgufCheckpoint(Checkpoint):
 
     def _read(self, name: str) -> Tensor:
         sources = self._sources(name)
-        if match := _EXPERT.fullmatch(name):
-            return self._file.read(sources[0], self.dtype, int(match[2]))
+        if expert := expert_of(name):
+            return self._file.read(sources[0], self.dtype, expert[1])
         parts = [self._file.read(source, self.dtype) for source in sources]
         if name.endswith(_QKVZ):
             return interleave_by_key_head(self._config, *parts)
         tensor = parts[0] if len(parts) == 1 else torch.cat(parts, -2)
         return undo(self._file.architecture, self._config, name, tensor)
-
-
-def _layer(name: str) -> str:
-    return next(part for part in name.split(".") if part.isdecimal())
 
 
 def _without_ones(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Makes a tokenizer from a GGUF file, by transformers."""
+"""Makes a tokenizer from a GGUF file, by transformers where it knows the kind."""
 
 from __future__ import annotations
 
@@ -6,24 +6,46 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from memory.errors import FormatError
+from models.loading.gguf.file import GgufFile
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerBase
 
 
-def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerFast:
+def load_gguf_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, with its chat template.
 
-    Raises FormatError if there is none, or transformers cannot read its kind.
+    Raises FormatError if there is none, or it cannot be read.
     """
-    from transformers import PreTrainedTokenizerFast
-    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
-
+    file = GgufFile(path)
     try:
-        architecture, tokens, config = get_gguf_tokenizer(str(path))
-        backend, more = convert_gguf_tokenizer(architecture, tokens)
-        return PreTrainedTokenizerFast(tokenizer_object=backend, **config, **more)
+        if file.value("tokenizer.ggml.model", is_needed=False) == "rwkv":
+            return _load_world(file)
+        return _load_known(path)
+    except FormatError:
+        raise
     except Exception as error:  # it indexes into whatever the file says
         raise FormatError(
             f"{path} has no tokenizer that can be read ({type(error).__name__}: {error}); load one from a folder"
         ) from error
+
+
+def _load_known(path: Path) -> PreTrainedTokenizerBase:
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    architecture, tokens, config = get_gguf_tokenizer(str(path))
+    backend, more = convert_gguf_tokenizer(architecture, tokens)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **config, **more)
+
+
+def _load_world(file: GgufFile) -> PreTrainedTokenizerBase:
+    from models.loading.gguf.world import WorldTokenizer
+
+    template = file.value("tokenizer.chat_template", is_needed=False)
+    return WorldTokenizer(
+        file.value("tokenizer.ggml.tokens"),
+        file.value("tokenizer.ggml.token_type"),
+        int(file.value("tokenizer.ggml.eos_token_id", 0)),
+        chat_template=template if template and "{" in template else None,  # else a name that llama.cpp knows
+    )

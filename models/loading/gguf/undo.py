@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-_PERMUTED = ("llama", "granitehybrid", "nemotron_h")
+_PERMUTED = ("llama", "granitehybrid", "nemotron_h", "nemotron_h_moe")
 """Architectures whose queries and keys are reordered, so that a rotary pair's two elements are neighbours."""
 
 _OFFSET_NORMS = ("qwen3next", "qwen35", "qwen35moe")
@@ -30,6 +30,8 @@ def undo(architecture: str, config: PreTrainedConfig, name: str, tensor: Tensor)
     if architecture in _PERMUTED and (match := _QUERY_OR_KEY.search(name)):
         n_heads = config.num_attention_heads if match[1] == "q" else config.num_key_value_heads
         return _unpaired(tensor, n_heads)
+    if architecture == "rwkv7" and name.endswith(".r_k"):
+        return tensor.reshape(config.num_heads, -1)
     if architecture in _OFFSET_NORMS and name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight"):
         return tensor.float() - 1
     if architecture in _TILED_HEADS and ".linear_attn." in name:

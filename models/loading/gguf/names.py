@@ -1,0 +1,51 @@
+"""Turns names of tensors in checkpoints of Hugging Face into names that the `gguf` package's tables know."""
+
+from __future__ import annotations
+
+import re
+
+_RWKV7 = (
+    (r"\.attn\.(\w)_lora\.lora\.0\.weight$", r".attention.\g<1>1.weight"),
+    (r"\.attn\.(\w)_lora\.lora\.2\.weight$", r".attention.\g<1>2.weight"),
+    (r"\.attn\.(\w)_lora\.lora\.2\.bias$", r".attention.\g<1>0.weight"),
+    (r"\.attn\.(k_k|k_a|r_k)$", r".attention.\1.weight"),
+    (r"\.attn\.g_norm\.", ".attention.ln_x."),
+    (r"\.attn\.", ".attention."),
+    (r"\.ffn\.x_k$", ".feed_forward.x_k.weight"),
+    (r"\.ffn\.", ".feed_forward."),
+    (r"\.attn_norm\.", ".ln1."),
+    (r"\.ffn_norm\.", ".ln2."),
+)
+"""flash-linear-attention's names of RWKV-7; the first that fits is replaced."""
+
+_OTHERS = (
+    (r"\.dt_bias$", ".dt_proj.bias"),
+    (r"\.e_score_correction_bias$", ".e_score_correction.bias"),
+    (r"\.expert_bias$", ".expert_bias.bias"),
+)
+
+_PARTS_OF_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
+
+
+def known_name(architecture: str, name: str) -> str:
+    """Return a name as the tables have it, for a tensor that the file holds as one."""
+    for pattern, replacement in _RWKV7 if architecture == "rwkv7" else _OTHERS:
+        name, n_replaced = re.subn(pattern, replacement, name)
+        if n_replaced:
+            break
+    return name.replace("model.language_model.", "model.")
+
+
+def expert_of(name: str) -> tuple[str, int] | None:
+    """Return the name of a stack of experts, and the number in it of the expert whose weight this is; None if none."""
+    if (match := _EXPERT.fullmatch(name)) is None:
+        return None
+    part = _PARTS_OF_EXPERTS.get(match[3], match[3])
+    return f"model.layers.{layer_of(name)}.mlp.experts.{part}.weight", int(match[2])
+
+
+def layer_of(name: str) -> str:
+    """Return the first number in a name."""
+    return next(part for part in name.split(".") if part.isdecimal())
