@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 def inspect(
-    file: Annotated[Path, typer.Argument(help="a saved sequence, chat or prefix cache, a model or its config")],
+    file: Annotated[
+        Path, typer.Argument(help="a saved sequence, chat or prefix cache, a server's sessions, a model or its config")
+    ],
     is_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Print what a file holds and whether it is whole: saved sequences, chats and prefix caches, models and configs.

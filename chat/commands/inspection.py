@@ -1,6 +1,6 @@
 """Finds out what a file is, what it holds and whether it is whole.
 
-It knows saved sequences and chats, saved prefix caches, checkpoints of models, and their configs.
+It knows saved sequences and chats, saved prefix caches, a server's sessions, checkpoints of models, and their configs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 
+from chat.commands.inspected_sessions import read_sessions
 from chat.commands.inspected_trees import Branch, branches_of, members_of, prefixes_in
 from chat.session.saved import SESSION_FILE, read_about
+from chat.stored.database import FILE, PREFIXES
 from memory import AttentionSpec, CrossAttentionSpec, FormatError, MemorySpec, RecurrentSpec
 from memory.storage.family_files import read_family
 from memory.storage.files import read_snapshot
@@ -50,7 +52,7 @@ class Finding:
     """Describes what a file holds.
 
     Attributes:
-        kind: "saved sequence", "saved chat", "saved prefix cache", "model" or "config".
+        kind: "saved sequence", "saved chat", "saved prefix cache", "server's sessions", "model" or "config".
         is_verified: whether all of it has the right checksum; None where there is none.
         facts: what there is to say, in the order to say it.
         by_kind: bytes of each kind.
@@ -83,9 +85,11 @@ def inspect_path(path: Path) -> Finding:
             return _inspect_model(path)
         if (path / CHECKPOINTS_FILE).exists():
             return _inspect_prefixes(path)
+        if (path / FILE).exists():
+            return _inspect_sessions(path)
         raise FormatError(
-            f"{path} holds no {SESSION_FILE}, config.json or {CHECKPOINTS_FILE}; give a saved sequence, a saved chat, "
-            "the folder of a prefix cache, or a model's folder"
+            f"{path} holds no {SESSION_FILE}, config.json, {CHECKPOINTS_FILE} or {FILE}; give a saved sequence, a "
+            "saved chat, the folder of a prefix cache or of a server's sessions, or a model's folder"
         )
     if not path.exists():
         raise FormatError(f"there is no {path}; give a saved sequence, a saved chat, or a model's folder")
@@ -145,6 +149,17 @@ def _inspect_prefixes(folder: Path) -> Finding:
         raise FormatError(f"{path} contradicts itself ({error!r}); save the checkpoints again") from error
     by_kind = {"tokens": int(about["tokens"].nbytes), "blocks": sum(branch.n_bytes or 0 for branch in tree)}
     return Finding("saved prefix cache", str(folder), True, facts, by_kind, tree=tree)
+
+
+def _inspect_sessions(folder: Path) -> Finding:
+    """Inspect the sessions of a server, with the checkpoints that are saved beside them."""
+    beside, parts, about = folder / PREFIXES, tuple[Finding, ...](), None
+    if (beside / CHECKPOINTS_FILE).exists():
+        parts, (_, about) = (_inspect_prefixes(beside),), read_snapshot(str(beside / CHECKPOINTS_FILE))
+    found = read_sessions(folder, about)
+    return Finding(
+        "server's sessions", str(folder), not found.faults, found.facts, found.by_kind, tree=found.tree, parts=parts
+    )
 
 
 def _inspect_chat(folder: Path) -> Finding:

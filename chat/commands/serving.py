@@ -11,6 +11,7 @@ from typing import Any
 from chat.engine.engine import Engine
 from chat.prompts import Tokenizer
 from chat.server import ServerOptions
+from chat.stored.database import PREFIXES
 from memory import FormatError, HybridMemory, MismatchError, SpecError
 from memory.prefix import PrefixCache
 from memory.storage.files import check_url, is_local, list_names
@@ -61,7 +62,7 @@ def find_places(chosen: Mapping[str, Any], memory: dict[str, Any]) -> Places:
         raise SpecError(f"--sessions {sessions}: its database needs a folder of this machine; name one")
     given = {name: value for name, value in memory.items() if value is not None}
     implied = {"swap_dir": str(Path(sessions) / "swapped"), "host_budget": memory["budget"]}
-    folder, save_every = folder or str(Path(sessions) / "prefixes"), save_every or _SAVE_SECONDS
+    folder, save_every = folder or str(Path(sessions) / PREFIXES), save_every or _SAVE_SECONDS
     return Places(folder, n_bytes or _PREFIX_BYTES, save_every, memory | implied | given)
 
 

@@ -31,7 +31,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         tokenizer: the engine's.
         model_id: the name by which clients call the model.
     Returns:
-        The app; `app.state.service` is the `Service` behind it.
+        The app; `app.state.service` is the `Service` behind it, `app.state.sessions` the `Desk` of stored sessions.
     Raises:
         FormatError, MismatchError: as `chat.stored.database.open_database`, for the folder of sessions.
     """
@@ -53,6 +53,7 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         exception_handlers={ApiError: answer_api_error, HTTPException: answer_http_error},
     )
     app.state.service = service
+    app.state.sessions = desk
     view = service.memory_view
     routes: dict[str, tuple[str, Callable[..., Any]]] = {
         "/health": ("GET", service.health),

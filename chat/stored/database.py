@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import sqlite3
+from contextlib import ExitStack
 from pathlib import Path
 
 from chat.prompts import Tokenizer
 from memory import FormatError, MemorySpec, MismatchError
 
 FILE = "sessions.sqlite"
+PREFIXES = "prefixes"
+"""The folder beside the database with the checkpoints of a server's last save."""
 VERSION = 1
 """Of the tables; a database with a higher one was written by a later release."""
 
@@ -50,22 +53,22 @@ def open_database(folder: str | None, model: str) -> sqlite3.Connection:
         MismatchError: one of another model.
     """
     place = ":memory:" if folder is None else str(Path(folder) / FILE)
-    try:
-        if folder is not None:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        # One thread at a time uses it, but not always the same one.
-        connection = sqlite3.connect(place, isolation_level=None, check_same_thread=False, timeout=10)
-        connection.row_factory = sqlite3.Row
-        connection.execute("PRAGMA journal_mode = WAL")
-        connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("PRAGMA secure_delete = ON")
-        _prepare(connection, place, model)
-    except (sqlite3.Error, OSError) as error:
-        raise FormatError(
-            f"{place} is no database of sessions that can be used ({error}); name another folder"
-        ) from None
-    return connection
+    with ExitStack() as opened:
+        try:
+            if folder is not None:
+                Path(folder).mkdir(parents=True, exist_ok=True)
+            # One thread at a time uses it, but not always the same one.
+            connection = sqlite3.connect(place, isolation_level=None, check_same_thread=False, timeout=10)
+            opened.callback(connection.close)
+            connection.row_factory = sqlite3.Row
+            for setting in ("journal_mode = WAL", "synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
+                connection.execute(f"PRAGMA {setting}")
+            _prepare(connection, place, model)
+        except (sqlite3.Error, OSError) as error:
+            message = f"{place} is no database of sessions that can be used ({error}); name another folder"
+            raise FormatError(message) from None
+        opened.pop_all()
+        return connection
 
 
 def _prepare(connection: sqlite3.Connection, place: str, model: str) -> None:

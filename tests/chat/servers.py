@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -148,11 +149,16 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 @contextmanager
 def running(
-    model: Any, tokenizer: Tokenizer, options: ServerOptions | None = None, *, budget: str = "64MiB", **engine: Any
-) -> Iterator[Running]:
-    """A server in a thread. In the end it is told to stop, and then nothing may be left."""
+    model: Any, tokenizer: Tokenizer, options: ServerOptions | None = None, *, budget: str = "64MiB",
+    saved: Path | None = None, **engine: Any,
+) -> Iterator[Running]:  # fmt: skip
+    """A server in a thread, with the prefixes that were saved. In the end it is told to stop, and then nothing may be
+    left.
+    """
     memory = HybridMemory(model.memory_spec, budget, poison=True)
     prefixes = PrefixCache(memory, grid_tokens=64)
+    if saved is not None:
+        prefixes.load(saved)
     app = make_app(Engine(model, memory, tokenizer, prefixes=prefixes, **engine), tokenizer, MODEL, options)
     service = app.state.service
     with bind("127.0.0.1", 0, has_key=False) as listener:
