@@ -14,7 +14,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from chat.decoding.sampling import Sampler, Sampling, check_sampling
+from chat.decoding.sampler import Sampler
+from chat.decoding.sampling import Sampling, check_sampling
 from chat.engine.arguments import check_parts, read_stop_ids
 from chat.engine.loop import decode
 from chat.engine.requests import read_token_ids
@@ -276,7 +277,7 @@ def n_best(
     stop_ids = read_stop_ids(stop_ids)
     prompt_ids = read_token_ids(prompt_ids, memory.spec.vocab_size)
     seeds = [None if sampling.seed is None else sampling.seed + i for i in range(n)]
-    samplers = [Sampler(replace(sampling, seed=seed), prompt_ids) for seed in seeds]
+    samplers = [Sampler(replace(sampling, seed=seed), prompt_ids, stop_ids=stop_ids) for seed in seeds]
     mode = _Drawing(memory, prompt_ids, samplers, max_tokens, stop_ids)
     try:
         try:

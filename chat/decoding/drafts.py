@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from chat.decoding.sampling import Sampler, Sampling
+from chat.decoding.sampler import Sampler
+from chat.decoding.sampling import Sampling
 from chat.engine.arguments import check_parts
 from chat.engine.loop import decode
 from memory import CapacityError, HybridMemory, Sequence, SpecError, Step, StepError
@@ -36,9 +37,10 @@ class Draws:
     random: np.random.Generator
 
     @staticmethod
-    def of(sampling: Sampling, text: list[int]) -> Draws:
+    def of(sampling: Sampling, text: list[int], stop_ids: tuple[int, ...] = ()) -> Draws:
         return Draws(
-            Sampler(sampling, text), np.random.default_rng(None if sampling.seed is None else sampling.seed % 2**64)
+            Sampler(sampling, text, stop_ids=stop_ids),
+            np.random.default_rng(None if sampling.seed is None else sampling.seed % 2**64),
         )
 
     def ahead(self) -> Draws:

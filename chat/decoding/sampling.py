@@ -1,23 +1,15 @@
-"""Chooses the next token: greedily, or drawn from what transformers' logits processors leave."""
+"""Says how the next token is chosen: greedily, or drawn from what is left of the probabilities."""
 
 from __future__ import annotations
 
 import math
-import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor
-from transformers import (
-    RepetitionPenaltyLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
 
-from memory import BatchError, StepError
+from memory import BatchError
 from memory.blocks.arguments import is_integer
 
 
@@ -25,14 +17,23 @@ from memory.blocks.arguments import is_integer
 class Sampling:
     """Says how tokens are chosen. The defaults are greedy.
 
+    Scores are changed in this order: repetition penalty, presence and frequency penalties, logit bias, length decay,
+    what is not allowed, temperature, top_k, top_p, min_p. Penalties, bias and decay change greedy choices too.
+
     Attributes:
-        temperature: 0 takes the most likely token, whatever top_k and top_p say.
+        temperature: 0 takes the most likely token, whatever top_k, top_p and min_p say.
         top_k: draw among the k most likely tokens only.
         top_p: draw among the most likely tokens whose probabilities sum to p.
-        repetition_penalty: above 1, tokens that occurred already, in the prompt or since, become less likely; greedy or
-            not.
+        repetition_penalty: above 1, tokens that occurred already, in the prompt or since, become less likely.
         seed: draws depend on it, on the logits and on how many tokens were drawn before, on nothing else. None: another
             one each time.
+        min_p: draw only among tokens at least this share as likely as the most likely one.
+        presence_penalty: is taken from the logit of each token that was chosen before.
+        frequency_penalty: is taken from it as often as the token was chosen.
+        logit_bias: token id -> what is added to its logit; kept as pairs.
+        min_tokens: no end token is chosen, and no stop string looked for, before this many tokens.
+        length_decay: (start, factor): from the token `start` on, end tokens become more likely, as transformers'
+            `exponential_decay_length_penalty` makes them.
     Raises:
         BatchError: naming the option and its value.
     """
@@ -42,43 +43,55 @@ class Sampling:
     top_p: float | None = None
     repetition_penalty: float = 1.0
     seed: int | None = None
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Any = ()
+    min_tokens: int = 0
+    length_decay: tuple[int, float] | None = None
 
     def __post_init__(self) -> None:
-        _check(
-            "temperature",
-            self.temperature,
-            _is_number(self.temperature) and self.temperature >= 0,
-            "0 for greedy, or more",
-        )
-        _check(
-            "top_k",
-            self.top_k,
-            self.top_k is None or (is_integer(self.top_k) and self.top_k >= 1),
-            "an integer >= 1, or None for all",
-        )
-        _check(
-            "top_p",
-            self.top_p,
-            self.top_p is None or (_is_number(self.top_p) and 0 < self.top_p <= 1),
-            "0 < p <= 1, or None for all",
-        )
+        object.__setattr__(self, "logit_bias", _read_bias(self.logit_bias))
+        if isinstance(self.length_decay, list):  # from a file
+            object.__setattr__(self, "length_decay", tuple(self.length_decay))
+        for option, is_fine, wanted in self._rules():
+            if not is_fine:
+                raise BatchError(f"{option}={getattr(self, option)!r}; give {wanted}")
+
+    def _rules(self) -> Iterable[tuple[str, bool, str]]:
+        """Yield option, whether its value is possible, and what would be."""
+        k, p, seed, decay = self.top_k, self.top_p, self.seed, self.length_decay
+        yield "temperature", _is_number(self.temperature) and self.temperature >= 0, "0 for greedy, or more"
+        yield "top_k", k is None or is_integer(k, 1), "an integer >= 1, or None for all"
+        yield "top_p", p is None or (_is_number(p) and 0 < p <= 1), "0 < p <= 1, or None for all"
         penalty = self.repetition_penalty
-        _check(
-            "repetition_penalty", penalty, _is_number(penalty) and penalty > 0, "a number above 0; 1 changes nothing"
-        )
-        _check(
-            "seed", self.seed, self.seed is None or is_integer(self.seed), "an integer, or None for a new one each time"
-        )
+        yield "repetition_penalty", _is_number(penalty) and penalty > 0, "a number above 0; 1 changes nothing"
+        yield "seed", seed is None or is_integer(seed), "an integer, or None for a new one each time"
+        yield "min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "0 <= p <= 1; 0 changes nothing"
+        for name in ("presence_penalty", "frequency_penalty"):
+            yield name, _is_number(getattr(self, name)), "a number; 0 changes nothing"
+        yield "min_tokens", is_integer(self.min_tokens, 0), "an integer >= 0"
+        is_decay = isinstance(decay, tuple) and len(decay) == 2 and is_integer(decay[0], 0) and _is_number(decay[1])
+        yield "length_decay", decay is None or (is_decay and decay[1] >= 1), "(start, factor >= 1), or None"
 
     @property
     def is_greedy(self) -> bool:
-        """True if nothing is drawn. A repetition penalty may still change which token is the most likely one."""
+        """True if nothing is drawn. Penalties and bias may still change which token is the most likely one."""
         return self.temperature == 0
 
     @property
     def is_plain(self) -> bool:
         """True if the choice is the argmax of the logits as they are."""
-        return self.is_greedy and self.repetition_penalty == 1
+        return self.is_greedy and not self.changes_logits
+
+    @property
+    def counts_tokens(self) -> bool:
+        """True if the choice depends on which tokens were there before."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def changes_logits(self) -> bool:
+        return self.counts_tokens or bool(self.logit_bias or self.min_tokens or self.length_decay)
 
 
 def check_sampling(sampling: object) -> None:
@@ -92,86 +105,15 @@ def check_sampling(sampling: object) -> None:
         raise BatchError(f"sampling={sampling!r}; give a chat.sampling.Sampling, such as Sampling({meant})")
 
 
-class Sampler:
-    """Chooses the tokens of one sequence, one after the other.
-
-    A draw is a function of the seed, the logits and the number of tokens so far: choosing again after a step that
-    failed gives the same token, whatever the other sequences of the batch are.
-
-    Args:
-        prompt_ids: all tokens that the sequence holds, for the repetition penalty.
-    """
-
-    def __init__(self, sampling: Sampling, prompt_ids: Iterable[int] = ()) -> None:
-        self.sampling = sampling
-        self._key = (secrets.randbits(64) if sampling.seed is None else sampling.seed) % 2**64
-        self._n_chosen = 0
-        self._penalty: RepetitionPenaltyLogitsProcessor | None = None
-        self._seen: Tensor | None = None  # (1, n) distinct token ids
-        if sampling.repetition_penalty != 1:
-            self._penalty = RepetitionPenaltyLogitsProcessor(float(sampling.repetition_penalty))
-            self._seen = torch.tensor(sorted(set(prompt_ids)), dtype=torch.int64)[None]
-        self._warpers: list[Callable[[Tensor | None, Tensor], Tensor]] = []
-        if not sampling.is_greedy:
-            self._warpers.append(TemperatureLogitsWarper(float(sampling.temperature)))
-            if sampling.top_k is not None:
-                self._warpers.append(TopKLogitsWarper(int(sampling.top_k)))
-            if sampling.top_p is not None and sampling.top_p < 1:
-                self._warpers.append(TopPLogitsWarper(float(sampling.top_p)))
-
-    def choose(self, logits_V: Tensor) -> int:
-        """Choose the next token and count it.
-        Raises StepError, with nothing changed, if no logit is finite or one is NaN.
-        """
-        token_id = self.draw(logits_V)
-        self.add(token_id)
-        return token_id
-
-    def draw(self, logits_V: Tensor) -> int:
-        """Return what `choose` would return; nothing changes. Cost: O(V), and a sort of V numbers with top_p."""
-        scores_1V = self._scores(logits_V)
-        if not bool(torch.isfinite(scores_1V.max())):
-            raise StepError("the model's logits are not finite; give it a wider dtype, such as float32 or bfloat16")
-        if self.sampling.is_greedy:
-            return int(scores_1V.argmax())
-        cumulative_V = _softmax(scores_1V).double().cumsum(-1)
-        total = float(cumulative_V[-1])
-        uniform = float(np.random.Generator(np.random.Philox(key=self._key, counter=self._n_chosen)).random())
-        # The token is the first whose cumulative probability is beyond the point. The point lies below the total, or
-        # a token that was ruled out could be chosen.
-        point = torch.tensor(
-            [min(uniform * total, math.nextafter(total, 0))], dtype=torch.float64, device=cumulative_V.device
-        )
-        return int(torch.searchsorted(cumulative_V, point, right=True))
-
-    def probabilities(self, logits_V: Tensor) -> Tensor:
-        """Return (V,) float32: the probability of each token to be chosen next. Greedy: 1 for one token."""
-        scores_1V = self._scores(logits_V)
-        if self.sampling.is_greedy:
-            return torch.nn.functional.one_hot(scores_1V[0].argmax(), scores_1V.shape[1]).float()
-        return _softmax(scores_1V)
-
-    def add(self, token_id: int) -> None:
-        """Count a token that was chosen."""
-        self._n_chosen += 1
-        if self._seen is not None and not bool((self._seen == token_id).any()):
-            self._seen = torch.cat([self._seen, torch.tensor([[token_id]], device=self._seen.device)], dim=1)
-
-    def _scores(self, logits_V: Tensor) -> Tensor:
-        """Return (1, V) float32 scores after all processors, in the order of transformers' `generate`."""
-        scores_1V = logits_V.detach().float()[None]
-        if self._penalty is not None and self._seen is not None and self._seen.numel():
-            self._seen = self._seen.to(scores_1V.device)
-            scores_1V = self._penalty(self._seen, scores_1V)
-        # A shift does not change probabilities; without one, a temperature close to 0 would make large logits infinite.
-        shifted_1V = scores_1V - scores_1V.max() if self._warpers else scores_1V
-        for warp in self._warpers:
-            shifted_1V = warp(None, shifted_1V)
-        return shifted_1V
-
-
-def _softmax(scores_1V: Tensor) -> Tensor:
-    return torch.softmax(scores_1V[0], dim=-1)
+def _read_bias(bias: object) -> tuple[tuple[int, float], ...]:
+    """Return a bias as pairs of token id and number, ascending. Raises BatchError."""
+    try:
+        pairs = tuple(sorted((i, x) for i, x in (bias.items() if isinstance(bias, Mapping) else bias)))  # type: ignore[attr-defined]
+        if all(is_integer(i, 0) and _is_number(x) for i, x in pairs):
+            return tuple((int(i), float(x)) for i, x in pairs)
+    except (TypeError, ValueError):
+        pass
+    raise BatchError(f"logit_bias={bias!r}; give {{token id: number}}")
 
 
 def _is_number(value: object) -> bool:
@@ -180,8 +122,3 @@ def _is_number(value: object) -> bool:
         and not isinstance(value, bool)
         and math.isfinite(value)
     )
-
-
-def _check(option: str, value: object, is_fine: bool, wanted: str) -> None:
-    if not is_fine:
-        raise BatchError(f"{option}={value!r}; give {wanted}")

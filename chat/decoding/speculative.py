@@ -128,7 +128,7 @@ class SpeculativeBatch:
         self._n_draft[sequence] = self._drafter.n_draft
         self._draws.pop(sequence, None)
         if sampling is not None and not sampling.is_plain:
-            self._draws[sequence] = Draws.of(sampling, self._texts[sequence])
+            self._draws[sequence] = Draws.of(sampling, self._texts[sequence], self._stop_ids)
 
     def discard(self, sequence: Sequence) -> None:
         """Stop decoding a sequence; the memory keeps the tokens that were fed."""

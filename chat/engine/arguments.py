@@ -58,6 +58,14 @@ def check_tokenizer(tokenizer: Any) -> None:
         )
 
 
+def check_can_decode(memory: HybridMemory, tokenizer: object, sequence: object, stop: tuple[str, ...]) -> None:
+    """Raise BatchError for a request that needs a tokenizer, or an encoder's sequence, that is not there."""
+    if stop and tokenizer is None:
+        raise BatchError(f"stop={stop!r}, but this engine has no tokenizer to find text with; give it one, or stop_ids")
+    if sequence is None and memory.spec.of_kind("cross-attention"):
+        raise BatchError(f"{memory.spec.model} decodes what its encoder said; give sequence=memory.open(encoder=...)")
+
+
 def read_stop_ids(stop_ids: Any, vocab_size: int | None = None) -> tuple[int, ...]:
     """Return the ids of tokens that end a reply. Raises BatchError; `vocab_size` is None where it is not known yet."""
     if isinstance(stop_ids, int | np.integer):

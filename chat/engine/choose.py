@@ -6,34 +6,58 @@ from collections.abc import Callable
 
 from torch import Tensor
 
+from chat.decoding.logprobs import Chosen, with_logprobs
+from chat.decoding.sampler import Sampler, choose_rows
 from chat.engine.requests import Job
 from memory import StepError
 
 Plan = list[tuple[Job, int]]
 """The jobs of a step, each with the number of tokens that it is fed."""
-Choice = int | StepError | None
+Choice = Chosen | StepError | None
 Choose = Callable[[Tensor, Plan], list[Choice]]
 
 
-def choose_tokens(logits_SV: Tensor, plan: Plan) -> list[Choice]:
+def choose_tokens(logits: Tensor, plan: Plan) -> list[Choice]:
     """Choose the next token of each job that wants one, or the error that ends the job.
-    Nothing changes, so a failed step can be tried again.
+
+    The rows that are more than an argmax are changed and drawn together. Nothing changes, so a failed step can be
+    tried again.
+
+    Args:
+        logits: (S, V), one row for each job of the plan.
     """
-    highest: list[float] = []
-    best: list[int] = []
-    if any(job.request.sampling.is_plain for job, _ in plan):
-        highest_S, best_S = logits_SV.max(-1)
-        highest, best = highest_S.tolist(), best_S.tolist()
-    chosen: list[Choice] = []
-    for i, (job, n_tokens) in enumerate(plan):
-        if not job.wants_choice(n_tokens):
-            chosen.append(None)
-        elif job.request.sampling.is_plain and abs(highest[i]) < float("inf"):  # not so for NaN
-            chosen.append(best[i])
-        else:
-            assert job.sampler is not None, "made when it was admitted"
-            try:
-                chosen.append(job.sampler.draw(logits_SV[i]))
-            except StepError as error:  # no finite logits: only this job ends
-                chosen.append(error)
+    wanting = [i for i, (job, n_tokens) in enumerate(plan) if job.wants_choice(n_tokens)]
+    chosen: list[Choice] = [None] * len(plan)
+    token_ids = _choose_plain(logits, [i for i in wanting if _sampler(plan[i][0]).is_plain])
+    others = [i for i in wanting if i not in token_ids]  # of no finite logits: only their jobs end
+    if others:
+        rows_SV = logits if len(others) == len(logits) else logits[others]
+        found = choose_rows(rows_SV, [_sampler(plan[i][0]) for i in others])
+        for i, token_id in zip(others, found, strict=True):
+            if isinstance(token_id, StepError):
+                chosen[i] = token_id
+            else:
+                token_ids[i] = token_id
+    for i, token_id in token_ids.items():
+        chosen[i] = Chosen(token_id)
+    asking = [(i, n) for i in token_ids if (n := plan[i][0].request.output.logprobs) is not None]
+    if asking:
+        rows, n_top = zip(*asking, strict=True)
+        scored = with_logprobs(logits[list(rows)], [token_ids[i] for i in rows], n_top)
+        for i, choice in zip(rows, scored, strict=True):
+            chosen[i] = choice
     return chosen
+
+
+def _choose_plain(logits_SV: Tensor, rows: list[int]) -> dict[int, int]:
+    """Return row -> the likeliest token of these rows, those left out that have no finite logit."""
+    if not rows:
+        return {}
+    highest_S, best_S = logits_SV.max(-1)
+    highest, best = highest_S.tolist(), best_S.tolist()
+    return {i: best[i] for i in rows if abs(highest[i]) < float("inf")}  # not so for NaN
+
+
+def _sampler(job: Job) -> Sampler:
+    assert job.sampler is not None, "made when it was admitted"
+    return job.sampler

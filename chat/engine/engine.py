@@ -22,9 +22,17 @@ from contextlib import ExitStack, suppress
 from typing import Any
 
 from chat.decoding.sampling import Sampling
-from chat.engine.arguments import HOW_TO_LOAD, check_belonging, check_parts, check_tokenizer, read_stop_ids
+from chat.engine.arguments import (
+    HOW_TO_LOAD,
+    check_belonging,
+    check_can_decode,
+    check_parts,
+    check_tokenizer,
+    read_stop_ids,
+)
 from chat.engine.callbacks import Callbacks
 from chat.engine.choose import Choose, choose_tokens
+from chat.engine.output import PLAIN, Output
 from chat.engine.requests import EngineStats, Generation, Job, OnToken, Request, read_marks, read_stop, read_token_ids
 from chat.engine.scheduling import Load, Scheduler
 from chat.engine.serving import Serving
@@ -132,6 +140,7 @@ class Engine:
         max_tokens: int = 256,
         sampling: Sampling = GREEDY,
         stop: str | Iterable[str] = (),
+        output: Output = PLAIN,
         deadline_s: float | None = None,
         marks: Iterable[int] = (),
         keeps_sequence: bool = False,
@@ -149,6 +158,7 @@ class Engine:
                 has ended. None: a new one.
             max_tokens: to choose at most, the one that ends the reply included. 0: only feed.
             stop: strings that end the reply; its text is cut before them.
+            output: which tokens end it, the grammar that it follows, log probabilities.
             deadline_s: seconds from now after which it ends as it is.
             marks: positions in `token_ids` that the prefix cache should remember, such as the ends of messages.
             keeps_sequence: leave the sequence open (`generation.sequence`); else it is closed at the end, a given one
@@ -171,11 +181,14 @@ class Engine:
             token_ids=read_token_ids(token_ids, self.memory.spec.vocab_size), sequence=sequence,
             max_tokens=max_tokens, sampling=sampling, stop=read_stop(stop), deadline_s=deadline_s,
             marks=read_marks(marks), keeps_sequence=keeps_sequence, remembers_end=remembers_end, on_token=on_token,
-            priority=priority, owner=owner, reports_prefill=reports_prefill,
+            priority=priority, owner=owner, output=output.read(self.stop_ids, self.memory.spec.vocab_size),
+            reports_prefill=reports_prefill,
         )  # fmt: skip
-        self._check(request)
+        check_can_decode(self.memory, self.tokenizer, sequence, request.stop)
         with uninterrupted_call() as _until_return:
-            generation = self._scheduler.add(request, TextStream(self.tokenizer, request.stop), self._clock())
+            generation = self._scheduler.add(
+                request, TextStream(self.tokenizer, request.stop, shows_special=output.shows_special), self._clock()
+            )
             self._serving.wake()
             return generation
 
@@ -186,16 +199,6 @@ class Engine:
         n_base = 0 if sequence is None else self._scheduler.check_sequence(sequence)
         if sequence is None or sequence.is_whole:
             self.memory.counters.require_possible(int(count_tokens([token_ids])[0]), n_held=n_base, max_tokens=1)
-
-    def _check(self, request: Request) -> None:
-        if request.stop and self.tokenizer is None:
-            raise BatchError(
-                f"stop={request.stop!r}, but this engine has no tokenizer to find text with; give it one, or stop_ids"
-            )
-        if request.sequence is None and self.memory.spec.of_kind("cross-attention"):
-            raise BatchError(
-                f"{self.memory.spec.model} decodes what its encoder said; give sequence=memory.open(encoder=...)"
-            )
 
     def cancel(self, generation: Generation) -> None:
         """End a generation as it is; nothing happens if it has ended.

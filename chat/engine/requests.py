@@ -12,7 +12,10 @@ from typing import Any, Literal
 import numpy as np
 from torch import Tensor
 
-from chat.decoding.sampling import Sampler, Sampling, check_sampling
+from chat.decoding.logprobs import Chosen
+from chat.decoding.sampler import Sampler
+from chat.decoding.sampling import Sampling, check_sampling
+from chat.engine.output import Output
 from chat.engine.streaming import TextStream
 from memory import BatchError, Sequence
 from memory.blocks.arguments import is_integer
@@ -81,9 +84,11 @@ class Generation:
         n_prompt: tokens that were to be fed; n_base: those that the given sequence held before.
         n_prefilled: tokens of the prompt that the sequence holds: reused ones, and those that were computed so far.
         token_ids: every token chosen, the one that ended the reply included.
-        text: of the chosen tokens, without one of the engine's `stop_ids` that ended it and up to a stop string. While
+        logprobs: the same tokens, without one of `stop_ids`, with log probabilities, if those were asked for.
+        text: of the chosen tokens, without one of `stop_ids` that ended it and up to a stop string. While
             it is running, characters that are not complete and what may be the start of a stop string are left out.
-        finish_reason: "stop" (an end token or a stop string), "length" (max_tokens), "cancelled", "deadline" or
+        finish_reason: "stop" (an end token, a stop string, or the end of its grammar), "length" (max_tokens, or a stop
+            where its grammar goes on), "cancelled", "deadline" or
             "error"; None before.
         stopped_by: the stop string that ended it, if one did.
         error: why it ended with "error".
@@ -97,6 +102,7 @@ class Generation:
     n_prompt: int
     submitted_at: float
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Chosen] = field(default_factory=list)
     text: str = ""
     finish_reason: FinishReason | None = None
     stopped_by: str | None = None
@@ -129,6 +135,7 @@ class Request:
     max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...]
+    output: Output
     deadline_s: float | None
     marks: tuple[int, ...]
     keeps_sequence: bool
@@ -290,17 +297,31 @@ class Job:
         is_last = self.n_fed + n_tokens == len(self.tokens)
         return is_last and self.ending is None and len(self.generation.token_ids) < self.request.max_tokens
 
-    def take(self, token_id: int, stop_ids: tuple[int, ...], now: float) -> str:
-        """Add the token that was chosen, and return the text that it makes visible."""
-        generation, request = self.generation, self.request
+    def make_sampler(self, known: Iterable[int]) -> Sampler:
+        """Return the sampler of the reply to these tokens; it stays the same when the job starts again."""
+        request = self.request
+        grammar = request.output.grammar
+        matcher = None if grammar is None else grammar.matcher()
+        return Sampler(request.sampling, known, stop_ids=request.output.end_ids, matcher=matcher)
+
+    def take(self, choice: Chosen, end_ids: tuple[int, ...], now: float) -> str:
+        """Add the token that was chosen, and return the text that it makes visible.
+
+        Args:
+            end_ids: the engine's end tokens; the first is written behind a reply that is cut and to be remembered.
+        """
+        generation, request, token_id = self.generation, self.request, choice.token_id
         assert self.sampler is not None, "a token was chosen by it"
         self.sampler.add(token_id)
         generation.token_ids.append(token_id)
         if generation.first_token_at is None:
             generation.first_token_at = now
-        is_end = token_id in stop_ids
-        piece = "" if is_end else self.stream.add(token_id)
-        if is_end or self.stream.stopped_by is not None:
+        is_end = token_id in request.output.end_ids
+        may_stop = len(generation.token_ids) >= request.sampling.min_tokens
+        if request.output.logprobs is not None and not is_end:
+            generation.logprobs.append(choice)
+        piece = "" if is_end else self.stream.add(token_id, may_stop=may_stop)
+        if is_end or self.stream.stopped_by is not None or self.sampler.is_stopped:
             self.ending = "stop"
         elif len(generation.token_ids) == request.max_tokens:
             self.ending = "length"
@@ -310,7 +331,9 @@ class Job:
             piece += self.stream.flush()
             if self.stream.stopped_by is not None:
                 self.ending, generation.stopped_by = "stop", self.stream.stopped_by
+            if self.ending == "stop" and not self.sampler.may_end:
+                self.ending = "length"
             if request.remembers_end:
-                self.tokens += [token_id] if is_end else [token_id, *stop_ids[:1]]
+                self.tokens += [token_id] if is_end else [token_id, *end_ids[:1]]
         generation.text = self.stream.text
         return piece

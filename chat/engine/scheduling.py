@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import takewhile
 
-from chat.decoding.sampling import Sampler
 from chat.engine.requests import LEAST_CHUNK_TOKENS, EngineStats, FinishReason, Generation, Job, Request
 from chat.engine.streaming import TextStream
 from memory import CapacityError, HybridMemory, HybridMemoryError, Sequence, SequenceError
@@ -342,7 +341,7 @@ class Scheduler:
             job.cuts = [
                 cut - job.n_base for cut in self._prefixes.cuts(known, job.n_base + job.n_fed, marks, request.owner)
             ]
-        job.sampler = job.sampler or Sampler(request.sampling, known)
+        job.sampler = job.sampler or job.make_sampler(known)
 
     def preempt(self) -> None:
         """Preempt the job of least priority, of these the one admitted last. What was computed for it is kept."""

@@ -12,29 +12,36 @@ class TextStream:
     """Decodes the text of a reply that grows token by token.
 
     Text is held back while a later token could still change it (the bytes of a character that came in part) or prove it
-    to be the start of a stop string. Special tokens have no text.
+    to be the start of a stop string. Special tokens have no text unless
+    they are to be shown.
 
     Args:
         tokenizer: None: there is no text at all.
         stop: strings that end the text; it is cut before the first of them.
+        shows_special: special tokens have their names as text; else they have none.
     Attributes:
         text: what was returned so far, joined.
         stopped_by: the stop string that was found; nothing is added from then on.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer | None, stop: tuple[str, ...] = (), *, shows_special: bool = False) -> None:
         self.text = ""
         self.stopped_by: str | None = None
         self._tokenizer = tokenizer
         self._stop = stop
+        self._skips_special = not shows_special
         self._held = ""  # decoded, not shown: maybe the start of a stop string
         # Tokens are decoded together with those of the piece before: a space may depend on what stands to its left.
         self._window: list[int] = []
         self._n_before = 0  # tokens of the window that belong to the piece before
         self._n_taken = 0  # characters of the window's text that were taken already
 
-    def add(self, token_id: int) -> str:
-        """Return the text that this token completes. Cost: the decoding of a few tokens."""
+    def add(self, token_id: int, *, may_stop: bool = True) -> str:
+        """Return the text that this token completes. Cost: the decoding of a few tokens.
+
+        Args:
+            may_stop: stop strings are looked for.
+        """
         if self._tokenizer is None or self.stopped_by is not None:
             return ""
         self._window.append(token_id)
@@ -46,7 +53,7 @@ class TextStream:
             self._window = self._window[self._n_before :]
             self._n_before = len(self._window)
             self._n_taken = len(self._decode(self._window))
-        return self._show(new)
+        return self._show(new, may_stop=may_stop)
 
     def flush(self) -> str:
         """Return the text that was held back; no token follows.
@@ -59,12 +66,15 @@ class TextStream:
         return self._show(rest, is_end=True)
 
     def _decode(self, token_ids: list[int]) -> str:
-        return str(self._tokenizer.decode(token_ids, skip_special_tokens=True)) if self._tokenizer is not None else ""
+        if self._tokenizer is None:
+            return ""
+        return str(self._tokenizer.decode(token_ids, skip_special_tokens=self._skips_special))
 
-    def _show(self, new: str, *, is_end: bool = False) -> str:
+    def _show(self, new: str, *, is_end: bool = False, may_stop: bool = True) -> str:
         self._held += new
         # No stop string can begin in what was shown: it would have been held back.
-        found = [(at + len(stop), at, stop) for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        stops = self._stop if may_stop else ()
+        found = [(at + len(stop), at, stop) for stop in stops if (at := self._held.find(stop)) >= 0]
         if found:  # the one that was complete first, however the text was cut into tokens
             _, n_shown, self.stopped_by = min(found)
         else:

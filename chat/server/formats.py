@@ -12,7 +12,10 @@ from uuid import uuid4
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from chat.decoding.token_bytes import TokenBytes
 from chat.engine.engine import Generation
+from chat.server.logprobs import chat_logprobs, completion_logprobs
+from chat.server.replies import Piece
 
 DONE = "data: [DONE]\n\n"
 
@@ -23,9 +26,14 @@ def as_event(value: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """Writes chat completions."""
+    """Writes chat completions.
+
+    Attributes:
+        tokens: the model's, for log probabilities.
+    """
 
     model: str
+    tokens: TokenBytes
     id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -34,31 +42,34 @@ class ChatFormat:
             {
                 "index": i,
                 "message": {"role": "assistant", "content": generation.text, "refusal": None},
-                "logprobs": None,
-                "finish_reason": generation.finish_reason,
+                "logprobs": chat_logprobs(self.tokens, generation.logprobs),
+                "finish_reason": finish_reason_of(generation),
             }
             for i, generation in enumerate(generations)
         ]
         return self._head("chat.completion") | {"choices": choices, "usage": usage}
 
     def opening(self, index: int) -> dict[str, Any]:
-        return self._chunk(index, {"role": "assistant", "content": "", "refusal": None}, None)
+        return self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        return self._chunk(index, {"content": text}, None)
+    def piece(self, piece: Piece) -> dict[str, Any]:
+        return self._chunk(piece.index, {"content": piece.text}, chat_logprobs(self.tokens, piece.logprobs))
 
     def progress(self, index: int, progress: dict[str, int]) -> dict[str, Any]:
         delta: dict[str, object] = {"role": "assistant", "content": None}
-        return self._chunk(index, delta, None) | {"prompt_progress": progress}
+        return self._chunk(index, delta) | {"prompt_progress": progress}
 
-    def closing(self, index: int, finish_reason: str | None) -> dict[str, Any]:
-        return self._chunk(index, {}, finish_reason)
+    def closing(self, piece: Piece) -> dict[str, Any]:
+        return self._chunk(piece.index, {}, finish_reason=finish_reason_of(piece.generation))
 
     def usage(self, usage: dict[str, object]) -> dict[str, Any]:
         return self._head("chat.completion.chunk") | {"choices": [], "usage": usage}
 
-    def _chunk(self, index: int, delta: dict[str, object], finish_reason: str | None) -> dict[str, Any]:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _chunk(
+        self, index: int, delta: dict[str, object], logprobs: dict[str, Any] | None = None,
+        finish_reason: str | None = None,
+    ) -> dict[str, Any]:  # fmt: skip
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._head("chat.completion.chunk") | {"choices": [choice]}
 
     def _head(self, kind: str) -> dict[str, Any]:
@@ -70,41 +81,57 @@ class CompletionFormat:
     """Writes completions of plain text.
 
     Attributes:
+        tokens: the model's, for log probabilities.
         echoes: what stands before the reply of each choice.
     """
 
     model: str
+    tokens: TokenBytes
     echoes: list[str]
     id: str = field(default_factory=lambda: f"cmpl-{uuid4().hex}")
     created: int = field(default_factory=lambda: int(time.time()))
 
     def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]:
         choices = [
-            self._choice(i, self.echoes[i] + generation.text, generation.finish_reason)
+            self._choice(
+                i,
+                self.echoes[i] + generation.text,
+                finish_reason_of(generation),
+                completion_logprobs(self.tokens, generation.logprobs, len(self.echoes[i])),
+            )
             for i, generation in enumerate(generations)
         ]
         return self._head() | {"choices": choices, "usage": usage}
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        return self.piece(index, self.echoes[index]) if self.echoes[index] else None
+        return self._head() | {"choices": [self._choice(index, self.echoes[index])]} if self.echoes[index] else None
 
-    def piece(self, index: int, text: str) -> dict[str, Any]:
-        return self._head() | {"choices": [self._choice(index, text, None)]}
+    def piece(self, piece: Piece) -> dict[str, Any]:
+        start = len(self.echoes[piece.index]) + piece.start
+        logprobs = completion_logprobs(self.tokens, piece.logprobs, start)
+        return self._head() | {"choices": [self._choice(piece.index, piece.text, logprobs=logprobs)]}
 
     def progress(self, index: int, progress: dict[str, int]) -> dict[str, Any]:
-        return self.piece(index, "") | {"prompt_progress": progress}
+        return self._head() | {"choices": [self._choice(index, "")]} | {"prompt_progress": progress}
 
-    def closing(self, index: int, finish_reason: str | None) -> dict[str, Any]:
-        return self._head() | {"choices": [self._choice(index, "", finish_reason)]}
+    def closing(self, piece: Piece) -> dict[str, Any]:
+        return self._head() | {"choices": [self._choice(piece.index, "", finish_reason_of(piece.generation))]}
 
     def usage(self, usage: dict[str, object]) -> dict[str, Any]:
         return self._head() | {"choices": [], "usage": usage}
 
-    def _choice(self, index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+    def _choice(
+        self, index: int, text: str, finish_reason: str | None = None, logprobs: dict[str, Any] | None = None
+    ) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
 
     def _head(self) -> dict[str, Any]:
         return {"id": self.id, "object": "text_completion", "created": self.created, "model": self.model}
+
+
+def finish_reason_of(generation: Generation) -> str | None:
+    """Return why a reply ended, in OpenAI's words: a deadline cuts it as `max_tokens` does."""
+    return "length" if generation.finish_reason == "deadline" else generation.finish_reason
 
 
 class EventStream(Response):

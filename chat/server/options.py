@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from chat.decoding.sampling import Sampling
 from memory import SpecError
 from memory.blocks.arguments import read_count
 
@@ -39,6 +40,8 @@ class ServerOptions:
         body_bytes_per_second: that a body must bring on average, not counting its first 5 seconds.
         stall_seconds: after which a client that takes no more bytes counts as gone.
         grace_seconds: that replies may still take when the server is to stop.
+        sampling: what a request leaves out; None: what the checkpoint's generation_config.json names, and else a
+            temperature of 1.
         save: saves what is worth keeping; called when the engine has stopped.
         save_seconds: after which `save` is called again and again while the server runs; None: only then.
         sessions: the folder that keeps stored sessions across restarts; None: they end with the server.
@@ -63,6 +66,7 @@ class ServerOptions:
     body_bytes_per_second: int = 1024
     stall_seconds: float = 60.0
     grace_seconds: float = 10.0
+    sampling: Sampling | None = None
     save: Callable[[], None] | None = None
     save_seconds: float | None = None
     sessions: str | None = None

@@ -7,8 +7,10 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from chat.decoding.logprobs import Chosen
 from chat.decoding.sampling import Sampling
 from chat.engine.engine import Engine, Generation
+from chat.engine.output import PLAIN, Output
 from chat.server.accounts import progress_of, usage_of
 from chat.server.errors import stopping
 from chat.server.metrics import Metrics
@@ -19,6 +21,7 @@ class Ask:
     """Holds one prompt, the sampling of each of its choices, and the owner of its prefixes.
 
     Attributes:
+        output, priority, deadline_s: as `Engine.submit` takes them.
         reports_prefill: pieces come while the prompt is computed, too.
     """
 
@@ -27,6 +30,9 @@ class Ask:
     stop: tuple[str, ...]
     samplings: tuple[Sampling, ...]
     owner: bytes
+    output: Output = PLAIN
+    priority: int = 0
+    deadline_s: float | None = None
     reports_prefill: bool = False
 
 
@@ -36,9 +42,11 @@ class Piece:
 
     Attributes:
         index: of the choice: those of the first prompt, then those of the second ...
+        start: characters of the reply before this text.
         is_last: nothing follows; `generation` says the rest.
         heard_at: seconds of time.perf_counter.
         progress: of the prompt, while there is no token yet; see `accounts.progress_of`.
+        logprobs: of the tokens that are new, if they were asked for.
     """
 
     index: int
@@ -46,6 +54,8 @@ class Piece:
     generation: Generation
     is_last: bool
     heard_at: float
+    start: int = 0
+    logprobs: tuple[Chosen, ...] = ()
     progress: dict[str, int] | None = None
 
 
@@ -86,12 +96,17 @@ class Replies:
 
     def _submit(self, prompt: int, choice: int) -> None:
         index, ask = self._index(prompt, choice), self.asks[prompt]
+        n_told = n_characters = 0
 
         def on_token(generation: Generation, text: str) -> None:  # in the thread that steps
             now, is_last = time.perf_counter(), generation.is_finished
             is_prefilling = not (generation.token_ids or is_last)
             progress = progress_of(generation, now) if is_prefilling else None
-            piece = Piece(index, text, generation, is_last, now, progress)
+            nonlocal n_told, n_characters
+            new = tuple(generation.logprobs[n_told:])
+            n_told += len(new)
+            piece = Piece(index, text, generation, is_last, now, n_characters, new, progress)
+            n_characters += len(text)
             self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
 
         self.generations[index] = self._engine.submit(
@@ -101,6 +116,9 @@ class Replies:
             sampling=ask.samplings[choice],
             on_token=on_token,
             owner=ask.owner,
+            output=ask.output,
+            priority=ask.priority,
+            deadline_s=ask.deadline_s,
             reports_prefill=ask.reports_prefill and choice == 0,
         )
 
@@ -118,7 +136,7 @@ class Replies:
             self._n_ended += 1
             if piece.generation.error is not None:
                 raise piece.generation.error
-            if piece.generation.finish_reason not in ("stop", "length"):
+            if piece.generation.finish_reason not in ("stop", "length", "deadline"):
                 raise stopping()
         if piece.progress is None:
             self._let_others_follow(piece)

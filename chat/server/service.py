@@ -11,8 +11,12 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from chat.decoding.defaults import read_defaults
+from chat.decoding.token_bytes import TokenBytes
 from chat.engine.engine import Engine
+from chat.engine.output import Output
 from chat.prompts import Tokenizer, encode_chat
+from chat.server.asking import Asking
 from chat.server.errors import ApiError, StoppingError, as_api_error, log, stopping
 from chat.server.formats import DONE, ChatFormat, CompletionFormat, EventStream, as_event
 from chat.server.lengths import check_length, check_lists, find_context_tokens
@@ -45,6 +49,10 @@ class Service:
         self.memory_view = MemoryView(self)
         self.is_open = False
         self.context_tokens = find_context_tokens(engine, options.max_tokens)
+        self.asking = Asking(
+            engine.stop_ids, engine.memory.spec.vocab_size, options.sampling or read_defaults(tokenizer)
+        )
+        self.tokens = TokenBytes(tokenizer)
         self._created = int(time.time())
         self._live: set[Replies] = set()
         self.texts = Texts(tokenizer, self.context_tokens, max_long=max(1, options.max_requests // 2))
@@ -125,7 +133,7 @@ class Service:
         asked, token_ids = await self.texts.run(len(body), lambda texts: self._read_chat(texts, body), param="messages")
         owner = asked.owner(request.headers.get("authorization"))
         ask = self._ask(asked, token_ids, asked.wanted_tokens, owner, param="messages")
-        return await self._reply(exchange_of(request.scope), asked, [ask], ChatFormat(self.model_id))
+        return await self._reply(exchange_of(request.scope), asked, [ask], ChatFormat(self.model_id, self.tokens))
 
     async def complete(self, request: Request) -> Response:
         body = await request.body()
@@ -138,7 +146,7 @@ class Service:
         if asked.echo:
             pairs = list(zip(asked.prompt, encoded, strict=True))
             echoes = await self.texts.run(len(body), lambda texts: [self._text_of(texts, *pair) for pair in pairs])
-        style = CompletionFormat(self.model_id, [echo for echo in echoes for _ in range(asked.n)])
+        style = CompletionFormat(self.model_id, self.tokens, [echo for echo in echoes for _ in range(asked.n)])
         return await self._reply(exchange_of(request.scope), asked, asks, style)
 
     # What they are made of
@@ -193,8 +201,10 @@ class Service:
         param: str
     ) -> Ask:  # fmt: skip
         n_reply = self._reply_tokens(len(token_ids), wanted, param=param)
-        samplings = tuple(asked.sampling(choice) for choice in range(asked.n))
-        return Ask(token_ids, n_reply, asked.stop, samplings, owner, asked.stream and asked.return_progress)
+        return self.asking.ask(
+            asked, token_ids, n_reply, owner, n=asked.n, output=Output(logprobs=asked.n_logprobs),
+            reports_prefill=asked.stream and asked.return_progress,
+        )  # fmt: skip
 
     def _reply_tokens(self, n_prompt: int, wanted: int | None, *, param: str) -> int:
         limit, is_cut = self.context_tokens, param != "prompt"
@@ -249,10 +259,10 @@ class Service:
                     opening = style.opening(piece.index)
                     if opening is not None:
                         yield as_event(opening | null_usage)
-                if piece.text:
-                    yield as_event(style.piece(piece.index, piece.text) | null_usage)
+                if piece.text or piece.logprobs:
+                    yield as_event(style.piece(piece) | null_usage)
                 if piece.is_last:
-                    yield as_event(style.closing(piece.index, piece.generation.finish_reason) | null_usage)
+                    yield as_event(style.closing(piece) | null_usage)
                 piece = await replies.next()
             if includes_usage:
                 yield as_event(style.usage(replies.usage()))

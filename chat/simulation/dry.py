@@ -12,6 +12,7 @@ import torch
 from jinja2 import TemplateError
 from torch import Tensor
 
+from chat.decoding.logprobs import Chosen
 from chat.engine.choose import Choice, Plan
 from chat.engine.requests import Generation
 from chat.prompts import Message, Tokenizer, encode_turn
@@ -43,7 +44,7 @@ class Script:
 
     def choose(self, logits: Tensor, plan: Plan) -> list[Choice]:
         """Choose the next scripted tokens: for `Engine(choose=...)`."""
-        return [self._next(job.generation) if job.wants_choice(n_tokens) else None for job, n_tokens in plan]
+        return [Chosen(self._next(job.generation)) if job.wants_choice(n_tokens) else None for job, n_tokens in plan]
 
     def _next(self, generation: Generation) -> int:
         reply, n_chosen = self._replies[generation], len(generation.token_ids)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from chat.decoding.sampling import Sampler
+from chat.decoding.sampler import Sampler
 from chat.engine.engine import Engine, Generation, Sampling
 from chat.engine.scheduling import Scheduler
 from memory import HybridMemory, Step

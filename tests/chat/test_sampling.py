@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from chat.decoding.sampling import Sampler, Sampling
+from chat.decoding.sampler import Sampler, choose_rows, score_rows
+from chat.decoding.sampling import Sampling
 from memory import BatchError, StepError
 
 LOGITS = torch.tensor([2.0, -1.0, 0.5, 1.5, -3.0, 0.0, 1.0, -0.5])
@@ -93,6 +103,74 @@ def test_a_penalty_changes_greedy_choices_too() -> None:
     assert not Sampling(repetition_penalty=1.5).is_plain and Sampling().is_plain
 
 
+def test_scores_are_those_of_transformers_processors() -> None:
+    """One row after the other, with all of them at once; ours change many rows together."""
+    generator = torch.Generator().manual_seed(0)
+    logits_SV = torch.randn(6, 50, generator=generator) * 3
+    options = [(0.7, 5, 0.9, 1.3, 0.0), (1.5, None, 0.5, 1.0, 0.1), (0.2, 50, None, 0.8, 0.0), (1.0, 3, 1.0, 2.0, 0.3)]
+    options += [(1.0, None, None, 1.0, 0.0), (2.0, 99, 0.99, 1.1, 0.02)]
+    prompts = [torch.randint(50, (12,), generator=generator).tolist() for _ in options]
+    samplers = [
+        Sampler(Sampling(t, k, p, r, min_p=m), prompt) for (t, k, p, r, m), prompt in zip(options, prompts, strict=True)
+    ]
+    found_SV = score_rows(logits_SV, samplers).softmax(-1)
+    for (t, k, p, r, m), prompt, logits_V, found_V in zip(options, prompts, logits_SV, found_SV, strict=True):
+        warpers = [RepetitionPenaltyLogitsProcessor(r), TemperatureLogitsWarper(t)]
+        warpers += [TopKLogitsWarper(k)] if k else []
+        warpers += [TopPLogitsWarper(p)] if p else []
+        scores_1V = LogitsProcessorList([*warpers, MinPLogitsWarper(m)])(torch.tensor([prompt]), logits_V[None])
+        assert torch.allclose(found_V, scores_1V[0].softmax(-1), atol=1e-6)
+        assert torch.equal(found_V > 0, scores_1V[0] > -torch.inf)
+
+
+def test_a_row_is_chosen_as_if_it_were_alone() -> None:
+    logits_SV = torch.randn(5, 40, generator=torch.Generator().manual_seed(1))
+    samplings = [
+        Sampling(1.0, seed=1), Sampling(), Sampling(0.5, 7, 0.9, 1.2, 4, min_p=0.05),
+        Sampling(presence_penalty=1.0, frequency_penalty=0.5), Sampling(1.0, seed=2, logit_bias={3: 5.0}),
+    ]  # fmt: skip
+    together, alone = ([Sampler(sampling, [1, 2, 3]) for sampling in samplings] for _ in range(2))
+    for n in range(20):
+        rows_SV = logits_SV.roll(n, 1)
+        chosen = choose_rows(rows_SV, together)
+        for sampler, token_id in zip(together, chosen, strict=True):
+            assert isinstance(token_id, int)
+            sampler.add(token_id)
+        assert chosen == [sampler.choose(row) for sampler, row in zip(alone, rows_SV, strict=True)]
+
+
+def test_presence_and_frequency_count_what_was_chosen_and_nothing_else() -> None:
+    sampler = Sampler(Sampling(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25, seed=0), [0, 1])
+    for token_id in (3, 3, 6):
+        sampler.add(token_id)
+    expected = LOGITS.clone()
+    expected[3], expected[6] = 1.5 - 0.5 - 2 * 0.25, 1.0 - 0.5 - 0.25
+    assert torch.allclose(sampler.probabilities(LOGITS), torch.softmax(expected, 0), atol=1e-6)
+
+
+def test_bias_forbids_and_forces() -> None:
+    assert Sampler(Sampling(logit_bias={0: -100.0})).choose(LOGITS) == 3
+    assert Sampler(Sampling(logit_bias={4: 100.0})).choose(LOGITS) == 4
+
+
+def test_an_end_token_waits_for_min_tokens_and_becomes_likelier_by_decay() -> None:
+    sampler = Sampler(Sampling(min_tokens=2), stop_ids=(0,))
+    assert [sampler.choose(LOGITS) for _ in range(3)] == [3, 3, 0]
+    decaying = Sampler(Sampling(length_decay=(2, 3.0)), stop_ids=(6,))
+    assert [decaying.choose(LOGITS) for _ in range(5)] == [0, 0, 0, 6, 6]  # 1.0 times 3 is above 2.0
+
+
+def test_a_draft_is_drawn_as_without_it_and_changes_nothing() -> None:
+    rows_KV = torch.randn(6, 30, generator=torch.Generator().manual_seed(2))
+    sampling = Sampling(1.2, repetition_penalty=1.4, frequency_penalty=0.5, seed=9)
+    alone, drafted = Sampler(sampling, [1]), Sampler(sampling, [1])
+    right = [alone.choose(row) for row in rows_KV]
+    assert drafted.draw_along(rows_KV, right[:5]) == right
+    wrong = (right[2] + 1) % 30
+    assert drafted.draw_along(rows_KV, [*right[:2], wrong, *right[3:5]]) == right[:3]
+    assert [drafted.choose(row) for row in rows_KV] == right
+
+
 def test_logits_of_any_dtype_are_left_as_they_were() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         logits = LOGITS.to(dtype)
@@ -123,8 +201,14 @@ def test_logits_that_are_not_finite_are_refused(sampling: Sampling, bad: float) 
         *(("top_p", value) for value in (0, -0.2, 1.1, float("nan"), "0.5")),
         *(("repetition_penalty", value) for value in (0, -1, float("inf"), None)),
         *(("seed", value) for value in (1.5, "0", True)),
+        *(("min_p", value) for value in (-0.1, 1.1, None)),
+        *(("presence_penalty", value) for value in (float("nan"), "1")),
+        *(("frequency_penalty", value) for value in (float("inf"), None)),
+        *(("min_tokens", value) for value in (-1, 1.5)),
+        *(("length_decay", value) for value in ((1,), (1, 0.5), 3)),
+        *(("logit_bias", value) for value in ({1: "a"}, {-1: 2.0}, 7)),
     ],
 )
 def test_options_that_cannot_work_are_refused(option: str, value: Any) -> None:
-    with pytest.raises(BatchError, match=f"{option}={value!r}; give ".replace("(", r"\(")):
+    with pytest.raises(BatchError, match=re.escape(f"{option}={value!r}; give ")):
         Sampling(**{option: value})

@@ -279,7 +279,7 @@ def test_the_clients_errors_are_those_it_knows(client: openai.OpenAI) -> None:
         ({"temperature": -0.1}, "temperature"),
         ({"top_p": 0}, "top_p"),
         ({"top_p": 1.1}, "top_p"),
-        ({"top_k": 0}, "top_k"),
+        ({"top_k": -2}, "top_k"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"seed": 0.5}, "seed"),
         ({"seed": 2**63}, "seed"),
@@ -296,12 +296,19 @@ def test_the_clients_errors_are_those_it_knows(client: openai.OpenAI) -> None:
         ({"temprature": 1}, "temprature"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"logprobs": True}, "logprobs"),
         ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"9999": 1}}, "logit_bias"),
+        ({"stop_token_ids": [9999]}, "stop_token_ids"),
+        ({"presence_penalty": 2.5}, "presence_penalty"),
+        ({"frequency_penalty": -3}, "frequency_penalty"),
+        ({"min_p": 1.5}, "min_p"),
+        ({"deadline_seconds": 0}, "deadline_seconds"),
+        ({"mirostat": 2}, "mirostat"),
+        ({"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repeat_penalty"),
         ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"modalities": ["audio"]}, "modalities"),
@@ -329,7 +336,7 @@ def test_a_wrong_parameter_is_named(server: Running, change: dict[str, Any], par
         ({"prompt": ["a"] * 5, "n": 4}, "prompt"),
         ({"max_tokens": -1}, "max_tokens"),
         ({"best_of": 3}, "best_of"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"logprobs": -1}, "logprobs"),
         ({"suffix": "end"}, "suffix"),
         ({"echo": "yes"}, "echo"),
         ({"messages": CAT}, "messages"),
@@ -350,6 +357,7 @@ def test_what_changes_nothing_is_accepted(server: Running) -> None:
     }
     no_bias = {"logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0.0}
     harmless = no_tools | no_bias | {"user": "me", "n": 1, "stop": None, "seed": None, "max_tokens": None}
+    harmless |= {"top_k": -1, "mirostat": 0, "mirostat_tau": 5, "cache_prompt": True, "skip_special_tokens": True}
     assert post(server, BASE | harmless | {"temperature": 0}).json["choices"][0]["message"]["content"] == NOTED
 
 

@@ -20,7 +20,7 @@ from chat.server.errors import ApiError, as_api_error, stopping
 from chat.server.formats import EventStream
 from chat.server.lengths import check_length
 from chat.server.limits import exchange_of
-from chat.server.replies import Ask, Piece, Replies
+from chat.server.replies import Piece, Replies
 from chat.server.sessions.desk import Desk
 from chat.server.sessions.objects import (
     Events,
@@ -93,10 +93,7 @@ class Replying:
             len(token_ids), self._asked.max_output_tokens, service.options.default_tokens, service.context_tokens,
             param="input",
         )  # fmt: skip
-        ask = Ask(
-            token_ids=token_ids, max_tokens=n_reply, stop=(), samplings=(self._asked.sampling(0),),
-            owner=self._place.owner,
-        )  # fmt: skip
+        ask = service.asking.ask(self._asked, token_ids, n_reply, self._place.owner)
         replies = service.begin(exchange_of(request.scope), [ask])
         if self._place.is_stored:
             self._response["hybrid_memory"] = {"session": self._session.id, "history": prompt.history}

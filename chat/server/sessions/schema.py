@@ -44,7 +44,6 @@ class SampledRequest(CommonRequest):
     neutral: ClassVar[Neutral] = {
         "background": (False,),
         "include": ([], ["reasoning.encrypted_content"]),
-        "logit_bias": ({},),
         "max_tool_calls": (),
         "n": (1,),
         "parallel_tool_calls": (True, False),  # there are no tools
@@ -52,7 +51,6 @@ class SampledRequest(CommonRequest):
         "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
         "reasoning": ({},),
         "service_tier": ("auto", "default"),
-        "stop": ([],),
         "text": ({}, {"format": {"type": "text"}}),
         "tool_choice": ("none", "auto"),
         "tools": ([],),

@@ -1,0 +1,41 @@
+"""Reads how a checkpoint's authors want tokens to be chosen, where nobody says otherwise."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from chat.decoding.sampling import Sampling
+from memory import BatchError, FormatError
+
+_NAMES = {
+    "temperature": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "exponential_decay_length_penalty": "length_decay",
+}
+"""In generation_config.json -> of `Sampling`."""
+
+
+def read_defaults(tokenizer: Any, temperature: float = 1.0) -> Sampling:
+    """Return what generation_config.json says, in the folder that a tokenizer was loaded from.
+
+    Args:
+        temperature: where the file, or all of it, is missing.
+    Raises:
+        FormatError: it holds what cannot be.
+    """
+    path = Path(str(getattr(tokenizer, "name_or_path", ""))) / "generation_config.json"
+    if not path.is_file():
+        return Sampling(temperature=temperature)
+    try:
+        named = json.loads(path.read_text())
+        found = {_NAMES[name]: value for name, value in named.items() if name in _NAMES and value is not None}
+        if found.get("top_k") == 0:  # transformers: all
+            del found["top_k"]
+        return Sampling(**({"temperature": temperature} | found))
+    except (OSError, ValueError, AttributeError, BatchError) as error:
+        raise FormatError(f"{path} cannot be read: {error}") from None

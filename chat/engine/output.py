@@ -1,0 +1,51 @@
+"""Says what a reply may be, and what is told of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from chat.decoding.grammar import Grammar
+from chat.decoding.logprobs import MOST_LOGPROBS
+from chat.engine.arguments import read_stop_ids
+from memory import BatchError
+from memory.blocks.arguments import is_integer
+
+
+@dataclass(frozen=True)
+class Output:
+    """Holds wishes for a reply, beside how its tokens are chosen.
+
+    Attributes:
+        stop_ids: tokens that end it; None: the engine's.
+        grammar: that it follows; it ends with "stop" only where the grammar may end.
+        logprobs: alternatives that each token is reported with, and log probabilities; None: neither.
+        shows_special: special tokens have their names as text, except those that end the reply.
+    Raises:
+        BatchError: naming the option and its value.
+    """
+
+    stop_ids: Iterable[int] | None = None
+    grammar: Grammar | None = None
+    logprobs: int | None = None
+    shows_special: bool = False
+
+    def __post_init__(self) -> None:
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise BatchError(f"grammar={self.grammar!r}; give what chat.decoding.grammar.Grammars has read, or None")
+        n_top = self.logprobs
+        if n_top is not None and not (is_integer(n_top, 0) and n_top <= MOST_LOGPROBS):
+            raise BatchError(f"logprobs={n_top!r}; give 0 ... {MOST_LOGPROBS} alternatives, or None for none at all")
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        assert isinstance(self.stop_ids, tuple), "read when the request was made"
+        return self.stop_ids
+
+    def read(self, end_ids: tuple[int, ...], vocab_size: int) -> Output:
+        """Return it with the tokens that end the reply; `end_ids` are the engine's. Raises BatchError."""
+        ids = end_ids if self.stop_ids is None else read_stop_ids(self.stop_ids, vocab_size)
+        return replace(self, stop_ids=ids)
+
+
+PLAIN = Output()

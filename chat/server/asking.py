@@ -1,0 +1,47 @@
+"""Makes what is asked of the engine from the fields of a request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from chat.decoding.sampling import Sampling
+from chat.engine.output import PLAIN, Output
+from chat.server.errors import ApiError
+from chat.server.replies import Ask
+from chat.server.sampled import SamplingFields
+
+
+@dataclass(frozen=True)
+class Asking:
+    """Makes `Ask`s for one model.
+
+    Attributes:
+        end_ids: tokens that end a reply of the model.
+        n_vocab: tokens that it knows.
+        defaults: of what requests leave out.
+    """
+
+    end_ids: tuple[int, ...]
+    n_vocab: int
+    defaults: Sampling
+
+    def ask(
+        self, asked: SamplingFields, token_ids: list[int], max_tokens: int, owner: bytes, *, n: int = 1,
+        output: Output = PLAIN, reports_prefill: bool = False,
+    ) -> Ask:  # fmt: skip
+        """Return what one prompt asks of the engine. Raises ApiError 400 for tokens that the model does not know."""
+        for param, ids in (("stop_token_ids", asked.stop_token_ids), ("logit_bias", asked.logit_bias)):
+            if wrong := [i for i in ids if i >= self.n_vocab]:
+                message = f"Invalid '{param}': it has token {wrong[0]}, and token ids are 0 ... {self.n_vocab - 1}."
+                raise ApiError(400, message, param=param, code="invalid_value")
+        return Ask(
+            token_ids=token_ids,
+            max_tokens=max_tokens,
+            stop=asked.stop,
+            samplings=tuple(asked.sampling(choice, self.defaults) for choice in range(n)),
+            owner=owner,
+            output=replace(output, stop_ids=asked.stop_ids(self.end_ids)),
+            reports_prefill=reports_prefill,
+            priority=-asked.priority,  # a lower number goes first here, as in vLLM
+            deadline_s=asked.deadline_seconds,
+        )

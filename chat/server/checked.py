@@ -1,0 +1,111 @@
+"""Reads JSON bodies into checked objects, and explains in OpenAI's form what is wrong with one."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+
+from chat.server.bodies import has_more_values
+from chat.server.errors import ApiError, clip
+
+MOST_VALUES = 32_768
+"""Objects, arrays and keys of one body: Python makes something of each while everybody waits."""
+
+Neutral = dict[str, tuple[object, ...]]
+ModelT = TypeVar("ModelT", bound="Checked")
+ANY: tuple[object, ...] = ("any value",)
+"""Values of a parameter that changes nothing whatever it is."""
+
+
+def read_request(model: type[ModelT], body: bytes) -> ModelT:
+    """Read a request's body. Raises ApiError 400, naming the parameter."""
+    if has_more_values(body, MOST_VALUES):
+        message = (
+            f"The body has more than {MOST_VALUES:,} objects, arrays and keys; send fewer messages, or join their "
+            "parts."
+        )
+        raise ApiError(400, message, code="invalid_json")
+    try:
+        value = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise ApiError(400, f"The body is no valid JSON: {error}.", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, f"The body must be a JSON object, not {_kind(value)}.", code="invalid_json")
+    try:
+        return model.model_validate(value)
+    except ValidationError as error:
+        raise _explain(error.errors(include_url=False)[0]) from None
+
+
+def _explain(detail: ErrorDetails) -> ApiError:
+    kind, given = detail["type"], reprlib.repr(detail["input"])
+    where = [*detail["loc"], *([detail["ctx"]["name"]] if kind in ("unknown", "unsupported") else [])]
+    param = clip("".join(f"[{part}]" if isinstance(part, int) else f".{clip(part)}" for part in where).lstrip("."))
+    if kind == "unknown":
+        return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
+    if kind == "missing":
+        return ApiError(400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
+    if kind == "unsupported":
+        return ApiError(
+            400, f"Unsupported parameter: '{param}' {detail['msg']}.", param=param, code="unsupported_parameter"
+        )
+    why = str(detail["ctx"]["error"]) if kind == "value_error" else detail["msg"]
+    return ApiError(400, f"Invalid '{param}': {why}; got {given}.", param=param, code="invalid_value")
+
+
+class Checked(BaseModel):
+    """Reads a JSON object whose every field is known and has the right type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    neutral: ClassVar[Neutral] = {}
+    """Parameters that are not supported -> values of theirs that change nothing, beside null; `ANY`: all do. Those of
+    the classes that a class is made from count as well."""
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Other names of parameters, as other servers call them."""
+
+    @classmethod
+    def all_neutral(cls) -> Neutral:
+        return {name: values for base in reversed(cls.__mro__) for name, values in getattr(base, "neutral", {}).items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def drop_neutral(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        value = cls._rename(value)
+        neutral = cls.all_neutral()
+        unknown = next((name for name in value if name not in cls.model_fields and name not in neutral), None)
+        if unknown is not None:  # the first of perhaps very many, each of which would cost an error of its own
+            raise PydanticCustomError("unknown", "is unknown", {"name": unknown})
+        for name, harmless in neutral.items():
+            given = value.get(name)
+            if (
+                given is not None
+                and harmless is not ANY
+                and not any(type(given) is type(v) and given == v for v in harmless)
+            ):
+                rest = f"; leave it out, or give {' or '.join(map(repr, harmless))}" if harmless else "; leave it out"
+                raise PydanticCustomError("unsupported", "is not supported here{rest}", {"name": name, "rest": rest})
+        return {name: v for name, v in value.items() if v is not None and name not in neutral}
+
+    @classmethod
+    def _rename(cls, value: dict[str, Any]) -> dict[str, Any]:
+        """Give parameters their own names. One that is given by two names with two values is refused."""
+        if cls.aliases.keys().isdisjoint(value):
+            return value
+        renamed = {name: given for name, given in value.items() if name not in cls.aliases}
+        for alias, name in cls.aliases.items():
+            if value.get(alias) is not None:
+                if renamed.get(name) not in (None, value[alias]):
+                    rest = f" beside '{name}', which is another name of it; leave one out"
+                    raise PydanticCustomError("unsupported", "is not possible{rest}", {"name": alias, "rest": rest})
+                renamed[name] = value[alias]
+        return renamed
+
+
+def _kind(value: Any) -> str:
+    return {list: "an array", str: "a string", bool: "a boolean", type(None): "null"}.get(type(value), "a number")

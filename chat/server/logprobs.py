@@ -1,0 +1,50 @@
+"""Writes log probabilities as OpenAI's clients read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from chat.decoding.logprobs import Chosen
+from chat.decoding.token_bytes import TokenBytes
+
+_LEAST = -9999.0
+"""Instead of minus infinity, which JSON lacks."""
+
+
+def chat_logprobs(tokens: TokenBytes, chosen: Sequence[Chosen]) -> dict[str, Any] | None:
+    """Return `logprobs` of a choice of a chat completion; None if none were asked for."""
+    content = [
+        _entry(tokens, c.token_id, c.logprob) | {"top_logprobs": [_entry(tokens, *pair) for pair in c.top]}
+        for c in chosen
+        if c.logprob is not None
+    ]
+    return {"content": content, "refusal": None} if content else None
+
+
+def completion_logprobs(tokens: TokenBytes, chosen: Sequence[Chosen], start: int) -> dict[str, Any] | None:
+    """Return `logprobs` of a choice of a completion; `start`: characters of the text before these tokens."""
+    if not chosen:
+        return None
+    texts = [_text(tokens.of(c.token_id)) for c in chosen]
+    offsets = [start + sum(map(len, texts[:i])) for i in range(len(texts))]
+    top = [{_text(tokens.of(i)): _finite(value) for i, value in c.top} for c in chosen]
+    return {
+        "tokens": texts,
+        "token_logprobs": [_finite(c.logprob) for c in chosen],
+        "top_logprobs": top if any(top) else None,
+        "text_offset": offsets,
+    }
+
+
+def _entry(tokens: TokenBytes, token_id: int, logprob: float | None) -> dict[str, Any]:
+    raw = tokens.of(token_id)
+    return {"token": _text(raw), "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _text(raw: bytes) -> str:
+    return raw.decode(errors="replace")
+
+
+def _finite(logprob: float | None) -> float:
+    return max(_LEAST, _LEAST if logprob is None else logprob)
