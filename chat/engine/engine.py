@@ -235,22 +235,14 @@ class Engine:
     # Beside an event loop
 
     def stream(self, token_ids: Any, **options: Any) -> AsyncIterator[str]:
-        """Return the text of a reply, piece by piece; arguments and errors as `submit`.
-
-        Steps must be made elsewhere, usually by `serve`. Closing the stream (`aclose`, a cancelled task) cancels the
-        generation. Raises whatever ended the generation with "error". After a cancellation or a deadline the text ends.
-        """
+        """Return the text of a reply, piece by piece; arguments and errors as `submit`. See `Serving.stream`."""
         return self._serving.stream(token_ids, **options)
 
     async def serve(self) -> None:
         """Step while there is something to do, in a thread of its own, and sleep otherwise; until it is cancelled.
 
-        A step that runs when it is cancelled is finished first. Generations stay where they are: serve again to go on
-        with them.
-
-        Raises:
-            StepError: it is being served already. Whatever the model raises: every generation has ended with that error
-                then.
+        A step that runs when it is cancelled is finished first. Serve again to go on. Raises StepError if it is being
+        served already, and whatever the model raises: every generation has ended with that error then.
         """
         await self._serving.serve()
 

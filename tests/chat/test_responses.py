@@ -104,7 +104,7 @@ def test_nobody_finds_what_others_have_stored(client: openai.OpenAI) -> None:
     [
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"stop": ["."]}, "stop"),
+        ({"stop": [""]}, "stop"),
         ({"wings": 2}, "wings"),
         ({"input": [{"type": "input_image", "image_url": "x"}]}, "input"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input"),
