@@ -68,7 +68,7 @@ class HybridMemory:
         spec, rollback_window, page_tokens, fold: options, defaults filled in. Memories with the same ones are alike.
         budget_bytes: what it may use at most; see `budget`.
         counters: counts bytes, for planners, schedulers and pictures.
-        folders: writes checkpoints to folders and reads them, for prefix caches and servers.
+        folders, archive: write checkpoints to folders, and sequences to files in two parts, for caches and servers.
     Raises SpecError: an option that cannot work, or a budget too small for one sequence.
     """
 
@@ -104,7 +104,7 @@ class HybridMemory:
         )  # fmt: skip
         self.counters = Counters(self._coordinator)
         self._swapping = Swapping(self._coordinator)
-        self._archive = Archive(self._coordinator, self._swapping, self.page_tokens, rules)
+        self.archive = Archive(self._coordinator, self._swapping, self.page_tokens, rules)
         self.folders = Folders(self._coordinator, self._swapping, self.page_tokens, rules)
         self.budget_bytes = self.counters.budget_bytes
 
@@ -275,7 +275,7 @@ class HybridMemory:
 
         Raises SequenceError: a bad handle. SpecError: a dry run, or a path that names no file. OSError.
         """
-        self._archive.save(sequence, path, checkpoints, forks)
+        self.archive.save(sequence, path, checkpoints, forks)
 
     @overload
     def load(self, path: str | Path, *, family: Literal[False] = ...) -> Sequence: ...
@@ -291,7 +291,7 @@ class HybridMemory:
         Raises FormatError: no such file, or a damaged, foreign or unsuitable one; nothing has changed. CapacityError.
         """
         held = uninterrupted_call()
-        loaded = self._archive.load(path, held, only_first=not family)
+        loaded = self.archive.load(path, held, only_first=not family)
         return loaded if family else loaded.sequence
 
     # Steps

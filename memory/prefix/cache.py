@@ -30,6 +30,7 @@ from memory.blocks.copying import refuse_to_copy
 from memory.errors import BatchError, CapacityError, FormatError, SequenceError, SpecError
 from memory.hybrid import HybridMemory, require_memory
 from memory.interface import Sequence
+from memory.prefix.digests import Resumable, resumable_prefixes
 from memory.prefix.kept import Kept
 from memory.prefix.lookup import Lookup, PrefixStats, Tier, explain, read_prompt
 from memory.prefix.radix_tree import Node, first_marked
@@ -288,6 +289,11 @@ class PrefixCache:
     def tree(self) -> str:
         """Return all checkpoints as text, a line each behind the one that it goes on from: tokens, bytes and tier."""
         return tree_text(self._kept.tree.roots, self._kept.outside.tier_of, self.memory.counters.held_bytes)
+
+    def resumable(self) -> list[Resumable]:
+        """Return what prompts can continue from, by digests of tokens. Cost: a pass over all tokens."""
+        tier_of = self._kept.outside.tier_of
+        return list(resumable_prefixes(self._kept.tree.roots, lambda node: tier_of(node.mark) if node.mark else ""))
 
     # Across restarts
 

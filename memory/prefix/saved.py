@@ -20,7 +20,7 @@ def entries_of(roots: dict[Hashable, Node]) -> Iterator[Entry]:
     """
     number = -1
     for owner, root in roots.items():
-        label, nodes = _as_label(owner), [(root, -1)]
+        label, nodes = as_label(owner), [(root, -1)]
         while nodes:
             node, above = nodes.pop()
             if node.mark is not None:
@@ -54,7 +54,8 @@ def owned(entries: list[Entry]) -> Iterator[tuple[Hashable, Sequence]]:
         yield _as_owner(entry.label), entry.checkpoint
 
 
-def _as_label(owner: Hashable) -> list[str | int | None]:
+def as_label(owner: Hashable) -> list[str | int | None]:
+    """Return an owner as JSON values. Raises SpecError for one that files cannot hold."""
     if isinstance(owner, bytes):
         return ["bytes", owner.hex()]
     if owner is None or (isinstance(owner, str | int) and not isinstance(owner, bool)):

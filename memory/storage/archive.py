@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +21,7 @@ from memory.interface import Sequence
 from memory.layer_memories import Held, LayerMemories
 from memory.sequences.folding import TailRules
 from memory.sequences.interrupts import uninterrupted_call
+from memory.specs import MemorySpec
 from memory.storage.family_files import (
     Member,
     MemberKind,
@@ -65,14 +68,51 @@ class Archive:
         self._page_tokens = page_tokens
         self._rules = rules
 
+    @property
+    def signature(self) -> str:
+        """Return a digest, 64 hexadecimal digits, of the layout and the weights that a file must have to be loaded."""
+        spec = self._coordinator.spec
+        about = [signature_of(spec, self._page_tokens, self._rules), spec.weights]
+        return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()
+
+    # In two parts, of which only one uses the memory
+
+    def pack(self, sequence: Sequence) -> Callable[[str], None]:
+        """Copy a sequence or a checkpoint out of the memory; return the function that writes it to a path or URL.
+
+        That function may run in any thread, while the memory goes on. Raises as `HybridMemory.save`; so does the
+        function. Cost: a copy of the bytes.
+        """
+        ledger, spec = self._coordinator.ledger, self._coordinator.spec
+        ledger.check_usable(sequence, to_advance=False, may_be_away=True)
+        names = names_in_files(self._coordinator.layers)
+        snapshot = names.renamed(self._swapping.snapshot(sequence.slot))
+        about = self._about(spec) | ledger.record(sequence.slot)
+        about["tokens"] = np.array(about["tokens"], np.int64)  # a copy: the memory may go on meanwhile
+        return lambda path: write_snapshot(read_path("path", path, _PATH), snapshot, about)
+
+    def read(self, path: object) -> SavedFamily:
+        """Read the sequence of a file, without its checkpoints and forks, for `open`. Any thread may do so.
+
+        Raises FormatError: no such file, or a damaged, foreign or unsuitable one.
+        """
+        return self._read(path, only_first=True)
+
+    def open(self, saved: SavedFamily) -> Sequence:
+        """Open the sequence that `read` has read. Raises as `HybridMemory.load`."""
+        return self._open(saved, uninterrupted_call()).sequence
+
     # Saving
+
+    def _about(self, spec: MemorySpec) -> dict[str, Any]:
+        about = {"signature": signature_of(spec, self._page_tokens, self._rules), "model": spec.model}
+        return about | ({} if spec.weights is None else {"weights": spec.weights})
 
     def save(self, sequence: Sequence, path: object, checkpoints: Checkpoints, forks: Forks) -> None:
         """See `HybridMemory.save`."""
         ledger, spec = self._coordinator.ledger, self._coordinator.spec
         ledger.check_usable(sequence, to_advance=False, may_be_away=True)
-        about = {"signature": signature_of(spec, self._page_tokens, self._rules), "model": spec.model}
-        about |= {} if spec.weights is None else {"weights": spec.weights}
+        about = self._about(spec)
         names = names_in_files(self._coordinator.layers)
         if checkpoints is False and not forks:
             snapshot = self._swapping.snapshot(sequence.slot)
@@ -119,7 +159,9 @@ class Archive:
 
     def load(self, path: object, held: uninterrupted_call, *, only_first: bool) -> Family:
         """See `HybridMemory.load`; with `only_first`, open the first member of a file alone."""
-        saved = self._read(path, only_first=only_first)
+        return self._open(self._read(path, only_first=only_first), held)
+
+    def _open(self, saved: SavedFamily, held: uninterrupted_call) -> Family:
         opened = list[Sequence]()
         with held:
             try:

@@ -1,0 +1,1 @@
+"""Implements what the command line calls."""

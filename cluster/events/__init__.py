@@ -1,0 +1,1 @@
+"""Publishes what can be resumed in the format of vLLM's KV events."""

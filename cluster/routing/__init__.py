@@ -1,0 +1,1 @@
+"""Chooses a replica for a prompt; knows nothing of Ray."""

@@ -1,0 +1,53 @@
+"""Holds what a router must know of a prompt: its length, its session, and digests of its beginnings."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from memory.prefix.digests import digests_at
+
+
+class Prompt(Protocol):
+    """Declares what a router asks of a prompt.
+
+    Attributes:
+        session: the conversation that it belongs to; None if its client names none.
+        n_tokens: its length.
+    """
+
+    @property
+    def session(self) -> str | None: ...
+    @property
+    def n_tokens(self) -> int: ...
+    def digests(self, positions: Collection[int]) -> Iterable[tuple[int, bytes]]:
+        """Return (position, digest) of those of the prompt's beginnings that end at these positions, ascending."""
+        ...
+
+
+@dataclass(frozen=True)
+class TokenPrompt:
+    """Holds a prompt's tokens as they travel from the gateway to a replica.
+
+    Attributes:
+        tokens: int32, little-endian; none for a request that is no prompt, or no good one.
+        owner: of the prefixes that it may continue from.
+    """
+
+    tokens: bytes = b""
+    owner: bytes | None = None
+    session: str | None = None
+
+    @property
+    def n_tokens(self) -> int:
+        return len(self.tokens) // 4
+
+    def digests(self, positions: Collection[int]) -> Iterator[tuple[int, bytes]]:
+        return digests_at(self.array(), positions, self.owner)
+
+    def array(self) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+        """Return the tokens, (n_tokens,) int64."""
+        return np.frombuffer(self.tokens, "<i4").astype(np.int64)

@@ -1,0 +1,1 @@
+"""Simulates fleets of replicas with the router's own code."""
