@@ -13,7 +13,7 @@ from pathlib import Path
 import grimp
 from importlinter.api import read_configuration
 
-PACKAGES = ("chat", "models", "memory", "training")
+PACKAGES = ("cluster", "chat", "models", "memory", "training")
 """From the roof down; `training` stands beside the house."""
 _INK, _FAINT = "var(--md-default-fg-color)", "var(--md-default-fg-color--lightest)"
 _ACCENT, _WALL = "var(--md-accent-fg-color)", "var(--md-code-bg-color)"

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted(p for package in ("memory", "models", "chat", "training") for p in (ROOT / package).rglob("*.py"))
+SOURCES = sorted(
+    p for package in ("memory", "models", "chat", "cluster", "training") for p in (ROOT / package).rglob("*.py")
+)
 
 
 def test_imports_run_one_way() -> None:

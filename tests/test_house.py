@@ -14,7 +14,7 @@ from memory import HybridMemory
 from memory.interface import LayerMemory
 
 ROOT = Path(__file__).parent.parent
-MOST_FLAT = {"memory": 16, "models": 20, "chat": 5}
+MOST_FLAT = {"memory": 16, "models": 20, "chat": 5, "cluster": 5}
 """Flat Python files of a package, its `__init__` included."""
 
 
@@ -25,7 +25,11 @@ def test_packages_are_rooms(package: str) -> None:
 
 def test_lines_end_before_column_120() -> None:
     """What follows a line for a tool, such as `# type: ignore`, does not count."""
-    paths = [path for folder in (*MOST_FLAT, "tests", "benchmarks") for path in (ROOT / folder).rglob("*.py")]
+    paths = [
+        path
+        for folder in (*MOST_FLAT, "tests", "tests_cluster", "benchmarks")
+        for path in (ROOT / folder).rglob("*.py")
+    ]
     lines = [
         (path, re.split(r"  # (?:type|noqa|fmt)\b", line)[0]) for path in paths for line in path.read_text().split("\n")
     ]
@@ -56,14 +60,18 @@ def test_public_names_are_few() -> None:
 
 @pytest.mark.parametrize("page", ["where-to-change", "architecture"])
 def test_pages_name_files_that_exist(page: str) -> None:
-    named = re.findall(r"`((?:memory|models|chat)/[\w/.]+)`", (ROOT / "docs" / f"{page}.md").read_text())
+    named = re.findall(r"`((?:memory|models|chat|cluster)/[\w/.]+)`", (ROOT / "docs" / f"{page}.md").read_text())
     assert len(named) >= 20 and [path for path in named if not (ROOT / path).exists()] == []
 
 
 def test_tests_read_no_private_fields() -> None:
     """What only a look inside can say has a function with a name, in a file for such functions."""
     may_look = {ROOT / "tests" / "inside.py", ROOT / "tests" / "chat" / "engines.py"}
-    texts = {path: path.read_text() for folder in (*MOST_FLAT, "tests") for path in (ROOT / folder).rglob("*.py")}
+    texts = {
+        path: path.read_text()
+        for folder in (*MOST_FLAT, "tests", "tests_cluster")
+        for path in (ROOT / folder).rglob("*.py")
+    }
     tests = {path: text for path, text in texts.items() if path.is_relative_to(ROOT / "tests")}
     library = "".join(text for path, text in texts.items() if path not in tests)
     private = set(re.findall(r"\bself\.(_[a-z]\w*)(?=[^=\n]* = )", library))

@@ -2,34 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import typer
 
+from chat.commands.fleet import FLEET, is_fleet, run_fleet
 from chat.commands.option_table import Chosen, command_of
 from chat.commands.serve_options import SERVE
 from chat.commands.start import find_extra, load, name_of, one_line_errors
+
+if TYPE_CHECKING:
+    from chat.engine.engine import Engine
+    from chat.prompts import Tokenizer
+    from chat.server import ServerOptions
+
+
+@dataclass(frozen=True)
+class Served:
+    """Holds what answers requests: an engine, the server's options for it, and the model's name for clients."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    options: ServerOptions
+    name: str
+
+
+def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: bool = True) -> Served:
+    """Load the model, and make the engine with its memory. Raises the library's errors.
+
+    Args:
+        keeps_prefixes: for its next start, in a folder; replicas share a store instead.
+    """
+    from chat.commands.serving import find_places, make_engine
+    from chat.server import ServerOptions
+    from memory import HybridMemory
+    from memory.prefix import PrefixCache
+
+    places = find_places(chosen, chosen.arguments_of("memory"))
+    places = places if keeps_prefixes else replace(places, prefixes=None, save_seconds=None)
+    options = ServerOptions(**chosen.arguments_of("server") | {"save_seconds": places.save_seconds})
+    model, tokenizer = load(*(chosen[name] for name in ("model", "device", "dtype", "weights")))
+    memory = HybridMemory(model.memory_spec, **places.memory)
+    cache = PrefixCache(memory, max_bytes=places.prefix_bytes) if chosen["prefix_cache"] else None
+    sizes = chosen.arguments_of("engine")
+    engine, options = make_engine(model, memory, tokenizer, cache, places.prefixes, options, say, **sizes)
+    return Served(engine, tokenizer, options, name_of(chosen["model"]))
 
 
 def run_server(chosen: Chosen) -> None:
     """Answer OpenAI's clients: /v1/chat/completions and /v1/completions, /v1/models, /health and /metrics."""
     find_extra("fastapi", "prometheus_client", "uvicorn")
-    from chat.commands.serving import find_places, make_engine
+    from chat.commands.serving import find_places
     from chat.server import ServerOptions, bind, make_app, run
-    from memory import HybridMemory
-    from memory.prefix import PrefixCache
 
-    places = find_places(chosen, chosen.arguments_of("memory"))
-    options = ServerOptions(**chosen.arguments_of("server") | {"save_seconds": places.save_seconds})
-    with bind(chosen["host"], chosen["port"], has_key=options.api_key is not None) as listener:
-        model, tokenizer = load(*(chosen[name] for name in ("model", "device", "dtype", "weights")))
-        memory = HybridMemory(model.memory_spec, **places.memory)
-        cache = PrefixCache(memory, max_bytes=places.prefix_bytes) if chosen["prefix_cache"] else None
+    find_places(chosen, chosen.arguments_of("memory"))  # what is wrong is said before a port is taken
+    ServerOptions(**chosen.arguments_of("server"))
+    if is_fleet(chosen):
+        run_fleet(chosen)
+        return
+    with bind(chosen["host"], chosen["port"], has_key=chosen["api_key"] is not None) as listener:
         say = partial(typer.echo, err=True)
-        sizes = chosen.arguments_of("engine")
-        engine, options = make_engine(model, memory, tokenizer, cache, places.prefixes, options, say, **sizes)
-        name = name_of(chosen["model"])
-        run(make_app(engine, tokenizer, name, options), listener, lambda url: say(f"{name} answers at {url}/v1"))
+        served = make_served(chosen, say)
+        app = make_app(served.engine, served.tokenizer, served.name, served.options)
+        run(app, listener, lambda url: say(f"{served.name} answers at {url}/v1"))
 
 
 def _run(chosen: Chosen) -> None:
@@ -38,4 +76,4 @@ def _run(chosen: Chosen) -> None:
 
 
 _run.__doc__ = run_server.__doc__
-serve = command_of(SERVE, _run, name="serve")
+serve = command_of(SERVE + FLEET, _run, name="serve")

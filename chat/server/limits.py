@@ -9,12 +9,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from prometheus_client import Counter
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chat.server.access import Access, Headers, preflight_headers
 from chat.server.errors import RETRY, ApiError, as_api_error, clip, stopping
-from chat.server.metrics import Metrics
 from chat.server.options import ServerOptions
 from chat.server.texts import LONG_BYTES
 
@@ -38,12 +38,21 @@ class ClientGoneError(Exception):
     """Says that the client has closed the connection."""
 
 
+class Counting(Protocol):
+    """Declares what the guard counts: requests by path and status."""
+
+    @property
+    def requests(self) -> Counter: ...
+
+
 class Guarded(Protocol):
     """Declares what the guard calls of the service behind it."""
 
     options: ServerOptions
-    metrics: Metrics
     is_open: bool
+
+    @property
+    def metrics(self) -> Counting: ...
 
 
 @dataclass
@@ -72,6 +81,7 @@ class Exchange:
         is_complete: the whole response was handed to the server.
         has_place: it counts among those that are answered at once.
         is_counted: it is over: its place is free again, and the metrics contain it.
+        more_usage: what the response's usage says beside tokens, such as how a fleet has routed the request.
     """
 
     path: str
@@ -82,6 +92,7 @@ class Exchange:
     is_complete: bool = False
     has_place: bool = False
     is_counted: bool = False
+    more_usage: dict[str, object] = field(default_factory=dict)
 
     def take_place(self) -> None:
         """Take a place among the requests that are answered, until the end. Raises ApiError 429."""
@@ -115,7 +126,7 @@ class Guard:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        exchange = Exchange(scope["path"], self._places)
+        exchange = Exchange(scope["path"], self._places, more_usage=scope.get("hybrid_memory.usage", {}))
         headers = dict(scope["headers"])
         incoming = _Incoming(receive, self._turnstile)
         try:

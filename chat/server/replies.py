@@ -67,12 +67,16 @@ class Replies:
 
     Args:
         started: when the request came in, in seconds of time.perf_counter.
+        more_usage: what `usage` says beside tokens.
     Raises:
         BatchError: tokens that make no request. Nothing has been submitted then.
     """
 
-    def __init__(self, engine: Engine, asks: list[Ask], metrics: Metrics, started: float) -> None:
+    def __init__(
+        self, engine: Engine, asks: list[Ask], metrics: Metrics, started: float, more_usage: dict[str, object]
+    ) -> None:
         self.asks = asks
+        self._more_usage = more_usage
         self.generations: dict[int, Generation] = {}
         self._engine = engine
         self._metrics = metrics
@@ -168,4 +172,4 @@ class Replies:
     def usage(self) -> dict[str, Any]:
         """Count the tokens of prompts, each once however many choices it has, and of replies, and say why."""
         firsts = [self.generations[self._index(i, 0)] for i in range(len(self.asks))]
-        return usage_of(firsts, self.generations.values())
+        return usage_of(firsts, self.generations.values()) | self._more_usage

@@ -216,7 +216,7 @@ class Service:
             raise stopping()
         exchange.take_place()
         try:
-            replies = Replies(self.engine, asks, self.metrics, exchange.started)
+            replies = Replies(self.engine, asks, self.metrics, exchange.started, exchange.more_usage)
         except CapacityError as error:  # permanent: to try again would not help
             raise ApiError(400, f"{error}.", code="context_length_exceeded") from None
         self._live.add(replies)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -87,7 +87,7 @@ class ResumablePolicy:
         pick: makes the random choices.
     """
 
-    def __init__(self, bounds: Bounds = Bounds(), pick: random.Random | None = None) -> None:  # noqa: B008
+    def __init__(self, bounds: Bounds = Bounds(), pick: random.Random | None = None) -> None:
         self.bounds = bounds
         self.loads = Loads()
         self.index = PrefixIndex()
@@ -152,6 +152,3 @@ class ResumablePolicy:
     ) -> Route:
         others = sorted((r for r in replicas if r != first), key=lambda r: (-depths.get(r, 0), self.loads.of(r)))
         return Route((first, *others), reason, depths, prompt.n_tokens)
-
-
-MakePolicy = Callable[[], Policy]

@@ -1,0 +1,86 @@
+"""Runs a fleet on a Ray of this machine: what `hybrid-memory serve --replicas N` calls."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import typer
+
+from chat.commands.option_table import Chosen
+from chat.commands.serve_options import SERVE
+from chat.commands.start import name_of
+from chat.server import bind
+from cluster.serving.fleet_options import FleetOptions
+from memory import SpecError
+
+OF_ONE_SERVER = ("max_connections", "max_peer_connections", "prefixes", "save_every")
+"""Options that Ray's proxy, or the store, has instead."""
+OBJECT_STORE_BYTES = 200 << 20
+
+
+def check_options(chosen: Chosen) -> None:
+    """Raise SpecError for an option that would have no effect."""
+    for row in SERVE:
+        if row.name in OF_ONE_SERVER and chosen[row.name] != row.default:
+            raise SpecError(f"{row.flag} is of one server; leave it out with --replicas (prefixes are kept by --store)")
+    if (chosen["max_replicas"] or chosen["replicas"]) < chosen["replicas"]:
+        raise SpecError(f"--max-replicas={chosen['max_replicas']} is less than --replicas={chosen['replicas']}")
+
+
+def run_local(chosen: Chosen) -> None:
+    """Serve until a signal says to stop. Raises SpecError."""
+    check_options(chosen)
+    options = FleetOptions.of(chosen)
+    with bind(chosen["host"], chosen["port"], has_key=chosen["api_key"] is not None) as listener:
+        host, port = listener.getsockname()[:2]
+    with fleet(options, host, port):
+        typer.echo(f"{name_of(chosen['model'])} answers at http://{host}:{port}/v1", err=True)
+        _wait_for_signal()
+
+
+@contextmanager
+def fleet(options: FleetOptions, host: str, port: int) -> Iterator[None]:
+    """Run a Ray of this machine with a fleet on it, while the block runs."""
+    with local_ray(options):
+        from ray import serve
+
+        from cluster.serving.application import make_application
+
+        serve.start(http_options={"host": host, "port": port})
+        serve.run(make_application(options), name="hybrid-memory", route_prefix="/")
+        try:
+            yield
+        finally:
+            serve.shutdown()
+
+
+@contextmanager
+def local_ray(options: FleetOptions) -> Iterator[None]:
+    """Run Ray on this machine, reachable from this machine alone."""
+    # Ray's own switch for its ports to be bound to 127.0.0.1; despite its name it works on Linux too.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    most = options["max_replicas"] or options["replicas"]
+    n_cpus = math.ceil(most * options["cpus"] + options["gateways"] + 1)
+    ray.init(
+        num_cpus=n_cpus, object_store_memory=OBJECT_STORE_BYTES, include_dashboard=False, logging_level="warning",
+        log_to_driver=False,
+    )  # fmt: skip
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _wait_for_signal() -> None:
+    stopped = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopped.set())
+    stopped.wait()

@@ -1,0 +1,144 @@
+"""Takes requests of clients, and forwards each to the replica that the router chooses: an ASGI app.
+
+The gateway checks hosts, keys and bodies as one server does (`chat.server.limits`), tokenises the prompt, and sends the
+request through a handle, whose router sees the tokens. What the replica's server sends comes back as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+from prometheus_client import CollectorRegistry, Counter
+from starlette.responses import Response
+from starlette.types import Message, Receive, Scope, Send
+
+from chat.server.errors import RETRY, ApiError, log
+from chat.server.formats import as_event
+from chat.server.limits import Guard
+from chat.server.options import ServerOptions
+from cluster.routing.prompts import TokenPrompt
+from cluster.serving.reading import PromptReader
+from cluster.serving.request import ForwardedRequest
+
+MOST_TRIES = 4
+"""Replicas that one request is sent to, where each dies before it has said anything."""
+
+
+class ReplicaLostError(Exception):
+    """Says that a replica ended while it answered."""
+
+
+class Replicas(Protocol):
+    """Declares what a gateway asks of the replicas behind it."""
+
+    def answer(self, prompt: TokenPrompt, request: ForwardedRequest) -> AsyncIterator[list[Message]]:
+        """Yield a response's messages, from the replica that the router chooses. Raises ReplicaLostError."""
+        ...
+
+    async def metrics(self) -> dict[str, str]:
+        """Return the text of /metrics of each replica."""
+        ...
+
+
+class GatewayMetrics:
+    """Counts what the gateway itself does."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        name, what = "hybrid_memory_gateway_requests", "Requests answered; 499: the client went away."
+        self.requests = Counter(name, what, ["path", "code"], registry=self.registry)
+        name, what = "hybrid_memory_gateway_retries", "Requests sent to another replica, since the first one was lost."
+        self.retries = Counter(name, what, registry=self.registry)
+
+
+class Gateway:
+    """Answers clients from the replicas of one model.
+
+    Attributes:
+        is_open: it takes requests.
+    """
+
+    def __init__(self, replicas: Replicas, reader: PromptReader, options: ServerOptions) -> None:
+        self.options = options
+        self.metrics = GatewayMetrics()
+        self.is_open = True
+        self._replicas = replicas
+        self._reader = reader
+        self._guard = Guard(self._forward, service=self)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan":
+            await _live(receive, send, self._reader.close)
+        else:
+            await self._guard(scope, receive, send)
+
+    async def _forward(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer one request, whose body the guard has read."""
+        message = await receive()
+        request = ForwardedRequest.of(scope, message.get("body", b""))
+        if request.path == "/metrics":
+            await Response(await self._all_metrics(), media_type="text/plain; version=0.0.4")(scope, receive, send)
+            return
+        prompt = await self._reader.read(request)
+        for n_tried in range(1, MOST_TRIES + 1):
+            relay = _Relay(send)
+            try:
+                async for messages in self._replicas.answer(prompt, request):
+                    await relay.pass_on(messages)
+                return
+            except ReplicaLostError:
+                if relay.has_begun:
+                    await relay.break_off()
+                    return
+                log.warning("a replica was lost before it answered (try %d of %d)", n_tried, MOST_TRIES)
+                self.metrics.retries.inc()
+        raise lost()
+
+    async def _all_metrics(self) -> str:
+        from cluster.serving.metrics import join_metrics
+
+        return join_metrics(self.metrics.registry, await self._replicas.metrics())
+
+
+def lost() -> ApiError:
+    """Return the error of a request whose replica ended."""
+    message = "The replica that answered this request was lost; send it again."
+    return ApiError(503, message, code="replica_lost", headers=RETRY)
+
+
+class _Relay:
+    """Passes a response on, but holds its head back until there is a body: until then another replica may answer."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._held: list[Message] = []
+        self._is_stream = False
+        self.has_begun = False
+
+    async def pass_on(self, messages: list[Message]) -> None:
+        for message in messages:
+            if message["type"] == "http.response.start":
+                kinds = [value for name, value in message.get("headers", []) if name.lower() == b"content-type"]
+                self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
+            self._held.append(message)
+            if message["type"] == "http.response.body":
+                self.has_begun = True
+                held, self._held = self._held, []
+                for each in held:
+                    await self._send(each)
+
+    async def break_off(self) -> None:
+        """End a response that cannot be completed, a stream by an event that says so. Raises ApiError otherwise."""
+        if not self._is_stream:
+            raise lost()
+        await self._send({"type": "http.response.body", "body": as_event(lost().body).encode(), "more_body": False})
+
+
+async def _live(receive: Receive, send: Send, close: Callable[[], Any]) -> None:
+    """Answer the server's events of start and end."""
+    await receive()
+    await send({"type": "lifespan.startup.complete"})
+    await receive()
+    close()
+    await send({"type": "lifespan.shutdown.complete"})

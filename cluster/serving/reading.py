@@ -1,0 +1,100 @@
+"""Reads of a request what routing needs: the tokens of its prompt, who owns them, and its session."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+
+import numpy as np
+
+from chat.prompts import Tokenizer, encode_chat
+from chat.server.errors import ApiError
+from chat.server.schema import ChatRequest, CompletionRequest, read_request
+from chat.server.texts import Texts
+from cluster.routing.prompts import TokenPrompt
+from cluster.serving.request import ForwardedRequest
+from memory import HybridMemoryError
+
+SESSION_HEADER = "x-session-id"
+_MOST_TOKENS = 1 << 20
+_OF_SESSIONS = ("conversation", "previous_response_id")
+"""Fields of bodies that name a session where no header does."""
+
+
+class PromptReader:
+    """Turns requests into prompts as a replica's server will, off the event loop.
+
+    Args:
+        parse_special: as in `ServerOptions`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, parse_special: bool, max_requests: int) -> None:
+        self._texts = Texts(tokenizer, _MOST_TOKENS, max_long=max(1, max_requests // 2))
+        self._parse_special = parse_special
+
+    def close(self) -> None:
+        self._texts.close()
+
+    async def read(self, request: ForwardedRequest) -> TokenPrompt:
+        """Return the prompt; one without tokens for a request without a prompt, or with a bad one.
+
+        What is wrong with it is said by the replica that gets it.
+        """
+        readers: dict[str, Callable[[Tokenizer, ForwardedRequest], TokenPrompt]] = {
+            "/v1/chat/completions": self._read_chat,
+            "/v1/completions": self._read_completion,
+        }
+        if request.method != "POST":
+            return TokenPrompt()
+        reader = readers.get(request.path)
+        try:
+            if reader is not None:
+                return await self._texts.run(len(request.body), lambda texts: reader(texts, request))
+        except (ApiError, HybridMemoryError):
+            return TokenPrompt()
+        return TokenPrompt(session=session_of(request, _name_in(request.body)))
+
+    def _read_chat(self, texts: Tokenizer, request: ForwardedRequest) -> TokenPrompt:
+        asked = read_request(ChatRequest, request.body)
+        messages = [message.as_template_knows() for message in asked.messages]
+        return _prompt(encode_chat(texts, messages, parse_special=self._parse_special), asked, request)
+
+    def _read_completion(self, texts: Tokenizer, request: ForwardedRequest) -> TokenPrompt:
+        asked = read_request(CompletionRequest, request.body)
+        prompt = asked.prompt[0]  # several prompts go to one replica: that of the first one
+        return _prompt(list(texts.encode(prompt)) if isinstance(prompt, str) else prompt, asked, request)
+
+
+def _prompt(token_ids: list[int], asked: ChatRequest | CompletionRequest, request: ForwardedRequest) -> TokenPrompt:
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) < 2**31:
+        return TokenPrompt()
+    owner = asked.owner(request.header("authorization"))
+    return TokenPrompt(np.array(token_ids, "<i4").tobytes(), owner, session_of(request, None))
+
+
+def session_of(request: ForwardedRequest, name: str | None) -> str | None:
+    """Return the key of a request's session, which no client with another API key can name; None without one.
+
+    Args:
+        name: of the session, where its header is not sent.
+    """
+    name = request.header(SESSION_HEADER) or name
+    if name is None:
+        return None
+    return hashlib.sha256(repr((request.header("authorization"), name)).encode()).hexdigest()[:32]
+
+
+def _name_in(body: bytes) -> str | None:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict):
+        return None
+    for field in _OF_SESSIONS:
+        found = value.get(field)
+        found = found.get("id") if isinstance(found, dict) else found
+        if isinstance(found, str) and found:
+            return found
+    return None

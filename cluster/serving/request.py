@@ -1,0 +1,45 @@
+"""Holds a request on its way from the gateway to a replica."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from starlette.types import Scope
+
+
+@dataclass(frozen=True)
+class ForwardedRequest:
+    """Holds an HTTP request whose body has been read, in values that can be pickled.
+
+    Attributes:
+        client: host and port of the client, or what the server before this one said.
+    """
+
+    method: str
+    path: str
+    query: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+    client: tuple[str, int] | None
+    body: bytes
+
+    def scope(self) -> Scope:
+        """Return the request as an ASGI app gets it."""
+        return {
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "http_version": "1.1", "scheme": "http",
+            "method": self.method, "path": self.path, "raw_path": self.path.encode(), "query_string": self.query,
+            "root_path": "", "headers": list(self.headers), "client": self.client, "server": None, "state": {},
+        }  # fmt: skip
+
+    def header(self, name: str) -> str | None:
+        """Return the value of a header, the last one if it was sent twice."""
+        found = [value for key, value in self.headers if key.lower() == name.encode()]
+        return found[-1].decode("latin-1") if found else None
+
+    @staticmethod
+    def of(scope: Scope, body: bytes) -> ForwardedRequest:
+        headers = tuple((bytes(name), bytes(value)) for name, value in scope["headers"])
+        client = scope.get("client")
+        return ForwardedRequest(
+            scope["method"], scope["path"], scope.get("query_string", b""), headers,
+            None if client is None else (str(client[0]), int(client[1])), body,
+        )  # fmt: skip
