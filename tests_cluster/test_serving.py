@@ -22,7 +22,7 @@ def test_the_next_turn_goes_to_the_replica_that_can_resume_it(url: str) -> None:
     for _ in range(3):
         raw = client.chat.completions.with_raw_response.create(model="embedded", messages=messages, temperature=0)
         reply = raw.parse()
-        routes.append(reply.usage.model_extra["route"])
+        routes.append(reply.usage.model_extra["hybrid_memory"]["route"])
         messages += [{"role": "assistant", "content": reply.choices[0].message.content}, say("What is my dog called?")]
     assert len({route["replica"] for route in routes}) == 1
     assert {route["reason"] for route in routes[1:]} <= RESUMES

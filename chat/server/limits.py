@@ -81,7 +81,7 @@ class Exchange:
         is_complete: the whole response was handed to the server.
         has_place: it counts among those that are answered at once.
         is_counted: it is over: its place is free again, and the metrics contain it.
-        more_usage: what the response's usage says beside tokens, such as how a fleet has routed the request.
+        more_usage: what usage says in "hybrid_memory" beside the rest, such as how a fleet has routed the request.
     """
 
     path: str

@@ -67,7 +67,7 @@ class Replies:
 
     Args:
         started: when the request came in, in seconds of time.perf_counter.
-        more_usage: what `usage` says beside tokens.
+        more_usage: what `usage` says in "hybrid_memory" beside the rest.
     Raises:
         BatchError: tokens that make no request. Nothing has been submitted then.
     """
@@ -172,4 +172,6 @@ class Replies:
     def usage(self) -> dict[str, Any]:
         """Count the tokens of prompts, each once however many choices it has, and of replies, and say why."""
         firsts = [self.generations[self._index(i, 0)] for i in range(len(self.asks))]
-        return usage_of(firsts, self.generations.values()) | self._more_usage
+        usage = usage_of(firsts, self.generations.values())
+        usage["hybrid_memory"] |= self._more_usage
+        return usage

@@ -1,0 +1,142 @@
+"""Reads and writes small and large files in one place: a folder, or a URL of anything that fsspec knows."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from memory.storage.files import as_os_errors, check_url, local_place, make_folder
+from memory.storage.local_files import written_whole
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Describes a file. `changed_at` is in unix seconds."""
+
+    name: str
+    n_bytes: int
+    changed_at: float
+
+
+class Place:
+    """Holds files by names such as "sessions/3f/1.json". All calls block, and raise OSError where the place fails.
+
+    Args:
+        url: of a folder; it is made where there is none.
+    Raises:
+        SpecError: a URL that fsspec cannot open. OSError: the folder cannot be made.
+    """
+
+    def __init__(self, url: str) -> None:
+        from fsspec.core import url_to_fs
+
+        self.url = check_url("--store", url).rstrip("/")
+        self._fs, self._root = url_to_fs(self.url, use_listings_cache=False)
+        self._is_local = local_place(self.url) is not None
+        make_folder(self.url)
+
+    def path(self, name: str) -> str:
+        """Return the path or URL of a file, for functions that open it themselves."""
+        return f"{self.url}/{name}"
+
+    def read(self, name: str) -> bytes | None:
+        """Return a file's bytes; None if there is none."""
+        with as_os_errors(self.path(name)):
+            try:
+                return bytes(self._fs.cat_file(self._at(name)))
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, whole or not at all."""
+        if self._is_local:
+            self._make_parent(name)
+            with written_whole(Path(self._at(name)), is_lasting=False) as file:
+                file.write(content)
+            return
+        with as_os_errors(self.path(name)):
+            self._fs.pipe_file(self._at(name), content)
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file unless there is one; False if there is. Of several that try, one succeeds.
+
+        An object store must take `If-None-Match: *` for that, as S3 does.
+        """
+        if self._is_local:
+            return self._create_locally(name, content)
+        with as_os_errors(self.path(name)):
+            try:
+                self._fs.pipe_file(self._at(name), content, mode="create")
+            except FileExistsError:
+                return False
+            except OSError as error:
+                if "PreconditionFailed" in repr(error) or "412" in str(error):
+                    return False
+                raise
+        return True
+
+    def write_with(self, name: str, write: Callable[[str], None]) -> None:
+        """Let a function write a file that it gets the path of."""
+        if self._is_local:
+            self._make_parent(name)
+        with as_os_errors(self.path(name)):
+            write(self.path(name))
+
+    def has(self, name: str) -> bool:
+        with as_os_errors(self.path(name)):
+            return bool(self._fs.exists(self._at(name)))
+
+    def remove(self, name: str) -> None:
+        """Remove a file; nothing happens if there is none."""
+        with as_os_errors(self.path(name)), suppress(FileNotFoundError):
+            self._fs.rm_file(self._at(name))
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names in a folder, sorted; none if there is no such folder."""
+        with as_os_errors(self.path(folder)):
+            try:
+                found = self._fs.ls(self._at(folder), detail=False)
+            except FileNotFoundError:
+                return []
+        return sorted(str(path).rstrip("/").rpartition("/")[2] for path in found)
+
+    def entries(self, folder: str) -> list[Entry]:
+        """Return all files below a folder."""
+        with as_os_errors(self.path(folder)):
+            try:
+                found: dict[str, dict[str, Any]] = self._fs.find(self._at(folder), detail=True)
+            except FileNotFoundError:
+                return []
+        start = len(self._root) + 1
+        return [Entry(path[start:], int(about["size"] or 0), _changed_at(about)) for path, about in found.items()]
+
+    def _at(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _make_parent(self, name: str) -> None:
+        Path(self._at(name)).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _create_locally(self, name: str, content: bytes) -> bool:
+        """Write beside, then link: a reader never sees half of it, and a link does not replace."""
+        self._make_parent(name)
+        path = Path(self._at(name))
+        beside = path.with_name(f"{path.name}.{uuid4().hex}.part")
+        try:
+            with open(beside, "xb", opener=lambda at, flags: os.open(at, flags, 0o600)) as file:
+                file.write(content)
+            os.link(beside, path)
+        except FileExistsError:
+            return False
+        finally:
+            beside.unlink(missing_ok=True)
+        return True
+
+
+def _changed_at(about: dict[str, Any]) -> float:
+    when = about.get("mtime", about.get("LastModified", about.get("created", 0.0)))
+    return float(when.timestamp() if hasattr(when, "timestamp") else when)
