@@ -33,7 +33,7 @@ class ReplicaServer:
     """
 
     def __init__(self, options: FleetOptions, name: str) -> None:
-        served = make_served(options.chosen, options.server, log.info)
+        served = make_served(options.chosen, log.info, keeps_prefixes=False)
         self.name = name
         self.engine: Engine = served.engine
         self.app = make_app(served.engine, served.tokenizer, served.name, served.options)
