@@ -37,6 +37,7 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
         keeps_prefixes: for its next start, in a folder; replicas share a store instead.
     """
     from chat.commands.serving import find_places, make_engine
+    from chat.engine.drafting import Speculation
     from chat.server import ServerOptions
     from memory import HybridMemory
     from memory.prefix import PrefixCache
@@ -47,7 +48,8 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     model, tokenizer = load(*(chosen[name] for name in ("model", "device", "dtype", "weights")))
     memory = HybridMemory(model.memory_spec, **places.memory)
     cache = PrefixCache(memory, max_bytes=places.prefix_bytes) if chosen["prefix_cache"] else None
-    sizes = chosen.arguments_of("engine")
+    speculation = Speculation(looks_up=chosen["speculation"] == "prompt-lookup")
+    sizes = chosen.arguments_of("engine") | {"speculation": speculation}
     engine, options = make_engine(model, memory, tokenizer, cache, places.prefixes, options, say, **sizes)
     return Served(engine, tokenizer, options, name_of(chosen["model"]))
 

@@ -50,6 +50,8 @@ SERVE: tuple[Option, ...] = (
     Option("max_peer_connections", "whole", 384, "of those, from one address", "server", least=1),
     Option("max_running", "whole", 64, "replies in one step of the model", "engine", least=1),
     Option("step_tokens", "whole", 256, "tokens in one step of the model", "engine", least=2),
+    Option("speculation", "text", "none", "prompt-lookup drafts what replies say next from their own texts, where that "
+           "pays; replies are the same", choices=("none", "prompt-lookup")),
     Option("grace", "number", 10.0, "seconds that replies may still take when the server is to stop",
            "server.grace_seconds", least=0),
 )  # fmt: skip

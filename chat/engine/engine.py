@@ -32,6 +32,7 @@ from chat.engine.arguments import (
 )
 from chat.engine.callbacks import Callbacks
 from chat.engine.choose import Choose, choose_tokens
+from chat.engine.drafting import Drafting, Speculation
 from chat.engine.output import PLAIN, Output
 from chat.engine.requests import EngineStats, Generation, Job, OnToken, Request, read_marks, read_stop, read_token_ids
 from chat.engine.scheduling import Load, Scheduler
@@ -50,6 +51,7 @@ from models import LanguageModel
 __all__ = ["Engine", "EngineStats", "Generation", "OnToken", "Sampling"]
 
 GREEDY = Sampling()
+_NO_SPECULATION = Speculation()
 
 
 def require_engine(engine: object, call: str) -> None:
@@ -77,6 +79,8 @@ class Engine:
         max_running: the most requests in one step; fewer than `step_tokens`, so that prompts always go on.
         clock: seconds; for tests.
         choose: chooses the next tokens from a step's logits; another one is for dry runs, which have no logits.
+        speculation: drafts, such as `Speculation(looks_up=True)`: what replies say next, from their own texts. Replies
+            are the same with it, see `chat.decoding.speculative`; drawn ones too.
     Raises:
         SpecError: numbers that cannot work; a memory that was made for another model, or a prefix cache of another
             memory.
@@ -96,6 +100,7 @@ class Engine:
         max_running: int = 64,
         clock: Callable[[], float] = time.perf_counter,
         choose: Choose = choose_tokens,
+        speculation: Speculation = _NO_SPECULATION,
     ) -> None:
         check_parts(model, memory, "Engine(model, memory, tokenizer)")
         check_tokenizer(tokenizer)
@@ -126,7 +131,7 @@ class Engine:
         self._callbacks = Callbacks(self._scheduler)
         self._stepper = Stepper(
             model, memory, prefixes, self._scheduler, self._callbacks, self.stats, choose, clock, step_tokens,
-            self.stop_ids,
+            self.stop_ids, Drafting(memory, step_tokens, speculation),
         )  # fmt: skip
         self._finished: list[Generation] = []
 
@@ -149,6 +154,7 @@ class Engine:
         priority: int = 0,
         owner: Hashable = None,
         reports_prefill: bool = False,
+        prediction: Any = (),
     ) -> Generation:
         """Submit a request for a reply. It joins the batch before the next step in which there is room.
 
@@ -171,10 +177,10 @@ class Engine:
             owner: of the prefixes that it reuses and leaves in the cache; no other owner finds them. Give each user one
                 where users must not learn about each other's prompts; see `PrefixCache`.
             reports_prefill: call `on_token` after each part of the prompt, too; `generation.n_prefilled` grows then.
+            prediction: token ids that the reply is expected to be, mostly: drafts. It is as if they were not given.
         Raises:
             BatchError: arguments that make no request. SequenceError: a bad handle, or one that is in use.
-            CapacityError: a prompt that the memory's whole budget could not hold; the error says what it needs. Nothing
-            has changed then.
+            CapacityError: a prompt that the memory's whole budget could not hold. Nothing has changed then.
         """
         self._require_possible(token_ids, sequence)
         request = Request(
@@ -183,6 +189,7 @@ class Engine:
             marks=read_marks(marks), keeps_sequence=keeps_sequence, remembers_end=remembers_end, on_token=on_token,
             priority=priority, owner=owner, output=output.read(self.stop_ids, self.memory.spec.vocab_size),
             reports_prefill=reports_prefill,
+            prediction=tuple(read_token_ids(prediction, self.memory.spec.vocab_size)) if len(prediction) else (),
         )  # fmt: skip
         check_can_decode(self.memory, self.tokenizer, sequence, request.stop)
         with uninterrupted_call() as _until_return:

@@ -6,6 +6,7 @@ import math
 import reprlib
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Set
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -95,6 +96,7 @@ class Generation:
         sequence: the live sequence, once it has ended, if it was to be kept. It is still swapped out if it was swapped
             out at its end.
         lookup: the prefix cache's lookup of the prompt, if there was one.
+        n_drafted, n_accepted: tokens that were drafted for it, and those of them that were right.
         submitted_at, admitted_at, first_token_at, finished_at: seconds on the engine's clock; None: not yet.
     """
 
@@ -114,6 +116,8 @@ class Generation:
     admitted_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None
+    n_drafted: int = 0
+    n_accepted: int = 0
 
     @property
     def is_finished(self) -> bool:
@@ -144,6 +148,7 @@ class Request:
     priority: int
     owner: Hashable
     reports_prefill: bool = False
+    prediction: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_max_tokens(self.max_tokens)
@@ -291,6 +296,15 @@ class Job:
         """
         n_reply = min(self.request.max_tokens // 2, EXPECTED_REPLY_TOKENS)
         return self.n_base + max(len(self.tokens), self.generation.n_prompt + n_reply)
+
+    def ahead(self) -> Job:
+        """Return a copy that can take tokens while this job stays as it is; for what may still be taken back."""
+        job = copy(self)
+        job.tokens, job.sampler, job.stream = [*self.tokens], copy(self.sampler), self.stream.ahead()
+        job.generation = copy(self.generation)
+        job.generation.token_ids = [*self.generation.token_ids]
+        job.generation.logprobs = [*self.generation.logprobs]
+        return job
 
     def wants_choice(self, n_tokens: int) -> bool:
         """True if a token is to be chosen once the next `n_tokens` are fed."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import accumulate
 
 from chat.engine.choose import Plan
@@ -36,12 +37,16 @@ def _n_wanted(job: Job) -> int:
     return job.next_stop - job.n_fed
 
 
-def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan) -> Step | None:
+def open_step(memory: HybridMemory, scheduler: Scheduler, plan: Plan, drafts: Mapping[Job, list[int]]) -> Step | None:
     """Return the opened step, or None if a sequence of it was changed from outside.
-    The generation of that sequence has ended with an error then."""
-    requests = [(job.live_sequence, job.tokens[job.n_fed : job.n_fed + n]) for job, n in plan]
+    The generation of that sequence has ended with an error then.
+
+    Args:
+        drafts: tokens that are fed behind those of the plan, to be verified.
+    """
+    requests = [(job.live_sequence, [*job.tokens[job.n_fed : job.n_fed + n], *drafts.get(job, ())]) for job, n in plan]
     try:
-        return memory.step(requests)
+        return memory.step(requests, outputs="all" if drafts else "last")
     except (BatchError, SequenceError):
         n_running = len(scheduler.running)
         for (job, _), request in zip(plan, requests, strict=True):

@@ -6,12 +6,17 @@ import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+from torch import Tensor
+
+from chat.decoding.logprobs import Chosen
 from chat.engine.callbacks import Callbacks
 from chat.engine.choose import Choice, Choose, Plan
+from chat.engine.drafting import Drafting, Drafts
 from chat.engine.loop import take_step
 from chat.engine.requests import EngineStats, Job
 from chat.engine.scheduling import Scheduler
 from chat.engine.sharing import open_step, plan_step
+from chat.engine.verifying import choose_verified
 from memory import CapacityError, HybridMemory, Sequence, Step, StepError
 from memory.prefix.cache import PrefixCache
 from memory.sequences.interrupts import uninterrupted
@@ -38,45 +43,66 @@ class Stepper:
     clock: Callable[[], float]
     step_tokens: int
     stop_ids: tuple[int, ...]
+    drafting: Drafting
     to_remember: list[tuple[Sequence, Hashable]] = field(default_factory=list)
 
     def feed(self) -> None:
         """Make one step of the model, with as many of the running generations as the memory has room for."""
-        scheduler, limit = self.scheduler, self.step_tokens
+        scheduler, limit, may_draft = self.scheduler, self.step_tokens, True
         while scheduler.running:
+            started = time.perf_counter()
             plan = plan_step(scheduler.running, limit)
-            step = open_step(self.memory, scheduler, plan)
+            drafts = self.drafting.propose(plan) if may_draft else {}
+            step = open_step(self.memory, scheduler, plan, drafts)
             if step is None:
                 continue
             try:
-                self._run(step, plan)
+                self._run(step, plan, drafts, started)
                 return
             except CapacityError as error:
-                if len(scheduler.running) > 1:
+                if drafts:
+                    may_draft = False
+                elif len(scheduler.running) > 1:
                     scheduler.preempt()
                 elif plan[0][1] > 1:  # windows and budgets of attention need less for fewer tokens at once
                     limit = plan[0][1] // 2
                 elif not scheduler.restart():
                     scheduler.end(plan[0][0], "error", error)
 
-    def _run(self, step: Step, plan: Plan) -> None:
-        started = time.perf_counter()
-
-        def keep(chosen: list[Choice]) -> None:  # after this the jobs' counts agree with the memory's
+    def _run(self, step: Step, plan: Plan, drafts: Drafts, started: float) -> None:
+        def keep(chosen: list[list[Choice]]) -> None:  # after this the jobs' counts agree with the memory's
             self.stats.n_steps += 1
             now = self.clock()
-            for (job, n_tokens), choice in zip(plan, chosen, strict=True):
-                self._record(job, n_tokens)
+            for (job, n_tokens), choices in zip(plan, chosen, strict=True):
+                self._record(job, len(choices) if job in drafts else n_tokens)
+                if job in drafts:
+                    self._count(job, drafts[job], choices)
                 try:
-                    self._apply(job, choice, now)
+                    for choice in choices:
+                        self._apply(job, choice, now)
                 except Exception as error:  # of the tokenizer: the other generations go on
                     self.scheduler.end(job, "error", error)
             seconds, n_tokens = time.perf_counter() - started, sum(n for _, n in plan)
             self.stats.seconds += seconds
+            self.drafting.note(plan, drafts, seconds)
             if self.prefixes is not None and n_tokens > 2 * len(plan):  # prompts are most of it
                 self.prefixes.note_speed(seconds / n_tokens)
 
-        take_step(self.model, step, lambda logits, _: self.choose(logits, plan), keep, uninterrupted())
+        def choose(logits: Tensor, step: Step) -> list[list[Choice]]:
+            if not drafts:
+                return [[choice] for choice in self.choose(logits, plan)]
+            chosen = choose_verified(self.choose, step.split(logits), plan, drafts, self.stop_ids)
+            kept = {job.live_sequence: len(choices) for (job, _), choices in zip(plan, chosen, strict=True)}
+            step.accept({job.live_sequence: kept[job.live_sequence] for job in drafts})
+            return chosen
+
+        take_step(self.model, step, choose, keep, uninterrupted())
+
+    def _count(self, job: Job, draft: list[int], choices: list[Choice]) -> None:
+        """Count a draft; tokens of it that were computed in vain count as fed."""
+        self.stats.n_fed += 1 + len(draft) - len(choices)
+        token_ids = [choice.token_id for choice in choices if isinstance(choice, Chosen)]
+        self.drafting.count(job, len(draft), sum(a == b for a, b in zip(draft, token_ids, strict=False)))
 
     def _record(self, job: Job, n_tokens: int) -> None:
         """Count `n_tokens` more of the job's tokens as fed."""

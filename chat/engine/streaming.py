@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from copy import copy
+
 from chat.prompts import Tokenizer
 
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -35,6 +37,12 @@ class TextStream:
         self._window: list[int] = []
         self._n_before = 0  # tokens of the window that belong to the piece before
         self._n_taken = 0  # characters of the window's text that were taken already
+
+    def ahead(self) -> TextStream:
+        """Return a copy that goes on by itself."""
+        stream = copy(self)
+        stream._window = [*self._window]
+        return stream
 
     def add(self, token_id: int, *, may_stop: bool = True) -> str:
         """Return the text that this token completes. Cost: the decoding of a few tokens.

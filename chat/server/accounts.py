@@ -25,6 +25,10 @@ def usage_of(prompts: list[Generation], generations: Iterable[Generation]) -> di
         "prompt_tokens": n_prompt,
         "completion_tokens": n_completion,
         "total_tokens": n_prompt + n_completion,
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": sum(g.n_accepted for g in replies),
+            "rejected_prediction_tokens": sum(g.n_drafted - g.n_accepted for g in replies),
+        },
         "prompt_tokens_details": {"cached_tokens": sum(map(reused_tokens, prompts))},
         "hybrid_memory": explain(prompts, replies),
     }

@@ -23,6 +23,7 @@ class Ask:
     Attributes:
         output, priority, deadline_s: as `Engine.submit` takes them.
         reports_prefill: pieces come while the prompt is computed, too.
+        prediction: token ids that the reply is expected to be, mostly.
     """
 
     token_ids: list[int]
@@ -34,6 +35,7 @@ class Ask:
     priority: int = 0
     deadline_s: float | None = None
     reports_prefill: bool = False
+    prediction: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,7 @@ class Replies:
             priority=ask.priority,
             deadline_s=ask.deadline_s,
             reports_prefill=ask.reports_prefill and choice == 0,
+            prediction=ask.prediction,
         )
 
     async def next(self) -> Piece | None:

@@ -119,6 +119,13 @@ class CommonRequest(SamplingFields):
         return hashlib.sha256(repr((authorization, self.prompt_cache_key)).encode()).digest()
 
 
+class Prediction(Checked):
+    """Holds what a reply is expected to say, mostly: it comes sooner then."""
+
+    type: Literal["content"]
+    content: Annotated[str, BeforeValidator(_read_content)]
+
+
 def _check_n_messages(value: object) -> object:
     if isinstance(value, list) and len(value) > MOST_MESSAGES:
         raise ValueError(f"it has {len(value):,} messages; {MOST_MESSAGES:,} are possible")
@@ -135,7 +142,6 @@ class ChatRequest(CommonRequest):
         "metadata": ({},),
         "modalities": (["text"],),
         "parallel_tool_calls": (True, False),  # there are no tools
-        "prediction": (),
         "reasoning_effort": (),
         "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
@@ -149,6 +155,7 @@ class ChatRequest(CommonRequest):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     safety_identifier: str | None = None
+    prediction: Prediction | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
 

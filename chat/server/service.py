@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -133,6 +134,10 @@ class Service:
         asked, token_ids = await self.texts.run(len(body), lambda texts: self._read_chat(texts, body), param="messages")
         owner = asked.owner(request.headers.get("authorization"))
         ask = self._ask(asked, token_ids, asked.wanted_tokens, owner, param="messages")
+        if asked.prediction is not None:
+            predicted = asked.prediction.content
+            ids = await self.texts.run(len(body), lambda texts: texts.encode(predicted, add_special_tokens=False))
+            ask = replace(ask, prediction=tuple(ids))
         return await self._reply(exchange_of(request.scope), asked, [ask], ChatFormat(self.model_id, self.tokens))
 
     async def complete(self, request: Request) -> Response:

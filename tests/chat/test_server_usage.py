@@ -77,3 +77,16 @@ def test_a_reply_that_may_be_longer_than_what_fits_is_cut(server: Running) -> No
     assert check_length(LIMIT, 0, 32, LIMIT, param="prompt", is_cut=False) == 0
     body = {"model": MODEL, "prompt": "cat", "max_tokens": LIMIT}
     assert server.call("POST", "/v1/completions", body).error["code"] == "context_length_exceeded"
+
+
+def test_a_prediction_is_accepted_where_it_is_right(server: Running) -> None:
+    def details(content: Any) -> dict[str, int]:
+        answer = server.chat(prediction={"type": "content", "content": content}).json
+        assert answer["choices"][0]["message"]["content"] == "Okay, noted."
+        counts: dict[str, int] = answer["usage"]["completion_tokens_details"]
+        return counts
+
+    right = details([{"type": "text", "text": "Okay, noted."}])
+    assert right["accepted_prediction_tokens"] >= 2
+    assert details("Nothing of it.") == {"accepted_prediction_tokens": 0, "rejected_prediction_tokens": 0}
+    assert server.chat(prediction={"type": "content"}).error["param"] == "prediction.content"

@@ -1,0 +1,70 @@
+"""Measures what steps cost with and without drafts, and says whether drafts pay.
+
+The seconds of a step are taken as a + b n for n tokens in it, fitted to the latest steps, once for steps without drafts
+and once for steps with them: verifying several tokens of a sequence takes other kernels than decoding one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+_KEPT = 0.95
+"""What a step weighs after the next one."""
+_LEAST_WEIGHT = 3.0
+_OUTLIER = 3.0
+"""A step that takes so many times what is expected counts as this many times: the machine did something else."""
+MARGIN = 1.05
+"""Drafts must promise so many times the tokens a second of none."""
+
+
+@dataclass
+class Cost:
+    """Fits the seconds of steps to their tokens; what was measured lately weighs most."""
+
+    weight: float = 0.0
+    n: float = 0.0
+    nn: float = 0.0
+    seconds: float = 0.0
+    n_seconds: float = 0.0
+
+    def note(self, n_tokens: int, seconds: float) -> None:
+        if self.is_known:
+            seconds = min(seconds, _OUTLIER * self.of(n_tokens))
+        news = (1.0, float(n_tokens), float(n_tokens) ** 2, seconds, n_tokens * seconds)
+        kept = (self.weight, self.n, self.nn, self.seconds, self.n_seconds)
+        self.weight, self.n, self.nn, self.seconds, self.n_seconds = (
+            _KEPT * old + new for old, new in zip(kept, news, strict=True)
+        )
+
+    @property
+    def is_known(self) -> bool:
+        return self.weight >= _LEAST_WEIGHT
+
+    def of(self, n_tokens: float) -> float:
+        """Return the seconds to expect of a step with so many tokens."""
+        mean_n, mean_seconds = self.n / self.weight, self.seconds / self.weight
+        variance = self.nn / self.weight - mean_n**2
+        slope = (self.n_seconds / self.weight - mean_n * mean_seconds) / variance if variance > 0.25 else None
+        most = mean_seconds / mean_n  # no token costs more than its share of a step
+        slope = most / 2 if slope is None else min(max(slope, 0.0), most)
+        return max(mean_seconds + slope * (n_tokens - mean_n), mean_seconds / 4)
+
+
+@dataclass
+class Pace:
+    """Holds the costs of both kinds of steps, and compares them."""
+
+    plain: Cost = field(default_factory=Cost)
+    drafted: Cost = field(default_factory=Cost)
+
+    def pays(self, n_sequences: int, n_tokens: int, n_expected: float) -> bool | None:
+        """True if a step with drafts brings more tokens a second; None if it is not known yet.
+
+        Args:
+            n_tokens: of the step, drafts included.
+            n_expected: tokens that it is expected to bring.
+        """
+        if not (self.plain.is_known and self.drafted.is_known):
+            return None
+        plain = n_sequences / self.plain.of(n_sequences)
+        return n_expected / self.drafted.of(n_tokens) >= MARGIN * plain

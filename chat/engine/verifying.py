@@ -1,0 +1,44 @@
+"""Verifies drafts: chooses the next tokens of each generation as if they were chosen one step after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from chat.decoding.logprobs import Chosen
+from chat.engine.choose import Choice, Choose, Plan
+from chat.engine.requests import Job
+
+
+def choose_verified(
+    choose: Choose, rows: Sequence[Tensor], plan: Plan, drafts: Mapping[Job, list[int]], end_ids: tuple[int, ...]
+) -> list[list[Choice]]:
+    """Return the choices of each job: those that agree with its draft, and one more. Nothing changes.
+
+    Each choice is made by `choose` for a copy of the job that has taken the tokens before it, so whatever a choice
+    depends on (penalties, the number of a draw, a grammar) is as it would be without drafts. A choice that ends the
+    reply is the last.
+
+    Args:
+        rows: of each job, (1 + its drafted tokens, vocab) logits.
+        end_ids: the engine's end tokens.
+    """
+    chosen: list[list[Choice]] = [[] for _ in plan]
+    going = [(i, job.ahead() if job in drafts else job) for i, (job, _) in enumerate(plan)]
+    at = 0
+    while going:
+        logits_SV = torch.stack([rows[i][at] for i, _ in going])
+        picked = choose(logits_SV, [(job, 1) for _, job in going])
+        agreeing = []
+        for (i, job), choice in zip(going, picked, strict=True):
+            chosen[i].append(choice)
+            draft = drafts.get(plan[i][0], [])
+            if at < len(draft) and isinstance(choice, Chosen) and choice.token_id == draft[at]:
+                job.take(choice, end_ids, 0.0)
+                job.n_fed += 1
+                if job.ending is None:
+                    agreeing.append((i, job))
+        going, at = agreeing, at + 1
+    return chosen

@@ -1,0 +1,141 @@
+"""Drafts in the engine: replies are the same with them, and they stop where they do not pay."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from chat.decoding.guesses import Guesses
+from chat.engine.drafting import Speculation
+from chat.engine.engine import Engine, Generation
+from chat.engine.pace import Cost, Pace
+from chat.prompts import Tokenizer
+from memory import BatchError, HybridMemory
+from models import LanguageModel
+from tests.chat.engines import draw_sampling, make_memory, run_checked
+from tests.toy import Toy
+
+ALWAYS = Speculation(looks_up=True, adapts=False)
+
+
+class Repeating(Toy):
+    """A toy that mostly lets the same token follow each token: drafts are often right, and sometimes not."""
+
+    def __call__(self, step: Any) -> Any:
+        logits = super().__call__(step)
+        ids = torch.as_tensor(step.tokens.flat)
+        if step.outputs == "last":
+            ids = ids[torch.as_tensor(step.tokens.counts).cumsum(0) - 1]
+        return logits + 6.0 * torch.nn.functional.one_hot((ids * 7 + 3) % 5, logits.shape[1])
+
+
+def replies(
+    speculation: Speculation, seed: int, *, keeps: bool = True, **options: Any
+) -> tuple[list[Generation], Engine]:
+    generator, model = random.Random(seed), Repeating()
+    memory = make_memory(model, **options)
+    engine = Engine(
+        model, memory, None, stop_ids=(4,) if seed % 2 else (), step_tokens=40, max_running=4, speculation=speculation
+    )
+    generations = []
+    for _ in range(6):
+        prompt = [generator.randrange(model.memory_spec.vocab_size) for _ in range(generator.randint(1, 30))]
+        prediction = [generator.randrange(5) for _ in range(20)] if generator.random() < 0.4 else ()
+        generations.append(
+            engine.submit(
+                prompt, max_tokens=generator.randint(0, 30), sampling=draw_sampling(generator), prediction=prediction,
+                keeps_sequence=keeps, remembers_end=generator.random() < 0.5,
+            )
+        )  # fmt: skip
+    run_checked(engine)
+    return generations, engine
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_replies_and_sequences_are_the_same_with_drafts(seed: int) -> None:
+    """Greedy and drawn ones, with penalties, in small budgets too; what is left of a sequence is the same."""
+    without, _ = replies(Speculation(), seed)
+    drafted, engine = replies(ALWAYS, seed)
+    for a, b in zip(without, drafted, strict=True):
+        assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+        assert a.sequence is not None and b.sequence is not None
+        assert a.sequence.tokens.tolist() == b.sequence.tokens.tolist()
+        assert 0 <= b.n_accepted <= b.n_drafted
+    assert sum(g.n_accepted for g in drafted) > 10
+    assert engine.stats.n_generated == sum(len(g.token_ids) for g in drafted)
+
+
+def test_texts_stop_strings_and_predictions(embedded: LanguageModel, tokenizer: Tokenizer) -> None:
+    prompt = tokenizer.encode("<|bos|><|user|>My cat is called Zoe.<|end|><|assistant|>")
+    said = "Okay, noted."
+
+    memory = HybridMemory(embedded.memory_spec, "16MiB", rollback_window=16)
+    engine = Engine(embedded, memory, tokenizer, speculation=Speculation(adapts=False))
+
+    def ask(prediction: str, **options: Any) -> Generation:
+        generation = engine.submit(prompt, prediction=tokenizer.encode(prediction), keeps_sequence=True, **options)
+        engine.run()
+        return generation
+
+    right = ask(said)
+    assert (right.text, right.finish_reason) == (said, "stop") and right.n_accepted >= len(tokenizer.encode(said)) - 1
+    wrong = ask("Okay, my dog is called Rex.")
+    assert wrong.text == said and wrong.n_accepted < 2 < wrong.n_drafted
+    other = ask("My dog is called Rex, and nothing else is.")
+    assert (other.text, other.n_drafted) == (said, 0), "the first token comes with the prompt"
+    for stop in ("not", ","):
+        cut, plain = ask(said, stop=stop), ask("Zoe Zoe", stop=stop)
+        assert (cut.text, cut.stopped_by, cut.token_ids) == (plain.text, plain.stopped_by, plain.token_ids)
+        assert cut.sequence is not None and plain.sequence is not None and cut.sequence.length == plain.sequence.length
+
+
+def test_a_step_that_has_no_room_for_drafts_is_taken_without() -> None:
+    for budget in ("12KiB", "16KiB", "24KiB"):
+        without, _ = replies(Speculation(), 3, keeps=False, budget=budget)
+        drafted, _ = replies(ALWAYS, 3, keeps=False, budget=budget)
+        assert [g.token_ids for g in without] == [g.token_ids for g in drafted]
+        assert {g.error for g in drafted} == {None}
+
+
+def test_a_prediction_that_is_no_tokens_is_refused() -> None:
+    model = Toy()
+    engine = Engine(model, make_memory(model), None, step_tokens=8, max_running=2)
+    with pytest.raises(BatchError, match="outside the vocabulary"):
+        engine.submit([1], prediction=[10**6])
+
+
+def test_guesses() -> None:
+    text = [1, 2, 3, 4, 5, 1, 2, 3]
+    guesses = Guesses(text, len(text), (), looks_up=True)
+    assert guesses.next(4) == [4, 5, 1, 2] and guesses.next(7) == [4, 5, 1, 2, 3, 4, 5]
+    text.append(9)
+    assert guesses.next(4) == []
+    predicted = Guesses(text, len(text), (7, 8, 9, 10, 11, 12), looks_up=False)
+    assert predicted.next(3) == [7, 8, 9]
+    text.append(7)
+    assert predicted.next(3) == [8, 9, 10]
+    text += [5, 9, 10, 11]
+    assert predicted.next(3) == [12] and Guesses(text, len(text), (), looks_up=False).next(3) == []
+
+
+def test_drafts_pay_by_what_steps_cost() -> None:
+    pace = Pace()
+    for n in (1, 2, 4, 8):
+        pace.plain.note(n, 0.010 + 0.001 * n)
+    assert pace.pays(4, 20, 12) is None
+    for n in (5, 9, 20, 36):
+        pace.drafted.note(n, 0.012 + 0.001 * n)
+    assert pace.pays(1, 9, 5) is True, "a step of one costs mostly what every step costs"
+    assert pace.pays(4, 36, 6) is False
+    assert abs(pace.plain.of(16) - 0.026) < 0.002
+
+
+def test_one_slow_step_does_not_change_a_cost_much() -> None:
+    cost = Cost()
+    for _ in range(20):
+        cost.note(4, 0.01)
+    cost.note(4, 5.0)
+    assert cost.of(4) < 0.013
