@@ -15,21 +15,10 @@ from torch import Tensor
 from transformers import JambaConfig, JambaForCausalLM, MambaConfig, MambaForCausalLM
 
 from memory import AttentionSpec, HybridMemory, MemorySpec, Sequence
-from memory.eviction import (
-    H2O,
-    TOVA,
-    Budget,
-    EvictionPolicy,
-    ExpectedAttention,
-    KNorm,
-    PyramidKV,
-    Quest,
-    Recent,
-    Scissorhands,
-    SnapKV,
-)  # fmt: skip
-from memory.quantization import Float8, Quantized, Storage
+from memory.eviction import Budget, EvictionPolicy, Quest
+from memory.quantization import Storage
 from memory.recurrences import FAMILIES
+from memory.testing.subjects import POLICIES, STORAGES
 from models import LanguageModel, load_model
 from tests.models import checkpoints
 from tests.tolerances import TOLERANCE
@@ -77,28 +66,6 @@ SUBJECTS = (
     "model:zamba2",
 )
 """Models, and how their memories fold: "keep" unless named; or that everything is in bfloat16, or weights in int8."""
-
-POLICIES: dict[str, Budget] = {
-    # rows fold and none is forgotten: what is remembered does not depend on when they fold
-    "sparse": H2O(512, every=4),
-    "h2o": H2O(9, recent=2, every=4),
-    "recent": Recent(9, sinks=2, every=4),
-    "knorm": KNorm(9, every=4),
-    "tova": TOVA(9, every=4),
-    "scissorhands": Scissorhands(9, recent=2, every=4),
-    "snapkv": SnapKV(9, recent=2, observed=3, kernel=3, every=4),
-    "pyramid": PyramidKV(9, recent=1, observed=3, kernel=3, every=4),
-    "expected": ExpectedAttention(9, recent=2, every=4),
-    # far less than everything, chosen by what a position and the rows up to it are
-    "quest": Quest(16, recent=1, select_up_to=10**6),
-}
-
-STORAGES = {
-    "8-bit": Quantized(8, group=4),
-    "4-bit": Quantized(4, group=8),
-    "2-bit": Quantized(2, group=8),
-    "float8": Float8(group=4),
-}
 
 IS_FULL = os.environ.get("CONFORMANCE") == "full"
 """Whether products of parameters run whole, for an hour; else a part of them, which `tests/conformance/conftest.py`

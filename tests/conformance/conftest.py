@@ -14,10 +14,10 @@ from memory.recurrences import FAMILIES
 from tests.subjects import IS_FULL, SUBJECTS, Subject, make_subject
 
 _MOST = 2
-"""Combinations of a test's own parameters that a subject meets; one if they are distances to go back, `k`."""
+"""Combinations of a test's own parameters that a subject meets; promises of the kit meet one subject of a kind all."""
 
 _OF_ALL = {
-    "test_abort_inside_a_layer",
+    "test_a_promise_of_the_kit_is_kept",
     "test_64_sequences_shuffled_equal_each_alone",
     "test_every_distance_at_once",
     "test_every_split_of_a_prompt_equals_one_shot",
@@ -81,15 +81,15 @@ def is_chosen(item: pytest.Item) -> bool:
 
     That part is evenly spread, from another one on for each subject and for tests of other names.
 
-    So each combination meets some subjects in each test. All distances to go back meet each subject in
-    `test_every_distance_at_once`; two of the six sizes of the window do in `test_any_window_reaches_that_far`.
+    So each combination meets some subjects in each test: two of the six sizes of the window meet each subject in
+    `test_any_window_reaches_that_far`.
     """
     subject, test = item.callspec.params["subject"], item.originalname  # type: ignore[attr-defined]
-    if "k" in item.callspec.params and not subject.startswith("toy"):  # type: ignore[attr-defined]
-        return False
+    if "promise" in item.callspec.params and subject in _EACH_KIND | _OF_PLUGINS:  # type: ignore[attr-defined]
+        return True
     nth, n = 0, 1
     for name, values in (mark.args for mark in item.iter_markers("parametrize")):
         nth += n * list(values).index(item.callspec.params[name])  # type: ignore[attr-defined]
         n *= len(values)
     start = crc32(test.encode()) + SUBJECTS.index(subject)
-    return (nth + start) % ceil(n / (1 if "k" in item.callspec.params else _MOST)) == 0
+    return (nth + start) % ceil(n / _MOST) == 0

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from memory import RollbackError, SequenceError
-from tests.inside import layer_memories
 from tests.subjects import Subject
 
 WINDOW = 8
@@ -23,20 +22,6 @@ def ones(tokens: list[int]) -> list[list[int]]:
 
 class InjectedError(Exception):
     pass
-
-
-@pytest.mark.parametrize("k", range(1, WINDOW + 1))
-def test_dropped_decodes(subject: Subject, k: int) -> None:
-    """Whole steps are dropped, so the oracle's steps have the same shapes: equal bits."""
-    prompt, dropped = subject.tokens(PROMPT), subject.tokens(k, seed=1)
-    memory = subject.memory(WINDOW)
-    sequence = memory.open()
-    subject.feed(memory, sequence, [prompt, *ones(dropped)])
-    memory.rollback(sequence, to=PROMPT)
-    memory.check()
-    assert sequence.tokens.tolist() == prompt
-    expected = subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:]
-    subject.assert_same(subject.feed(memory, sequence, NEXT), expected, bits=True)
 
 
 def test_every_distance_at_once(subject: Subject) -> None:
@@ -55,80 +40,6 @@ def test_every_distance_at_once(subject: Subject) -> None:
     expected = subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:]
     for logits in found.values():  # on a GPU, bits may follow the shape of a whole step
         subject.assert_same(logits, expected, bits=subject.spec.device.type == "cpu")
-
-
-@pytest.mark.parametrize("k", range(1, WINDOW + 1))
-def test_part_of_a_chunk(subject: Subject, k: int) -> None:
-    tokens = subject.tokens(PROMPT + WINDOW)
-    memory = subject.memory(WINDOW)
-    sequence = memory.open()
-    subject.feed(memory, sequence, [tokens[:7], tokens[7:]])
-    memory.rollback(sequence, to=len(tokens) - k)
-    expected = subject.fresh(subject.cut([tokens[:-k], *NEXT]), WINDOW)[len(tokens) - k :]
-    subject.assert_same(subject.feed(memory, sequence, NEXT), expected)
-
-
-@pytest.mark.parametrize("k", range(2, WINDOW + 1))
-def test_two_rollbacks_in_a_row(subject: Subject, k: int) -> None:
-    prompt, dropped = subject.tokens(PROMPT), subject.tokens(k, seed=1)
-    memory = subject.memory(WINDOW)
-    sequence = memory.open()
-    subject.feed(memory, sequence, [prompt, *ones(dropped)])
-    memory.rollback(sequence, to=PROMPT + k // 2)
-    memory.rollback(sequence, to=PROMPT)
-    subject.assert_same(
-        subject.feed(memory, sequence, NEXT),
-        subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:],
-        bits=True,
-    )
-
-
-@pytest.mark.parametrize("k", range(1, WINDOW + 1))
-def test_rollback_then_other_tokens_then_rollback(subject: Subject, k: int) -> None:
-    """The window counts from the furthest position reached, however often a sequence went back and forth."""
-    prompt = subject.tokens(PROMPT)
-    memory = subject.memory(WINDOW)
-    sequence = memory.open()
-    subject.feed(memory, sequence, [prompt, *ones(subject.tokens(k, seed=1))])
-    for seed in (2, 3):
-        memory.rollback(sequence, to=PROMPT)
-        subject.feed(memory, sequence, ones(subject.tokens(k, seed=seed)))
-    memory.rollback(sequence, to=PROMPT)
-    subject.assert_same(
-        subject.feed(memory, sequence, NEXT),
-        subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:],
-        bits=True,
-    )
-
-
-@pytest.mark.parametrize("k", range(1, WINDOW + 1))
-def test_rollback_of_a_fork(subject: Subject, k: int) -> None:
-    prompt, more = subject.tokens(PROMPT), subject.tokens(k, seed=1)
-    memory = subject.memory(WINDOW)
-    first = memory.open()
-    subject.feed(memory, first, [prompt, *ones(more)])
-    second = memory.fork(first)
-    memory.rollback(second, to=PROMPT)
-    subject.assert_same(
-        subject.feed(memory, second, NEXT),
-        subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:],
-        bits=True,
-    )
-    expected = subject.fresh([prompt, *ones(more), *NEXT], WINDOW)[PROMPT + k :]
-    subject.assert_same(subject.feed(memory, first, NEXT), expected, bits=True)
-
-
-@pytest.mark.parametrize("k", range(1, WINDOW + 1))
-def test_fork_after_a_rollback(subject: Subject, k: int) -> None:
-    prompt = subject.tokens(PROMPT)
-    memory = subject.memory(WINDOW)
-    first = memory.open()
-    subject.feed(memory, first, [prompt, *ones(subject.tokens(k, seed=1))])
-    memory.rollback(first, to=PROMPT)
-    second = memory.fork(first)
-    expected = subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:]
-    subject.assert_same(subject.feed(memory, second, NEXT), expected, bits=True)
-    subject.assert_same(subject.feed(memory, first, NEXT), expected, bits=True)
 
 
 def test_abort(subject: Subject) -> None:
@@ -153,36 +64,6 @@ def test_abort(subject: Subject) -> None:
     expected = subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:]
     subject.assert_same(subject.feed(memory, sequence, NEXT), expected, bits=True)
     subject.assert_same(subject.feed(memory, bystander, NEXT), expected, bits=True)
-
-
-def test_abort_inside_a_layer(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel fails in the middle of the model: the first, then the second, then ..."""
-    prompt = subject.tokens(PROMPT)
-    memory = subject.memory(WINDOW)
-    sequence = memory.open()
-    subject.feed(memory, sequence, [prompt])
-
-    def failing(method, calls, n_served):  # type: ignore[no-untyped-def]
-        def call(*arguments, **options):  # type: ignore[no-untyped-def]
-            if next(calls) >= n_served:
-                raise InjectedError
-            return method(*arguments, **options)
-
-        return call
-
-    n_layer_calls = min(4, sum(map(len, subject.spec.layers)))
-    for n_served in range(n_layer_calls):
-        calls = itertools.count()
-        with monkeypatch.context() as patch:
-            for layers in layer_memories(memory).values():
-                for name in {"attend", "recur"} & set(dir(layers)):
-                    patch.setattr(layers, name, failing(getattr(layers, name), calls, n_served))
-            with pytest.raises(InjectedError), memory.step({sequence: subject.tokens(5, seed=1)}) as step:
-                subject.model(step)
-        memory.check()
-    subject.assert_same(
-        subject.feed(memory, sequence, NEXT), subject.fresh([prompt, *NEXT], WINDOW)[PROMPT:], bits=True
-    )
 
 
 def test_accept_some_drafts(subject: Subject) -> None:
@@ -287,17 +168,6 @@ def test_accept_beyond_the_window_is_refused(subject: Subject) -> None:
     subject.assert_same(subject.feed(memory, sequence, NEXT), expected)
 
 
-def test_position_zero_is_always_reachable(subject: Subject) -> None:
-    memory = subject.memory(WINDOW)
-    sequence = memory.open()
-    subject.feed(memory, sequence, [subject.tokens(50)])
-    memory.rollback(sequence, to=0)
-    memory.check()
-    assert sequence.length == 0
-    assert memory.usage().used_bytes == 0
-    subject.assert_same(subject.feed(memory, sequence, NEXT), subject.fresh(NEXT, WINDOW), bits=True)
-
-
 def test_checkpoint_at_any_distance(subject: Subject) -> None:
     """Again and again, from near and far."""
     prompt = subject.tokens(PROMPT)
@@ -366,16 +236,6 @@ def test_checkpoints_are_not_advanced(subject: Subject) -> None:
     memory.close(mark)
     with pytest.raises(SequenceError, match="closed"):
         memory.rollback(sequence, to=mark)
-
-
-def test_positions_that_are_none(subject: Subject) -> None:
-    memory = subject.memory(WINDOW)
-    sequence = memory.open()
-    subject.feed(memory, sequence, [subject.tokens(PROMPT)])
-    for to in (-1, PROMPT + 1, True, 1.5, "3", None):
-        with pytest.raises(RollbackError):
-            memory.rollback(sequence, to=to)  # type: ignore[arg-type]
-        assert sequence.length == PROMPT
 
 
 def test_a_rollback_touches_no_byte(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:

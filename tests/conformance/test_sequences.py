@@ -89,49 +89,6 @@ def test_last_rows_are_the_last_of_all_rows(subject: Subject) -> None:
     subject.assert_same(last, torch.stack([rows[-1] for rows in every]))
 
 
-def test_what_one_sequence_does_changes_no_bit_of_another(subject: Subject) -> None:
-    """The same steps of a witness, with and without a neighbour that forks, rolls back, aborts and closes meanwhile."""
-
-    def witness(busy: bool) -> torch.Tensor:
-        memory = subject.memory(WINDOW, budget="4MiB")
-        sequence = memory.open()
-        rows = []
-        for i in range(6):
-            if busy:
-                neighbour = memory.open()
-                subject.feed(memory, neighbour, [subject.tokens(11 + 4 * i, seed=i)])
-                fork = memory.fork(neighbour)
-                memory.rollback(fork, to=11 + 4 * i - 3)
-                subject.feed(memory, fork, NEXT)
-                memory.close(neighbour)
-            rows.append(subject.feed(memory, sequence, [subject.tokens(1 + i % 4, seed=100 + i)]))
-        return torch.cat(rows)
-
-    assert torch.equal(witness(busy=True), witness(busy=False))
-
-
-def test_fork_shares_and_then_goes_its_own_way(subject: Subject) -> None:
-    tokens = subject.tokens(30)
-    memory = subject.memory(WINDOW)
-    first = memory.open()
-    subject.feed(memory, first, [tokens])
-    used = memory.usage().used_bytes
-    forks = [memory.fork(first) for _ in range(5)]
-    assert memory.usage().used_bytes == used
-    expected = subject.fresh([tokens, *NEXT], WINDOW)[30:]
-    requests = {fork: [3, 1, 4] for fork in forks}
-    with memory.step(requests, outputs="all") as step:
-        rows = step.split(subject.model(step))
-    for fork, row in zip(forks, rows, strict=True):
-        rest = subject.feed(memory, fork, NEXT[1:])
-        subject.assert_same(torch.cat([row, rest]), expected)
-    for fork in forks:
-        memory.close(fork)
-    memory.check()
-    assert memory.usage().used_bytes == used
-    subject.assert_same(subject.feed(memory, first, NEXT), expected, bits=True)
-
-
 def test_forks_of_a_long_sequence_cost_a_tail_a_head_and_a_page(subject: Subject) -> None:
     """Even after each fork has gone on by a token of its own; by `usage` and by the arena's own count."""
     memory = subject.memory(WINDOW, budget="8MiB", page_tokens=subject.page_tokens)
@@ -147,29 +104,6 @@ def test_forks_of_a_long_sequence_cost_a_tail_a_head_and_a_page(subject: Subject
     assert after.used_bytes == sum(after.by_kind.values()) == after.budget_bytes - after.free_bytes
     assert sum(u.private_bytes for u in after.by_sequence.values()) <= after.used_bytes
     memory.check()
-
-
-def test_reorder_is_all_at_once(subject: Subject) -> None:
-    """a goes on as b was, c as a was, b stays: no matter in which order the pairs are given."""
-    memory = subject.memory(WINDOW)
-    a, b, c = (memory.open() for _ in range(3))
-    histories = {a: subject.tokens(20, seed=1), b: subject.tokens(9, seed=2), c: subject.tokens(33, seed=3)}
-    for sequence, tokens in histories.items():
-        subject.feed(memory, sequence, [tokens])
-    memory.reorder({a: b, b: b, c: a})
-    memory.check()
-    for sequence, source in ((a, b), (b, b), (c, a)):
-        tokens = histories[source]
-        assert sequence.tokens.tolist() == tokens
-        subject.assert_same(
-            subject.feed(memory, sequence, NEXT), subject.fresh([tokens, *NEXT], WINDOW)[len(tokens) :], bits=True
-        )
-    memory.reorder({a: c, c: a})
-    assert a.tokens.tolist()[:20] == histories[a]
-    memory.reorder({})
-    with pytest.raises(SequenceError):
-        memory.reorder({a: b, memory.checkpoint(b): a})
-    assert a.tokens.tolist()[:20] == histories[a]
 
 
 def test_beam_search_equals_scoring_every_beam_afresh(subject: Subject) -> None:

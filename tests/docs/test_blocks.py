@@ -22,6 +22,7 @@ from benchmarks.__main__ import app as benchmarks_app
 from chat.cli import app as chat_app
 from chat.prompts import load_tokenizer
 from memory.recurrences import FAMILIES
+from memory.testing.__main__ import make_parser
 from tests.chat.servers import running
 from tests.docs.pages import NOT_RUN, OUTPUT, PAGES, ROOT, Block, name_of, read_blocks, read_prose
 
@@ -37,7 +38,14 @@ UsageError = typer.BadParameter.__bases__[0]
 """What a command line that cannot be parsed raises; typer has a click of its own, or the one that is installed, and
 shows no other name.
 """
-OTHERS = ("python -m pytest", "python3 -m venv", "pip install", "mkdocs")
+OTHERS = (
+    "python -m memory.testing",
+    "pytest --pyargs memory.testing",
+    "python -m pytest",
+    "python3 -m venv",
+    "pip install",
+    "mkdocs",
+)
 """Commands that are not ours; those of the README are run by CI."""
 
 load_once = cache(models.load_model)
@@ -118,7 +126,8 @@ def test_every_command_and_option_exists(page: Path) -> None:
             check_command(span.replace("COMMAND", "generate"), name_of(page))
         elif re.match(r"--[a-z]", span):
             option = span.split()[0]
-            assert option == "--help" or any(option in known_options(app) for app in APPS.values()), (
+            known = {"--help", *(o for action in make_parser()._actions for o in action.option_strings)}
+            assert option in known or any(option in known_options(app) for app in APPS.values()), (
                 f"{name_of(page)}: {option}"
             )
 

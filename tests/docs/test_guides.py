@@ -4,10 +4,8 @@ That their code runs is tested with all other pages.
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -21,6 +19,9 @@ from typer.testing import CliRunner
 from chat.cli import app
 from memory import HybridMemory, MemorySpec, Recurrence, RecurrentSpec
 from memory.recurrences import FAMILIES
+from memory.recurrences.registry import Family
+from memory.testing import HybridAdapter, check
+from memory.testing.toys import FamilyToy
 from models import ATTACHABLE
 from tests.docs.pages import ROOT, read_blocks
 from tests.inside import kept_positions
@@ -31,45 +32,23 @@ def code_of(guide: str) -> list[str]:
     return [block.code for block in read_blocks(ROOT / "docs" / "how-to" / guide) if block.language == "python"]
 
 
-def test_the_recurrence_of_the_guide_passes_the_conformance_suite(tmp_path: Path) -> None:
-    """As the guide says: its module is a plugin, its family one more subject.
-    So does the fast one, which must equal the slow one.
-    """
-    slow, _, fast = code_of("adding-a-recurrence.md")
-    (tmp_path / "ema.py").write_text(slow)
-    (tmp_path / "fast_ema.py").write_text(
-        f"from ema import *\nfrom ema import EMA, ema_spec\n{fast}\n"
-        '@register_family("fast_ema")\ndef fast_example(generator):\n'
-        "    return ema_spec(5), FastEMA(torch.rand(5, generator=generator))\n"
+def test_the_fast_recurrence_of_the_guide_keeps_its_promises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That the slow one does, the guide's own code says."""
+    module = ModuleType("ema")
+    monkeypatch.setitem(sys.modules, "ema", module)
+    slow, _, _, fast = code_of("adding-a-recurrence.md")
+    exec(slow, module.__dict__)
+    del FAMILIES["ema"]
+    exec(fast, module.__dict__)
+    family = Family(
+        "ema", lambda generator: (module.ema_spec(5), module.FastEMA(torch.rand(5, generator=generator))), True
     )
-    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-    plugins = ["-p", "ema", "-p", "fast_ema"]
-    # A part of the suite that meets every kind of pass; the whole of it takes ten seconds a family.
-    passes = (
-        "dropped_decodes or every_distance or test_part or test_fork or test_reorder or test_run_gives or interrupt"
-    )
-    chosen = f"({passes}) and ema"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        "0",
-        *plugins,
-        "tests/conformance",
-        "-k",
-        chosen,
-        "-p",
-        "no:cacheprovider",
-    ]
-    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert outcome.returncode == 0, outcome.stdout[-3000:] + outcome.stderr[-1000:]
-    assert int(re.search(r"(\d+) passed", outcome.stdout)[1]) >= 12, outcome.stdout[-500:]  # type: ignore[index]
+    results = list(check(lambda: HybridAdapter(FamilyToy(family), same_bits=True), n_examples=1))
+    assert [result.why for result in results if result.verdict != "passed"] == []
 
 
 def test_both_recurrences_of_the_guide_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, _, fast = code_of("adding-a-recurrence.md")
+    slow, _, _, fast = code_of("adding-a-recurrence.md")
     module = ModuleType("ema")
     monkeypatch.setitem(sys.modules, "ema", module)
     exec(slow, module.__dict__)

@@ -1,0 +1,24 @@
+"""Tests whether a memory of sequences keeps the promises of this library: any memory that has an adapter.
+
+`python -m memory.testing MODULE:FACTORY` prints which promises are kept; `docs/how-to/testing-a-memory.md` shows how.
+"""
+
+from memory.testing.adapter import AbsentError, Adapter, Agreement, Factory, InjectedError, RefusedError
+from memory.testing.checking import Result, check, check_for, load_factory
+from memory.testing.hybrid_adapter import HybridAdapter
+from memory.testing.promises import PROMISES
+
+__all__ = [
+    "PROMISES",
+    "AbsentError",
+    "Adapter",
+    "Agreement",
+    "Factory",
+    "HybridAdapter",
+    "InjectedError",
+    "RefusedError",
+    "Result",
+    "check",
+    "check_for",
+    "load_factory",
+]

@@ -1,0 +1,119 @@
+"""An adapter is what a memory must offer to be tested: some eight calls, and the model whose layers it serves."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Handle = Hashable
+"""Whatever a memory names a sequence by."""
+Logits = NDArray[np.float32]
+"""Outputs of a model, (n_tokens, vocab)."""
+
+
+class RefusedError(Exception):
+    """A memory refuses a call and says so. Nothing may have changed."""
+
+
+class AbsentError(RefusedError):
+    """A memory has no such call."""
+
+
+class InjectedError(Exception):
+    """The error that a layer raises because the kit asked for it."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Says how closely outputs must agree with recomputed ones.
+
+    Attributes:
+        rounding: largest difference, as a part of the spread of the logits.
+        cuts_matter: True if outputs depend on how tokens were cut into steps, as with eviction policies: then they are
+            recomputed in the same steps, else all at once.
+        same_bits: True if equal steps must give equal bits, whatever else is in the batch and was taken back. Where a
+            part of a step was taken back, rounding is allowed.
+    """
+
+    rounding: float = 1e-5
+    cuts_matter: bool = False
+    same_bits: bool = False
+
+    @property
+    def is_in_steps(self) -> bool:
+        """True if tokens are recomputed in the steps in which they were fed."""
+        return self.cuts_matter or self.same_bits
+
+
+class Adapter(ABC):
+    """Passes the kit's calls on to one memory, which is empty at first, and to its model.
+
+    A call that a memory cannot do, or not now, raises `RefusedError` and changes nothing; so does each call here that
+    an adapter does not override. Any other error counts as a fault of the memory.
+    """
+
+    vocab_size: int
+    agreement = Agreement()
+
+    @abstractmethod
+    def open(self) -> Handle:
+        """Open an empty sequence."""
+
+    @abstractmethod
+    def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
+        """Feed new tokens of several sequences, in one pass of the model where the memory can.
+
+        Args:
+            fail_after: raise `InjectedError` out of the model when so many of its layers have run; where it has not
+                more of them, nothing is raised. Raise `AbsentError` if this adapter cannot let a layer fail.
+        Returns the logits of each request's tokens, (n, vocab), in the order of the requests.
+        """
+
+    @abstractmethod
+    def close(self, sequence: Any) -> None:
+        """Forget a sequence."""
+
+    def length(self, sequence: Any) -> int:
+        """Return how many tokens the memory says that a sequence has."""
+        raise AbsentError("it does not say how long a sequence is")
+
+    def rollback(self, sequence: Any, to: int) -> None:
+        """Keep the first `to` tokens of a sequence, and forget the others."""
+        raise AbsentError("it has no rollback")
+
+    def fork(self, sequence: Any) -> Handle:
+        """Open a new sequence that goes on where this one is."""
+        raise AbsentError("it has no forks")
+
+    def reorder(self, moves: Mapping[Any, Any]) -> None:
+        """Let each key go on as its value was, all at once."""
+        raise AbsentError("it has no reorder")
+
+    def save(self, sequence: Any, path: Path) -> None:
+        """Write a sequence to a file."""
+        raise AbsentError("it saves nothing")
+
+    def load(self, path: Path) -> Handle:
+        """Open a sequence that goes on where the saved one was."""
+        raise AbsentError("it loads nothing")
+
+    def usage(self) -> int:
+        """Return the bytes that the open sequences take."""
+        raise AbsentError("it does not say what it uses")
+
+    def can(self, call: str, *arguments: Any) -> bool | None:
+        """Return whether a call with these arguments would succeed now; None if the memory does not say."""
+        return None
+
+    def check(self) -> None:  # noqa: B027 - a memory need not have one
+        """Raise any error if the memory's own books do not balance."""
+
+
+Factory = Callable[[], Adapter]
+"""Makes an adapter over a new, empty memory; each time with the same model."""

@@ -1,0 +1,140 @@
+"""What is done to a memory: operations on sequences that have names, and what they leave of each one's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+Parts = tuple[tuple[int, ...], ...]
+"""The tokens of a sequence, as they were cut into steps."""
+
+
+def head(parts: Parts, to: int) -> Parts:
+    """Return the first `to` tokens, cut as they were: what is left of a step that is taken back in part is a step."""
+    found, start = [], 0
+    for part in parts:
+        if start >= to:
+            break
+        found.append(part[: to - start])
+        start += len(part)
+    return tuple(found)
+
+
+def length_of(parts: Parts) -> int:
+    """Return how many tokens there are."""
+    return sum(map(len, parts))
+
+
+@dataclass(frozen=True)
+class Open:
+    """Opens an empty sequence."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Step:
+    """Feeds tokens to several sequences at once.
+
+    Attributes:
+        fail_after: the model raises an error after so many layers; None: it does not.
+    """
+
+    requests: tuple[tuple[str, tuple[int, ...]], ...]
+    fail_after: int | None = None
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Takes the newest tokens back, or all if there are not so many.
+
+    Attributes:
+        is_far: the kit expects that it may be refused, and counts that as a fair answer.
+    """
+
+    name: str
+    n_tokens: int
+    is_far: bool = False
+
+
+@dataclass(frozen=True)
+class Fork:
+    """Opens a sequence that goes on where another is."""
+
+    source: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Reorder:
+    """Lets each first name go on as the second was, all at once."""
+
+    moves: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Reload:
+    """Saves a sequence, closes it, and loads it from the file; `anew`: into another memory, with all others."""
+
+    name: str
+    anew: bool = False
+
+
+@dataclass(frozen=True)
+class Close:
+    """Forgets a sequence."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class CloseAll:
+    """Forgets every sequence: then no byte may be in use."""
+
+
+@dataclass(frozen=True)
+class Misuse:
+    """Asks for what makes no sense: it must be refused, in whatever words, and change nothing.
+
+    Attributes:
+        how: "no tokens", "a negative token", "a token too large", "a position too large" or "a negative position".
+    """
+
+    name: str
+    how: str
+
+
+Operation = Open | Step | Rollback | Fork | Reorder | Reload | Close | CloseAll | Misuse
+History = tuple[Operation, ...]
+
+
+def smaller(history: History) -> list[History]:
+    """Return histories that do less, those that leave out most first."""
+    n = len(history)
+    found, size = [], n // 2
+    while size:
+        found += [history[:start] + history[start + size :] for start in range(0, n - size + 1, size)]
+        size //= 2
+    for i, operation in enumerate(history):
+        found += [(*history[:i], less, *history[i + 1 :]) for less in _lesser(operation)]
+    return found
+
+
+def _lesser(operation: Operation) -> list[Operation]:
+    if isinstance(operation, Rollback):
+        return [replace(operation, n_tokens=n) for n in {1, operation.n_tokens // 2} if 0 < n < operation.n_tokens]
+    if not isinstance(operation, Step):
+        return []
+    requests = operation.requests
+    fewer = [replace(operation, requests=requests[:i] + requests[i + 1 :]) for i in range(len(requests))]
+    shorter: list[Operation] = [
+        replace(operation, requests=(*requests[:i], (name, tokens[:n]), *requests[i + 1 :]))
+        for i, (name, tokens) in enumerate(requests)
+        for n in {1, len(tokens) // 2, len(tokens) - 1}
+        if 0 < n < len(tokens)
+    ]
+    return [*(fewer if len(requests) > 1 else ()), *shorter]
+
+
+def describe(history: History) -> str:
+    """Return one line an operation."""
+    return "\n".join(f"    {i}. {operation!r}" for i, operation in enumerate(history))

@@ -1,0 +1,129 @@
+"""The adapter of this library's own memories: of any model with a `memory_spec`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memory.errors import HybridMemoryError, IntegrityError
+from memory.eviction import EvictionPolicy
+from memory.hybrid import HybridMemory
+from memory.interface import Encoded, Sequence
+from memory.specs import AttentionSpec, MemorySpec
+from memory.step import Step
+from memory.testing.adapter import Adapter, Agreement, InjectedError, Logits, RefusedError
+
+_ROUNDING = {torch.float32: 1e-5}
+"""Largest difference, as a part of the logits' spread; for dtypes of 16 bits it is 2e-2."""
+
+
+class HybridAdapter(Adapter):
+    """Passes the kit's calls on to a new `HybridMemory`.
+
+    Args:
+        model: step -> logits.
+        spec: what the memory is made for; the model's unless given: with policies or storages, say.
+        same_bits: True if a row of the model's outputs has the same bits in any batch; see `Agreement`. Other rounding
+            is 1e-5 for float32 and 2e-2 for other dtypes, and how tokens are cut matters to policies and storages.
+        encoder: what each sequence is opened with, for a model that has an encoder.
+        options: of `HybridMemory`; unless given, budget="2MiB", rollback_window=8, page_tokens=4, poison=True.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        spec: MemorySpec | None = None,
+        *,
+        same_bits: bool = False,
+        encoder: Encoded | None = None,
+        **options: Any,
+    ) -> None:
+        spec = spec or model.memory_spec
+        usual: dict[str, Any] = {"budget": "2MiB", "rollback_window": 8, "page_tokens": 4, "poison": True}
+        self.memory = HybridMemory(spec, **(usual | options))
+        self.vocab_size = spec.vocab_size
+        self.agreement = Agreement(_ROUNDING.get(spec.dtype, 2e-2), forgets(spec), same_bits)
+        self._model, self._encoder = model, encoder
+
+    def open(self) -> Sequence:
+        opened: Sequence = _ask(self.memory.open, encoder=self._encoder)
+        return opened
+
+    def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
+        def feed() -> tuple[Tensor, ...]:
+            with self.memory.step(requests, outputs="all") as step:
+                if fail_after is not None:
+                    _fail(step, fail_after)
+                return step.split(self._model(step))
+
+        return [rows.float().numpy(force=True) for rows in _ask(feed)]
+
+    def close(self, sequence: Any) -> None:
+        _ask(self.memory.close, sequence)
+
+    def length(self, sequence: Any) -> int:
+        return int(sequence.length)
+
+    def rollback(self, sequence: Any, to: int) -> None:
+        _ask(self.memory.rollback, sequence, to)
+
+    def fork(self, sequence: Any) -> Sequence:
+        fork: Sequence = _ask(self.memory.fork, sequence)
+        return fork
+
+    def reorder(self, moves: Mapping[Any, Any]) -> None:
+        _ask(self.memory.reorder, moves)
+
+    def save(self, sequence: Any, path: Path) -> None:
+        _ask(self.memory.save, sequence, path)
+
+    def load(self, path: Path) -> Sequence:
+        loaded: Sequence = _ask(self.memory.load, path)
+        return loaded
+
+    def usage(self) -> int:
+        return self.memory.budget - self.memory.free_bytes
+
+    def can(self, call: str, *arguments: Any) -> bool | None:
+        return self.memory.can_rollback(*arguments) if call == "rollback" else None
+
+    def check(self) -> None:
+        self.memory.check()
+
+
+def forgets(spec: MemorySpec) -> bool:
+    """Return True if old rows are evicted or rounded, so that outputs depend on how tokens are cut into steps."""
+    attention = [memory for layer in spec.layers for memory in layer if isinstance(memory, AttentionSpec)]
+    return any(isinstance(spec.policy, EvictionPolicy) or spec.storage is not None for spec in attention)
+
+
+def _ask(call: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """Call the memory; its own errors are refusals."""
+    try:
+        return call(*arguments, **options)
+    except IntegrityError:  # that is no answer to a call, but a fault
+        raise
+    except HybridMemoryError as error:
+        raise RefusedError(f"{type(error).__name__}: {error}") from error
+
+
+def _fail(step: Step, after: int) -> None:
+    """Let a step fail when so many of its layers have run."""
+    n_left = after
+
+    def failing(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(*arguments: Any, **options: Any) -> Tensor:
+            nonlocal n_left
+            if not n_left:
+                raise InjectedError
+            n_left -= 1
+            return call(*arguments, **options)
+
+        return run
+
+    for name in ("attend", "recur", "cross_attend"):
+        setattr(step, name, failing(getattr(step, name)))

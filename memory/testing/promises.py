@@ -1,0 +1,260 @@
+"""What is promised of a memory, each promise as random histories that would show that it is broken."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from memory.testing.histories import (
+    Close,
+    CloseAll,
+    Fork,
+    History,
+    Misuse,
+    Open,
+    Operation,
+    Reload,
+    Reorder,
+    Rollback,
+    Step,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Says how large the histories of a subject are.
+
+    Attributes:
+        vocab_size: tokens are below this.
+        window: so many tokens a memory is expected to take back; more are asked for as well, and may be refused.
+        n_operations: of a history of everything.
+    """
+
+    vocab_size: int
+    window: int = 8
+    n_operations: int = 40
+
+
+@dataclass(frozen=True)
+class Promise:
+    """Names a promise.
+
+    Attributes:
+        group: the invariant of the design that it belongs to.
+        needs: the operation without which it says nothing, by its class's name.
+        make: draws a history.
+    """
+
+    name: str
+    group: str
+    needs: str
+    make: Callable[[Draw], History]
+
+
+class Draw:
+    """Draws tokens, lengths and names for one history."""
+
+    def __init__(self, setting: Setting, seed: int) -> None:
+        self.setting, self.random = setting, Random(seed)
+
+    def tokens(self, n_tokens: int) -> tuple[int, ...]:
+        return tuple(self.random.randrange(self.setting.vocab_size) for _ in range(n_tokens))
+
+    def feed(self, name: str, n_tokens: int) -> Step:
+        return Step(((name, self.tokens(n_tokens)),))
+
+    def ones(self, name: str, n_tokens: int) -> list[Operation]:
+        """Feed tokens one by one."""
+        return [self.feed(name, 1) for _ in range(n_tokens)]
+
+    def prompt(self, name: str = "a", least: int = 9, most: int = 40) -> list[Operation]:
+        """Open a sequence and feed its prompt in one step, as every memory can."""
+        return [Open(name), self.feed(name, self.random.randint(least, most))]
+
+    def back(self) -> int:
+        """Draw a number of tokens within the window."""
+        return self.random.randint(1, self.setting.window)
+
+
+PROMISES: dict[str, Promise] = {}
+
+
+def _promise(name: str, group: str, needs: str) -> Callable[[Callable[[Draw], list[Operation]]], None]:
+    def register(make: Callable[[Draw], list[Operation]]) -> None:
+        PROMISES[name] = Promise(name, group, needs, lambda draw: tuple(make(draw)))
+
+    return register
+
+
+@_promise("single tokens after a prompt are as the whole text", "one position", "Step")
+def _decode(d: Draw) -> list[Operation]:
+    return [*d.prompt(), *d.ones("a", 6)]
+
+
+@_promise("a text in parts is as the whole text", "one position", "Step")
+def _chunks(d: Draw) -> list[Operation]:
+    return [*d.prompt(least=1), *(d.feed("a", d.random.choice((1, 2, 3, 7, 20))) for _ in range(4))]
+
+
+@_promise("tokens that are none are refused, and nothing changes", "plan, then apply", "Misuse")
+def _bad_tokens(d: Draw) -> list[Operation]:
+    bad = [Misuse("a", how) for how in ("no tokens", "a negative token", "a token too large")]
+    return [*d.prompt(), d.random.choice(bad), *d.ones("a", 2), d.random.choice(bad), *d.ones("a", 2)]
+
+
+@_promise("positions that are none are refused, and nothing changes", "plan, then apply", "Misuse")
+def _bad_positions(d: Draw) -> list[Operation]:
+    bad = [Misuse("a", how) for how in ("a position too large", "a negative position")]
+    return [*d.prompt(), *bad, *d.ones("a", 3)]
+
+
+@_promise("a rollback from afar is exact, or refused and changes nothing", "plan, then apply", "Step")
+def _far(d: Draw) -> list[Operation]:
+    far = [Rollback("a", d.random.randint(9, 50), is_far=True) for _ in range(2)]
+    return [*d.prompt(least=30, most=60), *d.ones("a", 3), far[0], *d.ones("a", 2), far[1], *d.ones("a", 2)]
+
+
+@_promise("a step that fails in any layer changes nothing", "coherence", "Step")
+def _failed_step(d: Draw) -> list[Operation]:
+    found = [*d.prompt("a"), *d.prompt("b")]
+    for n in range(4):
+        failed = Step((("a", d.tokens(d.random.choice((1, 5, 20)))), ("b", d.tokens(1))), fail_after=n)
+        found += [failed, *d.ones("a", 1), d.feed("b", 1)]
+    return found
+
+
+@_promise("tokens taken back leave no trace", "exactness", "Rollback")
+def _dropped(d: Draw) -> list[Operation]:
+    n_tokens = d.back()
+    return [*d.prompt(), *d.ones("a", n_tokens), Rollback("a", n_tokens), *d.ones("a", 4)]
+
+
+@_promise("a part of a chunk taken back leaves no trace", "exactness", "Rollback")
+def _part(d: Draw) -> list[Operation]:
+    return [*d.prompt(least=20), Rollback("a", d.back()), *d.ones("a", 4)]
+
+
+@_promise("a sequence can go back twice, and back and forth", "exactness", "Rollback")
+def _back_and_forth(d: Draw) -> list[Operation]:
+    n_tokens, found = d.back(), d.prompt()
+    for _ in range(2):
+        found += [*d.ones("a", n_tokens), Rollback("a", n_tokens // 2), Rollback("a", n_tokens - n_tokens // 2)]
+    return [*found, *d.ones("a", 4)]
+
+
+@_promise("a sequence can begin again", "exactness", "Rollback")
+def _begin_again(d: Draw) -> list[Operation]:
+    return [*d.prompt(), *d.ones("a", 3), Rollback("a", 10**6), d.feed("a", 12), *d.ones("a", 3)]
+
+
+@_promise("a saved sequence goes on as it was", "exactness", "Reload")
+def _saved(d: Draw) -> list[Operation]:
+    found = [*d.prompt("a"), *d.ones("a", 3), *d.prompt("b"), Reload("a", anew=d.random.random() < 0.5)]
+    return [*found, *d.ones("a", 2), *d.ones("b", 2), Rollback("a", d.back(), is_far=True), *d.ones("a", 2)]
+
+
+@_promise("a batch of any lengths is as each sequence alone", "isolation", "Step")
+def _batch(d: Draw) -> list[Operation]:
+    names = [f"s{i}" for i in range(6)]
+    found: list[Operation] = [Open(name) for name in names]
+    found.append(Step(tuple((name, d.tokens(d.random.choice((1, 2, 9, 25)))) for name in names)))
+    for _ in range(4):
+        chosen = d.random.sample(names, d.random.randint(2, 6))
+        found.append(Step(tuple((name, d.tokens(1)) for name in chosen)))
+    return found
+
+
+@_promise("a batch of prompts and single tokens is as each sequence alone", "isolation", "Step")
+def _mixed_batch(d: Draw) -> list[Operation]:
+    names = [f"s{i}" for i in range(4)]
+    found: list[Operation] = [Open(name) for name in names]
+    for _ in range(4):
+        chosen = d.random.sample(names, d.random.randint(2, 4))
+        found.append(Step(tuple((name, d.tokens(d.random.choice((1, 1, 4, 17)))) for name in chosen)))
+    return found
+
+
+@_promise("a fork goes its own way", "isolation", "Fork")
+def _fork(d: Draw) -> list[Operation]:
+    found = [*d.prompt(), *d.ones("a", 2), Fork("a", "b")]
+    return [*found, *d.ones("b", 2), *d.ones("a", 2), Fork("b", "c"), *d.ones("c", 2), Close("b"), *d.ones("a", 2)]
+
+
+@_promise("a fork can go back, and its origin stays", "isolation", "Rollback")
+def _fork_back(d: Draw) -> list[Operation]:
+    n_tokens = d.back()
+    found = [*d.prompt(), *d.ones("a", n_tokens), Fork("a", "b"), Rollback("b", n_tokens), Fork("b", "c")]
+    return [*found, *d.ones("b", 2), *d.ones("a", 2), *d.ones("c", 2)]
+
+
+@_promise("sequences reorder all at once", "isolation", "Reorder")
+def _reorder(d: Draw) -> list[Operation]:
+    found = [*d.prompt("a"), *d.prompt("b"), *d.prompt("c")]
+    for moves in ((("a", "b"), ("b", "b"), ("c", "a")), (("a", "c"), ("c", "a"))):
+        found += [Reorder(moves), *d.ones("a", 1), *d.ones("b", 1), *d.ones("c", 1)]
+    return found
+
+
+@_promise("what others do, and leave behind, is not seen", "isolation", "Step")
+def _neighbours(d: Draw) -> list[Operation]:
+    found = d.prompt("witness")
+    for i in range(3):
+        found += [*d.prompt(f"n{i}"), *d.ones("witness", 1), Close(f"n{i}"), *d.ones("witness", 1)]
+    return [*found, *d.prompt("last"), *d.ones("last", 2), *d.ones("witness", 2)]
+
+
+@_promise("it says what it can", "no lies", "Rollback")
+def _can(d: Draw) -> list[Operation]:
+    found = [*d.prompt(most=30), *d.ones("a", 2)]
+    for n_tokens in d.random.sample(range(1, 3 * d.setting.window), 3):
+        found += [Fork("a", f"f{n_tokens}"), Rollback("a", n_tokens, is_far=True), *d.ones("a", 1)]
+    return found
+
+
+@_promise("bytes in use are those of open sequences", "no lies", "CloseAll")
+def _usage(d: Draw) -> list[Operation]:
+    found = [*d.prompt("a"), Fork("a", "b"), *d.prompt("c"), *d.ones("b", 2), Rollback("c", d.back(), is_far=True)]
+    return [*found, CloseAll(), *d.prompt("d"), *d.ones("d", 2), CloseAll()]
+
+
+@_promise("anything, in any order", "all of them", "Step")
+def _anything(d: Draw) -> list[Operation]:
+    found, names, n_named = list[Operation](d.prompt("s0")), ["s0"], 1
+    while len(found) < d.setting.n_operations:
+        operation = _any(d, names, f"s{n_named}")
+        n_named += isinstance(operation, Open | Fork)
+        if isinstance(operation, Open | Fork):
+            names.append(operation.name)
+        elif isinstance(operation, Close):
+            names.remove(operation.name)
+        found.append(operation)
+    return [*found, *(d.feed(name, 1) for name in names), CloseAll()]
+
+
+def _any(d: Draw, names: list[str], new: str) -> Operation:
+    """Draw one operation on any of the sequences."""
+    r = d.random
+    if not names or (len(names) < 8 and r.random() < 0.08):
+        return Open(new)
+    name, other = r.choice(names), r.choice(names)
+    kind = r.choices(("step", "fail", "rollback", "fork", "reorder", "reload", "close", "misuse"), _WEIGHTS)[0]
+    if kind == "rollback":
+        n_tokens = r.choice((d.back(), d.back(), r.randint(1, 60)))
+        return Rollback(name, n_tokens, is_far=n_tokens > d.setting.window)
+    if kind == "fork" and len(names) < 8:
+        return Fork(name, new)
+    if kind == "reorder":
+        return Reorder(tuple({name: other, other: r.choice(names)}.items()))
+    if kind == "reload":
+        return Reload(name, anew=r.random() < 0.1)
+    if kind == "close" and len(names) > 3:
+        return Close(name)
+    if kind == "misuse":
+        return Misuse(name, r.choice(("no tokens", "a negative token", "a token too large", "a position too large")))
+    chosen = {other: 1, name: 1} if r.random() < 0.5 else {name: 1}
+    requests = tuple((n, d.tokens(r.choice((1, 1, 1, 2, 5, 18)))) for n in chosen)
+    return Step(requests, fail_after=r.randrange(5) if kind == "fail" else None)
+
+
+_WEIGHTS = (50, 5, 18, 8, 6, 3, 5, 4)

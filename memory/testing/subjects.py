@@ -1,0 +1,105 @@
+"""Adapters of this library's own kinds of memory, over tiny models: `memory.testing.subjects:hybrid` and others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+from memory.eviction import (
+    H2O,
+    TOVA,
+    Budget,
+    ExpectedAttention,
+    KNorm,
+    PyramidKV,
+    Quest,
+    Recent,
+    Scissorhands,
+    SnapKV,
+)  # fmt: skip
+from memory.quantization import Float8, Quantized, Storage
+from memory.recurrences import FAMILIES
+from memory.testing.adapter import Adapter
+from memory.testing.hybrid_adapter import HybridAdapter
+from memory.testing.toys import FamilyToy, Toy
+
+POLICIES: dict[str, Budget] = {
+    # rows fold and none is forgotten: what is remembered does not depend on when they fold
+    "sparse": H2O(512, every=4),
+    "h2o": H2O(9, recent=2, every=4),
+    "recent": Recent(9, sinks=2, every=4),
+    "knorm": KNorm(9, every=4),
+    "tova": TOVA(9, every=4),
+    "scissorhands": Scissorhands(9, recent=2, every=4),
+    "snapkv": SnapKV(9, recent=2, observed=3, kernel=3, every=4),
+    "pyramid": PyramidKV(9, recent=1, observed=3, kernel=3, every=4),
+    "expected": ExpectedAttention(9, recent=2, every=4),
+    # far less than everything, chosen by what a position and the rows up to it are
+    "quest": Quest(16, recent=1, select_up_to=10**6),
+}
+STORAGES: dict[str, Storage] = {
+    "8-bit": Quantized(8, group=4),
+    "4-bit": Quantized(4, group=8),
+    "2-bit": Quantized(2, group=8),
+    "float8": Float8(group=4),
+}
+
+
+@cache
+def _toy(**options: Any) -> Toy:
+    return Toy(**options)
+
+
+@cache
+def _family_toy(name: str) -> FamilyToy:
+    return FamilyToy(FAMILIES[name])
+
+
+def hybrid(policy: str | None = None, storage: str | None = None, **options: Any) -> HybridAdapter:
+    """A hybrid: attention, a window of it, and recurrences; options are those of `HybridMemory`."""
+    toy = _toy(window=options.pop("window", None))
+    chosen = POLICIES[policy] if policy else None
+    spec = toy.memory_spec.with_policy(chosen).with_storage(STORAGES[storage] if storage else None)
+    return HybridAdapter(toy, spec, **({"same_bits": True} | options))
+
+
+def attention(**options: Any) -> HybridAdapter:
+    """Attention alone."""
+    return HybridAdapter(_toy(recurrent=False), same_bits=True, **options)
+
+
+def recurrent(**options: Any) -> HybridAdapter:
+    """Recurrences alone."""
+    return HybridAdapter(_toy(attention=False), same_bits=True, **options)
+
+
+def family(name: str, **options: Any) -> HybridAdapter:
+    """Two layers of one registered recurrence."""
+    return HybridAdapter(_family_toy(name), same_bits=FAMILIES[name].is_exact, **options)
+
+
+def all_subjects() -> dict[str, Callable[[], Adapter]]:
+    """Return name -> factory of every kind, policy, storage, way to fold and registered recurrence."""
+    found: dict[str, Callable[[], Adapter]] = {
+        "hybrid": hybrid,
+        "hybrid, window": partial(hybrid, window=5),
+        "hybrid, replay": partial(hybrid, fold="replay"),
+        "hybrid, no rollback window": partial(hybrid, rollback_window=0),
+        "hybrid, pages of one token": partial(hybrid, page_tokens=1),
+        "hybrid, small budget": partial(hybrid, budget="24KiB"),
+        "attention": attention,
+        "recurrent": recurrent,
+    }
+    for name in POLICIES:
+        found[f"hybrid, {name}"] = partial(hybrid, name)
+    for name in STORAGES:
+        found[f"hybrid, {name}"] = partial(hybrid, None, name)
+    found |= {f"hybrid, {p}, {s}": partial(hybrid, p, s) for p, s in (("h2o", "8-bit"), ("quest", "4-bit"))}
+    for name in FAMILIES:
+        found[f"family {name}"] = partial(family, name)
+    found |= {f"family {name}, defer": partial(family, name, fold="defer") for name in _DEFERRING if name in FAMILIES}
+    return found
+
+
+_DEFERRING = ("gated_delta", "mamba1", "rwkv7", "ssd")

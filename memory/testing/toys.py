@@ -1,0 +1,142 @@
+"""A tiny hybrid model on the public API, with every shape of memory that a model may have.
+
+Layer 0 is grouped-query attention; layer 1 owns two recurrences; layer 2 runs attention, over a window if there is one,
+and a recurrence side by side; layer 3 remembers nothing. There is no matrix product: each output row is computed from
+its own row alone, in the same order whatever else is in the batch, so that equal histories must give equal bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memory import AttentionSpec, MemorySpec, RecurrentSpec, StateTensor, Step
+from memory.recurrences import Family, Fold
+
+N_MODEL = 12
+VOCAB = 19
+HOST = torch.device("cpu")
+
+
+def moved(x: Any, device: torch.device) -> Any:
+    """A recurrence with all its weights, wherever they are in it, on the device."""
+    if isinstance(x, torch.Tensor):
+        return x.to(device)
+    if isinstance(x, tuple):
+        return tuple(moved(part, device) for part in x)
+    if is_dataclass(x) and not isinstance(x, type):
+        return replace(x, **{f.name: moved(getattr(x, f.name), device) for f in fields(x) if f.init})
+    return x
+
+
+def project(x_TM: Tensor, weight_OM: Tensor) -> Tensor:
+    """x W^T by a sum over each row."""
+    return (x_TM[:, None, :] * weight_OM).sum(-1)
+
+
+def average(state: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """Two tensors: a decaying mean of the rows, and the largest row so far (which does not start at zero)."""
+    mean, highest = state
+    mean = 0.9 * mean + 0.1 * row
+    highest = torch.maximum(highest, row)
+    return (mean, highest), mean + highest
+
+
+def delta(state: tuple[Tensor, ...], row: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
+    """A small delta rule (Schlag et al. 2021): S += (v - S k) k^T, y = S k; row holds k and v."""
+    (matrix,) = state
+    k, v = row[:, 0], row[:, 1]
+    error = v - (matrix * k[:, None, :]).sum(-1)
+    matrix = 0.95 * matrix + 0.5 * error[:, :, None] * k[:, None, :]
+    return (matrix,), (matrix * k[:, None, :]).sum(-1)
+
+
+class FamilyToy:
+    """A model around one recurrence: rows between -1 and 1 from the tokens and from a convolution-free mix of what came
+    out before.
+    """
+
+    def __init__(self, family: Family, device: torch.device = HOST) -> None:
+        generator = torch.Generator().manual_seed(11)
+        spec, recurrence = family.example(generator)
+        self._recurrence = moved(recurrence, device)
+        self._row_shape = spec.row_shape
+        n_row = math.prod(spec.row_shape)
+        self._embedding, self._rows = (torch.randn(n, N_MODEL, generator=generator).to(device) for n in (VOCAB, n_row))
+        self._out_seed = generator.initial_seed()
+        # Two layers, so that rows of the second depend on what the first remembers.
+        self.memory_spec = MemorySpec(((spec,), (spec,)), VOCAB, model=family.name, device=device)
+
+    def __call__(self, step: Step) -> Tensor:
+        step.check_model(self.memory_spec)
+        x = self._embedding[step.token_ids]
+        for layer in range(2):
+            rows = torch.tanh(0.5 * project(x, self._rows)).reshape(len(x), *self._row_shape)
+            y = step.recur(layer, rows, self._recurrence).flatten(1)
+            x = x + torch.tanh(project(y, self._out(y.shape[1])))
+        return project(step.select(x), self._embedding)
+
+    def _out(self, n_outputs: int) -> Tensor:
+        generator = torch.Generator().manual_seed(self._out_seed + n_outputs)
+        return torch.randn(N_MODEL, n_outputs, generator=generator).to(self._embedding.device)
+
+
+class Toy:
+    """`logits = model(step)` as any model of this library."""
+
+    def __init__(
+        self, *, attention: bool = True, recurrent: bool = True, window: int | None = None,
+        dtype: torch.dtype = torch.float32, device: torch.device = HOST,
+    ) -> None:  # fmt: skip
+        generator = torch.Generator().manual_seed(7)
+
+        def weights(*shape: int) -> Tensor:
+            return (torch.randn(*shape, generator=generator) * (0.9 if shape[0] == VOCAB else 0.6)).to(device, dtype)
+
+        self._embedding, self._head = weights(VOCAB, N_MODEL), weights(VOCAB, N_MODEL)
+        self._qkv0, self._out0 = weights(6 * 4 + 2 * 2 * 4, N_MODEL), weights(N_MODEL, 24)
+        self._slow, self._fast = weights(5, N_MODEL), weights(5, N_MODEL)
+        self._out1 = weights(N_MODEL, 10)
+        self._qkv2, self._delta, self._out2 = weights(3 * 4, N_MODEL), weights(8, N_MODEL), weights(N_MODEL, 8)
+        self._has_attention, self._has_recurrent = attention, recurrent
+        means = (StateTensor("mean", (5,)), StateTensor("highest", (5,), initial=-3.0))
+        layers = (
+            (AttentionSpec(6, 2, 4),) if attention else (),
+            tuple(RecurrentSpec("average", (5,), means, name=name) for name in ("slow", "fast")) if recurrent else (),
+            ((AttentionSpec(1, 1, 4, window=window),) if attention else ())
+            + ((RecurrentSpec("delta", (2, 4), (StateTensor("matrix", (4, 4)),)),) if recurrent else ()),
+            (),
+        )
+        self.memory_spec = MemorySpec(layers, VOCAB, dtype=dtype, model="toy", device=device)
+
+    def require_gradients(self) -> None:
+        """Let outputs of the model, and what its first attention is given, require gradients."""
+        for weight in (self._embedding, self._qkv0):
+            weight.requires_grad_()
+
+    def __call__(self, step: Step) -> Tensor:
+        step.check_model(self.memory_spec)
+        x = self._embedding[step.token_ids]
+        n_tokens = len(x)
+        if self._has_attention:
+            q, k, v = torch.split(project(x, self._qkv0), [24, 8, 8], dim=-1)
+            y = step.attend(0, q.reshape(n_tokens, 6, 4), k.reshape(n_tokens, 2, 4), v.reshape(n_tokens, 2, 4))
+            x = x + torch.tanh(project(y.flatten(1), self._out0))
+        if self._has_recurrent:
+            slow = step.recur(1, torch.tanh(project(x, self._slow)), Fold(average), name="slow")
+            fast = step.recur(1, torch.tanh(project(x, self._fast)), Fold(average), name="fast")
+            x = x + torch.tanh(project(torch.cat([slow, fast], -1).to(x.dtype), self._out1))
+        parts = [x.new_zeros(n_tokens, 4)] * 2
+        if self._has_attention:
+            q, k, v = project(x, self._qkv2).reshape(n_tokens, 3, 1, 4).unbind(1)
+            parts[0] = step.attend(2, q, k, v).flatten(1)
+        if self._has_recurrent:
+            parts[1] = step.recur(2, torch.tanh(project(x, self._delta)).reshape(n_tokens, 2, 4), Fold(delta)).to(
+                x.dtype
+            )
+        x = x + torch.tanh(project(torch.cat(parts, -1), self._out2))
+        return project(step.select(x), self._head)

@@ -1,0 +1,284 @@
+"""Does a history to a memory, and compares whatever comes out with what a sequence gives that saw only what counts."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from memory.testing.adapter import AbsentError, Adapter, Factory, Handle, InjectedError, Logits, RefusedError
+from memory.testing.histories import (
+    Close,
+    CloseAll,
+    Fork,
+    History,
+    Misuse,
+    Open,
+    Operation,
+    Parts,
+    Reload,
+    Reorder,
+    Rollback,
+    Step,
+    head,
+    length_of,
+)  # fmt: skip
+
+
+class BrokenPromiseError(Exception):
+    """A promise is broken.
+
+    Attributes:
+        at: index of the operation in its history.
+    """
+
+    def __init__(self, why: str, at: int) -> None:
+        super().__init__(why)
+        self.at = at
+
+
+class Oracle:
+    """Recomputes outputs in a memory of its own, one sequence at a time, which never goes back."""
+
+    def __init__(self, factory: Factory) -> None:
+        self._adapter = factory()
+        self._known: dict[Parts, Logits] = {}
+
+    def logits(self, parts: Parts) -> Logits:
+        """Return the logits (n, vocab) of a sequence that saw these tokens and nothing else."""
+        if not self._adapter.agreement.is_in_steps:
+            parts = (tuple(token for part in parts for token in part),)
+        if parts not in self._known:
+            if len(self._known) > 4096:
+                self._known.clear()
+            sequence = self._adapter.open()
+            rows = [self._adapter.step({sequence: list(part)})[0] for part in parts]
+            self._adapter.close(sequence)
+            self._known[parts] = np.concatenate(rows)
+        return self._known[parts]
+
+
+@dataclass
+class Tally:
+    """Counts what was done and compared."""
+
+    operations: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    done: Counter[str] = field(default_factory=Counter)
+    compared: int = 0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class _Row:
+    """Outputs that are still to be compared: those of the last tokens of `parts`, made by operation `at`.
+
+    `is_cut`: some step of the sequence was taken back in part, so tokens were fed in other steps than `parts` says.
+    """
+
+    parts: Parts
+    logits: Logits
+    at: int
+    is_cut: bool
+
+
+class Trial:
+    """Runs one history on a new memory.
+
+    Args:
+        oracle: may serve many trials of the same factory.
+    """
+
+    def __init__(self, factory: Factory, oracle: Oracle, tally: Tally) -> None:
+        self._factory, self._oracle, self._tally = factory, oracle, tally
+        self._adapter: Adapter = factory()
+        self._handles: dict[str, Handle] = {}
+        self._parts: dict[str, Parts] = {}
+        self._cut: set[str] = set()
+        self._rows: list[_Row] = []
+        self._at = 0
+        self._unused = self._usage()
+
+    def run(self, history: History) -> None:
+        """Raise `BrokenPromiseError` at the first operation that does not do what it must."""
+        for self._at, operation in enumerate(history):
+            before = self._usage()
+            try:
+                if not self._do(operation):
+                    continue  # of a sequence that is not there, as may be in a history that was made smaller
+                self._tally.done[type(operation).__name__] += 1
+            except RefusedError as error:
+                self._tally.refused[type(operation).__name__] += 1
+                self._tally.why = self._tally.why or str(error)
+                if self._usage() != before:
+                    raise self._broken(f"it refused ({error}) and uses {self._usage()} bytes, not {before}") from error
+            except BrokenPromiseError:
+                raise
+            except Exception as error:
+                raise self._broken(f"it raised {type(error).__name__}: {error}") from error
+            self._tally.operations += 1
+            self._check_books()
+        self._compare()
+
+    def _broken(self, why: str) -> BrokenPromiseError:
+        return BrokenPromiseError(why, self._at)
+
+    def _usage(self) -> int | None:
+        try:
+            return self._adapter.usage()
+        except AbsentError:
+            return None
+
+    def _check_books(self) -> None:
+        try:
+            self._adapter.check()
+            for name, parts in self._parts.items():
+                length = self._adapter.length(self._handles[name])
+                if length != length_of(parts):
+                    raise self._broken(f"{name} has {length_of(parts)} tokens, and the memory says {length}")
+        except AbsentError:
+            return
+        except BrokenPromiseError:
+            raise
+        except Exception as error:
+            raise self._broken(f"its own check raised {type(error).__name__}: {error}") from error
+
+    def _do(self, operation: Operation) -> bool:
+        """Return False if it cannot be asked for."""
+        match operation:
+            case Open(name) if name not in self._handles:
+                self._handles[name], self._parts[name] = self._adapter.open(), ()
+                self._cut.discard(name)
+            case Step():
+                return self._step(operation)
+            case Rollback(name, n_tokens) if name in self._handles:
+                self._rollback(name, max(0, length_of(self._parts[name]) - n_tokens))
+            case Fork(source, name) if source in self._handles and name not in self._handles:
+                self._handles[name] = self._adapter.fork(self._handles[source])
+                self._copy({name: source})
+            case Reorder():
+                return self._reorder(operation)
+            case Reload(name, anew) if name in self._handles:
+                self._reload([*self._handles] if anew else [name], anew)
+            case Close(name) if name in self._handles:
+                self._adapter.close(self._handles.pop(name))
+                del self._parts[name]
+            case CloseAll():
+                self._close_all()
+            case Misuse(name, how) if name in self._handles:
+                self._misuse(self._handles[name], how)
+            case _:
+                return False
+        return True
+
+    def _step(self, operation: Step) -> bool:
+        requests = {name: tokens for name, tokens in operation.requests if name in self._handles}
+        if not requests:
+            return False
+        asked = {self._handles[name]: list(tokens) for name, tokens in requests.items()}
+        try:
+            rows = self._adapter.step(asked, fail_after=operation.fail_after)
+        except InjectedError:
+            return True
+        for (name, tokens), logits in zip(requests.items(), rows, strict=True):
+            self._parts[name] = (*self._parts[name], tokens)
+            self._rows.append(_Row(self._parts[name], np.asarray(logits, np.float32), self._at, name in self._cut))
+        return True
+
+    def _rollback(self, name: str, to: int) -> None:
+        said = self._adapter.can("rollback", self._handles[name], to)
+        try:
+            self._adapter.rollback(self._handles[name], to)
+        except RefusedError as error:
+            if said:
+                raise self._broken(f"it said that it can go back to {to}, and refused: {error}") from error
+            raise
+        if said is False:
+            raise self._broken(f"it said that it cannot go back to {to}, and did")
+        kept = head(self._parts[name], to)
+        if kept != self._parts[name][: len(kept)]:
+            self._cut.add(name)
+        self._parts[name] = kept
+
+    def _reorder(self, operation: Reorder) -> bool:
+        moves = {a: b for a, b in operation.moves if a in self._handles and b in self._handles}
+        if not moves:
+            return False
+        self._adapter.reorder({self._handles[a]: self._handles[b] for a, b in moves.items()})
+        self._copy(moves)
+        return True
+
+    def _copy(self, moves: dict[str, str]) -> None:
+        """Note that each key is now what its value was."""
+        are_cut = {a for a, b in moves.items() if b in self._cut}
+        self._parts |= {a: self._parts[b] for a, b in moves.items()}
+        self._cut = (self._cut - moves.keys()) | are_cut
+
+    def _reload(self, names: list[str], anew: bool) -> None:
+        """Load copies before the originals are closed: a memory may have no room for them."""
+        old, new = self._adapter, self._factory() if anew else self._adapter
+        with tempfile.TemporaryDirectory() as folder:
+            paths = {name: Path(folder) / str(i) for i, name in enumerate(names)}
+            for name, path in paths.items():
+                old.save(self._handles[name], path)
+            copies = {name: new.load(path) for name, path in paths.items()}
+        for name in names:
+            old.close(self._handles[name])
+        self._adapter = new
+        self._handles |= copies
+
+    def _close_all(self) -> None:
+        for name in list(self._handles):
+            self._adapter.close(self._handles.pop(name))
+            del self._parts[name]
+        if self._usage() != self._unused:
+            raise self._broken(f"no sequence is open, and it uses {self._usage()} bytes, not {self._unused}")
+
+    def _misuse(self, sequence: Handle, how: str) -> None:
+        adapter, length = self._adapter, sum(map(len, self._parts[self._name_of(sequence)]))
+        tokens = {"no tokens": [], "a negative token": [0, -1], "a token too large": [0, adapter.vocab_size]}
+        before = self._usage()
+        try:
+            if how in tokens:
+                adapter.step({sequence: tokens[how]})
+            else:
+                adapter.rollback(sequence, length + 1 if how == "a position too large" else -1)
+        except AbsentError:
+            raise
+        except Exception:  # in whatever words
+            if self._usage() != before:
+                raise self._broken(f"it refused {how}, and uses {self._usage()} bytes, not {before}") from None
+            return
+        raise self._broken(f"it took {how}")
+
+    def _name_of(self, sequence: Handle) -> str:
+        return next(name for name, handle in self._handles.items() if handle is sequence)
+
+    def _compare(self) -> None:
+        """Compare all outputs of the history: the longest texts first, which answer for all that they begin with."""
+        in_steps, known = self._adapter.agreement.is_in_steps, list[tuple[tuple[object, ...], Logits]]()
+        for row in sorted(self._rows, key=lambda row: -length_of(row.parts)):
+            key: tuple[object, ...] = row.parts if in_steps else tuple(t for part in row.parts for t in part)
+            expected = next((logits for text, logits in known if text[: len(key)] == key), None)
+            if expected is None:
+                expected = self._oracle.logits(row.parts)
+                known.append((key, expected))
+            end = length_of(row.parts)
+            self._agree(row, expected[end - len(row.logits) : end], float(np.ptp(expected)))
+
+    def _agree(self, row: _Row, expected: Logits, spread: float) -> None:
+        self._tally.compared += len(row.logits)
+        if row.logits.shape != expected.shape:
+            raise BrokenPromiseError(f"outputs are of shape {row.logits.shape}, not {expected.shape}", row.at)
+        if not np.isfinite(row.logits).all():
+            raise BrokenPromiseError("outputs are not finite: memory was read that nobody wrote", row.at)
+        worst = float(np.abs(row.logits - expected).max())
+        agreement = self._adapter.agreement
+        allowed = 0.0 if agreement.same_bits and not row.is_cut else agreement.rounding * spread
+        if worst > allowed:
+            raise BrokenPromiseError(
+                f"outputs are off by {worst / spread:.2g} of their spread from recomputed ones", row.at
+            )

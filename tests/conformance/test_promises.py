@@ -1,0 +1,28 @@
+"""The promises of `memory.testing`, on every subject: the kit is for any memory, and this one comes first."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from memory.testing import PROMISES, HybridAdapter, check
+from tests.conformance.test_rollback import WINDOW
+from tests.subjects import IS_FULL, Subject
+
+N_EXAMPLES = int(os.environ.get("PROMISES", 20 if IS_FULL else 1))
+"""Histories of each promise and subject; `PROMISES=50` makes more."""
+
+
+@pytest.mark.parametrize("promise", PROMISES)
+def test_a_promise_of_the_kit_is_kept(subject: Subject, promise: str) -> None:
+    is_on_host = subject.spec.device.type == "cpu"
+
+    def make() -> HybridAdapter:
+        same_bits = subject.is_exact and subject.fold == "keep" and is_on_host
+        return HybridAdapter(
+            subject.model, subject.spec, same_bits=same_bits, rollback_window=WINDOW, fold=subject.fold
+        )
+
+    (result,) = check(make, [promise], n_examples=N_EXAMPLES)
+    assert result.verdict == "passed", result.why

@@ -1,0 +1,170 @@
+"""The kit finds planted faults, and its commands say so."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from memory.testing import PROMISES, HybridAdapter, RefusedError, check
+from memory.testing.__main__ import main
+from memory.testing.adapter import Logits
+from memory.testing.histories import Fork, Misuse, Open, Reorder, Rollback, Step
+from memory.testing.subjects import attention
+from memory.testing.toys import Toy
+
+_MODEL = Toy(recurrent=False)
+
+
+class Sound(HybridAdapter):
+    """A memory without a fault."""
+
+    def __init__(self) -> None:
+        super().__init__(_MODEL)
+
+
+class TrimsAttentionOnly(Sound):
+    """Goes back one token less than it says, as a memory whose recurrent states stay behind."""
+
+    def rollback(self, sequence: Any, to: int) -> None:
+        super().rollback(sequence, to)
+        if to:
+            super().rollback(sequence, to - 1)
+            super().step({sequence: [0]})
+
+
+class AdvancesOnFailure(Sound):
+    """Keeps the tokens of a step whose model fails."""
+
+    def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
+        try:
+            return super().step(requests, fail_after=fail_after)
+        finally:
+            if fail_after is not None and fail_after < 2:
+                super().step({next(iter(requests)): [1]})
+
+
+class SharesForks(Sound):
+    """Gives a fork its origin's handle."""
+
+    def fork(self, sequence: Any) -> Any:
+        return sequence
+
+
+class ReordersOneByOne(Sound):
+    """Moves one pair after the other."""
+
+    def reorder(self, moves: Mapping[Any, Any]) -> None:
+        for target, source in moves.items():
+            super().reorder({target: source})
+
+
+class Lies(Sound):
+    """Says that it can go back anywhere, and cannot."""
+
+    def can(self, call: str, *arguments: Any) -> bool | None:
+        return True
+
+    def rollback(self, sequence: Any, to: int) -> None:
+        raise RefusedError("not to there")
+
+
+class Leaks(Sound):
+    """Counts what is closed as used."""
+
+    n_closed = 0
+
+    def close(self, sequence: Any) -> None:
+        super().close(sequence)
+        self.n_closed += 1
+
+    def usage(self) -> int:
+        return super().usage() + self.n_closed
+
+
+class TakesAnything(Sound):
+    """Takes tokens that are none."""
+
+    def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
+        kept = {s: [t % self.vocab_size for t in tokens] or [0] for s, tokens in requests.items()}
+        return super().step(kept, fail_after=fail_after)
+
+
+class MixesRows(Sound):
+    """Returns the rows of a batch in another order than was asked."""
+
+    def step(self, requests: Mapping[Any, list[int]], *, fail_after: int | None = None) -> list[Logits]:
+        return super().step(requests, fail_after=fail_after)[::-1]
+
+
+class LosesState(Sound):
+    """Loads a sequence without its last token."""
+
+    def load(self, path: Path) -> Any:
+        sequence = super().load(path)
+        super().rollback(sequence, sequence.length - 1)
+        super().step({sequence: [0]})
+        return sequence
+
+
+FAULTS: dict[Callable[[], HybridAdapter], str] = {
+    TrimsAttentionOnly: "tokens taken back leave no trace",
+    AdvancesOnFailure: "a step that fails in any layer changes nothing",
+    SharesForks: "a fork goes its own way",
+    ReordersOneByOne: "sequences reorder all at once",
+    Lies: "it says what it can",
+    Leaks: "bytes in use are those of open sequences",
+    TakesAnything: "tokens that are none are refused, and nothing changes",
+    MixesRows: "a batch of any lengths is as each sequence alone",
+    LosesState: "a saved sequence goes on as it was",
+}
+
+
+@pytest.mark.parametrize("faulty", FAULTS, ids=lambda faulty: faulty.__name__)
+def test_a_planted_fault_is_found(faulty: Callable[[], HybridAdapter]) -> None:
+    (result,) = check(faulty, [FAULTS[faulty]], n_examples=4)
+    assert result.verdict == "failed" and result.seed is not None
+
+
+def test_a_failing_history_is_made_small() -> None:
+    """Of forty operations, those that show it are left: two sequences, a token each, and the reordering."""
+    (result,) = check(ReordersOneByOne, ["anything, in any order"], n_examples=60)
+    assert result.verdict == "failed" and result.why.count("\n") < 12
+
+
+def test_what_a_memory_has_not_is_refused_and_not_passed() -> None:
+    class WithoutForks(Sound):
+        def fork(self, sequence: Any) -> Any:
+            raise RefusedError("no forks here")
+
+    (result,) = check(WithoutForks, ["a fork goes its own way"], n_examples=2)
+    assert (result.verdict, result.why) == ("refused", "no forks here")
+
+
+def test_every_promise_is_about_an_operation_that_its_histories_hold() -> None:
+    (results,) = [list(check(attention, n_examples=1))]
+    assert [result.verdict for result in results] == ["passed"] * len(PROMISES)
+    names = {operation.__name__ for operation in (Open, Step, Rollback, Fork, Reorder, Misuse)}
+    assert names <= {promise.needs for promise in PROMISES.values()} | {"Open"}
+
+
+def test_the_command_says_what_failed_and_how_to_see_it_again(capsys: pytest.CaptureFixture[str]) -> None:
+    only = ["--only", "reorder", "--examples", "3"]
+    assert main(["memory.testing.subjects:attention", *only]) == 0
+    assert main([f"{__name__}:ReordersOneByOne", *only]) == 1
+    text = capsys.readouterr().out
+    assert "--seed 0 --examples 1" in text and "Reorder(moves=" in text and "0 passed, 1 failed" in text
+    assert main(["memory.testing.subjects:nothing"]) == main(["--only", "no such promise"]) == 2
+    assert "names no adapter" in capsys.readouterr().err
+
+
+def test_pytest_takes_a_subject_of_the_command_line() -> None:
+    """As from an installed wheel, where the option comes from the entry point of the same name."""
+    subject = ["--subject", "memory.testing.subjects:attention", "--subject-examples", "1", "-k", "reorder"]
+    call = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "hybrid_memory_pytest", "--pyargs", "memory.testing"]
+    found = subprocess.run([*call, *subject], capture_output=True, text=True, check=False)
+    assert "1 passed" in found.stdout, found.stdout + found.stderr
