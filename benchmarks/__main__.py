@@ -17,6 +17,7 @@ import torch
 import typer
 
 from benchmarks import (
+    agent_trace,
     agentic,
     agreement,
     architectures,
@@ -206,6 +207,20 @@ def rollback(quick: Quick = False, out: Out = None, threads: Threads = None) -> 
 def agentic_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Share of agents' prompts that is reused with small budgets, beside LRU by blocks; in dry runs."""
     _run(agentic.agentic, ("tests/benchmarks/test_agentic.py",), quick, out, threads)
+
+
+@app.command(name="agent-trace")
+def agent_trace_(
+    scale: Annotated[
+        float | None,
+        typer.Option("--scale", min=0.001, help="Of all lengths; 1 is 142 thousand tokens, 0.25 unless given."),
+    ] = None,
+    quick: Quick = False,
+    out: Out = None,
+) -> None:
+    """Share of an agent's prompts that a server computes again, by stored responses and by chats, with a restart."""
+    tests = ("tests/chat/test_session_restarts.py", "tests/chat/test_responses.py")
+    _run(agent_trace.agent_trace, tests, quick, out, None, scale=scale)
 
 
 @app.command(name="restarts")
