@@ -73,6 +73,18 @@ def behind_reply(stored: Int64s, new: list[int], stop_ids: tuple[int, ...]) -> t
     return [*kept, *new], len(kept)
 
 
+def tokens_of_text(token_ids: list[int], text: str, decode: Callable[[list[int]], str]) -> list[int] | None:
+    """Return the first of these token ids that spell a text; None if a stop string has cut it inside of one.
+
+    Cost: a decoding for each token of the stop string.
+    """
+    for end in range(len(token_ids), -1, -1):
+        spelt = decode(token_ids[:end])
+        if len(spelt) <= len(text):
+            return token_ids[:end] if spelt == text else None
+    return None
+
+
 def with_placeholders(messages_of: Callable[[Node], Messages], path: list[Node]) -> Messages:
     """Return the messages of a path, with placeholders as the texts of replies whose token ids are known."""
     messages = Messages()

@@ -63,6 +63,18 @@ def test_a_stream_brings_openais_events_in_order(client: openai.OpenAI) -> None:
     assert stored.usage is not None and stored.usage.output_tokens == 3
 
 
+def test_a_reply_that_a_stop_string_has_cut_is_continued_as_it_reads(client: openai.OpenAI) -> None:
+    told = client.responses.create(input="My cat is called Zoe.", extra_body={"stop": [" noted"]}, **BASE)
+    assert told.output_text == "Okay,"
+    asked = client.responses.create(input="What is my cat called?", previous_response_id=told.id, **BASE)
+    assert asked.output_text == "Your cat is called Zoe." and told.usage is not None and asked.usage is not None
+    assert asked.hybrid_memory["history"].startswith("continues from")  # type: ignore[attr-defined]
+    # Two tokens were said, the end of the reply follows them, and then what was asked.
+    whole = client.responses.create(input="My cat is called Zoe.", **BASE)
+    again = client.responses.create(input="What is my cat called?", previous_response_id=whole.id, **BASE)
+    assert again.usage is not None and asked.usage.input_tokens == again.usage.input_tokens - 2
+
+
 def test_what_is_deleted_or_was_never_stored_is_not_there(client: openai.OpenAI) -> None:
     first = client.responses.create(input="My cat is called Zoe.", **BASE)
     second = client.responses.create(input="What is my cat called?", previous_response_id=first.id, **BASE)

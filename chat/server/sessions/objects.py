@@ -48,7 +48,7 @@ def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
 def finished(response: Response, output: list[Item], finish_reason: str | None, usage: dict[str, Any]) -> Response:
     """Return a response that has ended."""
     is_whole = finish_reason == "stop"
-    why = "max_output_tokens" if finish_reason == "length" else "cancelled"
+    why = "max_output_tokens" if finish_reason in ("length", "deadline") else "cancelled"
     return response | {
         "status": "completed" if is_whole else "incomplete",
         "completed_at": int(time.time()) if is_whole else None,
@@ -87,8 +87,8 @@ class Events:
 
     _numbers: count[int] = field(default_factory=count)
 
-    def of_response(self, kind: str, response: Response) -> str:
-        return self._write(f"response.{kind}", response=response)
+    def of_response(self, kind: str, response: Response, **more: Any) -> str:
+        return self._write(f"response.{kind}", response=response, **more)
 
     def opening(self, item_id: str) -> list[str]:
         """Write that a message begins."""

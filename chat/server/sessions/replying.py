@@ -34,9 +34,10 @@ from chat.server.sessions.objects import (
 )  # fmt: skip
 from chat.server.sessions.prompting import History, count_nodes, find_base, make_prompt
 from chat.server.sessions.schema import SampledRequest
-from chat.stored.continuing import Prompt
+from chat.stored.continuing import Prompt, tokens_of_text
 from chat.stored.items import make_nodes, make_title
 from chat.stored.nodes import Item, Node, StoredSession, new_id
+from chat.stored.rows import without_tokens
 
 _PAUSE_SECONDS = 0.01
 
@@ -93,7 +94,10 @@ class Replying:
             len(token_ids), self._asked.max_output_tokens, service.options.default_tokens, service.context_tokens,
             param="input",
         )  # fmt: skip
-        ask = service.asking.ask(self._asked, token_ids, n_reply, self._place.owner)
+        is_reporting = self._asked.stream and self._asked.return_progress
+        ask = service.asking.ask(self._asked, token_ids, n_reply, self._place.owner, reports_prefill=is_reporting)
+        sampling = ask.samplings[0]
+        self._response |= {"temperature": sampling.temperature, "top_p": sampling.top_p}
         replies = service.begin(exchange_of(request.scope), [ask])
         if self._place.is_stored:
             self._response["hybrid_memory"] = {"session": self._session.id, "history": prompt.history}
@@ -136,7 +140,9 @@ class Replying:
             if self._begun.text:
                 yield events.delta(self._item_id, self._begun.text)
             while (piece := await replies.next()) is not None:
-                if text := self._text_of(piece):
+                if piece.progress is not None:
+                    yield events.of_response("in_progress", self._response, prompt_progress=piece.progress)
+                elif text := self._text_of(piece):
                     yield events.delta(self._item_id, text)
             response = await self._end(replies, prompt)
             for event in events.closing(*response["output"]):
@@ -190,16 +196,29 @@ class Replying:
             await asyncio.shield(self._store(response, generation, prompt))
         return response
 
+    async def _said(self, generation: Generation) -> list[int] | None:
+        """Return the token ids of a reply; None if a stop string has cut its text inside of one."""
+        said = [*self._place.opening, *generation.token_ids]
+        if generation.stopped_by is None:
+            return said
+
+        def cut(texts: Any) -> list[int] | None:
+            decode = partial(texts.decode, skip_special_tokens=True)
+            return tokens_of_text(said, generation.text, decode)
+
+        return await self._desk.service.texts.run(0, cut) if not self._place.opening else None
+
     async def _store(self, response: Response, generation: Generation, prompt: Prompt) -> None:
-        desk, store = self._desk, self._desk.store
-        own = [*prompt.token_ids[prompt.n_kept :], *self._place.opening, *generation.token_ids]
-        nodes = [*self._inputs]
-        parent = nodes[-1].id if nodes else self._place.path[-1].id
+        desk, store, nodes = self._desk, self._desk.store, [*self._inputs]
+        said = await self._said(generation)
+        own = [*prompt.token_ids[prompt.n_kept :], *(said or ())]
         reply = Node(
-            response["id"], self._session.id, parent, "assistant", response["output"], response["status"],
-            about_of(response), prompt.base, prompt.n_kept, len(prompt.token_ids),
-            len(self._place.opening) + len(generation.token_ids), np.array(own, np.int64),
+            response["id"], self._session.id, nodes[-1].id if nodes else self._place.path[-1].id, "assistant",
+            response["output"], response["status"], about_of(response), prompt.base, prompt.n_kept,
+            len(prompt.token_ids), len(said or generation.token_ids), np.array(own, np.int64),
         )  # fmt: skip
+        if said is None:
+            reply = without_tokens(reply)
         nodes.append(reply)
         try:
             if self._is_new:
