@@ -79,8 +79,8 @@ def _add(
 def _add_answers(report: Report, *, n_dialogues: int) -> None:
     """Add the share of right answers of the embedded model, whose weights were trained in float32."""
     dialogues = draw_dialogues(AutoTokenizer.from_pretrained(EMBEDDED), n_dialogues)
-    for key in _FORMATS:
-        model = _load("embedded", key)
+    for key, options in (_FORMATS | {"int8-row": {"dtype": "bfloat16", "weights": "int8-row"}}).items():
+        model = load_model("embedded", progress=False, **options)  # type: ignore[arg-type]
         right, _ = answer(model, model.memory_spec, dialogues)
         report.add("answers of the embedded model", {
             "weights": key, "dialogues": n_dialogues, "right, %": 100 * right, "bytes of weights": weight_bytes(model),

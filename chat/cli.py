@@ -38,7 +38,7 @@ Model = Annotated[
 ]
 Device = Annotated[str, typer.Option(help="where the model and its memory live, such as cpu or cuda")]
 Dtype = Annotated[str, typer.Option(help="auto (the checkpoint's own), float32, bfloat16 or float16")]
-Weights = Annotated[str, typer.Option(help="int8 or int4 rounds weights to these, on the CPU; auto: --dtype")]
+Weights = Annotated[str, typer.Option(help="int8, int8-row or int4 rounds weights to these, on the CPU; auto: --dtype")]
 Budget = Annotated[str, typer.Option(help="bytes that the memory may use at most, such as 512MiB")]
 
 

@@ -26,7 +26,7 @@ from models.loading.checkpoint import DryCheckpoint, UnreadCheckpoint, Unsupport
 from models.loading.folders import read_config
 from models.loading.gguf import GgufFile, is_gguf, read_gguf_config
 from models.loading.load import build, dry_model, weight_bytes
-from models.loading.quantised import find_coding
+from models.loading.quantised_checkpoints import find_coding
 from models.loading.weight_formats import WeightFormat
 
 if TYPE_CHECKING:

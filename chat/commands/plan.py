@@ -36,7 +36,9 @@ def plan(
     ] = None,
     weights: Annotated[
         str | None,
-        Option(help="the budget is for the weights as well: auto (in --dtype), int8 or int4", show_default=False),
+        Option(
+            help="the budget is for the weights as well: auto (in --dtype), int8, int8-row or int4", show_default=False
+        ),
     ] = None,
     is_json: Annotated[bool, Option("--json", help="print JSON")] = False,
 ) -> None:

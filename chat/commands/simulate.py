@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from chat.simulation.report import Report
     from chat.simulation.simulation import Setup
     from chat.simulation.workload import Habits, Workload
+    from models.loading.weight_formats import WeightFormat
 
 _RUNNING, _DRY_RUNNING = 64, 512
 _STEP_TOKENS, _DRY_STEP_TOKENS = 256, 4096
@@ -25,6 +26,7 @@ _STEP_TOKENS, _DRY_STEP_TOKENS = 256, 4096
 Option = typer.Option
 
 
+Weights = Annotated[str, Option(help="int8, int8-row or int4 rounds weights to these; not of a dry run")]
 System = Annotated[str | None, Option(help="one system prompt for all, if the chat template knows that role")]
 MessageTokens = Annotated[int | None, Option(min=1, help="mean length of made-up messages, instead of dialogues")]
 HostBudget = Annotated[str | None, Option(help="bytes that may be swapped out to host memory; more goes to --swap-dir")]
@@ -59,6 +61,7 @@ def simulate(
     model: Annotated[str, Option(help='a checkpoint\'s folder, a hub id, or "embedded"')] = "embedded",
     device: Annotated[str, Option(help="where the model and its memory live, such as cpu or cuda")] = "cpu",
     dtype: Annotated[str, Option(help="auto (the checkpoint's own), float32, bfloat16 or float16")] = "auto",
+    weights: Weights = "auto",
     budget: Annotated[str, Option(help="bytes that the memory may use at most; a small one makes users swap")] = "1GiB",
     host_budget: HostBudget = None,
     swap_dir: SwapDir = None,
@@ -77,10 +80,8 @@ def simulate(
 ) -> None:
     """Simulate many users: they chat, edit, regenerate, branch, pause and leave, and their answers are checked.
 
-    Reports latency, tokens and bytes.
-
-    Exits with 1 if an answer is wrong that is right when its user is served alone, if one names what only others told,
-    if a reply fails, or if bytes stay in use.
+    Reports latency, tokens and bytes. Exits with 1 if an answer is wrong that is right when its user is served alone,
+    if one names what only others told, if a reply fails, or if bytes stay in use.
     """
     running, tokens = _find_sizes(max_running, step_tokens, is_dry=is_dry)
     chats = (pause, edits, regenerations, branches, pauses, openings, system)
@@ -93,7 +94,7 @@ def simulate(
         "speed": None if is_dry else _read_speed(speed),
     }  # fmt: skip
     _check_outputs(alone, plots)
-    setup = _make_setup(model, device, dtype, numbers, is_dry=is_dry)
+    setup = _make_setup(model, device, dtype, weights, numbers, is_dry=is_dry)
     report = _play(setup, events, about, alone=alone, is_quiet=is_quiet)
     _write(report, json_file, plots)
     if not report.is_ok:
@@ -179,7 +180,9 @@ def _read_speed(speed: str) -> float | None:
     return number
 
 
-def _make_setup(model: str, device: str, dtype: str, numbers: dict[str, Any], *, is_dry: bool) -> Setup:
+def _make_setup(
+    model: str, device: str, dtype: str, weights: str, numbers: dict[str, Any], *, is_dry: bool
+) -> Setup:  # fmt: skip
     """Return the model, memory and engine of the users. A dry run reads config and tokenizer, but no weights."""
     import torch
 
@@ -191,8 +194,10 @@ def _make_setup(model: str, device: str, dtype: str, numbers: dict[str, Any], *,
 
     folder = find_folder(model)
     if not is_dry:
-        language_model = load_model(folder, device=device, dtype=dtype)
+        language_model = load_model(folder, device=device, dtype=dtype, weights=cast("WeightFormat", weights))
         return Setup(language_model.memory_spec, language_model, load_tokenizer(folder), **numbers)
+    if weights != "auto":
+        raise SpecError(f"--weights {weights}: a dry run has no weights, and the budget is for the memory alone")
     config, _ = read_config(folder)
     try:
         kept = torch.device(device)  # the dry run counts the bytes of this device

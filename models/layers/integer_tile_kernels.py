@@ -1,8 +1,8 @@
 """Compiles products with weights of 8 and 4 bits for processors that multiply tiles (`amx`).
 
 The layout is that of `quantised_kernels`. A group of 32 inputs of a block's 16 outputs is a tile: its integers become
-bfloat16, which is exact, and the sums of each group are multiplied by its scales. A row has the same bits in any
-company.
+bfloat16, which is exact, and the sums of each group are multiplied by its scales; if all groups of a block have the
+same, their sums are formed first. A row has the same bits in any company.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, prange, types
 
 from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import untyped_intrinsic
+from memory.kernels.cpu.numbers import get, untyped_intrinsic
 from models.layers import amx
 from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
@@ -75,7 +75,7 @@ class _Groups:
         for i in range(n):
             amx.store(b, i, b.gep(self.parts, [I64(TILE_BYTES * i)]))
         for i in range(n):
-            scale = self.emitter.scales(self.scales, b.add(first, I64(i)))
+            scale = self.emitter.scales(b.gep(self.scales, [b.mul(b.add(first, I64(i)), I64(BLOCK))]))
             for row in range(self.n_rows):
                 at = b.gep(self.parts, [I64(TILE_BYTES * i + 4 * BLOCK * row)])
                 totals[row] = self.emitter.fma(b.load(b.bitcast(at, FLOATS.as_pointer()), align=4), scale, totals[row])
@@ -137,6 +137,54 @@ def _add_groups(n_rows: int) -> Any:
     return add_groups
 
 
+@untyped_intrinsic
+def _add_products(typing_context, panel, n_groups, x, first_pair, n_pairs, parts, sums, at):  # type: ignore[no-untyped-def]
+    """Add to sums[at : at + 256] those of a tile of rows over groups of a panel, without scales; not checked."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        b, zero = builder, I64(0)
+
+        def pointer(i: int, at: ir.Value) -> ir.Value:
+            return amx.pointer(context, b, signature, arguments, i, at)
+
+        weights, rows, parts = pointer(0, zero), pointer(2, arguments[3]), pointer(5, zero)
+        row_bytes = b.mul(arguments[4], I64(4))
+        for tile in range(_AT_ONCE):
+            amx.zero(b, tile)
+
+        def add(first: ir.Value, n: int) -> None:
+            for i in range(n):
+                group = b.add(first, I64(i))
+                amx.load(b, ROWS_AT + i % 2, b.gep(rows, [b.mul(group, I64(4 * PAIRS))]), row_bytes)
+                amx.load_weights(b, WEIGHTS_AT + i % 2, b.gep(weights, [b.mul(group, I64(TILE_BYTES))]))
+                amx.multiply_add(b, i, ROWS_AT + i % 2, WEIGHTS_AT + i % 2)
+
+        n_whole = b.udiv(arguments[1], I64(_AT_ONCE))
+        with b.if_then(b.icmp_signed(">", n_whole, zero)):
+            repeat(b, n_whole, lambda k: add(b.mul(k, I64(_AT_ONCE)), _AT_ONCE))
+        done = b.mul(n_whole, I64(_AT_ONCE))
+        with b.if_then(b.icmp_signed("<", done, arguments[1])):
+            repeat(b, b.sub(arguments[1], done), lambda k: add(b.add(done, k), 1))
+        for tile in range(_AT_ONCE):
+            amx.store(b, tile, b.gep(parts, [I64(TILE_BYTES * tile)]))
+        target = pointer(6, arguments[7])
+
+        def add_row(row: ir.Value) -> None:
+            offset = b.mul(row, I64(4 * BLOCK))
+            place = b.bitcast(b.gep(target, [offset]), FLOATS.as_pointer())
+            total = b.load(place, align=4)
+            for tile in range(_AT_ONCE):
+                own = b.gep(parts, [b.add(offset, I64(TILE_BYTES * tile))])
+                total = b.fadd(total, b.load(b.bitcast(own, FLOATS.as_pointer()), align=4))
+            b.store(total, place, align=4)
+
+        repeat(b, I64(ROWS), add_row)
+        return context.get_dummy_value()
+
+    i = types.int64
+    return types.void(panel, i, x, i, i, parts, sums, i), codegen
+
+
 _FEW = 4
 _of_few, _of_many = _add_groups(_FEW), _add_groups(ROWS)
 
@@ -154,6 +202,7 @@ def product(codes, scales, x_TP, shape, bias, activation, n_parts, out_TO):  # t
     n_pairs, x = x_TP.shape[1], x_TP.reshape(-1)
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_pairs // PAIRS
     block_codes = len(codes) // n_blocks
+    is_by_row = len(scales) < n_blocks * n_groups * BLOCK
     at_once = max(ROWS, CACHED_ROW_BYTES // (4 * n_pairs) // ROWS * ROWS)
     for part in prange(n_parts):
         amx.configure(shape)
@@ -171,12 +220,16 @@ def product(codes, scales, x_TP, shape, bias, activation, n_parts, out_TO):  # t
                     for at in range(0, end - start, ROWS):
                         t = _first_row(start, end, at)
                         pair, place = t * n_pairs + group * PAIRS, at * BLOCK
-                        if n_rows <= _FEW:
+                        if is_by_row:
+                            _add_products(panel, n, x, pair, n_pairs, parts, sums, place)
+                        elif n_rows <= _FEW:
                             _of_few(panel, n, scales, scale, x, pair, n_pairs, parts, sums, place)
                         else:
                             _of_many(panel, n, scales, scale, x, pair, n_pairs, parts, sums, place)
                 for at in range(0, end - start, ROWS):
                     t = _first_row(start, end, at)
+                    if is_by_row:
+                        _scale(sums, at * BLOCK, scales, o * BLOCK)
                     write(sums[at * BLOCK :], ROWS, 1, bias, activation, o, out_TO[t : min(t + ROWS, end)])
             start = end
         amx.release()
@@ -186,3 +239,11 @@ def product(codes, scales, x_TP, shape, bias, activation, n_parts, out_TO):  # t
 def _first_row(start, end, at):  # type: ignore[no-untyped-def]
     """Return the first row of a tile: the last tile begins earlier, so that it has as many rows as the others."""
     return max(start, min(start + at, end - ROWS))
+
+
+@njit(error_model="numpy")
+def _scale(sums, first, scales, first_scale):  # type: ignore[no-untyped-def]
+    """Multiply a tile's sums by its outputs' scales."""
+    for row in range(ROWS):
+        for lane in range(BLOCK):
+            sums[first + row * BLOCK + lane] *= get(scales, first_scale + lane)

@@ -71,9 +71,9 @@ class Emitter:
                 words = self._load(codes, 16 * pair, INTS)
             yield self._bytes(codes, pair) if words is None else self._nibbles(words, pair % 4)
 
-    def scales(self, scales: ir.Value, group: ir.Value) -> ir.Value:
-        """Return the scales of a block's group as float32; `scales` points to the block's first."""
-        short = self._load(self.b.gep(scales, [self.b.mul(group, I64(BLOCK))]), 0, _SHORTS)
+    def scales(self, scales: ir.Value) -> ir.Value:
+        """Return the 16 scales at a place as float32."""
+        short = self._load(scales, 0, _SHORTS)
         return self.b.bitcast(self.b.shl(self.b.zext(short, INTS), _every(16)), FLOATS)
 
     def multiply_add(self, weight: ir.Value, x: ir.Value, sums: ir.Value) -> ir.Value:

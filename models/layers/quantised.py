@@ -18,10 +18,10 @@ from models.loading.weight_formats import IntegerFormat
 class QuantisedWeight:
     """Holds a weight (n_out, n_in) as integers of 8 or 4 bits, with a scale in bfloat16 for each group of 32 inputs.
 
-    A product reads 8.5 or 4.5 bits for a weight, and turns them into numbers as it goes: nothing else is kept. Rows are
-    read in bfloat16 if the weight was, where the processor multiplies pairs or tiles of that; else in float32. A row's
-    result has the same bits in any company. At 8 bits a weight is off by at most 1/250 of the group's largest, at 4
-    bits by 1/8.
+    With "int8-row" all inputs of an output share one. A product reads 8.5, 8 or 4.5 bits for a weight, and turns them
+    into numbers as it goes: nothing else is kept. Rows are read in bfloat16 if the weight was, where the processor
+    multiplies pairs or tiles of that; else in float32. A row's result has the same bits in any company. At 8 bits a
+    weight is off by at most 1/250 of the largest that shares its scale, at 4 bits by 1/8.
 
     Args:
         weight: of any float dtype, on the CPU; or on "meta", which gives the same bytes without numbers.
@@ -35,11 +35,12 @@ class QuantisedWeight:
         self.format = format
         n_blocks, n_groups = ceil_div(self.n_out, 16), ceil_div(self.n_in, 32)
         n_weights, device = n_blocks * 16 * n_groups * 32, weight.device
-        is_8 = format == "int8"
+        is_8 = format != "int4"
         self.codes = torch.empty(
             n_weights if is_8 else n_weights // 2, dtype=torch.int8 if is_8 else torch.uint8, device=device
         )
-        self.scales = torch.empty(n_weights // 32, dtype=torch.bfloat16, device=device)
+        n_scales = 16 * n_blocks * (1 if format == "int8-row" else n_groups)
+        self.scales = torch.empty(n_scales, dtype=torch.bfloat16, device=device)
         if device.type == "meta":
             return
         self._codes, self._scales = self.codes.numpy(), as_array(self.scales)
@@ -56,14 +57,14 @@ class QuantisedWeight:
     def dense(self) -> Tensor:
         """Return the weights as they are used, (n_out, n_in) float32."""
         n_blocks, n_groups = ceil_div(self.n_out, 16), ceil_div(self.n_in, 32)
-        if self.format == "int8":
+        if self.format != "int4":
             integers = self.codes.view(n_blocks, n_groups, 16, 16, 2).permute(0, 3, 1, 2, 4)  # block, lane, group, pair
         else:
             codes = self.codes.view(n_blocks, n_groups, 4, 16, 2, 2)  # group, four pairs, lane, of the pair, pairs of 2
             both = torch.stack((codes & 15, codes >> 4), -1).flatten(-2)  # ..., pair of four
             integers = both.to(torch.int8).permute(0, 3, 1, 2, 5, 4) - 8
         groups = integers.reshape(n_blocks * 16, n_groups, 32).float()
-        scales = self.scales.float().view(n_blocks, n_groups, 16).transpose(1, 2).reshape(n_blocks * 16, n_groups, 1)
+        scales = self.scales.float().view(n_blocks, -1, 16).transpose(1, 2).reshape(n_blocks * 16, -1, 1)
         return (groups * scales).flatten(1)[: self.n_out, : self.n_in]
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:

@@ -40,10 +40,11 @@ def multiplies_pairs() -> bool:
 
 def _tile(n_rows: int) -> Any:
     @untyped_intrinsic
-    def tile(typing_context, codes, first_code, scales, first_scale, x, first_input, x_stride, n_groups, sums):  # type: ignore[no-untyped-def]
+    def tile(typing_context, codes, first_code, scales, first_scale, step, x, first_input, x_stride, n_groups, sums):  # type: ignore[no-untyped-def]
         """Set sums[: n_rows * 16] to the sums of rows and a block; not checked.
 
-        Codes of 8 bits are int8, of 4 bits uint8; x is float32, or uint16 for bfloat16, which then comes in pairs.
+        Codes of 8 bits are int8, of 4 bits uint8; x is float32, or uint16 for bfloat16, which then comes in pairs. Each
+        group has its scales `step` behind those of the group before: 16, or 0 if all have the same.
         """
 
         def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
@@ -51,27 +52,27 @@ def _tile(n_rows: int) -> Any:
                 data = context.make_array(signature.args[i])(context, builder, arguments[i]).data
                 return builder.bitcast(builder.gep(data, [at]), element.as_pointer())
 
-            _, code_at, _, scale_at, _, input_at, stride, groups, _ = arguments
+            _, code_at, _, scale_at, scale_step, _, input_at, stride, groups, _ = arguments
             is_paired = x.dtype == types.uint16
             emitter = Emitter(builder, 8 if codes.dtype == types.int8 else 4, is_paired=is_paired)
             found = _sums(
-                emitter, n_rows, pointer(0, code_at, I8), pointer(2, scale_at, I16),
-                pointer(4, input_at, I32 if is_paired else F32), builder.lshr(stride, I64(1)) if is_paired else stride,
+                emitter, n_rows, pointer(0, code_at, I8), pointer(2, scale_at, I16), scale_step,
+                pointer(5, input_at, I32 if is_paired else F32), builder.lshr(stride, I64(1)) if is_paired else stride,
                 groups,
             )  # fmt: skip
             for row, vector in enumerate(found):
-                builder.store(vector, pointer(8, I64(BLOCK * row), FLOATS), align=4)
+                builder.store(vector, pointer(9, I64(BLOCK * row), FLOATS), align=4)
             return context.get_dummy_value()
 
         at = types.int64
-        return types.void(codes, at, scales, at, x, at, at, at, sums), codegen
+        return types.void(codes, at, scales, at, at, x, at, at, at, sums), codegen
 
     return tile
 
 
 def _sums(
-    emitter: Emitter, n_rows: int, codes: ir.Value, scales: ir.Value, x: ir.Value, x_stride: ir.Value,
-    n_groups: ir.Value,
+    emitter: Emitter, n_rows: int, codes: ir.Value, scales: ir.Value, scale_step: ir.Value, x: ir.Value,
+    x_stride: ir.Value, n_groups: ir.Value,
 ) -> list[ir.Value]:  # fmt: skip
     """Return a vector of a block's sums for each row.
 
@@ -97,7 +98,7 @@ def _sums(
             for k, weight in enumerate(weights):
                 one = b.load(b.gep(row, [I64(pair * per_pair + k)]), align=2 if emitter.is_paired else 4)
                 parts[i] = emitter.multiply_add(weight, emitter.in_every_lane(one), parts[i])
-    scale = emitter.scales(scales, group)
+    scale = emitter.scales(b.gep(scales, [b.mul(group, scale_step)]))
     sums = [emitter.fma(part, scale, total) for part, total in zip(parts, totals, strict=True)]
     following = b.add(group, I64(1))
     group.add_incoming(following, loop)
@@ -124,26 +125,27 @@ def product(codes, scales, x_TI, bias, activation, n_parts, out_TO):  # type: ig
     n_rows, n_out = out_TO.shape
     n_in, x = x_TI.shape[1], x_TI.reshape(-1)
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_in // GROUP
-    block_codes = len(codes) // n_blocks
+    block_codes, block_scales = len(codes) // n_blocks, len(scales) // n_blocks
+    step = BLOCK if block_scales > BLOCK else 0
     for part in prange(n_parts):
         sums = np.empty(8 * BLOCK, np.float32)
         for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
-            code, scale = o * block_codes, o * n_groups * BLOCK
+            code, scale = o * block_codes, o * block_scales
             t = 0
             while t < n_rows:
                 left, at = n_rows - t, t * n_in
                 if left >= 8:
                     n = 8
-                    _tile_8(codes, code, scales, scale, x, at, n_in, n_groups, sums)
+                    _tile_8(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
                 elif left >= 4:
                     n = 4
-                    _tile_4(codes, code, scales, scale, x, at, n_in, n_groups, sums)
+                    _tile_4(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
                 elif left >= 2:
                     n = 2
-                    _tile_2(codes, code, scales, scale, x, at, n_in, n_groups, sums)
+                    _tile_2(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
                 else:
                     n = 1
-                    _tile_1(codes, code, scales, scale, x, at, n_in, n_groups, sums)
+                    _tile_1(codes, code, scales, scale, step, x, at, n_in, n_groups, sums)
                 for row in range(n):
                     finish(sums[row * BLOCK : (row + 1) * BLOCK], bias, activation, o * BLOCK, out_TO[t + row])
                 t += n
@@ -179,22 +181,35 @@ def finish(sums, bias, activation, first, out):  # type: ignore[no-untyped-def]
 def round_to_codes(weight, n_out, n_in, n_bits, n_parts, codes, scales):  # type: ignore[no-untyped-def]
     """Fill codes (uint8) and scales from a flat weight of float32 or 16 bits; what lies beyond its edges is zero.
 
+    There are 16 scales for each group of a block, or for each block; the latter with 8 bits only.
+
     8 bits: the scale is the group's largest weight / 127. 4 bits: of some scales the one with the least squared error
     is taken, and what minimises it for the integers that come out. Sixteen outputs are rounded side by side, so their
     sums have the same order on every processor.
     """
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, (n_in + GROUP - 1) // GROUP
+    is_by_row = len(scales) == n_blocks * BLOCK
     least, most = np.float32(-127.0 if n_bits == 8 else -8.0), np.float32(127.0 if n_bits == 8 else 7.0)
     for part in prange(n_parts):
         group, scale = np.empty((GROUP, BLOCK), np.float32), np.empty(BLOCK, np.float32)
+        largest, spoilt = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.float32)
         for o in range(part * n_blocks // n_parts, (part + 1) * n_blocks // n_parts):
+            largest[:], spoilt[:] = _ZERO, _ZERO
+            if is_by_row:
+                for g in range(n_groups):
+                    _fill(weight, n_out, n_in, o * BLOCK, g * GROUP, group)
+                    _find_largest(largest, spoilt, group)
             for g in range(n_groups):
                 _fill(weight, n_out, n_in, o * BLOCK, g * GROUP, group)
-                _choose_scale(group, n_bits, scale)
+                if not is_by_row:
+                    largest[:], spoilt[:] = _ZERO, _ZERO
+                    _find_largest(largest, spoilt, group)
+                _choose_scale(group, largest, spoilt, n_bits, scale)
                 first = (o * n_groups + g) * BLOCK
+                at = o * BLOCK if is_by_row else first
                 for lane in range(BLOCK):
-                    put(scales, first + lane, scale[lane])
-                    scale[lane] = get(scales, first + lane)
+                    put(scales, at + lane, scale[lane])
+                    scale[lane] = get(scales, at + lane)
                     scale[lane] = _ONE / scale[lane] if scale[lane] != _ZERO else _ZERO
                 for e in range(GROUP):
                     _round_(group[e], scale, least, most)
@@ -214,11 +229,14 @@ def _fill(weight, n_out, n_in, first_output, first_input, group):  # type: ignor
 
 
 @njit(error_model="numpy")
-def _choose_scale(group, n_bits, scale):  # type: ignore[no-untyped-def]
-    """Set the scale of each lane; NaN where a weight is NaN or infinite."""
-    largest, spoilt = np.zeros(BLOCK, np.float32), np.zeros(BLOCK, np.float32)
+def _find_largest(largest, spoilt, group):  # type: ignore[no-untyped-def]
     for e in range(GROUP):
         _find_largest_(largest, spoilt, group[e])
+
+
+@njit(error_model="numpy")
+def _choose_scale(group, largest, spoilt, n_bits, scale):  # type: ignore[no-untyped-def]
+    """Set the scale of each lane; NaN where a weight is NaN or infinite."""
     if n_bits == 8:
         for lane in range(BLOCK):
             scale[lane] = largest[lane] / np.float32(127.0)

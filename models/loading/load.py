@@ -28,7 +28,7 @@ from models.loading.checkpoint import (
 )
 from models.loading.folders import find_folder, read_config, unsupported
 from models.loading.gguf import GgufCheckpoint, GgufFile, is_gguf, read_gguf_config
-from models.loading.quantised import find_coding
+from models.loading.quantised_checkpoints import find_coding
 from models.loading.weight_formats import WeightFormat, weights_in
 from models.loading.weight_signature import signature_of
 

@@ -11,8 +11,8 @@ import torch
 
 from memory.errors import SpecError
 
-IntegerFormat = Literal["int8", "int4"]
-"""Integers of 8 or 4 bits with a scale for each group of 32 inputs."""
+IntegerFormat = Literal["int8", "int8-row", "int4"]
+"""Integers of 8 or 4 bits with a scale for each group of 32 inputs; "int8-row" has one for all inputs of an output."""
 
 WeightFormat = Literal["auto", IntegerFormat]
 """Formats of `load_model(weights=...)`; "auto" is the model's dtype."""

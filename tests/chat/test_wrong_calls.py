@@ -344,6 +344,8 @@ COMMANDS: list[tuple[str, int, str, str]] = [
     ("plan --budget 1MiB --weights auto", 1, "1,048,576", "without --weights"),
     ("inspect /nobody", 1, "/nobody", "saved"),
     ("simulate --rate 0", 1, "rate", "above 0"),
+    ("simulate --weights int5", 1, "int5", "'int8-row'"),
+    ("simulate --dry --weights int8", 1, "int8", "no weights"),
     ("simulate --edits 2", 1, "edits", "1"),
     ("simulate --speed fast", 1, "fast", "max"),
     ("simulate --alone maybe", 1, "maybe", "none"),
