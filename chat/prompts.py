@@ -6,7 +6,6 @@ from collections.abc import Sequence as Seq
 from pathlib import Path
 from uuid import uuid4
 
-from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 from chat.special_tokens import Tokenizer as Tokenizer
@@ -30,7 +29,9 @@ def load_tokenizer(path_or_hub_id: str | Path) -> Tokenizer:
     if is_gguf(folder):
         return load_gguf_tokenizer(folder)
     try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        tokenizer.encode("a")  # some options that make no sense are found only now
+        return tokenizer
     except Exception as error:  # the tokenizers library raises bare Exception for a damaged file
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise FormatError(
@@ -208,5 +209,7 @@ def render(tokenizer: Tokenizer, messages: list[Message], *, awaits_reply: bool 
         )
     try:
         return str(tokenizer.apply_chat_template(messages, add_generation_prompt=awaits_reply, tokenize=False))
-    except (TemplateError, TypeError, ValueError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # a template is a program of the checkpoint's: it may raise anything
         raise FormatError(f"this chat template refuses the messages: {error}") from error

@@ -288,8 +288,9 @@ class Coordinator(Lifetime):
 
     def drop(self, sequence: Sequence, start: int, end: int, *, approximate: bool) -> None:
         """See `HybridMemory.drop`."""
-        ledger, slot = self.ledger, sequence.slot
+        ledger = self.ledger
         ledger.check_usable(sequence)
+        slot = sequence.slot
         length, peak = int(ledger.lengths[slot]), int(ledger.peaks[slot])
         dropped = Dropped.of(slot, start, end, length, peak, approximate=approximate)
         if dropped.n_tokens and dropped.end == length and self.can_rollback(sequence, dropped.start):

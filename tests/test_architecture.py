@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-SOURCES = sorted(
-    p for package in ("memory", "models", "chat", "cluster", "training") for p in (ROOT / package).rglob("*.py")
-)
+PACKAGES = ("memory", "models", "chat", "cluster", "training", "fuzzing")
+SOURCES = sorted(p for package in PACKAGES for p in (ROOT / package).rglob("*.py"))
 
 
 def test_imports_run_one_way() -> None:

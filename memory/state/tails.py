@@ -338,9 +338,11 @@ class TailTable:
         """
         self._grow_to(slot + 1)
         holds = np.array(record["holds"], np.bool_)
-        ids = np.concatenate([blocks[self.states.name], blocks[self.tails.name]])
+        states, tail = blocks[self.states.name], blocks[self.tails.name]
+        if (len(states), len(tail)) != (holds[:3].sum(), holds[3:].sum()):
+            raise ValueError(f"{len(states)} states and {len(tail)} tails where the record says {record['holds']}")
         column = EMPTY_COLUMN.copy()
-        column[:3], (column[3], column[4]), column[5:][holds] = record["positions"], base, ids
+        column[:3], (column[3], column[4]), column[5:][holds] = record["positions"], base, [*states, *tail]
         self.slots.table[:, slot] = column
 
     def _grow_to(self, n_slots: int) -> None:

@@ -148,7 +148,8 @@ def family_in(
     try:
         about = {**json.loads(metadata["about"]), "version": VERSION}
         entries = json.loads(metadata["members"])[: 1 if only_first else None]
-        members = [_read_entry(entry) for entry in entries]
+        most = max((len(own) for own in tensors.values() if own.dim()), default=0)
+        members = [_read_entry(entry, most) for entry in entries]
         tokens = [tensors[f"{_TOKENS}{i}"].numpy() for i in range(1 + max(m.buffer for m in members))]
         blocks = {name.removeprefix(BLOCKS): [own] for name, own in tensors.items() if name.startswith(BLOCKS)}
         saved = SavedFamily(path, about, members, tokens, blocks)
@@ -189,10 +190,10 @@ def _entry(member: Member) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _read_entry(entry: dict[str, Any]) -> Member:
+def _read_entry(entry: dict[str, Any], most: int) -> Member:
     if entry["kind"] not in get_args(MemberKind):
         raise ValueError(f"a {entry['kind']!r}")
-    numbers = {str(pool): _numbers(runs) for pool, runs in entry["blocks"].items()}
+    numbers = {str(pool): _numbers(runs, most) for pool, runs in entry["blocks"].items()}
     drops = tuple((int(position), int(number)) for position, number in entry["drops"])
     family, buffer, length, peak = (int(entry[name]) for name in ("family", "buffer", "length", "peak"))
     held = Held(dict(entry["records"]), numbers)
@@ -207,9 +208,10 @@ def _runs(numbers: Int64s) -> list[list[int]]:
     return runs
 
 
-def _numbers(runs: list[list[int]]) -> Int64s:
+def _numbers(runs: list[list[int]], most: int) -> Int64s:
+    """Return the numbers that `_runs` has written; no block is in them twice, so they are at most `most`."""
     starts, counts = np.array(runs, np.int64).reshape(-1, 2).T
-    if (counts < 0).any() or counts.sum() > 1 << 40:
+    if ((counts < 0) | (counts > most)).any() or counts.sum() > most:
         raise ValueError(f"runs of blocks {runs!r:.80}")
     return ranges(starts, starts + counts)
 

@@ -42,6 +42,8 @@ from memory.storage.signature import check_weights, fitted, signature_of
 from memory.storage.swapping import Swapping
 
 CHECKPOINTS_FILE = "checkpoints.safetensors"
+_MOST_BLOCKS = 1 << 24
+"""Blocks of one kind that a checkpoint may have: more would be some hundred million tokens."""
 _BLOCKS = r"blocks-[0-9a-f]{64}\.safetensors"
 
 
@@ -360,6 +362,8 @@ def _as_runs(places: Int64s) -> list[list[int]]:
 
 def _from_runs(runs: list[list[int]]) -> Int64s:
     """Return the places (2, n) that `_as_runs` has written."""
+    if any(not 0 <= n <= _MOST_BLOCKS for _, _, n in runs):
+        raise ValueError(f"runs of blocks {runs!r:.80}")
     parts = [np.stack([np.full(n, entry), first + np.arange(n)]) for entry, first, n in runs]
     return np.concatenate([np.zeros((2, 0), np.int64), *parts], axis=1)
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import reprlib
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -21,6 +23,12 @@ from models.loading.weight_signature import sample_of
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+_SHARD_NAME = re.compile(r"[\w.+ -]{1,200}\.safetensors")
+"""Names that shards have: of files in the folder of their index, which could otherwise name any file."""
+
+_MOST_NUMBERS = 1 << 60
+"""Numbers that no tensor has: torch counts its bytes in 64 bits."""
 
 _MOST_MAPPED_BYTES = 1 << 28
 """Bytes that are read before files are mapped anew: more than that of a checkpoint need not be in memory beside the
@@ -146,19 +154,20 @@ class Checkpoint:
             names = set(json.loads(index.read_text())["weight_map"].values())
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise FormatError(f"{index} is no index of safetensors shards: {error}") from error
-        if not names or not all(isinstance(name, str) for name in names):
+        if not names or not all(isinstance(name, str) and _SHARD_NAME.fullmatch(name) for name in names):
             raise FormatError(
-                f"{index} is no index of safetensors shards: its weight_map holds {list(names)[:3]}, not file names"
+                f"{index} is no index of safetensors shards: its weight_map holds {reprlib.repr(list(names))}, not "
+                "names of files beside it"
             )
         return sorted(names)
 
     def _open(self, name: str):  # type: ignore[no-untyped-def]
         path = self.folder / name
-        if not path.exists():
+        if not path.is_file():
             raise FormatError(f"{path} is missing; the checkpoint is incomplete, download it again")
         try:
             return safe_open(path, framework="pt", device="cpu")
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise FormatError(f"{path} is damaged: {error}; download it again") from error
 
     def __len__(self) -> int:
@@ -332,6 +341,8 @@ class DryCheckpoint(Checkpoint):
         """Does nothing: there are no numbers to scale."""
 
     def take(self, name: str, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        if math.prod(shape) >= _MOST_NUMBERS:
+            raise FormatError(f"{name} of {self.folder} would have the shape {list(shape)}; correct config.json")
         return torch.empty(shape, dtype=dtype or self.dtype, device=self.device)
 
     def take_as_stored(self, name: str, *shape: int) -> Tensor:

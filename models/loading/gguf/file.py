@@ -15,6 +15,7 @@ from torch import Tensor
 
 from memory.errors import FormatError
 from models.loading.checkpoint import UnsupportedModelError
+from models.loading.gguf.header import check_header
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -74,6 +75,7 @@ class GgufFile:
             if not part.exists():
                 raise FormatError(f"{part} is missing; the model is incomplete, download it again")
             try:
+                check_header(part)
                 readers.append(GGUFReader(part))
             except Exception as error:  # it indexes into whatever the file says
                 raise FormatError(

@@ -1,0 +1,168 @@
+"""Runs targets in processes that may die: a crash, a hang, too much memory or an odd error is a finding.
+
+A worker counts the inputs that it has read in shared memory. When it dies or stops counting, the input is known by its
+number and drawn again; a new worker goes on behind it.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import resource
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.sharedctypes import Synchronized
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from chat.server.errors import ApiError
+from fuzzing.targets import Target, make_target
+from memory import HybridMemoryError
+
+MOST_SECONDS = 20.0
+"""In which an input must have been read."""
+
+MOST_MEMORY_BYTES = 1 << 30
+"""Address space that reading may take beside what a worker has when it begins."""
+
+_ALLOWED = (HybridMemoryError, ApiError)
+_FORBIDDEN = (
+    "os.system",
+    "subprocess.Popen",
+    "os.exec",
+    "os.posix_spawn",
+    "socket.connect",
+    "os.fork",
+    "ctypes.dlopen",
+)
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Describes an input that was not read well.
+
+    Attributes:
+        place: equal for findings of one cause, as far as a traceback tells.
+    """
+
+    target: str
+    seed: int
+    number: int
+    place: str
+    text: str
+
+    @property
+    def data(self) -> bytes:
+        """Draw the input again."""
+        with tempfile.TemporaryDirectory() as folder:
+            return draw(make_target(self.target, Path(folder)), self.target, self.seed, self.number)
+
+
+def draw(target: Target, name: str, seed: int, number: int) -> bytes:
+    """Return an input, a function of its target, seed and number."""
+    return target.draw(Random(f"{name} {seed} {number}"))
+
+
+def judge(target: Target, data: bytes) -> tuple[str, str] | None:
+    """Read an input; return None if it was read or refused well, else the place and the text of what was raised."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            target.read(data)
+    except _ALLOWED as error:
+        if type(error).__name__ == "IntegrityError":
+            return _describe(error)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # panics of Rust are no Exceptions
+        return _describe(error)
+    return None
+
+
+def _describe(error: BaseException) -> tuple[str, str]:
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
+    place = f"{type(error).__name__} at {Path(own[-1].filename).name}:{own[-1].lineno}"
+    return place, "".join(traceback.format_exception(error))[-4000:]
+
+
+def run(name: str, seed: int, n_inputs: int) -> list[Finding]:
+    """Feed inputs 0 ... n_inputs - 1 of a target; return a finding for each place."""
+    context = multiprocessing.get_context("spawn")
+    found: dict[str, Finding] = {}
+    at = 0
+    while at < n_inputs:
+        results, done = context.SimpleQueue(), context.Value("q", -1)
+        worker = context.Process(target=_work, args=(name, seed, at, n_inputs, done, results), daemon=True)
+        worker.start()
+        for place, number, text in _follow(worker, done, results):
+            found.setdefault(place, Finding(name, seed, number, place, text))
+        if done.value < 0:
+            raise RuntimeError(f"the target {name} cannot be made: {worker.exitcode=}")
+        at = done.value + 1
+    return list(found.values())
+
+
+def _follow(worker: Any, done: Synchronized[int], results: Any) -> Iterator[tuple[str, int, str]]:
+    """Generate what a worker finds, and how it died if it did; `done` is then the input at which it did."""
+    seen, since = -1, time.monotonic()
+    is_hanging = False
+    while worker.is_alive() or not results.empty():
+        while not results.empty():
+            yield results.get()
+        now = time.monotonic()
+        if done.value != seen:
+            seen, since = done.value, now
+        patience = MOST_SECONDS if seen >= 0 else 120.0
+        if now - since > patience:
+            is_hanging = True
+            worker.kill()
+        worker.join(0.2)
+    if is_hanging:
+        yield f"hang at input {done.value}", done.value, f"no end within {MOST_SECONDS} s"
+    elif worker.exitcode:
+        yield f"exit code {worker.exitcode}", done.value, f"the process ended with {worker.exitcode}"
+
+
+def _work(name: str, seed: int, first: int, n_inputs: int, done: Synchronized[int], results: Any) -> None:
+    """Read inputs in a process of its own."""
+    sys.stdout = sys.stderr = Path(os.devnull).open("w")
+    with tempfile.TemporaryDirectory() as folder:
+        target = make_target(name, Path(folder))
+        for number in range(-20, 0):  # what is imported or compiled on first use takes memory of its own
+            judge(target, draw(target, name, seed, number))
+        _limit_memory()
+        _watch(folder, results, done)
+        for number in range(first, n_inputs):
+            done.value = number
+            problem = judge(target, draw(target, name, seed, number))
+            if problem is not None:
+                results.put((problem[0], number, problem[1]))
+        done.value = n_inputs
+
+
+def _limit_memory() -> None:
+    n_pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = n_pages * resource.getpagesize() + MOST_MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _watch(folder: str, results: Any, done: Synchronized[int]) -> None:
+    """Report what reading an input must never do: run programs, connect, write outside of the folder."""
+
+    def hear(event: str, args: tuple[Any, ...]) -> None:
+        if event in _FORBIDDEN:
+            results.put((f"{event} {args[:1]!r:.80}", done.value, repr(args)[:500]))
+        elif event == "open" and isinstance(args[2], int) and args[2] & _WRITES and isinstance(args[0], str):
+            path = Path(args[0]).resolve()
+            if not path.is_relative_to(Path(folder).resolve()) and not path.is_relative_to("/dev"):
+                results.put((f"writes {path}", done.value, repr(args)[:500]))
+
+    sys.addaudithook(hear)

@@ -1,0 +1,47 @@
+"""Lists the readers that are fed: each draws damaged inputs of its own kind, and reads one as users would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from random import Random
+from typing import Protocol
+
+
+class Target(Protocol):
+    """Defines a reader of bytes from elsewhere. It is made once a process, with a folder of its own for files."""
+
+    def draw(self, random: Random) -> bytes:
+        """Return an input, a function of the random numbers alone."""
+        ...
+
+    def read(self, data: bytes) -> None:
+        """Read an input as the library does, and use what came of it. Raises what the library raises."""
+        ...
+
+
+TARGETS: dict[str, tuple[str, str]] = {
+    "sequence": ("saved", "SavedSequence"),
+    "family": ("saved", "SavedFamily"),
+    "prefixes": ("saved", "SavedPrefixes"),
+    "chat": ("saved", "SavedChat"),
+    "config": ("checkpoints", "ConfigFile"),
+    "shards": ("checkpoints", "ShardIndex"),
+    "safetensors": ("checkpoints", "SafetensorsFile"),
+    "gguf": ("checkpoints", "GgufModel"),
+    "tokenizer": ("checkpoints", "TokenizerFile"),
+    "template": ("texts", "ChatTemplate"),
+    "body": ("texts", "RequestBody"),
+    "head": ("texts", "RequestHead"),
+    "holes": ("texts", "HoledText"),
+    "calls": ("calls", "PublicCalls"),
+}
+"""Name -> module and class."""
+
+
+def make_target(name: str, folder: Path) -> Target:
+    """Return a target that keeps its files in a folder."""
+    module, owner = TARGETS[name]
+    made: Callable[[Path], Target] = getattr(import_module(f"{__name__}.{module}"), owner)
+    return made(folder)
