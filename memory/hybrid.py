@@ -29,9 +29,6 @@ from memory.storage.swapping import Swapping
 from memory.views.counters import Counters
 from memory.views.usage import Usage
 
-_MOST_TOKENS = 1 << 40
-"""Tokens that no plan counts further than: their bytes would not fit into 64 bits."""
-
 
 class Whole(Enum):
     """Tells `close()` from `close(None)`, where None is a variable whose sequence was never opened."""
@@ -365,12 +362,8 @@ class HybridMemory:
         """Return the bytes that one sequence needs to be fed so many tokens, in steps of `max_tokens` as `run` does.
 
         The `n_held` tokens that it holds before are counted. The number is exact but for gaps between blocks of several
-        sizes, which the one in a `CapacityError` includes. Raises SpecError: numbers that no sequence has. Cost: some
-        milliseconds for a million tokens.
+        sizes, which the one in a `CapacityError` includes. Raises SpecError. Cost: milliseconds for a million tokens.
         """
-        for name, value, least in (("n_tokens", n_tokens, 1), ("n_held", n_held, 0), ("max_tokens", max_tokens, 1)):
-            if read_count(name, value, least, "tokens") > _MOST_TOKENS:
-                raise SpecError(f"{name}={value!r}; give at most {_MOST_TOKENS:,} tokens")
         return self.counters.needed_bytes(n_tokens, n_held=n_held, max_tokens=max_tokens)
 
     def private_bytes(self, sequence: Sequence) -> int:

@@ -322,14 +322,13 @@ class TailTable:
     def record(self, slot: int) -> Record:
         """Return what `adopt` needs beside the blocks of `blocks_of`, and `base_of` where tokens can be dropped."""
         self._grow_to(slot + 1)
-        slots = self.slots
-        return {"positions": slots.table[:3, slot].tolist(), "holds": (slots.ids[:, slot] >= 0).astype(int).tolist()}
+        holds = (self.slots.ids[:, slot] >= 0).astype(int).tolist()
+        return {"positions": self.slots.table[:3, slot].tolist(), "holds": holds}
 
     def base_of(self, slot: int) -> list[int]:
         """Return the slot's position offset, and the lowest position that a rollback reaches after drops."""
         self._grow_to(slot + 1)
-        base: list[int] = self.slots.table[3:5, slot].tolist()
-        return base
+        return [int(at) for at in self.slots.table[3:5, slot]]
 
     def adopt(self, slot: int, record: Record, blocks: dict[str, Int64s], base: Sequence[int]) -> None:
         """Make an empty slot what `record` and `base_of` were taken of, over blocks with the same bytes.
@@ -339,8 +338,8 @@ class TailTable:
         self._grow_to(slot + 1)
         holds = np.array(record["holds"], np.bool_)
         states, tail = blocks[self.states.name], blocks[self.tails.name]
-        if (len(states), len(tail)) != (holds[:3].sum(), holds[3:].sum()):
-            raise ValueError(f"{len(states)} states and {len(tail)} tails where the record says {record['holds']}")
+        if [len(states), len(tail)] != [holds[:3].sum(), holds[3:].sum()]:  # else one would stand for several
+            raise ValueError(f"{len(states)} states and {len(tail)} tails for {record['holds']}")
         column = EMPTY_COLUMN.copy()
         column[:3], (column[3], column[4]), column[5:][holds] = record["positions"], base, [*states, *tail]
         self.slots.table[:, slot] = column

@@ -7,13 +7,17 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from memory.blocks.arguments import read_count
 from memory.blocks.arrays import Int64s
 from memory.blocks.store import Store
-from memory.errors import CapacityError
+from memory.errors import CapacityError, SpecError
 from memory.interface import Sequence, Stretch
 from memory.sequences.ledger import Ledger
 from memory.sequences.room import Holders, Need, Room, need_of
 from memory.views.usage import Inventory, Usage, measure
+
+_MOST_TOKENS = 1 << 40
+"""Tokens that no plan counts further than: their bytes would not fit into 64 bits."""
 
 
 class CountedLayers(Holders, Protocol):
@@ -160,6 +164,9 @@ class Counters:
 
     def needed_bytes(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> int:
         """Return the bytes of a budget that feeding one sequence needs; see `HybridMemory.needed_bytes`."""
+        for name, value, least in (("n_tokens", n_tokens, 1), ("n_held", n_held, 0), ("max_tokens", max_tokens, 1)):
+            if read_count(name, value, least, "tokens") > _MOST_TOKENS:
+                raise SpecError(f"{name}={value!r}; give at most {_MOST_TOKENS:,} tokens")
         return self._need(n_tokens, n_held, max_tokens, on_grid=self._memory.room.on_grid).total_bytes
 
     def require_possible(self, n_tokens: int, *, n_held: int = 0, max_tokens: int = 512) -> None:
