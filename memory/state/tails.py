@@ -390,9 +390,8 @@ class TailTable:
             raise IntegrityError(f"slot {slot} has length {length} and head {head} at {head_at}")
         is_wanted = body_at < kept_at <= length and kept_at % self.rules.fold_tokens == 0
         if (kept_at >= 0) != (kept >= 0) or (kept >= 0 and not is_wanted):
-            raise IntegrityError(
-                f"slot {slot} has length {length}, its body at {body_at}, and state {kept} kept for {kept_at}"
-            )
+            where = f"its body at {body_at}, and state {kept} kept for {kept_at}"
+            raise IntegrityError(f"slot {slot} has length {length}, {where}")
 
 
 def _in_state_positions(packed: Packed, offsets: Int64s) -> Packed:
