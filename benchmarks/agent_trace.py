@@ -148,7 +148,7 @@ class ByChats:
 
 def agent_trace(*, quick: bool, scale: float | None = None) -> Report:
     """Replay the trace against a server of each kind, which is stopped and started again in the middle."""
-    report = Report("agent-trace")
+    report = Report("agent_trace")
     scale = scale if scale is not None else 0.04 if quick else 0.25
     with tempfile.TemporaryDirectory() as folder:
         model = make_model(Path(folder) / "noise")

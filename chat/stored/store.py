@@ -6,6 +6,7 @@ may call. A store in another place, for servers that share one, needs these meth
 
 from __future__ import annotations
 
+import json
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from chat.stored.database import open_database
+from chat.stored.items import text_of
 from chat.stored.nodes import Item, Node, StoredSession, join_tokens
 from chat.stored.rows import INSERT_NODE, INSERT_SESSION, as_json, node_as_row, read_node, read_session, session_as_row
 from memory.blocks.arrays import Int64s
@@ -30,6 +32,10 @@ WITH RECURSIVE down (id) AS (
     SELECT ? UNION ALL SELECT nodes.id FROM nodes JOIN down ON nodes.parent = down.id
 )
 """
+_ESCAPE = "ESCAPE '\\'"
+_SAID = (
+    f"EXISTS (SELECT 1 FROM nodes AS said WHERE said.session = sessions.id AND visible(said.items) LIKE ? {_ESCAPE})"
+)
 _COUNTS = """
 SELECT sessions.*, COUNT(nodes.n_bytes) AS n_nodes, COALESCE(SUM(nodes.n_bytes), 0) AS n_bytes,
     COUNT(nodes.pinned_until) AS n_pinned
@@ -64,6 +70,7 @@ class SessionStore:
         self.model = model
         self.now = now
         self._database = open_database(folder, model)
+        self._database.create_function("visible", 1, lambda items: text_of(json.loads(items)), deterministic=True)
 
     def close(self) -> None:
         self._database.close()
@@ -91,18 +98,15 @@ class SessionStore:
     def sessions(self, owner: bytes, search: str = "", *, limit: int, after: str | None = None) -> list[Counted]:
         """Return an owner's sessions with what they have stored, those used last first, behind the one named."""
         pattern = "%" + search.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
-        where, values = "sessions.owner = ?", [owner]
+        where, values = "sessions.owner = ?", list[Any]([owner])
         if search:
-            where += (
-                " AND (sessions.title LIKE ? ESCAPE '\\' OR sessions.id IN "
-                "(SELECT session FROM nodes WHERE items LIKE ? ESCAPE '\\'))"
-            )
-            values += [pattern, pattern]  # type: ignore[list-item]
+            where += f" AND (sessions.title LIKE ? {_ESCAPE} OR {_SAID})"
+            values += [pattern, pattern]
         if after is not None:
             where += (
                 " AND (sessions.used_at, sessions.id) < (SELECT used_at, id FROM sessions WHERE id = ? AND owner = ?)"
             )
-            values += [after, owner]  # type: ignore[list-item]
+            values += [after, owner]
         return [_counted(row) for row in self._rows(_COUNTS.format(where=where) + "LIMIT ?", *values, limit)]
 
     def count(self, session_id: str) -> Counted:

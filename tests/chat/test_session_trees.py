@@ -127,6 +127,8 @@ def test_a_fork_is_a_session_of_its_own_that_shares_what_was_computed(caller: Ca
     caller.call("DELETE", f"/{caller.id}")
     assert len(caller.nodes(fork["id"])) == 4
     listed = caller.call("GET", "?search=another")["data"]
+    assert listed == caller.call("GET", "?search=is%20my%20CAT")["data"]
+    assert caller.call("GET", "?search=input_text")["data"] == []
     assert [(s["id"], s["title"], s["n_nodes"]) for s in listed] == [(fork["id"], "Another way", 4)]
 
 

@@ -55,7 +55,6 @@ def find_costs(engine: Engine, owner: bytes, nodes: list[Node]) -> dict[str, Cos
 
     Nothing changes. Cost: O(tokens) for each node.
     """
-    known = {node.id: (base, n) for node in nodes if (found := _prompt_of(node, nodes)) for base, n in [found]}
     needed = Counter(node.base for node in nodes if node.base is not None)
     tokens, costs = dict[str, Int64s](), dict[str, Cost]()
     with engine.lock:
@@ -68,17 +67,11 @@ def find_costs(engine: Engine, owner: bytes, nodes: list[Node]) -> dict[str, Cos
                     if not needed[node.base]:
                         del tokens[node.base]
                 costs[node.id] = cost_of(engine, owner, tokens[node.id])
-                parent = node.parent
-                if parent is not None and known.get(parent, ("", 0))[0] == node.id:
-                    costs[parent] = cost_of(engine, owner, tokens[node.id][: node.n_prompt])
+                if node.parent is not None and node.parent not in costs:  # a message: its prompt is known by now
+                    costs[node.parent] = cost_of(engine, owner, tokens[node.id][: node.n_prompt])
                 if not needed[node.id]:
                     del tokens[node.id]
     return costs
-
-
-def _prompt_of(node: Node, nodes: list[Node]) -> tuple[str, int] | None:
-    """Return the reply whose prompt ends with a node, and the length of that prompt."""
-    return next(((n.id, n.n_prompt) for n in nodes if n.parent == node.id and n.own_tokens is not None), None)
 
 
 def cost_of(engine: Engine, owner: bytes, tokens: Int64s) -> Cost:
