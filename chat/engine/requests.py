@@ -43,6 +43,7 @@ class EngineStats:
             state" of a recurrent layer was kept where attention could have gone on, or it was the "last token", which
             is fed for its output.
         n_steps: of the model.
+        n_drafted, n_accepted: drafted and verified, and those of them that were right.
         n_preempted, n_swapped_in: times that a request was preempted, and that one was swapped in again.
         finished: reason -> generations.
         seconds: in steps of the model, choosing tokens included.
@@ -53,6 +54,8 @@ class EngineStats:
     recomputed: Counter[str] = field(default_factory=Counter)
     n_generated: int = 0
     n_steps: int = 0
+    n_drafted: int = 0
+    n_accepted: int = 0
     n_preempted: int = 0
     n_swapped_in: int = 0
     finished: Counter[str] = field(default_factory=Counter)

@@ -102,7 +102,10 @@ class Stepper:
         """Count a draft; tokens of it that were computed in vain count as fed."""
         self.stats.n_fed += 1 + len(draft) - len(choices)
         token_ids = [choice.token_id for choice in choices if isinstance(choice, Chosen)]
-        self.drafting.count(job, len(draft), sum(a == b for a, b in zip(draft, token_ids, strict=False)))
+        n_right = sum(a == b for a, b in zip(draft, token_ids, strict=False))
+        self.stats.n_drafted += len(draft)
+        self.stats.n_accepted += n_right
+        self.drafting.count(job, len(draft), n_right)
 
     def _record(self, job: Job, n_tokens: int) -> None:
         """Count `n_tokens` more of the job's tokens as fed."""

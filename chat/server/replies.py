@@ -141,6 +141,7 @@ class Replies:
         self._measure(piece)
         if piece.is_last:
             self._n_ended += 1
+            self._metrics.observe_end(piece.generation, piece.heard_at - self._started)
             if piece.generation.error is not None:
                 raise piece.generation.error
             if piece.generation.finish_reason not in ("stop", "length", "deadline"):

@@ -46,7 +46,7 @@ class Service:
         self.engine = engine
         self.options = options
         self.model_id = model_id
-        self.metrics = Metrics(engine)
+        self.metrics = Metrics(engine, model_id)
         self.memory_view = MemoryView(self)
         self.is_open = False
         self.context_tokens = find_context_tokens(engine, options.max_tokens)
