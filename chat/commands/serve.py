@@ -39,12 +39,16 @@ def make_served(chosen: Chosen, say: Callable[[str], None], *, keeps_prefixes: b
     from chat.commands.serving import find_places, make_engine
     from chat.engine.drafting import Speculation
     from chat.server import ServerOptions
+    from chat.server.embedding import find_pooling
     from memory import HybridMemory
     from memory.prefix import PrefixCache
+    from models.loading.folders import find_folder
 
     places = find_places(chosen, chosen.arguments_of("memory"))
     places = places if keeps_prefixes else replace(places, prefixes=None, save_seconds=None)
-    options = ServerOptions(**chosen.arguments_of("server") | {"save_seconds": places.save_seconds})
+    pooling = chosen["pooling"] or find_pooling(find_folder(chosen["model"]))
+    more = {"save_seconds": places.save_seconds, "pooling": pooling}
+    options = ServerOptions(**chosen.arguments_of("server") | more)
     model, tokenizer = load(*(chosen[name] for name in ("model", "device", "dtype", "weights")))
     memory = HybridMemory(model.memory_spec, **places.memory)
     cache = PrefixCache(memory, max_bytes=places.prefix_bytes) if chosen["prefix_cache"] else None
@@ -61,11 +65,11 @@ def run_server(chosen: Chosen) -> None:
     from chat.server import ServerOptions, bind, make_app, run
 
     find_places(chosen, chosen.arguments_of("memory"))  # what is wrong is said before a port is taken
-    ServerOptions(**chosen.arguments_of("server"))
+    has_key = bool(ServerOptions(**chosen.arguments_of("server")).all_keys)
     if is_fleet(chosen):
         run_fleet(chosen)
         return
-    with bind(chosen["host"], chosen["port"], has_key=chosen["api_key"] is not None) as listener:
+    with bind(chosen["host"], chosen["port"], has_key=has_key) as listener:
         say = partial(typer.echo, err=True)
         served = make_served(chosen, say)
         app = make_app(served.engine, served.tokenizer, served.name, served.options)

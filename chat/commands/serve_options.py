@@ -33,6 +33,12 @@ SERVE: tuple[Option, ...] = (
     Option("host", "text", "127.0.0.1", "address to listen on; others than loopback need an API key"),
     Option("port", "whole", 8000, "0 takes a free one", least=0, most=65535),
     Option("api_key", "text", None, "what clients must send; better set in the environment", "server"),
+    Option("keys", "tables", None, "keys of several clients, with max_requests and tokens_per_minute of their own",
+           "server"),
+    Option("ssl_certfile", "text", None, "PEM file of a certificate, for https", "server"),
+    Option("ssl_keyfile", "text", None, "PEM file of its key", "server"),
+    Option("access_log", "text", "off", "a line for each request on the standard error", "server",
+           choices=("off", "text", "json")),
     Option("allowed_host", "texts", None,
            "name that clients may call the server by, beside loopback's; may be repeated", "server.allowed_hosts"),
     Option("allowed_origin", "texts", None,
@@ -52,6 +58,8 @@ SERVE: tuple[Option, ...] = (
     Option("step_tokens", "whole", 256, "tokens in one step of the model", "engine", least=2),
     Option("speculation", "text", "none", "prompt-lookup drafts what replies say next from their own texts, where that "
            "pays; replies are the same", choices=("none", "prompt-lookup")),
+    Option("pooling", "text", None, "how texts are embedded: last or mean of the hidden states; unless given, what the "
+           "checkpoint says", choices=("last", "mean")),
     Option("grace", "number", 10.0, "seconds that replies may still take when the server is to stop",
            "server.grace_seconds", least=0),
 )  # fmt: skip

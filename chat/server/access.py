@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import ipaddress
 from collections.abc import Mapping
 
 from chat.server.errors import ApiError, clip
+from chat.server.keys import Keys, Use
 from chat.server.options import ServerOptions
 from chat.server.page_files import is_page
 
@@ -24,23 +23,24 @@ class Access:
     """
 
     def __init__(self, options: ServerOptions) -> None:
-        self._key_hash = _hash(options.api_key.encode()) if options.api_key is not None else None
+        self._keys = Keys(options.all_keys)
         self._hosts = frozenset(name.lower().strip("[]") for name in options.allowed_hosts)
         self._origins = frozenset(origin.lower() for origin in options.allowed_origins)
-        self._checks_hosts = options.api_key is None or bool(self._hosts)
-        self._checks_origins = options.api_key is None or bool(self._origins)
+        self._checks_hosts = not self._keys or bool(self._hosts)
+        self._checks_origins = not self._keys or bool(self._origins)
 
-    def check(self, method: str, path: str, headers: Headers) -> None:
-        """Let a request in. Raises ApiError 401 or 403."""
+    def check(self, method: str, path: str, headers: Headers) -> Use | None:
+        """Let a request in, and return the use of its key. Raises ApiError 401 or 403."""
         if path == _OPEN_TO_ALL:
-            return
+            return None
         host, origin = headers.get(b"host"), headers.get(b"origin")
         self._check_host(host)
         if origin is not None and self._checks_origins and not (self.allows_origin(origin) or _is_own(origin, host)):
             message = f"Pages of {clip(_text(origin))!r} may not ask here; allow them with --allowed-origin."
             raise ApiError(403, message, code="origin_not_allowed")
-        if not self.is_preflight(method, headers) and not is_page(path):
-            self._check_key(headers.get(b"authorization", b""))
+        if self.is_preflight(method, headers) or is_page(path):
+            return None
+        return self._find_key(headers.get(b"authorization", b""))
 
     def allows_origin(self, origin: bytes) -> bool:
         return "*" in self._origins or _text(origin).lower() in self._origins
@@ -65,17 +65,18 @@ class Access:
             message = f"This server is not {clip(name)!r}; if it is to be, allow that name with --allowed-host."
             raise ApiError(403, message, code="host_not_allowed")
 
-    def _check_key(self, authorization: bytes) -> None:
-        if self._key_hash is None:
-            return
+    def _find_key(self, authorization: bytes) -> Use | None:
+        if not self._keys:
+            return None
         scheme, _, key = authorization.partition(b" ")
         wanted = {"WWW-Authenticate": "Bearer"}
         if scheme.lower() != b"bearer" or not key:
             message = "This server wants an API key; send it as 'Authorization: Bearer KEY'."
             raise ApiError(401, message, code="missing_api_key", headers=wanted)
-        # Hashes are compared, so that the time does not show even the key's length.
-        if not hmac.compare_digest(_hash(key.strip()), self._key_hash):
+        use = self._keys.find(key.strip())
+        if use is None:
             raise ApiError(401, "This is not the server's API key.", code="invalid_api_key", headers=wanted)
+        return use
 
 
 def preflight_headers(headers: Headers) -> dict[str, str]:
@@ -110,7 +111,3 @@ def _is_loopback(name: str) -> bool:
 
 def _text(header: bytes) -> str:
     return header.decode("latin-1")
-
-
-def _hash(key: bytes) -> bytes:
-    return hashlib.sha256(key).digest()

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 from chat.engine.requests import Generation
+from chat.server.keys import Use
 
 _NO_CACHE = "this server keeps no prefixes"
 _GOES_ON = "the conversation's own sequence goes on"
@@ -50,6 +51,35 @@ def explain(prompts: list[Generation], replies: list[Generation]) -> dict[str, A
         "prefill_seconds": _longest((g.admitted_at, g.first_token_at or g.finished_at) for g in replies),
         "decode_seconds": _longest((g.first_token_at, g.finished_at) for g in replies),
     }
+
+
+class Charged(Protocol):
+    """Declares what of a request's exchange is written at its end."""
+
+    notes: dict[str, object]
+
+    @property
+    def use(self) -> Use | None: ...
+
+
+class Replied(Protocol):
+    """Declares what of the replies is read at the end."""
+
+    generations: dict[int, Generation]
+
+    def usage(self) -> dict[str, Any]: ...
+
+
+def account_for(exchange: Charged, replies: Replied) -> None:
+    """Charge the tokens of a request that is over to its key, and note them for the access log."""
+    usage = replies.usage()
+    if exchange.use is not None:
+        exchange.use.charge(usage["total_tokens"])
+    exchange.notes.update(
+        prompt_tokens=usage["prompt_tokens"],
+        cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
+        completion_tokens=usage["completion_tokens"],
+    )
 
 
 def reused_tokens(generation: Generation) -> int:

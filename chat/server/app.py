@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 from chat.engine.engine import Engine
 from chat.prompts import Tokenizer
+from chat.server.embedding import Embedding
 from chat.server.errors import ApiError, answer_api_error, answer_http_error
 from chat.server.limits import Guard
 from chat.server.options import ServerOptions
@@ -20,6 +21,7 @@ from chat.server.sessions.desk import Desk
 from chat.server.sessions.keeping import keeping
 from chat.server.sessions.pins import Pins
 from chat.server.sessions.routes import session_routes
+from chat.server.tokenizing import Tokenizing
 from chat.stored import SessionStore
 from chat.stored.database import model_signature
 
@@ -54,7 +56,8 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
     )
     app.state.service = service
     app.state.sessions = desk
-    view = service.memory_view
+    view, tokenizing = service.memory_view, Tokenizing(service)
+    embedding = Embedding(service, service.options.pooling)
     routes: dict[str, tuple[str, Callable[..., Any]]] = {
         "/health": ("GET", service.health),
         "/metrics": ("GET", service.render_metrics),
@@ -66,6 +69,9 @@ def make_app(engine: Engine, tokenizer: Tokenizer, model_id: str, options: Serve
         "/v1/models/{name:path}": ("GET", service.show_model),
         "/v1/chat/completions": ("POST", service.chat),
         "/v1/completions": ("POST", service.complete),
+        "/v1/embeddings": ("POST", embedding.embed),
+        "/tokenize": ("POST", tokenizing.tokenize),
+        "/detokenize": ("POST", tokenizing.detokenize),
     }
     for path, (method, endpoint) in routes.items():
         app.add_api_route(path, endpoint, methods=[method], response_model=None)

@@ -14,11 +14,13 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from chat.server.access import Access, Headers, preflight_headers
+from chat.server.access_log import REQUEST_ID, read_request_id, write_line
 from chat.server.errors import RETRY, ApiError, as_api_error, clip, stopping
+from chat.server.keys import Use
 from chat.server.options import ServerOptions
 from chat.server.texts import LONG_BYTES
 
-PATHS_WITH_BODIES = ("/v1/chat/completions", "/v1/completions")
+PATHS_WITH_BODIES = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings", "/tokenize", "/detokenize")
 _PATHS = ("/", "/health", "/metrics", "/v1/memory", "/v1/memory/events", "/v1/models", *PATHS_WITH_BODIES)
 _FAMILIES = ("/v1/models", "/v1/responses", "/v1/conversations", "/v1/sessions")
 """Paths that others continue, with ids in them; what is counted is counted under these."""
@@ -81,6 +83,9 @@ class Exchange:
         is_complete: the whole response was handed to the server.
         has_place: it counts among those that are answered at once.
         is_counted: it is over: its place is free again, and the metrics contain it.
+        request_id: the client's, or a new one; the response has it too.
+        use: of the client's key; None: it needs none.
+        notes: what the access log says beside the rest.
         more_usage: what usage says in "hybrid_memory" beside the rest, such as how a fleet has routed the request.
     """
 
@@ -92,11 +97,17 @@ class Exchange:
     is_complete: bool = False
     has_place: bool = False
     is_counted: bool = False
+    request_id: str = ""
+    use: Use | None = None
+    notes: dict[str, object] = field(default_factory=dict)
     more_usage: dict[str, object] = field(default_factory=dict)
 
     def take_place(self) -> None:
         """Take a place among the requests that are answered, until the end. Raises ApiError 429."""
         self.places.check()
+        if self.use is not None:
+            self.use.check()
+            self.use.n_requests += 1
         self.has_place = True
         self.places.n_taken += 1
 
@@ -128,6 +139,7 @@ class Guard:
             return
         exchange = Exchange(scope["path"], self._places, more_usage=scope.get("hybrid_memory.usage", {}))
         headers = dict(scope["headers"])
+        exchange.request_id = read_request_id(headers)
         incoming = _Incoming(receive, self._turnstile)
         try:
             await self._answer(exchange, headers, scope, incoming, self._watch(exchange, headers, incoming, send))
@@ -137,6 +149,16 @@ class Guard:
             for end in exchange.at_end:
                 end()
             self._count(exchange)
+            self._log(exchange, scope)
+
+    def _log(self, exchange: Exchange, scope: Scope) -> None:
+        client = scope.get("client")
+        about = {
+            "client": client[0] if client else None, "method": scope["method"], "path": exchange.path,
+            "status": exchange.status or CLIENT_GONE, "seconds": round(time.perf_counter() - exchange.started, 4),
+            "request_id": exchange.request_id, "key": exchange.use and exchange.use.key.name, **exchange.notes,
+        }  # fmt: skip
+        write_line(self._service.options.access_log, about)
 
     def _count(self, exchange: Exchange) -> None:
         """Count a request that is over, once, and before its client can know: the next request must find a place."""
@@ -144,6 +166,8 @@ class Guard:
             return
         exchange.is_counted = True
         self._places.n_taken -= exchange.has_place
+        if exchange.use is not None:
+            exchange.use.n_requests -= exchange.has_place
         path = exchange.path
         family = next((family for family in _FAMILIES if f"{path}/".startswith(f"{family}/")), "other")
         name = path if path in _PATHS else family
@@ -154,7 +178,7 @@ class Guard:
     ) -> None:
         try:
             try:
-                self._access.check(scope["method"], scope["path"], headers)
+                exchange.use = self._access.check(scope["method"], scope["path"], headers)
                 body = await self._take_body(headers, scope, incoming)
             except ApiError as error:
                 if error.status != 408:  # 408: the body was awaited for too long already
@@ -256,7 +280,7 @@ class Guard:
     def _watch(self, exchange: Exchange, headers: Headers, incoming: _Incoming, send: Send) -> Send:
         """Return a `send` that notes what is sent; a client that takes nothing for too long counts as disconnected."""
         loop, seconds = asyncio.get_running_loop(), self._service.options.stall_seconds
-        extra = self._access.headers_for(headers)
+        extra = [*self._access.headers_for(headers), (REQUEST_ID, exchange.request_id.encode())]
 
         async def watched(message: Message) -> None:
             task = asyncio.current_task()

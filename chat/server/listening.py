@@ -11,6 +11,7 @@ from functools import partial
 import uvicorn
 from fastapi import FastAPI
 
+from chat.server.access_log import start_log
 from chat.server.connections import Connection, Connections
 from chat.server.service import Service
 from memory import SpecError
@@ -54,6 +55,8 @@ class Server(uvicorn.Server):
             uvicorn.Config(
                 app,
                 http=partial(Connection, self.connections),  # type: ignore[arg-type]  # it is only called
+                ssl_certfile=service.options.ssl_certfile,
+                ssl_keyfile=service.options.ssl_keyfile,
                 proxy_headers=False,  # nothing here uses the client address that a proxy names
                 log_level="warning",
                 access_log=False,
@@ -77,10 +80,13 @@ def run(app: FastAPI, listener: socket.socket, on_listening: Callable[[str], Non
     """
     gc.collect()
     gc.freeze()  # garbage collection of the libraries' objects would delay all requests by half a second
-    on_listening(url_of(listener))
+    options = app.state.service.options
+    start_log(options.access_log)
+    on_listening(url_of(listener, has_tls=options.ssl_certfile is not None))
     Server(app).run([listener])
 
 
-def url_of(listener: socket.socket) -> str:
+def url_of(listener: socket.socket, *, has_tls: bool = False) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if has_tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

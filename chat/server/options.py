@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 from chat.decoding.sampling import Sampling
+from chat.server.access_log import FORMS, Form
+from chat.server.keys import Key, Keys, check_key
 from memory import SpecError
 from memory.blocks.arguments import read_count
 
@@ -23,6 +27,9 @@ class ServerOptions:
 
     Attributes:
         api_key: what clients must send as `Authorization: Bearer KEY`; None: nothing.
+        keys: of several clients, with limits of their own, as `Key` or as tables of the configuration file.
+        access_log: a line for each request on the standard error: "off", "text" or "json".
+        ssl_certfile, ssl_keyfile: PEM files of the certificate, with those that sign it behind it, and of its key.
         allowed_hosts: names that a request's Host may have beside those of loopback, without port. None given: any with
             a key.
         allowed_origins: of web pages that may send requests and read the responses, such as "https://example.com"; "*":
@@ -40,6 +47,7 @@ class ServerOptions:
         body_bytes_per_second: that a body must bring on average, not counting its first 5 seconds.
         stall_seconds: after which a client that takes no more bytes counts as gone.
         grace_seconds: that replies may still take when the server is to stop.
+        pooling: how texts are embedded, "last" or "mean"; None: requests must say it.
         sampling: what a request leaves out; None: what the checkpoint's generation_config.json names, and else a
             temperature of 1.
         save: saves what is worth keeping; called when the engine has stopped.
@@ -52,6 +60,10 @@ class ServerOptions:
     """
 
     api_key: str | None = None
+    keys: tuple[Key, ...] = ()
+    access_log: Form = "off"
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     parse_special: bool = False
@@ -66,6 +78,7 @@ class ServerOptions:
     body_bytes_per_second: int = 1024
     stall_seconds: float = 60.0
     grace_seconds: float = 10.0
+    pooling: Literal["last", "mean"] | None = None
     sampling: Sampling | None = None
     save: Callable[[], None] | None = None
     save_seconds: float | None = None
@@ -74,8 +87,13 @@ class ServerOptions:
     session_days: float = 30.0
 
     def __post_init__(self) -> None:
-        if self.api_key is not None and (not self.api_key or self.api_key != self.api_key.strip()):
-            raise SpecError("the API key is empty or has spaces around it; give one without, or none")
+        if self.api_key is not None:
+            check_key(self.api_key, "the API key")
+        object.__setattr__(self, "keys", tuple(map(Key.read, self.keys)))
+        Keys(self.all_keys)
+        if self.access_log not in FORMS:
+            raise SpecError(f"access_log={self.access_log!r}; give one of {', '.join(FORMS)}")
+        check_certificate(self.ssl_certfile, self.ssl_keyfile)
         for host in self.allowed_hosts:
             if not _HOST.fullmatch(host):
                 raise SpecError(f"allowed host {host!r}; give a name without scheme and port, such as example.com")
@@ -104,3 +122,21 @@ class ServerOptions:
             raise SpecError(f"session_days={self.session_days!r}; give days above 0")
         if self.save_seconds is not None and not self.save_seconds > 0:
             raise SpecError(f"save_seconds={self.save_seconds!r}; give seconds above 0, or None")
+
+    @property
+    def all_keys(self) -> tuple[Key, ...]:
+        """Return all keys that clients may send; none: they need none."""
+        own = () if self.api_key is None else (Key("api-key", self.api_key),)
+        return (*own, *self.keys)
+
+
+def check_certificate(certfile: str | None, keyfile: str | None) -> None:
+    """Raise SpecError for files of a certificate that TLS cannot use."""
+    if certfile is None and keyfile is None:
+        return
+    if certfile is None or keyfile is None:
+        raise SpecError("TLS needs both --ssl-certfile and --ssl-keyfile")
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(certfile, keyfile)
+    except (OSError, ssl.SSLError) as error:
+        raise SpecError(f"the certificate {certfile} with the key {keyfile} cannot be used: {error}") from None

@@ -52,7 +52,7 @@ def _read_part(part: object) -> str:
     return str(part["text"])
 
 
-def _read_prompts(value: object) -> list[Prompt]:
+def read_prompts(value: object) -> list[Prompt]:
     """Read one prompt or several, each a text or token ids."""
     if isinstance(value, str) or _are_ids(value):
         return [value]  # type: ignore[list-item]
@@ -180,7 +180,7 @@ class CompletionRequest(CommonRequest):
     """Holds a request to POST /v1/completions."""
 
     neutral: ClassVar[Neutral] = {"best_of": (1,), "prompt_logprobs": (), "suffix": ("",)}
-    prompt: Annotated[list[Prompt], BeforeValidator(_read_prompts)]
+    prompt: Annotated[list[Prompt], BeforeValidator(read_prompts)]
     max_tokens: int | None = Field(16, ge=0)
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)

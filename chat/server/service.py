@@ -17,6 +17,7 @@ from chat.decoding.token_bytes import TokenBytes
 from chat.engine.engine import Engine
 from chat.engine.output import Output
 from chat.prompts import Tokenizer, encode_chat
+from chat.server.accounts import account_for
 from chat.server.asking import Asking
 from chat.server.errors import ApiError, StoppingError, as_api_error, log, stopping
 from chat.server.formats import DONE, ChatFormat, CompletionFormat, EventStream, as_event
@@ -39,7 +40,7 @@ class Service:
         model_id: the name by which clients call the model.
     Attributes:
         is_open: it answers; not before `lifespan` has begun and not after `close`.
-        context_tokens: a prompt and its reply may have together.
+        context_tokens: a prompt and its reply may have together; context_bytes: of the budget, that so many take.
     """
 
     def __init__(self, engine: Engine, tokenizer: Tokenizer, model_id: str, options: ServerOptions) -> None:
@@ -50,6 +51,7 @@ class Service:
         self.memory_view = MemoryView(self)
         self.is_open = False
         self.context_tokens = find_context_tokens(engine, options.max_tokens)
+        self.context_bytes = engine.memory.counters.bytes_at(self.context_tokens)
         self.asking = Asking(
             engine.stop_ids, engine.memory.spec.vocab_size, options.sampling or read_defaults(tokenizer)
         )
@@ -158,7 +160,13 @@ class Service:
 
     def _model(self) -> dict[str, Any]:
         about = {"id": self.model_id, "object": "model", "created": self._created, "owned_by": "hybrid-memory"}
-        return about | {"max_model_len": self.context_tokens}
+        counters, spec = self.engine.memory.counters, self.engine.memory.spec
+        memory = {
+            "budget_bytes": counters.budget_bytes, "used_bytes": counters.used_bytes,
+            "context_bytes": self.context_bytes, "dtype": str(spec.dtype).removeprefix("torch."),
+            "device": str(spec.device),
+        }  # fmt: skip
+        return about | {"max_model_len": self.context_tokens, "hybrid_memory": memory}
 
     def check_model(self, name: str) -> None:
         if name != self.model_id:
@@ -184,18 +192,21 @@ class Service:
         for prompt in asked.prompt:
             if not isinstance(prompt, str):  # too many tokens are refused before any text is encoded
                 self._reply_tokens(len(prompt), asked.max_tokens, param="prompt")
-        return asked, [self._encode(texts.for_another_prompt(), prompt) for prompt in asked.prompt]
+        return asked, [self.encode(texts.for_another_prompt(), prompt, "prompt") for prompt in asked.prompt]
 
-    def _encode(self, texts: Tokenizer, prompt: Prompt) -> list[int]:
+    @property
+    def n_vocab(self) -> int:
+        return self.engine.memory.spec.vocab_size
+
+    def encode(self, texts: Tokenizer, prompt: Prompt, param: str) -> list[int]:
+        """Return the tokens of a text, or tokens as they are. Raises ApiError for none, and for unknown ones."""
         token_ids = list(texts.encode(prompt)) if isinstance(prompt, str) else prompt
-        vocab_size = self.engine.memory.spec.vocab_size
         if not token_ids:
-            raise ApiError(
-                400, "Invalid 'prompt': it has no tokens; give some text.", param="prompt", code="invalid_value"
-            )
-        if not (0 <= min(token_ids) and max(token_ids) < vocab_size):
-            message = f"Invalid 'prompt': token ids must be 0 ... {vocab_size - 1}."
-            raise ApiError(400, message, param="prompt", code="invalid_value")
+            message = f"Invalid '{param}': it has no tokens; give some text."
+            raise ApiError(400, message, param=param, code="invalid_value")
+        if not (0 <= min(token_ids) and max(token_ids) < self.n_vocab):
+            message = f"Invalid '{param}': token ids must be 0 ... {self.n_vocab - 1}."
+            raise ApiError(400, message, param=param, code="invalid_value")
         return token_ids
 
     def _text_of(self, texts: Tokenizer, prompt: Prompt, token_ids: list[int]) -> str:
@@ -225,7 +236,7 @@ class Service:
         except CapacityError as error:  # permanent: to try again would not help
             raise ApiError(400, f"{error}.", code="context_length_exceeded") from None
         self._live.add(replies)
-        exchange.at_end += [replies.cancel, lambda: self._live.discard(replies)]
+        exchange.at_end += [replies.cancel, lambda: self._live.discard(replies), lambda: account_for(exchange, replies)]
         return replies
 
     async def _reply(

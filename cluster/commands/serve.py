@@ -36,7 +36,7 @@ def run_local(chosen: Chosen) -> None:
     """Serve until a signal says to stop. Raises SpecError."""
     check_options(chosen)
     options = FleetOptions.of(chosen)
-    with bind(chosen["host"], chosen["port"], has_key=chosen["api_key"] is not None) as listener:
+    with bind(chosen["host"], chosen["port"], has_key=bool(chosen["api_key"] or chosen["keys"])) as listener:
         host, port = listener.getsockname()[:2]
     with fleet(options, host, port):
         typer.echo(f"{name_of(chosen['model'])} answers at http://{host}:{port}/v1", err=True)

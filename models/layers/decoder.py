@@ -102,6 +102,10 @@ class Block:
         return x_TM + y_TM if self.scale == 1.0 else torch.add(x_TM, y_TM, alpha=self.scale)
 
 
+HIDDEN_STATES = "hidden states"
+"""A step with this among its notes gives the rows behind the last norm instead of logits, for embeddings."""
+
+
 class Decoder:
     """Computes `logits = model(step)`: (n_requests, vocab) or (n_tokens, vocab) float, in the caller's order.
 
@@ -126,9 +130,12 @@ class Decoder:
             device=checkpoint.device, model=f"{type(self).__name__} {checkpoint.folder.name}",
         )  # fmt: skip
 
+    gives_hidden_states = True
+
     @on_step
     def __call__(self, step: Step) -> Tensor:
         x_TM = self._vocabulary.embed(step.token_ids).to(self._residual_dtype)
         for layer in self._layers:
             x_TM = layer(x_TM, step)
-        return self._vocabulary.logits(self._norm(step.select(x_TM)))
+        x_TM = self._norm(step.select(x_TM))
+        return x_TM if HIDDEN_STATES in step.notes else self._vocabulary.logits(x_TM)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -140,8 +141,10 @@ def test_shells_complete_the_options() -> None:
     assert "--max-body" in result.stdout and "--max-tokens" not in result.stdout
 
 
-def test_the_file_of_the_guide_is_read(tmp_path: Path) -> None:
+def test_the_files_of_the_guide_are_read(tmp_path: Path) -> None:
     guide = (Path(__file__).parents[2] / "docs" / "how-to" / "server.md").read_text(encoding="utf-8")
-    (tmp_path / "server.toml").write_text(guide.partition('```toml title="server.toml"\n')[2].partition("```")[0])
+    blocks = re.findall(r"```toml[^\n]*\n(.*?)```", guide, re.DOTALL)
+    (tmp_path / "server.toml").write_text("".join(blocks))
     result, got = run(["--config", str(tmp_path / "server.toml")])
     assert result.exit_code == 0 and got["save_every"] == 300 and len(got["allowed_origin"]) == 2
+    assert [key.name for key in ServerOptions(keys=got["keys"]).keys] == ["ada", "bob"]

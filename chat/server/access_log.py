@@ -1,0 +1,52 @@
+"""Writes a line on the standard error for each request that is over: text, or JSON for those who collect it."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import time
+from datetime import datetime, timezone
+from typing import Literal
+from uuid import uuid4
+
+from chat.server.errors import clip
+
+Form = Literal["off", "text", "json"]
+FORMS: tuple[Form, ...] = ("off", "text", "json")
+REQUEST_ID = b"x-request-id"
+_POSSIBLE = re.compile(rb"[\x21-\x7e]{1,128}")
+
+log = logging.getLogger("hybrid_memory.access")
+
+
+def read_request_id(headers: object) -> str:
+    """Return the id that a client, or a proxy, has given a request; a new one if there is none that can be written."""
+    given = headers.get(REQUEST_ID, b"") if isinstance(headers, dict) else b""
+    return given.decode() if _POSSIBLE.fullmatch(given) else f"req_{uuid4().hex}"
+
+
+def start_log(form: Form) -> None:
+    """Write the log to the standard error from now on, unless the program has given it a place already."""
+    if form != "off" and not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(message)s"))
+        log.addHandler(handler)
+        log.propagate = False
+    log.setLevel(logging.INFO)
+
+
+def write_line(form: Form, about: dict[str, object]) -> None:
+    """Write what is known of a request: client, method, path, status, seconds, request_id, and what else there is.
+
+    What clients have sent is quoted, so that no path can look like another line.
+    """
+    if form == "off":
+        return
+    at = datetime.fromtimestamp(time.time(), timezone.utc).isoformat(timespec="milliseconds")
+    known = {name: clip(value) if isinstance(value, str) else value for name, value in about.items()}
+    known = {name: value for name, value in known.items() if value is not None}
+    if form == "json":
+        log.info("%s", json.dumps({"time": at, **known}, separators=(",", ":")))
+        return
+    log.info("%s %s", at, " ".join(f"{name}={json.dumps(value)}" for name, value in known.items()))

@@ -1,0 +1,158 @@
+"""Embeds texts: POST /v1/embeddings, the last hidden state of each input, or the mean of all of its tokens'."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Protocol
+
+import numpy as np
+import torch
+from pydantic import BeforeValidator, Field
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from chat.engine.engine import Engine
+from chat.prompts import Tokenizer
+from chat.server.checked import Checked, Neutral, read_request
+from chat.server.errors import ApiError, stopping
+from chat.server.lengths import check_lists
+from chat.server.limits import exchange_of
+from chat.server.schema import Prompt, read_prompts
+from chat.server.texts import Texts
+from memory import CapacityError
+from models.layers.decoder import HIDDEN_STATES
+
+Pooling = Literal["last", "mean"]
+
+
+class EmbeddingsRequest(Checked):
+    """Holds texts that are to be embedded. `pooling` is not OpenAI's."""
+
+    neutral: ClassVar[Neutral] = {"user": ()}
+    model: str
+    input: Annotated[list[Prompt], BeforeValidator(read_prompts)]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1)
+    pooling: Pooling | None = None
+    user: str | None = None
+
+
+def find_pooling(folder: Path | None) -> Pooling | None:
+    """Return how a checkpoint says that it embeds, in sentence-transformers' file; None if it says nothing of it."""
+    try:
+        told = json.loads((folder / "1_Pooling" / "config.json").read_text()) if folder is not None else {}
+    except (OSError, ValueError):
+        return None
+    if told.get("pooling_mode_mean_tokens"):
+        return "mean"
+    return "last" if told.get("pooling_mode_lasttoken") else None
+
+
+class Served(Protocol):
+    """Declares what the endpoint reads of the service."""
+
+    engine: Engine
+    texts: Texts
+    context_tokens: int
+    model_id: str
+    is_open: bool
+
+    def check_model(self, name: str) -> None: ...
+    def encode(self, texts: Tokenizer, prompt: Prompt, param: str) -> list[int]: ...
+
+
+class Embedding:
+    """Computes embeddings between the engine's steps, a chunk of an input at a time, so that replies go on.
+
+    Args:
+        pooling: what the model says; None: requests must say it.
+    """
+
+    def __init__(self, service: Served, pooling: Pooling | None) -> None:
+        self._service = service
+        self._pooling = pooling
+        self._turn = asyncio.Lock()
+
+    async def embed(self, request: Request) -> Response:
+        body = await request.body()
+        service, exchange = self._service, exchange_of(request.scope)
+        asked, inputs = await service.texts.run(len(body), lambda texts: self._read(texts, body), param="input")
+        pooling = self._check(asked)
+        if not service.is_open:
+            raise stopping()
+        exchange.take_place()
+        vectors = []
+        for token_ids in inputs:
+            async with self._turn:  # one after the other: each has the memory's rest for itself
+                vectors.append(await asyncio.to_thread(self._compute, token_ids, pooling))
+        n_tokens = sum(map(len, inputs))
+        exchange.notes["prompt_tokens"] = n_tokens
+        if exchange.use is not None:
+            exchange.use.charge(n_tokens)
+        return JSONResponse(self._answer(asked, vectors, n_tokens))
+
+    def _read(self, texts: Tokenizer, body: bytes) -> tuple[EmbeddingsRequest, list[list[int]]]:
+        check_lists(body, self._service.context_tokens, param="input")
+        asked = read_request(EmbeddingsRequest, body)
+        self._service.check_model(asked.model)
+        inputs = [self._service.encode(texts.for_another_prompt(), prompt, "input") for prompt in asked.input]
+        most = self._service.context_tokens
+        if too_long := [len(ids) for ids in inputs if len(ids) > most]:
+            message = f"This server takes {most:,} tokens at most; an input has {too_long[0]:,}. Shorten it."
+            raise ApiError(400, message, param="input", code="context_length_exceeded")
+        return asked, inputs
+
+    def _check(self, asked: EmbeddingsRequest) -> Pooling:
+        """Return how to pool. Raises ApiError for what the model does not say or cannot do."""
+        model, name = self._service.engine.model, self._service.model_id
+        if not getattr(model, "gives_hidden_states", False):
+            message = f"{name!r} gives no hidden states, so it cannot embed; choose a decoder."
+            raise ApiError(400, message, param="model", code="model_cannot_embed")
+        pooling = asked.pooling or self._pooling
+        if pooling is None:
+            message = (
+                f"{name!r} says nothing of how it embeds; give 'pooling': 'last' or 'mean' in the request, or start "
+                "the server with --pooling."
+            )
+            raise ApiError(400, message, param="pooling", code="model_cannot_embed")
+        size = getattr(model.config, "hidden_size", None)
+        if asked.dimensions is not None and asked.dimensions != size:
+            message = (
+                f"Unsupported parameter: 'dimensions'; this model's embeddings have {size} numbers, so leave it out."
+            )
+            raise ApiError(400, message, param="dimensions", code="unsupported_parameter")
+        return pooling
+
+    def _compute(self, token_ids: list[int], pooling: Pooling) -> np.ndarray[Any, Any]:
+        """Return the embedding, of length 1, as OpenAI's. It waits for the engine between chunks, not longer."""
+        engine = self._service.engine
+        size, total = engine.step_tokens, torch.zeros(())
+        with engine.lock:
+            sequence = engine.memory.open()
+        try:
+            for start in range(0, len(token_ids), size):
+                chunk = token_ids[start : start + size]
+                outputs: Literal["last", "all"] = "all" if pooling == "mean" else "last"
+                with engine.lock, engine.memory.step({sequence: chunk}, outputs=outputs) as step:
+                    step.notes[HIDDEN_STATES] = True
+                    rows_TM = engine.model(step).float()
+                total = rows_TM.sum(0) + total if pooling == "mean" else rows_TM[-1]
+        except CapacityError:
+            raise ApiError(503, "The memory cannot hold this now; try again.", code="out_of_memory") from None
+        finally:
+            with engine.lock:
+                engine.memory.close(sequence)
+        return np.asarray(torch.nn.functional.normalize(total, dim=0).cpu(), np.float32)
+
+    def _answer(self, asked: EmbeddingsRequest, vectors: list[np.ndarray[Any, Any]], n_tokens: int) -> dict[str, Any]:
+        def written(vector: np.ndarray[Any, Any]) -> object:
+            if asked.encoding_format == "base64":
+                return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            return vector.tolist()
+
+        data = [{"object": "embedding", "index": i, "embedding": written(v)} for i, v in enumerate(vectors)]
+        usage = {"prompt_tokens": n_tokens, "total_tokens": n_tokens}
+        return {"object": "list", "data": data, "model": self._service.model_id, "usage": usage}
