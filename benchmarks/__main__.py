@@ -27,6 +27,7 @@ from benchmarks import (
     kernels,
     prefixes,
     restarts,
+    soak,
     speed,
     states,
 )
@@ -242,6 +243,18 @@ def prefixes_(quick: Quick = False, out: Out = None, threads: Threads = None) ->
 def states_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure recurrent states: bytes of a rollback window, drift of 16-bit states, and deferred writes."""
     _run(states.states, ("tests/benchmarks/test_deferred.py", *BOOK_TESTS), quick, out, threads)
+
+
+@app.command(name="soak")
+def soak_(
+    minutes: Annotated[float, typer.Option(help="How long.")] = 30.0,
+    seed: Annotated[int, typer.Option(help="Another one is another run.")] = 0,
+    quick: Quick = False,
+    out: Out = None,
+    threads: Threads = None,
+) -> None:
+    """Keep memories of every kind busy at full budget: mismatches, leaks, latency from first to last."""
+    _run(soak.measure, (), quick, out, threads, minutes=minutes, seed=seed)
 
 
 @app.command()

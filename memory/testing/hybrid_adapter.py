@@ -47,7 +47,7 @@ class HybridAdapter(Adapter):
         self.memory = HybridMemory(spec, **(usual | options))
         self.vocab_size = spec.vocab_size
         self.agreement = Agreement(_ROUNDING.get(spec.dtype, 2e-2), forgets(spec), same_bits)
-        self._model, self._encoder = model, encoder
+        self.model, self._encoder = model, encoder
 
     def open(self) -> Sequence:
         opened: Sequence = _ask(self.memory.open, encoder=self._encoder)
@@ -58,7 +58,7 @@ class HybridAdapter(Adapter):
             with self.memory.step(requests, outputs="all") as step:
                 if fail_after is not None:
                     _fail(step, fail_after)
-                return step.split(self._model(step))
+                return step.split(self.model(step))
 
         return [rows.float().numpy(force=True) for rows in _ask(feed)]
 
