@@ -207,7 +207,7 @@ def product(codes, scales, x_TP, shape, bias, activation, n_parts, out_TO):  # t
     for part in prange(n_parts):
         amx.configure(shape)
         parts, panel = amx.aligned(_AT_ONCE * ROWS * BLOCK), amx.aligned(_GROUPS * TILE_BYTES // 4)
-        sums = amx.aligned((at_once + 2 * ROWS) * BLOCK)
+        sums = amx.aligned(min(at_once + 2 * ROWS, (n_rows + ROWS - 1) // ROWS * ROWS) * BLOCK)
         start = 0
         while start < n_rows:
             end = n_rows if n_rows - start < at_once + ROWS else start + at_once
