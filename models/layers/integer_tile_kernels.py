@@ -14,7 +14,7 @@ from llvmlite import ir
 from numba import njit, prange, types
 
 from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import get, untyped_intrinsic
+from memory.kernels.cpu.numbers import array_at, get, untyped_intrinsic
 from models.layers import amx
 from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from models.layers.integer_vectors import BLOCK, FLOATS, GROUP, I16, INTS, PAIRS, Emitter
@@ -28,6 +28,10 @@ _AHEAD_BYTES = 4096
 
 _AT_ONCE = 4
 """Groups whose sums are formed side by side, because each waits for its tiles."""
+
+
+_PAIRS = np.empty(0, np.uint32)
+"""The type of rows."""
 
 
 @untyped_intrinsic
@@ -190,16 +194,18 @@ _of_few, _of_many = _add_groups(_FEW), _add_groups(ROWS)
 
 
 @compiled(parallel=True, error_model="numpy")
-def product(codes, scales, x_TP, shape, bias, activation, n_parts, out_TO):  # type: ignore[no-untyped-def]
+def product(codes, scales, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out, like):  # type: ignore[no-untyped-def]
     """Set out = activation(x W^T + bias), with weights of 8 or 4 bits.
 
     Args:
-        codes, scales, bias, activation, n_parts: as for `quantised_kernels.product`.
-        x_TP: uint32, rows of pairs, a multiple of 16.
-        shape: `amx.shape` for the number of rows.
+        codes, scales: as for `quantised_kernels.product`.
+        x_at: address of rows of bfloat16, n_pairs of them, a multiple of 16.
+        shape: `amx.shape` for the number of rows, at least one.
+        bias, activation, n_parts: as for `paired_kernels.product`.
+        out_at: address of (n_rows, n_out) numbers of the type that `like` holds.
     """
-    n_rows, n_out = out_TO.shape
-    n_pairs, x = x_TP.shape[1], x_TP.reshape(-1)
+    x, out = array_at(x_at, n_rows * n_pairs, _PAIRS), array_at(out_at, n_rows * n_out, like)
+    out_TO = out.reshape((n_rows, n_out))
     n_blocks, n_groups = (n_out + BLOCK - 1) // BLOCK, n_pairs // PAIRS
     block_codes = len(codes) // n_blocks
     is_by_row = len(scales) < n_blocks * n_groups * BLOCK

@@ -45,29 +45,31 @@ class PairedWeight:
         self.codes = torch.empty(ceil_div(self.n_out, _OUTPUTS) * _OUTPUTS, rows.shape[1] // 2, dtype=torch.int32)
         self._codes = self.codes.numpy().reshape(-1).view(np.uint32)
         self._has_tiles = amx.multiplies_tiles()
-        paired_kernels.lay_out(as_pairs(rows), use_threads(rows.numel()), self._codes)
+        pairs = as_array(rows if rows.data_ptr() % 4 == 0 else rows.clone()).view(np.uint32)
+        paired_kernels.lay_out(pairs, use_threads(rows.numel()), self._codes)
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
-        rows = x.to(torch.bfloat16).contiguous()
-        if self.n_in % _INPUTS:
-            rows = F.pad(rows, (0, -self.n_in % _INPUTS))
-        y = torch.empty(x.shape[0], self.n_out, dtype=torch.bfloat16)
-        options = (
+        rows = pairs_of(x, _INPUTS)
+        n_rows, n_inputs = rows.shape
+        y = torch.empty(n_rows, self.n_out, dtype=torch.bfloat16)
+        source, options = (rows.data_ptr(), n_rows, n_inputs // 2), (
             quantised_kernels.NO_BIAS if bias is None else bias.numpy(), quantised_kernels.ACTIVATIONS[activation],
-            use_threads(rows.numel() * self.n_out // 16), as_array(y),
+            use_threads(n_rows * n_inputs * self.n_out // 16), y.data_ptr(), self.n_out,
         )  # fmt: skip
         if not self._has_tiles:
-            paired_kernels.product(self._codes, as_pairs(rows), *options)
-        elif x.shape[0]:
-            tile_kernels.product(self._codes, as_pairs(rows), amx.shape(x.shape[0]), *options)
+            paired_kernels.product(self._codes, *source, *options)
+        elif n_rows:
+            tile_kernels.product(self._codes, *source, amx.shape(n_rows), *options)
         return y if x.dtype is torch.bfloat16 else y.to(x.dtype)
 
 
-def as_pairs(rows: Tensor) -> np.ndarray:
-    """Return rows of bfloat16, an even number each, as uint32. numba compiles anew for what begins between two."""
-    array: np.ndarray = as_array(rows if rows.data_ptr() % 4 == 0 else rows.clone()).view(np.uint32)
-    return array
+def pairs_of(x: Tensor, n_multiple: int) -> Tensor:
+    """Return x (T, n) as contiguous rows of bfloat16, of a multiple of `n_multiple` inputs, that begin at a pair."""
+    rows = x if x.dtype is torch.bfloat16 and x.is_contiguous() else x.to(torch.bfloat16).contiguous()
+    if n_more := -rows.shape[1] % n_multiple:
+        rows = F.pad(rows, (0, n_more))
+    return rows if rows.data_ptr() % 4 == 0 else rows.clone()
 
 
 def compile_pairs() -> None:

@@ -17,7 +17,7 @@ from numba import njit, prange, types
 from numba.core import cgutils
 
 from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import untyped_intrinsic
+from memory.kernels.cpu.numbers import array_at, untyped_intrinsic
 from models.layers.integer_vectors import BLOCK, FLOATS, INTS, PAIRS_OF_BFLOAT, ZEROS
 from models.layers.quantised_kernels import finish
 
@@ -26,6 +26,9 @@ BLOCKS = 4
 
 UNROLLED = 16
 """Inputs are padded to this many pairs."""
+
+SHORTS = np.empty(0, np.uint16)
+"""The type of arrays of bfloat16."""
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
@@ -120,19 +123,20 @@ _tile_8, _tile_4, _tile_2, _tile_1 = _tile(8, 2), _tile(4, 2), _tile(2, BLOCKS),
 
 
 @compiled(parallel=True, error_model="numpy")
-def product(codes, x_TP, bias, activation, n_parts, out_TO):  # type: ignore[no-untyped-def]
+def product(codes, x_at, n_rows, n_pairs, bias, activation, n_parts, out_at, n_out):  # type: ignore[no-untyped-def]
     """Set out = activation(x W^T + bias).
 
     Args:
         codes: uint32, see the module.
-        x_TP: uint32, rows of pairs, a multiple of `UNROLLED`.
+        x_at: address of rows of bfloat16, n_pairs of them, a multiple of `UNROLLED`.
         bias: (outputs,) or empty.
         activation: its number in `quantised_kernels.ACTIVATIONS`.
         n_parts: into how many parts the outputs are divided, one for each thread.
+        out_at: address of (n_rows, n_out) bfloat16.
     """
-    n_rows, n_pairs = x_TP.shape
-    x, block_codes = x_TP.reshape(-1), n_pairs * BLOCK
-    out, n_out = out_TO.reshape(-1), out_TO.shape[1]
+    x, block_codes = array_at(x_at, n_rows * n_pairs, codes), n_pairs * BLOCK
+    out = array_at(out_at, n_rows * n_out, SHORTS)
+    out_TO = out.reshape((n_rows, n_out))
     is_plain = activation == 0 and len(bias) == 0
     n_groups = len(codes) // (block_codes * BLOCKS)
     has_few_outputs = n_groups < 4 * n_parts and n_rows >= 8 * n_parts  # then the rows are divided

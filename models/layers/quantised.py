@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory.blocks.arrays import ceil_div
-from memory.kernels.cpu.rows import as_array
+from memory.kernels.cpu.rows import LIKE, as_array
 from memory.kernels.cpu.threads import use_threads
 from models.layers import amx, integer_tile_kernels, quantised_kernels
-from models.layers.paired import as_pairs
+from models.layers.paired import pairs_of
 from models.loading.weight_formats import IntegerFormat
 
 
@@ -69,19 +69,24 @@ class QuantisedWeight:
 
     def multiply(self, x: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
         """Return activation(x W^T + bias), (T, n_out) of x (T, n_in), in the dtype of x. `bias` is float32."""
-        rows = x.to(self._dtype).contiguous()
-        if self.n_in % 32:
-            rows = F.pad(rows, (0, -self.n_in % 32))
         y = torch.empty(x.shape[0], self.n_out, dtype=self._out_dtype)
-        options = (
-            quantised_kernels.NO_BIAS if bias is None else bias.numpy(), quantised_kernels.ACTIVATIONS[activation],
-            use_threads(rows.numel() * self.n_out // 16), as_array(y),
-        )  # fmt: skip
-        if not self._has_tiles:
-            quantised_kernels.product(self._codes, self._scales, as_array(rows), *options)
-        elif x.shape[0]:
-            integer_tile_kernels.product(self._codes, self._scales, as_pairs(rows), amx.shape(x.shape[0]), *options)
+        n_threads = use_threads(x.numel() * self.n_out // 16)
+        own_bias = quantised_kernels.NO_BIAS if bias is None else bias.numpy()
+        options = own_bias, quantised_kernels.ACTIVATIONS[activation], n_threads
+        if self._has_tiles:
+            self._multiply_tiles(pairs_of(x, 32), options, y)
+        else:
+            rows = x.to(self._dtype).contiguous()
+            rows = F.pad(rows, (0, -self.n_in % 32)) if self.n_in % 32 else rows
+            quantised_kernels.product(self._codes, self._scales, as_array(rows), *options, as_array(y))
         return y if x.dtype is self._out_dtype else y.to(x.dtype)
+
+    def _multiply_tiles(self, rows: Tensor, options: tuple[np.ndarray, int, int], y: Tensor) -> None:
+        if n_rows := rows.shape[0]:
+            integer_tile_kernels.product(
+                self._codes, self._scales, rows.data_ptr(), n_rows, rows.shape[1] // 2, amx.shape(n_rows), *options,
+                y.data_ptr(), self.n_out, LIKE[self._out_dtype],
+            )  # fmt: skip
 
 
 def compile_products(dtype: torch.dtype, *formats: IntegerFormat) -> None:

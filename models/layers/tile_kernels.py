@@ -13,11 +13,11 @@ from llvmlite import ir
 from numba import njit, prange, types
 
 from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import untyped_intrinsic
+from memory.kernels.cpu.numbers import array_at, untyped_intrinsic
 from models.layers import amx
 from models.layers.amx import I64, ROWS, ROWS_AT, TILE_BYTES, WEIGHTS_AT
 from models.layers.integer_vectors import BLOCK, PAIRS
-from models.layers.paired_kernels import BLOCKS, store_rounded
+from models.layers.paired_kernels import BLOCKS, SHORTS, store_rounded
 from models.layers.quantised_kernels import finish
 
 CACHED_ROW_BYTES = 1 << 20
@@ -79,15 +79,15 @@ _one_by_four, _two_by_two = _sums_of(1, BLOCKS), _sums_of(2, 2)
 
 
 @compiled(parallel=True, error_model="numpy")
-def product(codes, x_TP, shape, bias, activation, n_parts, out_TO):  # type: ignore[no-untyped-def]
+def product(codes, x_at, n_rows, n_pairs, shape, bias, activation, n_parts, out_at, n_out):  # type: ignore[no-untyped-def]
     """Set out = activation(x W^T + bias), with weights in bfloat16.
 
     Args:
-        codes, x_TP, bias, activation, n_parts: as for `paired_kernels.product`.
-        shape: `amx.shape` for the number of rows.
+        shape: `amx.shape` for the number of rows, at least one.
+        others: as for `paired_kernels.product`.
     """
-    n_rows, n_pairs = x_TP.shape
-    x, block_codes = x_TP.reshape(-1), n_pairs * BLOCK
+    x, block_codes = array_at(x_at, n_rows * n_pairs, codes), n_pairs * BLOCK
+    out_TO = array_at(out_at, n_rows * n_out, SHORTS).reshape((n_rows, n_out))
     n_groups = len(codes) // (block_codes * BLOCKS)
     divides_rows = n_groups < 4 * n_parts and n_rows >= 2 * ROWS * n_parts  # there are few outputs
     at_once = max(2 * ROWS, CACHED_ROW_BYTES // (4 * n_pairs))

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from memory.kernels import checks
 from memory.kernels.cpu.compiled import compiled
-from memory.kernels.cpu.numbers import get
-from memory.kernels.cpu.rows import as_array, as_flat, copy_
+from memory.kernels.cpu.numbers import array_at, get
+from memory.kernels.cpu.rows import LIKE, as_array, copy_
 from memory.kernels.cpu.threads import ELEMENTWISE, REDUCING, use_threads
 from memory.kernels.signature import Prepared
 
@@ -23,28 +23,41 @@ def rms_norm(
     checks.rms_norm(x_TE, weight_E, n_groups, gate_TE, checks.FLOATS_UP_TO_32_BITS)
     n_rows, n_elements = x_TE.shape
     out_TE = torch.empty(n_rows, n_elements, dtype=x_TE.dtype)
-    x, x_stride = as_flat(x_TE)
-    gate, gate_stride = (x[:0], 0) if gate_TE is None else as_flat(gate_TE)
+    x = _with_whole_rows(x_TE)
+    gate = None if gate_TE is None else _with_whole_rows(gate_TE)
     use_threads(4 * n_rows * n_elements)
-    weight = x[:0] if weight_E is None else as_array(weight_E)
-    _rms_norm(x, x_stride, gate, gate_stride, weight, np.float32(eps), n_elements // n_groups, as_array(out_TE))
+    like = LIKE[x.dtype]
+    _rms_norm(
+        x.data_ptr(), x.stride(0), like, 0 if gate is None else gate.data_ptr(), 0 if gate is None else gate.stride(0),
+        like if gate is None else LIKE[gate.dtype], like if weight_E is None else as_array(weight_E), np.float32(eps),
+        n_elements // n_groups, out_TE.data_ptr(), n_rows, n_elements,
+    )  # fmt: skip
     return out_TE
 
 
+def _with_whole_rows(x_TE: Tensor) -> Tensor:
+    """Return x, or a copy, so that the elements of a row lie side by side."""
+    return x_TE if x_TE.stride(1) == 1 or x_TE.is_contiguous() else x_TE.contiguous()
+
+
 @compiled(parallel=True, fastmath=ELEMENTWISE, error_model="numpy")
-def _rms_norm(x, x_stride, gate, gate_stride, weight, eps, n_part, out_TE):  # type: ignore[no-untyped-def]
-    n_rows, n_elements = out_TE.shape
+def _rms_norm(  # type: ignore[no-untyped-def]
+    x_at, x_stride, x_like, gate_at, gate_stride, gate_like, weight, eps, n_part, out_at, n_rows, n_elements
+):
+    x = array_at(x_at, n_rows * x_stride + n_elements, x_like)
+    gate = array_at(gate_at, n_rows * gate_stride + n_elements, gate_like)
+    out_TE = array_at(out_at, n_rows * n_elements, x_like)
     for t in prange(n_rows):
         out = np.empty(n_elements, np.float32)
         copy_(out, x[t * x_stride : t * x_stride + n_elements])
-        if len(gate) > 0:
+        if gate_at != 0:
             _multiply_(out, gate[t * gate_stride : t * gate_stride + n_elements])
         for first in range(0, n_elements, n_part):
             part = out[first : first + n_part]
             _scale_(part, _ONE / np.sqrt(_sum_of_squares(part) / np.float32(n_part) + eps))
         if len(weight) > 0:
             _multiply_(out, weight)
-        copy_(out_TE[t], out)
+        copy_(out_TE[t * n_elements : (t + 1) * n_elements], out)
 
 
 @njit(fastmath=REDUCING)
