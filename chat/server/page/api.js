@@ -109,6 +109,7 @@ const node = (id) => `/nodes/${encodeURIComponent(id)}`;
 export const models = () => call("GET", "/v1/models");
 export const listSessions = (search, after) => call("GET", `/v1/sessions?${new URLSearchParams({ limit: "50", ...(search && { search }), ...(after && { after }) })}`);
 export const getTree = (session) => call("GET", at(session, "/tree"));
+export const getResponse = (id) => call("GET", `/v1/responses/${encodeURIComponent(id)}`);
 export const rename = (session, title) => call("POST", at(session), { title });
 export const removeSession = (session) => call("DELETE", at(session));
 export const setHead = (session, id) => call("POST", at(session, "/head"), { node: id });
@@ -119,4 +120,5 @@ export const fork = (session, id, options) => call("POST", at(session, "/fork"),
 export const exportSession = (session) => call("GET", at(session, "/export"));
 export const importSession = (file) => call("POST", "/v1/sessions/import", file);
 export const editNode = (session, id, content) => call("POST", at(session, "/edit"), { node: id, content, answer: false });
+export const addItems = (session, items) => call("POST", `/v1/conversations/${encodeURIComponent(session)}/items`, { items });
 export const memoryEvents = (sequence, signal) => events("GET", `/v1/memory/events?sequence=${sequence}`, undefined, { signal, quiet: true });

@@ -174,13 +174,14 @@ async function start() {
   const wanted = location.hash.slice(1);
   await keepConnected();
   if (wanted) {
-    try { await talk.open(wanted); messages.follow(); } catch (error) {
+    try { await talk.reopen(wanted); messages.follow(); } catch (error) {
       talk.startNew();
       if (error.status !== 404) toast(error.message);
     }
   }
   memory.start();
   tour.offer();
+  if (matchMedia("(hover: hover)").matches && !$("tour")) $("text").focus({ preventScroll: true });
 }
 
 start();

@@ -1,6 +1,6 @@
 // Draws the arena on a canvas: each range of bytes in the colour of its kind, read like text.
 
-import { h } from "/page/dom.js";
+import { h, update } from "/page/dom.js";
 import { bytes, whole } from "/page/format.js";
 import { place, hide } from "/page/tips.js";
 
@@ -83,9 +83,9 @@ export function draw(data, chosen) {
   }
   paint.fillStyle = mark;
   for (const one of boxes) if (own !== undefined && one.owner === own) paint.fillRect(one.x, one.y + ROW - 2, Math.max(1, one.w - 1), 2);
-  legend.replaceChildren(...arena.pool_names.map((name, i) => h("span", null, h("i", { class: `swatch pool-${i % 8}` }), name)),
+  update(legend, arena.pool_names.map((name, i) => h("span", null, h("i", { class: `swatch pool-${i % 8}` }), name)),
     h("span", null, h("i", { class: "swatch shared-line" }), "shared"), h("span", null, h("i", { class: "swatch own-line" }), "of the one chosen"));
   const hidden = data.bytes.budget - total;
-  caption.textContent = total ? `${bytes(rowBytes)} a row${hidden > 0 ? `; ${bytes(hidden)} that nobody uses are left out` : ""}` : "Nothing is in use.";
+  caption.textContent = total ? `${bytes(rowBytes)} a row${hidden > 0 ? `; ${bytes(hidden)} are free, and left out` : ""}` : "Nothing is in use.";
   canvas.setAttribute("aria-label", `Map of ${bytes(data.bytes.used)} in ${whole(arena.starts.length)} ranges: ${data.kinds.filter((kind) => kind.total).map((kind) => `${kind.kind} ${bytes(kind.total)}`).join(", ")}`);
 }

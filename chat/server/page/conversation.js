@@ -6,6 +6,8 @@ import { toast } from "/page/dom.js";
 
 const past = { undo: [], redo: [] };
 let abort = null;
+const MOST_USAGES = 12;
+const PENDING = "hybrid-memory.pending";
 
 /** Run an action; what goes wrong is said in words. Returns undefined then. */
 export async function attempt(action, retry) {
@@ -49,6 +51,18 @@ export async function refresh() {
   if (state.session !== session) return;
   const nodes = new Map(tree.nodes.map((node) => [node.id, node]));
   set({ title: tree.title, head: tree.head, nodes });
+  readUsages().catch(() => {});
+}
+
+/** Read what the newest replies of the path have cost: the tree does not say so, their responses do. */
+async function readUsages() {
+  const missing = pathTo(state.head).filter((node) => isReply(node) && !state.usages.has(node.id)).slice(-MOST_USAGES);
+  for (const { id } of missing.reverse()) {
+    const { usage } = await api.getResponse(id);
+    state.usages.set(id, usage ?? null);
+    if (usage && id === state.head && !state.lastUsage) state.lastUsage = usage;
+    set({});
+  }
 }
 
 // Going places
@@ -110,8 +124,15 @@ export function stop() {
 /** Send a message behind the current path. */
 export async function send(text) {
   const head = state.nodes.get(state.head);
-  const place = isReply(head) ? { previous_response_id: head.id } : state.session ? { conversation: state.session } : {};
   remember(state.head);
+  if (head && !isReply(head)) { // somebody has written it: it is no response that one can continue
+    const item = { role: "user", content: text };
+    await api.addItems(state.session, [item]);
+    await refresh();
+    await reply("/v1/responses", { conversation: state.session, store: true }, { parent: state.head });
+    return;
+  }
+  const place = head ? { previous_response_id: head.id } : {};
   await reply("/v1/responses", { input: text, ...place, store: true }, { parent: state.head, question: text });
 }
 
@@ -149,7 +170,8 @@ async function reply(path, body, { parent, question = null, begin = "" }) {
   stop();
   const mine = new AbortController();
   abort = mine;
-  const started = performance.now();
+  const started = performance.now(), n = state.nodes.size;
+  sessionStorage.setItem(PENDING, String(n));
   const shown = { parent, question, text: begin, n: 0, progress: null, started, isOver: false };
   set({ reply: shown, trouble: null });
   const isMine = () => state.reply === shown;
@@ -164,8 +186,10 @@ async function reply(path, body, { parent, question = null, begin = "" }) {
     const wasStopped = error.name === "AbortError";
     if (!wasStopped) set({ trouble: { message: error.message, again: () => reply(path, body, { parent, question, begin }), mayRetry: error.mayRetry ?? false } });
     shown.isOver = true;
-    if (wasStopped) await settle(shown).catch(() => {});
+    set({ reply: shown });
+    if (wasStopped && (await untilStored(n)) && isMine()) set({ reply: null });
   } finally {
+    if (isMine() || state.reply === null) sessionStorage.removeItem(PENDING);
     if (abort === mine) abort = null;
     refreshList().catch(() => {});
   }
@@ -195,6 +219,31 @@ function hear(shown, data) {
   set({ reply: shown });
 }
 
+/** Read the tree until it has more than `n` nodes: the server stores a reply that was left soon after. */
+async function untilStored(n) {
+  const { session } = state;
+  for (const wait of [60, 120, 250, 500, 1000, 2000]) {
+    await new Promise((done) => setTimeout(done, wait));
+    if (state.session !== session) return false;
+    await refresh().catch(() => {});
+    if (state.nodes.size > n) return true;
+  }
+  return false;
+}
+
+/** Open a conversation when the page is loaded: perhaps in the middle of a reply, which is stored in a moment. */
+export async function reopen(session) {
+  const n = sessionStorage.getItem(PENDING);
+  sessionStorage.removeItem(PENDING);
+  try {
+    await open(session);
+  } catch (error) {
+    if (error.status !== 404 || n === null) throw error;
+  }
+  if (n !== null && state.nodes.size <= Number(n)) await untilStored(Number(n));
+  if (!state.nodes.size) startNew();
+}
+
 /** Show what the server has stored in place of what was streamed. */
 async function settle(shown) {
   shown.isOver = true;
@@ -205,7 +254,7 @@ async function settle(shown) {
 /** Forget a reply that failed, and give back its question. */
 export function dismiss() {
   const { reply: shown } = state;
-  set({ reply: null, trouble: null });
+  set({ reply: null, trouble: null, ...(!state.nodes.size && { session: null }) });
   return shown?.question ?? "";
 }
 

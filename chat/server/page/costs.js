@@ -37,12 +37,13 @@ export function partBar({ reused, replayed, computed }) {
   return bar;
 }
 
-/** Make the line below a reply: what of its prompt was reused, and how fast it came. */
+/** Make the line below a reply: what of its prompt was reused, and how fast it came where that is known. */
 export function spent(usage) {
   const parts = partsOf(usage), all = parts.reused + parts.replayed + parts.computed;
-  const n = usage.output_tokens ?? 0;
+  const more = usage.hybrid_memory ?? {};
+  const time = usage.seconds ?? ((more.queue_seconds ?? 0) + (more.prefill_seconds ?? 0) + (more.decode_seconds ?? 0));
   const tip = [`${whole(parts.reused)} reused, ${whole(parts.replayed)} replayed, ${whole(parts.computed)} computed`, parts.why].filter(Boolean).join(". ");
-  return h("p", { class: "spent", "data-tip": tip, tabindex: "0" }, partBar(parts),
+  return h("p", { class: "spent", "data-tip": tip }, partBar(parts),
     h("span", null, `${percent(parts.reused, all)} of the prompt reused`),
-    h("span", null, `${count(n, "token")} in ${seconds(usage.seconds)}`));
+    h("span", null, `${count(usage.output_tokens ?? 0, "token")}${time ? ` in ${seconds(time)}` : ""}`));
 }

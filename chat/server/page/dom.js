@@ -22,6 +22,30 @@ export const h = (tag, props, ...children) => fill(document.createElement(tag), 
 /** Make an SVG element. */
 export const s = (tag, props, ...children) => fill(document.createElementNS(SVG, tag), props, children);
 
+/**
+ * Make the children of an element like these, and keep the old elements where they are alike: what the reader points at
+ * or has focused stays. Listeners of new elements are lost then, so what is clicked is found by its data.
+ */
+export function update(element, ...children) {
+  const wanted = h("div", null, ...children);
+  alike(element, wanted);
+}
+
+function alike(old, wanted) {
+  const news = [...wanted.childNodes];
+  news.forEach((child, i) => {
+    const was = old.childNodes[i];
+    if (!was) { old.append(child); return; }
+    if (was.nodeName !== child.nodeName) { was.replaceWith(child); return; }
+    if (was.nodeType === Node.TEXT_NODE) { if (was.data !== child.data) was.data = child.data; return; }
+    for (const { name } of [...was.attributes]) if (name !== "style" && name !== "aria-describedby" && !child.hasAttribute(name)) was.removeAttribute(name);
+    for (const { name, value } of child.attributes) if (name !== "style" && was.getAttribute(name) !== value) was.setAttribute(name, value);
+    if (was.style.cssText !== child.style.cssText) was.style.cssText = child.style.cssText;
+    alike(was, child);
+  });
+  while (old.childNodes.length > news.length) old.lastChild.remove();
+}
+
 const PATHS = {
   plus: "M8 3v10M3 8h10",
   menu: "M2.500 4.500h11M2.500 8h11M2.500 11.500h11",
@@ -77,11 +101,13 @@ export function ask(title, children, buttons) {
   });
 }
 
+/** Make a button that leaves a dialog. It does not submit, so that Enter does what the other button says. */
+export const leave = () => h("button", { type: "button", onclick: (event) => event.target.closest("dialog").close("") }, "Cancel");
+
 /** Ask before something is lost; true if it is to be done. */
 export async function confirmed(title, text, verb) {
-  const no = h("button", { value: "" }, "Cancel");
   const yes = h("button", { value: "yes", class: "danger", autofocus: true }, verb);
-  return (await ask(title, h("p", null, text), [no, yes])) === "yes";
+  return (await ask(title, h("p", null, text), [leave(), yes])) === "yes";
 }
 
 /** Say something in a corner for a while; with an action, until it is closed. */

@@ -2,7 +2,7 @@
 
 import * as api from "/page/api.js";
 import { state, subscribe } from "/page/state.js";
-import { $, h } from "/page/dom.js";
+import { $, h, update } from "/page/dom.js";
 import { bytes, count, percent, whole } from "/page/format.js";
 import { partsOf, partBar } from "/page/costs.js";
 import * as arena from "/page/arena.js";
@@ -22,9 +22,14 @@ export function start() {
   for (const name of ["meter", "now", "request", "arena", "sequences", "one"]) parts[name] = h("div", { class: `part part-${name}` });
   $("memory-panel").append(h("h2", { class: "panel-title" }, "Memory"), h("p", { id: "memory-state", class: "quiet", role: "status" }, "Connecting …"), ...Object.values(parts));
   arena.start(parts.arena, choose);
+  parts.sequences.addEventListener("click", (event) => {
+    const id = event.target.closest("[data-id]")?.dataset.id;
+    if (id) choose(Number(id));
+  });
   sequence.start(parts.one);
   subscribe(() => drawRequest());
   document.addEventListener("visibilitychange", check);
+  $("inspector").addEventListener("transitionend", check);
   new ResizeObserver(check).observe($("memory-panel"));
   check();
 }
@@ -32,7 +37,7 @@ export function start() {
 /** Return the last snapshot that was shown. */
 export const snapshot = () => last;
 
-const isSeen = () => !document.hidden && $("memory-panel").offsetParent !== null;
+const isSeen = () => !document.hidden && $("memory-panel").checkVisibility({ visibilityProperty: true });
 
 /** Listen if the panel can be seen, and stop if not. */
 export function check() {
@@ -108,7 +113,7 @@ function drawMeter(data) {
     h("td", { class: "quiet" }, `${kind.group.replace("_", " ")}, ${count(kind.n_layers, "layer")}`), h("td", { class: "number" }, bytes(kind.total))));
   const outside = [["swapped out to host memory", host], ["swapped out to files", disk], ["offloaded pages", beside["offloaded pages"]]]
     .filter(([, n]) => n).map(([words, n]) => h("tr", null, h("th", { scope: "row", colspan: "2" }, h("i", { class: "swatch outside" }), term("swapped", words)), h("td", { class: "number" }, bytes(n))));
-  parts.meter.replaceChildren(
+  update(parts.meter,
     h("p", { class: "big" }, h("b", null, bytes(used)), h("span", null, " of ", term("budget", bytes(budget)), ` · ${percent(used, budget)}`)),
     bar,
     h("table", { class: "kinds" }, h("caption", { class: "hidden" }, "Bytes by kind"), h("tbody", null, rows, outside)),
@@ -118,7 +123,7 @@ function drawMeter(data) {
 function drawNow(data) {
   const { running, waiting, preempted } = data.engine;
   const tile = (value, name, words) => h("div", { class: "tile" }, h("b", null, value), term(name, words));
-  parts.now.replaceChildren(
+  update(parts.now,
     tile(rates ? rates.steps.toFixed(rates.steps < 9.95 ? 1 : 0) : "0", "speed", "steps a second"),
     tile(whole(running), "running"), tile(whole(waiting), "waiting"),
     preempted || data.sequences.n_swapped_out ? tile(whole(Math.max(preempted, data.sequences.n_swapped_out)), "swapped", "swapped out") : "");
@@ -132,7 +137,7 @@ function drawRequest() {
   drawnUsage = usage;
   const split = partsOf(usage);
   const item = (name, n) => h("span", null, h("i", { class: `swatch ${name}` }), h("b", null, whole(n)), " ", term(name));
-  parts.request.replaceChildren(h("h3", null, "The last prompt"), partBar(split),
+  update(parts.request, h("h3", null, "The last prompt"), partBar(split),
     h("p", { class: "row" }, item("reused", split.reused), item("replayed", split.replayed), item("computed", split.computed)),
     split.why ? h("p", { class: "quiet why" }, split.why) : "");
 }
@@ -141,9 +146,7 @@ function drawSequences(data) {
   const { columns, rows, others, n, n_checkpoints: nCheckpoints } = data.sequences;
   const of = Object.fromEntries(columns.map((name, i) => [name, i]));
   const most = Math.max(1, ...rows.map((row) => row[of.body] + row[of.tail] + row[of.head] + row[of.swapped]));
-  const list = parts.sequences.querySelector("ul") ?? h("ul", { class: "sequences" });
-  const scrolled = list.scrollTop;
-  list.replaceChildren(...rows.map((row) => {
+  const list = h("ul", { class: "sequences" }, rows.map((row) => {
     const id = row[of.id], isChosen = data.sequence?.id === id, total = row[of.body] + row[of.tail] + row[of.head];
     const bar = h("span", { class: "bar" });
     for (const name of ["body", "tail", "head", "swapped"]) {
@@ -153,15 +156,14 @@ function drawSequences(data) {
       bar.append(piece);
     }
     const what = row[of.is_checkpoint] ? "checkpoint" : "sequence";
-    return h("li", null, h("button", { type: "button", "aria-pressed": String(isChosen), onclick: () => choose(id),
+    return h("li", null, h("button", { type: "button", "aria-pressed": String(isChosen), "data-id": id,
       "data-tip": `${what} ${id}: ${count(row[of.n_tokens], "token")}\n${bytes(total)}, of which ${bytes(row[of.shared])} shared${row[of.swapped] ? `\n${bytes(row[of.swapped])} swapped out` : ""}` },
     h("span", { class: "name" }, h("i", { class: row[of.is_checkpoint] ? "mark" : "live" }), `${what} ${id}`),
     bar, h("span", { class: "number" }, row[of.swapped] ? "swapped" : bytes(total))));
   }));
   const words = [n && count(n, "sequence"), nCheckpoints && count(nCheckpoints, "checkpoint")].filter(Boolean).join(", ");
-  parts.sequences.replaceChildren(
+  update(parts.sequences,
     h("h3", null, term("sequence", "Who holds it"), h("span", { class: "quiet" }, words || "nothing yet")),
     h("p", { class: "row" }, ...["body", "tail", "head"].map((name) => h("span", null, h("i", { class: `swatch ${name}` }), term(name)))),
     list, others.n ? h("p", { class: "quiet" }, `and ${whole(others.n)} others with ${bytes(others.bytes)}`) : "");
-  list.scrollTop = scrolled;
 }

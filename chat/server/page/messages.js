@@ -2,7 +2,7 @@
 
 import * as talk from "/page/conversation.js";
 import { state, set, subscribe, pathTo, isReply, leafOf } from "/page/state.js";
-import { $, h, icon, iconButton, confirmed, ask, toast } from "/page/dom.js";
+import { $, h, icon, iconButton, confirmed, ask, leave, toast } from "/page/dom.js";
 import { show } from "/page/markdown.js";
 import { count, seconds } from "/page/format.js";
 import { spent } from "/page/costs.js";
@@ -58,7 +58,7 @@ function keyed(key, is, make) {
 
 function signature(node) {
   const siblings = talk.siblingsOf(node);
-  return [node.text, node.status, node.pinned, siblings.indexOf(node), siblings.length, editing === node.id, state.usages.has(node.id)].join("\u0000");
+  return [node.text, node.status, node.pinned, siblings.indexOf(node), siblings.length, editing === node.id, Boolean(state.usages.get(node.id))].join("\u0000");
 }
 
 function bubble(role, text) {
@@ -126,17 +126,17 @@ function toolbar(node) {
 function editor(node) {
   const text = h("textarea", { class: "edit", "aria-label": "The new text", rows: "3" });
   text.value = node.text;
-  const leave = () => { editing = null; set({}); };
-  const save = (answers) => { const value = text.value; leave(); talk.attempt(() => talk.edit(node.id, value, answers)); };
+  const close = () => { editing = null; set({}); };
+  const save = (answers) => { const value = text.value; close(); talk.attempt(() => talk.edit(node.id, value, answers)); };
   const keys = (event) => {
-    if (event.key === "Escape") leave();
+    if (event.key === "Escape") close();
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) save(node.role === "user");
   };
   text.addEventListener("keydown", keys);
-  queueMicrotask(() => text.focus());
+  requestAnimationFrame(() => text.focus());
   return h("article", { class: "message editing", "aria-label": "Edit" }, text,
     h("div", { class: "buttons" },
-      h("button", { type: "button", onclick: leave }, "Cancel"),
+      h("button", { type: "button", onclick: close }, "Cancel"),
       h("button", { type: "button", onclick: () => save(false) }, "Save only"),
       node.role === "user" && h("button", { type: "button", class: "primary", onclick: () => save(true) }, "Save and answer")));
 }
@@ -157,7 +157,7 @@ async function fromToken(node) {
   const chosen = await ask("Go on from here", [
     h("p", { class: "quiet" }, "The reply up to the mark stays, and the model goes on from there in a new branch."),
     h("div", { class: "cut-text", dir: "auto", tabindex: "0" }, before, after), range, h("p", null, said),
-  ], [h("button", { value: "" }, "Cancel"), h("button", { value: "yes", class: "primary" }, "Go on")]);
+  ], [leave(), h("button", { value: "yes", class: "primary" }, "Go on")]);
   if (chosen === "yes") talk.attempt(() => talk.branchAt(node.id, Number(range.value), before.textContent));
 }
 

@@ -1,6 +1,6 @@
 // Shows one sequence: its tokens with the rollback window and checkpoints, and what each layer holds of it.
 
-import { h, s } from "/page/dom.js";
+import { h, s, update } from "/page/dom.js";
 import { bytes, count, whole } from "/page/format.js";
 
 const NAME = 92, ROW = 16;
@@ -12,7 +12,7 @@ export function start(element) { box = element; }
 export function draw(data, isNewest) {
   const one = data.sequence;
   if (!one) { box.replaceChildren(); return; }
-  const width = Math.max(200, box.clientWidth), room = width - NAME - 8, length = Math.max(1, one.length);
+  const width = Math.max(200, box.parentNode.clientWidth - 24), room = width - NAME - 8, length = Math.max(1, one.length);
   // Most of a long text is body: the newest tokens get half of the width, so that the tail can be seen.
   const tails = one.layers.flatMap((layer) => layer.parts.filter((part) => part.part === "tail").map((part) => part.start));
   const newest = Math.max(0, Math.min(one.horizon, ...tails));
@@ -26,7 +26,7 @@ export function draw(data, isNewest) {
   const svg = s("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${what} ${one.id}: ${count(one.length, "token")}, can go back to ${one.horizon} at no cost` });
   svg.append(...strip(one, x, room), ...one.layers.flatMap((layer, i) => row(layer, 46 + i * ROW, one, x)));
   if (isLong) svg.append(s("path", { class: "break", d: `M${x(zoomAt)} 14V${height}` }));
-  box.replaceChildren(
+  update(box,
     h("h3", null, h("span", { class: "term", "data-term": "sequence", tabindex: "0" }, `${what} ${one.id}`), h("span", { class: "quiet" }, isNewest ? "the newest" : "chosen")),
     h("p", { class: "quiet" }, `${count(one.length, "token")}; `, h("span", { class: "term", "data-term": "window", tabindex: "0" }, "goes back"),
       ` to ${whole(one.horizon)} at no cost`, one.n_checkpoints ? `, and to ${count(one.n_checkpoints, "checkpoint")}` : "", one.is_swapped ? "; it is swapped out" : ""),
@@ -54,7 +54,7 @@ function row(layer, y, one, x) {
   const tip = `layer ${layer.layer}: ${name}\n${layer.parts.map((part) => `${part.part}: ${part.end < 0 ? "stale, computed again by the next step" : part.part === "head" ? `at ${whole(part.end)}` : `tokens ${whole(part.start)} … ${whole(part.end)}`}, ${bytes(part.n_bytes)}`).join("\n") || "remembers nothing"}`;
   const marks = [s("rect", { class: "hit", x: 0, y, width: x(one.length) + 8, height: ROW - 1, "data-tip": `${tip}\n${bytes(total)} in all` }),
     s("text", { x: 0, y: y + 11, class: "label" }, `${layer.layer} ${name.split(", ").at(-1).slice(0, 13)}`)];
-  for (const part of layer.parts) {
+  for (const part of layer.parts.toSorted((a, b) => (a.part === "head") - (b.part === "head"))) {
     const start = Math.max(0, part.start), end = Math.min(one.length, Math.max(start, part.end));
     if (part.part === "head") {
       const at = part.end < 0 ? one.length : end;

@@ -2,7 +2,7 @@
 
 import * as api from "/page/api.js";
 import { state, saveSettings } from "/page/state.js";
-import { h, ask } from "/page/dom.js";
+import { h, ask, leave } from "/page/dom.js";
 
 const field = (label, input, note) => h("label", { class: "field" }, h("span", null, label), input, note && h("small", null, note));
 
@@ -13,14 +13,14 @@ export async function askKey(wasWrong) {
   const chosen = await ask("This server wants its key", [
     h("p", { class: "quiet" }, wasWrong ? "That was not the key. Look at what the server was started with: --api-key, or HYBRID_MEMORY_API_KEY." : "Whoever started the server chose it: --api-key, or HYBRID_MEMORY_API_KEY."),
     field("API key", key), h("label", { class: "check" }, remember, " Keep it in this browser"),
-  ], [h("button", { value: "", formnovalidate: true }, "Cancel"), h("button", { value: "yes", class: "primary" }, "Use this key")]);
+  ], [leave(), h("button", { value: "yes", class: "primary" }, "Use this key")]);
   return chosen === "yes" ? { key: key.value.trim(), remember: remember.checked } : null;
 }
 
 /** Ask for a name; returns it, or null. */
 export async function askName(name) {
   const input = h("input", { type: "text", value: name, autofocus: true, maxlength: "200", "aria-label": "Name" });
-  const chosen = await ask("Name this conversation", [input], [h("button", { value: "", formnovalidate: true }, "Cancel"), h("button", { value: "yes", class: "primary" }, "Save")]);
+  const chosen = await ask("Name this conversation", [input], [leave(), h("button", { value: "yes", class: "primary" }, "Save")]);
   return chosen === "yes" && input.value.trim() ? input.value.trim() : null;
 }
 
@@ -43,7 +43,7 @@ export async function openSettings() {
       field("Longest reply", inputs.max_output_tokens, "In tokens."), field("Seed", inputs.seed, "The same seed draws the same reply.")),
     field("Colours", look),
     api.hasKey() && h("p", null, h("button", { type: "button", onclick: (event) => { api.forgetKey(); event.target.textContent = "Forgotten"; } }, "Forget the API key")),
-  ], [h("button", { value: "", formnovalidate: true }, "Cancel"), h("button", { value: "yes", class: "primary" }, "Save")]);
+  ], [leave(), h("button", { value: "yes", class: "primary" }, "Save")]);
   if (chosen !== "yes") { setTheme(theme); return; }
   saveSettings({ instructions: instructions.value, ...Object.fromEntries(Object.entries(inputs).map(([name, input]) => [name, input.value])) });
 }

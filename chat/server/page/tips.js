@@ -13,7 +13,7 @@ export function start() {
   document.addEventListener("focusout", hide);
   document.addEventListener("pointerdown", (event) => { hide(); if (event.target.closest("[data-term]")) later(wants(event), 0); });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") hide(); });
-  document.addEventListener("scroll", hide, { capture: true, passive: true });
+  document.addEventListener("scroll", () => { if (!$("tip").hidden) hide(); }, { capture: true, passive: true });
 }
 
 function later(element, milliseconds) {

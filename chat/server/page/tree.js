@@ -9,6 +9,7 @@ import { bytes, clip, count } from "/page/format.js";
 const ROW = 34, LANE = 16, LEFT = 14, CHARACTER = 6.9;
 let shown = null;
 let focused = null;
+let seen = null;
 
 export function start() {
   $("tree-panel").append(h("h2", { class: "panel-title" }, "Tree"),
@@ -66,6 +67,8 @@ function draw() {
   box.replaceChildren(s("svg", { width, height: rows.length * ROW + 4, role: "tree", "aria-label": "The conversation as a tree" },
     rows.map((row, i) => edge(row, i)), items));
   if (hadFocus) box.querySelector("[tabindex='0']")?.focus();
+  else if (head !== seen) box.querySelector(".head")?.scrollIntoView({ block: "nearest" });
+  seen = head;
 }
 
 const x = (lane) => LEFT + Math.min(lane, 9) * LANE;
@@ -80,14 +83,15 @@ function edge(row, i) {
 
 function item(row, i, rows, width, head) {
   const { node, lane } = row, cost = describe(node.cost), isHead = node.id === head;
-  const left = x(lane) + 13, who = node.role === "assistant" ? "Reply" : node.role === "user" ? "You" : node.role;
+  const left = x(lane) + 13, who = node.role === "assistant" ? "A reply" : node.role === "user" ? "Your message" : node.role;
   const room = Math.floor((width - left - 10 - (cost.short.length + 1) * CHARACTER * 0.95) / CHARACTER);
   const own = node.bytes && node.bytes.own + node.bytes.shared ? `${bytes(node.bytes.own)} of its own, ${bytes(node.bytes.shared)} shared` : "no checkpoint of its own";
   const tip = `${cost.words}\n${own}\n${count(node.position, "token")} up to here${node.pinned ? "\npinned" : ""}`;
+  const snippet = clip(node.text.replace(/\s+/g, " ").trim() || "(empty)", Math.max(3, room));
   const go = () => talk.attempt(() => talk.goTo(node.id));
   const element = s("g", {
     role: "treeitem", class: `node ${node.role} ${row.onPath ? "on-path" : ""} ${isHead ? "head" : ""}`, tabindex: node.id === focused ? 0 : -1,
-    "aria-label": `${who}: ${clip(node.text, 80)}. Going here is ${cost.words}`, "aria-level": lane + 1, "aria-selected": String(isHead), "data-tip": tip, "data-node": node.id,
+    "aria-label": `${snippet} ${cost.short}. ${who}. Going here is ${cost.words}`, "aria-level": lane + 1, "aria-selected": String(isHead), "data-tip": tip, "data-node": node.id,
     onclick: go, onfocus: () => { focused = node.id; },
     onkeydown: (event) => {
       const to = { ArrowDown: i + 1, ArrowUp: i - 1, Home: 0, End: rows.length - 1 }[event.key];
@@ -103,7 +107,7 @@ function item(row, i, rows, width, head) {
   s("rect", { class: "hit", x: 0, y: i * ROW + 1, width, height: ROW - 2, rx: 7 }),
   s("circle", { class: "dot", cx: x(lane), cy: y(i), r: node.role === "assistant" ? 5.5 : 4.5 }),
   node.pinned && s("circle", { class: "pinned", cx: x(lane), cy: y(i), r: 8.5 }),
-  s("text", { class: "snippet", x: left, y: y(i) + 4.5 }, clip(node.text.replace(/\s+/g, " ").trim() || "(empty)", Math.max(3, room))),
+  s("text", { class: "snippet", x: left, y: y(i) + 4.5 }, snippet, " "),
   s("text", { class: `cost level-${cost.level}`, x: width - 8, y: y(i) + 4, "text-anchor": "end" }, cost.short));
   return element;
 }

@@ -1,0 +1,108 @@
+"""The memory beside the conversation: live, only while it is seen, and readable when it is large."""
+
+from __future__ import annotations
+
+import json
+import threading
+import types
+from typing import Any
+
+import pytest
+
+from chat.engine.requests import EngineStats
+from chat.engine.scheduling import Load
+from chat.server.memory_view.snapshot import MOST_SEQUENCES, snapshot
+from memory import HybridMemory
+from tests_browser.conftest import PHONE, MakePage
+from tests_browser.servers import Served, Slowed, serving
+from tests_browser.talking import expect, say
+
+CAT = "My cat is called Milo."
+
+
+def shown_bytes(page: Any) -> str:
+    return str(page.locator(".part-meter .big b").inner_text())
+
+
+def test_the_page_says_what_the_memory_says(served: Served, make_page: MakePage) -> None:
+    page = make_page(served.url)
+    say(page, CAT)
+    say(page, "What is my cat called?")
+    summary = served.engine.memory.usage().summary
+    expect(page.locator(".part-meter .big b")).to_have_text(summary.partition(" of ")[0])
+    expect(page.locator(".part-request")).to_contain_text("reused")
+    rows = page.locator(".sequences button")
+    expect(rows).to_have_count(len(served.engine.memory.sequences))
+    rows.last.click()
+    chosen = rows.last.locator(".name").inner_text()
+    expect(page.locator(".part-one h3")).to_contain_text(chosen.strip().capitalize())
+    layers = page.locator(".part-one .label").all_text_contents()
+    assert len(layers) == len(served.engine.memory.spec.layers) + 1
+    page.locator(".part-meter [data-term=tails]").hover()
+    expect(page.locator("#tip")).to_contain_text("newest tokens")
+
+
+def test_nothing_is_counted_while_the_memory_is_not_seen(served: Served, make_page: MakePage) -> None:
+    page = make_page(served.url, size=PHONE)
+    expect(page.locator("#model")).to_have_text("embedded")
+    assert served.view.n_listeners == 0
+    page.get_by_role("button", name="Show the tree and the memory").click()
+    page.get_by_role("tab", name="Memory").click()
+    expect(page.locator(".part-meter .big")).to_be_visible()
+    assert served.view.n_listeners == 1
+    page.get_by_role("button", name="Close", exact=True).click()
+    for _ in range(200):
+        if not served.view.n_listeners:
+            break
+        page.wait_for_timeout(20)
+    assert served.view.n_listeners == 0
+
+
+def large_snapshot(spec: Any, n_sequences: int) -> dict[str, Any]:
+    """A snapshot of a dry run: half are sequences, half checkpoints of them."""
+    memory = HybridMemory(spec, "64GiB", device="meta", rollback_window=32)
+    sequences = [memory.open() for _ in range(n_sequences // 2)]
+    memory.run(None, {s: [1] * (20 + i % 50) for i, s in enumerate(sequences)}, max_tokens=10**7)
+    kept = [memory.checkpoint(sequence) for sequence in sequences]
+    engine = types.SimpleNamespace(
+        memory=memory, lock=threading.RLock(), stats=EngineStats(), load=Load(64, n_sequences, 0)
+    )
+    shown = snapshot(engine, "embedded", "newest")  # type: ignore[arg-type]
+    assert len(kept) == len(sequences)
+    return shown
+
+
+def test_ten_thousand_sequences_stay_readable(served: Served, make_page: MakePage) -> None:
+    data = large_snapshot(served.engine.memory.spec, 10_000)
+    page = make_page(served.url)
+    page.route(
+        "**/v1/memory/events*",
+        lambda route: route.fulfill(content_type="text/event-stream", body=f"data: {json.dumps(data)}\n\n"),
+    )
+    page.reload()
+    expect(page.locator(".part-sequences h3")).to_contain_text("5,000 sequences, 5,000 checkpoints")
+    expect(page.locator(".sequences button")).to_have_count(MOST_SEQUENCES)
+    expect(page.locator(".part-sequences")).to_contain_text(f"and {10_000 - MOST_SEQUENCES:,} others")
+
+
+def test_the_tour_tells_edits_branches_shows_and_fills(
+    model: Slowed, tokenizer: Any, make_page: MakePage, request: pytest.FixtureRequest
+) -> None:
+    """With a small budget, so that the last step swaps."""
+    with serving(model, tokenizer, budget="3MiB", host_budget="64MiB") as server:
+        page = make_page(server.url, tour=True)
+        said = page.locator("#tour [role=status]")
+        for verb, words in (
+            ("Tell it", "Your cat is called Milo."),
+            ("Edit it", "Your cat is called Luna."),
+            ("Make a branch", "Each line of the tree"),
+            ("Show me", "were reused"),
+            ("Start 24 replies", "It was full"),
+        ):
+            page.get_by_role("button", name=verb).click()
+            expect(said).to_contain_text(words, timeout=30_000)
+            page.locator("#tour .primary").click()
+        expect(page.locator("#tour")).to_have_count(0)
+        page.reload()
+        expect(page.locator("#model")).to_have_text("embedded")
+        expect(page.locator("#tour")).to_have_count(0)
