@@ -1,0 +1,21 @@
+"""Seeds of simulated operation: a few by default, `OPERATION_SEEDS=5000` for a long run."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+from tests.operation.world import World
+
+N_SEEDS = int(os.environ.get("OPERATION_SEEDS", "4"))
+
+
+def test_every_request_ends_and_says_what_it_would_say_alone(tmp_path: Path) -> None:
+    events = Counter[str]()
+    for seed in range(N_SEEDS):
+        world = World(seed, tmp_path / str(seed))
+        world.run()
+        events += world.events
+    wanted = {"stop", "length", "cancelled", "deadline", "error", "model failed", "room taken", "preempted", "reused"}
+    assert events.keys() >= wanted | {"drafted"}
