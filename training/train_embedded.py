@@ -29,11 +29,14 @@ from training.scan import selective_scan
 SPECIAL_TOKENS = ["<|pad|>", "<|bos|>", "<|end|>", "<|user|>", "<|assistant|>"]
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
-    "{% if message.role not in ['user', 'assistant'] %}"
-    "{{ raise_exception('this model knows only the roles user and assistant') }}{% endif %}"
-    "<|{{ message.role }}|>{{ message.content }}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% if message.role == 'system' %}<|user|>{{ message.content }}<|end|><|assistant|>Okay, noted.<|end|>"
+    "{% elif message.role in ['user', 'tool'] %}<|user|>{{ message.content }}<|end|>"
+    "{% elif message.role == 'assistant' %}"
+    "<|assistant|>{{ message.content or ('Okay, noted.' if message.tool_calls else '') }}<|end|>"
+    "{% else %}{{ raise_exception('this model knows only the roles system, user, assistant and tool') }}{% endif %}"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
+"""A system message is a turn that the model notes, and so is what a tool returned: it was trained on such turns."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 
 from chat.decoding.token_bytes import TokenBytes
 from chat.engine.engine import Generation
-from chat.server.logprobs import chat_logprobs, completion_logprobs
+from chat.server.logprobs import completion_logprobs
 from chat.server.replies import Piece
 
 DONE = "data: [DONE]\n\n"
@@ -22,58 +22,6 @@ DONE = "data: [DONE]\n\n"
 
 def as_event(value: dict[str, Any]) -> str:
     return f"data: {json.dumps(value, separators=(',', ':'))}\n\n"
-
-
-@dataclass(frozen=True)
-class ChatFormat:
-    """Writes chat completions.
-
-    Attributes:
-        tokens: the model's, for log probabilities.
-    """
-
-    model: str
-    tokens: TokenBytes
-    id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]:
-        choices = [
-            {
-                "index": i,
-                "message": {"role": "assistant", "content": generation.text, "refusal": None},
-                "logprobs": chat_logprobs(self.tokens, generation.logprobs),
-                "finish_reason": finish_reason_of(generation),
-            }
-            for i, generation in enumerate(generations)
-        ]
-        return self._head("chat.completion") | {"choices": choices, "usage": usage}
-
-    def opening(self, index: int) -> dict[str, Any]:
-        return self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
-
-    def piece(self, piece: Piece) -> dict[str, Any]:
-        return self._chunk(piece.index, {"content": piece.text}, chat_logprobs(self.tokens, piece.logprobs))
-
-    def progress(self, index: int, progress: dict[str, int]) -> dict[str, Any]:
-        delta: dict[str, object] = {"role": "assistant", "content": None}
-        return self._chunk(index, delta) | {"prompt_progress": progress}
-
-    def closing(self, piece: Piece) -> dict[str, Any]:
-        return self._chunk(piece.index, {}, finish_reason=finish_reason_of(piece.generation))
-
-    def usage(self, usage: dict[str, object]) -> dict[str, Any]:
-        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage}
-
-    def _chunk(
-        self, index: int, delta: dict[str, object], logprobs: dict[str, Any] | None = None,
-        finish_reason: str | None = None,
-    ) -> dict[str, Any]:  # fmt: skip
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
-        return self._head("chat.completion.chunk") | {"choices": [choice]}
-
-    def _head(self, kind: str) -> dict[str, Any]:
-        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
 
 
 @dataclass(frozen=True)
@@ -106,16 +54,18 @@ class CompletionFormat:
     def opening(self, index: int) -> dict[str, Any] | None:
         return self._head() | {"choices": [self._choice(index, self.echoes[index])]} if self.echoes[index] else None
 
-    def piece(self, piece: Piece) -> dict[str, Any]:
-        start = len(self.echoes[piece.index]) + piece.start
-        logprobs = completion_logprobs(self.tokens, piece.logprobs, start)
-        return self._head() | {"choices": [self._choice(piece.index, piece.text, logprobs=logprobs)]}
+    def pieces(self, piece: Piece) -> list[dict[str, Any]]:
+        chunks = []
+        if piece.text or piece.logprobs:
+            start = len(self.echoes[piece.index]) + piece.start
+            logprobs = completion_logprobs(self.tokens, piece.logprobs, start)
+            chunks.append(self._choice(piece.index, piece.text, logprobs=logprobs))
+        if piece.is_last:
+            chunks.append(self._choice(piece.index, "", finish_reason_of(piece.generation)))
+        return [self._head() | {"choices": [chunk]} for chunk in chunks]
 
     def progress(self, index: int, progress: dict[str, int]) -> dict[str, Any]:
         return self._head() | {"choices": [self._choice(index, "")]} | {"prompt_progress": progress}
-
-    def closing(self, piece: Piece) -> dict[str, Any]:
-        return self._head() | {"choices": [self._choice(piece.index, "", finish_reason_of(piece.generation))]}
 
     def usage(self, usage: dict[str, object]) -> dict[str, Any]:
         return self._head() | {"choices": [], "usage": usage}

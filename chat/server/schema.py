@@ -8,15 +8,17 @@ separates cached prefixes.
 from __future__ import annotations
 
 import hashlib
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
 
 from chat.decoding.logprobs import MOST_LOGPROBS
-from chat.server.checked import MOST_VALUES, Checked, Neutral, read_request
-from chat.server.errors import ApiError
+from chat.server.checked import ANY, MOST_VALUES, Checked, Neutral, read_request
+from chat.server.errors import ApiError, clip
 from chat.server.options import MOST_CHOICES
 from chat.server.sampled import SamplingFields
+from chat.server.structured import StructuredFields
+from chat.server.tool_fields import ToolFields, read_calls
 
 __all__ = [
     "MOST_MESSAGES",
@@ -31,6 +33,9 @@ __all__ = [
 ]
 
 MOST_MESSAGES = 4096
+
+_OF_TEMPLATES = {"messages", "tools", "add_generation_prompt", "tokenize", "chat_template", "conversation"}
+"""What templates and `apply_chat_template` know that are no options."""
 
 Prompt = str | list[int]
 
@@ -78,22 +83,38 @@ class StreamOptions(Checked):
 
 class Message(Checked):
     neutral: ClassVar[Neutral] = {
-        "name": (),
-        "refusal": (),
-        "tool_calls": ([],),
-        "function_call": (),
-        "audio": (),
         "annotations": ([],),
+        "audio": (),
+        "function_call": (),
+        "provider_specific_fields": ANY,  # of litellm, which sends back what it was sent
+        "refusal": (),
     }
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[str, BeforeValidator(_read_content)]
+    aliases: ClassVar[dict[str, str]] = {"reasoning": "reasoning_content"}
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_read_content)] = ""
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]], BeforeValidator(read_calls)] = Field(default_factory=list)
+    tool_call_id: str | None = None
 
-    def as_template_knows(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def check_role(self) -> Message:
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("only messages of the role 'assistant' have 'tool_calls'")
+        if self.role == "tool" and self.tool_call_id is None:
+            raise ValueError("a message of the role 'tool' names its call by 'tool_call_id'")
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("it has no 'content'")
+        return self
+
+    def as_template_knows(self) -> dict[str, Any]:
         """Return the message as templates know it: "developer" is what "system" used to be called."""
-        return {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        told: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        optional = ("name", "reasoning_content", "tool_calls", "tool_call_id")
+        return told | {name: value for name in optional if (value := getattr(self, name))}
 
 
-class CommonRequest(SamplingFields):
+class CommonRequest(SamplingFields, StructuredFields):
     """Holds what requests for replies have in common."""
 
     model: str
@@ -114,6 +135,10 @@ class CommonRequest(SamplingFields):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def includes_continuous_usage(self) -> bool:
+        return self.includes_usage and self.stream_options is not None and self.stream_options.continuous_usage_stats
+
     def owner(self, authorization: str | None) -> bytes:
         """Return the owner of this request's prefixes: those with the same key and `prompt_cache_key`."""
         return hashlib.sha256(repr((authorization, self.prompt_cache_key)).encode()).digest()
@@ -132,7 +157,7 @@ def _check_n_messages(value: object) -> object:
     return value
 
 
-class ChatRequest(CommonRequest):
+class ChatRequest(CommonRequest, ToolFields):
     """Holds a request to POST /v1/chat/completions."""
 
     neutral: ClassVar[Neutral] = {
@@ -141,13 +166,13 @@ class ChatRequest(CommonRequest):
         "functions": ([],),
         "metadata": ({},),
         "modalities": (["text"],),
-        "parallel_tool_calls": (True, False),  # there are no tools
-        "reasoning_effort": (),
-        "response_format": ({"type": "text"},),
         "service_tier": ("auto", "default"),
         "store": (False,),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "documents": ([],),
+        "echo": (False,),
+        "reasoning_format": ("auto", "deepseek"),
         "verbosity": (),
         "web_search_options": (),
     }
@@ -158,6 +183,8 @@ class ChatRequest(CommonRequest):
     prediction: Prediction | None = None
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=MOST_LOGPROBS)
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    reasoning_effort: str | None = None
 
     @model_validator(mode="after")
     def check_logprobs(self) -> ChatRequest:
@@ -168,6 +195,23 @@ class ChatRequest(CommonRequest):
     @property
     def n_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
+
+    def with_template(self, texts: Any, template: str) -> Any:
+        """Return a tokenizer that renders its chat template with the tools and options of this request.
+
+        Raises ApiError 400 for an option that the template does not know.
+        """
+        options = dict(self.chat_template_kwargs)
+        if self.reasoning_effort is not None:
+            options["reasoning_effort"] = self.reasoning_effort
+        for name in options:
+            if name in _OF_TEMPLATES or name not in template:
+                param = "reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{clip(name)}"
+                message = f"Unsupported parameter: '{param}': this model's chat template has no such option."
+                raise ApiError(400, message, param=param, code="unsupported_parameter")
+        if self.offered_tools:
+            options["tools"] = [tool.definition for tool in self.offered_tools]
+        return texts.with_options(options)
 
     @property
     def wanted_tokens(self) -> int | None:

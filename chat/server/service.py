@@ -19,8 +19,9 @@ from chat.engine.output import Output
 from chat.prompts import Tokenizer, encode_chat
 from chat.server.accounts import account_for
 from chat.server.asking import Asking
+from chat.server.chat_format import ChatFormat
 from chat.server.errors import ApiError, StoppingError, as_api_error, log, stopping
-from chat.server.formats import DONE, ChatFormat, CompletionFormat, EventStream, as_event
+from chat.server.formats import DONE, CompletionFormat, EventStream, as_event
 from chat.server.lengths import check_length, check_lists, find_context_tokens
 from chat.server.limits import Exchange, exchange_of
 from chat.server.memory_view.events import MemoryView
@@ -28,6 +29,7 @@ from chat.server.metrics import Metrics
 from chat.server.options import ServerOptions
 from chat.server.replies import Ask, Piece, Replies
 from chat.server.schema import ChatRequest, CompletionRequest, Prompt, read_request
+from chat.server.shaping import NewReader, Shaping
 from chat.server.texts import Texts
 from memory import CapacityError, FormatError, IntegrityError
 
@@ -56,6 +58,7 @@ class Service:
             engine.stop_ids, engine.memory.spec.vocab_size, options.sampling or read_defaults(tokenizer)
         )
         self.tokens = TokenBytes(tokenizer)
+        self.shaping = Shaping(tokenizer, engine.memory.spec.vocab_size, engine.stop_ids)
         self._created = int(time.time())
         self._live: set[Replies] = set()
         self.texts = Texts(tokenizer, self.context_tokens, max_long=max(1, options.max_requests // 2))
@@ -133,22 +136,26 @@ class Service:
 
     async def chat(self, request: Request) -> Response:
         body = await request.body()
-        asked, token_ids = await self.texts.run(len(body), lambda texts: self._read_chat(texts, body), param="messages")
+        asked, token_ids, output, new_reader = await self.texts.run(
+            len(body), lambda texts: self._read_chat(texts, body), param="messages"
+        )
         owner = asked.owner(request.headers.get("authorization"))
-        ask = self._ask(asked, token_ids, asked.wanted_tokens, owner, param="messages")
+        ask = self._ask(asked, token_ids, asked.wanted_tokens, owner, output, param="messages")
         if asked.prediction is not None:
             predicted = asked.prediction.content
             ids = await self.texts.run(len(body), lambda texts: texts.encode(predicted, add_special_tokens=False))
             ask = replace(ask, prediction=tuple(ids))
-        return await self._reply(exchange_of(request.scope), asked, [ask], ChatFormat(self.model_id, self.tokens))
+        return await self._reply(
+            exchange_of(request.scope), asked, [ask], ChatFormat(self.model_id, self.tokens, new_reader)
+        )
 
     async def complete(self, request: Request) -> Response:
         body = await request.body()
-        asked, encoded = await self.texts.run(
+        asked, encoded, output = await self.texts.run(
             len(body), lambda texts: self._read_completion(texts, body), param="prompt"
         )
         owner = asked.owner(request.headers.get("authorization"))
-        asks = [self._ask(asked, token_ids, asked.max_tokens, owner, param="prompt") for token_ids in encoded]
+        asks = [self._ask(asked, token_ids, asked.max_tokens, owner, output, param="prompt") for token_ids in encoded]
         echoes = [""] * len(asks)
         if asked.echo:
             pairs = list(zip(asked.prompt, encoded, strict=True))
@@ -173,18 +180,20 @@ class Service:
             message = f"There is no model {name[:100]!r} here; there is {self.model_id!r}."
             raise ApiError(404, message, param="model", code="model_not_found")
 
-    def _read_chat(self, texts: Tokenizer, body: bytes) -> tuple[ChatRequest, list[int]]:
-        """Read a request and its tokens. Raises ApiError."""
+    def _read_chat(self, texts: Tokenizer, body: bytes) -> tuple[ChatRequest, list[int], Output, NewReader]:
+        """Read a request and its tokens, and the form of its reply. Raises ApiError."""
         check_lists(body, self.context_tokens, param="messages")
         asked = read_request(ChatRequest, body)
         self.check_model(asked.model)
         try:
             messages = [message.as_template_knows() for message in asked.messages]
-            return asked, encode_chat(texts, messages, parse_special=self.options.parse_special)
+            texts = asked.with_template(texts, self.shaping.habits.template)
+            token_ids = encode_chat(texts, messages, parse_special=self.options.parse_special)
         except FormatError as error:
             raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from None
+        return asked, token_ids, *self.shaping.shape(texts, token_ids, asked.shape, asked, asked.n_logprobs)
 
-    def _read_completion(self, texts: Tokenizer, body: bytes) -> tuple[CompletionRequest, list[list[int]]]:
+    def _read_completion(self, texts: Tokenizer, body: bytes) -> tuple[CompletionRequest, list[list[int]], Output]:
         """Read a request and the tokens of its prompts. Raises ApiError."""
         check_lists(body, self.context_tokens, param="prompt")
         asked = read_request(CompletionRequest, body)
@@ -192,7 +201,8 @@ class Service:
         for prompt in asked.prompt:
             if not isinstance(prompt, str):  # too many tokens are refused before any text is encoded
                 self._reply_tokens(len(prompt), asked.max_tokens, param="prompt")
-        return asked, [self.encode(texts.for_another_prompt(), prompt, "prompt") for prompt in asked.prompt]
+        encoded = [self.encode(texts.for_another_prompt(), prompt, "prompt") for prompt in asked.prompt]
+        return asked, encoded, self.shaping.plain(asked.shape, asked.n_logprobs)
 
     @property
     def n_vocab(self) -> int:
@@ -213,12 +223,12 @@ class Service:
         return prompt if isinstance(prompt, str) else str(texts.decode(token_ids, skip_special_tokens=True))
 
     def _ask(
-        self, asked: ChatRequest | CompletionRequest, token_ids: list[int], wanted: int | None, owner: bytes, *,
-        param: str
+        self, asked: ChatRequest | CompletionRequest, token_ids: list[int], wanted: int | None, owner: bytes,
+        output: Output, *, param: str
     ) -> Ask:  # fmt: skip
         n_reply = self._reply_tokens(len(token_ids), wanted, param=param)
         return self.asking.ask(
-            asked, token_ids, n_reply, owner, n=asked.n, output=Output(logprobs=asked.n_logprobs),
+            asked, token_ids, n_reply, owner, n=asked.n, output=output,
             reports_prefill=asked.stream and asked.return_progress,
         )  # fmt: skip
 
@@ -251,7 +261,7 @@ class Service:
         try:
             piece = await replies.next()
             if asked.stream:
-                return EventStream(self._events(replies, piece, style, includes_usage=asked.includes_usage))
+                return EventStream(self._events(replies, piece, style, asked))
             while piece is not None:
                 piece = await replies.next()
         except Exception as error:
@@ -260,9 +270,13 @@ class Service:
         return JSONResponse(style.whole(generations, replies.usage()))
 
     async def _events(
-        self, replies: Replies, piece: Piece | None, style: ChatFormat | CompletionFormat, *, includes_usage: bool
+        self,
+        replies: Replies,
+        piece: Piece | None,
+        style: ChatFormat | CompletionFormat,
+        asked: ChatRequest | CompletionRequest,
     ) -> AsyncGenerator[str, None]:
-        null_usage = {"usage": None} if includes_usage else {}
+        null_usage: dict[str, Any] = {"usage": None} if asked.includes_usage else {}
         seen: set[int] = set()
         try:
             while piece is not None:
@@ -275,12 +289,11 @@ class Service:
                     opening = style.opening(piece.index)
                     if opening is not None:
                         yield as_event(opening | null_usage)
-                if piece.text or piece.logprobs:
-                    yield as_event(style.piece(piece) | null_usage)
-                if piece.is_last:
-                    yield as_event(style.closing(piece) | null_usage)
+                usage = {"usage": replies.usage()} if asked.includes_continuous_usage else null_usage
+                for chunk in style.pieces(piece):
+                    yield as_event(chunk | usage)
                 piece = await replies.next()
-            if includes_usage:
+            if asked.includes_usage:
                 yield as_event(style.usage(replies.usage()))
             yield DONE
         except Exception as error:  # the status has been sent already

@@ -130,6 +130,13 @@ class _Bounded:
         self._texts = texts
         self._param = param
         self._n_bytes = 0
+        self._options: dict[str, Any] = {}
+
+    def with_options(self, options: dict[str, Any]) -> _Bounded:
+        """Return it with options of the chat template, such as its tools, and the same count of bytes."""
+        twin = copy.copy(self)
+        twin._options = options
+        return twin
 
     def for_another_prompt(self) -> _Bounded:
         return _Bounded(self.unbounded, self._texts, self._param)
@@ -143,7 +150,7 @@ class _Bounded:
         return list(self.unbounded.encode(text, **options))
 
     def apply_chat_template(self, messages: list[Message], **options: Any) -> str:
-        text = str(self.unbounded.apply_chat_template(messages, **options))
+        text = str(self.unbounded.apply_chat_template(messages, **self._options, **options))
         self._texts.check_bytes(len(text.encode(errors="surrogatepass")), self._param)
         return text
 

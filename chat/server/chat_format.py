@@ -1,0 +1,139 @@
+"""Writes chat completions as OpenAI's clients read them: text, thoughts and calls of tools, whole or in pieces."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from chat.decoding.logprobs import Chosen
+from chat.decoding.token_bytes import TokenBytes
+from chat.engine.engine import Generation
+from chat.server.formats import finish_reason_of
+from chat.server.logprobs import chat_logprobs
+from chat.server.replies import Piece
+from chat.tools.calls import CallPart
+from chat.tools.reading import Part, ReplyReader
+
+
+@dataclass
+class Said:
+    """Holds what a reply holds: its content, its thoughts, and its calls as OpenAI's clients know them."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def add(self, part: Part) -> None:
+        self.content += part.content
+        self.reasoning += part.reasoning
+        if part.call is None:
+            return
+        while len(self.calls) <= part.call.index:
+            function = {"name": "", "arguments": ""}
+            self.calls.append({"id": new_call_id(), "type": "function", "function": function})
+        function = self.calls[part.call.index]["function"]
+        function["name"] += part.call.name
+        function["arguments"] += part.call.arguments
+
+
+def new_call_id() -> str:
+    return f"call_{uuid4().hex[:24]}"
+
+
+def read_whole(reader: ReplyReader, text: str) -> Said:
+    """Return what the text of a whole reply holds."""
+    said = Said()
+    for part in (*reader.feed(text), *reader.close()):
+        said.add(part)
+    return said
+
+
+@dataclass
+class ChatFormat:
+    """Writes the chat completions of one request.
+
+    Attributes:
+        tokens: the model's, for log probabilities.
+        new_reader: returns the reader of a new reply.
+    """
+
+    model: str
+    tokens: TokenBytes
+    new_reader: Callable[[], ReplyReader]
+    id: str = field(default_factory=lambda: f"chatcmpl-{uuid4().hex}")
+    created: int = field(default_factory=lambda: int(time.time()))
+    _readers: dict[int, ReplyReader] = field(default_factory=dict)
+    _untold: dict[int, list[Chosen]] = field(default_factory=dict)  # their text has not been sent yet
+
+    def whole(self, generations: list[Generation], usage: dict[str, object]) -> dict[str, Any]:
+        choices = [self._choice(i, generation) for i, generation in enumerate(generations)]
+        return self._head("chat.completion") | {"choices": choices, "usage": usage}
+
+    def _choice(self, index: int, generation: Generation) -> dict[str, Any]:
+        said = read_whole(self.new_reader(), generation.text)
+        message: dict[str, Any] = {"role": "assistant", "content": said.content or (None if said.calls else "")}
+        message["refusal"] = None
+        if said.reasoning:
+            message |= {"reasoning_content": said.reasoning, "reasoning": said.reasoning}
+        if said.calls:
+            message["tool_calls"] = said.calls
+        reason = finish_reason_of(generation)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": chat_logprobs(self.tokens, generation.logprobs),
+            "finish_reason": "tool_calls" if said.calls and reason == "stop" else reason,
+        }
+
+    def opening(self, index: int) -> dict[str, Any]:
+        return self._chunk(index, {"role": "assistant", "content": "", "refusal": None})
+
+    def pieces(self, piece: Piece) -> list[dict[str, Any]]:
+        """Return the chunks of what a step brought for one choice; none while it may be the beginning of a mark."""
+        reader = self._readers.setdefault(piece.index, self.new_reader())
+        parts = reader.feed(piece.text)
+        if piece.is_last:
+            parts += reader.close()
+        untold = self._untold.setdefault(piece.index, [])
+        untold += piece.logprobs
+        deltas = [_delta(part) for part in parts] or ([{"content": ""}] if untold and piece.is_last else [])
+        chunks = [self._chunk(piece.index, delta) for delta in deltas]
+        if chunks and untold:
+            chunks[0]["choices"][0]["logprobs"] = chat_logprobs(self.tokens, untold)
+            untold.clear()
+        if piece.is_last:
+            reason = finish_reason_of(piece.generation)
+            reason = "tool_calls" if reader.has_calls and reason == "stop" else reason
+            chunks.append(self._chunk(piece.index, {}, reason))
+        return chunks
+
+    def progress(self, index: int, progress: dict[str, int]) -> dict[str, Any]:
+        return self._chunk(index, {"role": "assistant", "content": None}) | {"prompt_progress": progress}
+
+    def usage(self, usage: dict[str, object]) -> dict[str, Any]:
+        return self._head("chat.completion.chunk") | {"choices": [], "usage": usage}
+
+    def _chunk(self, index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return self._head("chat.completion.chunk") | {"choices": [choice]}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def _delta(part: Part) -> dict[str, Any]:
+    if part.reasoning:
+        return {"reasoning_content": part.reasoning, "reasoning": part.reasoning}
+    if part.call is not None:
+        return {"tool_calls": [_call_delta(part.call)]}
+    return {"content": part.content}
+
+
+def _call_delta(call: CallPart) -> dict[str, Any]:
+    if not call.name:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"index": call.index, "id": new_call_id(), "type": "function", "function": function}

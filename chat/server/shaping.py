@@ -1,0 +1,72 @@
+"""Decides the form of a reply, and how it is read: its grammar, its thoughts and its calls of tools."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from chat.decoding.grammar import GrammarError, Grammars
+from chat.engine.output import Output
+from chat.prompts import Tokenizer
+from chat.server.errors import ApiError
+from chat.server.tool_fields import ToolFields
+from chat.tools.families import BARE, THINK_BEGIN, find_habits
+from chat.tools.grammars import Required, Shape, make_grammar
+from chat.tools.reading import ReplyReader
+from memory import SpecError
+
+NewReader = Callable[[], ReplyReader]
+_TAIL_TOKENS = 8
+
+
+class Shaping:
+    """Makes grammars and readers for the replies of one model. May be used from any thread."""
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) -> None:
+        self.habits = find_habits(tokenizer)
+        self._grammars = Grammars(tokenizer, n_vocab, end_ids)
+
+    def shape(
+        self, texts: Tokenizer, token_ids: Sequence[int], shape: Shape | None, asked: ToolFields,
+        logprobs: int | None = None,
+    ) -> tuple[Output, NewReader]:  # fmt: skip
+        """Return what is asked of the engine, and what makes a reader for each choice.
+
+        Args:
+            texts: a tokenizer for this thread.
+            token_ids: the prompt, which may end with the mark that begins thoughts.
+        Raises:
+            ApiError: 400, naming what cannot be enforced, before anything is generated.
+        """
+        habits, tools = self.habits, asked.callable_tools()
+        calls = habits.calls if tools else None
+        if asked.must_call:
+            calls = calls or BARE
+        end = str(texts.decode(list(token_ids[-_TAIL_TOKENS:]), skip_special_tokens=False)).rstrip()
+        is_thinking = habits.thinks and end.endswith(THINK_BEGIN)
+        required = Required(tools, calls, is_parallel=asked.parallel_tool_calls) if calls is not None else None
+        param = "tools" if asked.must_call or shape is None else shape.name
+        try:
+            grammar = make_grammar(
+                self._grammars, habits, shape, required, must_call=asked.must_call, is_thinking=is_thinking
+            )
+        except GrammarError as error:
+            raise ApiError(400, f"Invalid '{param}': {error}.", param=param, code="invalid_value") from None
+        except SpecError as error:
+            message = f"Unsupported parameter: '{param}': {error}."
+            raise ApiError(400, message, param=param, code="unsupported_parameter") from None
+        output = Output(grammar=grammar, logprobs=logprobs, shows_special=habits.shows_special)
+        return output, partial(ReplyReader, habits, asked.offered_tools, calls, is_thinking=is_thinking)
+
+    def plain(self, shape: Shape | None, logprobs: int | None) -> Output:
+        """Return what is asked of the engine for text that continues a prompt. Raises ApiError as `shape`."""
+        if shape is None:
+            return Output(logprobs=logprobs)
+        output, _ = self.shape(_NoText(), (), shape, ToolFields(), logprobs)
+        return Output(grammar=output.grammar, logprobs=logprobs)
+
+
+class _NoText:
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        return ""

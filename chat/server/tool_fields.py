@@ -1,0 +1,110 @@
+"""Reads the tools of a request, which of them must be called, and the calls of earlier replies."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator
+
+from chat.server.checked import Checked
+from chat.server.errors import ApiError
+from chat.tools.calls import ANY_OBJECT, Tool
+
+MOST_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
+
+
+def read_tools(value: object) -> tuple[Tool, ...]:
+    """Read tools as OpenAI's clients send them: in chats beside 'function', in Responses flat. Raises ValueError."""
+    if not isinstance(value, list) or len(value) > MOST_TOOLS:
+        raise ValueError(f"it must be a list of up to {MOST_TOOLS} tools")
+    tools = tuple(map(_read_tool, value))
+    names = [tool.name for tool in tools]
+    if len(set(names)) < len(names):
+        raise ValueError("two tools have the same name")
+    return tools
+
+
+def _read_tool(value: object) -> Tool:
+    if not isinstance(value, dict) or value.get("type") != "function":
+        raise ValueError("only tools of the type 'function' are supported")
+    function = value.get("function", value)
+    if not isinstance(function, dict) or not _NAME.fullmatch(str(function.get("name"))):
+        raise ValueError("a function has a name of letters, digits, _ and -")
+    if unknown := sorted(function.keys() - {"type", "name", "description", "parameters", "strict"}):
+        raise ValueError(f"{unknown[0][:40]!r} is no field of a function")
+    parameters = function.get("parameters")
+    if not isinstance(parameters, dict | None) or not isinstance(function.get("description"), str | None):
+        raise ValueError("a function's 'parameters' are a JSON Schema, and its 'description' is a string")
+    parameters = dict(parameters) if parameters else dict(ANY_OBJECT)
+    parameters.setdefault("type", "object")
+    told = {"name": function["name"], "description": function.get("description") or "", "parameters": parameters}
+    return Tool(function["name"], parameters, {"type": "function", "function": told})
+
+
+def read_tool_choice(value: object) -> object:
+    """Return "auto", "none", "required", or the names of the tools that may be called, of which one must be."""
+    if value in ("auto", "none", "required"):
+        return value
+    if isinstance(value, dict) and value.get("type") == "function":
+        function = value.get("function", value)
+        if isinstance(function, dict) and isinstance(function.get("name"), str):
+            return (function["name"],)
+    raise ValueError("it must be 'auto', 'none', 'required' or {'type': 'function', 'function': {'name': ...}}")
+
+
+ToolChoice = Annotated[Literal["auto", "none", "required"] | tuple[str, ...], BeforeValidator(read_tool_choice)]
+Tools = Annotated[tuple[Tool, ...], BeforeValidator(read_tools)]
+
+
+class ToolFields(Checked):
+    """Holds the tools of a request."""
+
+    tools: Tools = ()
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def offered_tools(self) -> tuple[Tool, ...]:
+        """The tools that the model is told of."""
+        return () if self.tool_choice == "none" else self.tools
+
+    @property
+    def must_call(self) -> bool:
+        return self.tool_choice not in (None, "auto", "none")
+
+    def callable_tools(self) -> tuple[Tool, ...]:
+        """Return the tools that the reply may call. Raises ApiError 400 for a choice of none that there is."""
+        if self.must_call and not self.tools:
+            raise ApiError(400, "'tool_choice' needs 'tools'.", param="tool_choice", code="invalid_value")
+        if not isinstance(self.tool_choice, tuple):
+            return self.offered_tools
+        found = tuple(tool for tool in self.tools if tool.name in self.tool_choice)
+        if not found:
+            message = f"Invalid 'tool_choice': there is no tool {self.tool_choice[0][:100]!r}."
+            raise ApiError(400, message, param="tool_choice", code="invalid_value")
+        return found
+
+
+def read_calls(value: object) -> list[dict[str, Any]]:
+    """Read the calls of an earlier reply, as templates know them: arguments are an object. Raises ValueError."""
+    if not isinstance(value, list):
+        raise ValueError("it must be a list of calls")
+    return [_read_call(call) for call in value]
+
+
+def _read_call(value: object) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError("a call is {'id': ..., 'type': 'function', 'function': {'name': ..., 'arguments': ...}}")
+    arguments = function.get("arguments") or "{}"
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except ValueError:  # of a reply that was cut
+        arguments = {"arguments": arguments}
+    if not isinstance(arguments, dict):
+        raise ValueError("a call's 'arguments' are an object, written as JSON")
+    told = {"name": function["name"], "arguments": arguments}
+    return {"id": str(value.get("id") or ""), "type": "function", "function": told}

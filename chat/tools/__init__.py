@@ -1,0 +1,1 @@
+"""Contains what replies hold beside text: calls of tools, thoughts, and the grammars of structured output."""

@@ -1,0 +1,63 @@
+"""Finds how a model writes calls and thoughts: by what its chat template and its tokenizer name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from chat.tools.calls import CallFormat
+from chat.tools.json_calls import JsonCalls
+from chat.tools.python_calls import PythonCalls
+from chat.tools.xml_calls import XmlCalls
+
+HERMES = JsonCalls("<tool_call>", "</tool_call>", padding="\n")
+JAMBA = JsonCalls("<tool_calls>", "</tool_calls>", is_list=True)
+NEMOTRON = JsonCalls("<TOOLCALL>", "</TOOLCALL>", is_list=True)
+QWEN = XmlCalls()
+LFM = PythonCalls()
+BARE = JsonCalls("", "", is_list=True)
+"""Of models that were not trained to call tools: a list of calls is the whole reply, and only where one is required."""
+
+THINK_BEGIN, THINK_END = "<think>", "</think>"
+_SIGNS: tuple[tuple[str, CallFormat], ...] = (
+    ("<tool_calls>", JAMBA),
+    ("<TOOLCALL>", NEMOTRON),
+    ("<|tool_call_start|>", LFM),
+    ("<|tool_list_start|>", LFM),
+    ("<function=", QWEN),
+    ("<tool_call>", HERMES),
+)
+"""What a template or a vocabulary holds -> the format; the first that is found counts."""
+
+
+@dataclass(frozen=True)
+class Habits:
+    """Says how a model writes.
+
+    Attributes:
+        calls: its format of calls; None: it was not trained to call tools.
+        thinks: it may write thoughts between <think> and </think>.
+        shows_special: marks are special tokens, so these must be shown in the text that is read.
+        special: names of the special tokens; those that are no marks are left out of what is shown.
+        template: the text of the chat template.
+    """
+
+    calls: CallFormat | None
+    thinks: bool
+    shows_special: bool
+    special: frozenset[str]
+    template: str
+
+
+def find_habits(tokenizer: Any) -> Habits:
+    """Return how the model of a tokenizer writes."""
+    template = getattr(tokenizer, "chat_template", None) or ""
+    template = template if isinstance(template, str) else " ".join(map(str, template.values()))
+    added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+    special = frozenset(token.content for token in added if token.special)
+    known = {token.content for token in added}
+    calls = next((calls for sign, calls in _SIGNS if sign in template or sign in known), None)
+    thinks = THINK_END in template
+    marks = {THINK_BEGIN, THINK_END} if thinks else set()
+    marks |= {calls.begin, calls.end} if calls is not None else set()
+    return Habits(calls, thinks, bool(marks & special), special, template)
