@@ -21,7 +21,7 @@ from torch import Tensor
 
 from memory import BatchError, SpecError
 
-WHITESPACE = r"[ \n]{0,16}"
+WHITESPACE = r"(\n {0,16}| )?"
 """Between the signs of JSON: what people and models write, and no more, or nothing else might ever be written."""
 _MOST_KEPT = 256
 """Grammars of which the compiled form is kept, the most recently used ones."""
@@ -216,4 +216,5 @@ def _executor() -> Any:
 def _short(error: str) -> str:
     """Return what an error of llguidance says, without the place in the grammar that was made, which it quotes."""
     said = re.split(r"\n\s*\d+ \|", error)[0]
+    said = re.sub(r"Unimplemented keys: \[(.*?)\]", r"these keys cannot be enforced: \1", said)
     return " ".join(re.sub(r"^at \d+\(\d+\): (failed to compile JSON schema: )?", "", said).split())[:300]

@@ -43,11 +43,11 @@ def read_request(model: type[ModelT], body: bytes) -> ModelT:
 
 def _explain(detail: ErrorDetails) -> ApiError:
     kind, given = detail["type"], reprlib.repr(detail["input"])
-    where = [*detail["loc"], *([detail["ctx"]["name"]] if kind in ("unknown", "unsupported") else [])]
+    where = [*detail["loc"], *([detail["ctx"]["name"]] if kind in ("unknown", "unsupported", "absent") else [])]
     param = clip("".join(f"[{part}]" if isinstance(part, int) else f".{clip(part)}" for part in where).lstrip("."))
     if kind == "unknown":
         return ApiError(400, f"Unknown parameter: '{param}'.", param=param, code="unknown_parameter")
-    if kind == "missing":
+    if kind in ("missing", "absent"):
         return ApiError(400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter")
     if kind == "unsupported":
         return ApiError(

@@ -11,6 +11,7 @@ import hashlib
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, FailFast, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from chat.decoding.logprobs import MOST_LOGPROBS
 from chat.server.checked import ANY, MOST_VALUES, Checked, Neutral, read_request
@@ -104,7 +105,7 @@ class Message(Checked):
         if self.role == "tool" and self.tool_call_id is None:
             raise ValueError("a message of the role 'tool' names its call by 'tool_call_id'")
         if "content" not in self.model_fields_set and not self.tool_calls:
-            raise ValueError("it has no 'content'")
+            raise PydanticCustomError("absent", "is missing", {"name": "content"})
         return self
 
     def as_template_knows(self) -> dict[str, Any]:
@@ -204,8 +205,8 @@ class ChatRequest(CommonRequest, ToolFields):
         options = dict(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
             options["reasoning_effort"] = self.reasoning_effort
-        for name in options:
-            if name in _OF_TEMPLATES or name not in template:
+        for name, value in options.items():
+            if name in _OF_TEMPLATES or (value not in (False, None) and name not in template):
                 param = "reasoning_effort" if name == "reasoning_effort" else f"chat_template_kwargs.{clip(name)}"
                 message = f"Unsupported parameter: '{param}': this model's chat template has no such option."
                 raise ApiError(400, message, param=param, code="unsupported_parameter")

@@ -11,6 +11,7 @@ from chat.engine.output import Output
 from chat.prompts import Tokenizer
 from chat.server.errors import ApiError
 from chat.server.tool_fields import ToolFields
+from chat.tools.calls import CallFormat
 from chat.tools.families import BARE, THINK_BEGIN, find_habits
 from chat.tools.grammars import Required, Shape, make_grammar
 from chat.tools.reading import ReplyReader
@@ -40,7 +41,7 @@ class Shaping:
             ApiError: 400, naming what cannot be enforced, before anything is generated.
         """
         habits, tools = self.habits, asked.callable_tools()
-        calls = habits.calls if tools else None
+        calls: CallFormat | None = habits.calls if tools else None
         if asked.must_call:
             calls = calls or BARE
         end = str(texts.decode(list(token_ids[-_TAIL_TOKENS:]), skip_special_tokens=False)).rstrip()

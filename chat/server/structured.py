@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from chat.server.checked import Checked
+from chat.server.checked import Checked, Neutral
 from chat.server.errors import ApiError
 from chat.tools.grammars import Shape
 
@@ -64,8 +64,9 @@ Text = Annotated[str, Field(min_length=1)]
 class StructuredOutputs(Checked):
     """Is vLLM's object for the same; exactly one of its fields is given."""
 
-    neutral = {"disable_fallback": (False,), "disable_any_whitespace": (False,)}  # noqa: RUF012
-    json_: Schema | None = Field(None, alias="json")
+    neutral: ClassVar[Neutral] = {"disable_fallback": (False,), "disable_any_whitespace": (False,)}
+    aliases: ClassVar[dict[str, str]] = {"json": "json_"}
+    json_: Schema | None = None
     regex: Text | None = None
     choice: Choices | None = None
     grammar: Text | None = None

@@ -125,18 +125,18 @@ class _Bounded:
         unbounded: that tokenizer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, texts: Texts, param: str | None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, texts: Texts, param: str | None, options: dict[str, Any] | None = None
+    ) -> None:
         self.unbounded = tokenizer
         self._texts = texts
         self._param = param
         self._n_bytes = 0
-        self._options: dict[str, Any] = {}
+        self._options = options or {}
 
     def with_options(self, options: dict[str, Any]) -> _Bounded:
-        """Return it with options of the chat template, such as its tools, and the same count of bytes."""
-        twin = copy.copy(self)
-        twin._options = options
-        return twin
+        """Return one for another prompt, with options of the chat template, such as its tools."""
+        return _Bounded(self.unbounded, self._texts, self._param, options)
 
     def for_another_prompt(self) -> _Bounded:
         return _Bounded(self.unbounded, self._texts, self._param)

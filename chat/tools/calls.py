@@ -54,12 +54,13 @@ class Block(Protocol):
 class CallFormat(Protocol):
     """Says how a family of models writes calls.
 
-    Attributes:
-        begin, end: the marks around a block; `end` is empty if the block goes on to the end of the reply.
+    The marks around a block are `begin` and `end`; both are empty if the whole reply is one.
     """
 
-    begin: str
-    end: str
+    @property
+    def begin(self) -> str: ...
+    @property
+    def end(self) -> str: ...
 
     def open(self, tools: Sequence[Tool]) -> Block:
         """Return the reader of a new block."""

@@ -96,7 +96,7 @@ def _content(shape: Shape) -> str:
     if shape.kind == "json":
         return json_rule(shape.value if isinstance(shape.value, dict) else {})
     if shape.kind == "choice":
-        return " | ".join(map(json.dumps, shape.value))
+        return " | ".join(json.dumps(text) for text in shape.value)
     if shape.kind == "regex":
-        return "/" + shape.value.replace("/", "\\/") + "/"
-    return "%lark {\n" + shape.value + "\n}"
+        return "/" + str(shape.value).replace("/", "\\/") + "/"
+    return f"%lark {{\n{shape.value}\n}}"

@@ -51,12 +51,14 @@ def _rules_of(i: int, tool: Tool) -> list[str]:
     rules, terms = [], []
     for k, (name, schema) in enumerate(properties.items()):
         schema = schema if isinstance(schema, dict) else {}
-        value = f"text{i}_{k}" if _is_text(schema) else json_rule(schema | shared)
+        end, texts = json.dumps("\n</parameter>"), schema.get("enum")
         if _is_text(schema):
             rules.append(f"text{i}_{k}[lazy]: /(.|\\n)*\\n<\\/parameter>/")
-            body = value
+            body = f"text{i}_{k}"
+        elif isinstance(texts, list) and texts and all(isinstance(text, str) for text in texts):
+            body = f"({either([json.dumps(text) for text in texts])}) {end}"
         else:
-            body = f'{value} "\\n</parameter>"'
+            body = f"{json_rule(schema | shared)} {end}"
         rules.append(f"param{i}_{k}: {json.dumps(f'<parameter={name}>' + chr(10))} {body} {json.dumps(chr(10))}")
         terms.append(f"param{i}_{k}" + ("" if name in required else "?"))
     opening = json.dumps(f"<function={tool.name}>\n")

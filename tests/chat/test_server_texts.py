@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from chat.prompts import Tokenizer
-from chat.server import ServerOptions, limits, schema
+from chat.server import ServerOptions, checked, limits
 from chat.server.bodies import count_longest_list
 from chat.server.errors import ApiError
 from chat.server.schema import MOST_MESSAGES, MOST_VALUES, ChatRequest, CompletionRequest, read_request
@@ -200,8 +200,10 @@ def test_a_list_that_no_context_can_hold_is_not_parsed(
     embedded: LanguageModel, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[int] = []
-    parse = schema.from_json
-    monkeypatch.setattr(schema, "from_json", lambda body, **options: parsed.append(len(body)) or parse(body, **options))
+    parse = checked.from_json
+    monkeypatch.setattr(
+        checked, "from_json", lambda body, **options: parsed.append(len(body)) or parse(body, **options)
+    )
     with running(embedded, tokenizer, ServerOptions(max_tokens=512, max_body_bytes=16 << 20)) as server:
         token_ids = [5] * 1_000_000
         for prompt in (token_ids, [[5], token_ids]):

@@ -631,8 +631,10 @@ def test_tokenizers_without_a_usable_template_are_refused(embedded: Any) -> None
     bare.chat_template = None
     with pytest.raises(FormatError, match="no chat template"):
         ChatSession(make_engine(embedded, bare))
+    strict = load_tokenizer(EMBEDDED)
+    strict.chat_template = strict.chat_template.replace("'system'", "'none'")
     with pytest.raises(FormatError, match="only the roles"):
-        ChatSession(make_engine(embedded, load_tokenizer(EMBEDDED)), system="Be brief.")
+        ChatSession(make_engine(embedded, strict), system="Be brief.")
     memory = HybridMemory(embedded.memory_spec, "16MiB")
     with pytest.raises(FormatError, match="no tokenizer"):
         ChatSession(Engine(embedded, memory, None))

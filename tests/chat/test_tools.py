@@ -1,0 +1,157 @@
+"""Calls of tools and thoughts: how each family writes them, read in pieces of any length, and what a grammar allows."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import torch
+
+from chat.decoding.grammar import Grammars
+from chat.decoding.sampler import Sampler
+from chat.decoding.sampling import Sampling
+from chat.prompts import Tokenizer
+from chat.tools.calls import CallFormat, Tool
+from chat.tools.families import BARE, HERMES, JAMBA, LFM, NEMOTRON, QWEN, Habits, find_habits
+from chat.tools.grammars import Required, make_grammar
+from chat.tools.reading import ReplyReader
+
+WEATHER = Tool(
+    "get_weather",
+    {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "exact": {"type": "boolean"}},
+        "required": ["city", "days"],
+        "additionalProperties": False,
+    },
+)
+TIME = Tool("time", {"type": "object", "properties": {}, "additionalProperties": False})
+TOOLS = (WEATHER, TIME)
+CALLS = [("get_weather", {"city": 'São "Paulo"\n</x>', "days": 3}), ("time", {})]
+WEATHER_JSON = json.dumps({"name": "get_weather", "arguments": CALLS[0][1]})
+TIME_JSON = json.dumps({"name": "time", "arguments": {}})
+WRITTEN: list[tuple[CallFormat, str]] = [
+    (HERMES, f"<tool_call>\n{WEATHER_JSON}\n</tool_call>\n<tool_call>\n{TIME_JSON}\n</tool_call>"),
+    (JAMBA, f"<tool_calls>[\n    {WEATHER_JSON},\n    {TIME_JSON}\n]</tool_calls>"),
+    (NEMOTRON, f"<TOOLCALL>[{WEATHER_JSON}, {TIME_JSON}]</TOOLCALL>"),
+    (
+        QWEN,
+        '<tool_call>\n<function=get_weather>\n<parameter=city>\nSão "Paulo"\n</x>\n</parameter>\n<parameter=days>\n3\n'
+        "</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>",
+    ),
+    (LFM, "<|tool_call_start|>[get_weather(city='São \"Paulo\"\\n</x>', days=3), time()]<|tool_call_end|>"),
+]
+NAMES = ["hermes", "jamba", "nemotron", "qwen", "lfm"]
+
+
+def habits(calls: CallFormat | None, **options: Any) -> Habits:
+    given = {"calls": calls, "thinks": False, "shows_special": False} | options
+    return Habits(**given, template="", special=frozenset())
+
+
+def read(reader: ReplyReader, pieces: list[str]) -> tuple[str, str, list[tuple[str, Any]]]:
+    """Content, thoughts, and calls with their arguments."""
+    parts = [part for piece in pieces for part in reader.feed(piece)] + reader.close()
+    calls: dict[int, list[str]] = {}
+    for call in (part.call for part in parts if part.call is not None):
+        name, arguments = calls.get(call.index, ["", ""])
+        calls[call.index] = [name + call.name, arguments + call.arguments]
+    found = [(name, json.loads(arguments)) for _, (name, arguments) in sorted(calls.items())]
+    return "".join(part.content for part in parts), "".join(part.reasoning for part in parts), found
+
+
+def cut(text: str, seed: int) -> list[str]:
+    generator, pieces = random.Random(seed), []
+    while text:
+        n = generator.randint(1, 7)
+        pieces.append(text[:n])
+        text = text[n:]
+    return pieces
+
+
+@pytest.mark.parametrize(("calls", "written"), WRITTEN, ids=NAMES)
+def test_calls_are_read_in_pieces_of_any_length(calls: CallFormat, written: str) -> None:
+    text = f"Let me look.\n{written}"
+    for pieces in ([text], list(text), *(cut(text, seed) for seed in range(5))):
+        content, thoughts, found = read(ReplyReader(habits(calls), TOOLS, calls), pieces)
+        assert (content.strip(), thoughts, found) == ("Let me look.", "", CALLS)
+
+
+@pytest.mark.parametrize(("calls", "written"), WRITTEN, ids=NAMES)
+def test_what_is_no_call_stays_text(calls: CallFormat, written: str) -> None:
+    for text in ("a < b <tool <TOOL <|tool", f"{calls.begin}no call{calls.end}", "plain"):
+        content, _, found = read(ReplyReader(habits(calls), TOOLS, calls), list(text))
+        assert (content, found) == (text, [])
+
+
+def test_arguments_are_told_while_they_are_written() -> None:
+    reader = ReplyReader(habits(HERMES), TOOLS, HERMES)
+    parts = reader.feed('<tool_call>\n{"name": "get_weather", "arguments": {"city": "Pa')
+    assert [part.call.name or part.call.arguments for part in parts if part.call] == ["get_weather", '{"city": "Pa']
+
+
+def test_thoughts_are_split_off() -> None:
+    for text, is_thinking in (("<think>\nHm.</think>\n\nYes.", False), ("Hm.\n</think>\n\nYes.", True)):
+        for pieces in ([text], list(text)):
+            reader = ReplyReader(habits(None, thinks=True), is_thinking=is_thinking)
+            content, thoughts, _ = read(reader, pieces)
+            assert (content, thoughts.strip()) == ("Yes.", "Hm.")
+    content, thoughts, _ = read(ReplyReader(habits(None, thinks=True)), list("No <think>ing"))
+    assert (content, thoughts) == ("No <think>ing", "")
+
+
+@pytest.mark.parametrize("calls", [HERMES, JAMBA, NEMOTRON, QWEN, LFM, BARE], ids=[*NAMES, "bare"])
+@pytest.mark.parametrize("is_thinking", [False, True])
+def test_a_required_call_is_readable_whatever_is_drawn(
+    calls: CallFormat, is_thinking: bool, tokenizer: Tokenizer
+) -> None:
+    """Tokens are drawn from what the grammar allows, and closing signs preferred in the end."""
+    grammars = Grammars(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+    thinking = habits(calls, thinks=is_thinking)
+    properties = WEATHER.parameters["properties"] | {"city": {"type": "string", "enum": ["Paris", "Rome"]}}
+    weather = Tool("get_weather", WEATHER.parameters | {"properties": properties})
+    required = Required([weather, TIME], calls, is_parallel=True)
+    grammar = make_grammar(grammars, thinking, None, required, must_call=True, is_thinking=is_thinking)
+    assert grammar is not None
+    for seed in range(3):
+        text = draw_text(grammar, tokenizer, seed, opening="Hm.\n</think>" if is_thinking else "")
+        _, thoughts, found = read(ReplyReader(thinking, required.tools, calls, is_thinking=is_thinking), [text])
+        assert found and (thoughts != "") == is_thinking
+        for name, arguments in found:
+            if name == "get_weather":
+                assert arguments["city"] in ("Paris", "Rome") and isinstance(arguments["days"], int)
+            else:
+                assert (name, arguments) == ("time", {})
+
+
+def draw_text(grammar: Any, tokenizer: Tokenizer, seed: int, opening: str) -> str:
+    sampler = Sampler(
+        Sampling(temperature=1.0, seed=seed, length_decay=(20, 1.5)), stop_ids=(tokenizer.eos_token_id,),
+        matcher=grammar.matcher(),
+    )  # fmt: skip
+    ids = tokenizer.encode(opening)
+    for token_id in ids:
+        sampler.add(token_id)
+    generator = torch.Generator().manual_seed(seed)
+    while not sampler.is_stopped:
+        ids.append(sampler.choose(torch.randn(len(tokenizer), generator=generator)))
+        assert len(ids) < 800
+    return str(tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def test_a_family_is_known_by_its_template_or_its_tokens(tokenizer: Tokenizer) -> None:
+    class Other:
+        added_tokens_decoder: dict[int, Any] = {}  # noqa: RUF012
+
+        def __init__(self, chat_template: str) -> None:
+            self.chat_template = chat_template
+
+    signs = {
+        "{{ '<tool_calls>' }}": JAMBA, "<TOOLCALL>[": NEMOTRON, "<|tool_list_start|>": LFM,
+        "<tool_call>\\n<function=": QWEN, "<tool_call></tool_call>": HERMES,
+    }  # fmt: skip
+    assert {sign: find_habits(Other(sign)).calls for sign in signs} == signs
+    assert find_habits(Other("</think>")).thinks
+    assert find_habits(tokenizer).calls is None and not find_habits(tokenizer).thinks
