@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 from transformers import AutoTokenizer
@@ -15,7 +16,7 @@ from models import LanguageModel
 from models.loading.folders import find_folder
 from models.loading.gguf import is_gguf, load_gguf_tokenizer
 
-Message = dict[str, str]
+Message = dict[str, Any]
 Span = tuple[int, int]
 """Characters [start, end) of a rendered text."""
 

@@ -29,7 +29,7 @@ from chat.server.metrics import Metrics
 from chat.server.options import ServerOptions
 from chat.server.replies import Ask, Piece, Replies
 from chat.server.schema import ChatRequest, CompletionRequest, Prompt, read_request
-from chat.server.shaping import NewReader, Shaping
+from chat.server.shaping import NewReader, Shaping, check_plain
 from chat.server.texts import Texts
 from memory import CapacityError, FormatError, IntegrityError
 
@@ -187,6 +187,8 @@ class Service:
         self.check_model(asked.model)
         try:
             messages = [message.as_template_knows() for message in asked.messages]
+            if not self.options.parse_special:
+                check_plain(texts, messages, asked.offered_tools)
             texts = asked.with_template(texts, self.shaping.habits.template)
             token_ids = encode_chat(texts, messages, parse_special=self.options.parse_special)
         except FormatError as error:
