@@ -29,5 +29,6 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def url(store: Path) -> Iterator[str]:
     """The address of two replicas of the embedded model."""
     port = free_port()
-    with fleet(fleet_options(replicas=2, cpus=0.5, budget="64MiB"), "127.0.0.1", port):
+    options = fleet_options(replicas=2, cpus=0.5, budget="64MiB", store=str(store), lease=5.0, grace=2.0)
+    with fleet(options, "127.0.0.1", port):
         yield f"http://127.0.0.1:{port}"

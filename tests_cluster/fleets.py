@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import socket
+import time
+import urllib.request
+from collections.abc import Callable
 from typing import Any
 
+import psutil
 from openai import OpenAI
 
 from chat.commands.fleet import FLEET
@@ -16,7 +21,7 @@ RESUMES = {"session", "prefix"}
 
 def fleet_options(**given: Any) -> FleetOptions:
     """Return the default options of a fleet, but for those that are given."""
-    return FleetOptions({row.name: row.default for row in SERVE + FLEET} | given)
+    return FleetOptions.of({row.name: row.default for row in SERVE + FLEET} | given)
 
 
 def free_port() -> int:
@@ -29,5 +34,45 @@ def client_of(url: str, key: str = "a key") -> OpenAI:
     return OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
 
 
+def get(url: str) -> str:
+    """Return the body of a page."""
+    with urllib.request.urlopen(url, timeout=30) as response:
+        return str(response.read().decode())
+
+
+def health(url: str) -> dict[str, Any]:
+    """Return what one of the replicas says of itself."""
+    return dict(json.loads(get(f"{url}/health")))
+
+
 def say(text: str) -> dict[str, Any]:
     return {"role": "user", "content": text}
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 30.0) -> None:
+    until = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < until, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def replicas_of(url: str) -> list[str]:
+    """Return the names of two replicas that answer."""
+    found = set[str]()
+    wait_for(lambda: found.add(health(url)["replica"]) or len(found) == 2)
+    return sorted(found)
+
+
+def ask(url: str, messages: list[dict[str, Any]], **headers: str) -> tuple[str, dict[str, Any], int]:
+    """Return a greedy reply, its route, and the tokens that were not computed for it."""
+    reply = client_of(url).chat.completions.create(
+        model="embedded", messages=messages, temperature=0, extra_headers=headers
+    )
+    about = reply.usage.model_extra["hybrid_memory"]
+    return reply.choices[0].message.content, about["route"], about["reused_tokens"]
+
+
+def replica_processes() -> list[psutil.Process]:
+    """Return the processes of this test run's replicas."""
+    found = psutil.Process().children(recursive=True)
+    return [process for process in found if "ServeReplica:hybrid-memory:replica" in " ".join(process.cmdline())]

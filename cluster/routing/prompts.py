@@ -35,11 +35,13 @@ class TokenPrompt:
     Attributes:
         tokens: int32, little-endian; none for a request that is no prompt, or no good one.
         owner: of the prefixes that it may continue from.
+        pinned: the replica that is to get it, if it lives; for tests and repairs.
     """
 
     tokens: bytes = b""
     owner: bytes | None = None
     session: str | None = None
+    pinned: str | None = None
 
     @property
     def n_tokens(self) -> int:

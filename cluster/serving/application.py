@@ -18,6 +18,7 @@ from cluster.serving.gateway import Gateway, ReplicaLostError
 from cluster.serving.reading import PromptReader
 from cluster.serving.replica import ReplicaServer
 from cluster.serving.request import ForwardedRequest
+from cluster.store.place import Place
 from models.loading.folders import find_folder
 
 STATS_SECONDS = 1.0
@@ -42,7 +43,8 @@ class Replica:
         """Yield the messages of a response. `whys` is what the router has said of each replica."""
         reason = {"reason": "hash", "resumable_tokens": 0, "prompt_tokens": prompt.n_tokens}  # of Ray's own routers
         why = whys.get(self._server.name) or {**reason, "replica": self._server.name}
-        async for messages in self._server.answer(request, prompt, why):
+        alive = whys.keys() if whys else None
+        async for messages in self._server.answer(request, prompt, why, alive):
             yield messages
 
     async def record_routing_stats(self) -> dict[str, Any]:
@@ -93,7 +95,8 @@ class GatewayIngress:
         server = options.gateway_server
         tokenizer = load_tokenizer(find_folder(options["model"]))
         reader = PromptReader(tokenizer, parse_special=server.parse_special, max_requests=server.max_requests)
-        self._gateway = Gateway(_Handle(replicas), reader, server)
+        shelf = None if options["store"] is None else Place(options["store"])
+        self._gateway = Gateway(_Handle(replicas), reader, server, shelf)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._gateway

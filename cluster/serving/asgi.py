@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Scope
 
 
@@ -79,3 +80,9 @@ def with_headers(message: Message, headers: dict[str, str]) -> Message:
         return message
     more = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
     return {**message, "headers": [*message.get("headers", []), *more]}
+
+
+def response_messages(response: Response) -> list[Message]:
+    """Return the messages of a response that is complete."""
+    head: Message = {"type": "http.response.start", "status": response.status_code, "headers": response.raw_headers}
+    return [head, {"type": "http.response.body", "body": bytes(response.body), "more_body": False}]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 from chat.commands.fleet import FLEET
-from chat.commands.option_table import Chosen
+from chat.commands.option_table import Chosen, read_bytes
 from chat.commands.serve_options import SERVE
 from chat.server import ServerOptions
 from cluster.routing.policy import Bounds
+from cluster.store.sequences import Quota
 
 REPLICA_DEPLOYMENT = "replica"
 GATEWAY_DEPLOYMENT = "gateway"
@@ -17,7 +20,7 @@ GATEWAY_DEPLOYMENT = "gateway"
 
 @dataclass(frozen=True)
 class FleetOptions:
-    """Holds the options of `serve` and of a fleet, by name."""
+    """Holds the options of `serve` and of a fleet, by name, and the fleet's own name."""
 
     values: dict[str, Any]
 
@@ -40,10 +43,17 @@ class FleetOptions:
         return replace(self.server, max_requests=self.server.max_requests * most)
 
     @property
+    def quota(self) -> Quota:
+        """Return the limits of the store. Raises SpecError."""
+        (row,) = (row for row in FLEET if row.name == "store_bytes")
+        return Quota(read_bytes(row, self["store_bytes"]), self["store_days"] * 86400)
+
+    @property
     def bounds(self) -> Bounds:
         """Return the numbers of the routing policy."""
         return Bounds(imbalance=self["imbalance"])
 
     @staticmethod
-    def of(chosen: Chosen) -> FleetOptions:
-        return FleetOptions(dict(chosen))
+    def of(chosen: Mapping[str, Any]) -> FleetOptions:
+        """Return the options of a new fleet, which gets a name of its own."""
+        return FleetOptions({**chosen, "fleet": uuid4().hex[:12]})

@@ -7,6 +7,7 @@ request through a handle, whose router sees the tokens. What the replica's serve
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
+from functools import partial
 from typing import Any, Protocol
 
 from prometheus_client import CollectorRegistry, Counter
@@ -18,6 +19,8 @@ from chat.server.formats import as_event
 from chat.server.limits import Guard
 from chat.server.options import ServerOptions
 from cluster.routing.prompts import TokenPrompt
+from cluster.serving.metrics import join_metrics
+from cluster.serving.once import KEY_HEADER, Once, Shelf
 from cluster.serving.reading import PromptReader
 from cluster.serving.request import ForwardedRequest
 
@@ -55,16 +58,21 @@ class GatewayMetrics:
 class Gateway:
     """Answers clients from the replicas of one model.
 
+    Args:
+        shelf: keeps replies for clients that send a request again.
     Attributes:
         is_open: it takes requests.
     """
 
-    def __init__(self, replicas: Replicas, reader: PromptReader, options: ServerOptions) -> None:
+    def __init__(
+        self, replicas: Replicas, reader: PromptReader, options: ServerOptions, shelf: Shelf | None = None
+    ) -> None:
         self.options = options
         self.metrics = GatewayMetrics()
         self.is_open = True
         self._replicas = replicas
         self._reader = reader
+        self._once = Once(shelf)
         self._guard = Guard(self._forward, service=self)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -80,24 +88,39 @@ class Gateway:
         if request.path == "/metrics":
             await Response(await self._all_metrics(), media_type="text/plain; version=0.0.4")(scope, receive, send)
             return
+        relay = _Relay(send)
+        key = request.header(KEY_HEADER) if request.method == "POST" else None
+        answer = partial(self._answer, request)
+        try:
+            async for messages in answer() if key is None else self._once.play(request, key, answer):
+                await relay.pass_on(messages)
+        except ReplicaLostError:
+            await relay.break_off()
+
+    async def _answer(self, request: ForwardedRequest) -> AsyncIterator[list[Message]]:
+        """Yield a response, from a second replica if the first is lost before it has said anything.
+
+        The head of a response is held back until its body begins: until then another replica may answer.
+        """
         prompt = await self._reader.read(request)
         for n_tried in range(1, MOST_TRIES + 1):
-            relay = _Relay(send)
+            held: list[Message] = []
+            has_begun = False
             try:
                 async for messages in self._replicas.answer(prompt, request):
-                    await relay.pass_on(messages)
+                    held += messages
+                    if has_begun or any(message["type"] == "http.response.body" for message in held):
+                        has_begun = True
+                        yield held
+                        held = []
                 return
             except ReplicaLostError:
-                if relay.has_begun:
-                    await relay.break_off()
-                    return
+                if has_begun or n_tried == MOST_TRIES:
+                    raise
                 log.warning("a replica was lost before it answered (try %d of %d)", n_tried, MOST_TRIES)
                 self.metrics.retries.inc()
-        raise lost()
 
     async def _all_metrics(self) -> str:
-        from cluster.serving.metrics import join_metrics
-
         return join_metrics(self.metrics.registry, await self._replicas.metrics())
 
 
@@ -108,25 +131,18 @@ def lost() -> ApiError:
 
 
 class _Relay:
-    """Passes a response on, but holds its head back until there is a body: until then another replica may answer."""
+    """Passes a response on to the client."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._held: list[Message] = []
         self._is_stream = False
-        self.has_begun = False
 
     async def pass_on(self, messages: list[Message]) -> None:
         for message in messages:
             if message["type"] == "http.response.start":
                 kinds = [value for name, value in message.get("headers", []) if name.lower() == b"content-type"]
                 self._is_stream = any(kind.startswith(b"text/event-stream") for kind in kinds)
-            self._held.append(message)
-            if message["type"] == "http.response.body":
-                self.has_begun = True
-                held, self._held = self._held, []
-                for each in held:
-                    await self._send(each)
+            await self._send(message)
 
     async def break_off(self) -> None:
         """End a response that cannot be completed, a stream by an event that says so. Raises ApiError otherwise."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+
+from cluster.store.health import StoreHealth
 
 
 def join_metrics(own: CollectorRegistry, texts: dict[str, str]) -> str:
@@ -32,3 +36,20 @@ class _Given(Collector):
 
     def collect(self) -> list[Metric]:
         return list(self._families.values())
+
+
+class StoreCollector(Collector):
+    """Reads how the store does: whether it is up, and what was moved."""
+
+    def __init__(self, health: StoreHealth) -> None:
+        self._health = health
+
+    def collect(self) -> Iterator[Metric]:
+        is_up = float(self._health.error is None)
+        yield GaugeMetricFamily("hybrid_memory_store_up", "1 if the last call of the store succeeded.", value=is_up)
+        events = CounterMetricFamily(
+            "hybrid_memory_store_events", "What happened with the store: sequences, bytes, failures.", labels=["event"]
+        )
+        for name, n in sorted(self._health.counts.items()):
+            events.add_metric([name], n)
+        yield events

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -17,6 +18,7 @@ from cluster.serving.request import ForwardedRequest
 from memory import HybridMemoryError
 
 SESSION_HEADER = "x-session-id"
+REPLICA_HEADER = "x-hybrid-memory-replica"
 _MOST_TOKENS = 1 << 20
 _OF_SESSIONS = ("conversation", "previous_response_id")
 """Fields of bodies that name a session where no header does."""
@@ -45,15 +47,17 @@ class PromptReader:
             "/v1/chat/completions": self._read_chat,
             "/v1/completions": self._read_completion,
         }
+        pinned = request.header(REPLICA_HEADER)
         if request.method != "POST":
-            return TokenPrompt()
+            return TokenPrompt(pinned=pinned)
         reader = readers.get(request.path)
         try:
             if reader is not None:
-                return await self._texts.run(len(request.body), lambda texts: reader(texts, request))
+                prompt = await self._texts.run(len(request.body), lambda texts: reader(texts, request))
+                return replace(prompt, pinned=pinned)
         except (ApiError, HybridMemoryError):
-            return TokenPrompt()
-        return TokenPrompt(session=session_of(request, _name_in(request.body)))
+            return TokenPrompt(pinned=pinned)
+        return TokenPrompt(session=session_of(request, _name_in(request.body)), pinned=pinned)
 
     def _read_chat(self, texts: Tokenizer, request: ForwardedRequest) -> TokenPrompt:
         asked = read_request(ChatRequest, request.body)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack
 from typing import Any
 
+from starlette.responses import JSONResponse
 from starlette.types import Message, Scope
 
 from chat.commands.serve import make_served
@@ -15,9 +17,17 @@ from chat.engine.engine import Engine
 from chat.server import make_app
 from cluster.routing.prompts import TokenPrompt
 from cluster.routing.route import as_header
-from cluster.serving.asgi import lifespan_of, messages_of, with_headers
+from cluster.serving.asgi import lifespan_of, messages_of, response_messages, with_headers
 from cluster.serving.fleet_options import FleetOptions
+from cluster.serving.keeper import Keeper
+from cluster.serving.metrics import StoreCollector
+from cluster.serving.mover import Mover
 from cluster.serving.request import ForwardedRequest
+from cluster.store.health import StoreHealth
+from cluster.store.leases import Leases
+from cluster.store.place import Place
+from cluster.store.sequences import SequenceStore, Subplace
+from memory import SpecError
 
 log = logging.getLogger("hybrid_memory.cluster")
 ROUTE_HEADER = "x-hybrid-memory-route"
@@ -37,32 +47,57 @@ class ReplicaServer:
         self.name = name
         self.engine: Engine = served.engine
         self.app = make_app(served.engine, served.tokenizer, served.name, served.options)
+        self.keeper = make_keeper(served.engine, options, name)
         self._n_requests = 0
         self._running = AsyncExitStack()
+        if self.keeper is not None:
+            self.app.state.service.metrics.registry.register(StoreCollector(self.keeper.health))
 
     async def start(self) -> None:
         """Begin to step the engine."""
         await self._running.enter_async_context(lifespan_of(self.app))
+        if self.keeper is not None:
+            self.keeper.start()
+            self._running.push_async_callback(self.keeper.stop)
 
     async def stop(self) -> None:
         """End what runs, and save what is to be kept."""
         await self._running.aclose()
 
     async def answer(
-        self, request: ForwardedRequest, prompt: TokenPrompt, why: dict[str, Any]
+        self, request: ForwardedRequest, prompt: TokenPrompt, why: dict[str, Any], alive: Collection[str] | None
     ) -> AsyncIterator[list[Message]]:
         """Yield the messages of a response. Closing the iterator ends the request.
 
         Args:
             why: what the router says of its choice.
+            alive: all replicas of this fleet, as the router knows them.
         """
-        scope: Scope = {**request.scope(), "hybrid_memory.usage": {"route": why}}
         self._n_requests += 1
+        visit = None
         try:
+            if request.path == "/health":
+                yield await self._health()
+                return
+            if self.keeper is not None:
+                visit = await self.keeper.before(prompt, alive)
+                why = why | {"fetched_tokens": visit.fetched_tokens}
+            scope: Scope = {**request.scope(), "hybrid_memory.usage": {"route": why}}
             async for messages in messages_of(self.app, scope, request.body):
                 yield [with_headers(message, {ROUTE_HEADER: as_header(why)}) for message in messages]
         finally:
             self._n_requests -= 1
+            if self.keeper is not None and visit is not None:
+                self.keeper.after(visit)
+
+    async def _health(self) -> list[Message]:
+        """Return the response of /health: the replica serves on where the store is down, and says so."""
+        is_open = self.app.state.service.is_open
+        about: dict[str, Any] = {"status": "ok" if is_open else "stopping", "replica": self.name}
+        if self.keeper is not None:
+            error = self.keeper.health.error
+            about["store"] = "ok" if error is None else f"down: {error}"
+        return response_messages(JSONResponse(about, 200 if is_open else 503))
 
     async def metrics(self) -> str:
         """Return the text of the server's own /metrics."""
@@ -89,3 +124,17 @@ class ReplicaServer:
             "free_share": free_bytes / engine.memory.budget_bytes,
             "prefixes": [(prefix.n_tokens, prefix.digest) for prefix in prefixes[-MOST_REPORTED:]],
         }  # fmt: skip
+
+
+def make_keeper(engine: Engine, options: FleetOptions, name: str) -> Keeper | None:
+    """Return what keeps sessions in the store that the options name; None without one. Raises SpecError."""
+    if options["store"] is None:
+        return None
+    if engine.prefixes is None:
+        raise SpecError("--store keeps prefixes, which --no-prefix-cache does without; leave out one side")
+    place, signature = Place(options["store"]), engine.memory.archive.signature
+    health = StoreHealth(time.monotonic)
+    store = SequenceStore(place, signature, options.quota, time.time)
+    mover = Mover(engine, engine.prefixes, store, health, least_tokens=options["store_tokens"])
+    holder = f"{options['fleet']}/{name}"
+    return Keeper(mover, Leases(Subplace(place, signature), holder, options["lease"], time.time), health)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, ReplicaResult, RequestRouter, RunningReplica
@@ -49,6 +50,8 @@ class PolicyRouter(RequestRouter):  # type: ignore[misc]  # of Ray, which mypy s
             return []
         prompt, why = _arguments(pending_request)
         route = self._policy.choose(prompt, list(by_name), time.monotonic())
+        if prompt.pinned is not None and prompt.pinned in by_name:
+            route = replace(route, order=(prompt.pinned, *(n for n in by_name if n != prompt.pinned)), reason="pinned")
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         self._explain(route, why)

@@ -33,7 +33,7 @@ from memory.interface import Sequence
 from memory.prefix.digests import Resumable, resumable_prefixes
 from memory.prefix.kept import Kept
 from memory.prefix.lookup import Lookup, PrefixStats, Tier, explain, read_prompt
-from memory.prefix.radix_tree import Node, first_marked
+from memory.prefix.radix_tree import Node, first_marked, marks_below
 from memory.prefix.saved import entries_of, owned, tree_text
 from memory.sequences.interrupts import uninterrupted, uninterrupted_call
 
@@ -129,6 +129,10 @@ class PrefixCache:
         """Return the checkpoints on the way of these tokens, the shortest first: at each, `open` could go on."""
         path = self._kept.tree.walk(read_prompt(token_ids), owner)[1]
         return [node.mark for node in path if node.mark is not None]
+
+    def checkpoints_behind(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> list[Sequence]:
+        """Return the checkpoints of longer prompts that begin with these tokens, the newest last."""
+        return marks_below(self._kept.tree, read_prompt(token_ids), owner)
 
     def fetch(self, token_ids: Seq[int] | Int64s, owner: Hashable = None) -> list[Sequence]:
         """Begin to read the files of the checkpoint that `open` would use, in another thread; return it, if it has any.
@@ -292,8 +296,7 @@ class PrefixCache:
 
     def resumable(self) -> list[Resumable]:
         """Return what prompts can continue from, by digests of tokens. Cost: a pass over all tokens."""
-        tier_of = self._kept.outside.tier_of
-        return list(resumable_prefixes(self._kept.tree.roots, lambda node: tier_of(node.mark) if node.mark else ""))
+        return list(resumable_prefixes(self._kept.tree.roots, self._kept.outside.tier_of))
 
     # Across restarts
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from memory.blocks.arrays import Int64s
+from memory.interface import Sequence
 from memory.prefix.lookup import Tier
-from memory.prefix.radix_tree import Node
+from memory.prefix.radix_tree import Node, is_shared
 from memory.prefix.saved import as_label
 
 DIGEST_BYTES = 16
@@ -23,12 +24,17 @@ class Resumable:
     Attributes:
         n_tokens: its length.
         digest: of its owner and tokens, as `digests_at` computes it.
-        tier: where its checkpoint is.
+        checkpoint, owner: of which it is the prefix.
+        tier: where the checkpoint is.
+        is_shared: several prompts part behind it.
     """
 
     n_tokens: int
     digest: bytes
+    checkpoint: Sequence
+    owner: Hashable
     tier: Tier
+    is_shared: bool = False
 
 
 def digests_at(tokens: Int64s, positions: Iterable[int], owner: Hashable = None) -> Iterator[tuple[int, bytes]]:
@@ -62,7 +68,7 @@ class _Way:
         return hasher.digest()[:DIGEST_BYTES]
 
 
-def resumable_prefixes(roots: dict[Hashable, Node], tier_of: Callable[[Node], Tier]) -> Iterator[Resumable]:
+def resumable_prefixes(roots: dict[Hashable, Node], tier_of: Callable[[Sequence], Tier]) -> Iterator[Resumable]:
     """Generate what the trees of a cache can continue from: each checkpoint, and how far it can be rolled back.
 
     Cost: one pass over all tokens, and another one over the node in which each checkpoint's horizon lies.
@@ -71,11 +77,12 @@ def resumable_prefixes(roots: dict[Hashable, Node], tier_of: Callable[[Node], Ti
         ways = [_Way(child, _begin(owner), None) for child in root.children.values()]
         while ways:
             way = ways.pop()
-            node = way.node
-            if node.mark is not None:
-                if 0 < node.mark.horizon < node.depth:
-                    yield Resumable(node.mark.horizon, way.digest_at(node.mark.horizon), tier_of(node))
-                yield Resumable(node.depth, way.digest_at(node.depth), tier_of(node))
+            node, mark = way.node, way.node.mark
+            if mark is not None:
+                about = mark, owner, tier_of(mark)
+                if 0 < mark.horizon < node.depth:
+                    yield Resumable(mark.horizon, way.digest_at(mark.horizon), *about)
+                yield Resumable(node.depth, way.digest_at(node.depth), *about, is_shared(node))
             if node.children:
                 hasher = way.before.copy()
                 hasher.update(_bytes(node.tokens))

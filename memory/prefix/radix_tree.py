@@ -152,3 +152,30 @@ class RadixTree:
             node = parent
         if node is not None and node.parent is None and not node.children:
             del self.roots[node.owner]
+
+
+def marks_below(tree: RadixTree, tokens: Int64s, owner: Hashable) -> list[Sequence]:
+    """Return the checkpoints behind these tokens, those made last at the end. Cost: a look at all of them."""
+    n_matched, path, beyond = tree.walk(tokens, owner)
+    if n_matched < len(tokens):
+        return []
+    waiting = [beyond] if beyond is not None and beyond not in path else []
+    waiting += path[-1].children.values() if path and beyond is path[-1] else []
+    found = list[Sequence]()
+    while waiting:
+        node = waiting.pop()
+        waiting.extend(node.children.values())
+        if node.mark is not None:
+            found.append(node.mark)
+    return sorted(found, key=lambda mark: mark.id)
+
+
+def is_shared(node: Node) -> bool:
+    """True if prompts part behind a node before the next checkpoint, so that several continue from its own."""
+    waiting = [node]
+    while waiting:
+        at = waiting.pop()
+        if len(at.children) > 1:
+            return True
+        waiting.extend(child for child in at.children.values() if child.mark is None)
+    return False

@@ -1,0 +1,200 @@
+"""Keeps sessions in the store around each request of a replica: leases them, fetches them before, stores them after."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeVar
+
+from cluster.routing.prompts import TokenPrompt
+from cluster.serving.mover import Mover
+from cluster.store.health import StoreHealth
+from cluster.store.leases import Lease, Leases
+
+log = logging.getLogger("hybrid_memory.cluster")
+T = TypeVar("T")
+
+WAIT_SECONDS = 2.0
+"""For which a request waits for its session's lease. Then it goes on beside the holder, and the session stands where
+the holder leaves it: what two replicas compute from equal tokens is equal.
+"""
+SHARE_SECONDS = 10.0
+SWEEP_SECONDS = 300.0
+_POLL_SECONDS = 0.05
+_MOST_UNWRITTEN = 64
+"""Sequences that wait to be written; beyond, a turn is not stored, and would be computed again elsewhere."""
+
+
+@dataclass
+class Held:
+    """Holds a lease of this replica, and the requests that use it."""
+
+    lease: Lease
+    n_users: int = 1
+
+
+@dataclass(frozen=True)
+class Visit:
+    """Holds what `before` has done for a request.
+
+    Attributes:
+        has_lease: its session is leased by this replica.
+        fetched_tokens: that came from the store.
+    """
+
+    prompt: TokenPrompt
+    has_lease: bool = False
+    fetched_tokens: int = 0
+
+
+class Keeper:
+    """Runs the store's work of one replica in threads.
+
+    Args:
+        leases: of this replica.
+    """
+
+    def __init__(self, mover: Mover, leases: Leases, health: StoreHealth) -> None:
+        self.health = health
+        self._mover = mover
+        self._leases = leases
+        self._held: dict[str, Held] = {}
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="store")
+        self._writing: set[asyncio.Task[None]] = set()
+        self._periodic: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to renew leases, to share prefixes, and to remove what is old."""
+        periods: list[tuple[float, Callable[[], Any]]] = [
+            (self._leases.seconds / 3, self._renew),
+            (SHARE_SECONDS, partial(self._run, self._mover.share)),
+            (SWEEP_SECONDS, partial(self._run, self._sweep)),
+        ]
+        self._periodic = [asyncio.create_task(self._repeat(*period)) for period in periods]
+
+    async def stop(self) -> None:
+        """Write what waits to be written, and release all leases."""
+        for task in self._periodic:
+            task.cancel()
+        await asyncio.gather(*self._periodic, *self._writing, return_exceptions=True)
+        for held in self._held.values():
+            await self._attempt(self._ask, self._leases.release, held.lease)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def before(self, prompt: TokenPrompt, alive: Collection[str] | None) -> Visit:
+        """Lease the session of a prompt, and fetch what it can continue from. Where the store fails, go on without.
+
+        Args:
+            alive: the replicas of this fleet.
+        """
+        if not prompt.n_tokens:
+            return Visit(prompt)
+        held = await self._lease(prompt.session, alive) if prompt.session is not None else None
+        stand = None if held is None else held.lease.stand
+        if held is None and prompt.session is not None:
+            other = await self._attempt(self._ask, self._leases.look, prompt.session)
+            stand = None if other is None else other.stand
+        fetched = await self._attempt(self._mover.fetch, prompt, stand)
+        return Visit(prompt, held is not None, fetched or 0)
+
+    def after(self, visit: Visit) -> None:
+        """Store where a request has ended, and release its lease when that is done. It does not wait."""
+        task = asyncio.create_task(self._store(visit))
+        self._writing.add(task)
+        task.add_done_callback(self._writing.discard)
+
+    async def _store(self, visit: Visit) -> None:
+        stand = None
+        if visit.prompt.n_tokens and len(self._writing) <= _MOST_UNWRITTEN:
+            packed = await self._run(self._mover.pack, visit.prompt)
+            if packed is not None and await self._attempt(_as_done, packed[1]):
+                stand = packed[0]
+        elif visit.prompt.n_tokens:
+            self.health.count("dropped")
+        if visit.has_lease and visit.prompt.session is not None:
+            held = self._held[visit.prompt.session]
+            held.lease = replace(held.lease, stand=stand or held.lease.stand)
+            held.n_users -= 1
+            await self._release(held)
+
+    async def _release(self, held: Held) -> None:
+        """Release a lease that nobody uses; one that is wanted again meanwhile is renewed."""
+        if held.n_users:
+            return
+        await self._attempt(self._ask, self._leases.release, held.lease)
+        if not held.n_users:
+            self._held.pop(held.lease.session, None)
+        else:
+            await self._attempt(self._ask, self._leases.renew, held.lease)
+
+    async def _lease(self, session: str, alive: Collection[str] | None) -> Held | None:
+        until = time.monotonic() + WAIT_SECONDS
+        while True:
+            if (held := self._held.get(session)) is not None:
+                held.n_users += 1
+                return held
+            try:
+                lease = await self._run(self._ask, self._leases.take, session, alive)
+            except OSError:
+                return None
+            if lease is not None:
+                if session in self._held:  # another request of this replica has taken it meanwhile, and lost it by this
+                    self._held[session].lease = lease
+                    self._held[session].n_users += 1
+                else:
+                    self._held[session] = Held(lease)
+                return self._held[session]
+            if time.monotonic() > until:
+                self.health.count("leases_missed")
+                return None
+            self.health.count("lease_waits")
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def _renew(self) -> None:
+        for session, held in list(self._held.items()):
+            renewed = await self._attempt(self._ask, self._leases.renew, held.lease)
+            if renewed is not None and session in self._held:
+                held.lease = replace(held.lease, until=renewed.until)
+
+    def _sweep(self) -> None:
+        """Remove what is old, on one replica at a time: the one that gets the lease of that."""
+        with self.health.asking():
+            lease = self._leases.take("sweep")
+        if lease is not None:
+            self.health.count("swept_bytes", self._mover.sweep())
+            with self.health.asking():
+                self._leases.release(lease)
+
+    # Threads
+
+    async def _run(self, work: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, partial(work, *arguments))
+
+    def _ask(self, work: Callable[..., T], *arguments: Any) -> T:
+        with self.health.asking():
+            return work(*arguments)
+
+    async def _attempt(self, work: Callable[..., T], *arguments: Any) -> T | None:
+        """Do the work in a thread; None if the store fails."""
+        try:
+            return await self._run(work, *arguments)
+        except OSError:
+            return None
+
+    async def _repeat(self, seconds: float, work: Callable[[], Any]) -> None:
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await work()
+            except OSError as error:
+                log.warning("the store failed: %s", error)
+
+
+def _as_done(work: Callable[[], None]) -> bool:
+    work()
+    return True

@@ -1,0 +1,195 @@
+"""Moves sequences between a replica's memory and the store: what a prompt can continue from in, its end out.
+
+All calls block, and belong in threads: files are read and written while the engine steps, and its lock is held only to
+copy blocks in and out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Hashable
+from pathlib import Path
+
+import numpy as np
+
+from chat.engine.engine import Engine
+from cluster.routing.prompts import TokenPrompt
+from cluster.store.health import StoreHealth
+from cluster.store.leases import Stand
+from cluster.store.sequences import SequenceStore
+from memory import CapacityError, FormatError, SequenceError
+from memory.interface import Sequence
+from memory.prefix import PrefixCache
+from memory.prefix.digests import digests_at
+from memory.storage.files import local_place
+
+LEAST_GAIN_TOKENS = 16
+"""Tokens that a stored sequence must save beside what the replica has: reading it takes as long as a few tokens."""
+_MOST_PROBES = 3
+_MOST_KNOWN = 1 << 16
+
+
+class Mover:
+    """Stores and fetches sequences of one engine, which has a prefix cache.
+
+    Args:
+        least_tokens: shorter sequences are not stored.
+    """
+
+    def __init__(
+        self, engine: Engine, prefixes: PrefixCache, store: SequenceStore, health: StoreHealth, *, least_tokens: int
+    ) -> None:
+        self._engine = engine
+        self._prefixes = prefixes
+        self._store = store
+        self._health = health
+        self._least_tokens = least_tokens
+        self._stored: dict[bytes, None] = {}  # digests that are in the store, as far as is known
+        self._lock = threading.Lock()
+        self._hot: dict[bytes, int] = {}
+
+    # In
+
+    def fetch(self, prompt: TokenPrompt, stand: Stand | None) -> int:
+        """Bring the longest stored beginning of a prompt into the memory, if it is longer than what is there.
+
+        Args:
+            stand: where its session stands, if that is known.
+        Returns:
+            The tokens that it has; 0 if nothing was fetched.
+        Raises OSError: the store fails. A damaged file, one of other weights, and one without room are left alone.
+        """
+        tokens = prompt.array()
+        with self._engine.lock:
+            reused = self._prefixes.find(tokens, prompt.owner).reused
+        least = max(reused + LEAST_GAIN_TOKENS, self._least_tokens)
+        for n_tokens, digest, is_known in self._candidates(prompt, stand):
+            if n_tokens < least:
+                return 0
+            if is_known or self._has(digest, n_tokens):
+                return self._load(digest, n_tokens, prompt)
+        return 0
+
+    def _candidates(self, prompt: TokenPrompt, stand: Stand | None) -> list[tuple[int, bytes, bool]]:
+        """Return (tokens, digest, whether it is surely stored), the longest first.
+
+        Without a stand, the ends of earlier replies are tried: there a turn was stored, if it was.
+        """
+        known = dict(self._hot)
+        if stand is not None:
+            known[bytes.fromhex(stand.digest)] = stand.n_tokens
+        tokens = prompt.array()
+        ends = np.flatnonzero(np.isin(tokens, self._engine.stop_ids))[::-1] if stand is None else np.array([], np.int64)
+        probed = {int(at) for at in ends[:_MOST_PROBES]}
+        found = list(prompt.digests({*probed, *known.values()}))
+        sure = [(n, digest, True) for n, digest in found if known.get(digest) == n]
+        return sorted([*sure, *((n, digest, False) for n, digest in found if n in probed)], reverse=True)
+
+    def _has(self, digest: bytes, n_tokens: int) -> bool:
+        with self._health.asking():
+            return self._store.has(digest, n_tokens)
+
+    def _load(self, digest: bytes, n_tokens: int, prompt: TokenPrompt) -> int:
+        path = self._store.path(digest, n_tokens)
+        memory, tokens = self._engine.memory, prompt.array()[:n_tokens]
+        try:
+            with self._health.asking():
+                if not self._store.has(digest, n_tokens):
+                    return 0
+                saved = memory.archive.read(path)
+            with self._engine.lock:
+                sequence = memory.archive.open(saved)
+                try:
+                    if not np.array_equal(sequence.tokens, tokens):
+                        raise FormatError(f"{path} holds other tokens than its name says")
+                    self._prefixes.insert(sequence, prompt.owner)
+                finally:
+                    memory.close(sequence)
+        except FormatError:
+            self._health.count("refused")
+            return 0
+        except CapacityError:
+            self._health.count("no_room")
+            return 0
+        self._health.count("fetched")
+        self._health.count("fetched_bytes", _size_of(path))
+        self._note(digest)
+        return n_tokens
+
+    # Out
+
+    def pack(self, prompt: TokenPrompt) -> tuple[Stand, Callable[[], None]] | None:
+        """Copy the end of a prompt's reply out of the memory; None if nothing is there that is worth it.
+
+        Returns:
+            Where the session stands then, and the function that stores it.
+        """
+        tokens = prompt.array()
+        with self._engine.lock:
+            found = self._prefixes.checkpoints_behind(tokens, prompt.owner)
+            found = found or [m for m in self._prefixes.checkpoints_of(tokens, prompt.owner) if m.length == len(tokens)]
+            is_worth = bool(found) and found[-1].length >= self._least_tokens
+            return self._pack(found[-1], prompt.owner) if is_worth else None
+
+    def _pack(self, mark: Sequence, owner: Hashable) -> tuple[Stand, Callable[[], None]] | None:
+        try:
+            ((n_tokens, digest),) = digests_at(mark.tokens, [mark.length], owner)
+            stand = Stand(digest.hex(), n_tokens)
+            if digest in self._stored:
+                return stand, lambda: None
+            write = self._engine.memory.archive.pack(mark)
+        except (
+            SequenceError,
+            OSError,
+            FormatError,
+        ):  # it was closed, or its swapped file is gone
+            return None
+        return stand, lambda: self._write(digest, n_tokens, write)
+
+    def _write(self, digest: bytes, n_tokens: int, write: Callable[[str], None]) -> None:
+        with self._health.asking():
+            self._store.write(digest, n_tokens, write)
+        self._health.count("stored")
+        self._health.count("stored_bytes", _size_of(self._store.path(digest, n_tokens)))
+        self._note(digest)
+
+    def _note(self, digest: bytes) -> None:
+        with self._lock:
+            self._stored[digest] = None
+            while len(self._stored) > _MOST_KNOWN:
+                del self._stored[next(iter(self._stored))]
+
+    # Prefixes that sessions share
+
+    def share(self) -> None:
+        """Store the prefixes behind which prompts part, and learn of those of other replicas. Raises OSError."""
+        with self._health.asking():
+            self._hot = self._store.hot()
+        with self._engine.lock:
+            shared = [p for p in self._prefixes.resumable() if p.is_shared and p.n_tokens >= self._least_tokens]
+        for prefix in shared:
+            if prefix.digest in self._hot:
+                continue
+            with self._engine.lock:
+                packed = self._pack(prefix.checkpoint, prefix.owner)
+            if packed is not None:
+                packed[1]()
+                with self._health.asking():
+                    self._store.mark_hot(prefix.digest, prefix.n_tokens)
+
+    def sweep(self) -> int:
+        """Remove what is too old or too much. Raises OSError."""
+        with self._health.asking():
+            n_bytes = self._store.sweep()
+        self._hot = {}
+        self._stored.clear()
+        return n_bytes
+
+
+def _size_of(path: str) -> int:
+    """Return the bytes of a file; 0 where only a store could say."""
+    place = local_place(path)
+    try:
+        return Path(place).stat().st_size if place is not None else 0
+    except OSError:
+        return 0

@@ -1,0 +1,166 @@
+"""Gives a client that sends a request again the reply of the first time: by `Idempotency-Key`.
+
+The reply is recorded while it is made. Whoever sends the key again, on this gateway at once or on any gateway later (by
+the store), gets the recording, also a stream in the middle of which the first connection broke. A request with a key is
+answered to its end even if its client has gone, since it will come back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from starlette.types import Message
+
+from chat.server.errors import ApiError, log
+from cluster.serving.request import ForwardedRequest
+
+KEY_HEADER = "idempotency-key"
+MOST_KEPT = 1024
+"""Replies that a gateway remembers itself."""
+
+
+class Shelf(Protocol):
+    """Declares what is needed of the store."""
+
+    def read(self, name: str) -> bytes | None: ...
+    def create(self, name: str, content: bytes) -> bool: ...
+
+
+@dataclass
+class Recording:
+    """Holds the messages of a response as they come.
+
+    Attributes:
+        body_digest: of the request.
+        error: what ended it early.
+    """
+
+    body_digest: str
+    messages: list[Message] = field(default_factory=list)
+    is_done: bool = False
+    error: Exception | None = None
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def play(self) -> AsyncIterator[list[Message]]:
+        """Yield all messages from the first one on, those to come as well. Raises what ended the response early."""
+        at = 0
+        while True:
+            changed = self.changed
+            if at < len(self.messages):
+                news = self.messages[at:]
+                at += len(news)
+                yield news
+            elif self.is_done:
+                return
+            elif self.error is not None:
+                raise self.error
+            else:
+                await changed.wait()
+
+    def tell(self) -> None:
+        self.changed.set()
+        self.changed = asyncio.Event()
+
+
+class Once:
+    """Holds recordings by key.
+
+    Args:
+        shelf: the store; None: replies are remembered by this gateway alone.
+    """
+
+    def __init__(self, shelf: Shelf | None) -> None:
+        self._shelf = shelf
+        self._recordings: OrderedDict[str, Recording] = OrderedDict()
+        self._running: set[asyncio.Task[None]] = set()
+
+    async def play(
+        self, request: ForwardedRequest, key: str, answer: Callable[[], AsyncIterator[list[Message]]]
+    ) -> AsyncIterator[list[Message]]:
+        """Yield the response of a key: that of the first time, or `answer`'s. Raises ApiError 422 for another body."""
+        name = hashlib.sha256(repr((request.header("authorization"), request.path, key)).encode()).hexdigest()
+        digest = hashlib.sha256(request.body).hexdigest()
+        recording = self._recordings.get(name)
+        if recording is None and (stored := await self._stored(name)) is not None:
+            recording = self._recordings.setdefault(name, stored)
+        if recording is None or recording.error is not None:
+            recording = self._recordings[name] = Recording(digest)
+            task = asyncio.create_task(self._record(name, recording, answer))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
+        if recording.body_digest != digest:
+            message = f"{KEY_HEADER} {key!r:.80} was sent before with another body; give each request a key of its own."
+            raise ApiError(422, message, code="idempotency_key_reused")
+        async for messages in recording.play():
+            yield messages
+
+    async def _record(
+        self, name: str, recording: Recording, answer: Callable[[], AsyncIterator[list[Message]]]
+    ) -> None:
+        try:
+            async for messages in answer():
+                recording.messages += messages
+                recording.tell()
+            recording.is_done = True
+        except Exception as error:
+            recording.error = error
+        recording.tell()
+        self._recordings.move_to_end(name)
+        while len(self._recordings) > MOST_KEPT:
+            self._recordings.popitem(last=False)
+        if recording.is_done and _status_of(recording) < 500:
+            await self._store(name, recording)
+        else:
+            self._recordings.pop(name, None)  # what has failed may be tried again
+
+    async def _stored(self, name: str) -> Recording | None:
+        if self._shelf is None:
+            return None
+        try:
+            content = await asyncio.to_thread(self._shelf.read, _path(name))
+            return None if content is None else _read(content)
+        except (OSError, ValueError, KeyError, TypeError) as error:  # down, or damaged: it is answered anew
+            log.warning("a stored reply could not be read: %s", error)
+            return None
+
+    async def _store(self, name: str, recording: Recording) -> None:
+        if self._shelf is None:
+            return
+        try:
+            await asyncio.to_thread(self._shelf.create, _path(name), _write(recording))
+        except OSError as error:
+            log.warning("a reply could not be stored: %s", error)
+
+
+def _path(name: str) -> str:
+    return f"replies/{name[:2]}/{name}.json"
+
+
+def _status_of(recording: Recording) -> int:
+    return int(recording.messages[0]["status"]) if recording.messages else 500
+
+
+def _write(recording: Recording) -> bytes:
+    head, body = recording.messages[0], b"".join(message.get("body", b"") for message in recording.messages[1:])
+    headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in head.get("headers", [])]
+    return json.dumps({
+        "request": recording.body_digest, "status": head["status"], "headers": headers,
+        "body": base64.b64encode(body).decode(),
+    }).encode()  # fmt: skip
+
+
+def _read(content: bytes) -> Recording:
+    value = json.loads(content)
+    headers = [(name.encode("latin-1"), text.encode("latin-1")) for name, text in value["headers"]]
+    messages: list[Message] = [
+        {"type": "http.response.start", "status": int(value["status"]), "headers": headers},
+        {"type": "http.response.body", "body": base64.b64decode(value["body"]), "more_body": False},
+    ]
+    return Recording(str(value["request"]), messages, is_done=True)

@@ -1,0 +1,12 @@
+"""The embedded model, loaded once."""
+
+from __future__ import annotations
+
+import pytest
+
+from models import LanguageModel, load_model
+
+
+@pytest.fixture(scope="session")
+def embedded() -> LanguageModel:
+    return load_model("embedded")

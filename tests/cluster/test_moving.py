@@ -1,0 +1,78 @@
+"""Sequences are stored by one memory and go on in another, bit for bit; what does not belong there is refused."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from cluster.store.place import Place
+from cluster.store.sequences import Quota, SequenceStore
+from memory import HybridMemory, MismatchError
+from models import LanguageModel
+
+
+class Clock:
+    now = 2e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_logits_after_a_move_are_the_same_bits(embedded: LanguageModel, tmp_path: Path) -> None:
+    here, there = (HybridMemory(embedded.memory_spec, "16MiB") for _ in range(2))
+    sequence, tokens = here.open(), list(range(20, 120))
+    here.run(embedded, {sequence: tokens})
+    mark = here.checkpoint(sequence)
+    write = here.archive.pack(mark)
+    here.close(mark)
+    here.run(embedded, {sequence: [1, 2, 3]})  # what was packed does not change any more
+    write(str(tmp_path / "moved.safetensors"))
+    moved = there.archive.open(there.archive.read(tmp_path / "moved.safetensors"))
+    assert moved.length == 100 and here.archive.signature == there.archive.signature
+    for other in (there.rollback, here.rollback):
+        other(moved if other == there.rollback else sequence, to=90)
+    assert torch.equal(there.run(embedded, {moved: [5, 6]}), here.run(embedded, {sequence: [5, 6]}))
+
+
+def test_other_weights_have_another_signature_and_are_refused(embedded: LanguageModel, tmp_path: Path) -> None:
+    memory = HybridMemory(embedded.memory_spec, "16MiB")
+    other = HybridMemory(replace(embedded.memory_spec, weights="float32:v1:00"), "16MiB")
+    sequence = memory.open()
+    memory.run(embedded, {sequence: [1, 2, 3]})
+    memory.archive.pack(sequence)(str(tmp_path / "x.safetensors"))
+    assert memory.archive.signature != other.archive.signature
+    with pytest.raises(MismatchError, match="weights"):
+        other.archive.read(tmp_path / "x.safetensors")
+
+
+def test_what_is_old_goes_and_then_the_oldest_until_the_rest_fits(tmp_path: Path) -> None:
+    place, clock = Place(str(tmp_path / "store")), Clock()
+    store = SequenceStore(place, "ab" * 32, Quota(250, 3600.0), clock)
+    for i in range(4):
+        digest = bytes([i]) * 16
+        store.write(digest, 10, lambda path: Path(path).write_bytes(b"x" * 100))
+        age = [7200, 30, 20, 10][i]
+        path = Path(store.path(digest, 10))
+        path.touch()
+        os.utime(path, (clock.now - age, clock.now - age))
+        store.mark_hot(digest, 10)
+    assert store.sweep() == 200
+    assert [store.has(bytes([i]) * 16, 10) for i in range(4)] == [False, False, True, True]
+    assert set(store.hot()) == {bytes([2]) * 16, bytes([3]) * 16}
+
+
+@pytest.mark.parametrize("scheme", ["folder", "memory"])
+def test_a_file_is_created_once(scheme: str, tmp_path: Path) -> None:
+    place = Place(str(tmp_path) if scheme == "folder" else f"memory://{np.random.default_rng().integers(1 << 40)}")
+    assert place.create("a/b.json", b"1") and not place.create("a/b.json", b"2")
+    assert place.read("a/b.json") == b"1" and place.read("a/c.json") is None
+    assert place.names("a") == ["b.json"] and place.names("nowhere") == []
+    assert [(entry.name, entry.n_bytes) for entry in place.entries("a")] == [("a/b.json", 1)]
+    place.remove("a/b.json")
+    place.remove("a/b.json")
+    assert not place.has("a/b.json")
