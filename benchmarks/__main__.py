@@ -32,6 +32,7 @@ from benchmarks import (
     states,
 )
 from benchmarks import dtypes as dtypes_
+from benchmarks import fleet as fleets
 from benchmarks import gpu as gpu_kernels
 from benchmarks import llamacpp as llamacpp_
 from benchmarks import sparse as sparse_attention
@@ -274,6 +275,12 @@ def speculative(quick: Quick = False, out: Out = None, threads: Threads = None) 
     Also measures steps by length and quality of the drafts, and bytes.
     """
     _run(speculative_decoding.speculative, ("tests/chat/test_speculative.py",), quick, out, threads)
+
+
+@app.command()
+def fleet(quick: Quick = False, out: Out = None) -> None:
+    """Simulate 200 replicas under a million sessions, by each router: what is reused, moved, and how even load is."""
+    _run(fleets.fleet, ("tests/cluster/test_routing.py", "tests/cluster/test_fleet.py"), quick, out, None)
 
 
 @app.command()

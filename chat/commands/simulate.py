@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from chat.simulation.report import Report
     from chat.simulation.simulation import Setup
     from chat.simulation.workload import Habits, Workload
+    from memory import MemorySpec
     from models.loading.weight_formats import WeightFormat
 
 _RUNNING, _DRY_RUNNING = 64, 512
@@ -36,6 +37,7 @@ MaxRunning = Annotated[int | None, Option(min=1, help="replies in one step; unle
 StepTokens = Annotated[int | None, Option(min=2, help="tokens in one step; unless given 256, in a dry run 4096")]
 Speed = Annotated[str, Option(help='times the wall clock; or "max", by a virtual clock and as fast as it goes')]
 IsDry = Annotated[bool, Option("--dry", help="no model: all bookkeeping on device=meta, with made-up replies")]
+Fleet = Annotated[int | None, Option(min=1, help="simulate so many replicas under --users sessions, by each router")]
 Alone = Annotated[str, Option(help='"wrong", "all" or "none": answers to compare with a model that serves nobody else')]
 
 
@@ -77,12 +79,15 @@ def simulate(
     json_file: Annotated[Path | None, Option("--json", help="write the whole report to this file")] = None,
     plots: Annotated[Path | None, Option(help="write plots (PNG) to this folder; needs matplotlib")] = None,
     is_quiet: Annotated[bool, Option("--quiet", help="no live view")] = False,
+    fleet: Fleet = None,
 ) -> None:
-    """Simulate many users: they chat, edit, regenerate, branch, pause and leave, and their answers are checked.
+    """Simulate many users: they chat, edit, regenerate, branch, pause and leave. Reports latency, tokens and bytes.
 
-    Reports latency, tokens and bytes. Exits with 1 if an answer is wrong that is right when its user is served alone,
-    if one names what only others told, if a reply fails, or if bytes stay in use.
-    """
+    Exits with 1 if an answer is wrong that is right when its user is served alone, or names what only others told, if a
+    reply fails, or if bytes stay in use."""
+    if fleet is not None:
+        _simulate_fleet(context)
+        return
     running, tokens = _find_sizes(max_running, step_tokens, is_dry=is_dry)
     chats = (pause, edits, regenerations, branches, pauses, openings, system)
     habits = _find_habits(context, workload, users, (turns, rate, think, message_tokens, reply_tokens), chats)
@@ -96,9 +101,41 @@ def simulate(
     _check_outputs(alone, plots)
     setup = _make_setup(model, device, dtype, weights, numbers, is_dry=is_dry)
     report = _play(setup, events, about, alone=alone, is_quiet=is_quiet)
-    _write(report, json_file, plots)
-    if not report.is_ok:
-        raise typer.Exit(1)
+    _finish(report, json_file, plots)
+
+
+_OF_FLEETS = {"turns": "turns", "rate": "sessions_per_second", "think": "think_seconds", "edits": "edits",
+              "message_tokens": "message_tokens", "reply_tokens": "reply_tokens", "openings": "n_openings"}  # fmt: skip
+"""Options of a simulation that a fleet has too -> fields of its habits."""
+
+
+def _simulate_fleet(context: typer.Context) -> None:
+    """Simulate a fleet by the options that were given. Raises SpecError for one that a fleet does not have."""
+    from importlib import import_module
+
+    from memory import SpecError
+
+    both = {*_OF_FLEETS, "users", "fleet", "model", "dtype", "budget", "grid_tokens", "seed", "json_file"}
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if (source := context.get_parameter_source(name)) is not None and source.name == "COMMANDLINE"
+    }
+    if unknown := sorted(given.keys() - both):
+        raise SpecError(f"--{unknown[0].replace('_', '-')} is not simulated with --fleet; leave it out")
+    numbers = {"n_sessions": context.params["users"], "replicas": context.params["fleet"]}
+    numbers |= {name: context.params[name] for name in ("budget", "grid_tokens", "seed")}
+    numbers |= {field: given[name] for name, field in _OF_FLEETS.items() if name in given}
+    spec = _read_spec(context.params["model"], context.params["dtype"])
+    import_module("cluster.commands.fleet").run_simulation(numbers, spec, context.params["json_file"])
+
+
+def _read_spec(model: str, dtype: str) -> MemorySpec:
+    from models import plan_memory
+    from models.loading.folders import find_folder, read_config
+
+    config, _ = read_config(find_folder(model))
+    return plan_memory(config, config.architectures[0], dtype=dtype)
 
 
 def _find_sizes(max_running: int | None, step_tokens: int | None, *, is_dry: bool) -> tuple[int, int]:
@@ -226,7 +263,8 @@ def _play(setup: Setup, workload: Workload, about: dict[str, object], *, alone: 
     return report
 
 
-def _write(report: Report, json_file: Path | None, plots: Path | None) -> None:
+def _finish(report: Report, json_file: Path | None, plots: Path | None) -> None:
+    """Write what the options ask for. Raises typer.Exit if the report is not good."""
     from chat.simulation.plots import write_plots
 
     if json_file is not None:
@@ -235,6 +273,8 @@ def _write(report: Report, json_file: Path | None, plots: Path | None) -> None:
     if plots is not None:
         with _writing(plots):
             write_plots(report, plots)
+    if not report.is_ok:
+        raise typer.Exit(1)
 
 
 @contextmanager

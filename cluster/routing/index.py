@@ -34,6 +34,10 @@ class PrefixIndex:
         for digest, position in reported.items():
             self._add(replica, digest, position, math.inf)
 
+    def report_one(self, replica: str, position: int, digest: bytes) -> None:
+        """Note one more prefix that a replica can resume, as `report` does for all."""
+        self._add(replica, digest, position, math.inf)
+
     def expect(self, replica: str, prefixes: Iterable[tuple[int, bytes]], until: float) -> None:
         """Note what a replica will be able to resume when it has done what it was sent."""
         for position, digest in prefixes:

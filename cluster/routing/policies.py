@@ -37,8 +37,8 @@ class _Blind:
     def leave(self, replica: str) -> None:
         self.loads.forget(replica)
 
-    def _route(self, at: int, replicas: Sequence[str], reason: Reason, prompt: Prompt) -> Route:
-        return Route((*replicas[at:], *replicas[:at]), reason, {}, prompt.n_tokens)
+    def _route(self, first: str, replicas: Sequence[str], reason: Reason, prompt: Prompt) -> Route:
+        return Route(first, reason, {}, prompt.n_tokens, replicas)
 
 
 class RoundRobin(_Blind):
@@ -48,15 +48,14 @@ class RoundRobin(_Blind):
 
     def choose(self, prompt: Prompt, replicas: Sequence[str], now: float) -> Route:
         self._n_chosen += 1
-        return self._route(self._n_chosen % len(replicas), sorted(replicas), "turn", prompt)
+        return self._route(sorted(replicas)[self._n_chosen % len(replicas)], replicas, "turn", prompt)
 
 
 class LessOfTwo(_Blind):
     """Chooses the less loaded of two random replicas."""
 
     def choose(self, prompt: Prompt, replicas: Sequence[str], now: float) -> Route:
-        chosen = self.loads.less_of_two(replicas, self._pick)
-        return self._route(list(replicas).index(chosen), replicas, "load", prompt)
+        return self._route(self.loads.less_of_two(replicas, self._pick), replicas, "load", prompt)
 
 
 class ConsistentHash(_Blind):
@@ -73,7 +72,7 @@ class ConsistentHash(_Blind):
             self._ring = sorted((_hash(f"{name}:{i}"), name) for name in members for i in range(_POINTS))
         key = _hash(prompt.session) if prompt.session is not None else self._pick.getrandbits(64)
         chosen = self._ring[bisect.bisect(self._ring, (key, "")) % len(self._ring)][1]
-        return self._route(list(replicas).index(chosen), replicas, "hash", prompt)
+        return self._route(chosen, replicas, "hash", prompt)
 
 
 def _hash(text: str) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,23 +57,28 @@ class Loads:
     Attributes:
         own: that this router has sent and that have not ended.
         others: that a replica had, at its last report, beyond those of this router.
+        total: of both, of all replicas.
     """
 
     own: dict[str, int] = field(default_factory=dict)
     others: dict[str, int] = field(default_factory=dict)
+    total: int = 0
 
     def of(self, replica: str) -> int:
         return self.own.get(replica, 0) + self.others.get(replica, 0)
 
     def add(self, replica: str, n: int) -> None:
-        self.own[replica] = max(0, self.own.get(replica, 0) + n)
+        before = self.own.get(replica, 0)
+        self.own[replica] = max(0, before + n)
+        self.total += self.own[replica] - before
 
     def report(self, replica: str, n_requests: int) -> None:
-        self.others[replica] = max(0, n_requests - self.own.get(replica, 0))
+        n_others = max(0, n_requests - self.own.get(replica, 0))
+        self.total += n_others - self.others.get(replica, 0)
+        self.others[replica] = n_others
 
     def forget(self, replica: str) -> None:
-        self.own.pop(replica, None)
-        self.others.pop(replica, None)
+        self.total -= self.own.pop(replica, 0) + self.others.pop(replica, 0)
 
     def less_of_two(self, replicas: Sequence[str], pick: random.Random) -> str:
         """Return the less loaded of two random replicas (Mitzenmacher 2001, "The power of two choices")."""
@@ -93,21 +98,31 @@ class ResumablePolicy:
         self.index = PrefixIndex()
         self._sessions: OrderedDict[str, str] = OrderedDict()
         self._pick = pick or random.Random()
+        self._replicas: Sequence[str] = ()
+        self._members = frozenset[str]()
 
     def choose(self, prompt: Prompt, replicas: Sequence[str], now: float) -> Route:
-        """Return a route over all of `replicas`, of which there is at least one."""
-        depths = self.index.depths(prompt, now)
-        most = self._most_requests(replicas)
-        free = [replica for replica in replicas if self.loads.of(replica) <= most] or list(replicas)
-        holder = self._sessions.get(prompt.session or "")
-        deepest = self._deepest(depths, replicas)
-        if holder in free and depths.get(holder, 0) + self.bounds.least_tokens >= depths.get(deepest, 0):
-            return self._route(holder, "session", depths, prompt, replicas)
-        best = self._deepest(depths, free)
-        if best:
-            return self._route(best, "prefix" if best == deepest else "busy", depths, prompt, replicas)
-        reason: Reason = "busy" if deepest or holder in replicas else "load"
-        return self._route(self.loads.less_of_two(free, self._pick), reason, depths, prompt, replicas)
+        """Return a route to one of `replicas`, of which there is at least one. Cost: that of the prompt's digests."""
+        members = self._members_of(replicas)
+        most = self.bounds.imbalance * self.loads.total / len(replicas) + self.bounds.slack_requests
+        depths = {name: depth for name, depth in self.index.depths(prompt, now).items() if name in members}
+        able = [
+            (depth, -self.loads.of(name), name) for name, depth in depths.items() if depth > self.bounds.least_tokens
+        ]
+        deepest = max(able, default=(0, 0, ""))
+        holder = self._sessions.get(prompt.session or "", "")
+        is_free = holder in members and self.loads.of(holder) <= most
+        if is_free and depths.get(holder, 0) + self.bounds.least_tokens >= deepest[0]:
+            return Route(holder, "session", depths, prompt.n_tokens, replicas)
+        if best := max((entry for entry in able if -entry[1] <= most), default=None):
+            return Route(best[2], "prefix" if best == deepest else "busy", depths, prompt.n_tokens, replicas)
+        reason: Reason = "busy" if able or holder in members else "load"
+        return Route(self.loads.less_of_two(replicas, self._pick), reason, depths, prompt.n_tokens, replicas)
+
+    def _members_of(self, replicas: Sequence[str]) -> frozenset[str]:
+        if replicas is not self._replicas:
+            self._replicas, self._members = replicas, frozenset(replicas)
+        return self._members
 
     def sent(self, prompt: Prompt, replica: str, now: float) -> None:
         """Note that a replica has got a prompt, and will keep checkpoints of it."""
@@ -136,19 +151,3 @@ class ResumablePolicy:
         self.index.forget(replica)
         for session in [session for session, holder in self._sessions.items() if holder == replica]:
             del self._sessions[session]
-
-    def _most_requests(self, replicas: Iterable[str]) -> float:
-        """Return how many requests a replica may have before it is passed over."""
-        counts = [self.loads.of(replica) for replica in replicas]
-        return self.bounds.imbalance * sum(counts) / len(counts) + self.bounds.slack_requests
-
-    def _deepest(self, depths: dict[str, int], replicas: Sequence[str]) -> str:
-        """Return the replica that can resume most, the less loaded of equal ones; "" if none can resume enough."""
-        able = [r for r in replicas if depths.get(r, 0) > self.bounds.least_tokens]
-        return max(able, key=lambda r: (depths[r], -self.loads.of(r)), default="")
-
-    def _route(
-        self, first: str, reason: Reason, depths: dict[str, int], prompt: Prompt, replicas: Sequence[str]
-    ) -> Route:
-        others = sorted((r for r in replicas if r != first), key=lambda r: (-depths.get(r, 0), self.loads.of(r)))
-        return Route((first, *others), reason, depths, prompt.n_tokens)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -16,19 +17,27 @@ class Route:
     """Holds a choice.
 
     Attributes:
-        order: replicas, the chosen one first, then those to be tried when it takes no more requests.
+        first: the chosen replica.
         depths: replica -> tokens of the prompt that it is expected to resume; 0 where it is not named.
         n_tokens: of the prompt.
+        replicas: all that there are.
     """
 
-    order: tuple[str, ...]
+    first: str
     reason: Reason
     depths: dict[str, int]
     n_tokens: int
+    replicas: Sequence[str]
+
+    @property
+    def order(self) -> tuple[str, ...]:
+        """Return all replicas: the chosen one, then those to be tried when it takes no more requests."""
+        others = [replica for replica in self.replicas if replica != self.first]
+        return (self.first, *sorted(others, key=lambda replica: -self.depths.get(replica, 0)))
 
     def why(self, replica: str) -> dict[str, Any]:
         """Say in JSON values why a replica got the prompt: the first one, or one behind it that had room."""
-        reason = self.reason if replica == self.order[0] else "busy"
+        reason = self.reason if replica == self.first else "busy"
         return {
             "reason": reason, "replica": replica, "resumable_tokens": self.depths.get(replica, 0),
             "prompt_tokens": self.n_tokens,

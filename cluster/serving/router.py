@@ -51,7 +51,7 @@ class PolicyRouter(RequestRouter):  # type: ignore[misc]  # of Ray, which mypy s
         prompt, why = _arguments(pending_request)
         route = self._policy.choose(prompt, list(by_name), time.monotonic())
         if prompt.pinned is not None and prompt.pinned in by_name:
-            route = replace(route, order=(prompt.pinned, *(n for n in by_name if n != prompt.pinned)), reason="pinned")
+            route = replace(route, first=prompt.pinned, reason="pinned")
         if pending_request is not None:
             pending_request.routing_context.should_backoff = True
         self._explain(route, why)

@@ -1,0 +1,71 @@
+"""Simulates a fleet by each policy, and prints what it came to: what `hybrid-memory simulate --fleet N` calls."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from chat.commands.fleet import ROUTERS
+from chat.console import make_console
+from cluster.simulation.fleet import FleetSetup, simulate_fleet
+from cluster.simulation.replicas import Sizes
+from cluster.simulation.sessions import FleetHabits
+from memory import MemorySpec, SpecError
+from memory.blocks.arena import read_budget
+from memory.views.text_tables import format_bytes
+
+COLUMNS = (
+    ("reused", "reused_share", "{:.1%}"), ("with the store", "with_store_share", "{:.1%}"),
+    ("of one memory's", "of_ideal", "{:.1%}"), ("turns moved", "moved_share", "{:.1%}"),
+    ("imbalance", "imbalance_mean", "{:.2f}"), ("p99", "imbalance_p99", "{:.2f}"),
+    ("first token p50, ms", "first_token_p50_ms", "{:.1f}"), ("p99, ms", "first_token_p99_ms", "{:.1f}"),
+)  # fmt: skip
+"""Title, key and format of each column of shares and times."""
+
+
+def simulate_policies(
+    setup: FleetSetup, habits: FleetHabits, spec: MemorySpec, policies: tuple[str, ...] = ROUTERS, seed: int = 0
+) -> dict[str, dict[str, Any]]:
+    """Play the same sessions by each policy, and return what each came to."""
+    sizes = Sizes.of(spec)
+    found = {}
+    for policy in policies:
+        report = simulate_fleet(replace(setup, policy=policy), habits, sizes, seed).to_json()
+        for name in ("first_token_p50", "first_token_p99"):
+            report[f"{name}_ms"] = 1000 * report[f"{name}_seconds"]
+        found[policy] = report
+    return found
+
+
+def run_simulation(numbers: dict[str, Any], spec: MemorySpec, json_file: Path | None) -> None:
+    """Simulate as the command line says, and print a table. Raises SpecError.
+
+    Args:
+        numbers: `replicas`, `budget`, `grid_tokens` and `seed`, and fields of `FleetHabits`.
+    """
+    budget_bytes = read_budget(numbers.pop("budget"))
+    seed, grid_tokens = numbers.pop("seed"), numbers.pop("grid_tokens")
+    setup = FleetSetup(numbers.pop("replicas"), budget_bytes=budget_bytes, grid_tokens=grid_tokens)
+    habits = FleetHabits(**numbers)
+    found = simulate_policies(setup, habits, spec, seed=seed)
+    make_console().print(_table(setup, habits, found))
+    if json_file is not None:
+        about = {"setup": asdict(setup), "habits": asdict(habits), "policies": found}
+        try:
+            json_file.write_text(json.dumps(about, indent=1) + "\n")
+        except OSError as error:
+            raise SpecError(f"{json_file} cannot be written ({error}); give another path") from error
+
+
+def _table(setup: FleetSetup, habits: FleetHabits, found: dict[str, dict[str, Any]]) -> Table:
+    table = Table(title=f"{setup.n_replicas:,} replicas, {habits.n_sessions:,} sessions: shares of prompt tokens")
+    for title in ("router", *(column[0] for column in COLUMNS), "read from the store", "CPU s"):
+        table.add_column(title, justify="left" if title == "router" else "right")
+    for policy, report in found.items():
+        cells = [style.format(report[key]) for _, key, style in COLUMNS]
+        table.add_row(policy, *cells, format_bytes(report["fetched_bytes"]), f"{report['cpu_seconds']:.1f}")
+    return table

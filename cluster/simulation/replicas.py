@@ -1,0 +1,77 @@
+"""Simulates the cache of one replica by what it holds: checkpoints, their bytes, and the order of their last uses.
+
+The bytes are those of a dry memory of the model (`device="meta"`): a checkpoint holds its states, and the pages that no
+other one shares. The engine's cache weighs tokens saved against bytes; here the one that was used longest ago goes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memory import HybridMemory, MemorySpec
+
+_STEP_TOKENS = 64
+_MOST_TOKENS = 1 << 15
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Holds the bytes of a sequence at each multiple of a few tokens, from a dry memory.
+
+    Attributes:
+        whole: (n,) of a sequence alone. shared: (n,) of these, what a longer sequence that begins like it shares.
+    """
+
+    whole: NDArray[np.int64]
+    shared: NDArray[np.int64]
+
+    @staticmethod
+    def of(spec: MemorySpec, *, rollback_window: int = 32) -> Sizes:
+        memory = HybridMemory(spec, "64GiB", device="meta", rollback_window=rollback_window)
+        lengths = range(0, _MOST_TOKENS, _STEP_TOKENS)
+        whole = [memory.counters.bytes_at(n) if n else 0 for n in lengths]
+        shared = [memory.counters.shared_bytes_at(n) if n else 0 for n in lengths]
+        return Sizes(np.array(whole), np.array(shared))
+
+    def own_bytes(self, n_tokens: int, n_shared: int) -> int:
+        """Return the bytes of a sequence of so many tokens that another one of `n_shared` tokens does not hold."""
+        last = len(self.whole) - 1
+        whole = self.whole[min(n_tokens // _STEP_TOKENS, last)]
+        return int(whole - self.shared[min(n_shared // _STEP_TOKENS, last)])
+
+
+class SimulatedCache:
+    """Holds the checkpoints of one replica, by key, within a budget.
+
+    Args:
+        lost: told the key of each checkpoint that gives way.
+    """
+
+    def __init__(self, budget_bytes: int, lost: Callable[[bytes], None]) -> None:
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0
+        self._kept: OrderedDict[bytes, int] = OrderedDict()
+        self._lost = lost
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._kept
+
+    def use(self, key: bytes) -> None:
+        self._kept.move_to_end(key)
+
+    def add(self, key: bytes, n_bytes: int) -> None:
+        """Keep a checkpoint; the ones that were used longest ago make room."""
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            return
+        self._kept[key] = n_bytes
+        self.used_bytes += n_bytes
+        while self.used_bytes > self.budget_bytes and len(self._kept) > 1:
+            old, freed = self._kept.popitem(last=False)
+            self.used_bytes -= freed
+            self._lost(old)

@@ -1,0 +1,104 @@
+"""Makes up the sessions of a fleet's users: when each turn is sent, and which tokens it begins with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from memory import SpecError
+
+
+@dataclass(frozen=True)
+class FleetHabits:
+    """Holds how users of a fleet behave.
+
+    Attributes:
+        n_sessions: conversations, each of one user.
+        turns: of a session on average; at least one, geometric.
+        sessions_per_second: that begin, at random times.
+        think_seconds: between a reply and the next turn on average, exponential.
+        message_tokens, reply_tokens: on average, exponential.
+        n_openings: system prompts, of which the k-th is used in proportion to 1/k.
+        opening_tokens: of a system prompt.
+        edits: share of turns that change an earlier message, and go on from before it.
+    """
+
+    n_sessions: int = 1_000_000
+    turns: float = 4.0
+    sessions_per_second: float = 100.0
+    think_seconds: float = 30.0
+    message_tokens: float = 60.0
+    reply_tokens: float = 150.0
+    n_openings: int = 64
+    opening_tokens: int = 1024
+    edits: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("n_sessions", "turns", "sessions_per_second", "message_tokens", "reply_tokens", "n_openings"):
+            if getattr(self, name) < 1 and not (name == "sessions_per_second" and getattr(self, name) > 0):
+                raise SpecError(f"{name}={getattr(self, name)!r}; give at least 1")
+        if not 0 <= self.edits <= 1:
+            raise SpecError(f"edits={self.edits!r}; give a share from 0 to 1")
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Holds all turns of all sessions, in the order in which they are sent.
+
+    Attributes:
+        session, number: (n,) of each turn: the session, and how many turns of it were before.
+        at: (n,) seconds.
+        opening: (n,) the session's system prompt.
+        n_prompt: (n,) tokens of the prompt, history included.
+        n_reply: (n,) tokens of the reply.
+        n_kept: (n,) tokens of the prompt that the session had at the end of its last turn: its history; fewer where the
+            turn edits an earlier message. 0 at the first.
+    """
+
+    session: NDArray[np.int64]
+    number: NDArray[np.int64]
+    at: NDArray[np.float64]
+    opening: NDArray[np.int64]
+    n_prompt: NDArray[np.int64]
+    n_reply: NDArray[np.int64]
+    n_kept: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.at)
+
+
+def make_turns(habits: FleetHabits, seed: int) -> Turns:
+    """Draw all turns. Cost: some 100 bytes a turn, and a sort of them."""
+    rng = np.random.default_rng(seed)
+    n_turns = rng.geometric(1 / habits.turns, habits.n_sessions)
+    n, last = int(n_turns.sum()), np.cumsum(n_turns)
+    first = last - n_turns
+    session = np.repeat(np.arange(habits.n_sessions), n_turns)
+    number = np.arange(n) - np.repeat(first, n_turns)
+    weights = 1 / np.arange(1, habits.n_openings + 1)
+    opening = rng.choice(habits.n_openings, habits.n_sessions, p=weights / weights.sum())[session]
+    begins = np.sort(rng.uniform(0, habits.n_sessions / habits.sessions_per_second, habits.n_sessions))
+    pauses = rng.exponential(habits.think_seconds, n)
+    pauses[first] = 0
+    at = begins[session] + _sums_within(pauses, first, n_turns)
+    message = 1 + rng.exponential(habits.message_tokens, n).astype(np.int64)
+    reply = 1 + rng.exponential(habits.reply_tokens, n).astype(np.int64)
+    history = _sums_within(message + reply, first, n_turns) - (message + reply)
+    n_kept = np.where(number > 0, habits.opening_tokens + history, 0)
+    is_edit = (number > 0) & (rng.random(n) < habits.edits)
+    # An edited turn goes on from somewhere in its history, so that its length stays and its end is new.
+    kept = habits.opening_tokens + (history * rng.random(n)).astype(np.int64)
+    n_kept = np.where(is_edit, kept, n_kept)
+    n_prompt = habits.opening_tokens + history + message
+    order = np.argsort(at, kind="stable")
+    columns = (session, number, at, opening, n_prompt, reply, n_kept)
+    return Turns(*(column[order] for column in columns))  # type: ignore[arg-type]
+
+
+def _sums_within(values: NDArray[np.float64] | NDArray[np.int64], first: NDArray[np.int64], n: NDArray[np.int64]):  # type: ignore[no-untyped-def]
+    """Return the sum of a session's values up to each turn, this one included."""
+    sums = np.cumsum(values)
+    before = np.where(first > 0, sums[first - 1], 0)
+    return sums - np.repeat(before, n)
