@@ -14,7 +14,7 @@ from chat.tools.grammars import Shape
 _KINDS = "text, json_object, json_schema, regex, grammar"
 
 
-def _read_format(value: object) -> object:
+def read_format(value: object) -> object:
     """Read OpenAI's `response_format`, and the kinds "regex" and "grammar" beside its own."""
     if not isinstance(value, dict) or not isinstance(value.get("type"), str):
         raise ValueError("it must be an object with a 'type', such as {'type': 'json_object'}")
@@ -76,7 +76,7 @@ class StructuredOutputs(Checked):
 class StructuredFields(Checked):
     """Holds the form of a reply, by whatever name it was asked for."""
 
-    response_format: Annotated[Shape | None, BeforeValidator(_read_format)] = None
+    response_format: Annotated[Shape | None, BeforeValidator(read_format)] = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: Text | None = None

@@ -75,9 +75,10 @@ def as_messages(items: Iterable[Item]) -> list[dict[str, Any]]:
     return messages
 
 
-def _arguments_of(item: Item) -> Any:
-    """Return the arguments of a call as an object, which templates write as JSON; as text if they are no JSON."""
+def _arguments_of(item: Item) -> dict[str, Any]:
+    """Return the arguments of a call as an object, which templates write as JSON."""
     try:
-        return json.loads(item["arguments"])
-    except ValueError:
-        return item["arguments"]
+        arguments = json.loads(item["arguments"])
+    except ValueError:  # of a reply that was cut
+        arguments = None
+    return arguments if isinstance(arguments, dict) else {"arguments": item["arguments"]}

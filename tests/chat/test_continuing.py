@@ -48,7 +48,7 @@ def said(texts: Tokenizer, reply: str, *, ends: bool = True, instructions: str |
 def prompt_behind(texts: Tokenizer, path: list[Node], tokens: Any, *, parse_special: bool = False) -> Any:
     new = Node(new_id("turn"), "s", path[-1].id, "user", [text_item("user", "is <|end|> Zoe")])
     base, why = find_base(path, None)
-    history = History([*path, new], None, base, tokens, why)
+    history = History([*path, new], None, base=base, tokens=tokens, why_no_base=why)
     return make_prompt(texts, history, (texts.eos_token_id,), parse_special=parse_special)
 
 

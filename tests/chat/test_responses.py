@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import openai
+import pydantic
 import pytest
 
 from chat.prompts import Tokenizer
@@ -155,3 +157,45 @@ def test_a_conversation_grows_by_items_and_replies(client: openai.OpenAI) -> Non
     for call in (client.conversations.retrieve, client.conversations.items.list):
         with pytest.raises(openai.NotFoundError):
             call(conversation.id)
+
+
+WEATHER: dict[str, Any] = {
+    "type": "function", "name": "get_weather", "description": "Tells the weather.", "strict": True,
+    "parameters": {
+        "type": "object", "properties": {"city": {"enum": ["Rome", "Oslo"]}}, "required": ["city"],
+        "additionalProperties": False,
+    },
+}  # fmt: skip
+
+
+class Cat(pydantic.BaseModel):
+    name: Literal["Zoe", "Milo"]
+
+
+def test_calls_of_functions_and_forms_are_items_of_a_reply(client: openai.OpenAI) -> None:
+    parsed = client.responses.parse(input="My cat is called Zoe.", text_format=Cat, **BASE)
+    assert isinstance(parsed.output_parsed, Cat) and client.responses.retrieve(parsed.id).text == parsed.text
+    asked = {
+        "input": "What is the weather?",
+        "tools": [WEATHER],
+        "tool_choice": "required",
+        "max_output_tokens": 99,
+        **BASE,
+    }
+    whole = client.responses.create(**asked)
+    with client.responses.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_response()
+    (call,), (other,) = whole.output, streamed.output
+    assert call.type == other.type == "function_call" and call.name == "get_weather"
+    assert json.loads(call.arguments)["city"] in ("Rome", "Oslo") and call.arguments == other.arguments
+    assert "response.function_call_arguments.done" in kinds and "response.output_text.delta" not in kinds
+    # The result continues from the token ids of the call, whatever the template would make of it.
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "Sunny."}
+    told: Any = {"input": [result], "previous_response_id": whole.id, "max_output_tokens": 4, **BASE}
+    after = client.responses.create(tools=[WEATHER], **told)
+    assert after.hybrid_memory["history"].startswith("continues from") and after.usage is not None  # type: ignore[attr-defined]
+    assert whole.usage is not None
+    assert after.usage.input_tokens_details.cached_tokens == whole.usage.total_tokens - 1
+    without = client.responses.create(**told)
+    assert without.hybrid_memory["history"] == "encoded as a whole: the tools are other ones"  # type: ignore[attr-defined]

@@ -20,6 +20,7 @@ from chat.server.sessions.prompting import count_texts
 from chat.server.sessions.replying import Place, Replying
 from chat.server.sessions.schema import EditRequest, ForkRequest, HeadRequest, RegenerateRequest, SampledRequest
 from chat.server.sessions.trees import nodes_as_json
+from chat.server.tool_fields import read_tools
 from chat.stored.copying import copy_path
 from chat.stored.items import text_item
 from chat.stored.nodes import Item, Node, StoredSession, new_id
@@ -136,6 +137,8 @@ class Changes:
         replies = [node, *(other for other in tree if other.parent == node.id), *reversed(above)]
         model = next((other for other in replies if other.is_reply and other.about), None)
         given = {} if model is None else {name: model.about.get(name) for name in _KEPT}
+        if model is not None and model.about.get("tools"):
+            given["tools"] = read_tools(model.about["tools"])
         return asked.model_copy(update={name: v for name, v in given.items() if name not in asked.model_fields_set})
 
     async def _add(self, session: StoredSession, node: Node) -> Response:

@@ -11,23 +11,35 @@ from typing import Any
 from chat.server.errors import ApiError
 from chat.server.sessions.schema import SampledRequest
 from chat.stored.nodes import Item, Node, new_id
+from chat.tools.calls import Tool
 
 Response = dict[str, Any]
 
 
-def new_response(asked: SampledRequest, *, model: str, store: bool, response_id: str | None = None) -> Response:
+def new_response(asked: SampledRequest, *, model: str, store: bool) -> Response:
     """Return a response that is in progress."""
     return {
-        "id": response_id or new_id("resp"), "object": "response", "created_at": int(time.time()),
+        "id": new_id("resp"), "object": "response", "created_at": int(time.time()),
         "status": "in_progress", "background": False, "completed_at": None, "error": None, "incomplete_details": None,
         "instructions": asked.instructions, "max_output_tokens": asked.max_output_tokens, "model": model,
-        "output": [], "parallel_tool_calls": True, "previous_response_id": None, "conversation": None,
-        "prompt_cache_key": asked.prompt_cache_key, "reasoning": {"effort": None, "summary": None},
-        "safety_identifier": asked.safety_identifier, "service_tier": "default", "store": store,
-        "temperature": asked.temperature, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [],
-        "top_logprobs": 0, "top_p": asked.top_p, "truncation": "disabled", "usage": None, "user": asked.user,
-        "metadata": asked.metadata,
+        "output": [], "parallel_tool_calls": asked.parallel_tool_calls, "previous_response_id": None,
+        "conversation": None, "prompt_cache_key": asked.prompt_cache_key,
+        "reasoning": {"effort": None, "summary": None}, "safety_identifier": asked.safety_identifier,
+        "service_tier": "default", "store": store, "temperature": asked.temperature, "text": {"format": asked.text.raw},
+        "tool_choice": _choice_of(asked), "tools": [_as_tool(tool) for tool in asked.tools], "top_logprobs": 0,
+        "top_p": asked.top_p, "truncation": "disabled", "usage": None, "user": asked.user, "metadata": asked.metadata,
     }  # fmt: skip
+
+
+def _as_tool(tool: Tool) -> dict[str, Any]:
+    function = tool.definition["function"]
+    about = {"name": tool.name, "description": function["description"], "parameters": tool.parameters}
+    return {"type": "function", **about, "strict": True}
+
+
+def _choice_of(asked: SampledRequest) -> Any:
+    choice = asked.tool_choice
+    return {"type": "function", "name": choice[0]} if isinstance(choice, tuple) else choice or "auto"
 
 
 def usage_of(usage: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +84,8 @@ def about_of(response: Response) -> dict[str, Any]:
 
 def stored_response(node: Node) -> Response:
     """Return the response of a stored reply."""
-    return {**node.about, "id": node.id, "object": "response", "status": node.status, "output": node.items}
+    about = {name: value for name, value in node.about.items() if name != "told_tools"}
+    return {**about, "id": node.id, "object": "response", "status": node.status, "output": node.items}
 
 
 def output_message(item_id: str, text: str, *, is_whole: bool = True) -> Item:
@@ -88,31 +101,8 @@ class Events:
     _numbers: count[int] = field(default_factory=count)
 
     def of_response(self, kind: str, response: Response, **more: Any) -> str:
-        return self._write(f"response.{kind}", response=response, **more)
+        return self.write(f"response.{kind}", response=response, **more)
 
-    def opening(self, item_id: str) -> list[str]:
-        """Write that a message begins."""
-        message = {"id": item_id, "type": "message", "role": "assistant", "status": "in_progress", "content": []}
-        part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-        return [
-            self._write("response.output_item.added", output_index=0, item=message),
-            self._write("response.content_part.added", item_id=item_id, output_index=0, content_index=0, part=part),
-        ]
-
-    def delta(self, item_id: str, text: str) -> str:
-        place = {"item_id": item_id, "output_index": 0, "content_index": 0}
-        return self._write("response.output_text.delta", **place, delta=text, logprobs=[])
-
-    def closing(self, message: Item) -> list[str]:
-        """Write that a message has ended."""
-        place = {"item_id": message["id"], "output_index": 0, "content_index": 0}
-        (part,) = message["content"]
-        return [
-            self._write("response.output_text.done", **place, text=part["text"], logprobs=[]),
-            self._write("response.content_part.done", **place, part=part),
-            self._write("response.output_item.done", output_index=0, item=message),
-        ]
-
-    def _write(self, kind: str, **values: Any) -> str:
+    def write(self, kind: str, **values: Any) -> str:
         event = {"type": kind, "sequence_number": next(self._numbers), **values}
         return f"event: {kind}\ndata: {json.dumps(event, separators=(',', ':'))}\n\n"

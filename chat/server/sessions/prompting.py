@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -26,19 +26,23 @@ class History:
 
     Attributes:
         path: the nodes from the first message on, new ones included.
-        base: the last reply on it whose token ids are known, and that had the same instructions.
+        tools: as templates know them.
+        base: the last reply on it whose token ids are known, and that had the same instructions and tools.
         tokens: those of `base`.
         why_no_base: in words, where there is none.
     """
 
     path: list[Node]
     instructions: str | None
+    tools: list[dict[str, Any]] = field(default_factory=list)
     base: Node | None = None
     tokens: Int64s | None = None
     why_no_base: str = NO_HISTORY
 
 
-def find_base(path: list[Node], instructions: str | None) -> tuple[Node | None, str]:
+def find_base(
+    path: list[Node], instructions: str | None, tools: list[dict[str, Any]] | None = None
+) -> tuple[Node | None, str]:
     """Return the last reply of a path that a prompt can continue from, or why there is none."""
     replies = [node for node in path if node.role == "assistant"]
     if not replies:
@@ -47,11 +51,15 @@ def find_base(path: list[Node], instructions: str | None) -> tuple[Node | None, 
     if not known:
         return None, "no token ids are known of what was said before: it was given as text, or changed"
     alike = [node for node in known if node.about.get("instructions") == instructions]
-    return (alike[-1], "") if alike else (None, "the instructions are other ones")
+    if not alike:
+        return None, "the instructions are other ones"
+    alike = [node for node in alike if node.about.get("told_tools", []) == (tools or [])]
+    return (alike[-1], "") if alike else (None, "the tools are other ones")
 
 
 def make_prompt(texts: Tokenizer, history: History, stop_ids: tuple[int, ...], *, parse_special: bool) -> Prompt:
     """Return the prompt behind a history. Raises ApiError 400: the chat template refuses the messages."""
+    texts = texts.with_options({"tools": history.tools}) if history.tools else texts
     try:
         return _continue(texts, history, stop_ids, parse_special=parse_special)
     except FormatError as error:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from chat.server.errors import ApiError
 from chat.server.schema import Checked, CommonRequest, Neutral
 from chat.server.sessions.input import read_input, read_items
+from chat.server.structured import read_format
+from chat.server.tool_fields import ToolFields
 from chat.stored.nodes import Item
+from chat.tools.grammars import Shape
 
 MOST_TITLE = 200
 _MOST_METADATA = 16
@@ -38,7 +42,27 @@ Items = Annotated[list[Item], BeforeValidator(read_items)]
 Title = Annotated[str, Field(max_length=MOST_TITLE)]
 
 
-class SampledRequest(CommonRequest):
+@dataclass(frozen=True)
+class TextForm:
+    """Holds what `text` says: the form of a reply, and how that was said."""
+
+    shape: Shape | None = None
+    raw: dict[str, Any] = field(default_factory=lambda: {"type": "text"})
+
+
+def _read_text(value: object) -> object:
+    """Read the `text` of a response: its format. A verbosity has no effect on these models, so only none is taken."""
+    if isinstance(value, TextForm):
+        return value
+    if not isinstance(value, dict) or value.keys() - {"format", "verbosity"}:
+        raise ValueError("it must be {'format': ...}")
+    if value.get("verbosity") not in (None, "medium"):
+        raise ValueError("'verbosity' has no effect here; leave it out")
+    given = value.get("format") or {"type": "text"}
+    return TextForm(cast("Shape | None", read_format(given)), given)
+
+
+class SampledRequest(CommonRequest, ToolFields):
     """Holds what requests for a stored reply have in common, in the words of Responses."""
 
     neutral: ClassVar[Neutral] = {
@@ -46,21 +70,35 @@ class SampledRequest(CommonRequest):
         "include": ([], ["reasoning.encrypted_content"]),
         "max_tool_calls": (),
         "n": (1,),
-        "parallel_tool_calls": (True, False),  # there are no tools
         "prompt": (),
         "prompt_cache_retention": ("in_memory", "in-memory", "24h"),
         "reasoning": ({},),
         "service_tier": ("auto", "default"),
-        "text": ({}, {"format": {"type": "text"}}),
-        "tool_choice": ("none", "auto"),
-        "tools": ([],),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
     }
     instructions: str | None = None
+    text: Annotated[TextForm, BeforeValidator(_read_text)] = Field(default_factory=TextForm)
     max_output_tokens: int | None = Field(None, ge=1)
     metadata: Metadata = Field(default_factory=dict)
     safety_identifier: str | None = None
+
+    @model_validator(mode="after")
+    def check_forms(self) -> SampledRequest:
+        if self.text.shape is not None and self.shape is not None:
+            message = f"'text' and '{self.shape.name}' both say what form the reply has; leave out one."
+            raise ApiError(400, message, param=self.shape.name, code="invalid_value")
+        return self
+
+    @property
+    def form(self) -> Shape | None:
+        """Return the form that a reply must have, by whatever name it was asked for."""
+        return self.text.shape or self.shape
+
+    @property
+    def told_tools(self) -> list[dict[str, Any]]:
+        """Return the tools that the model is told of, as templates know them."""
+        return [tool.definition for tool in self.offered_tools]
 
 
 class ResponseRequest(SampledRequest):
