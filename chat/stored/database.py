@@ -72,12 +72,17 @@ def open_database(folder: str | None, model: str) -> sqlite3.Connection:
 
 
 def _prepare(connection: sqlite3.Connection, place: str, model: str) -> None:
+    # One transaction: a process that is killed in it leaves no tables, and one that starts beside it waits for them.
+    connection.execute("BEGIN IMMEDIATE")
     version = int(connection.execute("PRAGMA user_version").fetchone()[0])
     if version > VERSION:
         raise FormatError(f"{place} has version {version}; this release reads up to {VERSION}: install a later one")
     if version == 0:
-        connection.executescript(f"BEGIN; {_TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
+        for statement in _TABLES.split(";")[:-1]:
+            connection.execute(statement)
         connection.execute("INSERT INTO meta VALUES ('model', ?)", (model,))
+        connection.execute(f"PRAGMA user_version = {VERSION}")
+    connection.execute("COMMIT")
     (known,) = connection.execute("SELECT value FROM meta WHERE name = 'model'").fetchone()
     if known != model:
         raise MismatchError(f"{place} is of another model or tokenizer ({known}, not {model}); name another folder")

@@ -11,6 +11,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from chat.engine.engine import Engine
 from chat.prompts import Tokenizer
 from chat.server import ServerOptions, make_app
 from chat.stored.database import FILE, PREFIXES
+from chat.stored.store import SessionStore
 from memory import FormatError, HybridMemory, MismatchError
 from models import LanguageModel
 from tests.chat.servers import MODEL, PATIENCE_SECONDS, running
@@ -161,3 +163,11 @@ def test_a_database_of_something_else_is_refused(tmp_path: Path, embedded: Langu
     (tmp_path / FILE).write_bytes(b"no database" * 1000)
     with pytest.raises(FormatError, match="no database"):
         make_app(engine, tokenizer, MODEL, options)
+
+
+def test_servers_that_start_at_once_make_one_database(tmp_path: Path) -> None:
+    with ThreadPoolExecutor(8) as threads:
+        stores = list(threads.map(lambda _: SessionStore(str(tmp_path), "model"), range(8)))
+    assert [store.sessions(b"", limit=1) for store in stores] == [[]] * 8
+    for store in stores:
+        store.close()
