@@ -51,11 +51,11 @@ SERVE: tuple[Option, ...] = (
            "allow", "server", least=2),
     Option("default_tokens", "whole", 1024, "tokens of a chat's reply, where the request does not say", "server",
            least=1),
-    Option("max_requests", "whole", 64, "answered at once; others are told to come back", "server", least=1),
+    Option("max_requests", "whole", 256, "answered at once; others are told to come back", "server", least=1),
     Option("max_connections", "whole", 768, "open at once; beyond, the longest idle one is closed", "server", least=1),
     Option("max_peer_connections", "whole", 384, "of those, from one address", "server", least=1),
-    Option("max_running", "whole", 64, "replies in one step of the model", "engine", least=1),
-    Option("step_tokens", "whole", 256, "tokens in one step of the model", "engine", least=2),
+    Option("max_running", "whole", 128, "replies in one step of the model", "engine", least=1),
+    Option("step_tokens", "whole", 256, "tokens of prompts in one step of the model", "engine", least=2),
     Option("speculation", "text", "none", "prompt-lookup drafts what replies say next from their own texts, where that "
            "pays; replies are the same", choices=("none", "prompt-lookup")),
     Option("pooling", "text", None, "how texts are embedded: last or mean of the hidden states; unless given, what the "

@@ -285,6 +285,11 @@ class Job:
         return self.request.sequence is None and self.n_fed == self.n_reused
 
     @property
+    def n_unfed(self) -> int:
+        """The tokens of the prompt that are left to be fed."""
+        return max(self.generation.n_prompt, len(self.tokens) - 1) - self.n_fed
+
+    @property
     def next_stop(self) -> int:
         """The index into `tokens` that the next chunk may reach."""
         if not self.is_prefilling:

@@ -338,9 +338,10 @@ class Scheduler:
                 job.generation.lookup, job.generation.n_prefilled = job.lookup, job.n_fed
         if self._prefixes is not None:
             marks = [job.n_base + mark for mark in request.marks]
-            job.cuts = [
-                cut - job.n_base for cut in self._prefixes.cuts(known, job.n_base + job.n_fed, marks, request.owner)
-            ]
+            start = job.n_base + job.n_fed
+            cuts = self._prefixes.cuts(known, start, marks, request.owner)
+            # A checkpoint of a few tokens saves less than the step that ends there costs.
+            job.cuts = [cut - job.n_base for cut in cuts if cut - start >= LEAST_CHUNK_TOKENS or cut in marks]
         job.sampler = job.sampler or job.make_sampler(known)
 
     def preempt(self) -> None:

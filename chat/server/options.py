@@ -70,7 +70,7 @@ class ServerOptions:
     max_body_bytes: int = 1 << 20
     max_tokens: int | None = None
     default_tokens: int = 1024
-    max_requests: int = 64
+    max_requests: int = 256
     max_connections: int = 768
     max_peer_connections: int = 384
     head_seconds: float = 10.0

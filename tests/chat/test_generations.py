@@ -331,9 +331,10 @@ def test_what_a_prefix_could_not_save_is_counted_by_reason() -> None:
     engine.submit(prompt[:20] + [0] * 9, max_tokens=1)  # checkpoints stand at 16 and 30
     run_checked(engine)
     assert engine.stats.n_reused == 16 and engine.stats.recomputed == {"no state": 4}
-    engine.submit(prompt, max_tokens=1)  # at 20, where the other one parted: what stands at 30 cannot be taken back
+    # Where the other one parted, at 20, stands none: it would save less than a step costs.
+    engine.submit(prompt, max_tokens=1)
     run_checked(engine)
-    assert engine.stats.recomputed == {"no state": 4 + 9, "last token": 1}
+    assert engine.stats.recomputed == {"no state": 4 + 13, "last token": 1}
 
 
 def test_marks_are_remembered_where_they_are(model: LanguageModel) -> None:
