@@ -1,0 +1,50 @@
+"""LiteLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import litellm
+from pydantic import BaseModel
+
+PACKAGE = "litellm"
+MODEL = "openai/embedded"
+CAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "My cat is called Zoe."}]
+TOOL = {
+    "type": "function",
+    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
+}
+
+
+class Person(BaseModel):
+    name: str
+    age: int
+
+
+def test_completion() -> None:
+    """completion, whole, as a stream, and asynchronous."""
+    assert litellm.completion(MODEL, CAT).choices[0].message.content
+    chunks = list(litellm.completion(MODEL, CAT, stream=True))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert asyncio.run(litellm.acompletion(MODEL, CAT)).choices[0].message.content
+
+
+def test_tools() -> None:
+    """tools."""
+    message = litellm.completion(MODEL, CAT, tools=[TOOL], tool_choice="required").choices[0].message
+    (call, *_) = message.tool_calls
+    assert "a" in json.loads(call.function.arguments)
+    result = {"role": "tool", "tool_call_id": call.id, "content": "3"}
+    assert litellm.completion(MODEL, [*CAT, message, result], tools=[TOOL]).choices[0].message.content
+
+
+def test_response_format() -> None:
+    """response_format with a class."""
+    reply = litellm.completion(MODEL, CAT, response_format=Person)
+    assert Person.model_validate_json(reply.choices[0].message.content)
+
+
+def test_text_completion() -> None:
+    """text_completion."""
+    assert litellm.text_completion(model="text-completion-openai/embedded", prompt="My cat").choices[0].finish_reason
