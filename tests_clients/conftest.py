@@ -3,8 +3,8 @@
 They run in an environment of their own, since their dependencies exclude ours:
 
     python -m venv .venv-clients
-    .venv-clients/bin/pip install openai langchain-openai litellm instructor llm llama-index-llms-openai-like guidellm pytest
-    .venv-clients/bin/python -m pytest tests_clients
+    .venv-clients/bin/pip install -c constraints.txt ".[clients]"
+    .venv-clients/bin/python -m pytest -c tests_clients/pytest.ini --rootdir . tests_clients
 
 The server runs in the library's environment, `.venv` unless `HYBRID_MEMORY_PYTHON` names another Python.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import time
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -51,7 +52,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def _wait_for(server: subprocess.Popen[bytes], log: Path) -> str:
-    import time
 
     for _ in range(600):
         found = re.search(r"http://127\.0\.0\.1:\d+", log.read_text())

@@ -11,10 +11,8 @@ from pydantic import BaseModel
 PACKAGE = "litellm"
 MODEL = "openai/embedded"
 CAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "My cat is called Zoe."}]
-TOOL = {
-    "type": "function",
-    "function": {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}},
-}
+PARAMETERS = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}}
 
 
 class Person(BaseModel):

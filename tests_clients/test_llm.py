@@ -14,7 +14,7 @@ PACKAGE = "llm"
 @pytest.fixture(autouse=True)
 def told(url: str, environment: None, tmp_path: Path) -> None:
     (tmp_path / "extra-openai-models.yaml").write_text(
-        f"- model_id: here\n  model_name: embedded\n  api_base: {url}\n  supports_schema: true\n  supports_tools: true\n"
+        f"- model_id: here\n  model_name: embedded\n  api_base: {url}\n  supports_schema: true\n"
     )
 
 

@@ -67,9 +67,7 @@ def test_tools(client: OpenAI, choice: object) -> None:
     result = {"role": "tool", "tool_call_id": call.id, "content": "It is sunny."}
     messages = [*CAT, reply.choices[0].message, result]
     assert client.chat.completions.create(model=MODEL, messages=messages, tools=[TOOL]).choices[0].message.content
-    stream = client.chat.completions.create(
-        model=MODEL, messages=CAT, tools=[TOOL], tool_choice=choice, stream=True
-    )
+    stream = client.chat.completions.create(model=MODEL, messages=CAT, tools=[TOOL], tool_choice=choice, stream=True)
     assert any(chunk.choices[0].delta.tool_calls for chunk in stream)
 
 
