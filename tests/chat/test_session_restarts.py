@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -11,6 +12,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
@@ -32,6 +34,9 @@ from tests.chat.servers import MODEL, PATIENCE_SECONDS, running
 
 CAT, ASK = "My cat is called Zoe.", "What is my cat called?"
 N_CLIENTS = 4
+N_KILLS = int(os.environ.get("TEST_KILLS", "1"))
+"""Servers that are killed one after the other, on one folder."""
+BUSY_SECONDS = 120.0
 N_TURNS = 3
 """Turns of each client that are acknowledged before the kill, at least."""
 
@@ -56,7 +61,7 @@ def talk(url: str, key: str, said: list[Any], enough: threading.Barrier) -> None
                 said.append(reply)
                 previous = reply.id
                 if turn == N_TURNS:
-                    enough.wait(PATIENCE_SECONDS)
+                    enough.wait(BUSY_SECONDS)
         except Exception:  # the server is gone, however the client says so
             pass
 
@@ -70,11 +75,19 @@ def inspect(folder: Path) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, list[Any]]]:
     """The folder of a server that was killed while it talked to several clients, and what it had acknowledged."""
-    folder = tmp_path_factory.mktemp("killed") / "sessions"
+    folder, said = tmp_path_factory.mktemp("killed") / "sessions", dict[str, list[Any]]()
+    for kill in range(N_KILLS):
+        own: dict[str, list[Any]] = {f"client {kill}.{n}": [] for n in range(N_CLIENTS)}
+        talk_and_kill(folder, own, wait_seconds=random.Random(kill).uniform(0, 3) if kill else 0)
+        said |= own
+    return folder, said
+
+
+def talk_and_kill(folder: Path, said: dict[str, list[Any]], wait_seconds: float) -> None:
+    """Start a server, talk to it, and kill it so long after each client has had its turns."""
     command = [sys.executable, "-c", "from chat.cli import app; app()", "serve", "--port", "0", "--budget", "32MiB"]
     command += ["--sessions", str(folder), "--save-every", "1"]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
-    said: dict[str, list[Any]] = {f"client {n}": [] for n in range(N_CLIENTS)}
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as process:
         try:
             assert process.stderr is not None
@@ -85,14 +98,14 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, li
             threads = [threading.Thread(target=talk, args=(url[0], key, own, enough)) for key, own in said.items()]
             for thread in threads:
                 thread.start()
-            enough.wait(PATIENCE_SECONDS)
+            enough.wait(BUSY_SECONDS)
+            time.sleep(wait_seconds)
             process.send_signal(signal.SIGKILL)
             for thread in threads:
-                thread.join(PATIENCE_SECONDS)
+                thread.join(BUSY_SECONDS)
         finally:
             process.kill()
     assert all(len(own) > N_TURNS for own in said.values())
-    return folder, said
 
 
 def test_after_a_kill_all_that_was_acknowledged_is_there_and_nothing_is_half(
@@ -102,8 +115,8 @@ def test_after_a_kill_all_that_was_acknowledged_is_there_and_nothing_is_half(
     shutil.copytree(killed[0], folder)
     found = inspect(folder)
     assert found["is_verified"] and found["facts"]["faults"] == [] and found["kind"] == "server's sessions"
-    n_said = sum(map(len, said.values()))
-    assert n_said <= found["facts"]["replies"] <= n_said + N_CLIENTS and found["facts"]["sessions"] == N_CLIENTS
+    n_said, n_clients = sum(map(len, said.values())), len(said)
+    assert n_said <= found["facts"]["replies"] <= n_said + n_clients and found["facts"]["sessions"] == n_clients
     assert found["facts"]["replies"] == found["facts"]["replies with token ids"]
     with running(embedded, tokenizer, ServerOptions(sessions=str(folder))) as server:
         for key, own in said.items():
@@ -171,3 +184,17 @@ def test_servers_that_start_at_once_make_one_database(tmp_path: Path) -> None:
     assert [store.sessions(b"", limit=1) for store in stores] == [[]] * 8
     for store in stores:
         store.close()
+
+
+def test_inspect_finds_what_contradicts_itself(killed: tuple[Path, dict[str, list[Any]]], tmp_path: Path) -> None:
+    folder = tmp_path / "sessions"
+    shutil.copytree(killed[0], folder)
+    with closing(sqlite3.connect(folder / FILE, isolation_level=None)) as database:
+        database.execute("UPDATE nodes SET n_prompt = 10000 WHERE number = 2")
+        database.execute("UPDATE sessions SET head = 'resp_0' WHERE rowid = 1")
+    found = inspect(folder)
+    assert not found["is_verified"] and len(found["facts"]["faults"]) == 2
+    assert "token ids" in found["facts"]["faults"][0] and "is not there" in found["facts"]["faults"][1]
+    (folder / FILE).write_bytes(b"no database" * 1000)
+    result = CliRunner().invoke(app, ["inspect", str(folder)])
+    assert result.exit_code == 1 and len(result.stderr.splitlines()) == 1 and "no database" in result.stderr

@@ -69,6 +69,7 @@ def test_a_tree_says_what_going_back_costs_and_it_does(caller: Caller) -> None:
         caller.server.prefixes.clear()
     nodes = caller.nodes()
     assert all(n["cost"]["from"] == "nothing" and n["cost"]["compute_tokens"] == n["position"] for n in nodes)
+    assert nodes[3]["cost"]["seconds"] > nodes[0]["cost"]["seconds"] > 0
     assert nodes[0]["cost"]["words"] == "nothing is kept of it, 10 tokens to compute"
     # And what is not kept is computed again, from the same token ids.
     again = caller.ask(caller.told.id)

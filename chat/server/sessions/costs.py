@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from memory.blocks.arrays import EMPTY, Int64s
 from memory.prefix import PrefixCache
 
 _PLACES = {"host": "from host memory", "disk": "from files", "nothing": "nothing is kept of it"}
+
+_HELD_SECONDS = 0.005
+"""Time for which looking up the nodes of a tree keeps the engine from its next step."""
 
 
 @dataclass(frozen=True)
@@ -53,25 +57,45 @@ class Cost:
 def find_costs(engine: Engine, owner: bytes, nodes: list[Node]) -> dict[str, Cost]:
     """Return the cost of each node of a tree, each behind its parent. It waits for the step in progress.
 
-    Nothing changes. Cost: O(tokens) for each node.
+    Nothing changes. Cost: O(tokens) for each node; steps wait for a few milliseconds at a time, however many there are.
     """
-    needed = Counter(node.base for node in nodes if node.base is not None)
-    tokens, costs = dict[str, Int64s](), dict[str, Cost]()
-    with engine.lock:
-        for node in nodes:
-            if node.own_tokens is not None:
-                before = tokens[node.base][: node.n_kept] if node.base is not None else EMPTY
-                tokens[node.id] = np.concatenate([before, node.own_tokens])
-                if node.base is not None:
-                    needed[node.base] -= 1
-                    if not needed[node.base]:
-                        del tokens[node.base]
-                costs[node.id] = cost_of(engine, owner, tokens[node.id])
-                if node.parent is not None and node.parent not in costs:  # a message: its prompt is known by now
-                    costs[node.parent] = cost_of(engine, owner, tokens[node.id][: node.n_prompt])
-                if not needed[node.id]:
-                    del tokens[node.id]
-    return costs
+    finding = _Finding(engine, owner, Counter(node.base for node in nodes if node.base is not None))
+    left = iter(nodes)
+    while True:
+        with engine.lock:
+            end = time.perf_counter() + _HELD_SECONDS
+            for node in left:
+                finding.add(node)
+                if time.perf_counter() > end:
+                    break
+            else:
+                return finding.costs
+
+
+@dataclass
+class _Finding:
+    """Finds costs, and holds the token ids of the replies that others still need as a base."""
+
+    engine: Engine
+    owner: bytes
+    needed: Counter[str]
+    tokens: dict[str, Int64s] = field(default_factory=dict)
+    costs: dict[str, Cost] = field(default_factory=dict)
+
+    def add(self, node: Node) -> None:
+        if node.own_tokens is None:
+            return
+        before = self.tokens[node.base][: node.n_kept] if node.base is not None else EMPTY
+        own = np.concatenate([before, node.own_tokens])
+        self.costs[node.id] = cost_of(self.engine, self.owner, own)
+        if node.parent is not None and node.parent not in self.costs:  # a message: its prompt is known by now
+            self.costs[node.parent] = cost_of(self.engine, self.owner, own[: node.n_prompt])
+        if node.base is not None:
+            self.needed[node.base] -= 1
+            if not self.needed[node.base]:
+                del self.tokens[node.base]
+        if self.needed[node.id]:
+            self.tokens[node.id] = own
 
 
 def cost_of(engine: Engine, owner: bytes, tokens: Int64s) -> Cost:

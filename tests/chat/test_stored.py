@@ -1,0 +1,91 @@
+"""The store of sessions by itself: what a call leaves, what its limits delete, and what a failed one changes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from chat.stored import Node, SessionStore, StoredSession
+from chat.stored.items import make_nodes, text_item
+from chat.stored.nodes import new_id
+
+DAY = 86400.0
+
+
+class Clock:
+    now = 1e9
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def reply_to(parent: Node, base: Node | None = None, n_kept: int = 0) -> Node:
+    return Node(
+        new_id("resp"), parent.session, parent.id, "assistant", [text_item("assistant", "yes")], about={"model": "m"},
+        base=None if base is None else base.id, n_kept=n_kept, n_prompt=2, own_tokens=np.arange(3) + 10 * n_kept,
+    )  # fmt: skip
+
+
+def fill(store: SessionStore, owner: bytes, text: str, clock: Clock) -> tuple[StoredSession, list[Node]]:
+    session = StoredSession(new_id("sess"), owner, used_at=clock.now)
+    (question,) = make_nodes(session.id, None, [text_item("user", text)])
+    first = reply_to(question)
+    (more,) = make_nodes(session.id, first.id, [text_item("user", "more")])
+    nodes = [question, first, more, reply_to(more, first, n_kept=2)]
+    store.add_session(session, nodes)
+    return session, nodes
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def store(tmp_path: Path, clock: Clock) -> SessionStore:
+    return SessionStore(str(tmp_path), "model", now=clock)
+
+
+def test_token_ids_are_joined_from_those_of_the_replies_before(store: SessionStore, clock: Clock) -> None:
+    _, nodes = fill(store, b"a", "hello", clock)
+    assert store.tokens(nodes[1].id).tolist() == [0, 1, 2]
+    assert store.tokens(nodes[3].id).tolist() == [0, 1, 20, 21, 22]
+    assert [node.id for node in store.path(nodes[3].id)] == [node.id for node in nodes]
+    store.replace_items(nodes[0].id, [text_item("user", "another")])
+    assert all(node.own_tokens is None and node.base is None for node in store.path(nodes[3].id))
+
+
+def test_a_call_changes_all_or_nothing(store: SessionStore, clock: Clock) -> None:
+    session, nodes = fill(store, b"a", "hello", clock)
+    twice = [*make_nodes(session.id, nodes[3].id, [text_item("user", "x")]), nodes[3]]
+    with pytest.raises(Exception, match="UNIQUE"):
+        store.add_nodes(session.id, twice, nodes[3].id)
+    assert [node.id for node in store.tree(session.id)] == [node.id for node in nodes]
+    store.delete_branch(nodes[1])
+    assert not store.add_nodes(session.id, make_nodes(session.id, nodes[1].id, [text_item("user", "x")]), "turn_0")
+    assert [node.id for node in store.tree(session.id)] == [nodes[0].id]
+
+
+def test_old_sessions_go_and_then_those_used_longest_ago_but_pinned_ones_stay(
+    store: SessionStore, clock: Clock
+) -> None:
+    sessions = []
+    for day in range(4):
+        clock.now = 1e9 + day * DAY
+        sessions.append(fill(store, b"a", "word " * 1000, clock))
+    store.pin(sessions[0][1][0].id, clock.now + DAY)
+    assert store.expire(1e9 + 1.5 * DAY, None) == [sessions[1][0]]
+    assert store.expire(0, store.n_bytes()) == []
+    assert store.expire(0, store.n_bytes() - 1) == [sessions[2][0]]
+    left = [counted.session.id for counted in store.sessions(b"a", limit=9)]
+    assert left == [sessions[3][0].id, sessions[0][0].id] and store.sessions(b"b", limit=9) == []
+    assert store.node(b"b", sessions[3][1][0].id) is None and store.session(b"b", left[0]) is None
+
+
+def test_what_is_deleted_is_not_in_the_file_any_more(store: SessionStore, tmp_path: Path, clock: Clock) -> None:
+    session, _ = fill(store, b"a", "a secret that nobody may find", clock)
+    store.delete_session(session.id)
+    store.close()
+    assert not any(b"a secret that nobody" in path.read_bytes() for path in tmp_path.iterdir())
