@@ -22,6 +22,7 @@ from benchmarks import (
     agreement,
     architectures,
     books,
+    bridge,
     compiling,
     gpu_tune,
     kernels,
@@ -116,6 +117,21 @@ def llamacpp(
     tests = ("tests/benchmarks/test_llamacpp.py", *(() if quick else ("tests/models/test_gguf.py",)))
     models = _known(model, llamacpp_.MODELS, n_quick=1 if quick else None)
     _run(llamacpp_.llamacpp, tests, quick, out, threads, models=models)
+
+
+@app.command(name="bridge")
+def bridge_(
+    model: Annotated[
+        list[str] | None,
+        typer.Option("--model", help=f"One of {', '.join(bridge.MODELS)}; may be repeated; both unless given."),
+    ] = None,
+    quick: Quick = False,
+    out: Out = None,
+    threads: Threads = None,
+) -> None:
+    """Measure `generate` of transformers' models on their own cache and attached to a memory."""
+    tests = () if quick else ("tests/models/test_hf_generate.py",)
+    _run(bridge.bridge, tests, quick, out, threads, models=_known(model, bridge.MODELS, n_quick=1 if quick else None))
 
 
 @app.command()
@@ -308,7 +324,7 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
     ]
     commands = (
         "parity", "bookkeeping", "rollback", "memory", "prefixes", "restarts", "agentic", "kernels", "states", "sparse",
-        "speculative", "prefill", "decode", "dtypes",
+        "speculative", "prefill", "decode", "dtypes", "bridge",
     )  # fmt: skip
     failed = [
         name

@@ -13,6 +13,7 @@ STARTS = {
     "import memory": FRAMEWORKS | {"rich", "safetensors", "triton.language", "typer"},
     "import models": FRAMEWORKS,
     "import sys; sys.argv[1:] = ['--help']; from chat.cli import main; main()": FRAMEWORKS | {"torch", "memory"},
+    "import sys; sys.argv[1:] = ['plan', '--model', 'embedded']; from chat.cli import main; main()": {"torch._dynamo"},
     "from chat.engine.engine import Engine\nfrom chat.prompts import load_tokenizer\nfrom models import load_model\n"
     "load_model('embedded'), load_tokenizer('embedded')": {MODELING, "torch._dynamo", "matplotlib", "fastapi"},
 }

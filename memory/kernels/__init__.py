@@ -102,7 +102,7 @@ def warm_up(names: Iterable[str], device: torch.device, dtype: torch.dtype) -> N
 def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tails: bool = False) -> dict[str, str]:
     """Return what `select_kernels` chooses: function -> its set, and the library that computes prompts, if any.
 
-    A set may call another set for a function, as those of the CPU do `behind_tails`. Raises as `select_kernels`.
+    Libraries compute none `behind_tails`. Raises as `select_kernels`.
     """
     kernels, helpers = select_kernels(torch.device(device), *dtypes), dict[str, str]()
     if _choice(torch.device(device), dtypes) == "cuda":
@@ -112,8 +112,6 @@ def chosen_kernels(device: torch.device | str, *dtypes: torch.dtype, behind_tail
     functions = [name for name in vars(Kernels) if not name.startswith("_")]
     sets = {name: getattr(kernels, name).__module__.split(".")[2] for name in functions}
     if behind_tails:
-        # See `memory.kernels.cpu.rows.as_tensors`
-        sets |= {name: "reference" for name in OF_STATES if sets[name] == "cpu"}
         helpers = {}
     return {name: sets[name] + (f", prompts by {helpers[name]}" if name in helpers else "") for name in functions}
 

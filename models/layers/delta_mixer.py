@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memory import RecurrentSpec, Step
 from memory.recurrences import DeltaRule, DeltaRuleShape
+from models.layers.dry import joined, rates_of
 from models.layers.linear import Linear
 from models.layers.mamba_mixers import load_conv
 from models.layers.norms import RMSNorm
@@ -50,7 +51,7 @@ class DeltaInputs:
         )
         parts = (*qkvz.split_with_sizes([shape.key_dim, shape.key_dim, n_values, n_values], 1), *ba.chunk(2, 1))
         q, k, v, gate, b, a = (part.flatten(0, 1) for part in parts)
-        return DeltaInputs(torch.cat([q, k, v]), gate, b, a)
+        return DeltaInputs(joined(q, k, v), gate, b, a)
 
 
 class DeltaMixer:
@@ -81,7 +82,7 @@ class DeltaMixer:
                 checkpoint, f"{prefix}.conv1d", shape.n_channels, shape.d_conv, has_bias=False, activation=activation
             ),
             a_bias_A=take(f"{prefix}.dt_bias", shape.n_heads, dtype=torch.float32),
-            rate_A=-take(f"{prefix}.A_log", shape.n_heads, dtype=torch.float32).exp(),
+            rate_A=rates_of(take(f"{prefix}.A_log", shape.n_heads, dtype=torch.float32)),
         )
         self._layer = layer
 

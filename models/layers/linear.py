@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from models.layers.dry import joined
 from models.layers.packed import PackedWeight, packed_dtype
 from models.loading.checkpoint import Checkpoint
 from models.loading.weight_formats import wanted_format
@@ -61,7 +62,7 @@ class Linear:
     """
 
     def __init__(self, *weights: Tensor, bias: Tensor | None = None, activation: str | None = None) -> None:
-        weight = weights[0] if len(weights) == 1 else torch.cat(weights)
+        weight = joined(*weights)
         self.n_out, self.n_in = weight.shape
         self._weight: Tensor | PackedWeight | PairedWeight | QuantisedWeight = weight
         fused: Container[str | None] = ()

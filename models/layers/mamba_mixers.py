@@ -12,6 +12,7 @@ from torch import Tensor
 from memory import FormatError, RecurrentSpec, SpecError, Step
 from memory.kernels import Weights, rms_norm
 from memory.recurrences import SSD, CausalConv, Mamba1, SSDShape, mamba1_spec
+from models.layers.dry import rates_of
 from models.layers.linear import Linear
 from models.layers.norms import RMSNorm
 from models.loading.checkpoint import Checkpoint, UnsupportedModelError
@@ -97,7 +98,7 @@ class MambaMixer:
             x_proj=Linear(take(f"{prefix}.x_proj.weight", shape.dt_rank + 2 * d_state, n_channels)),
             dt_proj=Linear(take(f"{prefix}.dt_proj.weight", n_channels, shape.dt_rank)),
             dt_bias_E=take(f"{prefix}.dt_proj.bias", n_channels),
-            a_NE=-take(f"{prefix}.A_log", n_channels, d_state, dtype=torch.float32).exp().T.contiguous(),
+            a_NE=rates_of(take(f"{prefix}.A_log", n_channels, d_state, dtype=torch.float32)).T.contiguous(),
             d_E=take(f"{prefix}.D", n_channels, dtype=torch.float32),
             norms=norms,
         )
@@ -154,7 +155,7 @@ class Mamba2Mixer:
                 has_bias=options.has_conv_bias, activation=options.activation,
             ),
             dt_bias_H=take(f"{prefix}.dt_bias", shape.n_heads, dtype=torch.float32),
-            a_H=-take(f"{prefix}.A_log", shape.n_heads, dtype=torch.float32).exp(),
+            a_H=rates_of(take(f"{prefix}.A_log", shape.n_heads, dtype=torch.float32)),
             d_H=take(f"{prefix}.D", shape.n_heads, dtype=torch.float32),
             dt_limits=options.dt_limits,
         )  # fmt: skip

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from memory.kernels import Weights, rms_norm
+from models.layers.dry import with_one_more
 from models.loading.checkpoint import Checkpoint
 
 
@@ -30,7 +31,7 @@ class RMSNorm:
 
 def load_offset_norm(checkpoint: Checkpoint, name: str, size: int, eps: float) -> RMSNorm:
     """Load a norm that multiplies by 1 + weight, as in Gemma and its relatives."""
-    weight = 1 + checkpoint.take(f"{name}.weight", size, dtype=torch.float32)
+    weight = with_one_more(checkpoint.take(f"{name}.weight", size, dtype=torch.float32))
     return RMSNorm(weight.to(checkpoint.dtype), eps)
 
 

@@ -1,15 +1,20 @@
 """Anything, in any order: a hybrid memory against plain lists of tokens and an oracle that recomputes from scratch.
 
-Twice: with all rows, and with every policy and storage. `HYPOTHESIS_PROFILE=long` runs 1,000 examples of each.
+Three times: with all rows, with every policy and storage, and with a model in bfloat16 whose weights have 8 bits.
+`HYPOTHESIS_PROFILE=long` runs 1,000 examples of each, of the last 100.
 """
 
 from __future__ import annotations
 
 import itertools
+import tempfile
+from functools import cache
+from pathlib import Path
 from typing import ClassVar, Literal
 
 import pytest
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -18,7 +23,7 @@ from memory.blocks.store import Store
 from memory.eviction import Budget
 from memory.quantization import Storage
 from memory.recurrent_state import RecurrentState
-from tests.subjects import POLICIES, STORAGES, Subject
+from tests.subjects import POLICIES, STORAGES, Subject, make_subject
 from tests.toy import VOCAB, Toy
 
 TOKENS = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30)
@@ -271,7 +276,7 @@ class Machine(RuleBasedStateMachine):
                 self.memory.step({self.closed[index % len(self.closed)]: [1]})
         sequence = self.pick(index)
         if sequence is not None:
-            for bad in ([], [VOCAB], [-1], [0.5]):
+            for bad in ([], [self.subject.spec.vocab_size], [-1], [0.5]):
                 with pytest.raises(BatchError):
                     self.memory.step({sequence: bad})  # type: ignore[dict-item]
 
@@ -315,4 +320,30 @@ class LossyMachine(Machine):
         ))  # fmt: skip
 
 
-TestMachine, TestLossyMachine = Machine.TestCase, LossyMachine.TestCase
+@cache
+def rounded_jamba() -> Subject:
+    """Jamba with rows of bfloat16 and weights of 8 bits."""
+    with tempfile.TemporaryDirectory() as folder:
+        return make_subject("jamba int8", Path(folder), dtype=torch.bfloat16)
+
+
+class RoundedMachine(Machine):
+    """A memory of all rows, of a model in 16 and 8 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.subject = rounded_jamba()
+        self.toy = self.subject.model  # type: ignore[misc]
+
+    @initialize(
+        window=st.sampled_from([0, 4, 9]), kib=st.sampled_from([128, 1024]), fold=st.sampled_from(["keep", "replay"])
+    )
+    def make(self, window: int, kib: int, fold: Literal["keep", "replay"]) -> None:  # type: ignore[override]
+        self.start(HybridMemory(
+            self.subject.spec, kib * 1024, rollback_window=window, page_tokens=4, fold=fold, host_pages=512 * 1024,
+            poison=True,
+        ))  # fmt: skip
+
+
+TestMachine, TestLossyMachine, TestRoundedMachine = Machine.TestCase, LossyMachine.TestCase, RoundedMachine.TestCase
+TestRoundedMachine.settings = settings(max_examples=settings.default.max_examples // 10)

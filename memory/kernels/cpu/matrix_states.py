@@ -10,14 +10,16 @@ from numba import njit, prange
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s
-from memory.kernels import checks, reference
+from memory.kernels import checks
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import get
-from memory.kernels.cpu.rows import as_array, as_flat, as_tensors, close, copy_, opened
+from memory.kernels.cpu.rows import as_array, as_flat, close, copy_, opened
+from memory.kernels.cpu.tail_matrices import scan_matrices
+from memory.kernels.cpu.tail_states import arrays_of, places_of
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import exp_f32
 from memory.kernels.cpu.vectors import LANES, load, multiply, multiply_add, splat, store, store_totals, total
-from memory.kernels.signature import Erase, Prepared, StateSlots, as_tensor
+from memory.kernels.signature import Erase, Prepared, StateSlots
 
 _LONG_RUN_ELEMENTS = 8192
 """State elements of a task in long segments: 32 KiB stay in a fast cache from token to token, and are enough for the
@@ -34,12 +36,10 @@ def matrix_scan(
     checks.matrix_scan(q_TGN, k_TGN, v_THV, log_decay, erase, state, strength_TH, skip_H, checks.FLOATS_UP_TO_32_BITS)
     n_tokens, n_heads, _ = v_THV.shape
     n_columns = q_TGN.shape[2]
-    if state.tail is not None:
-        skip_H = None if skip_H is None else as_tensor(skip_H)
-        return reference.matrix_scan(
-            q_TGN, k_TGN, v_THV, log_decay, erase, as_tensors(state), strength_TH=strength_TH, skip_H=skip_H
-        )
     y_THV = torch.empty(v_THV.shape)
+    if state.tail is not None:
+        _scan_behind_tail(q_TGN, k_TGN, v_THV, log_decay, erase, state, strength_TH, skip_H, y_THV)
+        return y_THV
     # Inputs are small beside a state, and there is one kernel to compile for all dtypes.
     (q, q_stride), (k, k_stride), (v, v_stride) = (as_flat(x.float()) for x in (q_TGN, k_TGN, v_THV))
     a, a_stride, a_heads, b = _NOTHING, 0, 1, _NOTHING
@@ -58,6 +58,28 @@ def matrix_scan(
     )  # fmt: skip
     close(own, state)
     return y_THV
+
+
+def _scan_behind_tail(
+    q_TGN: Tensor, k_TGN: Tensor, v_THV: Tensor, log_decay: Tensor, erase: Erase | None, state: StateSlots,
+    strength_TH: Tensor | None, skip_H: Prepared | None, y_THV: Tensor,
+) -> None:  # fmt: skip
+    def array(x: Tensor | None, n_axes: int) -> Prepared:
+        return np.zeros((0,) * n_axes, np.float32) if x is None else x.float().contiguous().numpy()
+
+    tail = state.tail
+    assert tail is not None
+    a, b = (None, None) if erase is None else (erase.a, erase.b)
+    inputs = (
+        array(q_TGN, 3), array(k_TGN, 3), array(v_THV, 3), array(log_decay.reshape(*v_THV.shape[:2], -1), 3),
+        array(a, 3), array(b, 3), array(strength_TH, 2), _NOTHING if skip_H is None else as_array(skip_H),
+    )  # fmt: skip
+    rings, old, new, spans = arrays_of(tail)
+    n_missing = 5 - len(rings)  # of b and S a
+    rings, old, new = ((*parts, *parts[:1] * n_missing) for parts in (rings, old, new))
+    use_threads(4 * v_THV.numel() * q_TGN.shape[2])
+    kind = erase is not None, erase is not None and erase.after_decay, b is not None
+    scan_matrices(inputs, kind, *places_of(state), rings, old, new, tail.ring_rows, spans, y_THV.numpy())
 
 
 def _is_long(cu_rows: Int64s) -> bool:

@@ -10,13 +10,14 @@ from numba import njit, prange
 from torch import Tensor
 
 from memory.blocks.arrays import Int64s
-from memory.kernels import checks, reference
+from memory.kernels import checks
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import get
-from memory.kernels.cpu.rows import as_array, as_tensors, close, copy_, fill_, opened
+from memory.kernels.cpu.rows import as_array, close, copy_, fill_, opened
+from memory.kernels.cpu.tail_states import arrays_of, convolve, places_of, scan_channels
 from memory.kernels.cpu.threads import ELEMENTWISE, use_threads
 from memory.kernels.cpu.vector_math import LOG2_E, exp2_f32, exp_f32, softplus_f32
-from memory.kernels.signature import Prepared, StateSlots, as_tensor
+from memory.kernels.signature import Prepared, StateSlots
 
 _LONG_RUN = 128
 """Channels of a task in long segments: 128 x 16 states (8 KiB) stay in the first-level cache from row to row."""
@@ -40,13 +41,17 @@ def causal_conv(
 ) -> Tensor:
     checks.causal_conv(rows_TR, weight_WE, bias_E, window, checks.FLOATS_UP_TO_32_BITS)
     n_taps, n_channels = weight_WE.shape
-    if window.tail is not None:
-        weight_WE, bias_E = as_tensor(weight_WE), None if bias_E is None else as_tensor(bias_E)
-        return reference.causal_conv(rows_TR, weight_WE, bias_E, as_tensors(window), activation=activation)
     out_TE = rows_TR.new_empty(rows_TR.shape[0], n_channels)
     weight = as_array(weight_WE)
     bias = np.zeros(n_channels, weight.dtype) if bias_E is None else as_array(bias_E)
     n_threads = use_threads(2 * out_TE.numel() * n_taps)
+    if window.tail is not None:
+        ring, blocks, _, spans = arrays_of(window.tail)
+        convolve(
+            as_array(rows_TR.contiguous()), weight, bias, *places_of(window), ring[0], blocks[0],
+            window.tail.ring_rows, *spans, as_array(out_TE), activation,
+        )  # fmt: skip
+        return out_TE
     at_once = _channels_at_once(window.cu_rows.host, out_TE.shape[0], n_channels, n_threads)
     _causal_conv(
         as_array(rows_TR.contiguous()), weight, bias, window.cu_rows.host, as_array(window.flat),
@@ -119,10 +124,15 @@ def selective_scan(
 ) -> Tensor:
     y_TE = torch.empty(x_TE.shape)
     checks.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, state, checks.FLOATS_UP_TO_32_BITS)
-    if state.tail is not None:
-        dt_bias_E, a_NE, d_E = (as_tensor(w) for w in (dt_bias_E, a_NE, d_E))
-        return reference.selective_scan(x_TE, dt_TE, dt_bias_E, b_TN, c_TN, a_NE, d_E, as_tensors(state))
     n_threads = use_threads(10 * x_TE.numel() * a_NE.shape[0])
+    if state.tail is not None:
+        rings, old, new, spans = arrays_of(state.tail)
+        scan_channels(
+            *(as_array(t.contiguous()) for t in (x_TE, dt_TE)), as_array(dt_bias_E),
+            *(as_array(t.contiguous()) for t in (b_TN, c_TN)), as_array(a_NE), as_array(d_E), *places_of(state),
+            rings, old, new, state.tail.ring_rows, *spans, y_TE.numpy(),
+        )  # fmt: skip
+        return y_TE
     at_once = _channels_at_once(state.cu_rows.host, x_TE.shape[0], x_TE.shape[1], n_threads)
     x, dt, b, c = (as_array(t.contiguous()) for t in (x_TE, dt_TE, b_TN.flatten(), c_TN.flatten()))
     own = opened(state)

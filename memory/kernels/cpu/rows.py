@@ -13,7 +13,7 @@ from memory.errors import StepError
 from memory.kernels import checks
 from memory.kernels.cpu.compiled import compiled
 from memory.kernels.cpu.numbers import move, put
-from memory.kernels.signature import PagedBatch, Prepared, StateSlots, Tail, as_tensor
+from memory.kernels.signature import PagedBatch, Prepared, StateSlots, as_tensor
 
 _BITS = {torch.bfloat16: torch.uint16, torch.float16: torch.int16}
 LIKE = {
@@ -43,18 +43,6 @@ def plan_choice(*_: object) -> None:
 
 def as_array(x: Prepared) -> Prepared:
     return x if isinstance(x, np.ndarray) else prepare(x)
-
-
-def as_tensors(slots: StateSlots) -> StateSlots:
-    """Convert for `reference`, which computes segments that come after a tail.
-    There is no kernel for that here: on a CPU it is faster to write a state than to read it again with a tail.
-    """
-    flat, sources, targets = (as_tensor(x) for x in (slots.flat, slots.sources, slots.targets))
-    tail = slots.tail
-    if tail is not None:
-        flats, blocks, new_blocks = (tuple(map(as_tensor, ring)) for ring in (tail.flats, tail.sources, tail.targets))
-        tail = Tail(flats, blocks, new_blocks, tail.ring_rows, *map(as_tensor, (tail.firsts, tail.counts, tail.folds)))
-    return slots._replace(flat=flat, sources=sources, targets=targets, tail=tail)
 
 
 def as_flat(x: Tensor) -> tuple[Prepared, int]:
