@@ -8,7 +8,8 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -160,6 +161,7 @@ class Mixerless:
     """
 
     token_ids: Tensor
+    notes: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def positions(self) -> Tensor:
