@@ -313,7 +313,7 @@ def table_() -> None:
 
 @app.command(name="all")
 def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
-    """Run all commands but `compile`, `gguf`, `gpu`, `llamacpp` and `tune`, each in a process of its own.
+    """Run the commands that need no server, device or other library, each in a process of its own.
 
     In one process, the heap that one command leaves behind changes a peer's time by half.
     """

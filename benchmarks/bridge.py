@@ -26,7 +26,7 @@ def bridge(*, quick: bool, models: Sequence[str] = MODELS) -> Report:
         for label, dtype in _DTYPES.items():
             model = make_peer(CONFIGS[name]()).to(dtype)
             for n_rows in (1, 8):
-                found = _in_turns(model, draw(n_rows, _N_PROMPT), n_rounds=2 if quick else 5)
+                found = _in_turns(model, draw(n_rows, _N_PROMPT), n_rounds=2 if quick else 3)
                 plain, attached = (Samples(seconds) for seconds in found)
                 report.add(f"generate, {_N_PROMPT} + {_N_NEW} tokens, s", {
                     "model": name, "dtype": label, "rows": n_rows, "plain": plain.median_ms / 1e3,

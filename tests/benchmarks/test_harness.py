@@ -97,5 +97,16 @@ def test_all_runs_each_command_in_a_process_of_its_own_and_says_which_failed(
     outcome = CliRunner().invoke(app, ["all", "--quick", "--threads", "2", "--out", str(tmp_path)])
     assert outcome.exit_code == 1 and "failed: rollback" in outcome.output
     commands = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
-    assert {command[0] for command in ran} == commands - {"all", "compile", "gguf", "gpu", "llamacpp", "table", "tune"}
+    assert {command[0] for command in ran} == commands - {
+        "agent-trace",
+        "all",
+        "compile",
+        "fleet",
+        "gguf",
+        "gpu",
+        "llamacpp",
+        "soak",
+        "table",
+        "tune",
+    }
     assert all(command[1:] == ["--quick", "--out", str(tmp_path), "--threads", "2"] for command in ran)
