@@ -32,6 +32,7 @@ from benchmarks import (
     speed,
     states,
 )
+from benchmarks import drafts as engine_drafts
 from benchmarks import dtypes as dtypes_
 from benchmarks import fleet as fleets
 from benchmarks import gpu as gpu_kernels
@@ -285,6 +286,12 @@ def sparse(quick: Quick = False, out: Out = None, threads: Threads = None) -> No
 
 
 @app.command()
+def drafts(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure drafts in the engine: where they pay, and that they cost nothing where they do not."""
+    _run(engine_drafts.measure, ("tests/chat/test_drafting.py",), quick, out, threads)
+
+
+@app.command()
 def speculative(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Measure speculative decoding: prompt lookup on repetitive text, against plain decoding.
 
@@ -324,7 +331,7 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
     ]
     commands = (
         "parity", "bookkeeping", "rollback", "memory", "prefixes", "restarts", "agentic", "kernels", "states", "sparse",
-        "speculative", "prefill", "decode", "dtypes", "bridge",
+        "speculative", "drafts", "prefill", "decode", "dtypes", "bridge",
     )  # fmt: skip
     failed = [
         name
