@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from uuid import uuid4
@@ -92,3 +94,25 @@ def join_tokens(replies: list[Node]) -> Int64s:
         assert reply.own_tokens is not None, "a base has token ids"
         tokens = np.concatenate([tokens[: reply.n_kept], reply.own_tokens])
     return tokens
+
+
+def each_tokens(nodes: Iterable[Node]) -> Iterator[tuple[Node, Int64s]]:
+    """Generate the replies of a tree whose token ids are known, each with all of them.
+
+    Args:
+        nodes: each behind its parent. No more token ids are held than later ones begin with.
+    """
+    nodes = list(nodes)
+    needed, held = Counter(node.base for node in nodes if node.base is not None), dict[str, Int64s]()
+    for node in nodes:
+        if node.own_tokens is None:
+            continue
+        before = held[node.base][: node.n_kept] if node.base is not None else EMPTY
+        tokens = np.concatenate([before, node.own_tokens])
+        if node.base is not None:
+            needed[node.base] -= 1
+            if not needed[node.base]:
+                del held[node.base]
+        if needed[node.id]:
+            held[node.id] = tokens
+        yield node, tokens

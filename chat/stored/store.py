@@ -222,24 +222,21 @@ class SessionStore:
         query = "DELETE FROM sessions WHERE id = ? AND is_implicit AND id NOT IN (SELECT session FROM nodes)"
         database.execute(query, [session_id])
 
-    def expire(self, used_before: float, most_bytes: int | None) -> list[StoredSession]:
-        """Delete sessions that were not used since then, and those used longest ago until the others fit.
+    def overdue(self, used_before: float, most_bytes: int | None) -> list[StoredSession]:
+        """Return the sessions to delete: not used since then, and those used longest ago until the others fit.
 
-        Sessions with a pinned node stay. Returns those deleted.
+        Sessions with a pinned node stay.
         """
-        n_bytes, gone = self.n_bytes(), list[StoredSession]()
+        n_bytes, found = self.n_bytes(), list[StoredSession]()
         (oldest,) = self._rows("SELECT MIN(used_at) FROM sessions")[0]
         if (oldest is None or oldest >= used_before) and (most_bytes is None or n_bytes <= most_bytes):
-            return gone
-        with self._changing() as database:
-            for counted in map(_counted, reversed(self._rows(_COUNTS.format(where="1")))):
-                is_old = counted.session.used_at < used_before
-                if counted.n_pinned or not (is_old or (most_bytes is not None and n_bytes > most_bytes)):
-                    continue
-                database.execute("DELETE FROM sessions WHERE id = ?", [counted.session.id])
+            return found
+        for counted in map(_counted, reversed(self._rows(_COUNTS.format(where="1")))):
+            is_old = counted.session.used_at < used_before
+            if not counted.n_pinned and (is_old or (most_bytes is not None and n_bytes > most_bytes)):
                 n_bytes -= counted.n_bytes
-                gone.append(counted.session)
-        return gone
+                found.append(counted.session)
+        return found
 
     def n_bytes(self) -> int:
         """Return the bytes of all texts and token ids. Cost: a look at an index of all nodes."""

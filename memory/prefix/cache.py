@@ -32,7 +32,7 @@ from memory.hybrid import HybridMemory, require_memory
 from memory.interface import Sequence
 from memory.prefix.digests import Resumable, resumable_prefixes
 from memory.prefix.kept import Kept
-from memory.prefix.lookup import Lookup, PrefixStats, Tier, explain, read_prompt
+from memory.prefix.lookup import Lookup, PrefixStats, Tier, explain, read_prompt, read_seconds
 from memory.prefix.radix_tree import Node, first_marked, marks_below
 from memory.prefix.saved import entries_of, owned, tree_text
 from memory.sequences.interrupts import uninterrupted, uninterrupted_call
@@ -73,7 +73,7 @@ class PrefixCache:
                 f"sequences of {memory.spec.model} depend on an encoder, so equal tokens are no equal prefix"
             )
         self.grid_tokens = grid_tokens
-        self.seconds_to_live = _seconds(seconds_to_live)
+        self.seconds_to_live = read_seconds(seconds_to_live)
         n_outside = 0 if max_bytes in (0, "0") else read_budget(max_bytes, "max_bytes")
         self._own: Kept | None = Kept(memory, n_outside, now)
         self._n_lookups = self._n_hits = self._n_tokens = self._n_reused = self._n_lost = 0
@@ -236,7 +236,7 @@ class PrefixCache:
         """
         if priority is not None and not (isinstance(priority, int | float) and priority > 0):
             raise SpecError(f"priority={priority!r}; give a number above 0: 2 for twice the worth of others")
-        seconds = self.seconds_to_live if _seconds(seconds_to_live) is None else seconds_to_live
+        seconds = self.seconds_to_live if read_seconds(seconds_to_live) is None else seconds_to_live
         kept = self._kept
         held_bytes = self.memory.counters.held_bytes(sequence)
         tokens = sequence.tokens if sequence.is_whole else EMPTY
@@ -328,6 +328,13 @@ class PrefixCache:
                     self._kept.let_live(checkpoint, self.seconds_to_live)
             return len(self._kept.nodes) - n_before
 
+    def forget(self, token_ids: Seq[int] | Int64s, owner: Hashable = None, *, behind: int = 0) -> int:
+        """Close the checkpoints on the way of these tokens, pinned ones too; return their number.
+
+        Those that other tokens need go on: where several prompts begin alike, and at positions up to `behind`.
+        """
+        return self._kept.forget(read_prompt(token_ids), owner, behind)
+
     def clear(self) -> None:
         """Close all checkpoints and forget all tokens."""
         with uninterrupted():
@@ -368,13 +375,6 @@ class PrefixCache:
         kept = self._own
         where = "closed" if kept is None else f"with {len(kept.nodes)} checkpoints in {kept.memory!r}"
         return f"<PrefixCache {where}>"
-
-
-def _seconds(value: float | None) -> float | None:
-    """Return a time to live. Raises SpecError."""
-    if value is None or (isinstance(value, int | float) and value > 0):
-        return value
-    raise SpecError(f"seconds_to_live={value!r}; give seconds above 0, or None for ever")
 
 
 def _reclaimer(

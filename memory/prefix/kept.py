@@ -15,6 +15,7 @@ from memory.interface import Sequence
 from memory.prefix.outside import Outside
 from memory.prefix.radix_tree import Node, RadixTree, marked_above, relatives
 from memory.prefix.victims import Ranking
+from memory.sequences.interrupts import uninterrupted
 
 _RECLAIMED_SHARE = 64
 """Checkpoints are closed until 1/64 of the budget is freed, even if less is missing. To find those of least worth costs
@@ -200,3 +201,15 @@ class Kept:
         node = self.close(checkpoint)
         self._count_saved_below(node, marked_above(node))
         self.tree.prune(node)
+
+    def forget(self, tokens: Int64s, owner: Hashable, behind: int) -> int:
+        """See `PrefixCache.forget`."""
+        n_closed = 0
+        with uninterrupted():
+            for node in reversed(self.tree.walk(tokens, owner)[1]):
+                if node.children or node.depth <= behind:
+                    break
+                if node.mark is not None:
+                    self.evict(node.mark)
+                    n_closed += 1
+        return n_closed

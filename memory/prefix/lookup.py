@@ -9,7 +9,7 @@ from typing import Literal
 import numpy as np
 
 from memory.blocks.arrays import Int64s
-from memory.errors import BatchError
+from memory.errors import BatchError, SpecError
 
 Tier = Literal["", "budget", "host", "disk"]
 Source = Literal["nothing", "window", "checkpoint", "host", "disk"]
@@ -123,3 +123,10 @@ def explain(n_tokens: int, n_matched: int, reused: int) -> str:
     if not reused:
         return seen + "recurrent states were kept nowhere on that way"
     return seen + f"recurrent states were kept at {reused}, and tokens {reused} ... {n_matched - 1} are computed again"
+
+
+def read_seconds(value: float | None) -> float | None:
+    """Return a time to live. Raises SpecError."""
+    if value is None or (isinstance(value, int | float) and value > 0):
+        return value
+    raise SpecError(f"seconds_to_live={value!r}; give seconds above 0, or None for ever")

@@ -94,9 +94,10 @@ def test_what_is_deleted_or_was_never_stored_is_not_there(client: openai.OpenAI)
     assert client.get("/sessions", cast_to=object)["data"] == []  # type: ignore[index]
 
 
-def test_nobody_finds_what_others_have_stored(client: openai.OpenAI) -> None:
-    own = client.responses.create(input="My cat is called Zoe.", prompt_cache_key="a", **BASE)
-    mine: dict[str, Any] = {"extra_query": {"prompt_cache_key": "a"}}
+@pytest.mark.parametrize("name", ["prompt_cache_key", "safety_identifier"])
+def test_nobody_finds_what_others_have_stored(client: openai.OpenAI, name: str) -> None:
+    own = client.responses.create(input="My cat is called Zoe.", extra_body={name: "a"}, **BASE)
+    mine: dict[str, Any] = {"extra_query": {name: "a"}}
     (session,) = client.get("/sessions", cast_to=object, options={"params": mine["extra_query"]})["data"]  # type: ignore[index]
     for stranger in (client, client.with_options(api_key="other")):
         assert client.get("/sessions", cast_to=object)["data"] == []  # type: ignore[index]

@@ -135,13 +135,20 @@ def test_a_fork_is_a_session_of_its_own_that_shares_what_was_computed(caller: Ca
 
 def test_a_branch_is_deleted_with_all_that_follows(caller: Caller) -> None:
     nodes = caller.nodes()
+    with caller.server.engine.lock:
+        n_before = caller.server.prefixes.stats().n_checkpoints
     gone = caller.call("DELETE", f"/{caller.id}/nodes/{nodes[2]['id']}")
+    with caller.server.engine.lock:  # what was computed for it is gone too, and nothing else
+        assert caller.server.prefixes.stats().n_checkpoints == n_before - 2
+    assert caller.nodes()[1]["cost"]["compute_tokens"] == 1
     assert gone["nodes"] == [nodes[2]["id"], caller.asked.id]
     with pytest.raises(openai.NotFoundError):
         caller.client.responses.retrieve(caller.asked.id)
     assert caller.call("GET", f"/{caller.id}")["head"] == caller.told.id
     caller.call("DELETE", f"/{caller.id}/nodes/{nodes[0]['id']}")
     caller.call("GET", f"/{caller.id}", status=404)
+    with caller.server.engine.lock:
+        assert caller.server.prefixes.stats().n_checkpoints == n_before - 4
 
 
 def test_a_pinned_node_stays_until_its_time_is_over(caller: Caller) -> None:

@@ -76,9 +76,11 @@ def test_old_sessions_go_and_then_those_used_longest_ago_but_pinned_ones_stay(
         clock.now = 1e9 + day * DAY
         sessions.append(fill(store, b"a", "word " * 1000, clock))
     store.pin(sessions[0][1][0].id, clock.now + DAY)
-    assert store.expire(1e9 + 1.5 * DAY, None) == [sessions[1][0]]
-    assert store.expire(0, store.n_bytes()) == []
-    assert store.expire(0, store.n_bytes() - 1) == [sessions[2][0]]
+    assert store.overdue(1e9 + 1.5 * DAY, None) == [sessions[1][0]]
+    store.delete_session(sessions[1][0].id)
+    assert store.overdue(0, store.n_bytes()) == []
+    assert store.overdue(0, store.n_bytes() - 1) == [sessions[2][0]]
+    store.delete_session(sessions[2][0].id)
     left = [counted.session.id for counted in store.sessions(b"a", limit=9)]
     assert left == [sessions[3][0].id, sessions[0][0].id] and store.sessions(b"b", limit=9) == []
     assert store.node(b"b", sessions[3][1][0].id) is None and store.session(b"b", left[0]) is None

@@ -120,7 +120,7 @@ class Changes:
     async def delete(self, request: Request, session_id: str, node_id: str) -> Response:
         owner = self._desk.owner_of(request)
         _, node, _ = await self._find(owner, session_id, node_id)
-        gone = await self._desk.ask(self._desk.store.delete_branch, node)
+        gone = await self._desk.delete(owner, node, self._desk.store.delete_branch)
         await self._pins.forget([other.id for other in gone])
         about = {"id": node.id, "object": "session.node.deleted", "deleted": True}
         return JSONResponse(about | {"nodes": [other.id for other in gone]})

@@ -47,7 +47,7 @@ class Conversations:
 
     async def delete(self, request: Request, conversation_id: str) -> Response:
         session = await self._desk.session(self._desk.owner_of(request), conversation_id)
-        await self._desk.ask(self._desk.store.delete_session, session.id)
+        await self._desk.delete_session(session)
         return JSONResponse({"id": session.id, "object": "conversation.deleted", "deleted": True})
 
     # Items
@@ -71,7 +71,7 @@ class Conversations:
         """Take an item out of the history: the replies behind it are continued as text, in which it does not stand."""
         session, node, item = await self._item(self._desk.owner_of(request), conversation_id, item_id)
         left = [other for other in node.items if other is not item]
-        await self._desk.ask(self._desk.store.replace_items, node.id, left)
+        await self._desk.replace_items(session.owner, node, left)
         return _answer(session)
 
     async def _path(self, owner: bytes, conversation_id: str) -> tuple[StoredSession, list[Node]]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from chat.engine.engine import Engine
-from chat.stored.nodes import Node
+from chat.stored.nodes import Node, each_tokens
 from memory import Sequence
-from memory.blocks.arrays import EMPTY, Int64s
+from memory.blocks.arrays import Int64s
 from memory.prefix import PrefixCache
 
 _PLACES = {"host": "from host memory", "disk": "from files", "nothing": "nothing is kept of it"}
@@ -59,43 +58,18 @@ def find_costs(engine: Engine, owner: bytes, nodes: list[Node]) -> dict[str, Cos
 
     Nothing changes. Cost: O(tokens) for each node; steps wait for a few milliseconds at a time, however many there are.
     """
-    finding = _Finding(engine, owner, Counter(node.base for node in nodes if node.base is not None))
-    left = iter(nodes)
+    left, costs = each_tokens(nodes), dict[str, Cost]()
     while True:
         with engine.lock:
             end = time.perf_counter() + _HELD_SECONDS
-            for node in left:
-                finding.add(node)
+            for node, tokens in left:
+                costs[node.id] = cost_of(engine, owner, tokens)
+                if node.parent is not None and node.parent not in costs:  # a message: its prompt is known by now
+                    costs[node.parent] = cost_of(engine, owner, tokens[: node.n_prompt])
                 if time.perf_counter() > end:
                     break
             else:
-                return finding.costs
-
-
-@dataclass
-class _Finding:
-    """Finds costs, and holds the token ids of the replies that others still need as a base."""
-
-    engine: Engine
-    owner: bytes
-    needed: Counter[str]
-    tokens: dict[str, Int64s] = field(default_factory=dict)
-    costs: dict[str, Cost] = field(default_factory=dict)
-
-    def add(self, node: Node) -> None:
-        if node.own_tokens is None:
-            return
-        before = self.tokens[node.base][: node.n_kept] if node.base is not None else EMPTY
-        own = np.concatenate([before, node.own_tokens])
-        self.costs[node.id] = cost_of(self.engine, self.owner, own)
-        if node.parent is not None and node.parent not in self.costs:  # a message: its prompt is known by now
-            self.costs[node.parent] = cost_of(self.engine, self.owner, own[: node.n_prompt])
-        if node.base is not None:
-            self.needed[node.base] -= 1
-            if not self.needed[node.base]:
-                del self.tokens[node.base]
-        if self.needed[node.id]:
-            self.tokens[node.id] = own
+                return costs
 
 
 def cost_of(engine: Engine, owner: bytes, tokens: Int64s) -> Cost:

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from starlette.requests import Request
@@ -14,9 +15,10 @@ from chat.server.errors import ApiError, clip
 from chat.server.schema import read_request
 from chat.server.service import Service
 from chat.server.sessions.schema import OwnedRequest, SampledRequest
-from chat.stored.nodes import Node, StoredSession
+from chat.stored.nodes import Item, Node, StoredSession, each_tokens
 from chat.stored.store import SessionStore
 from memory.blocks.arrays import Int64s
+from memory.prefix import PrefixCache
 
 T = TypeVar("T")
 ModelT = TypeVar("ModelT", bound=OwnedRequest | SampledRequest)
@@ -106,3 +108,44 @@ class Desk:
         tree = await self.ask(self.store.tree, node.session)
         reply = next((other for other in tree if other.parent == node.id and other.own_tokens is not None), None)
         return None if reply is None else (await self.ask(self.store.tokens, reply.id))[: reply.n_prompt]
+
+    # Deleting
+
+    async def delete_session(self, session: StoredSession) -> None:
+        """Delete a session, and what was computed for it alone."""
+        tree = await self.ask(self.store.tree, session.id)
+        await self.ask(self.store.delete_session, session.id)
+        await self._forget(session.owner, tree, {node.id for node in tree})
+
+    async def delete(self, owner: bytes, node: Node, how: Callable[[Node], list[Node]]) -> list[Node]:
+        """Delete a node by a method of the store, and what was computed for it alone; return what is gone."""
+        tree = await self.ask(self.store.tree, node.session)
+        gone = await self.ask(how, node)
+        await self._forget(owner, tree, {other.id for other in gone})
+        return gone
+
+    async def replace_items(self, owner: bytes, node: Node, items: list[Item]) -> None:
+        """Change a message in its place, and forget what was computed with what it was."""
+        tree = await self.ask(self.store.tree, node.session)
+        await self.ask(self.store.replace_items, node.id, items)
+        below = {node.id}
+        for other in tree:
+            below |= {other.id} if other.parent in below else set()
+        await self._forget(owner, tree, below)
+
+    async def _forget(self, owner: bytes, tree: list[Node], gone: set[str]) -> None:
+        prefixes, lock = self.service.engine.prefixes, self.service.engine.lock
+        if prefixes is not None and gone:
+            await asyncio.to_thread(_forget, prefixes, lock, owner, tree, gone)
+
+
+def _forget(
+    prefixes: PrefixCache, lock: AbstractContextManager[object], owner: bytes, tree: list[Node], gone: set[str]
+) -> None:
+    """Close the checkpoints of nodes that are gone, but those that other nodes and other prompts begin with."""
+    n_shared = dict[str, int]()
+    for node, tokens in each_tokens(tree):
+        if node.id in gone:
+            n_shared[node.id] = min(node.n_kept, n_shared.get(node.base or "", node.n_kept))
+            with lock:
+                prefixes.forget(tokens, owner, behind=n_shared[node.id])

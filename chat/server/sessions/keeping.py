@@ -38,7 +38,8 @@ async def _keep(desk: Desk, pins: Pins) -> None:
                 seconds = 0.0
                 options = desk.service.options
                 used_before = desk.store.now() - options.session_days * 86400
-                await desk.ask(desk.store.expire, used_before, options.session_bytes)
+                for session in await desk.ask(desk.store.overdue, used_before, options.session_bytes):
+                    await desk.delete_session(session)
         except Exception:
             log.exception("stored sessions could not be kept within their limits")
         await asyncio.sleep(_PIN_SECONDS)

@@ -48,8 +48,9 @@ class Responses:
         return JSONResponse(stored_response(await self._desk.reply(self._desk.owner_of(request), response_id)))
 
     async def delete(self, request: Request, response_id: str) -> Response:
-        reply = await self._desk.reply(self._desk.owner_of(request), response_id)
-        await self._desk.ask(self._desk.store.delete_response, reply)
+        owner = self._desk.owner_of(request)
+        reply = await self._desk.reply(owner, response_id)
+        await self._desk.delete(owner, reply, self._desk.store.delete_response)
         return JSONResponse({"id": reply.id, "object": "response", "deleted": True})
 
     async def cancel(self, request: Request, response_id: str) -> Response:

@@ -53,7 +53,7 @@ class Trees:
 
     async def delete(self, request: Request, session_id: str) -> Response:
         session = await self._desk.session(self._desk.owner_of(request), session_id)
-        await self._desk.ask(self._desk.store.delete_session, session.id)
+        await self._desk.delete_session(session)
         return JSONResponse({"id": session.id, "object": "session.deleted", "deleted": True})
 
     async def _show(self, session_id: str) -> Response:

@@ -23,7 +23,7 @@ from memory import (
 )
 from memory.prefix.cache import PrefixCache
 from tests.subjects import Subject, make_subject
-from tests.toy import VOCAB
+from tests.toy import VOCAB, Toy
 
 WINDOW = 6
 
@@ -283,3 +283,21 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="encoder"):
         PrefixCache(HybridMemory(encoder_decoder, "1MiB"))
     assert not memory.usage().by_sequence
+
+
+def test_what_is_forgotten_leaves_what_other_prompts_begin_with() -> None:
+    model = Toy()
+    memory = HybridMemory(model.memory_spec, "4MiB", rollback_window=4, page_tokens=4)
+    cache = PrefixCache(memory, grid_tokens=8)
+    common = list(range(8))
+    one, other = [*common, *[9] * 20], [*common, *[10] * 10]
+    for prompt in (one, other):
+        sequence, found = cache.open(prompt)
+        for end in [*cache.cuts(prompt, found.reused), len(prompt)]:
+            memory.run(model, {sequence: prompt[sequence.length : end]})
+            cache.insert(sequence)
+        memory.close(sequence)
+    assert cache.forget(one, behind=16) == 2  # at 28 and at 24
+    assert cache.forget(one) == 1 and cache.find(one).reused == 8
+    assert cache.forget(other, owner="another") == 0
+    assert cache.forget(other) == 3 and memory.usage().used_bytes == 0
