@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from chat.commands.cluster import cluster
 from chat.commands.inspect import inspect
 from chat.commands.plan import plan
 from chat.commands.serve import serve
@@ -199,6 +200,7 @@ def _stream_replies(engine: Engine, prompts: list[list[int]], max_tokens: int) -
 
 
 app.command()(serve)
+app.add_typer(cluster)
 for _command in (simulate, plan, inspect):
     app.command()(one_line_errors()(_command))
 

@@ -1,34 +1,46 @@
 """One Ray with one fleet for all tests: it takes longer to start than all of them to run.
 
-These tests need the extra: pip install -e ".[dev,dev-cluster]", then python -m pytest -n 0 tests_cluster.
+These tests need the extra: pip install -e ".[dev,dev-cluster]", then python -m pytest -n 0 tests_cluster. With
+CLUSTER_STORE=s3 the fleet keeps its sequences in a bucket, and all tests run against that.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from cluster.commands.serve import fleet
 from tests_cluster.fleets import fleet_options, free_port
+from tests_cluster.stores import Bucket, Folder, TestedStore
 
 
 def pytest_configure(config: pytest.Config) -> None:
     for ignored in ("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::ResourceWarning"):
-        config.addinivalue_line("filterwarnings", ignored)  # of Ray, which nobody here can mend
+        config.addinivalue_line("filterwarnings", ignored)  # of Ray, moto and botocore, which nobody here can mend
 
 
 @pytest.fixture(scope="session")
-def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder in which the fleet keeps sequences."""
-    return tmp_path_factory.mktemp("store")
+def bucket() -> Iterator[Bucket]:
+    """A bucket of an S3 server on this machine."""
+    bucket = Bucket(free_port())
+    yield bucket
+    bucket.close()
 
 
 @pytest.fixture(scope="session")
-def url(store: Path) -> Iterator[str]:
+def store(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> TestedStore:
+    """The place in which the fleet keeps sequences."""
+    if os.environ.get("CLUSTER_STORE") == "s3":
+        return request.getfixturevalue("bucket")  # type: ignore[no-any-return]
+    return Folder(tmp_path_factory.mktemp("fleet") / "store")
+
+
+@pytest.fixture(scope="session")
+def url(store: TestedStore) -> Iterator[str]:
     """The address of two replicas of the embedded model."""
     port = free_port()
-    options = fleet_options(replicas=2, cpus=0.5, budget="64MiB", store=str(store), lease=5.0, grace=2.0)
+    options = fleet_options(replicas=2, cpus=0.5, budget="64MiB", store=store.url, lease=5.0, grace=2.0)
     with fleet(options, "127.0.0.1", port):
         yield f"http://127.0.0.1:{port}"

@@ -34,7 +34,8 @@ FLEET: tuple[Option, ...] = (
     Option("lease", "number", 30.0, "seconds for which a replica may hold a session without renewing", least=1),
     Option("kv_events", "whole", None, "port of the first replica's KV events in vLLM's format; others take the next",
            least=1024, most=65000),
-    Option("event_tokens", "whole", 16, "tokens of a block in KV events", least=1),
+    Option("event_tokens", "whole", 512, "tokens of a block in KV events; 512 is the grid of prefix caches",
+           least=1),
 )  # fmt: skip
 """Options of `hybrid-memory serve` beside those of one server; the command itself reads them."""
 

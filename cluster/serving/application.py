@@ -7,7 +7,7 @@ from typing import Any
 
 from ray import serve
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayActorError
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp, Message
 
@@ -51,6 +51,10 @@ class Replica:
         """Return what routers want to know; Ray asks for it and sends it to them."""
         self._n_reports += 1
         return {**await self._server.stats(), "number": self._n_reports}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return what the number of replicas depends on; Ray asks for it."""
+        return self._server.scaling_stats()
 
     async def metrics(self) -> tuple[str, str]:
         """Return the replica's name and its text for Prometheus."""
@@ -142,5 +146,5 @@ def _scale(options: FleetOptions) -> dict[str, Any]:
     most = options["max_replicas"] or options["replicas"]
     if most <= options["replicas"]:
         return {"num_replicas": options["replicas"]}
-    scale = AutoscalingConfig(min_replicas=options["replicas"], max_replicas=most)
-    return {"autoscaling_config": scale}
+    policy = AutoscalingPolicy(policy_function="cluster.serving.scaling:scale")
+    return {"autoscaling_config": AutoscalingConfig(min_replicas=options["replicas"], max_replicas=most, policy=policy)}

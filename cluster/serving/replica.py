@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Collection
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse
 from starlette.types import Message, Scope
@@ -28,6 +28,10 @@ from cluster.store.leases import Leases
 from cluster.store.place import Place
 from cluster.store.sequences import SequenceStore, Subplace
 from memory import SpecError
+from memory.prefix.digests import Resumable
+
+if TYPE_CHECKING:
+    from cluster.events.publisher import EventPublisher
 
 log = logging.getLogger("hybrid_memory.cluster")
 ROUTE_HEADER = "x-hybrid-memory-route"
@@ -45,10 +49,12 @@ class ReplicaServer:
     def __init__(self, options: FleetOptions, name: str) -> None:
         served = make_served(options.chosen, log.info, keeps_prefixes=False)
         self.name = name
+        self.events: EventPublisher | None = None
+        self._options = options
         self.engine: Engine = served.engine
         self.app = make_app(served.engine, served.tokenizer, served.name, served.options)
         self.keeper = make_keeper(served.engine, options, name)
-        self._n_requests = 0
+        self._n_requests = self._n_tokens = 0
         self._running = AsyncExitStack()
         if self.keeper is not None:
             self.app.state.service.metrics.registry.register(StoreCollector(self.keeper.health))
@@ -59,6 +65,8 @@ class ReplicaServer:
         if self.keeper is not None:
             self.keeper.start()
             self._running.push_async_callback(self.keeper.stop)
+        if self._options["kv_events"] is not None:
+            self._publish(self._options)
 
     async def stop(self) -> None:
         """End what runs, and save what is to be kept."""
@@ -74,6 +82,7 @@ class ReplicaServer:
             alive: all replicas of this fleet, as the router knows them.
         """
         self._n_requests += 1
+        self._n_tokens += prompt.n_tokens
         visit = None
         try:
             if request.path == "/health":
@@ -87,8 +96,25 @@ class ReplicaServer:
                 yield [with_headers(message, {ROUTE_HEADER: as_header(why)}) for message in messages]
         finally:
             self._n_requests -= 1
+            self._n_tokens -= prompt.n_tokens
             if self.keeper is not None and visit is not None:
                 self.keeper.after(visit)
+
+    def _publish(self, options: FleetOptions) -> None:
+        """Begin to publish KV events."""
+        from cluster.events.publisher import EventOptions, EventPublisher  # needs packages of the extra
+
+        if self.engine.prefixes is None:
+            raise SpecError("--kv-events say what prefixes can be resumed; leave out --no-prefix-cache")
+        medium = "GPU" if self.engine.memory.spec.device.type == "cuda" else "CPU"
+        topic = f"kv@{self.name}@{self.app.state.service.model_id}"
+        about = EventOptions(options["host"], options["kv_events"], topic, options["event_tokens"], medium)
+        self.events = EventPublisher(about, self._resumable)
+        self._running.callback(self.events.close)
+
+    def _resumable(self) -> list[Resumable]:
+        with self.engine.lock:
+            return [] if self.engine.prefixes is None else self.engine.prefixes.resumable()
 
     async def _health(self) -> list[Message]:
         """Return the response of /health: the replica serves on where the store is down, and says so."""
@@ -97,6 +123,8 @@ class ReplicaServer:
         if self.keeper is not None:
             error = self.keeper.health.error
             about["store"] = "ok" if error is None else f"down: {error}"
+        if self.events is not None:
+            about["kv_events"] = self.events.address
         return response_messages(JSONResponse(about, 200 if is_open else 503))
 
     async def metrics(self) -> str:
@@ -109,16 +137,23 @@ class ReplicaServer:
         if not self.app.state.service.is_open:
             raise RuntimeError("the server answers no more; see its log")
 
+    def scaling_stats(self) -> dict[str, float]:
+        """Return the tokens of prompts in flight, and the share of the budget that requests hold for good."""
+        memory, prefixes = self.engine.memory, self.engine.prefixes
+        with self.engine.lock:
+            free_bytes = memory.free_bytes + (0 if prefixes is None else prefixes.stats().private_bytes)
+        held_share = max(0.0, 1 - free_bytes / memory.budget_bytes)
+        return {"tokens_in_flight": float(self._n_tokens), "held_share": held_share}
+
     async def stats(self) -> dict[str, Any]:
         """Return what routers and the autoscaler want to know, as plain values."""
         return await asyncio.to_thread(self._stats)
 
     def _stats(self) -> dict[str, Any]:
         engine = self.engine
+        prefixes = self._resumable()
         with engine.lock:
-            load = engine.load
-            prefixes = [] if engine.prefixes is None else engine.prefixes.resumable()
-            free_bytes = engine.memory.free_bytes
+            load, free_bytes = engine.load, engine.memory.free_bytes
         return {
             "requests": self._n_requests, "generations": load.total,
             "free_share": free_bytes / engine.memory.budget_bytes,

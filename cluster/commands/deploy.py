@@ -1,0 +1,94 @@
+"""Deploys a fleet on a Ray that runs: what `hybrid-memory cluster deploy CONFIG.yaml` calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from chat.commands.fleet import FLEET, is_fleet
+from chat.commands.option_table import Chosen
+from chat.commands.serve_options import SERVE
+from chat.commands.start import name_of
+from chat.server import ServerOptions
+from cluster.commands.serve import check_options
+from cluster.serving.fleet_options import FleetOptions
+from memory import SpecError
+
+OF_THE_FILE = ("address", "name")
+"""Keys of the file beside the options of `serve`: Ray's address, and the application's name."""
+
+
+def read_config(path: Path) -> tuple[Chosen, dict[str, str]]:
+    """Read a file: options of `serve` by their names, and `address` and `name`. Raises SpecError."""
+    import yaml
+
+    try:
+        given = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, yaml.YAMLError) as error:
+        raise SpecError(f"{path} cannot be read as YAML: {error}") from error
+    if not isinstance(given, Mapping):
+        raise SpecError(f"{path} holds no options; write one a line, such as replicas: 3")
+    about = {key: str(given[key]) for key in OF_THE_FILE if key in given}
+    rows = {row.name: row for row in SERVE + FLEET}
+    values: dict[str, Any] = {name: row.default for name, row in rows.items()}
+    for key, value in given.items():
+        if key in OF_THE_FILE:
+            continue
+        if key not in rows:
+            raise SpecError(
+                f"{path}: there is no option {key!r}; `hybrid-memory serve --help` lists them, with _ for -"
+            )
+        try:
+            values[key] = rows[key].read(value)
+        except ValueError as wanted:
+            raise SpecError(f"{path}: {key}: {value!r}; give {wanted}") from None
+    return Chosen(SERVE + FLEET, values), about
+
+
+def deploy(path: Path) -> None:
+    """Deploy the fleet of a file, or change the one of that name to it. It goes on when this ends.
+
+    Raises SpecError: a wrong file; no Ray at its address.
+    """
+    chosen, about = read_config(path)
+    is_fleet(chosen)
+    check_options(chosen)
+    ServerOptions(**chosen.arguments_of("server"))
+    if chosen["host"] not in ("127.0.0.1", "localhost", "::1") and chosen["api_key"] is None:
+        raise SpecError(f"{path}: host: {chosen['host']} can be reached from other machines; give an api_key")
+    import ray
+    from ray import serve
+
+    from cluster.serving.application import make_application
+
+    address, name = about.get("address", "auto"), about.get("name", "hybrid-memory")
+    try:
+        ray.init(address=address, logging_level="warning", log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise SpecError(f"no Ray at address {address!r} ({error}); start one: ray start --head") from error
+    try:
+        serve.start(http_options={"host": chosen["host"], "port": chosen["port"]})
+        serve.run(make_application(FleetOptions.of(chosen)), name=name, route_prefix="/")
+        typer.echo(f"{name_of(chosen['model'])} answers at http://{chosen['host']}:{chosen['port']}/v1 as {name}")
+    finally:
+        ray.shutdown()
+
+
+def remove(path: Path) -> None:
+    """Drain and remove the fleet of a file. Raises SpecError: no Ray at its address."""
+    _, about = read_config(path)
+    import ray
+    from ray import serve
+
+    address, name = about.get("address", "auto"), about.get("name", "hybrid-memory")
+    try:
+        ray.init(address=address, logging_level="warning", log_to_driver=False)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise SpecError(f"no Ray at address {address!r} ({error})") from error
+    try:
+        serve.delete(name)
+    finally:
+        ray.shutdown()

@@ -1,0 +1,68 @@
+"""Cuts what a replica can resume into blocks of equal length, as routers outside count prefixes.
+
+Such a router adds up the blocks that a prompt begins with, and takes each of them for a place to go on from. So a block
+is listed only if the memory can go on behind it, and behind every block before it: where a checkpoint is, or one that
+rolls back to there. With blocks of the prefix cache's grid these are the grid's checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from memory.prefix.digests import Resumable, digests_at
+from memory.prefix.saved import as_label
+
+
+@dataclass(frozen=True)
+class Block:
+    """Holds a block of tokens behind which a prompt can go on.
+
+    Attributes:
+        parent: digest of the block before it; None for the first.
+        owner: whose prompts can, as text; None: everybody's.
+        tier: where the checkpoint is.
+    """
+
+    digest: bytes
+    parent: bytes | None
+    token_ids: tuple[int, ...]
+    owner: str | None
+    tier: str
+
+
+def resumable_blocks(prefixes: Iterable[Resumable], block_tokens: int) -> dict[bytes, Block]:
+    """Return the blocks by digest, each behind its parent. Cost: a pass over the tokens of each checkpoint."""
+    found: dict[bytes, Block] = {}
+    for prefix in prefixes:
+        mark = prefix.checkpoint
+        if mark.closed or prefix.n_tokens != mark.length:
+            continue
+        tokens, horizon, parent = mark.tokens, mark.horizon, None
+        for position, digest in digests_at(tokens, range(block_tokens, mark.length + 1, block_tokens), prefix.owner):
+            if position >= horizon and digest not in found:
+                ids = tuple(tokens[position - block_tokens : position].tolist())
+                owner = None if prefix.owner is None else str(as_label(prefix.owner)[1])
+                found[digest] = Block(digest, parent, ids, owner, prefix.tier)
+            parent = digest
+    return _with_parents(found)
+
+
+def _with_parents(found: dict[bytes, Block]) -> dict[bytes, Block]:
+    """Return the blocks whose parents are all there, parents first."""
+    children: dict[bytes | None, list[Block]] = {}
+    for block in found.values():
+        children.setdefault(block.parent, []).append(block)
+    whole: dict[bytes, Block] = {}
+    waiting = children.get(None, [])
+    while waiting:
+        block = waiting.pop()
+        whole[block.digest] = block
+        waiting.extend(children.get(block.digest, ()))
+    return whole
+
+
+def changes(before: dict[bytes, Block], now: dict[bytes, Block]) -> tuple[list[Block], list[Block]]:
+    """Return the blocks that are gone, and those that are new, parents first."""
+    gone = [block for digest, block in before.items() if digest not in now]
+    return gone, [block for digest, block in now.items() if digest not in before]
