@@ -301,6 +301,14 @@ def speculative(quick: Quick = False, out: Out = None, threads: Threads = None) 
 
 
 @app.command()
+def cluster(quick: Quick = False, out: Out = None) -> None:
+    """Measure two replicas on a local Ray: reuse by router, what failures cost, and what moving a session takes."""
+    from benchmarks import cluster as clusters  # needs Ray
+
+    _run(clusters.cluster, ("tests/cluster/test_routing.py", "tests/cluster/test_leases.py"), quick, out, None)
+
+
+@app.command()
 def fleet(quick: Quick = False, out: Out = None) -> None:
     """Simulate 200 replicas under a million sessions, by each router: what is reused, moved, and how even load is."""
     _run(fleets.fleet, ("tests/cluster/test_routing.py", "tests/cluster/test_fleet.py"), quick, out, None)

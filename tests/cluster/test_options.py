@@ -16,8 +16,14 @@ def test_replicas_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in (["serve", "--replicas", "2"], ["cluster", "deploy", "fleet.yaml"]):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 1
+<<<<<<< HEAD
         assert "several replicas need ray[serve]; install it with" in result.output
         assert "hybrid-memory[cluster]" in result.output
+=======
+        assert (
+            "several replicas need ray[serve]; install it with: pip install 'hybrid-memory[cluster]'" in result.output
+        )
+>>>>>>> 558225c (Benchmarks of a fleet: reuse by router, failures, and a session's move)
 
 
 @pytest.mark.parametrize(
