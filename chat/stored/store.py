@@ -73,6 +73,7 @@ class SessionStore:
         self._database.create_function("visible", 1, lambda items: text_of(json.loads(items)), deterministic=True)
 
     def close(self) -> None:
+        """Close the database; what was stored in a folder stays there."""
         self._database.close()
 
     @contextmanager
@@ -92,6 +93,7 @@ class SessionStore:
     # Sessions
 
     def session(self, owner: bytes, session_id: str) -> StoredSession | None:
+        """Return a session of this owner; None if there is none."""
         rows = self._rows("SELECT * FROM sessions WHERE id = ? AND owner = ?", session_id, owner)
         return read_session(rows[0]) if rows else None
 
@@ -110,6 +112,7 @@ class SessionStore:
         return [_counted(row) for row in self._rows(_COUNTS.format(where=where) + "LIMIT ?", *values, limit)]
 
     def count(self, session_id: str) -> Counted:
+        """Return a session that is there, with what it has stored."""
         (row,) = self._rows(_COUNTS.format(where="sessions.id = ?"), session_id)
         return _counted(row)
 
@@ -128,12 +131,14 @@ class SessionStore:
             database.execute(query, [*values.values(), self.now(), session_id])
 
     def delete_session(self, session_id: str) -> None:
+        """Delete a session with all of its nodes."""
         with self._changing() as database:
             database.execute("DELETE FROM sessions WHERE id = ?", [session_id])
 
     # Nodes
 
     def node(self, owner: bytes, node_id: str) -> Node | None:
+        """Return a node of this owner; None if there is none."""
         query = "SELECT nodes.* FROM nodes JOIN sessions ON sessions.id = session WHERE nodes.id = ? AND owner = ?"
         rows = self._rows(query, node_id, owner)
         return read_node(rows[0]) if rows else None
