@@ -37,6 +37,7 @@ from benchmarks import dtypes as dtypes_
 from benchmarks import fleet as fleets
 from benchmarks import gpu as gpu_kernels
 from benchmarks import llamacpp as llamacpp_
+from benchmarks import page as page_
 from benchmarks import sparse as sparse_attention
 from benchmarks import speculative as speculative_decoding
 from benchmarks.harness import Report, require_green
@@ -247,6 +248,13 @@ def restarts_(quick: Quick = False, out: Out = None, threads: Threads = None) ->
     """Measure a chat's next turn after a restart, and prompts whose checkpoint is outside of the budget."""
     tests = ("tests/unit/prefix/test_saved.py", "tests/unit/prefix/test_outside.py")
     _run(restarts.restarts, tests, quick, out, threads)
+
+
+@app.command(name="page")
+def page_view(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Measure the server's page: weight, first paint, what watching the memory costs, and 10,000 sequences."""
+    page_.require_browser()
+    _run(page_.page, ("tests/chat/test_memory_view.py",), quick, out, threads)
 
 
 @app.command(name="prefixes")

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import threading
-import types
 from typing import Any
 
 import pytest
 
-from chat.engine.requests import EngineStats
-from chat.engine.scheduling import Load
-from chat.server.memory_view.snapshot import MOST_SEQUENCES, snapshot
-from memory import HybridMemory
+from benchmarks.page import large_snapshot
+from chat.server.memory_view.snapshot import MOST_SEQUENCES
 from tests_browser.conftest import PHONE, MakePage
 from tests_browser.servers import Served, Slowed, serving
 from tests_browser.talking import expect, say
@@ -58,22 +54,8 @@ def test_nothing_is_counted_while_the_memory_is_not_seen(served: Served, make_pa
     assert served.view.n_listeners == 0
 
 
-def large_snapshot(spec: Any, n_sequences: int) -> dict[str, Any]:
-    """A snapshot of a dry run: half are sequences, half checkpoints of them."""
-    memory = HybridMemory(spec, "64GiB", device="meta", rollback_window=32)
-    sequences = [memory.open() for _ in range(n_sequences // 2)]
-    memory.run(None, {s: [1] * (20 + i % 50) for i, s in enumerate(sequences)}, max_tokens=10**7)
-    kept = [memory.checkpoint(sequence) for sequence in sequences]
-    engine = types.SimpleNamespace(
-        memory=memory, lock=threading.RLock(), stats=EngineStats(), load=Load(64, n_sequences, 0)
-    )
-    shown = snapshot(engine, "embedded", "newest")  # type: ignore[arg-type]
-    assert len(kept) == len(sequences)
-    return shown
-
-
 def test_ten_thousand_sequences_stay_readable(served: Served, make_page: MakePage) -> None:
-    data = large_snapshot(served.engine.memory.spec, 10_000)
+    data, _ = large_snapshot(10_000)
     page = make_page(served.url)
     page.route(
         "**/v1/memory/events*",
