@@ -73,7 +73,7 @@ def run_server(chosen: Chosen) -> None:
         say = partial(typer.echo, err=True)
         served = make_served(chosen, say)
         app = make_app(served.engine, served.tokenizer, served.name, served.options)
-        run(app, listener, lambda url: say(f"{served.name} answers at {url}/v1"))
+        run(app, listener, lambda url: say(f"{served.name} answers at {url}/v1, and shows its page at {url}/"))
 
 
 def _run(chosen: Chosen) -> None:

@@ -27,6 +27,7 @@ class Metrics:
     """
 
     def __init__(self, engine: Engine, model: str = "") -> None:
+        self.last_generation: Generation | None = None  # that has ended, for who watches
         self.registry = CollectorRegistry()
         self.requests = self._counter("requests", "Requests answered; 499: the client went away.", "path", "code")
         self.refused_connections = self._counter(
@@ -64,6 +65,7 @@ class Metrics:
 
     def observe_end(self, generation: Generation, seconds: float) -> None:
         """Count a choice that has ended, `seconds` after its request came."""
+        self.last_generation = generation
         self.request_seconds.observe(seconds)
         self.request_prompt_tokens.observe(generation.n_base + generation.n_prompt)
         self.request_generated_tokens.observe(len(generation.token_ids))

@@ -41,6 +41,7 @@ def test_a_snapshot_says_what_usage_says(server: Running) -> None:
     assert {row["id"]: (row["n_tokens"], row["body"] + row["tail"] + row["head"]) for row in rows} == {
         id: (one.n_tokens, one.total_bytes) for id, one in usage.by_sequence.items()
     }
+    assert shown["last_request"]["hybrid_memory"]["computed_tokens"] == shown["last_request"]["prompt_tokens"]
     layers = shown["sequence"]["layers"]
     assert sum(part["n_bytes"] for layer in layers for part in layer["parts"]) == usage.by_sequence[chosen].total_bytes
     assert [layer["layer"] for layer in layers] == list(range(len(server.memory.spec.layers)))

@@ -12,9 +12,11 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from chat.engine.engine import Engine
+from chat.server.accounts import usage_of
 from chat.server.errors import RETRY, ApiError, clip
 from chat.server.formats import EventStream
 from chat.server.memory_view.snapshot import Chosen, engine_counts, snapshot
+from chat.server.metrics import Metrics
 
 LEAST_SECONDS = 0.25
 """Between two snapshots."""
@@ -30,6 +32,7 @@ class Served(Protocol):
 
     engine: Engine
     model_id: str
+    metrics: Metrics
     is_open: bool
 
 
@@ -106,6 +109,8 @@ class MemoryView:
             await asyncio.sleep(self._next_at - self._clock())
             started, state = self._clock(), self._state()
             shown = await asyncio.to_thread(snapshot, self._service.engine, self._service.model_id, sequence_id)
+            ended = self._service.metrics.last_generation
+            shown["last_request"] = None if ended is None else usage_of([ended], [ended])
             self.n_snapshots += 1
             self._next_at = started + shown["cost"]["seconds"] / _MOST_SHARE
             self._last = sequence_id, Taken(state, shown)

@@ -19,9 +19,9 @@ export function describe(cost) {
 /** Return reused, replayed and computed tokens of a usage, and why. */
 export function partsOf(usage) {
   const more = usage.hybrid_memory ?? {};
-  const reused = more.reused_tokens ?? usage.input_tokens_details?.cached_tokens ?? 0;
+  const reused = more.reused_tokens ?? (usage.input_tokens_details ?? usage.prompt_tokens_details)?.cached_tokens ?? 0;
   const replayed = more.replayed_tokens ?? 0;
-  const computed = more.computed_tokens ?? Math.max(0, (usage.input_tokens ?? 0) - reused - replayed);
+  const computed = more.computed_tokens ?? Math.max(0, (usage.input_tokens ?? usage.prompt_tokens ?? 0) - reused - replayed);
   return { reused, replayed, computed, why: more.why ?? "", from: more.from ?? "" };
 }
 

@@ -132,7 +132,7 @@ function drawNow(data) {
 let drawnUsage = null;
 
 function drawRequest() {
-  const usage = state.lastUsage ?? last?.last_request;
+  const usage = last?.last_request ?? state.lastUsage;
   if (!usage || usage === drawnUsage) return;
   drawnUsage = usage;
   const split = partsOf(usage);
