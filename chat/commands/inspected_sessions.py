@@ -49,7 +49,10 @@ def read_sessions(folder: Path, checkpoints: dict[str, Any] | None) -> Sessions:
     """
     path = folder / FILE
     try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as database:
+        # Without a log nobody writes to it, and then SQLite needs to make no files beside it.
+        is_quiet = not (folder / f"{FILE}-wal").exists()
+        uri = f"{path.resolve().as_uri()}?mode=ro{'&immutable=1' if is_quiet else ''}"
+        with closing(sqlite3.connect(uri, uri=True)) as database:
             database.row_factory = sqlite3.Row
             version = int(database.execute("PRAGMA user_version").fetchone()[0])
             if version > VERSION:
