@@ -1,11 +1,11 @@
 """The engine batches continuously: it makes one step of the model after the other for many generations over one memory.
 
-Each step decodes one token of every running reply, and prefills `step_tokens` of prompts beside them. Finished
-generations leave after a step and waiting ones join before it. Prompts that fit into a step are prefilled one after
-the other, the oldest first, and longer ones after them, of which the oldest goes on at every step. A prompt that begins
-like another waits for it: with a prefix cache their common part is computed once. When the memory is full, the request
-that was admitted last is swapped out and comes back before new ones: what was computed for it is kept, and its reply
-stays the same.
+Each step decodes one token of every running reply, and prefills prompts beside them. Finished generations leave after
+a step and waiting ones join before it. Prompts of up to `step_tokens` are prefilled one after the other, the oldest
+first, and longer ones after them, of which the oldest goes on at every step; see `plan_step`. A prompt that begins like
+another waits for it: with a prefix cache their common part is computed once. When the memory is full, the request that
+was admitted last is swapped out and comes back before new ones: what was computed for it is kept, and its reply stays
+the same.
 
 A sequence that is kept (`keeps_sequence`) holds, when its generation has ended with
 - "stop" or "length": the prompt and every chosen token but the last, which did not have to be fed; with `remembers_end`
@@ -77,7 +77,7 @@ class Engine:
         stop_ids: tokens that end a reply; the first is written behind a reply that is cut short and to be remembered.
             The default: those that the tokenizer and the model's config name.
         prefixes: the cache that prompts are looked up in, and that prompts and replies are inserted into.
-        step_tokens: tokens of prompts in one step; with very many replies in it there may be more, see `plan_step`.
+        step_tokens: tokens of prompts in one step; four times as many where many short prompts wait.
         max_running: the most requests in one step; fewer than `step_tokens`, so that prompts always go on.
         clock: seconds; for tests.
         choose: chooses the next tokens from a step's logits; another one is for dry runs, which have no logits.
