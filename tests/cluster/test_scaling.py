@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -52,3 +53,12 @@ def test_a_file_has_the_options_of_serve_by_name(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(SpecError, match=error):
             read_config(file)
+
+
+def test_the_documented_file_is_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "cluster.md").read_text()
+    file = tmp_path / "fleet.yaml"
+    (text,) = re.findall(r'```yaml title="fleet.yaml"\n(.*?)```', page, re.DOTALL)
+    file.write_text(text)
+    chosen, about = read_config(file)
+    assert chosen["max_replicas"] == 16 and about["name"] == "jamba"
