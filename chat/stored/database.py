@@ -56,7 +56,8 @@ def open_database(folder: str | None, model: str) -> sqlite3.Connection:
     with ExitStack() as opened:
         try:
             if folder is not None:
-                Path(folder).mkdir(parents=True, exist_ok=True)
+                Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+                Path(place).touch(mode=0o600)  # texts of others; the log beside it gets the same mode
             # One thread at a time uses it, but not always the same one.
             connection = sqlite3.connect(place, isolation_level=None, check_same_thread=False, timeout=10)
             opened.callback(connection.close)

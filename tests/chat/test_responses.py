@@ -65,12 +65,19 @@ def test_a_stream_brings_openais_events_in_order(client: openai.OpenAI) -> None:
     assert stored.usage is not None and stored.usage.output_tokens == 3
 
 
-def test_a_reply_that_a_stop_string_has_cut_is_continued_as_it_reads(client: openai.OpenAI) -> None:
+def test_a_reply_that_a_stop_string_has_cut_is_continued_as_it_reads(
+    client: openai.OpenAI, tokenizer: Tokenizer
+) -> None:
     told = client.responses.create(input="My cat is called Zoe.", extra_body={"stop": [" noted"]}, **BASE)
     assert told.output_text == "Okay,"
     asked = client.responses.create(input="What is my cat called?", previous_response_id=told.id, **BASE)
     assert asked.output_text == "Your cat is called Zoe." and told.usage is not None and asked.usage is not None
     assert asked.hybrid_memory["history"].startswith("continues from")  # type: ignore[attr-defined]
+    ended = client.responses.create(
+        input="My cat is called Zoe.", extra_body={"stop_token_ids": tokenizer.encode(" noted")[-1:]}, **BASE
+    )
+    after = client.responses.create(input="What is my cat called?", previous_response_id=ended.id, **BASE)
+    assert (ended.output_text, after.usage.input_tokens) == ("Okay,", asked.usage.input_tokens)  # type: ignore[union-attr]
     # Two tokens were said, the end of the reply follows them, and then what was asked.
     whole = client.responses.create(input="My cat is called Zoe.", **BASE)
     again = client.responses.create(input="What is my cat called?", previous_response_id=whole.id, **BASE)

@@ -86,8 +86,11 @@ def test_old_sessions_go_and_then_those_used_longest_ago_but_pinned_ones_stay(
     assert store.node(b"b", sessions[3][1][0].id) is None and store.session(b"b", left[0]) is None
 
 
-def test_what_is_deleted_is_not_in_the_file_any_more(store: SessionStore, tmp_path: Path, clock: Clock) -> None:
+def test_only_the_owner_of_a_file_reads_it_and_what_is_deleted_is_not_in_it_any_more(
+    store: SessionStore, tmp_path: Path, clock: Clock
+) -> None:
     session, _ = fill(store, b"a", "a secret that nobody may find", clock)
+    assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     store.delete_session(session.id)
     store.close()
     assert not any(b"a secret that nobody" in path.read_bytes() for path in tmp_path.iterdir())

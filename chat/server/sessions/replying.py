@@ -193,6 +193,8 @@ class Replying:
     async def _said(self, generation: Generation, made: Made) -> list[int] | None:
         """Return the token ids of a reply; None if a stop string has cut its text inside of one."""
         said = [*self._place.opening, *generation.token_ids]
+        if said and said[-1] in self._asked.stop_token_ids:  # it ends this reply, and is no part of it
+            said.pop()
         if generation.stopped_by is None:
             return said
 
