@@ -9,14 +9,28 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from tests.models.families import CONFIGS
 from tests.models.families.vocabulary import VOCAB
 
-__all__ = ["CONFIGS", "Peer", "draw_tokens", "randomise_", "write_checkpoint"]
+__all__ = [
+    "CACHE_NAME",
+    "CONFIGS",
+    "IS_RENAMED",
+    "MAMBA_CACHE_NAME",
+    "Peer",
+    "draw_tokens",
+    "randomise_",
+    "write_checkpoint",
+]
 
+
+IS_RENAMED = tuple(map(int, transformers.__version__.split(".")[:2])) >= (5, 24)
+CACHE_NAME, MAMBA_CACHE_NAME = ("cache", "cache") if IS_RENAMED else ("past_key_values", "cache_params")
+"""How models of this transformers take a cache."""
 
 STATE_LISTS = ("rwkv", "rwkv7")
 """Models that take and give back their states as a list of tensors."""
@@ -111,13 +125,13 @@ class PeerCache:
     def options(self, n_tokens: int) -> dict[str, Any]:
         """Arguments of the forward call for the next tokens."""
         if self.model.config.model_type in ("mamba", "mamba2"):
-            return {"use_cache": True, "cache_params": self.cache}
+            return {"use_cache": True, MAMBA_CACHE_NAME: self.cache}
         if self.model.config.model_type in STATE_LISTS:
             return {"use_cache": True, "state": self.state}
         # Some models number the positions of a continuation from 0 unless told.
         positions = torch.arange(self.n_tokens, self.n_tokens + n_tokens)[None]
         self.n_tokens += n_tokens
-        return {"use_cache": True, "past_key_values": self.cache, "position_ids": positions}
+        return {"use_cache": True, CACHE_NAME: self.cache, "position_ids": positions}
 
     def after(self, output: Any) -> None:
         """Told of what a call returned."""

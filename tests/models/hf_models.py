@@ -14,7 +14,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from memory import HybridMemory
 from models import HybridCache, attach
-from tests.models.checkpoints import CONFIGS, draw_tokens, randomise_
+from tests.models.checkpoints import CACHE_NAME, CONFIGS, draw_tokens, randomise_
 
 HYBRIDS = ("jamba", "mamba", "bamba", "qwen3.5")
 N_NEW = 10
@@ -46,6 +46,11 @@ def attached(name: str, n_rows: int, **options: Any) -> Iterator[tuple[PreTraine
         memory.check()
         hybrid.close()
         assert memory.usage().used_bytes == 0
+
+
+def given(cache: Any) -> dict[str, Any]:
+    """The argument by which models of this transformers take a cache."""
+    return {CACHE_NAME: cache}
 
 
 def ids(n_tokens: int, seed: int = 0) -> Tensor:

@@ -14,7 +14,7 @@ from memory import HybridMemory, SpecError
 from models import HybridCache, LanguageModel, UnsupportedModelError, attach, from_transformers, load_model
 from models.layers import linear
 from tests.models.checkpoints import CONFIGS, draw_tokens, randomise_
-from tests.models.hf_models import hf_model, logits
+from tests.models.hf_models import given, hf_model, logits
 
 TOKENS = draw_tokens(20)
 ONE_OF_EACH = (
@@ -145,7 +145,7 @@ def test_adapters_run_where_modules_are_called_and_are_refused_where_weights_are
     with attach(model) as bridge:
         memory = HybridMemory(bridge.memory_spec, "2MiB")
         cache = HybridCache(memory, [memory.open()])
-        assert torch.allclose(logits(model, torch.tensor([TOKENS]), past_key_values=cache), expected, atol=5e-4)
+        assert torch.allclose(logits(model, torch.tensor([TOKENS]), **given(cache)), expected, atol=5e-4)
     mixer.in_proj, mixer.dt_proj = plain, Adapter(mixer.dt_proj)
     with pytest.raises(UnsupportedModelError, match="adapter around a Linear whose weights a recurrence reads"):
         attach(model)

@@ -16,7 +16,8 @@ from transformers.cache_utils import Cache
 from memory import BatchError, CapacityError, HybridMemory, RollbackError, SequenceError, SpecError, StepError
 from models import ATTACHABLE, HybridCache, UnsupportedModelError, attach
 from models.hf.mixers import MIXERS
-from tests.models.hf_models import HYBRIDS, attached, generate, hf_model, ids, logits, padded
+from tests.models.checkpoints import CACHE_NAME, IS_RENAMED, MAMBA_CACHE_NAME
+from tests.models.hf_models import HYBRIDS, attached, generate, given, hf_model, ids, logits, padded
 from tests.tolerances import TOLERANCE, assert_logits_close
 
 PROMPT, DRAFTS, NEXT = ids(14), ids(4, seed=1), ids(3, seed=2)
@@ -34,21 +35,21 @@ def off_by(actual: Tensor, expected: Tensor) -> float:
 def own_cache(model: PreTrainedModel) -> tuple[DynamicCache, dict[str, Any]]:
     """transformers' own, and how the model wants it."""
     cache = DynamicCache(config=model.config)
-    return cache, {"cache_params": cache} if model.config.model_type == "mamba" else {"past_key_values": cache}
+    return cache, {MAMBA_CACHE_NAME: cache} if model.config.model_type == "mamba" else given(cache)
 
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_crop_is_exact_where_transformers_is_silently_wrong(name: str) -> None:
     """Its crop cuts the convolution's window and K/V, and leaves the recurrent state where the drafts brought it."""
     with attached(name, 1) as (model, cache):
-        logits(model, PROMPT, past_key_values=cache)
-        logits(model, DRAFTS, past_key_values=cache)
+        logits(model, PROMPT, **given(cache))
+        logits(model, DRAFTS, **given(cache))
         cache.crop(-4)
         assert cache.get_seq_length() == 14 and cache.sequences[0].tokens.tolist() == PROMPT[0].tolist()
-        after_crop = logits(model, NEXT[:, :1], past_key_values=cache)
+        after_crop = logits(model, NEXT[:, :1], **given(cache))
     with attached(name, 1) as (model, cache):
-        logits(model, PROMPT, past_key_values=cache)
-        fresh = logits(model, NEXT[:, :1], past_key_values=cache)
+        logits(model, PROMPT, **given(cache))
+        fresh = logits(model, NEXT[:, :1], **given(cache))
     if name in ("bamba", "qwen3.5"):  # a replay of Mamba-1 holds matrix products
         assert torch.equal(after_crop, fresh)
     assert off_by(after_crop, fresh) <= TOLERANCE[torch.float32].replay * float(fresh.max() - fresh.min())
@@ -72,7 +73,7 @@ def test_crop_is_exact_where_transformers_is_silently_wrong(name: str) -> None:
 def test_crop_by_columns_of_rows_with_padding() -> None:
     tokens, mask = padded(2, 9)
     with attached("jamba", 2) as (model, cache):
-        logits(model, tokens, attention_mask=mask, past_key_values=cache)
+        logits(model, tokens, attention_mask=mask, **given(cache))
         lengths = lambda: [sequence.length for sequence in cache.sequences]  # noqa: E731
         cache.crop(0)
         cache.crop(20)
@@ -82,7 +83,7 @@ def test_crop_by_columns_of_rows_with_padding() -> None:
         cache.crop(4)
         assert lengths() == [0, 4] and cache.get_seq_length() == 4
         more = torch.ones(2, 3, dtype=torch.long)
-        logits(model, more, attention_mask=torch.tensor([[0, 0, 0, 0, 0, 1, 1], [1] * 7]), past_key_values=cache)
+        logits(model, more, attention_mask=torch.tensor([[0, 0, 0, 0, 0, 1, 1], [1] * 7]), **given(cache))
         assert lengths() == [2, 7]
         cache.reset()
         assert lengths() == [0, 0] and cache.get_seq_length() == 0
@@ -92,7 +93,7 @@ def test_columns_in_which_every_row_has_padding_are_counted() -> None:
     """As a tokenizer leaves them that pads to a multiple of 8."""
     tokens, mask = padded(8, 5, 3)
     with attached("bamba", 2) as (model, cache):
-        actual = generate(model, tokens[1:], mask[1:], past_key_values=cache).sequences
+        actual = generate(model, tokens[1:], mask[1:], **given(cache)).sequences
         assert cache.get_seq_length() == actual.shape[1] - 1
         assert [sequence.length for sequence in cache.sequences] == [actual.shape[1] - 4, actual.shape[1] - 6]
         cache.crop(-actual.shape[1] + 8)
@@ -104,7 +105,7 @@ def test_a_crop_out_of_reach_changes_no_row() -> None:
     """Row 0 could go there, row 1 could not."""
     tokens, mask = padded(1, 30)
     with attached("jamba", 2, rollback_window=8) as (model, cache):
-        logits(model, tokens, attention_mask=mask, past_key_values=cache)
+        logits(model, tokens, attention_mask=mask, **given(cache))
         for n in (-25, 1):
             with pytest.raises(RollbackError, match="cannot return to position"):
                 cache.crop(n)
@@ -118,11 +119,9 @@ def test_a_crop_out_of_reach_changes_no_row() -> None:
 
 def test_a_fork_goes_its_own_way() -> None:
     with attached("jamba", 1) as (model, cache):
-        logits(model, PROMPT, past_key_values=cache)
+        logits(model, PROMPT, **given(cache))
         other, third = cache.fork(), copy.deepcopy(cache)
-        paths = [
-            logits(model, tokens, past_key_values=c)[0] for c, tokens in ((other, DRAFTS), (cache, NEXT), (third, NEXT))
-        ]
+        paths = [logits(model, tokens, **given(c))[0] for c, tokens in ((other, DRAFTS), (cache, NEXT), (third, NEXT))]
         assert cache.sequences[0].length == 17 and other.sequences[0].length == 18
         other.close()
         third.close()
@@ -137,7 +136,7 @@ def test_rows_are_chosen_repeated_and_reordered(name: str) -> None:
     for i, row in enumerate(rows):
         tokens[i, -row.shape[1] :] = row
     with attached(name, 3) as (model, cache):
-        logits(model, tokens, attention_mask=mask, past_key_values=cache)
+        logits(model, tokens, attention_mask=mask, **given(cache))
         first = cache.sequences
         cache.reorder_cache(torch.tensor([2, 0, 0]))
         order = [2, 0, 0]
@@ -152,7 +151,7 @@ def test_rows_are_chosen_repeated_and_reordered(name: str) -> None:
         assert width == 12  # the longest row is gone, and its columns stay, for the mask still has them
         following = torch.arange(6)[:, None] + 5
         longer = torch.stack([torch.arange(width + 1) >= width - rows[i].shape[1] for i in order])
-        actual = logits(model, following, attention_mask=longer, past_key_values=cache)[:, 0]
+        actual = logits(model, following, attention_mask=longer, **given(cache))[:, 0]
         cache.memory.close(first[2])  # nobody's row any more, and still open
     for row, i in enumerate(order):
         assert_logits_close(
@@ -162,11 +161,11 @@ def test_rows_are_chosen_repeated_and_reordered(name: str) -> None:
 
 def test_a_cached_prompt_is_continued_several_times() -> None:
     with attached("jamba", 1) as (model, cache):
-        logits(model, PROMPT[:, :-1], past_key_values=cache)
+        logits(model, PROMPT[:, :-1], **given(cache))
         cache.batch_repeat_interleave(2)
         torch.manual_seed(3)
         options = {"do_sample": True, "num_return_sequences": 2}
-        actual = generate(model, PROMPT, past_key_values=cache, **options).sequences
+        actual = generate(model, PROMPT, **given(cache), **options).sequences
     torch.manual_seed(3)
     assert torch.equal(actual, generate(hf_model("jamba"), PROMPT, **options).sequences)
     assert not torch.equal(actual[0], actual[1])
@@ -176,12 +175,12 @@ def test_a_sequence_may_move_between_forwards() -> None:
     """Its handle is the caller's: marked, saved, taken back. The cache only looks."""
     with attached("bamba", 1) as (model, cache):
         (sequence,), memory = cache.sequences, cache.memory
-        logits(model, PROMPT, past_key_values=cache)
+        logits(model, PROMPT, **given(cache))
         mark = memory.checkpoint(sequence)
-        logits(model, ids(40), past_key_values=cache)
+        logits(model, ids(40), **given(cache))
         memory.rollback(sequence, to=mark)
         assert cache.get_seq_length() == 14
-        actual = logits(model, NEXT, past_key_values=cache)
+        actual = logits(model, NEXT, **given(cache))
         memory.close(mark)
     assert_logits_close(actual[0], logits(hf_model("bamba"), torch.cat([PROMPT, NEXT], 1))[0, 14:])
 
@@ -198,12 +197,12 @@ def test_an_exception_leaves_every_row_as_it_was(name: str, where: str, kind: ty
 
     with attached(name, 2) as (model, cache):
         tokens, mask = padded(14, 5)
-        logits(model, tokens, attention_mask=mask, past_key_values=cache)
+        logits(model, tokens, attention_mask=mask, **given(cache))
         usage, implementation = str(cache.memory.usage()), model.config._attn_implementation
         module = model.lm_head if where == "the head" else model.base_model.layers[-1]
         handle = module.register_forward_pre_hook(fail)
         with pytest.raises(kind, match="on purpose"):
-            logits(model, DRAFTS[:, :2].repeat(2, 1), past_key_values=cache)
+            logits(model, DRAFTS[:, :2].repeat(2, 1), **given(cache))
         handle.remove()
         cache.memory.check()
         assert (
@@ -212,7 +211,7 @@ def test_an_exception_leaves_every_row_as_it_was(name: str, where: str, kind: ty
             and cache.get_seq_length() == 14
         )
         assert model.config._attn_implementation == implementation and torch.is_grad_enabled()
-        actual = logits(model, NEXT.repeat(2, 1), past_key_values=cache)
+        actual = logits(model, NEXT.repeat(2, 1), **given(cache))
     for row, length in enumerate((14, 5)):
         alone = torch.cat([tokens[row : row + 1, -length:], NEXT], 1)
         assert_logits_close(actual[row], logits(hf_model(name), alone)[0, length:])
@@ -223,13 +222,13 @@ def test_a_full_budget_refuses_before_the_model_runs() -> None:
         small = HybridMemory(cache.memory.spec, "70KiB", rollback_window=4)
         rows = HybridCache(small, [small.open(), small.open()])
         with pytest.raises(CapacityError):
-            logits(model, ids(2000).repeat(2, 1), past_key_values=rows)
+            logits(model, ids(2000).repeat(2, 1), **given(rows))
         assert rows.get_seq_length() == 0 and small.usage().used_bytes == 0
 
 
 def test_nothing_carries_gradients() -> None:
     with attached("jamba", 1) as (model, cache):
-        assert not model(PROMPT, past_key_values=cache).logits.requires_grad
+        assert not model(PROMPT, **given(cache)).logits.requires_grad
         assert model(PROMPT).logits.requires_grad  # without a HybridCache, as ever
 
 
@@ -276,51 +275,51 @@ def test_every_method_of_a_transformers_cache_is_answered() -> None:
 
 
 REFUSED: dict[str, tuple[type[Exception], str, Callable[[PreTrainedModel, HybridCache], object]]] = {
-    "training": (StepError, "training mode", lambda m, c: (m.train(), m(PROMPT, past_key_values=c))),
+    "training": (StepError, "training mode", lambda m, c: (m.train(), m(PROMPT, **given(c)))),
     "output_attentions": (
-        StepError, "keeps no weights", lambda m, c: m(PROMPT, past_key_values=c, output_attentions=True)
+        StepError, "keeps no weights", lambda m, c: m(PROMPT, **given(c), output_attentions=True)
     ),
-    "use_cache": (BatchError, "use_cache=False", lambda m, c: m(PROMPT, past_key_values=c, use_cache=False)),
+    "use_cache": (BatchError, "use_cache=False", lambda m, c: m(PROMPT, **given(c), use_cache=False)),
     "inputs_embeds": (
-        BatchError, "give input_ids", lambda m, c: m(inputs_embeds=torch.zeros(1, 3, 24), past_key_values=c)
+        BatchError, "give input_ids", lambda m, c: m(inputs_embeds=torch.zeros(1, 3, 24), **given(c))
     ),
-    "rows": (BatchError, "a batch of 2 rows for a cache of 1", lambda m, c: m(PROMPT.repeat(2, 1), past_key_values=c)),
-    "beams": (BatchError, "num_beams", lambda m, c: generate(m, PROMPT, past_key_values=c, num_beams=3)),
-    "vocabulary": (BatchError, "outside the vocabulary", lambda m, c: m(PROMPT + 10_000, past_key_values=c)),
+    "rows": (BatchError, "a batch of 2 rows for a cache of 1", lambda m, c: m(PROMPT.repeat(2, 1), **given(c))),
+    "beams": (BatchError, "num_beams", lambda m, c: generate(m, PROMPT, **given(c), num_beams=3)),
+    "vocabulary": (BatchError, "outside the vocabulary", lambda m, c: m(PROMPT + 10_000, **given(c))),
     "right padding": (
         BatchError, "padding behind its first token",
-        lambda m, c: m(PROMPT[:, :3], attention_mask=torch.tensor([[1, 1, 0]]), past_key_values=c),
+        lambda m, c: m(PROMPT[:, :3], attention_mask=torch.tensor([[1, 1, 0]]), **given(c)),
     ),
     "a mask of new columns": (
         BatchError, r"an attention_mask \(1, 4\); give .* \(1, 18\)",
-        lambda m, c: (m(PROMPT, past_key_values=c), m(DRAFTS, attention_mask=torch.ones(1, 4), past_key_values=c)),
+        lambda m, c: (m(PROMPT, **given(c)), m(DRAFTS, attention_mask=torch.ones(1, 4), **given(c))),
     ),
     "a mask of four dimensions": (
         BatchError, r"an attention_mask \(1, 1, 4, 4\)", lambda m,
-        c: m(DRAFTS, attention_mask=torch.ones(1, 1, 4, 4), past_key_values=c)
+        c: m(DRAFTS, attention_mask=torch.ones(1, 1, 4, 4), **given(c))
     ),
     "a mask that hides what is cached": (
         BatchError, "row 0 has 11 tokens before these 4 columns, its sequence holds 14",
-        lambda m, c: (m(PROMPT, past_key_values=c), m(DRAFTS, attention_mask=mask_of(15, 18)[:1], past_key_values=c)),
+        lambda m, c: (m(PROMPT, **given(c)), m(DRAFTS, attention_mask=mask_of(15, 18)[:1], **given(c))),
     ),
     "positions from zero": (
         BatchError, "position_ids put row 0 at 0 where its sequence is at 14",
-        lambda m, c: (m(PROMPT, past_key_values=c), m(DRAFTS, position_ids=torch.arange(4)[None], past_key_values=c)),
+        lambda m, c: (m(PROMPT, **given(c)), m(DRAFTS, position_ids=torch.arange(4)[None], **given(c))),
     ),
     "positions of another shape": (
         BatchError, r"position_ids \(1, 3\) for tokens \(1, 4\)",
-        lambda m, c: m(DRAFTS, position_ids=torch.arange(3)[None], past_key_values=c),
+        lambda m, c: m(DRAFTS, position_ids=torch.arange(3)[None], **given(c)),
     ),
     "a prompt that is cached already": (
         BatchError, "feed only what follows", lambda m,
-        c: (m(PROMPT, past_key_values=c), generate(m, PROMPT, past_key_values=c))
+        c: (m(PROMPT, **given(c)), generate(m, PROMPT, **given(c)))
     ),
-    "a part of the model": (StepError, "call models.attach", lambda m, c: m.base_model(PROMPT, past_key_values=c)),
+    "a part of the model": (StepError, "call models.attach", lambda m, c: m.base_model(PROMPT, **given(c))),
     "another spec": (
         StepError, "made for BambaForCausalLM, not for JambaForCausalLM", lambda m,
-        c: m(PROMPT, past_key_values=cache_of_another_model())
+        c: m(PROMPT, **given(cache_of_another_model()))
     ),
-    "another dtype": (StepError, "holds torch.bfloat16", lambda m, c: m(PROMPT, past_key_values=cache_in_bfloat16(c))),
+    "another dtype": (StepError, "holds torch.bfloat16", lambda m, c: m(PROMPT, **given(cache_in_bfloat16(c)))),
     "twice": (StepError, "attached already", lambda m, c: attach(m)),
     "a copy": (StepError, "detach it, copy", lambda m, c: copy.deepcopy(m)),
     "no rows": (BatchError, "without rows", lambda m, c: HybridCache(c.memory, [])),
@@ -330,7 +329,7 @@ REFUSED: dict[str, tuple[type[Exception], str, Callable[[PreTrainedModel, Hybrid
     "another memory's": (
         SequenceError, "memory", lambda m, c: HybridCache(cache_of_another_model().memory, c.sequences)
     ),
-    "closed": (SequenceError, "closed", lambda m, c: (c.close(), m(PROMPT, past_key_values=c))),
+    "closed": (SequenceError, "closed", lambda m, c: (c.close(), m(PROMPT, **given(c)))),
     "more beams": (BatchError, "batch_select_indices", lambda m, c: c.reorder_cache(torch.tensor([0, 0]))),
     "no such row": (BatchError, "row 1 of a cache of 1", lambda m, c: c.reorder_cache(torch.tensor([1]))),
     "no row": (BatchError, "no row is chosen", lambda m, c: c.batch_select_indices(torch.tensor([False]))),
@@ -372,21 +371,22 @@ def test_a_model_that_is_not_attached_is_refused() -> None:
     for name in ("jamba", "mamba", "llama"):
         with attach(hf_model(name)) as bridge:
             memory = HybridMemory(bridge.memory_spec)
-        argument = "cache_params" if name == "mamba" else "past_key_values"
+        argument = MAMBA_CACHE_NAME if name == "mamba" else CACHE_NAME
         with pytest.raises(StepError, match=r"call models\.attach"):
             logits(hf_model(name), PROMPT, **{argument: HybridCache(memory, [memory.open()])})
 
 
+@pytest.mark.skipif(IS_RENAMED, reason="all models take caches by one name")
 def test_mamba_takes_a_hybrid_cache_by_the_usual_name() -> None:
     with attached("mamba", 1) as (model, cache):
         with pytest.raises(BatchError, match="give a HybridCache as past_key_values="):
             generate(model, PROMPT, cache_params=cache)
         with pytest.raises(BatchError, match="takes caches that are no HybridCache as cache_params="):
-            logits(model, PROMPT, past_key_values=DynamicCache(config=model.config))
+            logits(model, PROMPT, **given(DynamicCache(config=model.config)))
         _, argument = own_cache(model)
         logits(model, PROMPT, **argument)
         with pytest.raises(BatchError, match="two caches that both remember"):
-            logits(model, NEXT, past_key_values=cache, **argument)
+            logits(model, NEXT, **given(cache), **argument)
 
 
 def test_a_model_that_cannot_be_attached_is_refused() -> None:
@@ -422,7 +422,7 @@ def test_attach_goes_by_what_a_module_does_not_by_its_name() -> None:
     mixer.__class__ = type("MyMixer", (kind,), {})
     with attach(model) as bridge:
         memory = HybridMemory(bridge.memory_spec, "2MiB")
-        actual = logits(model, PROMPT, past_key_values=HybridCache(memory, [memory.open()]))
+        actual = logits(model, PROMPT, **given(HybridCache(memory, [memory.open()])))
         assert_logits_close(actual, logits(hf_model("jamba"), PROMPT))
 
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Tensor:
@@ -439,7 +439,7 @@ def test_what_attention_asks_for_and_a_memory_cannot_do_is_refused() -> None:
     with attached("llama", 1) as (model, cache):
         for options, named in (({"softcap": 3.0}, "softcap=3.0"), ({"sliding_window": 7}, "attends to 7 tokens")):
             with pytest.raises(StepError, match=named):
-                logits(model, PROMPT, past_key_values=cache, **options)
+                logits(model, PROMPT, **given(cache), **options)
         assert cache.get_seq_length() == 0
 
 
@@ -458,7 +458,7 @@ def test_two_threads_may_run_one_attached_model_on_caches_of_their_own() -> None
                 inside.set()
                 others.wait(5)
 
-        second = Thread(target=lambda: found.append(logits(model, PROMPT, past_key_values=caches[1])))
+        second = Thread(target=lambda: found.append(logits(model, PROMPT, **given(caches[1]))))
         hook = model.model.layers[0].register_forward_pre_hook(wait)
         before = model.config._attn_implementation
 
@@ -468,7 +468,7 @@ def test_two_threads_may_run_one_attached_model_on_caches_of_their_own() -> None
                 inside.wait(5)
 
         started = model.model.layers[0].register_forward_pre_hook(first)
-        found.append(logits(model, PROMPT, past_key_values=caches[0]))
+        found.append(logits(model, PROMPT, **given(caches[0])))
         others.set()
         second.join()
         hook.remove()
@@ -488,5 +488,5 @@ def test_a_compiled_model_is_refused() -> None:
     with attached("jamba", 1) as (model, cache):
         compiled = torch.compile(model, backend="eager")
         with pytest.raises(StepError, match=r"inside torch\.compile"):
-            compiled(PROMPT, past_key_values=cache)
+            compiled(PROMPT, **given(cache))
         assert cache.get_seq_length() == 0
