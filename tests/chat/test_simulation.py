@@ -343,7 +343,6 @@ def test_the_command_runs_dry(tmp_path: Path) -> None:
         (["--speed", "-1"], "--speed -1"),
         (["--alone", "sometimes"], "--alone sometimes"),
         (["--rate", "0"], "rate"),
-        (["--system", "Be brief.", "--users", "1"], "template"),
         (["--dry", "--swap-dir", "somewhere"], "swap_dir"),
         (["--budget", "1KiB"], "budget"),
         (["--json", "/nowhere/report.json", "--users", "1", "--turns", "1"], "/nowhere/report.json"),
