@@ -96,6 +96,8 @@ def test_a_reply_goes_on_from_any_of_its_tokens(cats: Any) -> None:
     act(bubbles(cats).last, "Go on from a word")
     cats.get_by_role("slider").fill("2")
     expect(cats.locator("dialog output")).to_contain_text("2 tokens of")
+    expect(cats.locator("dialog .cut-text")).to_have_text("Your cat is called Milo.")
+    assert "Your".startswith(cats.locator("dialog .cut-text span").first.inner_text()[:4])
     cats.get_by_role("button", name="Go on", exact=True).click()
     expect(bubbles(cats).last.locator(".siblings")).to_have_text("2/2")
     settled(cats)

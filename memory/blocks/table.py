@@ -189,7 +189,10 @@ class BlockTable:
 
     def holding(self, part: Part, slots: Int64s, starts: Int64s, ends: Int64s | None = None) -> Holding:
         """Return the blocks of slots (S,), as this part of their memory, for tokens [start, end)."""
-        return Holding.of_tables(self.pool.name, part, [self[slot] for slot in slots.tolist()], starts, ends)
+        rows = map(self._rows.get, slots.tolist())
+        return Holding.of_tables(
+            self.pool.name, part, [EMPTY if row is None else row.ids for row in rows], starts, ends
+        )
 
     def record(self, slot: int) -> Record:
         """Return what a saved file says of a slot beside its blocks' bytes."""

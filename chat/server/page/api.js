@@ -121,4 +121,6 @@ export const exportSession = (session) => call("GET", at(session, "/export"));
 export const importSession = (file) => call("POST", "/v1/sessions/import", file);
 export const editNode = (session, id, content) => call("POST", at(session, "/edit"), { node: id, content, answer: false });
 export const addItems = (session, items) => call("POST", `/v1/conversations/${encodeURIComponent(session)}/items`, { items });
+export const tokenize = (text) => call("POST", "/tokenize", { content: text });
+export const detokenize = (tokens) => call("POST", "/detokenize", { tokens });
 export const memoryEvents = (sequence, signal) => events("GET", `/v1/memory/events?sequence=${sequence}`, undefined, { signal, quiet: true });

@@ -161,18 +161,18 @@ export async function edit(id, text, answers) {
 }
 
 /** Make a reply that begins with the first `token` tokens of another, and goes on from there. */
-export async function branchAt(id, token, begin) {
+export async function branchAt(id, token) {
   remember(state.head);
-  await reply(`/v1/sessions/${state.session}/fork`, { node: id, token, answer: true }, { parent: state.nodes.get(id).parent, begin });
+  await reply(`/v1/sessions/${state.session}/fork`, { node: id, token, answer: true }, { parent: state.nodes.get(id).parent });
 }
 
-async function reply(path, body, { parent, question = null, begin = "" }) {
+async function reply(path, body, { parent, question = null }) {
   stop();
   const mine = new AbortController();
   abort = mine;
   const started = performance.now(), n = state.nodes.size;
   sessionStorage.setItem(PENDING, String(n));
-  const shown = { parent, question, text: begin, n: 0, progress: null, started, isOver: false };
+  const shown = { parent, question, text: "", n: 0, progress: null, started, isOver: false };
   set({ reply: shown, trouble: null });
   const isMine = () => state.reply === shown;
   try {
@@ -184,7 +184,7 @@ async function reply(path, body, { parent, question = null, begin = "" }) {
   } catch (error) {
     if (!isMine()) return;
     const wasStopped = error.name === "AbortError";
-    if (!wasStopped) set({ trouble: { message: error.message, again: () => reply(path, body, { parent, question, begin }), mayRetry: error.mayRetry ?? false } });
+    if (!wasStopped) set({ trouble: { message: error.message, again: () => reply(path, body, { parent, question }), mayRetry: error.mayRetry ?? false } });
     shown.isOver = true;
     set({ reply: shown });
     if (wasStopped && (await untilStored(n)) && isMine()) set({ reply: null });

@@ -1,10 +1,11 @@
 // Shows the current path as messages, each with what one can do with it.
 
+import * as api from "/page/api.js";
 import * as talk from "/page/conversation.js";
 import { state, set, subscribe, pathTo, isReply, leafOf } from "/page/state.js";
 import { $, h, icon, iconButton, confirmed, ask, leave, toast } from "/page/dom.js";
 import { show } from "/page/markdown.js";
-import { count, seconds } from "/page/format.js";
+import { count } from "/page/format.js";
 import { spent } from "/page/costs.js";
 
 const made = new Map(); // key -> {element, is}
@@ -111,7 +112,7 @@ function toolbar(node) {
   parts.push(iconButton("edit", "Edit: the old version stays", () => { editing = node.id; set({}); }));
   if (node.role === "assistant") {
     parts.push(iconButton("again", "Another reply beside this one", act(() => talk.regenerate(node.id))));
-    if (isReply(node) && node.n_tokens > 1) parts.push(iconButton("knife", "Go on from a word of this reply", () => fromToken(node)));
+    if (isReply(node) && node.n_tokens > 1) parts.push(iconButton("knife", "Go on from a word of this reply", act(() => fromToken(node))));
   }
   parts.push(iconButton("branch", "A conversation of its own from here", act(() => talk.forkTo(node.id))));
   if (isReply(node)) {
@@ -141,29 +142,26 @@ function editor(node) {
       node.role === "user" && h("button", { type: "button", class: "primary", onclick: () => save(true) }, "Save and answer")));
 }
 
-/** Ask behind which word of a reply to go on. Tokens are the model's pieces of words. */
+/** Ask behind which token of a reply to go on. Tokens are the model's pieces of words. */
 async function fromToken(node) {
-  const ends = node.token_ends ?? evenEnds(node);
+  const { tokens } = await api.tokenize(node.text);
   const before = h("span"), after = h("span", { class: "cut" }), said = h("output");
-  const range = h("input", { type: "range", min: "1", max: String(ends.length - 1), value: String(Math.ceil(ends.length / 2)), autofocus: true, "aria-label": "Tokens to keep" });
-  const draw = () => {
-    const characters = [...node.text], end = ends[range.value - 1];
-    before.textContent = characters.slice(0, end).join("");
-    after.textContent = characters.slice(end).join("");
-    said.textContent = `${count(Number(range.value), "token")} of ${ends.length} stay`;
+  const range = h("input", { type: "range", min: "1", max: String(Math.max(1, tokens.length - 1)), value: String(Math.ceil(tokens.length / 2)), autofocus: true, "aria-label": "Tokens to keep" });
+  const draw = async () => {
+    const n = Number(range.value), read = await api.detokenize(tokens.slice(0, n));
+    if (n !== Number(range.value)) return; // the mark has moved on
+    const kept = read.prompt ?? read.content ?? "";
+    before.textContent = kept;
+    after.textContent = node.text.startsWith(kept) ? node.text.slice(kept.length) : "";
+    said.textContent = `${count(n, "token")} of ${tokens.length} stay`;
   };
-  range.addEventListener("input", draw);
-  draw();
+  range.addEventListener("input", () => talk.attempt(draw));
+  await draw();
   const chosen = await ask("Go on from here", [
     h("p", { class: "quiet" }, "The reply up to the mark stays, and the model goes on from there in a new branch."),
     h("div", { class: "cut-text", dir: "auto", tabindex: "0" }, before, after), range, h("p", null, said),
   ], [leave(), h("button", { value: "yes", class: "primary" }, "Go on")]);
-  if (chosen === "yes") talk.attempt(() => talk.branchAt(node.id, Number(range.value), before.textContent));
-}
-
-function evenEnds(node) {
-  const n = Math.max(2, node.n_tokens - 1), all = [...node.text].length;
-  return Array.from({ length: n }, (_, i) => Math.round(all * (i + 1) / n));
+  if (chosen === "yes") await talk.branchAt(node.id, Number(range.value));
 }
 
 function trouble({ message: words, again, mayRetry }) {
