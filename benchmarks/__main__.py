@@ -28,6 +28,8 @@ from benchmarks import (
     kernels,
     prefixes,
     restarts,
+    sampling,
+    schemas,
     soak,
     speed,
     states,
@@ -334,6 +336,18 @@ def table_() -> None:
     architectures.write_table()
 
 
+@app.command(name="schemas")
+def schemas_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Structured output: 1,000 JSON schemas, how many replies are valid, and what masks cost beside a step."""
+    _run(schemas.schemas_, ("tests/benchmarks/test_schemas.py",), quick, out, threads)
+
+
+@app.command(name="sampling")
+def sampling_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
+    """Decode steps of 1, 8 and 32 requests by how tokens are chosen."""
+    _run(sampling.sampling, ("tests/chat/test_sampling.py",), quick, out, threads)
+
+
 @app.command(name="all")
 def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None:
     """Run the commands that need no server, device or other library, each in a process of its own.
@@ -346,8 +360,8 @@ def all_(quick: Quick = False, out: Out = None, threads: Threads = None) -> None
         *(["--threads", str(threads)] if threads else []),
     ]
     commands = (
-        "parity", "bookkeeping", "rollback", "memory", "prefixes", "restarts", "agentic", "kernels", "states", "sparse",
-        "speculative", "drafts", "prefill", "decode", "dtypes", "bridge",
+        "parity", "bookkeeping", "rollback", "memory", "prefixes", "restarts", "agentic", "kernels", "sampling",
+        "schemas", "states", "sparse", "speculative", "drafts", "prefill", "decode", "dtypes", "bridge",
     )  # fmt: skip
     failed = [
         name

@@ -19,10 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from chat.decoding.dates import with_exact_dates
 from memory import BatchError, SpecError
 
 WHITESPACE = r"(\n {0,16}| )?"
 """Between the signs of JSON: what people and models write, and no more, or nothing else might ever be written."""
+_LEAST_PARALLEL = 1 << 20
+"""Tokens times rows: to wake threads takes longer than smaller masks."""
 _MOST_KEPT = 256
 """Grammars of which the compiled form is kept, the most recently used ones."""
 
@@ -177,21 +180,23 @@ def json_rule(schema: dict[str, Any]) -> str:
     """Return JSON by a schema as a part of a rule in Lark."""
     own = schema.get("x-guidance")
     options = {"whitespace_pattern": WHITESPACE} | (own if isinstance(own, dict) else {})
-    return "%json " + json.dumps(schema | {"x-guidance": options})
+    return "%json " + json.dumps(with_exact_dates(schema) | {"x-guidance": options})
 
 
 def mask_rows_(scores_SV: Tensor, matchers: Sequence[tuple[int, Matcher]]) -> None:
     """Rule out, in these rows, tokens that do not fit the row's grammar; in place.
 
-    Cost: some 10 to 100 us a row, in several threads, without the interpreter's lock.
+    Cost: some 10 to 100 us a row, without the interpreter's lock; large ones in several threads.
     """
     n_rows, n_vocab = len(matchers), scores_SV.shape[1]
     bits = np.zeros((n_rows, (n_vocab + 31) // 32), np.int32)
-    if n_rows == 1:
-        matchers[0][1].library.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+    address, n_bytes = bits.ctypes.data, bits.shape[1] * 4
+    if n_rows * n_vocab < _LEAST_PARALLEL:
+        for i, (_, matcher) in enumerate(matchers):
+            matcher.library.unsafe_compute_mask_ptr(address + i * n_bytes, n_bytes)
     else:
         pairs = [(matcher.library, i) for i, (_, matcher) in enumerate(matchers)]
-        _executor().unsafe_compute_mask_ptr(pairs, bits.ctypes.data, bits.shape[1] * 4, n_rows)
+        _executor().unsafe_compute_mask_ptr(pairs, address, n_bytes, n_rows)
     is_out = np.unpackbits(~bits.view(np.uint8), axis=1, count=n_vocab, bitorder="little").view(np.bool_)
     out_SV = torch.from_numpy(is_out).to(scores_SV.device)
     if n_rows == len(scores_SV):

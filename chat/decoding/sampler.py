@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import secrets
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -88,21 +87,6 @@ class Sampler:
         (chosen,) = choose_rows(logits_V[None], [self])
         if isinstance(chosen, StepError):
             raise chosen
-        return chosen
-
-    def draw_along(self, logits_KV: Tensor, draft: Sequence[int]) -> list[int]:
-        """Return the tokens that would be chosen if the leading ones of a draft were: those, and one more.
-
-        Nothing changes, as in `draw`, and the tokens are those that are chosen without drafts.
-
-        Args:
-            logits_KV: behind the sequence, and behind each token of the draft.
-        """
-        ahead, chosen = copy.copy(self), list[int]()
-        for row_V, expected in zip(logits_KV, (*draft, None), strict=True):
-            chosen.append(ahead.choose(row_V))
-            if chosen[-1] != expected or ahead.is_stopped:
-                break
         return chosen
 
     def possible(self, draft: Sequence[int]) -> int:

@@ -1,0 +1,65 @@
+"""What grammars allow, and what is refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from chat.decoding.grammar import GrammarError, Grammars
+from chat.prompts import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, len(tokenizer), (tokenizer.eos_token_id,))
+
+
+def allows(grammars: Grammars, schema: dict[str, Any], value: object, tokenizer: Tokenizer) -> bool:
+    matcher = grammars.json_schema(schema).matcher()
+    ids = tokenizer.encode(json.dumps(value))
+    if matcher.count_allowed(ids) < len(ids):
+        return False
+    for token_id in ids:
+        matcher.add(token_id)
+    return matcher.is_accepting
+
+
+@pytest.mark.parametrize(
+    ("day", "exists"),
+    [
+        ("2024-02-29", True), ("2023-02-29", False), ("1900-02-29", False), ("2000-02-29", True), ("2023-04-31", False),
+        ("2023-12-31", True), ("0000-01-01", False), ("2023-00-10", False),
+    ],
+)  # fmt: skip
+def test_days_are_those_of_the_calendar(grammars: Grammars, tokenizer: Tokenizer, day: str, exists: bool) -> None:
+    assert allows(grammars, {"type": "string", "format": "date"}, day, tokenizer) == exists
+    assert allows(grammars, {"type": "string", "format": "date-time"}, f"{day}T10:00:00Z", tokenizer) == exists
+
+
+def test_a_property_that_is_called_format_is_no_format(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    schema = {"type": "object", "properties": {"format": {"const": {"format": "date"}}}, "required": ["format"]}
+    assert allows(grammars, schema, {"format": {"format": "date"}}, tokenizer)
+
+
+@pytest.mark.parametrize(
+    "keyword",
+    [
+        {"not": {"type": "null"}}, {"if": {}, "then": {}}, {"type": "array", "uniqueItems": True},
+        {"type": "array", "contains": {}}, {"type": "object", "propertyNames": {}},
+        {"type": "object", "dependentRequired": {"a": ["b"]}}, {"type": "object", "unevaluatedProperties": False},
+    ],
+)  # fmt: skip
+def test_what_cannot_be_enforced_is_named(grammars: Grammars, keyword: dict[str, Any]) -> None:
+    with pytest.raises(GrammarError, match=f'cannot be enforced: .*"{[*keyword][-1]}"'):
+        grammars.json_schema(keyword)
+
+
+def test_a_matcher_goes_on_for_itself(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    matcher = grammars.regex("ab").matcher()
+    ids = [tokenizer.encode(sign)[0] for sign in "ab"]
+    ahead = matcher.copy()
+    ahead.add(ids[0])
+    ahead.add(ids[1])
+    assert ahead.is_stopped and not matcher.is_accepting and matcher.count_allowed(ids) == 2
