@@ -13,6 +13,7 @@ from chat.prompts import Tokenizer, encode_chat
 from chat.server.errors import ApiError
 from chat.server.schema import ChatRequest, CompletionRequest, read_request
 from chat.server.texts import Texts
+from chat.tools.families import find_habits
 from cluster.routing.prompts import TokenPrompt
 from cluster.serving.request import ForwardedRequest
 from memory import HybridMemoryError
@@ -34,6 +35,7 @@ class PromptReader:
     def __init__(self, tokenizer: Tokenizer, *, parse_special: bool, max_requests: int) -> None:
         self._texts = Texts(tokenizer, _MOST_TOKENS, max_long=max(1, max_requests // 2))
         self._parse_special = parse_special
+        self._template = find_habits(tokenizer).template
 
     def close(self) -> None:
         self._texts.close()
@@ -62,6 +64,7 @@ class PromptReader:
     def _read_chat(self, texts: Tokenizer, request: ForwardedRequest) -> TokenPrompt:
         asked = read_request(ChatRequest, request.body)
         messages = [message.as_template_knows() for message in asked.messages]
+        texts = asked.with_template(texts, self._template)
         return _prompt(encode_chat(texts, messages, parse_special=self._parse_special), asked, request)
 
     def _read_completion(self, texts: Tokenizer, request: ForwardedRequest) -> TokenPrompt:

@@ -47,7 +47,8 @@ class ReplicaServer:
     """
 
     def __init__(self, options: FleetOptions, name: str) -> None:
-        served = make_served(options.chosen, log.info, keeps_prefixes=False)
+        quiet = FleetOptions({**options.values, "access_log": "off"})  # the gateway writes a line for each request
+        served = make_served(quiet.chosen, log.info, keeps_prefixes=False)
         self.name = name
         self.events: EventPublisher | None = None
         self._options = options
