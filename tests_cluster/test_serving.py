@@ -7,7 +7,7 @@ from tests_cluster.fleets import RESUMES, client_of, say
 
 def test_a_stream_comes_piece_by_piece_and_says_where_from(url: str) -> None:
     client = client_of(url)
-    options = {"model": "embedded", "messages": [say("My cat is called Zoe.")], "temperature": 0}
+    options = {"model": "embedded", "messages": [say("I read a book about a lamp today.")], "temperature": 0}
     with client.chat.completions.with_streaming_response.create(
         stream=True, stream_options={"include_usage": True}, **options
     ) as response:
